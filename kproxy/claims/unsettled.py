@@ -191,6 +191,37 @@ class UnsettledWrites:
             self.on_change()
 
 
+class LastWrites:
+    """The writes of one client connection that may be under way when it ends, in `unsettled` if there is one.
+
+    They are named by piece: a part of a request at one broker (kproxy.routing.in_flight).
+    """
+
+    def __init__(self, unsettled: UnsettledWrites | None) -> None:
+        self._unsettled = unsettled
+        self._holds: dict[int, list[Hold]] = {}
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def hold(self, piece: int, partitions: Iterable[tuple[bytes, int]]) -> None:
+        """Hold the partitions of a piece until it is answered or lost."""
+        if self._unsettled is not None:
+            self._holds[piece] = [self._unsettled.begin(topic.decode(), index) for topic, index in partitions]
+
+    def let_go(self, piece: int) -> None:
+        """End the hold of a piece, if there is one."""
+        for hold in self._holds.pop(piece, ()):
+            if self._unsettled is not None:
+                self._unsettled.done(hold)
+
+    def note_lost(self, partitions: Iterable[tuple[bytes, int]]) -> None:
+        """Record that writes reached a broker whose answer cannot come any more."""
+        if self._unsettled is not None:
+            for topic, partition_index in partitions:
+                self._unsettled.note_written_lost(topic.decode(), partition_index)
+
+
 def _place_within_bound(place: Place, taken: Collection[Place]) -> Place:
     """Return the place or, once `taken` is full, its whole topic, then everything (invariant 4)."""
     if place in taken or len(taken) < MAX_PARTITIONS:

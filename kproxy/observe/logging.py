@@ -3,9 +3,10 @@
 stdout is for the ready line and for the output of commands. Events are constant phrases; what varies is in fields,
 which are numbers and strings, or lists of them. Times are UTC. The loggers of libraries write in the same format.
 
-The bound keeps a client that sends nonsense in a loop from filling the disk. A kind is a level and an event, without its
-fields; for the standard library's loggers it is the level and the message before its arguments are filled in. A line
-may bring a bound of its own, `most_a_minute=N`, and the name of a field whose values are kinds apart, `bounded_by=NAME`.
+The bound keeps a client that sends nonsense in a loop from filling the disk. A kind is a level and an event, without
+its fields; for the standard library's loggers it is the level and the message before its arguments are filled in. A
+line may bring a bound of its own, `most_a_minute=N`, and the name of a field whose values are kinds apart,
+`bounded_by=NAME`.
 
 States of a kind
   unknown    no line of it was logged for a minute

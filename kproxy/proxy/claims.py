@@ -35,8 +35,8 @@ from kproxy.etcd import EtcdClient, connect
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
-from kproxy.routing.merge import Exchange
-from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection, route
+from kproxy.routing.actions import Fenced
+from kproxy.routing.split import NOTHING_REFUSED, Entry, route
 from kproxy.routing.topology import NO_OWNER
 from kproxy.runtime.tasks import cancel, in_time
 from kproxy_codec.api_keys import BIND_FENCES
@@ -78,6 +78,10 @@ Partition = tuple[str, int]
 log = structlog.get_logger(__name__)
 
 
+class NoClaims(Exception):
+    """An Own request that nothing serves."""
+
+
 class Respond(Protocol):
     """Takes the whole answer, or nothing at the end of a request without an answer (acks=0).
 
@@ -88,26 +92,43 @@ class Respond(Protocol):
 
 
 class ClientClaims:
-    """Serves Own requests of one client connection; `client` is its name, `sever` ends it."""
+    """Serves Own requests of one client connection, if there is a service for them; `sever` ends the connection."""
 
-    def __init__(
-        self,
-        context: ProxyContext,
-        own: OwnService,
-        connections: Connections,
-        client: str,
-        sever: Callable[[str], None],
-    ) -> None:
+    def __init__(self, context: ProxyContext, connections: Connections, sever: Callable[[str], None]) -> None:
         self._context = context
-        self._own = own
-        self.connection = own.connection(client, sever)
+        self._own = context.own
+        self._sever = sever
+        # What it has claimed; None before its first Own request.
+        self.connection: ClaimingConnection | None = None
         self.binder = FenceBinder(context, connections)
         self._is_claiming = False
         # Fetch answers that arrived while it claims; the outcome of the claim decides whether the client may have them.
         self._pending_reads: list[Callable[[], None]] = []
 
-    async def answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
-        """Return the whole answer to an Own request. Raises CodecError."""
+    def write_fence(self, topic: bytes, partition_index: int) -> int:
+        """Return the fence for writes to a gated partition; 0: it may not be written."""
+        return self.connection.write_fence(topic, partition_index) if self.connection is not None else 0
+
+    def have_lapsed(self) -> bool:
+        """Whether another client may have its claims by now.
+
+        Admitted requests wait for a dial or a retry, and this process may have been suspended meanwhile.
+        """
+        own, connection = self._own, self.connection
+        return own is not None and connection is not None and connection.group is not None and not own.is_live()
+
+    def lapse(self) -> None:
+        """End the client's connection, because its claims have lapsed."""
+        if self.connection is not None:
+            reason = "its claims may be others' by now: the proxy's lease in etcd is not certain to live"
+            self.connection.sever(reason)
+
+    async def answer(self, frame: memoryview, header: RequestHeader, client: str) -> list[Buffer]:
+        """Return the whole answer to an Own request; `client` is the client's name. Raises CodecError, NoClaims."""
+        if self._own is None:
+            raise NoClaims("there is nothing that keeps claims")
+        if self.connection is None:
+            self.connection = self._own.connection(client, self._sever)
         request = parse_own_request(frame, header)
         self._is_claiming = True
         try:
@@ -122,7 +143,7 @@ class ClientClaims:
 
     async def _bind(self, bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
         await self._context.versions.current()
-        if not self._own.brokers.have_fences():
+        if self._own is None or not self._own.brokers.have_fences():
             return {}
         return await self.binder.bind(bindings, deadline)
 
@@ -133,12 +154,13 @@ class ClientClaims:
         ends instead. If this connection claims meanwhile, the answer waits for that; the answer to the claim comes
         behind it in any case.
         """
-        refused = refused_reads(self._own, self.connection, request)
-        if self.connection.group is None:
-            return refused, respond
+        own, connection = self._own, self.connection
+        if own is None or connection is None or connection.group is None:
+            return NOTHING_REFUSED, respond
+        refused = refused_reads(own, connection, request)
 
         def is_allowed() -> bool:
-            return refused_reads(self._own, self.connection, request).keys() <= refused.keys()
+            return refused_reads(own, connection, request).keys() <= refused.keys()
 
         def respond_if_still_allowed(answer: list[Buffer], _: Callable[[], bool] | None = None) -> None:
             if is_allowed():
@@ -147,13 +169,14 @@ class ClientClaims:
             elif self._is_claiming:
                 self._pending_reads.append(lambda: respond_if_still_allowed(answer))
             else:
-                self.connection.sever("what it was reading was claimed by another, or not granted in time")
+                connection.sever("what it was reading was claimed by another, or not granted in time")
 
         return refused, respond_if_still_allowed
 
     def end(self) -> None:
         """Free the claims, because the connection has ended."""
-        self._own.ended(self.connection)
+        if self._own is not None and self.connection is not None:
+            self._own.ended(self.connection)
 
 
 def refused_writes(
@@ -246,21 +269,15 @@ class FenceBinder:
         self._context = context
         self._connections = connections
 
-    def before(
-        self, upstream: Upstream, exchange: Exchange, selection: Selection, connection: ClaimingConnection
-    ) -> None:
+    def before(self, upstream: Upstream, fences: Iterable[Fenced]) -> None:
         """Bind the fences of a batch that is about to be sent on `upstream` (invariant 1)."""
         if not self._context.versions.may_have_fences(upstream.owner):
             return
         bindings = []
-        for topic_place, ordinals in selection:
-            topic = exchange.request.topics[topic_place]
-            for ordinal in ordinals:
-                partition = topic.name, topic.partitions[ordinal]
-                fence = connection.write_fence(*partition)
-                if fence and upstream.fences.get(partition) != fence:
-                    upstream.fences[partition] = fence
-                    bindings.append(FenceBinding(topic.name.decode(), partition[1], fence))
+        for partition, fence in fences:
+            if upstream.fences.get(partition) != fence:
+                upstream.fences[partition] = fence
+                bindings.append(FenceBinding(partition[0].decode(), partition[1], fence))
         if bindings:
             correlation_id = upstream.next_correlation_id()
             upstream.send(_BindingTicket(upstream, bindings), correlation_id, _request(correlation_id, bindings))

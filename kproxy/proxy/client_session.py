@@ -39,6 +39,7 @@ from kproxy.proxy.api_versions import check_served, covers
 from kproxy.proxy.apis import NOT_SERVED, Ranges
 from kproxy.proxy.broker_connection import FLUSH_S, PacedOutbox
 from kproxy.proxy.broker_health import Waiting
+from kproxy.proxy.claims import ClientClaims
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
@@ -111,12 +112,11 @@ class ClientSession(asyncio.BufferedProtocol):
         self._draining = False
         self.closed = False
         self._gone = asyncio.get_running_loop().create_future()
-        self._fanout = FanoutShell(context, self._connections, self._undeliverable)
+        claims = ClientClaims(context, self._connections, self.sever)
+        self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable)
         # Of the newest request.
         self._sequence = 0
-        self._control = ControlRequests(
-            context, self, self._connections, self._fanout, self._on_broker_pressure, self._offered
-        )
+        self._control = ControlRequests(context, self, claims, self._on_broker_pressure, self._offered)
         self._waiting = Waiting(context.health)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
         self._ranges = context.versions.offered.ranges
@@ -291,7 +291,7 @@ class ClientSession(asyncio.BufferedProtocol):
             and self._answers.open_count < self._max_requests
             and not self._client_pressure
             and not self._broker_pressure
-            and not self._control.claims
+            and not self._control.is_claiming
             and not self._rests
             and not (self._wanted_partitions and not self._fanout.has_room_for(self._wanted_partitions))
         )

@@ -35,11 +35,10 @@ from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.api_versions import check_api_versions_request, offered_response, unsupported_version_response
 from kproxy.proxy.apis import KEY_TYPES, NOT_SERVED, SERVED, Ranges
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
-from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims
+from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
-from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
@@ -105,26 +104,23 @@ class Client(Protocol):
 class ControlRequests:
     """Run the control requests of `client`.
 
-    Its claims hold on `connections`, for the batches that `fanout` sends.
+    Its Own requests go to `claims`.
     """
 
     def __init__(
         self,
         context: ProxyContext,
         client: Client,
-        connections: Connections,
-        fanout: FanoutShell,
+        claims: ClientClaims,
         on_pressure: Callable[[bool], None],
         on_offered: Callable[[Ranges], None],
     ) -> None:
         self._context = context
         self._client = client
-        self._connections = connections
-        self._fanout = fanout
+        self._claims = claims
         self._plane = ControlPlane(context, on_pressure, on_offered)
-        self._client_claims: ClientClaims | None = None
         # Whether a claim is being served: one at a time, and requests behind it must see its result.
-        self.claims = False
+        self.is_claiming = False
         self._places = asyncio.Semaphore(AT_ONCE)
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -134,7 +130,7 @@ class ControlRequests:
         `ranges` are the versions served. Raises FrameTooLarge.
         """
         if header.api_key == keys.OWN and keys.OWN in ranges:
-            self.claims = True
+            self.is_claiming = True
         max_bytes = self._context.limits.max_control_request_bytes
         if len(frame) > max_bytes:
             raise FrameTooLarge(
@@ -146,7 +142,7 @@ class ControlRequests:
         task = asyncio.get_running_loop().create_task(self._answer(frame, header, slot))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-        if self.claims:
+        if self.is_claiming:
             self._client.adjust_reading()
 
     async def _answer(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
@@ -165,19 +161,14 @@ class ControlRequests:
 
     async def _own(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         """Answer a claim. Raises CodecError, Unanswerable."""
-        own = self._context.own
-        if own is None:
-            raise Unanswerable("there is nothing that keeps claims")
-        if self._client_claims is None:
-            # It is a part of every claim, and a client may choose any id.
-            called = (client_id(frame) or b"")[:MAX_CLIENT_BYTES].decode(errors="replace")
-            client = f"{called}@{self._client.peer}"
-            self._client_claims = ClientClaims(self._context, own, self._connections, client, self._client.sever)
-            self._fanout.claims = self._client_claims
+        # It is a part of every claim, and a client may choose any id.
+        called = (client_id(frame) or b"")[:MAX_CLIENT_BYTES].decode(errors="replace")
         try:
-            return await self._client_claims.answer(frame, header)
+            return await self._claims.answer(frame, header, f"{called}@{self._client.peer}")
+        except NoClaims as error:
+            raise Unanswerable(str(error)) from error
         finally:
-            self.claims = False
+            self.is_claiming = False
             self._client.adjust_reading()
 
     def give_up_broker(self, address: Address) -> None:
@@ -196,8 +187,7 @@ class ControlRequests:
 
     def end(self) -> None:
         """Free what the client had claimed; it is gone."""
-        if self._client_claims is not None:
-            self._client_claims.end()
+        self._claims.end()
 
     async def close(self) -> None:
         """Cancel open requests, and close the connections to brokers."""

@@ -67,7 +67,7 @@ def produce(
         fanout.name_topics(request)
     refused = NOTHING_REFUSED
     if context.own is not None and context.own.gated:
-        refused = refused_writes(context.own, fanout.claims.connection if fanout.claims is not None else None, request)
+        refused = refused_writes(context.own, fanout.claims.connection, request)
         if refused:
             context.counters["own.gated"] += len(refused)
     if acks == 0 and (context.confirm_acks0 or _is_gated(context, request)):
@@ -102,7 +102,7 @@ def fetch(
     fanout.admit(request)
     refused = NOTHING_REFUSED
     respond: Respond = slot.fill
-    if fanout.claims is not None:
+    if fanout.claims.connection is not None:
         refused, respond = fanout.claims.read(request, slot.fill)
         context.counters["own.fetch_gated"] += len(refused)
     wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)

@@ -7,7 +7,7 @@ in flight there enter the core.
 Invariants
 1. If the topology has changed, that is the next event.
 2. Claims are checked to be live when something is written and again when a dial completes: no past event guarantees it.
-   The fences that a batch is to stand behind are bound when it is written, too.
+   The fences of a batch, which the core names with it, are bound before it where its connection has not bound them.
 3. Open requests have at most MAX_OPEN_PARTITIONS partitions together, or as many as a single request has. So an event,
    such as the end of a broker's connection, concerns no more, and its duration is bounded. Requests for one partition
    do not count: their number is bounded by itself.
@@ -17,33 +17,28 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from kproxy.claims.unsettled import Hold
+from kproxy.claims.unsettled import LastWrites
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.broker_connection import FLUSH_S, Ticket, Upstream
 from kproxy.proxy.claims import ClientClaims, Respond
 from kproxy.proxy.connections import Connections
-from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.context import ClientView, ProxyContext
+from kproxy.proxy.numbered_connections import NumberedConnections, PieceTicket, Tickets
 from kproxy.proxy.plain_path import PlainPath, PlainPiece
+from kproxy.proxy.sources import OwnerLookups
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
-from kproxy.routing.events import Adopted, Loss
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.merge import Exchange
-from kproxy.routing.retry import Conduct
-from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection
-from kproxy.routing.topology import Address, Topology
+from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import MAX_PARTITIONS, PartitionedApi, PartitionedRequest
 from kproxy_codec.produce import PRODUCE_API
 
 MAX_OPEN_PARTITIONS: Final = MAX_PARTITIONS
-# A lookup takes two of etcd's transactions; a Kafka cluster is asked about whole topics.
-MAX_LOOKUPS: Final = 256
-_NO_TOPICS: Final = frozenset[bytes]()
 
 
 class NoRoom(Exception):
@@ -54,107 +49,35 @@ class NoRoom(Exception):
         self.partitions = partitions
 
 
-class ContextView:
-    """State that the core reads besides its events (kproxy.routing.events.View)."""
-
-    def __init__(self, context: ProxyContext) -> None:
-        self._context = context
-        self.topology: Topology = context.topology
-        self.max_nameless = context.limits.max_open_requests
-
-    @property
-    def conduct(self) -> Conduct:
-        return self._context.conduct
-
-    @property
-    def knows_batches_again(self) -> bool:
-        return self._context.knows_batches_again
-
-    @property
-    def gated(self) -> Collection[bytes]:
-        own = self._context.own
-        return own.unsettled.topics if own is not None and own.gated else _NO_TOPICS
-
-    @property
-    def fenced(self) -> bool:
-        return self._context.versions.fenced
-
-    def is_hung(self, address: Address | None) -> bool:
-        health = self._context.health
-        return health.watching and health.is_open(address)
-
-
-class PieceTicket:
-    """The ticket of one of the core's pieces, which the core knows by its number."""
-
-    __slots__ = ("_shell", "exchange", "expects_answer", "part", "piece", "upstream")
-
-    def __init__(
-        self, shell: FanoutShell, upstream: Upstream, piece: int, exchange: Exchange, part: Selection | None
-    ) -> None:
-        self._shell = shell
-        self.upstream = upstream
-        self.piece = piece
-        self.exchange = exchange
-        self.part = part
-        self.expects_answer = exchange.request.acks != 0
-
-    @property
-    def may_wait_until(self) -> float:
-        return self.exchange.look_until if self.part is None else 0.0
-
-    def is_plain(self, frame: memoryview) -> bool:
-        """Whether an answer concerns no other request: it is full success for the piece, or answers a read."""
-        if not self.exchange.is_ordered:
-            return True
-        plain = self.exchange.api.plain_answer(self.exchange.request, self.exchange.selection(self.part))
-        return plain is not None and plain.is_met(frame)
-
-    def answered(self, frame: memoryview) -> None:
-        self._shell.answered(self, frame)
-
-    def sent(self) -> None:
-        self._shell.left(self)
-
-    def unconfirmed(self) -> None:
-        self._shell.leave_unconfirmed(self.upstream)
-
-    def lost(self, *, written: bool) -> None:
-        self._shell.lost(self, Loss.WRITTEN if written else Loss.UNWRITTEN)
-
-
 class FanoutShell:
-    """Runs the core of one client connection on `connections`; `on_undeliverable` gets lost acks=0 parts."""
+    """Runs the core of one client connection on `connections`.
+
+    `claims` is what the client has claimed. `on_undeliverable` gets lost acks=0 parts.
+    """
 
     def __init__(
         self,
         context: ProxyContext,
         connections: Connections,
+        claims: ClientClaims,
         on_undeliverable: Callable[[bytes, int], None],
     ) -> None:
         self._context = context
         self._topology = context.topology
-        self._connections = connections
         self._on_undeliverable = on_undeliverable
         # Notes its acknowledgements, if the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
-        # What its client has claimed, once it has claimed anything.
-        self.claims: ClientClaims | None = None
-        self._view = ContextView(context)
+        self.claims = claims
+        self._view = ClientView(context, claims)
         self.core = Fanout(self._view)
-        self._upstreams: dict[int, Upstream] = {}
-        self._numbers: dict[Upstream, int] = {}
-        self.plain = PlainPath(self.core, self._upstreams, self.acks, context.counters, self._take_over)
+        self._numbered = NumberedConnections(connections, Tickets(self._answered, self._left))
+        self.plain = PlainPath(self.core, self._numbered.upstreams, self.acks, context.counters, self._take_over)
         self.lookups = OwnerLookups(context)
-        # The core's requests by sequence: where the answer goes, and the number of partitions.
-        self._responds: dict[int, tuple[Respond, int]] = {}
-        self._open_partitions = 0
+        # The core's requests by sequence: where the answer goes.
+        self._responds: dict[int, Respond] = {}
         self._events: deque[tuple[Callable[..., list[Action]], tuple[object, ...]]] = deque()
         self._is_running = False
-        # Pieces lost by ending connections, until the core knows; and connections with acks=0 batches in doubt.
-        self._losses: dict[int, list[tuple[int, Loss]]] = {}
-        self._doubted: set[int] = set()
-        self._holds: dict[int, list[Hold]] = {}
+        self._last_writes = LastWrites(context.own.unsettled if context.own is not None else None)
         self._held = asyncio.Event()
         # Exists once `close` waits for open requests; set when none is left.
         self._emptied: asyncio.Event | None = None
@@ -172,14 +95,14 @@ class FanoutShell:
     def admit(self, request: PartitionedRequest) -> None:
         """Raises NoRoom if a request has to wait; to be called before anything of it is changed."""
         # Nearly always nothing that counts is open. This is called for every request.
-        if self._open_partitions or self.plain.open_partitions:
+        if self.core.open_partitions or self.plain.open_partitions:
             partitions = request.partition_count
             if not self.has_room_for(partitions):
                 raise NoRoom(partitions)
 
     def has_room_for(self, partitions: int) -> bool:
         """Whether a request for this many partitions may be begun."""
-        taken = self._open_partitions + self.plain.open_partitions
+        taken = self.core.open_partitions + self.plain.open_partitions
         return not taken or taken + partitions <= MAX_OPEN_PARTITIONS
 
     def name_topics(self, request: PartitionedRequest) -> None:
@@ -219,20 +142,8 @@ class FanoutShell:
         exchange = Exchange(api, request, slot.sequence, deadline)
         exchange.look_until = look_until
         exchange.is_silent = silent
-        self._open(exchange, respond or slot.fill)
+        self._responds[exchange.sequence] = respond or slot.fill
         self._bring(core.submitted, exchange, refused)
-
-    def _open(self, exchange: Exchange, respond: Respond) -> None:
-        partitions = exchange.request.partition_count
-        self._responds[exchange.sequence] = (respond, partitions)
-        if partitions > 1:
-            self._open_partitions += partitions
-
-    def _take_respond(self, sequence: int) -> Respond:
-        respond, partitions = self._responds.pop(sequence)
-        if partitions > 1:
-            self._open_partitions -= partitions
-        return respond
 
     @property
     def open_count(self) -> int:
@@ -248,37 +159,17 @@ class FanoutShell:
     def _adopt(self, pieces: Iterable[PlainPiece] = ()) -> Mapping[Ticket, PieceTicket]:
         if not self.plain.open_count:
             return {}
-        by_sequence: dict[int, list[PlainPiece]] = {}
-        for piece in chain(pieces, self._plain_pieces()):
-            by_sequence.setdefault(piece.slot.sequence, []).append(piece)
-        records = []
-        for sequence, parts in sorted(by_sequence.items()):
-            slot = parts[0].slot
-            exchange = slot.exchange
-            if exchange is None:
-                exchange = Exchange(PRODUCE_API, slot.request, sequence, slot.deadline)
-                exchange.is_silent = slot.is_silent
-            self._open(exchange, slot.fill)
-            sent = [(part.planned.connection, part.planned.part) for part in parts]
-            records.append((Adopted(exchange, slot.routed_at, sent), parts))
-        numbers = iter(self.core.adopt([record for record, _ in records]))
+        leaving = self.plain.leave(pieces)
+        for record, parts in leaving:
+            self._responds[record.exchange.sequence] = parts[0].slot.fill
+        numbers = iter(self.core.adopt([record for record, _ in leaving]))
         tickets: dict[Ticket, PieceTicket] = {
-            part: PieceTicket(self, part.planned.upstream, next(numbers), record.exchange, part.planned.part)
-            for record, parts in records
+            part: PieceTicket(self._numbered, part.planned.upstream, next(numbers), record.exchange, part.planned.part)
+            for record, parts in leaving
             for part in parts
         }
-        for upstream in self._upstreams.values():
-            upstream.replace(tickets)
-        self.plain.open_count = self.plain.open_partitions = 0
+        self._numbered.replace(tickets)
         return tickets
-
-    def _plain_pieces(self) -> Iterator[PlainPiece]:
-        """The pieces in flight on the plain path."""
-        if self.plain.open_count:
-            for upstream in self._upstreams.values():
-                for ticket in upstream.unanswered():
-                    if isinstance(ticket, PlainPiece):
-                        yield ticket
 
     # Events
 
@@ -319,7 +210,7 @@ class FanoutShell:
         """Before a send, give up connections to addresses that brokers have left. Until then these may answer."""
         if self._topology.version != self._sent_at:
             self._sent_at = self._topology.version
-            self._connections.give_up_moved()
+            self._numbered.give_up_moved()
 
     def _topology_changed(self) -> None:
         # ChangeSignal may come in groups: handle them together.
@@ -331,45 +222,30 @@ class FanoutShell:
 
     def before_open(self, upstream: Upstream) -> None:
         """Handle a successful dial: the waiting requests are about to be written."""
-        if self._view.gated and self._has_lapsed():
-            self._sever()
-        number = self._numbers.get(upstream)
+        if self._view.gated and self.claims.have_lapsed():
+            self.claims.lapse()
+        number = self._numbered.number(upstream)
         if number is not None and not upstream.closed:
             self.core.opened(number)
 
-    def answered(self, ticket: PieceTicket, frame: memoryview) -> None:
-        """Handle a broker's answer to a piece."""
+    def _answered(self, ticket: PieceTicket, frame: memoryview) -> None:
         if self.plain.open_count and not ticket.is_plain(frame):
             self._adopt()
         self._bring(self.core.answered, ticket.piece, frame)
 
-    def left(self, ticket: PieceTicket) -> None:
-        """Handle a piece without an answer (acks=0) that has left."""
-        if ticket.upstream.closed:
-            self.lost(ticket, Loss.LEFT)
-        else:
-            self._bring(self.core.left, (ticket.piece,))
-
-    def lost(self, ticket: PieceTicket, loss: Loss) -> None:
-        """Note a piece that is lost with its connection, whose end is about to be reported."""
-        self._losses.setdefault(self._numbers[ticket.upstream], []).append((ticket.piece, loss))
-
-    def leave_unconfirmed(self, upstream: Upstream) -> None:
-        """Note that acks=0 batches that had left on a connection are in doubt."""
-        self._doubted.add(self._numbers[upstream])
+    def _left(self, ticket: PieceTicket) -> None:
+        self._bring(self.core.left, (ticket.piece,))
 
     def ended(self, upstream: Upstream) -> None:
         """Handle the end of a connection; all its pieces are known to be lost."""
-        number = self._numbers.get(upstream)
+        number = self._numbered.number(upstream)
         if number is None:
             return
         self._adopt()
-        losses = self._losses.setdefault(number, [])
+        self._numbered.end(number)
 
         def event(now: float, jitter: float) -> list[Action]:
-            del self._losses[number], self._numbers[upstream], self._upstreams[number]
-            is_unconfirmed = number in self._doubted
-            self._doubted.discard(number)
+            losses, is_unconfirmed = self._numbered.take(number)
             return self.core.lost(number, losses, now, jitter, is_unconfirmed=is_unconfirmed)
 
         # Requests that wait to be sent on it must not be sent before.
@@ -379,16 +255,12 @@ class FanoutShell:
 
     def expire(self, now: float) -> None:
         """Answer requests that have reached their deadline."""
-        is_plain_due = any(piece.slot.deadline <= now for piece in self._plain_pieces())
+        is_plain_due = any(piece.slot.deadline <= now for piece in self.plain.pieces())
         if is_plain_due or (self.plain.open_count and self.core.is_due(now)):
             self._adopt()
         if self.core.is_idle:
             return
-        oldest = {
-            number: ticket.piece
-            for number, upstream in self._upstreams.items()
-            if isinstance(ticket := upstream.oldest_unanswered(), PieceTicket)
-        }
+        oldest = self._numbered.oldest_pieces()
         # Use the time that was checked above: requests due a moment later would have to enter first.
         self._bring(lambda _, jitter: self.core.tick(oldest, now, jitter))
 
@@ -399,82 +271,40 @@ class FanoutShell:
         """
         since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, self._newest
         self.core.take_out(since, self._taken_out_to)
-        for piece in self._plain_pieces():
+        for piece in self.plain.pieces():
             if since < piece.slot.sequence <= self._taken_out_to:
                 piece.slot.request.take_out()
 
     # Actions
 
     def _send(self, action: actions.Send) -> None:
-        connection, broker, piece, exchange, part, shares = action
         self._give_up_moved()
-        upstream = self._upstreams.get(connection)
-        if upstream is None:
-            upstream = self._upstreams[connection] = self._connections.to(broker)
-            self._numbers[upstream] = connection
-            if upstream.is_open:
-                self.core.opened(connection)
-        ticket = PieceTicket(self, upstream, piece, exchange, part)
-        claims = self.claims
-        if claims is not None and exchange.api.api_key == PRODUCE and not upstream.closed:
-            if self._has_lapsed():
-                self.core.unsent(piece)
-                self._sever()
+        upstream = self._numbered.to(action.connection, action.broker)
+        if upstream.is_open:
+            self.core.opened(action.connection)
+        if action.exchange.api.api_key == PRODUCE and not upstream.closed:
+            if self.claims.have_lapsed():
+                self.core.unsent(action.piece)
+                self.claims.lapse()
                 return
-            claims.binder.before(upstream, exchange, exchange.selection(part), claims.connection)
-        if upstream.closed:
-            # One of the actions before has ended it.
-            self._losses[connection].append((piece, Loss.UNWRITTEN))
-            return
-        if part is None:
-            upstream.forward(ticket, exchange.request.frame)
-        else:
-            correlation_id = upstream.next_correlation_id()
-            upstream.send(ticket, correlation_id, exchange.splitter(shares).part(part, correlation_id))
-
-    def _has_lapsed(self) -> bool:
-        """Whether another client may have its claims by now.
-
-        Admitted requests wait for a dial or a retry, and this process may have been suspended meanwhile.
-        """
-        own, claims = self._context.own, self.claims
-        return own is not None and claims is not None and claims.connection.group is not None and not own.is_live()
-
-    def _sever(self) -> None:
-        if self.claims is not None:
-            reason = "its claims may be others' by now: the proxy's lease in etcd is not certain to live"
-            self.claims.connection.sever(reason)
-
-    def _withdraw(self, action: actions.Withdraw) -> None:
-        upstream = self._upstreams[action.connection]
-        upstream.withdraw(lambda ticket: isinstance(ticket, PieceTicket) and ticket.piece in action.pieces)
+            if action.fences:
+                self.claims.binder.before(upstream, action.fences)
+        self._numbered.send(action)
 
     def _respond(self, action: actions.Respond) -> None:
-        self._take_respond(action.sequence)(action.answer)
+        self._responds.pop(action.sequence)(action.answer)
 
     def _drop(self, action: actions.Drop) -> None:
-        self._take_respond(action.sequence)
+        del self._responds[action.sequence]
 
     def _note(self, action: actions.Note) -> None:
         if self.acks is not None:
             self.acks.note(*action)
 
-    def _hold(self, action: actions.Hold) -> None:
-        if self._context.own is not None:
-            begin = self._context.own.unsettled.begin
-            self._holds[action.piece] = [begin(topic.decode(), index) for topic, index in action.partitions]
-
     def _let_go(self, action: actions.LetGo) -> None:
-        for hold in self._holds.pop(action.piece, ()):
-            if self._context.own is not None:
-                self._context.own.unsettled.done(hold)
-        if not self._holds:
+        self._last_writes.let_go(action.piece)
+        if not self._last_writes:
             self._held.set()
-
-    def _note_lost(self, action: actions.NoteLost) -> None:
-        if self._context.own is not None:
-            for topic, partition_index in action.partitions:
-                self._context.own.unsettled.note_written_lost(topic.decode(), partition_index)
 
     def _wake_at(self, action: actions.WakeAt) -> None:
         if self._is_closed:
@@ -488,31 +318,6 @@ class FanoutShell:
         self._timer = None
         self._give_up_moved()
         self._bring(self.core.woken)
-
-    def _close(self, action: actions.Close) -> None:
-        upstream = self._upstreams[action.connection]
-        if action.is_untrue:
-            upstream.distrust(action.reason)
-        else:
-            upstream.give_up(action.reason)
-
-    def _reread(self, action: actions.Reread) -> None:
-        self.lookups.ask(*action)
-
-    def _tell_undeliverable(self, action: actions.Undeliverable) -> None:
-        self._on_undeliverable(*action)
-
-    def _count(self, action: actions.Counted) -> None:
-        self._context.counters[action.counter] += action.amount
-
-    def _count_unconfirmed(self, action: actions.Unconfirmed) -> None:
-        self._context.tally.leave_unconfirmed(*action)
-
-    def _count_retry(self, action: actions.Retried) -> None:
-        self._context.tally.retry(*action)
-
-    def _count_failure(self, action: actions.Failed) -> None:
-        self._context.tally.error(*action)
 
     # The client's end
 
@@ -530,7 +335,7 @@ class FanoutShell:
         """End after the client has gone: send its acks=0 requests or count them as lost, and wait for held pieces."""
         self._adopt()
         self._bring(self.core.closing)
-        if self._holds:
+        if self._last_writes:
             await _until(self._held, self._context.limits.own_unsettled_s)
         if self.core.open_count:
             self._emptied = asyncio.Event()
@@ -543,73 +348,25 @@ class FanoutShell:
         await self.lookups.close()
 
 
+# Methods, and single calls.
 _CARRY_OUT: Final[Mapping[type[Action], Callable[[FanoutShell, Any], None]]] = {
     actions.Send: FanoutShell._send,
-    actions.Withdraw: FanoutShell._withdraw,
+    actions.Withdraw: lambda shell, action: shell._numbered.withdraw(action),
     actions.Respond: FanoutShell._respond,
     actions.Drop: FanoutShell._drop,
     actions.Note: FanoutShell._note,
-    actions.Hold: FanoutShell._hold,
+    actions.Hold: lambda shell, action: shell._last_writes.hold(*action),
     actions.LetGo: FanoutShell._let_go,
-    actions.NoteLost: FanoutShell._note_lost,
-    actions.Reread: FanoutShell._reread,
+    actions.NoteLost: lambda shell, action: shell._last_writes.note_lost(action.partitions),
+    actions.Reread: lambda shell, action: shell.lookups.ask(*action),
     actions.WakeAt: FanoutShell._wake_at,
-    actions.Close: FanoutShell._close,
-    actions.Undeliverable: FanoutShell._tell_undeliverable,
-    actions.Unconfirmed: FanoutShell._count_unconfirmed,
-    actions.Retried: FanoutShell._count_retry,
-    actions.Failed: FanoutShell._count_failure,
-    actions.Counted: FanoutShell._count,
+    actions.Close: lambda shell, action: shell._numbered.close(action),
+    actions.Undeliverable: lambda shell, action: shell._on_undeliverable(*action),
+    actions.Unconfirmed: lambda shell, action: shell._context.tally.leave_unconfirmed(*action),
+    actions.Retried: lambda shell, action: shell._context.tally.retry(*action),
+    actions.Failed: lambda shell, action: shell._context.tally.error(*action),
+    actions.Counted: lambda shell, action: shell._context.counters.update({action.counter: action.amount}),
 }
-
-
-class OwnerLookups:
-    """Have the source read partitions' owners again, for one client connection; each lookup is a task.
-
-    Invariants
-    1. One task for each partition. If the owner is asked for again while its task waits, the task reads once more: the
-       answer that it waits for may be older than the latest refusal.
-    2. No task begins after `close`: nobody would wait for it.
-    3. At most MAX_LOOKUPS tasks. The result comes by way of the topology. A partition that gets no task is asked for
-       again after its next refusal.
-    """
-
-    def __init__(self, context: ProxyContext) -> None:
-        self._context = context
-        self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
-        self._again: set[tuple[bytes, int]] = set()
-        self._closed = False
-
-    def ask(self, topic: bytes, partition_index: int, routed_at: int) -> None:
-        """Have the source read an owner again, unless it has reported a new one since the version `routed_at`."""
-        partition = (topic, partition_index)
-        if self._context.topology.owner_version(topic, partition_index) > routed_at:
-            return
-        if partition in self._tasks:
-            self._again.add(partition)
-        elif len(self._tasks) < MAX_LOOKUPS and not self._closed:
-            task = self._tasks[partition] = asyncio.ensure_future(self._refresh(partition))
-            task.add_done_callback(lambda _: self._tasks.pop(partition, None))
-
-    async def _refresh(self, partition: tuple[bytes, int]) -> None:
-        topology = self._context.topology
-        seen_revision = topology.owner_revision(*partition)
-        is_wanted = True
-        while is_wanted:
-            self._again.discard(partition)
-            topic, partition_index = partition
-            # The source finds a topic id that the topology does not know.
-            await self._context.source.refresh(topology.name_of(topic) or topic, partition_index, seen_revision)
-            is_wanted = partition in self._again and topology.owner_revision(*partition) == seen_revision
-        self._again.discard(partition)
-
-    async def close(self) -> None:
-        """Cancel all lookups, and begin none for acks=0 batches that are lost later."""
-        self._closed = True
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _until(event: asyncio.Event, timeout_s: float) -> None:

@@ -12,11 +12,13 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from math import inf
 
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.broker_connection import Ticket, Upstream
+from kproxy.routing.events import Adopted
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.merge import Exchange
 from kproxy.routing.routes import Plans, kind_of
@@ -164,6 +166,36 @@ class PlainPath:
         if self.open_partitions:
             partitions = slot.request.partition_count
             self.open_partitions -= partitions if partitions > 1 else 0
+
+    # Leaving
+
+    def pieces(self) -> Iterator[PlainPiece]:
+        """The pieces in flight."""
+        if self.open_count:
+            for upstream in self._upstreams.values():
+                for ticket in upstream.unanswered():
+                    if isinstance(ticket, PlainPiece):
+                        yield ticket
+
+    def leave(self, before: Iterable[PlainPiece]) -> list[tuple[Adopted, list[PlainPiece]]]:
+        """Forget all requests in flight and return them, in order, each with its pieces.
+
+        `before` are pieces that no connection has any more.
+        """
+        by_sequence: dict[int, list[PlainPiece]] = {}
+        for piece in chain(before, self.pieces()):
+            by_sequence.setdefault(piece.slot.sequence, []).append(piece)
+        leaving = []
+        for sequence, parts in sorted(by_sequence.items()):
+            slot = parts[0].slot
+            exchange = slot.exchange
+            if exchange is None:
+                exchange = Exchange(PRODUCE_API, slot.request, sequence, slot.deadline)
+                exchange.is_silent = slot.is_silent
+            sent = [(part.planned.connection, part.planned.part) for part in parts]
+            leaving.append((Adopted(exchange, slot.routed_at, sent), parts))
+        self.open_count = self.open_partitions = 0
+        return leaving
 
     # Plans
 

@@ -1,6 +1,7 @@
 """Open the configured ownership source.
 
-Its table is loaded once, and kept current until it is closed.
+Its table is loaded once, and kept current until it is closed. Owners that a client's requests cast doubt on are looked
+up again meanwhile (`OwnerLookups`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import Final, Protocol
 
 from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdClient, IdBlocks, connect
@@ -18,7 +19,7 @@ from kproxy.ownership.kafka_metadata import KafkaMetadata
 from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
 from kproxy.proxy.api_versions import NO_CAPS
-from kproxy.proxy.context import ProducerIds
+from kproxy.proxy.context import ProducerIds, ProxyContext
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.routing import retry
 from kproxy.routing.topology import Address, Topology
@@ -30,6 +31,8 @@ from kproxy_codec.produce import TOPIC_IDS_FROM
 _WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType({PRODUCE: TOPIC_IDS_FROM - 1})
 # A source that is up answers at once; a longer wait is reported. Seconds.
 PATIENCE_S = 5.0
+# A lookup takes two of etcd's transactions; a Kafka cluster is asked about whole topics.
+MAX_LOOKUPS: Final = 256
 
 
 class Source(Protocol):
@@ -161,3 +164,52 @@ def _follow(source: Source, stack: contextlib.AsyncExitStack) -> asyncio.Task[No
     task = asyncio.create_task(source.run())
     stack.push_async_callback(cancel, task)
     return task
+
+
+class OwnerLookups:
+    """Have the source read partitions' owners again, for one client connection; each lookup is a task.
+
+    Invariants
+    1. One task for each partition. If the owner is asked for again while its task waits, the task reads once more: the
+       answer that it waits for may be older than the latest refusal.
+    2. No task begins after `close`: nobody would wait for it.
+    3. At most MAX_LOOKUPS tasks. The result comes by way of the topology. A partition that gets no task is asked for
+       again after its next refusal.
+    """
+
+    def __init__(self, context: ProxyContext) -> None:
+        self._context = context
+        self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._again: set[tuple[bytes, int]] = set()
+        self._closed = False
+
+    def ask(self, topic: bytes, partition_index: int, routed_at: int) -> None:
+        """Have the source read an owner again, unless it has reported a new one since the version `routed_at`."""
+        partition = (topic, partition_index)
+        if self._context.topology.owner_version(topic, partition_index) > routed_at:
+            return
+        if partition in self._tasks:
+            self._again.add(partition)
+        elif len(self._tasks) < MAX_LOOKUPS and not self._closed:
+            task = self._tasks[partition] = asyncio.ensure_future(self._refresh(partition))
+            task.add_done_callback(lambda _: self._tasks.pop(partition, None))
+
+    async def _refresh(self, partition: tuple[bytes, int]) -> None:
+        topology = self._context.topology
+        seen_revision = topology.owner_revision(*partition)
+        is_wanted = True
+        while is_wanted:
+            self._again.discard(partition)
+            topic, partition_index = partition
+            # The source finds a topic id that the topology does not know.
+            await self._context.source.refresh(topology.name_of(topic) or topic, partition_index, seen_revision)
+            is_wanted = partition in self._again and topology.owner_revision(*partition) == seen_revision
+        self._again.discard(partition)
+
+    async def close(self) -> None:
+        """Cancel all lookups, and begin none for acks=0 batches that are lost later."""
+        self._closed = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,6 +6,7 @@ connection, Note comes before the answer that it belongs to, and the actions tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from kproxy.routing.merge import Exchange
@@ -15,12 +16,16 @@ from kproxy_codec.primitives import Buffer
 Partition: TypeAlias = tuple[bytes, int]
 """Topic, as requests name it, and partition index."""
 
+Fenced: TypeAlias = tuple[Partition, int]
+"""A partition and the fence for writes to it."""
+
 
 class Send(NamedTuple):
     """Send a part of a request on a connection; dial it if it is new.
 
     `part` is None for the whole request. `piece` is the piece's number in later events. `shares` is the number of parts
-    that the request is split into.
+    that the request is split into. `fences` are the partitions that its client has claimed, each with the fence that
+    must be bound on the connection before the part is written there.
     """
 
     connection: int
@@ -29,6 +34,7 @@ class Send(NamedTuple):
     exchange: Exchange
     part: Selection | None
     shares: int
+    fences: Sequence[Fenced] = ()
 
 
 class Withdraw(NamedTuple):

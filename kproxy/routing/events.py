@@ -40,8 +40,17 @@ class View(Protocol):
         ...
 
     @property
+    def has_claims(self) -> bool:
+        """Whether the client has claimed anything."""
+        ...
+
+    @property
     def max_nameless(self) -> int:
         """How many topic ids without a name are remembered."""
+        ...
+
+    def write_fence(self, topic: bytes, partition_index: int) -> int:
+        """Return the fence for the client's writes to a claimed partition; 0: it has no claim of it, or none now."""
         ...
 
     def is_hung(self, address: Address | None) -> bool:

@@ -34,6 +34,8 @@ Invariants
 8. A request is answered once, or never if it is dropped. The acknowledgement of an entry is noted once, before that.
 9. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
+10. What is sent of claimed partitions goes with the fences in force at that moment. Whether the claims are live is not
+   decided here: the caller checks it when it writes.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from kproxy.routing.actions import (
     Actions,
     Close,
     Counted,
+    Fenced,
     Hold,
     LetGo,
     Note,
@@ -152,6 +155,11 @@ class Fanout:
         return len(self._exchanges)
 
     @property
+    def open_partitions(self) -> int:
+        """The partitions of those of them that have more than one."""
+        return self._exchanges.partitions
+
+    @property
     def is_idle(self) -> bool:
         """Whether the passing of time changes nothing."""
         return not len(self._exchanges) and not self._in_flight.pieces
@@ -159,10 +167,6 @@ class Fanout:
     def is_due(self, now: float) -> bool:
         """Whether a tick at this time reaches a deadline; requests of the plain path must enter before."""
         return any(exchange.deadline <= now for exchange in self._exchanges)
-
-    def open_exchanges(self) -> list[Exchange]:
-        """The exchanges in the order of their requests."""
-        return list(self._exchanges)
 
     def name_topics(self, request: PartitionedRequest) -> None:
         """Replace topic ids by names.
@@ -433,7 +437,15 @@ class Fanout:
             self._probe_new_routes(exchange, connection, selection)
         part = None if whole else selection
         piece = self._in_flight.add(exchange, connection, part, self._topology.version)
-        self._actions.add(Send(connection.number, owner, piece.number, exchange, part, shares))
+        fences = self._fences(exchange, selection) if self._view.has_claims else ()
+        self._actions.add(Send(connection.number, owner, piece.number, exchange, part, shares, fences))
+
+    def _fences(self, exchange: Exchange, selection: Selection) -> list[Fenced]:
+        """The fences that the entries must stand behind, as they are now: a claim may be raised before a retry."""
+        if exchange.api.api_key != PRODUCE:
+            return []
+        partitions = map(exchange.partition, entries_of(selection))
+        return [(each, fence) for each in partitions if (fence := self._view.write_fence(*each))]
 
     def _probe_new_routes(self, exchange: Exchange, connection: BrokerConnection, selection: Selection) -> None:
         for topic_place, ordinals in selection:

@@ -44,6 +44,8 @@ class OpenExchanges:
         self._looking: list[tuple[float, int]] = []
         # The newest request that has been read.
         self.newest = 0
+        # The partitions of the open exchanges that have more than one.
+        self.partitions = 0
 
     def __len__(self) -> int:
         return len(self._table)
@@ -57,7 +59,7 @@ class OpenExchanges:
     def add(self, exchange: Exchange) -> None:
         """Add a new request."""
         self.newest = exchange.sequence
-        self._table[exchange.sequence] = exchange
+        self._open(exchange)
         if self.awaits and exchange.is_ordered:
             self.arrived(exchange)
 
@@ -65,8 +67,20 @@ class OpenExchanges:
         """Add requests that may be older than others that are here."""
         for exchange in exchanges:
             self.newest = max(self.newest, exchange.sequence)
-            self._table[exchange.sequence] = exchange
+            self._open(exchange)
         self._table = dict(sorted(self._table.items()))
+
+    def _open(self, exchange: Exchange) -> None:
+        self._table[exchange.sequence] = exchange
+        partitions = exchange.request.partition_count
+        if partitions > 1:
+            self.partitions += partitions
+
+    def _close(self, exchange: Exchange) -> None:
+        del self._table[exchange.sequence]
+        partitions = exchange.request.partition_count
+        if partitions > 1:
+            self.partitions -= partitions
 
     @property
     def awaits(self) -> bool:
@@ -120,13 +134,13 @@ class OpenExchanges:
     def respond(self, exchange: Exchange, answer: list[Buffer]) -> None:
         """Answer an exchange; one whose client gets no answer (acks=0) is done."""
         exchange.move(ExchangeState.ANSWERED)
-        del self._table[exchange.sequence]
+        self._close(exchange)
         self._actions.add(Respond(exchange.sequence, [] if exchange.is_silent else answer))
 
     def drop(self, exchange: Exchange) -> None:
         """Drop an exchange whose client is gone."""
         exchange.drop()
-        del self._table[exchange.sequence]
+        self._close(exchange)
         self._actions.add(Drop(exchange.sequence))
 
     # Reads that are asked again

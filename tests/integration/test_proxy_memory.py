@@ -17,7 +17,7 @@ TIMED_OUT = 7
 def kept(proxy: RunningProxy) -> list[int]:
     """The sizes of the buffers that open requests keep, and of what unanswered pieces keep."""
     requests = [
-        exchange.request for session in proxy.listener._sessions for exchange in session._fanout.core.open_exchanges()
+        exchange.request for session in proxy.listener._sessions for exchange in session._fanout.core._exchanges
     ]
     waiting = [
         (ticket.slot if isinstance(ticket, PlainPiece) else ticket.exchange).request  # type: ignore[attr-defined]

@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple, cast
 import pytest
 
 from kproxy.claims.unsettled import Hold, UnsettledWrites
-from kproxy.proxy.claims import FenceBinder, refused_writes
-from kproxy.proxy.fanout import _CARRY_OUT, FanoutShell
+from kproxy.proxy.claims import ClientClaims, FenceBinder, refused_writes
+from kproxy.proxy.fanout import _CARRY_OUT
 from kproxy.routing import lanes, merge, retry
 from kproxy.routing.actions import NoteLost
 from kproxy.routing.fanout import Fanout
@@ -82,7 +82,7 @@ def _rows(events: Iterable[int], row: Row, tables: Iterable[dict[int, Row]] = _T
 # What becomes of the methods
 
 _settled, _refused, _prove, _note = Lanes.settled, Lanes.refused, Routes.prove, Refused.note
-_has_lapsed = FanoutShell._has_lapsed
+_have_lapsed = ClientClaims.have_lapsed
 
 
 def _settled_always_releases(self: Lanes, key: Any, sequence: int, *, appended: bool, given_up: bool) -> Any:
@@ -113,12 +113,12 @@ def _note_the_last_alone(self: Refused, key: Any, place: Any) -> None:
     _note(self, key, place)
 
 
-def _has_lapsed_at_a_dial(self: FanoutShell) -> bool:
-    return sys._getframe(1).f_code.co_name == "before_open" and _has_lapsed(self)
+def _have_lapsed_at_a_dial(self: ClientClaims) -> bool:
+    return sys._getframe(1).f_code.co_name == "before_open" and _have_lapsed(self)
 
 
-def _has_lapsed_at_a_write(self: FanoutShell) -> bool:
-    return sys._getframe(1).f_code.co_name != "before_open" and _has_lapsed(self)
+def _have_lapsed_at_a_write(self: ClientClaims) -> bool:
+    return sys._getframe(1).f_code.co_name != "before_open" and _have_lapsed(self)
 
 
 def _hold_in_vain(self: UnsettledWrites, topic: str, partition_index: int) -> Hold:
@@ -331,13 +331,13 @@ SWITCHES: Final = (
     Switch(
         "whether claims are live is not asked when something is written",
         "shell 2: whether claims are live is asked when something is written",
-        _method(FanoutShell, "_has_lapsed", _has_lapsed_at_a_dial),
+        _method(ClientClaims, "have_lapsed", _have_lapsed_at_a_dial),
         claims=True,
     ),
     Switch(
         "whether claims are live is not asked when a dial completes",
         "shell 2: and again when a dial completes",
-        _method(FanoutShell, "_has_lapsed", _has_lapsed_at_a_write),
+        _method(ClientClaims, "have_lapsed", _have_lapsed_at_a_write),
         claims=True,
     ),
     # kproxy.proxy.claims

@@ -4,6 +4,7 @@ A Playbook is one core with a real topology, real frames, and a clock that only 
 events. Each returns what the core wants done, in order, as texts:
 
   send #3 b2/c1: 1 t-0 t-1     piece 3 to broker 2 on connection 1, these partitions of request 1
+  send #3 b2/c1: 1 t-0 behind t-0=7     the same behind a fence
   answer 1: t-0@17 t-1=6       what the client reads, in the notation of tests.support.playbook_words
   done 1                       the same for a client that gets no answer (acks=0)
   drop 1, withdraw #3 from c1, hold #3: t-0, let go #3, lost t-0, close c1, distrust c1, undeliverable t=6
@@ -342,7 +343,9 @@ class Playbook:
                 self.core.opened(action.connection)
             exchange = action.exchange
             asked = selection_text(exchange, action.part or split_whole(exchange.request.topics))
-            return f"send #{action.piece} b{action.broker}/c{action.connection}: {exchange.sequence} {asked}"
+            fences = " ".join(f"{name_of(topic)}-{index}={fence}" for (topic, index), fence in action.fences)
+            behind = f" behind {fences}" if fences else ""
+            return f"send #{action.piece} b{action.broker}/c{action.connection}: {exchange.sequence} {asked}{behind}"
         if isinstance(action, actions.Respond):
             if not action.answer:
                 return f"done {action.sequence}"

@@ -139,7 +139,7 @@ class Rules:
         for lane in core.lanes.table.values():
             places.update((item.exchange.sequence, item.entry) for item in lane.waiting)
         places.update((item.exchange.sequence, item.entry) for item in core._released)
-        for exchange in core.open_exchanges():
+        for exchange in core._exchanges:
             entries = exchange.open_entries()
             assert exchange.open_count == len(entries), f"request {exchange.sequence} miscounts what is open"
             for entry in entries:
@@ -183,8 +183,8 @@ class Rules:
 
     def _check_rest(self) -> None:
         core = self._play.core
-        assert core.open_count == len(core.open_exchanges())
-        if core.open_exchanges() or core._in_flight.pieces:
+        assert core.open_count == len(core._exchanges)
+        if len(core._exchanges) or core._in_flight.pieces:
             return
         assert core.is_idle
         if core._client is ClientState.PRESENT:

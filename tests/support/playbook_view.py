@@ -22,6 +22,15 @@ class View:
         self.gated: Collection[bytes] = ()
         self.fenced = False
         self.hung: set[int] = set()
+        # The client's claims, as tests.support.playbook_words names partitions.
+        self.fences: dict[tuple[bytes, int], int] = {}
+
+    @property
+    def has_claims(self) -> bool:
+        return bool(self.fences)
+
+    def write_fence(self, topic: bytes, partition_index: int) -> int:
+        return self.fences.get((topic, partition_index), 0)
 
     def is_hung(self, address: Address | None) -> bool:
         return address is not None and address.port in self.hung

@@ -279,3 +279,34 @@ def test_what_ends_the_clients_connection_comes_last() -> None:
     assert len(actions) == 2
     assert actions.take() == [Counted("splits", 1), last]
     assert actions.take() == []
+
+
+# Its claims
+
+
+def test_what_is_sent_of_claimed_partitions_goes_with_their_fences_and_a_read_without() -> None:
+    play = gated(fenced=True)
+    play.view.fences = {(b"t", 0): 7, (b"t", 1): 8}
+    assert play.submits(1, "t-0 u-0 t-1") == [
+        "send #1 b1/c1: 1 t-0 u-0 behind t-0=7",
+        "send #2 b2/c2: 1 t-1 behind t-1=8",
+    ]
+    assert play.fetches(2, "t-0") == ["send #3 b1/c1: 2 t-0"]
+
+
+def test_a_retry_goes_with_the_fence_in_force_when_it_is_sent() -> None:
+    play = gated(fenced=True)
+    play.view.fences = {(b"t", 0): 7}
+    assert play.submits(1, "t-0") == ["send #1 b1/c1: 1 t-0 behind t-0=7"]
+    assert play.answers(1, "t-0=6") == []
+    play.view.fences = {(b"t", 0): 9}
+    assert play.wakes() == ["send #2 b1/c1: 1 t-0 behind t-0=9"]
+
+
+def test_what_waits_for_a_probe_goes_with_the_fence_in_force_when_it_is_released() -> None:
+    play = gated(fenced=True)
+    play.view.fences = {(b"t", 0): 7}
+    assert play.submits(1, "t-0") == ["send #1 b1/c1: 1 t-0 behind t-0=7"]
+    assert play.submits(2, "t-0") == []
+    play.view.fences = {(b"t", 0): 9}
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0 behind t-0=9"]

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from kproxy.routing import fanout, in_flight, lanes, refused, retry
-from kproxy.routing.actions import Action, Actions, Failed
+from kproxy.routing.actions import Action, Actions, Failed, Fenced
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.in_flight import BrokerConnection, InFlight, Piece
 from kproxy.routing.lanes import Item, LaneKey, Lanes, LaneState
 from kproxy.routing.merge import Exchange, Matched
 from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.routes import Routes
-from kproxy.routing.split import Entry
+from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import NO_OWNER, Topology
 from kproxy_codec.partitioned import PartitionedResponse
 from kproxy_codec.primitives import Buffer
@@ -56,6 +56,7 @@ _hold_back = Fanout._hold_back
 _settle_lane = Fanout._settle_lane
 _note = Fanout._note
 _failed = Fanout._failed
+_fences = Fanout._fences
 _take_results = Fanout._take_results
 _connection_to = InFlight.connection_to
 _add = Actions.add
@@ -101,6 +102,11 @@ def prove_without_a_success(core: Fanout, piece: Piece, frame: memoryview, match
     for entry, *_ in matched:
         core.routes.prove(*piece.exchange.partition(entry), piece.connection.number, piece.routed_at)
     _take_results(core, piece, frame, matched)
+
+
+def fences_of_the_first_time(core: Fanout, exchange: Exchange, selection: Selection) -> list[Fenced]:
+    """An entry keeps the fence with which it was sent first."""
+    return [(partition, 7) for partition, _ in _fences(core, exchange, selection)]
 
 
 def a_connection_for_each(self: InFlight, broker: int) -> BrokerConnection:
@@ -275,6 +281,10 @@ SWITCHES: dict[str, Switch] = {
             test_fanout_ends.test_confirmed_acks_0_that_is_refused_for_good_is_undeliverable_and_the_next_is_delivered,
             87,
         ),
+    ),
+    "fanout 10: a fence is that of the moment of sending": Switch(
+        replaced(Fanout, "_fences", fences_of_the_first_time),
+        test_fanout_clients.test_a_retry_goes_with_the_fence_in_force_when_it_is_sent,
     ),
     "open_exchanges 3: a read looks again": Switch(
         replaced(OpenExchanges, "_looks_again", says(False)),

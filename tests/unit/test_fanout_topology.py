@@ -346,9 +346,9 @@ def test_what_enters_takes_its_place_among_the_requests() -> None:
     play = proven("t-0 t-1")
     play.passes(2, "t-0")
     assert play.submits(3, "t-2") == ["send #3 b3/c3: 3 t-2"]
-    assert [exchange.sequence for exchange in play.core.open_exchanges()] == [3]
+    assert [exchange.sequence for exchange in play.core._exchanges] == [3]
     assert play.adopts() == [4]
-    assert [exchange.sequence for exchange in play.core.open_exchanges()] == [2, 3]
+    assert [exchange.sequence for exchange in play.core._exchanges] == [2, 3]
     assert play.answers(4, "t-0") == ["answer 2: t-0@40"]
 
 

@@ -1,0 +1,185 @@
+"""The broker connections of one client's core, by the core's numbers, and the pieces on them.
+
+The core (kproxy.routing.fanout) names a connection and a piece by number. Here a number stands for an `Upstream`, and a
+piece for its ticket there.
+
+States of a number
+  unknown   before the first `to`, and after `take`: numbers are never used again
+  in use    its upstream sends or dials
+  ending    the upstream is closed; its pieces are in `_losses`, or arrive there at once
+
+Transitions
+  unknown -> in use    `to`
+  in use  -> ending    the upstream ends: `lost` for each piece, `leave_unconfirmed` for acks=0 batches in doubt
+  ending  -> unknown   `take`, in the event that tells the core
+
+Invariants
+1. A piece that could not be sent any more is lost with its connection, in that connection's event.
+2. Connections to addresses that brokers have left are given up before the next send. Until then they may answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from kproxy.proxy.broker_connection import Ticket, Upstream
+from kproxy.proxy.connections import Connections
+from kproxy.routing.actions import Close, Send, Withdraw
+from kproxy.routing.events import Loss
+from kproxy.routing.merge import Exchange
+from kproxy.routing.split import Selection
+
+
+class Tickets(NamedTuple):
+    """What happens to pieces: `answered` by a broker, or `left` this process without an answer to come (acks=0)."""
+
+    answered: Callable[[PieceTicket, memoryview], None]
+    left: Callable[[PieceTicket], None]
+
+
+class PieceTicket:
+    """The ticket of one of the core's pieces, which the core knows by its number."""
+
+    __slots__ = ("_connections", "exchange", "expects_answer", "part", "piece", "upstream")
+
+    def __init__(
+        self,
+        connections: NumberedConnections,
+        upstream: Upstream,
+        piece: int,
+        exchange: Exchange,
+        part: Selection | None,
+    ) -> None:
+        self._connections = connections
+        self.upstream = upstream
+        self.piece = piece
+        self.exchange = exchange
+        self.part = part
+        self.expects_answer = exchange.request.acks != 0
+
+    @property
+    def may_wait_until(self) -> float:
+        return self.exchange.look_until if self.part is None else 0.0
+
+    def is_plain(self, frame: memoryview) -> bool:
+        """Whether an answer concerns no other request: it is full success for the piece, or answers a read."""
+        if not self.exchange.is_ordered:
+            return True
+        plain = self.exchange.api.plain_answer(self.exchange.request, self.exchange.selection(self.part))
+        return plain is not None and plain.is_met(frame)
+
+    def answered(self, frame: memoryview) -> None:
+        self._connections.on.answered(self, frame)
+
+    def sent(self) -> None:
+        if self.upstream.closed:
+            self._connections.lost(self, Loss.LEFT)
+        else:
+            self._connections.on.left(self)
+
+    def unconfirmed(self) -> None:
+        self._connections.leave_unconfirmed(self.upstream)
+
+    def lost(self, *, written: bool) -> None:
+        self._connections.lost(self, Loss.WRITTEN if written else Loss.UNWRITTEN)
+
+
+class NumberedConnections:
+    """The numbered ones of `connections`; `on` gets what happens to pieces."""
+
+    def __init__(self, connections: Connections, on: Tickets) -> None:
+        self._connections = connections
+        self.on = on
+        self.upstreams: dict[int, Upstream] = {}
+        self._numbers: dict[Upstream, int] = {}
+        # Pieces lost by ending connections, until the core knows; and connections with acks=0 batches in doubt.
+        self._losses: dict[int, list[tuple[int, Loss]]] = {}
+        self._doubted: set[int] = set()
+
+    def to(self, number: int, broker: int) -> Upstream:
+        """The connection with this number; if there is none yet, the one to `broker` gets it."""
+        upstream = self.upstreams.get(number)
+        if upstream is None:
+            upstream = self.upstreams[number] = self._connections.to(broker)
+            self._numbers[upstream] = number
+        return upstream
+
+    def number(self, upstream: Upstream) -> int | None:
+        """The number of a connection; None if the core has sent nothing on it."""
+        return self._numbers.get(upstream)
+
+    def give_up_moved(self) -> None:
+        """Give up connections to addresses that brokers have left."""
+        self._connections.give_up_moved()
+
+    # Sending
+
+    def send(self, action: Send) -> None:
+        """Write a piece, or queue it for the dial."""
+        upstream = self.upstreams[action.connection]
+        if upstream.closed:
+            # One of the actions before has ended it.
+            self._losses[action.connection].append((action.piece, Loss.UNWRITTEN))
+            return
+        exchange, part = action.exchange, action.part
+        ticket = PieceTicket(self, upstream, action.piece, exchange, part)
+        if part is None:
+            upstream.forward(ticket, exchange.request.frame)
+        else:
+            correlation_id = upstream.next_correlation_id()
+            upstream.send(ticket, correlation_id, exchange.splitter(action.shares).part(part, correlation_id))
+
+    def withdraw(self, action: Withdraw) -> None:
+        """Take back pieces that wait for a dial."""
+        upstream = self.upstreams[action.connection]
+        upstream.withdraw(lambda ticket: isinstance(ticket, PieceTicket) and ticket.piece in action.pieces)
+
+    def replace(self, tickets: Mapping[Ticket, Ticket]) -> None:
+        """Replace tickets that wait for answers to written requests."""
+        for upstream in self.upstreams.values():
+            upstream.replace(tickets)
+
+    # What waits
+
+    def unanswered(self) -> Iterator[Ticket]:
+        """The tickets that wait, written or not; in order for each connection."""
+        for upstream in self.upstreams.values():
+            yield from upstream.unanswered()
+
+    def oldest_pieces(self) -> dict[int, int]:
+        """By number, the piece whose answer comes next."""
+        return {
+            number: ticket.piece
+            for number, upstream in self.upstreams.items()
+            if isinstance(ticket := upstream.oldest_unanswered(), PieceTicket)
+        }
+
+    # Ending
+
+    def close(self, action: Close) -> None:
+        """End a connection."""
+        upstream = self.upstreams[action.connection]
+        if action.is_untrue:
+            upstream.distrust(action.reason)
+        else:
+            upstream.give_up(action.reason)
+
+    def lost(self, ticket: PieceTicket, loss: Loss) -> None:
+        """Note a piece that is lost with its connection, whose end is about to be reported."""
+        self._losses.setdefault(self._numbers[ticket.upstream], []).append((ticket.piece, loss))
+
+    def leave_unconfirmed(self, upstream: Upstream) -> None:
+        """Note that acks=0 batches that had left on a connection are in doubt."""
+        self._doubted.add(self._numbers[upstream])
+
+    def end(self, number: int) -> None:
+        """Note that a connection has ended, and that all its pieces are known to be lost."""
+        self._losses.setdefault(number, [])
+
+    def take(self, number: int) -> tuple[list[tuple[int, Loss]], bool]:
+        """Forget a connection that has ended; return its lost pieces, and whether acks=0 batches are in doubt."""
+        del self._numbers[self.upstreams.pop(number)]
+        is_unconfirmed = number in self._doubted
+        self._doubted.discard(number)
+        return self._losses.pop(number), is_unconfirmed
