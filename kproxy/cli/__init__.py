@@ -167,7 +167,7 @@ def tell_unexpected(error: Exception, arguments: Sequence[str] | None = None) ->
     if _wants_traceback(arguments):
         traceback.print_exception(error)
     else:
-        click.echo(f"kproxy: unexpected {_named(error)} (give --debug before the command to see the traceback).", err=True)
+        click.echo(f"kproxy: unexpected {_named(error)} (--debug before the command shows the traceback).", err=True)
 
 
 def _wants_traceback(arguments: Sequence[str] | None) -> bool:

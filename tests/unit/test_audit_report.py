@@ -432,7 +432,7 @@ def test_what_was_not_checked_is_in_the_tables_of_both(pages: dict[str, str]) ->
 
 def test_what_cannot_be_there_twice_or_not_is_told_of_each_partition(pages: dict[str, str]) -> None:
     page = Page(pages["unsequenced"])
-    assert "in the log more than once; 1,200 batches not judged" in page.words
+    assert "in the log more than once; 1,200 batches not checked" in page.words
     assert "unsequenced batches" in page.texts("th")
     assert "unsequenced batches" not in Page(pages["clean"]).texts("th")
 
