@@ -53,7 +53,7 @@ def command(
     as_json: bool,
     **etcd_access: str | None,
 ) -> int:
-    """Look at etcd, at a proxy and at Kafka, and say what is not as it should be.
+    """Diagnose etcd, proxy and Kafka problems.
 
     One line for each finding, which begins with `ok`, `warn` or `FAIL`. Where a flag names a place, the places that
     the environment names are left alone.
