@@ -196,22 +196,22 @@ def _replicas(counts: BrokerCounts, states: Sequence[ReplicaState]) -> Iterable[
     yield gauge("kproxy_broker_partitions", "Replicas on this broker.", len(states))
     yield gauge(
         "kproxy_broker_partitions_without_series",
-        "Replicas that only the totals tell of: there are too many for a series each.",
+        "Replicas that are only in the totals, because there are too many for a series each.",
         max(len(states) - MAX_PARTITION_SERIES, 0),
     )
     led = sum(state.is_leader for state in states)
     yield gauge("kproxy_broker_led_partitions", "Partitions that this broker leads.", led)
     yield gauge(
         "kproxy_broker_leases",
-        "Partition leases in etcd that are this broker's; for a moment more or fewer than it leads.",
+        "Partition leases in etcd that this broker holds; briefly more or fewer than it leads.",
         counts.leases,
     )
     yield gauge(
         "kproxy_broker_offline_partitions",
-        "Partitions with a replica here that were led before and that nobody leads now.",
+        "Partitions with a replica on this broker that had a leader and have none now.",
         counts.offline,
     )
-    yield gauge("kproxy_broker_live_brokers", "Brokers that are alive, as etcd says.", counts.live_brokers)
+    yield gauge("kproxy_broker_live_brokers", "Live brokers in etcd.", counts.live_brokers)
 
 
 def _in_sync(counts: BrokerCounts, led: Sequence[ReplicaState]) -> Iterable[Metric]:
@@ -227,43 +227,43 @@ def _in_sync(counts: BrokerCounts, led: Sequence[ReplicaState]) -> Iterable[Metr
     )
     yield gauge(
         "kproxy_broker_max_follower_lag_records",
-        "Records that the follower furthest behind lacks of a led partition.",
+        "The highest lag of a follower of a led partition, in records.",
         max((follower.lag_records for state in led for follower in state.followers), default=0),
     )
     yield gauge(
         "kproxy_broker_waiters",
-        "Producers that wait for in-sync replicas (acks=all); those that gave up count until the next sweep.",
+        "Producers that wait for in-sync replicas (acks=all), including timed-out ones until the next sweep.",
         sum(state.waiters for state in led),
     )
     yield counter("kproxy_broker_isr_shrinks", "ISRs that lost a member.", counts.shrinks)
-    yield counter("kproxy_broker_isr_expansions", "ISRs that got a member.", counts.expansions)
+    yield counter("kproxy_broker_isr_expansions", "ISRs that gained a member.", counts.expansions)
 
 
 def _lease(now: BrokerStatus, counts: BrokerCounts) -> Iterable[Metric]:
-    yield gauge("kproxy_broker_ready", "1 while clients should be sent here, as /readyz says.", int(not now.problem))
+    yield gauge("kproxy_broker_ready", "1 while the broker is ready for clients, as in /readyz.", int(not now.problem))
     yield gauge(
         "kproxy_broker_lease_remaining_seconds",
-        "For how long the broker's lease is certain to live; 0 without one.",
+        "Time for which the broker's lease is certain to live; 0 without a lease.",
         now.lease_remaining_s,
     )
     yield counter(
         "kproxy_broker_lease_lapses",
-        "Times that the broker's lease was renewed only after it might have ended: nothing was led meanwhile.",
+        "Renewals of the broker's lease after its lease fence; the broker led nothing in between.",
         now.lease_lapses,
     )
-    yield counter("kproxy_broker_lease_losses", "Times that the broker's lease was lost.", now.lease_losses)
+    yield counter("kproxy_broker_lease_losses", "Losses of the broker's lease.", now.lease_losses)
     ended = CounterMetricFamily(
-        "kproxy_broker_leaderships_ended", "Partitions that this broker leads no more, by why.", labels=["reason"]
+        "kproxy_broker_leaderships_ended", "Partitions that this broker stopped leading, by reason.", labels=["reason"]
     )
     for reason, count in sorted(counts.ended.items()):
         ended.add_metric([reason], count)
     yield ended
     if now.etcd_silent_s != float("inf"):
-        yield gauge("kproxy_broker_etcd_age_seconds", "Since etcd last said anything.", now.etcd_silent_s)
+        yield gauge("kproxy_broker_etcd_age_seconds", "Time since etcd last answered.", now.etcd_silent_s)
     yield gauge("kproxy_broker_client_connections", "Open client connections.", now.client_connections)
     yield gauge(
         "kproxy_broker_follower_connections",
-        "Brokers that are connected to fetch from this one.",
+        "Follower brokers connected to this broker.",
         now.follower_connections,
     )
 
@@ -285,28 +285,31 @@ def _disk(counts: BrokerCounts, states: Sequence[ReplicaState]) -> Iterable[Metr
     )
     yield gauge(
         "kproxy_broker_stopped_replicas",
-        "Followers that found their leader without what is committed here, and stopped for good.",
+        "Followers that stopped, because their leader lacks records that are committed here.",
         sum(state.is_stopped for state in states),
     )
     yield gauge(
         "kproxy_broker_producer_ids",
-        "Idempotent producers that are remembered, each once a partition.",
+        "Idempotent producers with state, counted once for each partition.",
         sum(state.producers for state in states),
     )
 
 
 _OF_EACH: Mapping[str, tuple[str, Callable[[ReplicaState], int]]] = {
-    "high_watermark": ("Behind the last committed offset.", lambda each: each.high_watermark),
+    "high_watermark": (
+        "The high watermark: the offset after the last committed one.",
+        lambda each: each.high_watermark,
+    ),
     "log_start_offset": ("The first offset in the log.", lambda each: each.log_start_offset),
-    "log_end_offset": ("Behind the last offset in the log.", lambda each: each.log_end_offset),
-    "leader_epoch": ("The epoch in which it leads or follows; -1: none.", lambda each: each.leader_epoch),
-    "is_leader": ("1 where this broker leads.", lambda each: int(each.is_leader)),
+    "log_end_offset": ("The offset after the last one in the log.", lambda each: each.log_end_offset),
+    "leader_epoch": ("The leader epoch of the replica; -1 without one.", lambda each: each.leader_epoch),
+    "is_leader": ("1 if this broker leads the partition.", lambda each: int(each.is_leader)),
 }
 _OF_LED: Mapping[str, tuple[str, Callable[[ReplicaState], int]]] = {
-    "replicas": ("Replicas, told by the leader.", lambda each: each.replicas),
-    "isr_size": ("Replicas in sync, told by the leader.", lambda each: each.isr_size),
+    "replicas": ("Replicas, reported by the leader.", lambda each: each.replicas),
+    "isr_size": ("Replicas in sync, reported by the leader.", lambda each: each.isr_size),
     "min_insync_replicas": (
-        "Replicas in sync without which acks=all is refused, told by the leader.",
+        "Least in-sync replicas for acks=all, reported by the leader.",
         lambda each: each.min_insync_replicas,
     ),
 }
@@ -323,7 +326,7 @@ def _partitions(shown: Sequence[ReplicaState]) -> Iterable[Metric]:
     labels = [*_LABELS, "follower"]
     lag = GaugeMetricFamily("kproxy_broker_follower_lag_records", "Records that a follower lacks.", labels=labels)
     behind = GaugeMetricFamily(
-        "kproxy_broker_follower_behind_seconds", "Since a follower had all that there was.", labels=labels
+        "kproxy_broker_follower_behind_seconds", "Time since a follower had every record.", labels=labels
     )
     for state in led:
         for follower in state.followers:

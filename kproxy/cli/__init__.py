@@ -23,16 +23,16 @@ from kproxy.runtime.interrupts import INTERRUPTED, interruptible
 
 # name -> module, or module:attribute where that is not `command`; and the line in `kproxy --help`
 COMMANDS = {
-    "serve": ("kproxy.cli.serve", "Run the proxy in front of brokers that are there already."),
+    "serve": ("kproxy.cli.serve", "Run the proxy in front of existing brokers."),
     "broker": ("kproxy.cli.broker", "Run one reference broker, for development and tests."),
-    "dev": ("kproxy.cli.dev", "Run everything on this machine: etcd, brokers and the proxy."),
-    "demo": ("kproxy.cli.demo", "Write real data with Spark through the proxy, read it back, judge it."),
+    "dev": ("kproxy.cli.dev", "Run etcd, brokers and the proxy on this machine."),
+    "demo": ("kproxy.cli.demo", "Write real data through the proxy with Spark, read it back, check it."),
     "table": ("kproxy.cli.table", "Show which broker owns which partition."),
-    "pipeline": ("kproxy.cli.pipeline", "Jobs on Spark: bring data in, and audit what was acknowledged."),
-    "own": ("kproxy.cli.own", "Show who owns what by the Own API, claim, and free."),
-    "doctor": ("kproxy.cli.doctor", "Look at etcd, a proxy and Kafka, and say what is not as it should be."),
-    "check-config": ("kproxy.cli.check_config", "Check a configuration and show what is in force."),
-    "completion": ("kproxy.cli:completion", "Print what completes commands in bash, zsh or fish."),
+    "pipeline": ("kproxy.cli.pipeline", "Run Spark jobs: ingest data, or audit acknowledged records."),
+    "own": ("kproxy.cli.own", "Show, take and free claims of the Own API."),
+    "doctor": ("kproxy.cli.doctor", "Diagnose etcd, proxy and Kafka problems."),
+    "check-config": ("kproxy.cli.check_config", "Check a configuration and show the values in force."),
+    "completion": ("kproxy.cli:completion", "Print the completion script for bash, zsh or fish."),
 }
 # Commands that other commands start, not people.
 INTERNAL = {"worker": "kproxy.cli.serve:worker"}
@@ -93,7 +93,7 @@ def _show_version(context: click.Context, option: click.Parameter, wanted: bool)
 @click.command(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Begin with `kproxy dev`, then point any Kafka client at 127.0.0.1:9092.",
+    epilog="Start with `kproxy dev`, then point any Kafka client at 127.0.0.1:9092.",
 )
 @click.option(
     "--version",
@@ -103,12 +103,12 @@ def _show_version(context: click.Context, option: click.Parameter, wanted: bool)
     callback=_show_version,
     help="Show the version and the commit, and exit.",
 )
-@click.option("--debug", is_flag=True, envvar="KPROXY_DEBUG", help="On an unexpected error show where it came from.")
+@click.option("--debug", is_flag=True, envvar="KPROXY_DEBUG", help="Show the traceback of an unexpected error.")
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     envvar="KPROXY_LOG_LEVEL",
-    help="What to log, on stderr. [info; dev and demo: warning]",
+    help="The least severe level to log, on stderr. [info; dev and demo: warning]",
 )
 @click.option(
     "--log-format",
@@ -173,7 +173,7 @@ def tell_unexpected(error: Exception, arguments: Sequence[str] | None = None) ->
     if _wants_traceback(arguments):
         traceback.print_exception(error)
     else:
-        click.echo(f"kproxy: unexpected {_named(error)} (--debug before the command shows where).", err=True)
+        click.echo(f"kproxy: unexpected {_named(error)} (--debug before the command shows the traceback).", err=True)
 
 
 def _wants_traceback(arguments: Sequence[str] | None) -> bool:

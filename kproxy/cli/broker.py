@@ -19,17 +19,16 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 
 
 @click.command("broker", epilog="Prints one line when it serves: `ready kafka=H:P admin=H:P etcd=URL`.")
-@click.option("--node-id", metavar="N", type=int, required=True, help="Its broker id; no two alive may share one.")
+@click.option("--node-id", metavar="N", type=int, required=True, help="The broker id, unique among live brokers.")
 @click.option("--listen", metavar="H:P", default="127.0.0.1:0", show_default=True, help="Where clients connect.")
-@click.option("--advertise", metavar="H:P", help="What clients are told to connect to. [as --listen]")
+@click.option("--advertise", metavar="H:P", help="The address announced to clients. [as --listen]")
 @click.option(
     "--replication-listen",
     metavar="H:P",
-    help="Where other brokers fetch what they replicate; they are told the host of --advertise. [the host of --listen, "
-    "any free port]",
+    help="Where other brokers connect to replicate, at the host of --advertise. [the host of --listen, any free port]",
 )
 @click.option(
-    "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="Where its logs are kept."
+    "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="The directory of its logs."
 )
 @click.option("--etcd", metavar="URL[,URL...]", required=True, help="The etcd that holds the partition leases.")
 @etcd_flags
@@ -39,7 +38,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
     envvar=ADMIN_VARIABLE,
     help=f"Where to serve the admin page: /metrics, /livez, /readyz. [${ADMIN_VARIABLE}, else none]",
 )
-@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="The root of the keys in etcd.")
+@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="The prefix of the keys in etcd.")
 @click.option(
     "--lease-ttl",
     "lease_ttl_s",
@@ -47,7 +46,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
     type=click.IntRange(1, 3600),
     default=10,
     show_default=True,
-    help="How long its partitions stay its own after it was last heard of.",
+    help="How long a dead broker keeps its partitions.",
 )
 @click.option(
     "--replication-factor",
@@ -62,7 +61,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
     "--min-insync-replicas",
     metavar="N",
     type=click.IntRange(1, 1000),
-    help="Replicas in sync without which acks=all is refused, for topics that do not say. [2 of 3 and more, else 1]",
+    help="Least in-sync replicas for acks=all, for topics without a setting of their own. [2 of 3 and more, else 1]",
 )
 @click.option(
     "--isr-lag",
@@ -71,7 +70,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
     type=click.FloatRange(0.5, 3600),
     default=10.0,
     show_default=True,
-    help="How long a replica may go without having caught up before it counts as out of sync.",
+    help="How long a replica may lag before it counts as out of sync.",
 )
 @click.option(
     "--follower-grace",
@@ -80,16 +79,15 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
     type=click.FloatRange(0, 3600),
     default=0.5,
     show_default=True,
-    help="How long a replica whose connection broke may stay away before it counts as out of sync, where enough are "
-    "in sync without it.",
+    help="How long a disconnected replica stays in sync, where enough others are in sync.",
 )
 @click.option(
     "--flush",
     type=click.Choice(FLUSH_POLICIES),
     default="interval",
     show_default=True,
-    help="When appended records are brought to the disk: before they are acknowledged, every second, or when the "
-    "system sees fit.",
+    help="When to flush appended records to disk: before the acknowledgement, every second, or when the system "
+    "decides.",
 )
 @click.option(
     "--retention-ms",
@@ -97,7 +95,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
     type=click.IntRange(-1),
     default=-1,
     show_default=True,
-    help="Records older than that are removed; -1 keeps them. Topics may say otherwise.",
+    help="Remove records older than this; -1 keeps them. A topic's setting takes precedence.",
 )
 @click.option(
     "--retention-bytes",
@@ -105,8 +103,8 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
     type=click.IntRange(-1),
     default=-1,
     show_default=True,
-    help="What a partition keeps at least; the oldest records beyond it are removed, -1 keeps them. Topics may say "
-    "otherwise.",
+    help="The least size that a partition keeps; older records beyond it are removed, -1 keeps them. A topic's "
+    "setting takes precedence.",
 )
 @click.pass_context
 def command(

@@ -23,7 +23,7 @@ SET, NOT_SET, NOT_SHOWN, NOT_USED = "set", "not_set", "not_shown", "not_used"
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The TOML file. [environment alone]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(config: Path | None, as_json: bool) -> None:
-    """Check a configuration and show what is in force.
+    """Check a configuration and show the values in force.
 
     Reads the file and the environment as `kproxy serve` would and prints every option with where it comes from, as TOML
     that could be a file itself. Exit status 2, with one sentence, where `kproxy serve` would not take it.

@@ -12,20 +12,22 @@ from kproxy.config import DEFAULT_PREFIX, split_list
 
 @click.command(
     "demo",
-    epilog="Exit status 0 when every row came back once and in order and the audit found nothing wrong, 1 when not, "
-    "2 when it could not start.",
+    epilog="Exit status 0 when every row came back once and in order and the audit found no fault, 1 when not, 2 "
+    "when the demo could not start.",
 )
 @click.option("--rows", metavar="N", type=int, help="How many of the 336,776 flights. [all]")
 @click.option(
     "--kill-owner",
     is_flag=True,
-    help="In mid-stream kill -9 the broker that owns most partitions, and start it again when others have taken over.",
+    help="Kill the broker that owns most partitions (kill -9) mid-stream, and restart it after the takeover.",
 )
-@click.option("--bootstrap", metavar="H:P", help="Use the proxy that runs there instead of starting one.")
-@click.option("--etcd", metavar="URL[,URL...]", help="With --bootstrap: the etcd to ask who owned what.")
-@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the root of its keys.")
+@click.option("--bootstrap", metavar="H:P", help="Use the running proxy at this address instead of starting one.")
 @click.option(
-    "--data-dir", metavar="DIR", type=click.Path(path_type=Path), help="Where to work. [a temporary directory]"
+    "--etcd", metavar="URL[,URL...]", help="With --bootstrap: the etcd with the partition leases, to report owners."
+)
+@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the prefix of its keys.")
+@click.option(
+    "--data-dir", metavar="DIR", type=click.Path(path_type=Path), help="The working directory. [a temporary directory]"
 )
 @click.option(
     "--report",
@@ -33,10 +35,10 @@ from kproxy.config import DEFAULT_PREFIX, split_list
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("kproxy-audit.html"),
     show_default=True,
-    help="Where to leave the audit's report.",
+    help="The file for the audit's report.",
 )
-@click.option("--no-audit", is_flag=True, help="Leave out the audit of what the proxy acknowledged.")
-@click.option("--keep", is_flag=True, help="Keep the run's data and logs; they are kept anyway when it fails.")
+@click.option("--no-audit", is_flag=True, help="Skip the audit of acknowledged records.")
+@click.option("--keep", is_flag=True, help="Keep the run's data and logs. A failed run always keeps them.")
 @click.pass_context
 def command(
     context: click.Context,

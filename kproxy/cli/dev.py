@@ -22,34 +22,37 @@ if TYPE_CHECKING:
 
 @click.command(
     "dev",
-    epilog="Prints one line on stdout when all is up: `ready kafka=H:P admin=H:P etcd=URL`. One Ctrl-C stops all.",
+    epilog="Prints one line on stdout when everything is ready: `ready kafka=H:P admin=H:P etcd=URL`. "
+    "Ctrl-C stops everything.",
 )
 @click.option("--listen", metavar="H:P", default=DEFAULT_LISTEN, show_default=True, help="Where clients connect.")
-@click.option("--brokers", metavar="N", type=int, default=3, show_default=True, help="How many reference brokers.")
+@click.option("--brokers", metavar="N", type=int, default=3, show_default=True, help="The number of reference brokers.")
 @click.option(
     "--replication-factor",
     metavar="N",
     type=int,
-    help="On how many brokers each partition of a new topic is kept. [3, or as many as there are brokers]",
+    help="Replicas of each partition of a new topic. [3, or one for each broker if fewer]",
 )
 @click.option(
     "--data-dir",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Where topics and records are kept. [a directory of yours; it is said at the start]",
+    help="The data directory for topics and records. [in your home directory; printed at the start]",
 )
-@click.option("--admin", metavar="H:P", default=DEFAULT_ADMIN, show_default=True, help="Where the admin page is.")
+@click.option(
+    "--admin", metavar="H:P", default=DEFAULT_ADMIN, show_default=True, help="The listen address of the admin page."
+)
 @click.option(
     "--lease-ttl",
     metavar="SECONDS",
     type=click.IntRange(1, 3600),
     default=10,
     show_default=True,
-    help="How long a dead broker's partitions stay its own.",
+    help="How long a dead broker keeps its partitions.",
 )
 @writer_group_flag
-@click.option("--no-restart", is_flag=True, help="Leave brokers and etcd dead when they end; end with the proxy.")
-@click.option("--no-audit", is_flag=True, help="Keep no audit trail in the topic __kproxy_audit.")
+@click.option("--no-restart", is_flag=True, help="Do not restart brokers or etcd when they end; end with the proxy.")
+@click.option("--no-audit", is_flag=True, help="Write no audit trail to the topic __kproxy_audit.")
 @click.pass_context
 def command(
     context: click.Context,

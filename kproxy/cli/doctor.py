@@ -28,20 +28,20 @@ PROBE_TOPIC = "kproxy-doctor"
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 
 
-@click.command("doctor", epilog="Exit status: 0 where all is well or only warned of, 1 where something fails.")
+@click.command("doctor", epilog="Exit status: 0 when all checks pass, with or without warnings, 1 when a check fails.")
 @bootstrap_option(
-    "Look at Kafka here as a client does: who is named, can each be reached; write a record and read it back.",
+    "Check Kafka as a client: connect to every broker that metadata names, write a record and read it back.",
     default=None,
-    otherwise="not looked at",
+    otherwise="not checked",
 )
-@click.option("--topic", metavar="NAME", help=f"With --bootstrap: where to write that record. [{PROBE_TOPIC}]")
-@click.option("--no-write", is_flag=True, help="With --bootstrap: only look; write no record and create no topic.")
+@click.option("--topic", metavar="NAME", help=f"With --bootstrap: the topic for that record. [{PROBE_TOPIC}]")
+@click.option("--no-write", is_flag=True, help="With --bootstrap: write no record and create no topic.")
 @admin_option(
-    "Look at the proxy with this admin page.", default=None, otherwise=f"{DEFAULT_ADMIN} if nothing else is looked at"
+    "Check the proxy with this admin page.", default=None, otherwise=f"{DEFAULT_ADMIN} if nothing else is checked"
 )
-@click.option("--etcd", metavar="URL[,URL...]", help="Look at this etcd, each member by itself.")
+@click.option("--etcd", metavar="URL[,URL...]", help="Check each member of this etcd.")
 @etcd_flags
-@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the root of the keys.")
+@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the prefix of the keys.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     bootstrap: Asked | None,
@@ -53,7 +53,7 @@ def command(
     as_json: bool,
     **etcd_access: str | None,
 ) -> int:
-    """Look at etcd, at a proxy and at Kafka, and say what is not as it should be.
+    """Diagnose etcd, proxy and Kafka problems.
 
     One line for each finding, which begins with `ok`, `warn` or `FAIL`. Where a flag names a place, the places that
     the environment names are left alone.
@@ -68,7 +68,7 @@ def command(
         bootstrap, admin = (asked if asked and asked.rank == 2 else None for asked in (bootstrap, admin))
     if bootstrap is None and (topic is not None or no_write):
         flag = "--no-write" if topic is None else "--topic"
-        raise StartupError(f"{flag} is about the record that is written to Kafka: name that with --bootstrap H:P.")
+        raise StartupError(f"{flag} applies only with --bootstrap: give --bootstrap H:P as well.")
     page = admin.address() if admin is not None else None
     if admin is None and bootstrap is None and place is None:
         page = parse_address(DEFAULT_ADMIN, ADMIN_VARIABLE)

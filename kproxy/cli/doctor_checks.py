@@ -63,20 +63,20 @@ _NOT_YET = (codes.UNKNOWN_TOPIC_OR_PARTITION, codes.LEADER_NOT_AVAILABLE)
 _REFUSED_FOR_NOW = (*_NOT_YET, codes.NOT_LEADER_OR_FOLLOWER, codes.NOT_ENOUGH_REPLICAS)
 _WAYS_OUT = {
     codes.NOT_LEADER_OR_FOLLOWER: (
-        "its owner has died or is changing; what a dead broker owned is free when its lease has ended (--lease-ttl, "
-        "10 s): try again in some seconds"
+        "its owner has died or is changing; another broker takes over when a dead broker's lease has ended "
+        "(--lease-ttl, 10 s): try again in a few seconds"
     ),
     codes.NOT_ENOUGH_REPLICAS: "too few replicas are in sync (min.insync.replicas): start the brokers that are down",
     codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND: "too few replicas are in sync: start the brokers that are down",
-    codes.REQUEST_TIMED_OUT: "it was not confirmed in time, and may be there or not: see which brokers hang",
-    codes.LEADER_NOT_AVAILABLE: "it has no leader yet: see which brokers are down, and try again in some seconds",
+    codes.REQUEST_TIMED_OUT: "it was not confirmed in time, and may have been written: see which brokers hang",
+    codes.LEADER_NOT_AVAILABLE: "it has no leader yet: see which brokers are down, and try again in a few seconds",
     codes.POLICY_VIOLATION: (
-        "only its owner writes to it (--writer-group), or the cluster has a rule against it: name another topic with "
-        "--topic"
+        "only its claimant may write to it (--writer-group), or a policy of the cluster refuses it: name another "
+        "topic with --topic"
     ),
-    codes.TOPIC_AUTHORIZATION_FAILED: "allow it to clients without a name, or name another topic with --topic",
-    codes.CLUSTER_AUTHORIZATION_FAILED: "allow it to clients without a name",
-    codes.INVALID_TOPIC_EXCEPTION: f"give --topic a name that may be: {TOPIC_NAME_RULE}",
+    codes.TOPIC_AUTHORIZATION_FAILED: "grant the right to anonymous clients, or name another topic with --topic",
+    codes.CLUSTER_AUTHORIZATION_FAILED: "grant the right to anonymous clients",
+    codes.INVALID_TOPIC_EXCEPTION: f"give --topic a valid name: {TOPIC_NAME_RULE}",
     codes.KAFKA_STORAGE_ERROR: "the broker's disk is full or broken: see its log",
 }
 
@@ -108,9 +108,9 @@ async def examine_etcd(endpoints: Sequence[str], options: EtcdOptions, prefix: s
     if len({status.cluster_id for status in statuses}) > 1:
         of_all.append(("FAIL", "the members named belong to different clusters: name those of one."))
     if len({status.member_id for status in statuses}) < len(statuses):
-        of_all.append(("warn", "one member is named twice: name each once, or its loss counts for two."))
+        of_all.append(("warn", "one member is named twice: name each once, or the loss of this member counts as two."))
     if len(endpoints) < 3:
-        of_all.append(("warn", f"{len(endpoints)} of etcd's members named: with three, any one of them may fail."))
+        of_all.append(("warn", f"{len(endpoints)} of etcd's members named: with three, etcd survives the loss of one."))
     elif 2 * len(statuses) <= len(endpoints):
         of_all.append(("FAIL", "no majority of the members answers: owners cannot change."))
     return findings + [Finding(*each, "etcd.members", ",".join(endpoints)) for each in of_all]
@@ -175,7 +175,7 @@ async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], 
         name = (options.server_name or parsed.host) if parsed.tls else None
         _, head = await _get(Address(parsed.host, parsed.port), "/version", context, name)
     except (OSError, TimeoutError, StartupError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        return [Finding("warn", f"{endpoint}: the member's clock could not be read.", "etcd.clock", endpoint)]
+        return [Finding("warn", f"{endpoint}: the member's clock is unreadable.", "etcd.clock", endpoint)]
     told = re.search(r"(?im)^date: *(.+?)\r?$", head)
     if told is None:
         return []
@@ -245,14 +245,14 @@ async def _bootstrap(stack: AsyncExitStack, address: Address) -> tuple[Finding, 
     try:
         told = await _ask_who(stack, address)
     except BrokerUnreachable as error:
-        text = f"{error}: start what is to serve there, or name another address with --bootstrap H:P."
+        text = f"{error}: start the server there, or name another address with --bootstrap H:P."
         return Finding("FAIL", text, "kafka.bootstrap", str(address)), None
     took_ms = _ms_since(began)
     count = len(told.brokers)
     named = f"names {count} {'broker' if count == 1 else 'brokers'}"
     facts = {"brokers": {str(number): str(each) for number, each in sorted(told.brokers.items())}, "ms": took_ms}
     if not told.brokers:
-        text = f"{address}: speaks Kafka, but names no broker at all, so no client can do anything: see its log."
+        text = f"{address}: speaks Kafka, but names no broker, so clients cannot connect: see its log."
         return Finding("FAIL", text, "kafka.bootstrap", str(address), facts), None
     text = f"{address}: speaks Kafka, {named} ({took_ms} ms)"
     return Finding("ok", text, "kafka.bootstrap", str(address), facts), told
@@ -276,7 +276,7 @@ async def _about_named(told: Sequence[_Told]) -> list[Finding]:
     looked_at = list(named.items())[:MAX_NAMED]
     findings = await asyncio.gather(*(_about_one(address, *by) for address, by in looked_at))
     if len(named) > MAX_NAMED:
-        text = f"{len(named) - MAX_NAMED} more brokers are named, which were not tried."
+        text = f"{len(named) - MAX_NAMED} more brokers are named and not checked."
         findings.append(Finding("warn", text, "kafka.named", str(told[0].address)))
     return findings
 
@@ -290,7 +290,7 @@ async def _about_one(address: Address, number: int, by: _Told) -> Finding:
     except BrokerUnreachable as error:
         text = (
             f"{error}, but {by.address} tells clients to connect to it, as broker {number}: start it if it is down; "
-            f"otherwise mend what it advertises (--advertise of kproxy, advertised.listeners of Kafka)."
+            f"otherwise correct the address that it advertises (--advertise of kproxy, advertised.listeners of Kafka)."
         )
         return Finding("FAIL", text, "kafka.named", at, {"broker": number})
     took_ms = _ms_since(began)
@@ -298,10 +298,10 @@ async def _about_one(address: Address, number: int, by: _Told) -> Finding:
     if met.cluster_id != by.cluster_id:
         text = (
             f"{at}: {by.address} tells clients to connect to it, as broker {number}, but it belongs to another cluster "
-            f"({met.cluster_id}, not {by.cluster_id}): mend what broker {number} advertises."
+            f"({met.cluster_id}, not {by.cluster_id}): correct the address that broker {number} advertises."
         )
         return Finding("FAIL", text, "kafka.named", at, facts)
-    text = f"{at}: clients are told of it, as broker {number}, and reach it from here ({took_ms} ms)"
+    text = f"{at}: advertised as broker {number}, reachable from here ({took_ms} ms)"
     return Finding("ok", text, "kafka.named", at, facts)
 
 
@@ -372,7 +372,7 @@ class _Probe:
         )
         self._told.brokers.update({each.node_id: Address(each.host, each.port) for each in answer.brokers})
         if not answer.topics:
-            raise _Failed(f"{self._told.address} says nothing of topic {self._topic} when asked for it: see its log.")
+            raise _Failed(f"{self._told.address} returns no metadata of topic {self._topic}: see its log.")
         return answer.topics[0]
 
     def _led(self, topic: Message) -> dict[int, Address]:
@@ -398,7 +398,7 @@ class _Probe:
             refused = answer.error_code
             if refused not in _REFUSED_FOR_NOW or time.monotonic() - began > STEP_S:
                 raise _Failed(
-                    self._why(f"nothing was written to {self._topic}, partition {partition}", refused, answer)
+                    self._why(f"no record was written to {self._topic}, partition {partition}", refused, answer)
                 )
             await asyncio.sleep(PAUSE_S)
             leaders = self._led(await self._ask_topic(create=False)) or leaders
@@ -417,8 +417,8 @@ class _Probe:
             connection = await BrokerConnection.open(topology.Address(*address), STEP_S, CLIENT_ID)
         except BrokerUnreachable as error:
             raise _Failed(
-                f"nothing was written to {self._topic}, partition {partition}: {error}, and clients are told to write "
-                f"there: start it, or mend what it advertises."
+                f"no record was written to {self._topic}, partition {partition}: {error}, and clients write "
+                f"there: start it, or correct the address that it advertises."
             ) from error
         self._stack.push_async_callback(connection.close)
         self._connections[address] = connection
@@ -441,7 +441,7 @@ class _Probe:
                 f"hang, and their logs."
             ) from error
         if not answer.responses or not answer.responses[0].partition_responses:
-            raise _Failed(f"{self._at} answers a Produce with nothing: see its log.")
+            raise _Failed(f"{self._at} returns an empty Produce response: see its log.")
         return answer.responses[0].partition_responses[0]
 
     async def _read(self, leader: BrokerConnection, partition: int, offset: int) -> None:
@@ -451,8 +451,8 @@ class _Probe:
         while fetched.error_code in (codes.NONE, codes.OFFSET_NOT_AVAILABLE) and not fetched.records:
             if time.monotonic() - began > STEP_S:
                 raise _Failed(
-                    f"what was written to {self._topic}, partition {partition}, offset {offset} was acknowledged, and "
-                    f"readers do not see it: see whether the brokers replicate."
+                    f"the record at {self._topic}, partition {partition}, offset {offset} was acknowledged, and "
+                    f"consumers cannot read it: see whether the brokers replicate."
                 )
             await asyncio.sleep(PAUSE_S)
             fetched = await self._fetch(leader, partition, offset)
@@ -461,7 +461,7 @@ class _Probe:
             raise _Failed(self._why(what, fetched.error_code))
         if not _holds(fetched.records, offset, self._mark):
             raise _Failed(
-                f"something else stands at {self._topic}, partition {partition}, offset {offset}, where a record was "
+                f"another record is at {self._topic}, partition {partition}, offset {offset}, where this one was "
                 f"acknowledged: see `kproxy pipeline audit`."
             )
         took_ms = _ms_since(began)
@@ -565,7 +565,7 @@ async def replication_of_proxy(address: Address) -> list[Finding]:
     except NoAnswer:
         return []
     except ReplicasUnknown as unknown:
-        text = f"whether replicas are in sync is not known: {unknown}"
+        text = f"the in-sync replicas are unknown: {unknown}"
         return [Finding("warn", text, "replication.isr", str(address))]
     rows = [row for page in pages for row in page.partitions]
     return about_replicas(rows, pages[-1].brokers if pages else [], str(address))
@@ -596,7 +596,7 @@ def about_replicas(rows: Sequence[ReplicaRow], live: Collection[int], at: str) -
     if leaderless:
         waits_for = {each for row in leaderless if not set(row.isr) & set(live) for each in row.isr}
         way_out = f"start {_brokers(waits_for)}, the last in sync" if waits_for else "one is elected within seconds"
-        text = f"nobody leads {_named(leaderless, len(rows))}, so nothing is written or read there: {way_out}."
+        text = f"no broker leads {_named(leaderless, len(rows))}, so clients cannot write or read there: {way_out}."
         findings.append(_warn("replication.leader", text, at, leaderless))
     if not findings:
         text = f"all replicas of {_count(len(rows))} are in sync"

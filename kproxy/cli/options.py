@@ -110,13 +110,15 @@ def _asking(
 
 # No flag for the password: every user of the machine can read command lines.
 _ETCD_FLAGS = (
-    click.option("--etcd-ca", metavar="FILE", help="For https: whose certificates etcd shows. [the machine's]"),
-    click.option("--etcd-cert", metavar="FILE", help="For https: the certificate to show to etcd, with its chain."),
-    click.option("--etcd-key", metavar="FILE", help="The private key of --etcd-cert."),
-    click.option("--etcd-server-name", metavar="NAME", help="Whom etcd's certificates name. [the host in each URL]"),
-    click.option("--etcd-username", metavar="NAME", help="Who to be in etcd. [nobody, or whom --etcd-cert names]"),
     click.option(
-        "--etcd-password-file", metavar="FILE", help="The file of the password, or set KPROXY_ETCD__PASSWORD."
+        "--etcd-ca", metavar="FILE", help="For https: the CA certificates that sign etcd's certificate. [the machine's]"
+    ),
+    click.option("--etcd-cert", metavar="FILE", help="For https: the client certificate for etcd, with its chain."),
+    click.option("--etcd-key", metavar="FILE", help="The private key of --etcd-cert."),
+    click.option("--etcd-server-name", metavar="NAME", help="The name in etcd's certificates. [the host in each URL]"),
+    click.option("--etcd-username", metavar="NAME", help="The etcd user. [none, or the name in --etcd-cert]"),
+    click.option(
+        "--etcd-password-file", metavar="FILE", help="The file with the password, or set KPROXY_ETCD__PASSWORD."
     ),
 )
 
@@ -131,7 +133,7 @@ def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, s
     if etcd is not None:
         return EtcdPlace(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix or DEFAULT_PREFIX)
     if any(value is not None for value in etcd_access.values()):
-        raise StartupError("the flags --etcd-... say how to ask etcd: name it with --etcd URL.")
+        raise StartupError("the flags --etcd-... need an etcd: give --etcd URL as well.")
     return None
 
 
@@ -139,9 +141,11 @@ def asks_proxy_or_etcd(command: Command) -> Command:
     """Add the parameters of `asked_place`: --admin, --etcd…, --prefix."""
     flags = (
         admin_option("Ask the proxy with this admin page."),
-        click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd itself instead of a proxy."),
+        click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd instead of a proxy."),
         etcd_flags,
-        click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: root of the keys."),
+        click.option(
+            "--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the prefix of the keys."
+        ),
     )
     return _with(command, flags)
 
@@ -166,15 +170,14 @@ writer_group_flag = click.option(
     metavar="TOPIC=GROUP",
     multiple=True,
     callback=_given,
-    help="Let only those write to the topic who own what they write to, in this group (the Own API). May be repeated. "
-    "[anybody writes]",
+    help="Allow only claimants in this group (the Own API) to write to the topic. May be repeated. [any client writes]",
 )
 
 _AUDIT_FLAGS = (
     click.option(
         "--audit-sink",
         metavar="none|topic[:NAME]|json:DIR|parquet:DIR",
-        help="Where to ship the trail of what was acknowledged, for `kproxy pipeline audit`. [none]",
+        help="Where to ship the trail of acknowledged records, for `kproxy pipeline audit`. [none]",
     ),
     click.option(
         "--audit-bootstrap",
@@ -185,7 +188,7 @@ _AUDIT_FLAGS = (
         "--audit-interval-s",
         metavar="SECONDS",
         type=float,
-        help="How soon an acknowledgement is in the trail. [5]",
+        help="The longest time until an acknowledgement is in the trail. [5]",
     ),
 )
 

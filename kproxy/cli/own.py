@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @click.group(
     "own",
-    epilog="Exit status: 0 done, 1 refused or not owned, 2 it could not be started as asked, 3 severed.",
+    epilog="Exit status: 0 done, 1 refused or not owned, 2 wrong usage or no answer, 3 severed.",
 )
 def command() -> None:
-    """Show who owns what by the Own API, claim, and free.
+    """Show, take and free claims of the Own API.
 
     Of all who claim a resource in a group one at a time owns it, through whichever proxy. A topic with a writer group
     (--writer-group) is written to by owners alone.
@@ -68,7 +68,7 @@ def list_command(context: click.Context, /, group: str | None, as_json: bool, **
 @click.argument("group")
 @click.argument("resources", metavar="[RESOURCE[=GENERATION]]...", nargs=-1)
 @click.option("--all", "whole", is_flag=True, help="Claim the whole group.")
-@bootstrap_option("Where to claim: a proxy; of several the first that answers.", old_names=["--proxy"])
+@bootstrap_option("The proxy to claim at; of several the first that answers.", old_names=["--proxy"])
 @click.option("--client-id", metavar="NAME", default="kproxy-own", show_default=True, help="The name shown to others.")
 @asks_proxy_or_etcd
 @click.pass_context
@@ -109,7 +109,7 @@ def claim_command(
 @command.command("free")
 @click.argument("group")
 @click.argument("resources", metavar="[RESOURCE]...", nargs=-1)
-@click.option("--all", "whole", is_flag=True, help="Free all that is owned in the group.")
+@click.option("--all", "whole", is_flag=True, help="Free every claim of the group.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @asks_proxy_or_etcd
 @click.pass_context
@@ -128,7 +128,7 @@ def free_command(
     from kproxy.observe.claims import FreeOrder
 
     if whole == bool(resources):
-        raise StartupError("say what to free: a RESOURCE or several, or --all for all that is owned in the group.")
+        raise StartupError("name the RESOURCEs to free, or give --all for every claim of the group.")
     order = FreeOrder(group, None if whole else list(resources))
     claims = _claims(context, where)
     outcomes = []

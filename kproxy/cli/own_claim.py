@@ -62,7 +62,9 @@ class Wanted(NamedTuple):
 def parse_wanted(group: str, resources: Sequence[str], whole: bool) -> Wanted:
     """Parse `RESOURCE` or `RESOURCE=GENERATION` each, by default generation 1. Raises StartupError."""
     if whole == bool(resources):
-        raise StartupError("say what to claim: RESOURCE or RESOURCE=GENERATION each, or --all for the whole group.")
+        raise StartupError(
+            "name the resources to claim, each as RESOURCE or RESOURCE=GENERATION, or give --all for the whole group."
+        )
     claims = tuple(map(_parse_resource, resources))
     names = [claim.resource for claim in claims]
     for name in (group, *names):
@@ -72,7 +74,7 @@ def parse_wanted(group: str, resources: Sequence[str], whole: bool) -> Wanted:
             )
     for name in names:
         if names.count(name) > 1:
-            raise StartupError(f"resource {name!r} stands twice: name it once.")
+            raise StartupError(f"resource {name!r} is named twice: name it once.")
     if len(names) > MAX_RESOURCES:
         raise StartupError(f"{len(names)} resources at once: at most {MAX_RESOURCES}, or --all for the whole group.")
     return Wanted(group, None if whole else claims)
@@ -219,11 +221,11 @@ def _why_refused(refused: OwnedResource, owners: dict[str, ClaimRow]) -> str:
     if refused.error_code == UNKNOWN_TOPIC_OR_PARTITION:
         return "no broker has such a partition; create the topic, or have a client ask for it, and claim again"
     if refused.error_code == THROTTLING_QUOTA_EXCEEDED:
-        return "etcd has as many claims as it may; end what claims so much and try again"
+        return "the limit of claims in etcd is reached; free some and try again"
     if refused.error_code != FENCED_INSTANCE_ID:
         return f"the proxy answers {name_of(refused.error_code)}"
     owner = owners.get(refused.resource) or owners.get(WHOLE_GROUP)
-    way_out = "claim it with 0 to take it whatever its generation"
+    way_out = "claim it with 0 to take it at any generation"
     if owner is None:
         return f"somebody owns it with a higher generation (`kproxy own list` shows who); {way_out}"
     return (

@@ -32,7 +32,7 @@ class _Jobs(LazyGroup):
 
 @click.command("pipeline", cls=_Jobs)
 def command() -> None:
-    """Jobs on Spark: bring data in, and audit what was acknowledged.
+    """Run Spark jobs: ingest data, or audit acknowledged records.
 
     They start a Spark of their own on this machine, or on a cluster with --master; or spark-submit starts them there:
 
@@ -90,10 +90,10 @@ def spark_flags(function: F) -> F:
             click.option(
                 "--master",
                 metavar="MASTER",
-                help="Where Spark runs: local[N], spark://H:P, yarn, k8s://URL. [local[*], this machine]",
+                help="The Spark master: local[N], spark://H:P, yarn, k8s://URL. [local[*], this machine]",
             ),
             click.option("--memory", metavar="SIZE", help="Memory of Spark's driver, as in 2g. [1g]"),
-            click.option("--conf", metavar="KEY=VALUE", multiple=True, help="A setting of Spark's; may be repeated."),
+            click.option("--conf", metavar="KEY=VALUE", multiple=True, help="A Spark setting; may be repeated."),
         )
     ):
         function = option(function)
@@ -110,14 +110,14 @@ def session_options(
     from kproxy.pipeline.session import SessionOptions
 
     if master is not None and _MASTER.fullmatch(master) is None:
-        raise StartupError(f"--master {master} is no master of Spark's: give local[N], spark://H:P, yarn or k8s://URL.")
+        raise StartupError(f"--master {master} is not a Spark master: give local[N], spark://H:P, yarn or k8s://URL.")
     if memory is not None and _MEMORY.fullmatch(memory) is None:
-        raise StartupError(f"--memory {memory} is no size: write a number and k, m or g, as in 512m or 2g.")
+        raise StartupError(f"--memory {memory} is not a size: write a number and k, m or g, as in 512m or 2g.")
     settings = {}
     for setting in conf:
         name, equals, value = setting.partition("=")
         if not equals or not name.startswith("spark."):
-            raise StartupError(f"--conf {setting} is no setting of Spark's: give --conf spark.some.name=VALUE.")
+            raise StartupError(f"--conf {setting} is not a Spark setting: give --conf spark.some.name=VALUE.")
         settings[name] = value
     return SessionOptions(app_name=app_name, master=master, memory=memory, settings=settings, kafka=kafka)
 

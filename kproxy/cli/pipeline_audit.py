@@ -17,47 +17,51 @@ from kproxy.errors import StartupError
 
 @click.command(
     "audit",
-    epilog="Exit status 0 when nothing is wrong, 1 when records are lost, duplicated, corrupt or share an offset (with "
-    "--strict also when something is unproven), 2 when there is no verdict.",
+    epilog="Exit status 0 when the audit finds no fault, 1 when records are lost, duplicated, corrupt or overlapped"
+    " (with --strict also when something is unproven), 2 when there is no verdict.",
 )
-@bootstrap_option("Where the logs are: a kproxy, or brokers.")
+@bootstrap_option("The cluster with the logs: a kproxy, or brokers.")
 @click.option(
     "--trail",
     metavar="PLACE",
     default="topic",
     show_default=True,
-    help="Where the proxies ship their trails: topic, topic:NAME, json:DIR or parquet:DIR.",
+    help="The place of the proxies' trails: topic, topic:NAME, json:DIR or parquet:DIR.",
 )
-@click.option("--trail-bootstrap", metavar="H:P[,H:P...]", help="The cluster of the trail's topic. [--bootstrap]")
-@click.option("--topics", metavar="NAME[,NAME...]", help="Only these topics. [all that the trail speaks of]")
+@click.option("--trail-bootstrap", metavar="H:P[,H:P...]", help="The cluster with the trail's topic. [--bootstrap]")
+@click.option("--topics", metavar="NAME[,NAME...]", help="Only these topics. [all topics in the trail]")
 @click.option(
     "--deleted-topic",
     "deleted_topics",
     metavar="NAME",
     multiple=True,
-    help="A topic of that name was deleted on purpose: what was acknowledged in it is no loss. May be repeated.",
+    help="A topic that was deleted on purpose: its acknowledged records are not lost. May be repeated.",
 )
-@click.option("--from", "from_time", metavar="TIME", help="From when on: 2026-11-21T20:00 (UTC), or 2h for 2 h ago.")
-@click.option("--to", "to_time", metavar="TIME", help="Until when. [as far as the trails are whole]")
-@click.option("--window", metavar="DURATION", default="10s", show_default=True, help="The length of a window of time.")
-@click.option("--compacted", metavar="NAME[,NAME...]", help="Topics that are compacted. [the brokers are asked]")
-@click.option("--output", metavar="DIR", help="Keep the results there, as Parquet.")
+@click.option("--from", "from_time", metavar="TIME", help="The start time: 2026-11-21T20:00 (UTC), or 2h for 2 h ago.")
+@click.option("--to", "to_time", metavar="TIME", help="The end time. [as far as the trails are complete]")
+@click.option("--window", metavar="DURATION", default="10s", show_default=True, help="The length of a time window.")
+@click.option("--compacted", metavar="NAME[,NAME...]", help="Compacted topics. [as the brokers report]")
+@click.option("--output", metavar="DIR", help="The directory for the results, as Parquet.")
 @click.option(
     "--report",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write a report to look at, one HTML file.",
+    help="Write an HTML report to this file.",
 )
-@click.option("--strict", is_flag=True, help="What is unproven counts as wrong.")
-@click.option("--follow", is_flag=True, help="Stay: audit what comes as it comes, until interrupted. Needs --output.")
-@click.option("--checkpoint", metavar="DIR", help="With --follow: keeps how far it is. [DIR of --output/checkpoint]")
-@click.option("--every", metavar="DURATION", default="5s", show_default=True, help="With --follow: how often.")
+@click.option("--strict", is_flag=True, help="Count unproven windows as a fault.")
+@click.option("--follow", is_flag=True, help="Audit new rows continuously, until interrupted. Needs --output.")
+@click.option(
+    "--checkpoint", metavar="DIR", help="With --follow: the directory for its progress. [DIR of --output/checkpoint]"
+)
+@click.option(
+    "--every", metavar="DURATION", default="5s", show_default=True, help="With --follow: the interval between rounds."
+)
 @click.option(
     "--horizon",
     metavar="DURATION",
     default="10m",
     show_default=True,
-    help="With --follow: offsets given out twice are found within so much time.",
+    help="With --follow: the longest time between two assignments of one offset that are found.",
 )
 @spark_flags
 @click.pass_context
@@ -104,9 +108,7 @@ def command(
     now_ms = time.time_ns() // 1_000_000
     from_ms = None if from_time is None else parse_time_ms(from_time, "--from", now_ms)
     if from_ms is not None and from_ms > now_ms:
-        raise StartupError(
-            f"--from {from_time} is yet to come (times are in UTC): nothing was acknowledged since then."
-        )
+        raise StartupError(f"--from {from_time} is in the future (times are in UTC): give an earlier time.")
     place = parse_trail(trail)
     job = AuditJob(
         bootstrap=bootstrap.text,

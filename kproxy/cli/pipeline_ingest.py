@@ -37,21 +37,23 @@ INTERRUPTED = 130
 
 @click.command(
     "ingest",
-    epilog="Exit status 0 when all was written or it was stopped, 1 when it failed, 2 when it could not start.",
+    epilog="Exit status 0 when all rows were written or the job was stopped, 1 if it failed, 2 if it did not start.",
 )
 @click.option(
     "--from", "source", metavar="FORMAT:WHERE", required=True, help="csv:, json: or parquet:DIR, kafka:TOPIC, rate."
 )
 @click.option("--topic", metavar="NAME", help="The topic to write to.")
-@click.option("--topic-column", metavar="COLUMN", help="Or: the column that names it, row by row.")
-@click.option("--checkpoint", metavar="DIR", required=True, help="Keeps how far the job is; a directory of its own.")
-@bootstrap_option("Where to write: the proxy.")
-@click.option("--partitions", metavar="N", type=int, help="Create what topics are missing, with so many partitions.")
+@click.option("--topic-column", metavar="COLUMN", help="Or: the column that names the topic of each row.")
+@click.option(
+    "--checkpoint", metavar="DIR", required=True, help="The directory for the job's progress; of this job alone."
+)
+@bootstrap_option("The proxy to write to.")
+@click.option("--partitions", metavar="N", type=int, help="Create missing topics with this number of partitions.")
 @click.option("--key", metavar="COLUMN[,COLUMN...]", help="The key: a column as text, or several as JSON. [no key]")
-@click.option("--require-key", is_flag=True, help="A row without a key is a dead letter.")
-@click.option("--value", metavar="COLUMN[,COLUMN...]", help="The value is JSON of these columns. [all]")
-@click.option("--value-column", metavar="COLUMN", help="The value is this column as it is.")
-@click.option("--drop-nulls", is_flag=True, help="Leave fields out of that JSON that are null.")
+@click.option("--require-key", is_flag=True, help="Treat a row without a key as a dead letter.")
+@click.option("--value", metavar="COLUMN[,COLUMN...]", help="The columns of the value, as JSON. [all]")
+@click.option("--value-column", metavar="COLUMN", help="The column that is the value, unchanged.")
+@click.option("--drop-nulls", is_flag=True, help="Omit null fields from that JSON.")
 @click.option(
     "--on-new-columns",
     type=click.Choice(["fail", "dead-letter", "ignore", "add"]),
@@ -64,38 +66,40 @@ INTERRUPTED = 130
     type=click.Choice(["dead-letter", "text"]),
     default="dead-letter",
     show_default=True,
-    help="NaN and infinities, which JSON has no numbers for.",
+    help="How to write NaN and infinities, which JSON does not have.",
 )
 @click.option("--header", "headers", metavar="NAME=COLUMN", multiple=True, help="A header from a column. (repeatable)")
-@click.option("--constant-header", metavar="NAME=TEXT", multiple=True, help="A header, always the same. (repeatable)")
-@click.option("--copy-headers", is_flag=True, help="From kafka: keep the headers that records have.")
+@click.option("--constant-header", metavar="NAME=TEXT", multiple=True, help="A header with a fixed value. (repeatable)")
+@click.option("--copy-headers", is_flag=True, help="From kafka: keep the records' headers.")
 @click.option(
     "--keep-timestamps/--no-keep-timestamps",
     default=True,
     show_default=True,
-    help="From kafka: records keep their timestamps.",
+    help="From kafka: keep the records' timestamps.",
 )
-@click.option("--keep-partitions", is_flag=True, help="From kafka: records keep the numbers of their partitions.")
-@click.option("--batch-header", metavar="NAME", help="A header that tells which micro-batch wrote the record.")
-@click.option("--row-header", metavar="NAME", help="A header that tells which row of the source it is.")
+@click.option("--keep-partitions", is_flag=True, help="From kafka: keep the records' partition numbers.")
+@click.option("--batch-header", metavar="NAME", help="Add a header with the micro-batch that wrote the record.")
+@click.option("--row-header", metavar="NAME", help="Add a header with the record's row in the source.")
 @click.option("--schema", metavar="DDL|@FILE", help="The columns. [inferred once; of a topic: Spark's]")
-@click.option("--source-option", metavar="K=V", multiple=True, help="An option of Spark's reader. (repeatable)")
+@click.option("--source-option", metavar="K=V", multiple=True, help="A Spark reader option. (repeatable)")
 @click.option("--from-bootstrap", metavar="H:P[,H:P...]", help="From kafka: its cluster. [--bootstrap]")
 @click.option(
     "--starting-offsets",
     type=click.Choice(["earliest", "latest"]),
     default="earliest",
     show_default=True,
-    help="From kafka: where a new job begins.",
+    help="From kafka: where a new job starts.",
 )
-@click.option("--trigger", metavar="WHEN", help="available-now, or how often, as in 10s. [available-now; of rate 1s]")
+@click.option(
+    "--trigger", metavar="WHEN", help="available-now, or an interval such as 10s. [available-now; of rate 1s]"
+)
 @click.option(
     "--max-files-per-trigger",
     metavar="N",
     type=int,
     default=DEFAULT_FILES,
     show_default=True,
-    help="Files in a micro-batch.",
+    help="The most files in a micro-batch.",
 )
 @click.option(
     "--max-offsets-per-trigger",
@@ -103,7 +107,7 @@ INTERRUPTED = 130
     type=int,
     default=DEFAULT_OFFSETS,
     show_default=True,
-    help="From kafka: records in a micro-batch.",
+    help="From kafka: the most records in a micro-batch.",
 )
 @click.option(
     "--rows-per-second",
@@ -114,7 +118,9 @@ INTERRUPTED = 130
     help="From rate.",
 )
 @click.option(
-    "--dead-letters", metavar="json:DIR|topic:NAME", help="Where rows go that cannot be written. [none: it fails]"
+    "--dead-letters",
+    metavar="json:DIR|topic:NAME",
+    help="Where to put rows that cannot be written. [none: the job fails]",
 )
 @click.option(
     "--max-message-bytes",
@@ -122,11 +128,11 @@ INTERRUPTED = 130
     type=int,
     default=DEFAULT_MESSAGE_BYTES,
     show_default=True,
-    help="What is larger is a dead letter.",
+    help="Treat a larger message as a dead letter.",
 )
-@click.option("--tasks", metavar="N", type=int, help="How many tasks write. [as many as Spark has cores]")
-@click.option("--kafka-option", metavar="K=V", multiple=True, help="An option of Kafka's producer. (repeatable)")
-@click.option("--metrics", metavar="H:P", help="Serve metrics for Prometheus there.")
+@click.option("--tasks", metavar="N", type=int, help="The number of writing tasks. [the number of Spark's cores]")
+@click.option("--kafka-option", metavar="K=V", multiple=True, help="A Kafka producer option. (repeatable)")
+@click.option("--metrics", metavar="H:P", help="The listen address of metrics for Prometheus.")
 @spark_flags
 @click.pass_context
 def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **given: Any) -> int:

@@ -21,32 +21,36 @@ from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise
     epilog="Prints one line when it serves: `ready kafka=H:P admin=H:P etcd=URL`. On SIGTERM and Ctrl-C it answers "
     "what it has read and ends; with --drain-delay it serves on for that long before, unless it is told twice.",
 )
-@click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="Options from a TOML file.")
+@click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The TOML file with options.")
 @click.option("--listen", metavar="H:P", help=f"Where clients connect; port 0: any free one. [{DEFAULT_LISTEN}]")
-@click.option("--advertise", metavar="H:P", help="What clients are told to connect to. [as --listen]")
-@click.option("--ownership", metavar="etcd|kafka|static", help="Where owners are learned from. [etcd]")
+@click.option("--advertise", metavar="H:P", help="The address announced to clients. [as --listen]")
+@click.option("--ownership", metavar="etcd|kafka|static", help="The ownership source. [etcd]")
 @click.option(
     "--etcd",
     metavar="URL[,URL...]",
-    help="The etcd that holds the partition leases, and through which proxies know of each other.",
+    help="The etcd with the partition leases and the list of proxies.",
 )
 @etcd_flags
-@click.option("--prefix", help=f"The root of the keys in etcd. [{DEFAULT_PREFIX}]")
+@click.option("--prefix", help=f"The prefix of the keys in etcd. [{DEFAULT_PREFIX}]")
 @click.option("--bootstrap", metavar="H:P[,H:P...]", help="For --ownership kafka: some of the cluster's brokers.")
 @click.option("--table", metavar="FILE", help="For --ownership static: a TOML file with [brokers] and [[topics]].")
-@click.option("--alone", is_flag=True, default=None, help="Tell clients of this proxy only, not of others on one etcd.")
-@click.option("--lease-ttl", metavar="SECONDS", type=int, help="How long a proxy that died is still named. [10]")
+@click.option(
+    "--alone", is_flag=True, default=None, help="Name only this proxy to clients, not the others on the same etcd."
+)
+@click.option(
+    "--lease-ttl", metavar="SECONDS", type=int, help="How long clients are still told of a proxy that died. [10]"
+)
 @click.option("--admin", metavar="H:P", help="Where to serve the admin page: /table, /metrics, /livez, /readyz. [none]")
 @click.option(
     "--confirm-acks0/--no-confirm-acks0",
     default=None,
-    help="Send acks=0 upstream as acks=1, so that none is lost to a move; clients still get no answer. [on]",
+    help="Send acks=0 to brokers as acks=1, so that none is lost when owners change; clients still get no answer. [on]",
 )
 @click.option(
     "--drain-delay",
     metavar="SECONDS",
     type=float,
-    help="How long to serve on after SIGTERM, while /readyz says 503 and other proxies are named instead. [0]",
+    help="How long to keep serving after SIGTERM, while /readyz returns 503 and metadata names other proxies. [0]",
 )
 @writer_group_flag
 @audit_flags
@@ -55,7 +59,7 @@ from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise
 def command(
     context: click.Context, /, config: Path | None, **flags: str | int | float | bool | list[str] | None
 ) -> int:
-    """Run the proxy in front of brokers that are there already.
+    """Run the proxy in front of existing brokers.
 
     Every option may also stand in the file and in the environment, as KPROXY_ROOM__KEY; flags win over the environment
     over the file. `kproxy check-config` shows what is in force and where it comes from.

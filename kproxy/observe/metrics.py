@@ -84,12 +84,12 @@ class WorkersCollector(Collector):
         self._restarts = restarts
 
     def collect(self) -> Iterable[Metric]:
-        yield Gauge("kproxy_workers", "Worker processes that there should be.", len(self._up))
+        yield Gauge("kproxy_workers", "Configured worker processes.", len(self._up))
         up = GaugeMetricFamily("kproxy_worker_up", "1 while a worker serves and answers.", labels=["worker"])
         for number, is_up in sorted(self._up.items()):
             up.add_metric([str(number)], int(is_up))
         yield up
-        yield counter("kproxy_worker_restarts", "Workers started in the place of one that ended.", self._restarts)
+        yield counter("kproxy_worker_restarts", "Workers restarted after they ended.", self._restarts)
 
 
 class ProcessesCollector(Collector):
@@ -119,7 +119,7 @@ def own_process() -> Iterable[Collector]:
 
 
 def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
-    requests = CounterMetricFamily("kproxy_requests", "Requests begun.", labels=["api", "version"])
+    requests = CounterMetricFamily("kproxy_requests", "Requests received.", labels=["api", "version"])
     for key, count in sorted(tally.requests.items()):
         version = key & OTHER_VERSION
         requests.add_metric(
@@ -143,7 +143,7 @@ def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
     )
     yield histogram(
         "kproxy_event_loop_delay_seconds",
-        "How late this process gets to what is due, looked at ten times a second.",
+        "Delay of the event loop's timers, measured ten times a second.",
         DELAY_BOUNDS_S,
         tally.delay_buckets,
         tally.delay_seconds,
@@ -161,7 +161,7 @@ def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield errors
     retries = CounterMetricFamily(
         "kproxy_retries",
-        "Partitions to be sent again, by cause and broker.",
+        "Partitions that are sent again, by cause and broker.",
         labels=["cause", "broker"],
     )
     for (event, broker), count in sorted(tally.retries.items()):
@@ -176,7 +176,7 @@ def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield drops
     unconfirmed = CounterMetricFamily(
         "kproxy_acks0_unconfirmed",
-        "acks=0 batches sent in the last moments before a broker's connection ended: nobody knows what became of them.",
+        "acks=0 batches sent shortly before a broker's connection ended: it is unknown whether they arrived.",
         labels=["topic"],
     )
     for topic, count in sorted(tally.unconfirmed.items()):
@@ -193,7 +193,7 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
     yield gauge("kproxy_client_connections", "Open client connections.", vitals.client_connections)
     yield gauge(
         "kproxy_paused_connections",
-        "Client connections that are not read because too much is in flight in all.",
+        "Client connections that are not read because the process holds too many bytes in flight.",
         vitals.paused_connections,
     )
     yield gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
@@ -206,40 +206,40 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
     yield counter("kproxy_client_connections_accepted", "Client connections.", counters.get("clients.accepted", 0))
     yield counter(
         "kproxy_client_connections_refused",
-        "Client connections closed at once: there were too many, or too few open files.",
+        "Client connections closed at once, because of too many connections or too few open files.",
         counters.get("clients.too_many", 0),
     )
     yield counter(
         "kproxy_client_connections_cut",
-        "Client connections closed for what they sent or could not be told otherwise.",
+        "Client connections closed because of an invalid request, or because the error has no response.",
         counters.get("clients.refused", 0),
     )
     yield counter(
-        "kproxy_producer_ids", "Producer ids given out by the proxy itself.", counters.get("producer_ids.given_out", 0)
+        "kproxy_producer_ids", "Producer ids that the proxy assigned.", counters.get("producer_ids.given_out", 0)
     )
     yield counter(
         "kproxy_producer_ids_refused",
-        "Producers that got none, because etcd did not answer.",
+        "Producers without a producer id, because etcd did not answer.",
         counters.get("producer_ids.refused", 0),
     )
-    yield gauge("kproxy_draining", "1 from SIGTERM to the end.", int(vitals.draining), "max")
+    yield gauge("kproxy_draining", "1 from SIGTERM until the process ends.", int(vitals.draining), "max")
 
 
 def _table(view: TableView) -> Iterable[Metric]:
     topology = view.topology
     yield gauge("kproxy_table_revision", "The highest revision seen.", topology.revision, "min")
     if math.isfinite(view.age_s):
-        yield gauge("kproxy_table_age_seconds", "Since the source of owners last said anything.", view.age_s, "max")
-    yield gauge("kproxy_table_stale", "1 while that is too long ago.", int(view.stale), "max")
+        yield gauge("kproxy_table_age_seconds", "Time since the ownership source last answered.", view.age_s, "max")
+    yield gauge("kproxy_table_stale", "1 while the table is older than the limit.", int(view.stale), "max")
     yield gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count, "min")
     yield gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers), "min")
 
 
 def _fleet(view: TableView, counters: Mapping[str, int]) -> Iterable[Metric]:
-    yield gauge("kproxy_fleet_proxies", "Proxies that clients are told of.", len(view.proxies), "min")
+    yield gauge("kproxy_fleet_proxies", "Proxies that metadata names to clients.", len(view.proxies), "min")
     yield registered(view.registration)
     skipped = CounterMetricFamily(
-        "kproxy_fleet_keys_skipped", "Entries of proxies that made no sense.", labels=["reason"]
+        "kproxy_fleet_keys_skipped", "Proxies' entries in etcd that could not be parsed.", labels=["reason"]
     )
     for name, count in sorted(counters.items()):
         reason = name.removeprefix("fleet.skipped.")
@@ -258,37 +258,37 @@ def _claims(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield gauge("kproxy_own_members", "Processes that can hold claims.", vitals.own_members, "min")
     yield gauge(
         "kproxy_own_unsettled_partitions",
-        "Partitions of which earlier owners' writes may be under way still.",
+        "Unsettled partitions: an earlier claimant may still write to them.",
         vitals.own_unsettled,
     )
-    outcomes = CounterMetricFamily(
-        "kproxy_own_requests", "Resources asked for, by what came of it.", labels=["outcome"]
-    )
+    outcomes = CounterMetricFamily("kproxy_own_requests", "Requested resources, by outcome.", labels=["outcome"])
     for outcome in _OWN_OUTCOMES:
         outcomes.add_metric([outcome], counters.get(f"own.{outcome}", 0))
     yield outcomes
     yield counter(
-        "kproxy_own_severed", "Client connections closed because of what they lost.", counters.get("own.severed", 0)
+        "kproxy_own_severed", "Client connections severed because they lost a claim.", counters.get("own.severed", 0)
     )
     yield counter(
         "kproxy_own_released",
-        "Partitions released at their leaders: nobody owns them.",
+        "Partitions released at their leaders, without a claimant.",
         counters.get("own.released", 0),
     )
-    gated = CounterMetricFamily("kproxy_own_gated", "Partitions refused to those who do not own them.", labels=["api"])
+    gated = CounterMetricFamily(
+        "kproxy_own_gated", "Partitions refused to clients without a claim of them.", labels=["api"]
+    )
     for api, name in _OWN_GATED.items():
         gated.add_metric([api], counters.get(name, 0))
     yield gated
-    yield counter("kproxy_own_keys_skipped", "Claims in etcd that made no sense.", counters.get("own.skipped", 0))
+    yield counter("kproxy_own_keys_skipped", "Claims in etcd that could not be parsed.", counters.get("own.skipped", 0))
 
 
 _AUDIT_COUNTERS = {
-    "overlaps": "Intervals of offsets that were given out twice.",
-    "overlapping_records": "Offsets that were given out twice.",
-    "rows_shipped": "Rows of the audit trail that the sink has taken.",
-    "rows_dropped": "Rows of the audit trail that are lost: what they said cannot be proven.",
-    "pages_dropped": "Pages with these rows.",
-    "sink_failures": "Failed attempts at writing to the audit sink.",
+    "overlaps": "Ranges of offsets that were assigned twice.",
+    "overlapping_records": "Offsets that were assigned twice.",
+    "rows_shipped": "Rows of the audit trail that the sink has stored.",
+    "rows_dropped": "Lost rows of the audit trail: the acknowledgements in them cannot be proven.",
+    "pages_dropped": "Lost pages of the audit trail.",
+    "sink_failures": "Failed writes to the audit sink.",
 }
 
 
@@ -298,12 +298,12 @@ def _audit(shipping: ShipperVitals | None, counters: Mapping[str, int]) -> Itera
     if shipping is not None:
         yield gauge(
             "kproxy_audit_waiting_bytes",
-            "Bytes of the audit trail that the sink has not taken yet.",
+            "Bytes of the audit trail that the sink has not stored yet.",
             shipping.waiting_bytes,
         )
         yield gauge(
             "kproxy_audit_age_seconds",
-            "Since the audit sink last took rows, or this process began.",
+            "Time since the audit sink last stored rows, or since the start of the process.",
             shipping.age_s,
             "max",
         )
@@ -312,4 +312,4 @@ def _audit(shipping: ShipperVitals | None, counters: Mapping[str, int]) -> Itera
 def registered(registration: str) -> Metric:
     """The gauge of the registration: one of several processes has the entry."""
     value = int(registration == "registered")
-    return gauge("kproxy_fleet_registered", "1 while this proxy has its own entry among them.", value, "max")
+    return gauge("kproxy_fleet_registered", "1 while this proxy has its own entry in the fleet.", value, "max")

@@ -220,7 +220,7 @@ async def test_a_proxy_says_when_it_cannot_know(tmp_path: Path) -> None:
                 await asyncio.to_thread(wait_for, lambda: page(proxy.admin, "/replication")[0] == 503)
                 (unknown,) = await replication_of_proxy(parse_address(proxy.admin, "--admin"))
                 assert unknown.mark == "warn"
-                assert unknown.text.startswith("whether replicas are in sync is not known: ")
+                assert unknown.text.startswith("the in-sync replicas are unknown: ")
                 table = await _table(proxy.admin)
                 assert table.topics[0].partitions[0].isr is None
             finally:

@@ -169,7 +169,7 @@ def test_records_that_are_gone_from_a_log_are_found(story: Story) -> None:
     assert found.owner == OTHER
     assert found.revision > 0
     assert found.producer_id >= 0
-    assert f"the log ends before, at offset {story.cut.first}" in found.detail
+    assert f"the log ends earlier, at offset {story.cut.first}" in found.detail
     counted = story.forged.partition("cut", 0)
     rows = FORGED["cut", 0]
     assert (counted.acked, counted.lost, counted.present) == (rows, story.cut.records, rows - story.cut.records)
@@ -180,7 +180,7 @@ def test_a_batch_that_stands_in_a_log_once_more_is_found(story: Story) -> None:
     original, copy = story.doubled
     assert (found.first_offset, found.last_offset, found.records) == (*copy, copy.records)
     assert (found.producer_id >= 0, found.producer_epoch) == (True, 0)
-    assert f"at offset {copy.first} of twice/0 stands at offset {original.first} already" in found.detail
+    assert f"at offset {copy.first} of twice/0 is already at offset {original.first}" in found.detail
     counted = story.forged.partition("twice", 0)
     assert (counted.duplicated, counted.lost, counted.unclaimed) == (copy.records, 0, copy.records)
 

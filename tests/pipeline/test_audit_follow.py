@@ -295,7 +295,7 @@ def test_from_some_time_on_neither_what_is_missing_at_the_edge_nor_what_comes_la
     torn = ForgedTrail("b" * 16, "torn:9092", edge_ms + 25_000, sequence=4)
     late = torn.acked(since.topic, 10, 5)
     (missing,) = fed.feed(*rows, lives.mark(), torn.mark())
-    assert "missing of the trail of torn:9092" in missing
+    assert "missing from the trail of torn:9092" in missing
     (lost,) = [sentence for sentence in fed.feed(late) if "missing" not in sentence]
     assert "offsets 10 to 14" in lost
     assert fed.follower.state.acked == 15

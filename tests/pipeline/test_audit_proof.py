@@ -187,7 +187,7 @@ def test_what_lives_is_not_called_dead_where_more_is_judged_than_it_tells_of_yet
     end = proof.audit_end(trails, read_at_ms=BEGAN_AT + READ_AT, to_ms=BEGAN_AT + READ_AT + 60_000)
     unproven = proof.unproven(proof.gaps(rows, pieces, trails), proof.tails(trails, end), end, from_ms=None)
     said = {row.proxy: row.detail for row in of_unproven(unproven, TAIL).collect()}
-    assert "goes on: what it acknowledged last before this audit's end had not come" in said["marked"]
+    assert "continues: its last rows before the end of this audit had not arrived" in said["marked"]
     assert "killed or cut off" in said["killed"]
 
 

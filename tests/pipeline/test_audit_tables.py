@@ -271,7 +271,7 @@ CASES: dict[str, Case] = {
                 "first_offset": 100,
                 "last_offset": 199,
                 "producer_id": 5,
-                "detail": "stands at offset 0 already",
+                "detail": "is already at offset 0",
             }
         ],
     ),
@@ -351,7 +351,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300, topic_id="aa"), ack(0, 20, topic_id="ab"), ack(300, 100)),
         [],
         {"acked": 420, "deleted": 420, "unproven": False, "log_start_offset": None, "end_offset": None},
-        [{"kind": "deleted", "detail": "there is none of that name now"}] * 3,
+        [{"kind": "deleted", "detail": "no topic has that name now"}] * 3,
         end=-1,
     ),
     "declared-deleted-and-made-anew": Case(
@@ -537,6 +537,6 @@ def test_the_verdict_says_neither_more_nor_less_than_is_known(audited: Audited, 
     assert (headline(verdict), verdict.exit_status(strict=True)) == TAMPERED[name]
     said = summary(verdict)
     assert said.endswith("Contents are not compared.")
-    assert ("Duplicates are known of idempotent producers only" in said) == (row["unsequenced"] > 0)
+    assert ("Duplicates are found only for idempotent producers" in said) == (row["unsequenced"] > 0)
     is_known = row["present"] > 0 and row["unsequenced"] == 0 and not verdict.failed and not verdict.unproven
     assert (", once and at one offset." in said) == is_known

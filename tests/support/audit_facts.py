@@ -142,8 +142,8 @@ def split_brain() -> Facts:
     taken = START_MS + TAKEN_AT * STEP_MS
     finding = Finding(
         "overlap",
-        "Broker 2 at revision 1042 and broker 3 at revision 1191 both gave out these offsets: of two records at one "
-        "offset the log has one at most.",
+        "Broker 2 at revision 1042 and broker 3 at revision 1191 both assigned these offsets. The log keeps at most "
+        "one of two records at an offset.",
         *("orders", 1, 50_000, 50_399, 400, 2, 1042, 3, 1191, "127.0.0.1:9092", "9f3c1a2b4d5e6f70", 4001, 0, 640),
         *(taken + 9_000, taken + 5 * STEP_MS),
     )

@@ -94,8 +94,8 @@ def pages() -> dict[str, str]:
             "unsequenced",
             "good",
             "Clean, duplicates not known",
-            "All 1,440,000 acknowledged records are in the log, each at one offset. Duplicates are known of idempotent "
-            "producers only: 1,200 batches of others are not judged. Contents are not compared.",
+            "All 1,440,000 acknowledged records are in the log, each at one offset. Duplicates are found only for "
+            "idempotent producers: 1,200 batches without sequence numbers are not checked. Contents are not compared.",
         ),
         (
             "loss",
@@ -107,13 +107,13 @@ def pages() -> dict[str, str]:
             "split_brain",
             "bad",
             "Loss and split brain",
-            "400 were given an offset that another broker gave out as well.",
+            "400 were assigned an offset that another broker assigned too.",
         ),
         (
             "unproven",
             "warn",
             "Unproven",
-            "The trails have 2 holes: what else was acknowledged then nobody knows (12 of 12",
+            "The trails have 2 gaps: further records acknowledged in that time are unknown (12 of 12",
         ),
         (
             "deleted",
@@ -126,17 +126,17 @@ def pages() -> dict[str, str]:
             "gone",
             "warn",
             "Unproven",
-            "Whether the topics were to be deleted that 20,000 records are gone with is not known (1 of 12 partitions "
-            "concerned). Contents",
+            "20,000 records are gone with deleted topics. If the deletion was on purpose, give --deleted-topic (1 of "
+            "12 partitions affected). Contents",
         ),
         (
             "unchecked",
             "warn",
             "Unproven",
-            "1,200 batches were not checked against checksums: what is in the log may not be whole (1 of 12 partitions",
+            "1,200 batches were not checked against checksums, so the log may be corrupt (1 of 12 partitions",
         ),
         ("huge", "bad", "Loss, split brain and corrupt batches", "3 batches in the log do not match their checksums"),
-        ("empty", "idle", "Nothing acknowledged", "there is nothing to look for"),
+        ("empty", "idle", "Nothing acknowledged", "there is nothing to check"),
         ("tiny", "good", "Clean", "The one acknowledged record is in the log"),
     ],
 )
@@ -226,7 +226,7 @@ def test_what_is_not_shown_is_summed_and_said(pages: dict[str, str]) -> None:
         "9,940 more partitions, together",
         "all 10,000 partitions",
         "The worst 60 of 10,000.",
-        "999,990 findings besides these",
+        "999,990 findings more",
         "42 more findings",
         "1,000,000 losses, 40 gaps in trails",
         "Not drawn: 9,960 partitions",
@@ -338,7 +338,7 @@ def test_it_is_said_up_to_when_there_was_anything_to_judge() -> None:
     facts = audit_facts.loss()
     read_at = "2026-11-21 21:00:04.000 UTC"
     facts = replace(facts, about={**facts.about, TRAIL_READ: read_at})
-    assert _shown(facts)[-1] == f"The trail was read at {read_at}: of what came later nothing is said."
+    assert _shown(facts)[-1] == f"The trail was read at {read_at}; later rows are not included."
     assert read_at in Page(report_page(facts)).words
 
 
@@ -397,7 +397,7 @@ def test_one_owner_alone_makes_no_split_brain() -> None:
     facts = audit_facts.split_brain()
     alone = replace(facts.findings[0], other_owner=2)
     facts = replace(facts, findings=(alone,), verdict=replace(facts.verdict, conflicts=0))
-    assert Page(report_page(facts)).texts("h1") == ["Loss and offsets given out twice"]
+    assert Page(report_page(facts)).texts("h1") == ["Loss and offsets assigned twice"]
     assert "overlap orders/1, offsets 50,000 to 50,399" in "\n".join(_shown(facts))
 
 
@@ -432,7 +432,7 @@ def test_what_was_not_checked_is_in_the_tables_of_both(pages: dict[str, str]) ->
 
 def test_what_cannot_be_there_twice_or_not_is_told_of_each_partition(pages: dict[str, str]) -> None:
     page = Page(pages["unsequenced"])
-    assert "in the log more than once; 1,200 batches not judged" in page.words
+    assert "in the log more than once; 1,200 batches not checked" in page.words
     assert "unsequenced batches" in page.texts("th")
     assert "unsequenced batches" not in Page(pages["clean"]).texts("th")
 
@@ -453,4 +453,4 @@ def test_a_partitions_word_says_no_more_than_the_headline(sums: Sums, word: str)
 
 
 def test_one_record_that_is_gone_is_one() -> None:
-    assert "that 1 record is gone with" in summary(Verdict(Sums(1, acked=2, present=1, gone=1, unproven=1)))
+    assert "1 record is gone with" in summary(Verdict(Sums(1, acked=2, present=1, gone=1, unproven=1)))

@@ -282,7 +282,7 @@ def test_a_resource_may_have_a_generation(texts: list[str], resources: list[tupl
         ("g", ["a=-1"], False, "'-1' is no generation"),
         ("g", ["a=x"], False, "'x' is no generation"),
         ("g", ["a="], False, "'' is no generation"),
-        ("g", ["a=1", "a=2"], False, "'a' stands twice"),
+        ("g", ["a=1", "a=2"], False, "'a' is named twice"),
         ("g", [f"{number}" for number in range(4097)], False, "at most 4096"),
     ],
 )

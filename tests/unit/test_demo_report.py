@@ -55,7 +55,7 @@ def test_the_sentence_and_the_exit_status_say_the_same(seen: int, status: int, s
     [
         pytest.param(Sums(1, acked=2, present=2), 0, 0, "Clean. All 2 acknowledged records", id="clean"),
         pytest.param(Sums(1, acked=2, present=1, lost=1), 0, 1, "Loss. Of 2 acknowledged records", id="loss"),
-        pytest.param(Sums(1, acked=2, present=2, overlapped=1), 0, 1, "Offsets given out twice. ", id="overlap"),
+        pytest.param(Sums(1, acked=2, present=2, overlapped=1), 0, 1, "Offsets assigned twice. ", id="overlap"),
         pytest.param(Sums(1, acked=2, present=2, unproven=1), 1, 0, "Unproven. ", id="unproven"),
     ],
 )

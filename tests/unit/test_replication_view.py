@@ -142,7 +142,8 @@ def test_partitions_that_nobody_leads_say_whom_they_wait_for() -> None:
     *_, waits = about_replicas([row(0, (3,), leader=-1), row(1)], [1, 2], AT)
     assert waits.check == "replication.leader"
     assert waits.text == (
-        "nobody leads 1 of 2 partitions (t/0), so nothing is written or read there: start broker 3, the last in sync."
+        "no broker leads 1 of 2 partitions (t/0), so clients cannot write or read there: start broker 3, the last in "
+        "sync."
     )
     *_, soon = about_replicas([row(0, (2, 3), leader=-1)], [1, 2], AT)
     assert "one is elected within seconds" in soon.text

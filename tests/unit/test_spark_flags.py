@@ -24,10 +24,10 @@ def test_what_spark_takes_passes(master: str | None, memory: str | None) -> None
 @pytest.mark.parametrize(
     ("master", "memory", "said"),
     [
-        ("foo", None, "--master foo is no master"),
-        ("spark:7077", None, "--master spark:7077 is no master"),
-        (None, "much", "--memory much is no size"),
-        (None, "512", "--memory 512 is no size"),
+        ("foo", None, "--master foo is not a Spark master"),
+        ("spark:7077", None, "--master spark:7077 is not a Spark master"),
+        (None, "much", "--memory much is not a size"),
+        (None, "512", "--memory 512 is not a size"),
     ],
 )
 def test_what_it_does_not_take_is_named(master: str | None, memory: str | None, said: str) -> None:

@@ -66,7 +66,7 @@ def test_a_driver_on_a_cluster_is_not_bound_to_this_machine(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("setting", ["spark.ui.port", "ui.port=4040", "=x"])
 def test_a_setting_that_is_none_is_refused(setting: str) -> None:
-    with pytest.raises(StartupError, match="is no setting of Spark's"):
+    with pytest.raises(StartupError, match="is not a Spark setting"):
         session_options("job", None, None, (setting,))
 
 

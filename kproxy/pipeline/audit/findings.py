@@ -75,7 +75,7 @@ def of_duplicates(duplicates: DataFrame) -> DataFrame:
         last_offset=F.col("last_offset"),
         records=F.col("record_count"),
         detail=F.format_string(
-            "The batch at offset %d of %s/%d stands at offset %d already: sequence number %d of producer %d.",
+            "The batch at offset %d of %s/%d is already at offset %d: sequence number %d of producer %d.",
             *map(F.col, ("base_offset", *PARTITION, "first_base_offset", "base_sequence", "producer_id")),
         ),
     )
@@ -91,7 +91,7 @@ def of_corrupt(log: DataFrame) -> DataFrame:
         last_offset=F.col("last_offset"),
         records=F.col("last_offset") - F.col("base_offset") + 1,
         detail=F.format_string(
-            "The batch at offset %d of %s/%d does not match its checksum: its records cannot be relied on.",
+            "The batch at offset %d of %s/%d does not match its checksum: its records may be corrupt.",
             *map(F.col, ("base_offset", *PARTITION)),
         ),
     )
@@ -118,7 +118,7 @@ def of_unchecked(batch_counts: DataFrame) -> DataFrame:
         UNCHECKED,
         **{name: F.col(name) for name in PARTITION},
         detail=F.format_string(
-            "Of %s/%d %s not checked, as there was no crc32c where it was read: whether that is whole is not known.",
+            "%s/%d: %s not checked, because crc32c is not installed where the log was read. The log may be corrupt.",
             *map(F.col, PARTITION),
             F.when(F.col("unchecked") == 1, F.lit("the checksum of one batch was")).otherwise(
                 F.format_string("the checksums of %d batches were", "unchecked")
@@ -136,14 +136,15 @@ def of_other_topics(gone: DataFrame, kind: str) -> DataFrame:
         .agg(F.sum("records").alias("records"), F.min("from_ms").alias("from_ms"), F.max("to_ms").alias("to_ms"))
     )
     was = F.when(F.col("topic_id").isNotNull(), F.format_string("its id was %s, and ", "topic_id")).otherwise("")
-    none = F.lit("there is none of that name now")
-    now = F.when(F.col("now").isNotNull(), F.format_string("the one of that name now has %s", "now")).otherwise(none)
+    none = F.lit("no topic has that name now")
+    now = F.when(F.col("now").isNotNull(), F.format_string("the topic of that name now has %s", "now")).otherwise(none)
     unsaid = F.format_string(
-        " Whether that was meant, and whether all were there until then, is not known; --deleted-topic %s says it was.",
+        " It is unknown whether they were in the log until then. If the deletion was on purpose, give "
+        "--deleted-topic %s.",
         F.col("topic"),
     )
     told = F.format_string(
-        "%d records of %s/%d were acknowledged in a topic that was deleted since: %s%s.",
+        "%d records of %s/%d were acknowledged in a topic that has been deleted: %s%s.",
         *(F.col("records"), *map(F.col, PARTITION), was, now),
     )
     return _as_findings(
@@ -158,15 +159,17 @@ def of_unproven(unproven: DataFrame, kind: str) -> DataFrame:
     names = ("proxy", "incarnation", "sequence", "from_ms", "to_ms")
     missing = F.when(F.col("missing") == 1, F.lit("A row is")).otherwise(F.format_string("%d rows are", "missing"))
     lost_rows = F.format_string(
-        "%s missing of the trail of %s: what it acknowledged then may not be in the trail.", missing, F.col("proxy")
+        "%s missing from the trail of %s: the trail may lack records that the proxy acknowledged then.",
+        missing,
+        F.col("proxy"),
     )
     cut_off = F.format_string(
-        "The trail of %s has no end: the proxy was killed or cut off, and what it acknowledged last may not be in it.",
+        "The trail of %s has no end: the proxy was killed or cut off, and its last acknowledgements may be missing.",
         F.col("proxy"),
     )
     not_yet = F.format_string(
-        "The trail of %s goes on: what it acknowledged last before this audit's end had not come when it was read. "
-        "A later audit knows.",
+        "The trail of %s continues: its last rows before the end of this audit had not arrived when the audit read "
+        "it. Run the audit again later.",
         F.col("proxy"),
     )
     without_end = F.when(F.col("lives"), not_yet).otherwise(cut_off)
@@ -196,7 +199,7 @@ _ENDS = ("start", "end")
 _ISLAND = (*PARTITION, "kind", "island_start", "island_end", "replaced")
 
 
-_NO_LOG = "and there is no log of this partition. If its topic was deleted on purpose, --deleted-topic %s says so."
+_NO_LOG = "and there is no log of this partition. If its topic was deleted on purpose, give --deleted-topic %s."
 
 
 def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
@@ -225,8 +228,8 @@ def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
     )
     why = (
         F.when(end.isNull(), F.format_string(_NO_LOG, F.col("topic")))
-        .when(F.col("replaced"), F.lit("and the log has something else there."))
-        .when(F.col("first") >= end, F.format_string("and the log ends before, at offset %d.", end))
+        .when(F.col("replaced"), F.lit("and the log has other records there."))
+        .when(F.col("first") >= end, F.format_string("and the log ends earlier, at offset %d.", end))
         .otherwise(F.lit("and the log does not have them."))
     )
     names = (
@@ -277,7 +280,7 @@ def of_overlaps(concerned: DataFrame) -> DataFrame:
     )
     is_one_owner = F.col("one.owner") == F.col("other.owner")
     where = F.format_string(
-        "Offsets %d to %d of %s/%d were given out by broker %d at revision %d ",
+        "Offsets %d to %d of %s/%d were assigned by broker %d at revision %d ",
         *(F.col("island_start"), F.col("island_end") - 1, *map(F.col, PARTITION)),
         *(F.col("one.owner"), F.col("one.revision")),
     )
@@ -285,7 +288,7 @@ def of_overlaps(concerned: DataFrame) -> DataFrame:
     again = F.format_string("and again at revision %d", F.col("other.revision"))
     once_more = F.when(F.col("one.revision") == F.col("other.revision"), F.lit("twice")).otherwise(again)
     who = F.when(is_one_owner, once_more).otherwise(two)
-    so = F.lit(": of two records at one offset the log has one at most.")
+    so = F.lit(". The log keeps at most one of two records at an offset.")
     of_one = ("owner", "revision", "proxy", "incarnation", "producer_id", "producer_epoch", "sequence")
     return _as_findings(
         doubled,
@@ -312,7 +315,7 @@ def _only_one(name: str) -> Column:
 
 
 def _acks_1() -> Column:
-    warning = " They were written with acks=1, which an owner that dies may lose."
+    warning = " They were written with acks=1, so they may be lost if the owner dies before replication."
     return F.when(F.col("acks") == 1, F.lit(warning)).otherwise(F.lit(""))
 
 

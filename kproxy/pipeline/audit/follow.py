@@ -10,7 +10,7 @@ Invariants
 1. A micro-batch's rows are on disk before logs are read, and logs are read up to their end at that time: every record
    that the rows acknowledge must be there.
 2. The headers kept with a micro-batch begin at its first record's offset, so both can be dropped together.
-3. The input is bounded: the rows of the last `horizon_ms`, within which offsets given out twice are found, and the
+3. The input is bounded: the rows of the last `horizon_ms`, within which offsets assigned twice are found, and the
    headers of the same part of the logs.
 4. A repeated micro-batch overwrites the results of the first attempt.
 5. Windows of time are written once, `SETTLE_MS` after their end. Later rows are in no window, but their records are

@@ -112,7 +112,7 @@ def _verdict(verdict: Verdict) -> str:
 
 def _numbers(facts: Facts) -> str:
     sums, holes = facts.sums, facts.verdict.trail_faults
-    in_holes = counted(holes, "hole") + " in the trails"
+    in_holes = counted(holes, "gap") + " in the trails"
     unproven = f"of {counted(sums.partitions, 'partition')}" + (f"; {in_holes}" if holes else "")
     if sums.unchecked:
         unproven += f"; {counted(sums.unchecked, 'batch', 'batches')} not checked"
@@ -121,7 +121,7 @@ def _numbers(facts: Facts) -> str:
         removed += f"; {sums.deleted + sums.gone:,} went with their topics"
     twice = "in the log more than once"
     if sums.unsequenced:
-        twice += f"; {counted(sums.unsequenced, 'batch', 'batches')} not judged"
+        twice += f"; {counted(sums.unsequenced, 'batch', 'batches')} not checked"
     cards = [
         (
             "Acknowledged",
@@ -131,9 +131,9 @@ def _numbers(facts: Facts) -> str:
         ),
         ("In the log", sums.present, removed, ""),
         ("Lost", sums.lost, "acknowledged and not in the log", "bad"),
-        ("Overlapped", sums.overlapped, "given an offset that others had too", "bad"),
+        ("Overlapped", sums.overlapped, "assigned an offset that another record has too", "bad"),
         ("Duplicated", sums.duplicated, twice, "bad"),
-        ("Unproven", sums.unproven or holes, unproven if sums.unproven or not holes else "holes in the trails", "warn"),
+        ("Unproven", sums.unproven or holes, unproven if sums.unproven or not holes else "gaps in the trails", "warn"),
     ]
     cells = [
         f'<div class="{f"is-{tone}" if tone and number else "is-plain"}"><dt>{name}</dt>'
@@ -156,7 +156,7 @@ def _findings(facts: Facts) -> str:
     hidden = facts.hidden_findings
     more = ""
     if hidden > 0:
-        said = f"{counted(hidden, 'finding')} besides these: the first of each kind are in the table “findings”."
+        said = f"{counted(hidden, 'finding')} more: the first of each kind are in the table “findings”."
         more = f'<p class="muted">{said}</p>'
     return f'<h2>Findings</h2><p class="muted">{escaped(kinds_counted(facts))}</p>{listed}{more}'
 

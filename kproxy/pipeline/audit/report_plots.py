@@ -258,7 +258,7 @@ BAR_TALL: Final = 0.42
 # Marks in the cells of a state, and on a partition's bars: mark, colour, and its text in the caption.
 STATE_MARKS: Final = {State.LOST: "x", State.OVERLAPPED: "D", State.DUPLICATED: "+"}
 FINDING_MARKS: Final = {
-    OVERLAP: ("D", "overlapped", "A diamond: offsets given out twice."),
+    OVERLAP: ("D", "overlapped", "A diamond: offsets assigned twice."),
     LOST: ("X", "lost", "A cross: records lost."),
 }
 
@@ -293,7 +293,7 @@ def completeness(facts: Facts, grid: Grid) -> Plot:
         name="completeness",
         title="Completeness",
         caption=f"Each partition over time, in {step}, the worst of a step shown."
-        + (" The row “trails” shows when a proxy's own record has a hole." if facts.trail_holes else "")
+        + (" The row “trails” shows when a proxy's trail has a gap." if facts.trail_holes else "")
         + not_drawn(facts, len(drawn)),
         alternative=f"{counted(len(drawn), 'partition')} in {counted(grid.columns, 'step')}: {told}.",
         wide=wide,

@@ -54,20 +54,20 @@ STATE_NAMES = {
     State.LOST: "lost",
 }
 GLOSSARY = {
-    "acked": "Records of which a producer was told that they are written, by a proxy that says so in its trail.",
-    "present": "Of these, in the log at the offsets that were acknowledged.",
-    "lost": "Of these, not in the log, though neither retention nor compaction can have removed them.",
-    "overlapped": "Given an offset that others had too: two brokers took themselves for the owner (split brain).",
-    "duplicated": "In the log more than once, by producer id and sequence number.",
-    "unsequenced": "Batches of producers without idempotence, without such numbers: what is there twice is not known.",
-    "removed": "Acknowledged, and removed since by retention or compaction, as the topic's settings have it.",
-    "deleted": "Acknowledged in a topic that was deleted since, on purpose, as whoever audits has said.",
-    "gone": "The same, but nobody has said so: a topic of that name has another id now.",
-    "unproven": "A proxy's trail has a hole there or no end: what was acknowledged then is not known. Or batches are "
-    "unchecked, or records gone.",
-    "unchecked": "Batches whose checksums were not looked at, for want of crc32c: they may not be whole.",
-    "unclaimed": "In the log and in no trail: written past the proxies, with acks=0, or in an unproven time.",
-    "late": "Came to the trail later than the proxy promises. It counts all the same.",
+    "acked": "Records that a proxy acknowledged to a producer and noted in its trail.",
+    "present": "Acknowledged records that are in the log at their offsets.",
+    "lost": "Acknowledged records that are not in the log, although neither retention nor compaction removed them.",
+    "overlapped": "Acknowledged records whose offset another record has too. If two brokers assigned it: split brain.",
+    "duplicated": "Records that are in the log more than once, by producer id and sequence number.",
+    "unsequenced": "Batches of producers without idempotence. Without sequence numbers duplicates cannot be found.",
+    "removed": "Acknowledged records that retention or compaction has removed since.",
+    "deleted": "Acknowledged records of a topic that was deleted on purpose (--deleted-topic).",
+    "gone": "Acknowledged records of a topic whose id no longer exists, without --deleted-topic.",
+    "unproven": "Windows that cannot be verified: a proxy's trail has a gap or no end, batches are unchecked, or "
+    "records are gone.",
+    "unchecked": "Batches whose checksums were not verified, because crc32c is not installed. They may be corrupt.",
+    "unclaimed": "Records in the log that no trail has: written past the proxies, with acks=0, or during a gap.",
+    "late": "Rows that reached the trail later than the proxy promises. They count like all others.",
 }
 
 
@@ -78,7 +78,7 @@ def headline(verdict: Verdict) -> str:
         name
         for name, count in (
             ("loss", sums.lost),
-            ("split brain" if verdict.conflicts else "offsets given out twice", sums.overlapped),
+            ("split brain" if verdict.conflicts else "offsets assigned twice", sums.overlapped),
             ("duplicates", sums.duplicated),
             ("corrupt batches", sums.corrupt),
         )
@@ -104,7 +104,7 @@ def summary(verdict: Verdict) -> str:
         how_often = ", each at one offset" if sums.unsequenced else ", once and at one offset"
         found = f"{_there(sums)}{'' if verdict.unproven or not sums.present else how_often}."
     else:
-        found = "The trail has no acknowledged record in this time and of these topics: there is nothing to look for."
+        found = "The trail has no acknowledged record in this time and of these topics: there is nothing to check."
     said = [found, *([_unproven(verdict)] if verdict.unproven else []), *([] if verdict.empty else _unknown(sums))]
     return " ".join(said)
 
@@ -114,8 +114,10 @@ def _unknown(sums: Sums) -> list[str]:
     contents = "Contents are not compared."
     if not sums.unsequenced:
         return [contents]
-    batches = f"{counted(sums.unsequenced, 'batch', 'batches')} of others {_are(sums.unsequenced)} not judged"
-    return [f"Duplicates are known of idempotent producers only: {batches}.", contents]
+    batches = (
+        f"{counted(sums.unsequenced, 'batch', 'batches')} without sequence numbers {_are(sums.unsequenced)} not checked"
+    )
+    return [f"Duplicates are found only for idempotent producers: {batches}.", contents]
 
 
 def _wrong(verdict: Verdict) -> list[str]:
@@ -124,8 +126,8 @@ def _wrong(verdict: Verdict) -> list[str]:
     if sums.lost:
         said.append(f"{sums.lost:,} {_are(sums.lost)} not in the log")
     if sums.overlapped:
-        others = "another broker gave out as well" if verdict.conflicts else "others had too"
-        said.append(f"{sums.overlapped:,} {_were(sums.overlapped)} given an offset that {others}")
+        others = "another broker assigned too" if verdict.conflicts else "another record has too"
+        said.append(f"{sums.overlapped:,} {_were(sums.overlapped)} assigned an offset that {others}")
     if sums.duplicated:
         said.append(f"{sums.duplicated:,} {_are(sums.duplicated)} in the log more than once")
     if sums.corrupt:
@@ -142,7 +144,7 @@ def _there(sums: Sums) -> str:
         for count, how in (
             (sums.removed, "as removed by retention or compaction"),
             (sums.deleted, "as deleted with their topics"),
-            (sums.gone, "as gone with topics that were deleted"),
+            (sums.gone, "as gone with deleted topics"),
         )
         if count
     ]
@@ -162,14 +164,14 @@ def _unproven(verdict: Verdict) -> str:
     said = []
     if sums.unchecked:
         batches = f"{counted(sums.unchecked, 'batch', 'batches')} {_were(sums.unchecked)}"
-        said.append(f"{batches} not checked against checksums: what is in the log may not be whole")
+        said.append(f"{batches} not checked against checksums, so the log may be corrupt")
     if sums.gone:
         records = f"{counted(sums.gone, 'record')} {_are(sums.gone)}"
-        said.append(f"Whether the topics were to be deleted that {records} gone with is not known")
+        said.append(f"{records} gone with deleted topics. If the deletion was on purpose, give --deleted-topic")
     if holes or not (sums.unchecked or sums.gone):
-        what = f"The trails have {counted(holes, 'hole')}" if holes else "The trails do not tell all of some time"
-        said.append(f"{what}: what else was acknowledged then nobody knows")
-    concerned = f" ({sums.unproven:,} of {counted(sums.partitions, 'partition')} concerned)" if sums.unproven else ""
+        what = f"The trails have {counted(holes, 'gap')}" if holes else "The trails are incomplete"
+        said.append(f"{what}: further records acknowledged in that time are unknown")
+    concerned = f" ({sums.unproven:,} of {counted(sums.partitions, 'partition')} affected)" if sums.unproven else ""
     return f"{'. '.join(said)}{concerned}."
 
 
@@ -364,7 +366,7 @@ def show_table(facts: Facts, console: Console) -> None:
     if facts.findings:
         _show_findings(facts, console)
     if TRAIL_READ in facts.about:
-        read_at = f"The trail was read at {facts.about[TRAIL_READ]}: of what came later nothing is said."
+        read_at = f"The trail was read at {facts.about[TRAIL_READ]}; later rows are not included."
         console.print(read_at, style="dim", soft_wrap=True)
 
 
