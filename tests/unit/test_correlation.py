@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kproxy_codec.correlation import MAX_CORRELATION_ID, AwaitedAnswers
 from kproxy_codec.errors import CodecError, FrameTooLarge, InvalidField, Truncated, UnexpectedAnswer
-from kproxy_codec.framing import FrameReader
+from kproxy_codec.framing import CHUNK_BYTES, FrameReader
 
 LIMIT = 1000
 
@@ -37,6 +37,14 @@ def test_each_waiter_gets_its_answer_once_however_it_is_cut(bodies: list[bytes],
         stream = stream[size:]
     assert found == [(f"waiter {number}", answer(number, body)) for number, body in enumerate(bodies)]
     assert (len(queue), queue.oldest) == (0, None)
+
+
+def test_more_bytes_than_the_buffer_has_room_for_are_received_in_parts() -> None:
+    count = 2 * CHUNK_BYTES // LIMIT
+    queue = awaiting(*range(count), most=count)
+    stream = b"".join(answer(number, b"x" * (LIMIT - 4)) for number in range(count))
+    assert b"".join(frame for _, frame in queue.receive_data(stream)) == stream
+    assert len(queue) == 0
 
 
 @pytest.mark.parametrize(
