@@ -372,7 +372,8 @@ class Cluster:
             for _, _, batch in batches:
                 batch.is_late = not connection.is_open
             self._append_all(connection, request, batches, None)
-        elif waited_s > DOUBTED_S:
+        if waited_s > DOUBTED_S:
+            # Also where it is refused: the proxy does not doubt a batch that left so long ago.
             for _, _, batch in batches:
                 batch.is_excused = True
 
