@@ -32,6 +32,8 @@ REPOSITORY: Final = Path(__file__).parents[1]
 MODULES: Final = tuple(
     f"kproxy/routing/{name}.py"
     for name in (
+        "client_end",
+        "failures",
         "fanout",
         "identity",
         "in_flight",

@@ -28,7 +28,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from itertools import chain
-from typing import cast
+from typing import Final, cast
 
 import structlog
 
@@ -43,7 +43,6 @@ from kproxy.proxy.claims import ClientClaims
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
-from kproxy.proxy.data_plane import fetch, list_offsets, produce
 from kproxy.proxy.fanout import FanoutShell, NoRoom
 from kproxy.proxy.memory_budget import LAST_READ_BYTES, Arrival, Budget
 from kproxy.routing.topology import Address
@@ -62,7 +61,11 @@ log = structlog.get_logger(__name__)
 # In one turn of the event loop, requests of one client are begun for this long, in seconds, and one request more.
 TURN_S = 0.01
 
-_PARTITIONED = {api_keys.PRODUCE: produce, api_keys.FETCH: fetch, api_keys.LIST_OFFSETS: list_offsets}
+_PARTITIONED: Final = {
+    api_keys.PRODUCE: FanoutShell.produce,
+    api_keys.FETCH: FanoutShell.fetch,
+    api_keys.LIST_OFFSETS: FanoutShell.list_offsets,
+}
 
 
 class ClientSession(asyncio.BufferedProtocol):
@@ -201,7 +204,7 @@ class ClientSession(asyncio.BufferedProtocol):
             self._control.start(frame, header, slot, self._ranges)
         else:
             try:
-                answer_bytes = handler(self._context, self._fanout, frame, header, first_byte_at, slot)
+                answer_bytes = handler(self._fanout, frame, header, first_byte_at, slot)
             except NoRoom as full:
                 self._put_back(frame, first_byte_at, full.partitions)
                 return

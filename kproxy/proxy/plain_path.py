@@ -7,25 +7,33 @@ its answers come back the same way. On any other outcome, all requests in flight
 Invariants
 1. Requests sent here follow, on the same connections, those sent before for their partitions.
 2. A plan is used only while the routes it was made of are proven (kproxy.routing.routes).
+3. The kept plans have at most MAX_PLANNED_PARTITIONS partitions. Beyond that an arbitrary plan is replaced by a new
+   one: a client with more kinds of requests than are kept still finds many of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from math import inf
+from typing import Final, Generic, TypeVar
 
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.broker_connection import Ticket, Upstream
 from kproxy.routing.events import Adopted
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.merge import Exchange
-from kproxy.routing.routes import Plans, kind_of
+from kproxy.routing.routes import Routes
 from kproxy.routing.split import Selection
 from kproxy.trail.acknowledgements import ConnectionAcks, Noted
 from kproxy_codec.partitioned import PartitionedRequest, PlainAnswer, set_response_correlation_id
 from kproxy_codec.produce import PRODUCE_API
+
+MAX_PLANNED_PARTITIONS: Final = 8_192
+# Step through the places of the kept plans; prime, so that it reaches all of them.
+_STRIDE: Final = 7_919
+Kept = TypeVar("Kept")
 
 
 class PlannedPart:
@@ -208,3 +216,49 @@ class PlainPath:
             noted = self._acks.part(upstream, request, selection, plain) if self._acks is not None else None
             plan.append(PlannedPart(connection, upstream, selection if len(parts) > 1 else None, plain, noted))
         return plan
+
+
+class Plans(Generic[Kept]):
+    """A cache by kind of request: one version, the same partitions."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._generation = routes.generation
+        self._table: dict[Hashable, Kept] = {}
+        # The kinds in it, each with its number of partitions.
+        self._kinds: list[tuple[Hashable, int]] = []
+        self._place = 0
+        self.planned_partitions = 0
+
+    def find(self, kind: Hashable) -> Kept | None:
+        """The kept value for this kind of request, as long as it holds."""
+        if self._generation != self._routes.generation:
+            self._generation = self._routes.generation
+            self._table.clear()
+            self._kinds.clear()
+            self.planned_partitions = 0
+        return self._table.get(kind)
+
+    def keep(self, kind: Hashable, partitions: int, kept: Kept) -> None:
+        """Keep a value that `find` has not found; one that is too large is not kept."""
+        if partitions > MAX_PLANNED_PARTITIONS:
+            return
+        while self.planned_partitions + partitions > MAX_PLANNED_PARTITIONS:
+            self._place = (self._place + _STRIDE) % len(self._kinds)
+            # The last one takes the place of the removed one.
+            gone, its_partitions = self._kinds[self._place]
+            self._kinds[self._place] = self._kinds[-1]
+            self._kinds.pop()
+            del self._table[gone]
+            self.planned_partitions -= its_partitions
+        self._table[kind] = kept
+        self._kinds.append((kind, partitions))
+        self.planned_partitions += partitions
+
+
+def kind_of(request: PartitionedRequest) -> Hashable:
+    """The kind of a request: its version, topics and partitions as it names them. Clients repeat the same kinds."""
+    topics = request.topics
+    if len(topics) == 1:
+        return (request.header.api_version, topics[0].wire, *topics[0].partitions)
+    return (request.header.api_version, *[(topic.wire, *topic.partitions) for topic in topics])

@@ -8,17 +8,8 @@ the topology has changed, that is the next event.
 A request whose routes are all proven is not brought here while it meets only success: the shell (kproxy.proxy.fanout)
 sends it by a `plan` and answers it in turn (the plain path). Before any other event such requests enter by `adopt`.
 
-States of a client
-  present   everything may be sent
-  parted    it is gone: nothing more is sent for topics with a writer group, whatever the acks
-  severed   its claims are, or may be, those of another client: nothing more is sent at all
-
-Transitions of a client
-  present         -> parted    `parted`, if a topic has a writer group
-  present, parted -> severed   `severed`
-
-kproxy.routing.merge has the states of an exchange, kproxy.routing.lanes those of a lane, kproxy.routing.in_flight those
-of a connection to a broker.
+The states are those of the core's parts: kproxy.routing.merge has those of an exchange, kproxy.routing.lanes of a lane,
+kproxy.routing.in_flight of a connection to a broker, kproxy.routing.client_end of the client.
 
 Invariants
 1. A partition's entry is in one place at any time: a piece in flight, a lane, or done.
@@ -28,8 +19,8 @@ Invariants
 5. Nothing is sent again after its deadline, or for the first time after waiting until then. An entry that a broker may
    have seen keeps its lane until it is answered or its connection has ended; entries that the client sent behind it
    meanwhile are given up with it.
-6. Once the client is gone, nothing more is sent for topics with a writer group; once it is severed, nothing at all.
-   Batches that a broker has got for such topics are held from that event on until they are answered or lost.
+6. What the client's end forbids (kproxy.routing.client_end) is not sent. Batches that a broker has got for topics with
+   a writer group are held from that event on until they are answered or lost.
 7. An event changes all lanes it concerns before anything is sent.
 8. A request is answered once, or never if it is dropped. The acknowledgement of an entry is noted once, before that.
 9. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
@@ -40,8 +31,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import IntEnum, auto
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Final
 
@@ -49,10 +39,8 @@ from kproxy.routing import retry
 from kproxy.routing.actions import (
     Action,
     Actions,
-    Close,
     Counted,
     Fenced,
-    Hold,
     LetGo,
     Note,
     NoteLost,
@@ -61,30 +49,23 @@ from kproxy.routing.actions import (
     Send,
     Unconfirmed,
     WakeAt,
-    Withdraw,
 )
+from kproxy.routing.client_end import ClientEnd, ClientState
 from kproxy.routing.events import Adopted, Loss, View
-from kproxy.routing.identity import is_recognisable, lane_key
+from kproxy.routing.failures import Failure, Failures
+from kproxy.routing.identity import lane_key
 from kproxy.routing.in_flight import BrokerConnection, ConnectionState, InFlight, Piece, entries_of
-from kproxy.routing.in_flight import Unconfirmed as UnconfirmedBatches
-from kproxy.routing.lanes import Item, LaneKey, Lanes, Pause
+from kproxy.routing.lanes import Item, LaneKey, Lanes
 from kproxy.routing.merge import Exchange, Matched, answers_in_order, match_results
 from kproxy.routing.open_exchanges import OpenExchanges
-from kproxy.routing.retry import Attempts
 from kproxy.routing.routes import Routes
 from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection, add_entry, split
 from kproxy.routing.topology import NO_OWNER
 from kproxy_codec.api_keys import PRODUCE
-from kproxy_codec.error_codes import (
-    NOT_LEADER_OR_FOLLOWER,
-    OUT_OF_ORDER_SEQUENCE_NUMBER,
-    POLICY_VIOLATION,
-    UNKNOWN_TOPIC_ID,
-)
+from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, UNKNOWN_TOPIC_ID
 from kproxy_codec.errors import CodecError
 from kproxy_codec.partitioned import PartitionedRequest, PartitionedResponse, set_response_correlation_id
 from kproxy_codec.primitives import Buffer
-from kproxy_codec.produce import base_offset_of
 
 # A broker that has not answered this long after a deadline will not answer: its own timer has run out as well. Seconds.
 HUNG_AFTER_S = 5.0
@@ -95,33 +76,19 @@ _MAY_STILL_BE_APPENDED: Final = (retry.CONNECTION_LOST, retry.UNREADABLE)
 _NONE_HELD: Final[set[Entry]] = set()
 
 
-class ClientState(IntEnum):
-    """See the module's docstring."""
-
-    PRESENT = auto()
-    PARTED = auto()
-    SEVERED = auto()
-
-
-_NEXT: Final[Mapping[ClientState, Sequence[ClientState]]] = {
-    ClientState.PRESENT: (ClientState.PARTED, ClientState.SEVERED),
-    ClientState.PARTED: (ClientState.SEVERED,),
-    ClientState.SEVERED: (),
-}
-
-
 class Fanout:
     """The exchanges of one client connection."""
 
     def __init__(self, view: View) -> None:
         self._view = view
         self._topology = view.topology
-        self._client = ClientState.PRESENT
         self.lanes = Lanes()
         self.routes = Routes(view.topology)
-        self._in_flight = InFlight()
         self._actions = Actions()
+        self._in_flight = InFlight(self._actions)
         self._exchanges = OpenExchanges(self._actions)
+        self._client = ClientEnd(view, self._actions)
+        self._failures = Failures(view, self.lanes, self._exchanges, self._client)
         # Topic ids that were requested before the topic's name was known.
         self._nameless: set[bytes] = set()
         # The last version of the topology that `_follow` has handled.
@@ -166,7 +133,7 @@ class Fanout:
 
     def is_due(self, now: float) -> bool:
         """Whether a tick at this time reaches a deadline; requests of the plain path must enter before."""
-        return any(exchange.deadline <= now for exchange in self._exchanges)
+        return any(exchange.is_late(now) for exchange in self._exchanges)
 
     def name_topics(self, request: PartitionedRequest) -> None:
         """Replace topic ids by names.
@@ -201,7 +168,7 @@ class Fanout:
         """Begin a request. Entries in `refused` are not sent; each gets its error code."""
         self._begin(now, jitter)
         self._exchanges.add(exchange)
-        if not exchange.is_silent and exchange.deadline <= now:
+        if not exchange.is_silent and exchange.is_late(now):
             # Its deadline passed before it began: no broker gets any of it.
             self._actions.add(Counted("deadlines", 1))
             self._expire_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
@@ -239,7 +206,7 @@ class Fanout:
             matched = match_results(exchange, piece.selection, response) if is_looked_at else []
         except CodecError as error:
             self._fail_piece(piece, retry.UNREADABLE)
-            self._close(piece.connection, str(error), is_untrue=True)
+            self._in_flight.close(piece.connection, str(error), is_untrue=True)
             return self._finish(piece)
         if response.error_code:
             exchange.note(response)
@@ -275,8 +242,8 @@ class Fanout:
                 self._left(piece)
             else:
                 self._fail_piece(piece, retry.CONNECTION_LOST if loss is Loss.WRITTEN else retry.NOT_WRITTEN)
-        if is_unconfirmed and ended.unconfirmed is not None:
-            for (topic, partition_index), (batches, routed_at) in ended.unconfirmed.take(now).items():
+        if is_unconfirmed:
+            for (topic, partition_index), (batches, routed_at) in ended.take_unconfirmed(now).items():
                 self._actions.add(Unconfirmed(self._topology.name_of(topic) or topic, batches))
                 self._ask_for_owner(topic, partition_index, routed_at)
         del self._in_flight.connections[connection]
@@ -315,14 +282,14 @@ class Fanout:
         answered next.
         """
         self._begin(now, jitter)
-        due = [exchange for exchange in self._exchanges if exchange.deadline <= now]
+        due = [exchange for exchange in self._exchanges if exchange.is_late(now)]
         if due:
             self._actions.add(Counted("deadlines", len(due)))
             self._expire(due)
         for number in oldest.values():
             piece = self._in_flight.pieces.get(number)
             if piece is not None and piece.exchange.deadline + HUNG_AFTER_S <= now:
-                self._close(piece.connection, "it does not answer")
+                self._in_flight.close(piece.connection, "it does not answer")
         return self._finish()
 
     # Events: the client's end
@@ -345,7 +312,7 @@ class Fanout:
             if not exchange.is_silent:
                 self._exchanges.drop(exchange)
         self.lanes.drop(lambda exchange: not exchange.is_silent)
-        self._settle_pieces(self._withdraw(lambda piece: not piece.exchange.is_silent))
+        self._settle_pieces(self._in_flight.withdraw(lambda piece: not piece.exchange.is_silent))
         return self._finish()
 
     def ended(self, now: float, jitter: float) -> list[Action]:
@@ -469,7 +436,7 @@ class Fanout:
                 key = lane_key(exchange, item.entry)
                 if exchange not in self._exchanges or not exchange.is_open(item.entry):
                     self._settle(exchange, (item.entry,), appended=False)
-                elif key in given_up or self._is_late(exchange):
+                elif key in given_up or exchange.is_late(self._now):
                     # It, or one before it, has reached its deadline.
                     given_up.add(key)
                     self._give_up_late(item)
@@ -483,12 +450,6 @@ class Fanout:
             for owner, selection in pieces.items():
                 self._send(exchange, owner, selection, shares=max(2, len(pieces)), whole=whole)
             self._exchanges.finish_if_complete(exchange, self._now)
-
-    def _close(self, connection: BrokerConnection, reason: str, *, is_untrue: bool = False) -> None:
-        """End a connection. Its loss, with the pieces on it, is a separate event."""
-        if connection.state is not ConnectionState.CLOSED:
-            self._in_flight.closed(connection)
-            self._actions.add(Close(connection.number, reason, is_untrue))
 
     # Following the topology
 
@@ -595,17 +556,15 @@ class Fanout:
     def _left(self, piece: Piece) -> None:
         exchange, connection = piece.exchange, piece.connection
         self._in_flight.remove(piece)
-        if connection.unconfirmed is None:
-            connection.unconfirmed = UnconfirmedBatches(self._now)
         for entry in piece.entries():
             exchange.take(entry, b"")
-            connection.unconfirmed.note(exchange.partition(entry), piece.routed_at, self._now)
+            connection.note_unconfirmed(exchange.partition(entry), piece.routed_at, self._now)
         self._settle(exchange, piece.entries(), appended=True)
         self._exchanges.finish_if_complete(exchange, self._now)
 
     def _fail_piece(self, piece: Piece, event: int) -> None:
         """Apply the same event (kproxy.routing.retry) to every entry of a piece."""
-        if event in _MAY_STILL_BE_APPENDED and (gated := self._gated_partitions(piece)):
+        if event in _MAY_STILL_BE_APPENDED and (gated := self._client.gated_partitions(piece)):
             self._actions.add(NoteLost(gated))
         self._in_flight.remove(piece)
         exchange = piece.exchange
@@ -619,70 +578,32 @@ class Fanout:
     def _failed(
         self, exchange: Exchange, entry: Entry, event: int, routed_at: int, result: Buffer | None = None
     ) -> None:
-        """Retry or fail an entry that met `event` (kproxy.routing.retry).
-
-        It was sent at the topology's version `routed_at`. `result` is the broker's own entry, for codes that are
-        passed on.
-        """
-        key, sequence = lane_key(exchange, entry), exchange.sequence
-        partition = exchange.partition(entry)
+        """Retry or fail an entry after an attempt that was sent at the topology's version `routed_at`."""
         if retry.doubts_the_owner(event):
             # Even if nothing is sent again from here: the client's own next attempt needs the new owner.
-            self._ask_for_owner(*partition, routed_at)
+            self._ask_for_owner(*exchange.partition(entry), routed_at)
         if not exchange.is_open(entry) or exchange not in self._exchanges:
             # It was answered at its deadline, or its client is gone; only the lane still needs the outcome.
             self._settle(exchange, (entry,), appended=False)
             return
-        rows = self._rows(exchange, result)
-        safe, is_ambiguous = False, retry.is_ambiguous(rows, event)
-        if is_ambiguous:
-            exchange.ambiguous.add(entry)
-            safe = self._view.knows_batches_again and is_recognisable(exchange, entry)
-        is_probing = self.lanes.is_probing(key, sequence)
-        # If a refusal may follow an append, sending again is not safe just because it was behind another batch.
-        behind = key in self.lanes and retry.is_held_back(event) and not is_probing and (safe or not is_ambiguous)
-        attempts = exchange.attempts(entry)
-        if not behind:
-            attempts.add(routed_at, self._topology.owner_version(*partition), self._now)
-        verdict = retry.decide(rows, event, exhausted=attempts.exhausted, resend_is_safe=safe)
-        # An out-of-order error behind a refused batch is not its own outcome, and producers stop at that code.
-        is_misled = event == OUT_OF_ORDER_SEQUENCE_NUMBER and (behind or self._exchanges.is_misled(exchange, entry))
-        error_code = NOT_LEADER_OR_FOLLOWER if is_misled else verdict.error_code
-        item = Item(exchange, entry, error_code)
-        pause = None if behind else self._pause(item, attempts, routed_at)
-        latest = min(exchange.deadline, attempts.first_failed_at + verdict.wait_s)
-        tries_again = pause is None or (verdict.retry and pause.due < latest and not self._owner_hangs(exchange, entry))
-        if tries_again and not self._is_over(exchange, entry) and not self.lanes.is_given_up(key, sequence):
-            self._actions.add(Retried(event, attempts.sent_to))
+        failure = Failure(exchange, entry, event, routed_at, result)
+        outcome = self._failures.judge(failure, self._route(exchange, entry), self._now, self._jitter)
+        key, sequence, error_code = lane_key(exchange, entry), exchange.sequence, outcome.error_code
+        if outcome.sends_again:
+            self._actions.add(Retried(event, exchange.sent_to(entry)))
             later = () if key in self.lanes else [each for each in self._in_flight.of(key) if each > sequence]
-            self.lanes.refused(key, item, pause, later)
+            self.lanes.refused(key, Item(exchange, entry, error_code), outcome.pause, later)
             return
         self._exchanges.conclude(exchange, entry, error_code, result if error_code == event else None)
-        gives_up = event in rows or retry.comes_again(event)
-        if gives_up and exchange.is_ordered and (behind_it := self._in_flight.of(key)):
+        if outcome.gives_up and exchange.is_ordered and (behind_it := self._in_flight.of(key)):
             # Its client sends it again. Batches that the client sent behind it without knowing must not come first.
             self._give_up(self.lanes.give_up(key, sequence, self._exchanges.newest, behind_it))
-        self._settle(exchange, (entry,), appended=False, given_up=gives_up)
-
-    def _pause(self, item: Item, attempts: Attempts, routed_at: int) -> Pause:
-        """The pause of an item that failed when sent at the topology's version `routed_at`."""
-        soonest = self._now + attempts.soonest_s(self._jitter)
-        due = soonest if self._has_moved(item, routed_at) else self._now + attempts.due_s(self._jitter)
-        return Pause(due, soonest, routed_at)
+        self._settle(exchange, (entry,), appended=False, given_up=outcome.gives_up)
 
     def _ask_for_owner(self, topic: bytes, partition_index: int, routed_at: int) -> None:
         """Have the owner looked up, unless the topology has news of it since `routed_at`."""
         if self._topology.owner_version(topic, partition_index) <= routed_at:
             self._actions.add(Reread(topic, partition_index, routed_at))
-
-    def _owner_hangs(self, exchange: Exchange, entry: Entry) -> bool:
-        """Whether a retry would wait behind a hung broker; the new owner's state counts, not the old one's."""
-        return self._view.is_hung(self._topology.address(self._route(exchange, entry)))
-
-    def _rows(self, exchange: Exchange, result: Buffer | None) -> dict[int, retry.Row]:
-        api_key = exchange.api.api_key
-        base_offset = base_offset_of(result) if result is not None and api_key == PRODUCE else None
-        return retry.rows_of(api_key, exchange.request.acks, self._view.conduct, base_offset)
 
     # Lanes
 
@@ -711,26 +632,13 @@ class Fanout:
             self._exchanges.conclude(item.exchange, item.entry, item.give_up_code)
             self._exchanges.finish_if_complete(item.exchange, self._now)
 
-    def _is_late(self, exchange: Exchange) -> bool:
-        return exchange.deadline <= self._now
-
     def _give_up_late(self, item: Item) -> None:
         """Give up an item whose deadline has passed, or that of one before it in its lane."""
         exchange = item.exchange
         self._give_up([item])
-        if self._is_late(exchange) and exchange not in self._exchanges:
+        if exchange.is_late(self._now) and exchange not in self._exchanges:
             self._actions.add(Counted("deadlines", 1))
         self._settle(exchange, (item.entry,), appended=False, given_up=True)
-
-    def _withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
-        """Take back matching pieces that no broker has seen."""
-        withdrawn = self._in_flight.withdraw(is_meant)
-        by_connection: dict[int, set[int]] = {}
-        for piece in withdrawn:
-            by_connection.setdefault(piece.connection.number, set()).add(piece.number)
-        for connection, pieces in by_connection.items():
-            self._actions.add(Withdraw(connection, frozenset(pieces)))
-        return withdrawn
 
     # Deadlines
 
@@ -739,7 +647,7 @@ class Fanout:
         if not due:
             return
         sequences = {exchange.sequence for exchange in due}
-        withdrawn = self._withdraw(lambda piece: piece.exchange.sequence in sequences)
+        withdrawn = self._in_flight.withdraw(lambda piece: piece.exchange.sequence in sequences)
         written = [piece for piece in self._in_flight.pieces.values() if piece.exchange.sequence in sequences]
         for piece in (*withdrawn, *written):
             for entry in piece.entries():
@@ -753,7 +661,7 @@ class Fanout:
 
     def _expire_one(self, exchange: Exchange, unwritten: set[tuple[int, Entry]]) -> None:
         exchange.stop_looking()
-        written = self._rows(exchange, None)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
+        written = self._failures.rows(exchange, None)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
         for entry in exchange.open_entries():
             key = lane_key(exchange, entry)
             self._give_up(self.lanes.give_up(key, exchange.sequence, self._exchanges.newest, self._in_flight.of(key)))
@@ -769,52 +677,19 @@ class Fanout:
 
     def _part(self, state: ClientState, now: float, jitter: float) -> list[Action]:
         self._begin(now, jitter)
-        if state not in _NEXT[self._client]:
-            raise ValueError(f"a client cannot go from {self._client.name.lower()} to {state.name.lower()}")
-        self._client = state
-
-        def is_over(piece: Piece) -> bool:
-            return any(self._is_over(piece.exchange, entry) for entry in piece.entries())
-
-        withdrawn = self._withdraw(is_over)
+        self._client.move(state)
+        withdrawn = self._in_flight.withdraw(self._client.forbids_any_of)
         written = self._in_flight.ordered()
-        self._hold(written)
+        self._client.hold(written)
         sent = {(piece.exchange.sequence, entry) for piece in written for entry in piece.entries()}
         is_severed = state is ClientState.SEVERED
         for exchange in self._exchanges:
             # A read that waits to be asked again has no open entry, but would send all of them again.
-            if is_severed or any(self._is_over(exchange, entry) for entry in exchange.open_entries()):
+            if is_severed or any(self._client.forbids(exchange, entry) for entry in exchange.open_entries()):
                 self._part_from(exchange, sent)
         self._settle_pieces(withdrawn)
         # Items that these release are over as well; the next event finds that.
         return self._actions.take()
-
-    def _is_over(self, exchange: Exchange, entry: Entry) -> bool:
-        """Whether the client's end forbids to send this entry."""
-        if self._client is not ClientState.PARTED:
-            return self._client is ClientState.SEVERED
-        return exchange.api.api_key == PRODUCE and exchange.topic(entry).name in self._view.gated
-
-    def _hold(self, written: Iterable[Piece]) -> None:
-        """Hold the partitions of written pieces for topics with a writer group."""
-        for piece in written:
-            partitions = self._gated_partitions(piece)
-            if not partitions or piece.is_held:
-                continue
-            if self._view.fenced:
-                # These connections end, and the fences protect the partitions. Another process may not know them yet.
-                self._actions.add(NoteLost(partitions))
-            else:
-                piece.is_held = True
-                self._actions.add(Hold(piece.number, partitions))
-
-    def _gated_partitions(self, piece: Piece) -> list[tuple[bytes, int]]:
-        """The partitions of a piece whose topics have a writer group."""
-        gated = self._view.gated
-        if not gated:
-            return []
-        partitions = map(piece.exchange.partition, piece.entries())
-        return [partition for partition in partitions if partition[0] in gated]
 
     def _part_from(self, exchange: Exchange, sent: set[tuple[int, Entry]]) -> None:
         if not exchange.is_silent:

@@ -23,8 +23,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from enum import IntEnum, auto
 from itertools import count
-from typing import Final
+from typing import Final, TypeAlias
 
+from kproxy.routing.actions import Actions, Close, Partition, Withdraw
 from kproxy.routing.identity import lane_key
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
@@ -32,6 +33,10 @@ from kproxy.routing.split import Entry, Selection
 # acks=0 batches that left within this time before a connection's end, or up to twice as long, are in doubt; in seconds.
 WINDOW_S: Final = 1.0
 MAX_PARTITIONS: Final = 4096
+
+
+Batches: TypeAlias = dict[Partition, tuple[int, int]]
+"""By topic and partition index: the number of batches, and the topology's version that the last one was sent at."""
 
 
 class ConnectionState(IntEnum):
@@ -52,14 +57,14 @@ _NEXT: Final[Mapping[ConnectionState, Sequence[ConnectionState]]] = {
 class BrokerConnection:
     """One connection to `broker`."""
 
-    __slots__ = ("broker", "number", "pieces", "state", "unconfirmed")
+    __slots__ = ("_unconfirmed", "broker", "number", "pieces", "state")
 
     def __init__(self, number: int, broker: int) -> None:
         self.number = number
         self.broker = broker
         self.state = ConnectionState.DIALLING
         self.pieces: dict[int, Piece] = {}
-        self.unconfirmed: Unconfirmed | None = None
+        self._unconfirmed: Unconfirmed | None = None
 
     def move(self, state: ConnectionState) -> None:
         """Raises ValueError if there is no such transition."""
@@ -68,6 +73,16 @@ class BrokerConnection:
                 f"connection {self.number} cannot go from {self.state.name.lower()} to {state.name.lower()}"
             )
         self.state = state
+
+    def note_unconfirmed(self, partition: Partition, routed_at: int, now: float) -> None:
+        """Note an acks=0 batch that has left this process."""
+        if self._unconfirmed is None:
+            self._unconfirmed = Unconfirmed(now)
+        self._unconfirmed.note(partition, routed_at, now)
+
+    def take_unconfirmed(self, now: float) -> Batches:
+        """Return the acks=0 batches in doubt, now that the connection has ended."""
+        return self._unconfirmed.take(now) if self._unconfirmed is not None else {}
 
 
 class Piece:
@@ -106,9 +121,13 @@ def entries_of(selection: Selection) -> Iterable[Entry]:
 
 
 class InFlight:
-    """The connections and pieces of one client connection, except the pieces of the plain path."""
+    """The connections and pieces of one client connection, except the pieces of the plain path.
 
-    def __init__(self) -> None:
+    Actions go into `actions`.
+    """
+
+    def __init__(self, actions: Actions) -> None:
+        self._actions = actions
         self.connections: dict[int, BrokerConnection] = {}
         self.pieces: dict[int, Piece] = {}
         self._by_broker: dict[int, BrokerConnection] = {}
@@ -138,6 +157,12 @@ class InFlight:
         if connection.state is not ConnectionState.CLOSED:
             connection.move(ConnectionState.CLOSED)
             del self._by_broker[connection.broker]
+
+    def close(self, connection: BrokerConnection, reason: str, *, is_untrue: bool = False) -> None:
+        """End a connection. Its loss, with the pieces on it, is a separate event."""
+        if connection.state is not ConnectionState.CLOSED:
+            self.closed(connection)
+            self._actions.add(Close(connection.number, reason, is_untrue))
 
     # Pieces
 
@@ -188,7 +213,7 @@ class InFlight:
         return [piece for piece in self.pieces.values() if piece.exchange.is_ordered]
 
     def withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
-        """Remove matching pieces that no broker has seen."""
+        """Take back matching pieces that no broker has seen."""
         withdrawn = [
             piece
             for connection in self.connections.values()
@@ -196,13 +221,13 @@ class InFlight:
             for piece in connection.pieces.values()
             if is_meant(piece)
         ]
+        by_connection: dict[int, set[int]] = {}
         for piece in withdrawn:
             self.remove(piece)
+            by_connection.setdefault(piece.connection.number, set()).add(piece.number)
+        for connection, pieces in by_connection.items():
+            self._actions.add(Withdraw(connection, frozenset(pieces)))
         return withdrawn
-
-
-Batches = dict[tuple[bytes, int], tuple[int, int]]
-"""By topic and partition index: the number of batches, and the topology's version that the last one was sent at."""
 
 
 class Unconfirmed:
@@ -230,7 +255,7 @@ class Unconfirmed:
             self._now = {}
             self._since = now
 
-    def note(self, partition: tuple[bytes, int], routed_at: int, now: float) -> None:
+    def note(self, partition: Partition, routed_at: int, now: float) -> None:
         """Note a batch that has left this process."""
         self._advance(now)
         known = self._now.get(partition)

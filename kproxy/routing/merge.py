@@ -224,6 +224,10 @@ class Exchange:
             tags = {tag for tag, _ in known}
             self._tags = sorted([*known, *(field for field in response.other_tags if field[0] not in tags)])
 
+    def is_late(self, now: float) -> bool:
+        """Whether its deadline has passed."""
+        return self.deadline <= now
+
     def is_open(self, entry: Entry) -> bool:
         return self._results is None or self._results[entry[0]][entry[1]] is None
 

@@ -10,24 +10,17 @@ Invariants
 2. A route that is proven under one ownership of the partition is forgotten at the next one, at the end of the
    connection (`forget_connection`), and when its broker refuses (`refuted`).
 3. `generation` grows with every change that may make an earlier plan wrong: a partition is proven on another
-   connection, or a route is forgotten. No plan is used after such a change (`Plans`).
-4. The kept plans have at most MAX_PLANNED_PARTITIONS partitions. Beyond that an arbitrary plan is replaced by a new
-   one: a client with more kinds of requests than are kept still finds many of them.
+   connection, or a route is forgotten. No plan is used after such a change (kproxy.proxy.plain_path).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from kproxy.routing.split import Selection, add_entry
 from kproxy.routing.topology import Topology
 from kproxy_codec.partitioned import PartitionedRequest, TopicSpan
-
-MAX_PLANNED_PARTITIONS: Final = 8_192
-# Step through the places of the kept plans; prime, so that it reaches all of them.
-_STRIDE: Final = 7_919
-Kept = TypeVar("Kept")
 
 
 class Route(NamedTuple):
@@ -138,49 +131,3 @@ class Routes:
         del proven[partition_index]
         if not proven:
             del self._proven[topic]
-
-
-class Plans(Generic[Kept]):
-    """A cache by kind of request: one version, the same partitions."""
-
-    def __init__(self, routes: Routes) -> None:
-        self._routes = routes
-        self._generation = routes.generation
-        self._table: dict[Hashable, Kept] = {}
-        # The kinds in it, each with its number of partitions.
-        self._kinds: list[tuple[Hashable, int]] = []
-        self._place = 0
-        self.planned_partitions = 0
-
-    def find(self, kind: Hashable) -> Kept | None:
-        """The kept value for this kind of request, as long as it holds."""
-        if self._generation != self._routes.generation:
-            self._generation = self._routes.generation
-            self._table.clear()
-            self._kinds.clear()
-            self.planned_partitions = 0
-        return self._table.get(kind)
-
-    def keep(self, kind: Hashable, partitions: int, kept: Kept) -> None:
-        """Keep a value that `find` has not found; one that is too large is not kept."""
-        if partitions > MAX_PLANNED_PARTITIONS:
-            return
-        while self.planned_partitions + partitions > MAX_PLANNED_PARTITIONS:
-            self._place = (self._place + _STRIDE) % len(self._kinds)
-            # The last one takes the place of the removed one.
-            gone, its_partitions = self._kinds[self._place]
-            self._kinds[self._place] = self._kinds[-1]
-            self._kinds.pop()
-            del self._table[gone]
-            self.planned_partitions -= its_partitions
-        self._table[kind] = kept
-        self._kinds.append((kind, partitions))
-        self.planned_partitions += partitions
-
-
-def kind_of(request: PartitionedRequest) -> Hashable:
-    """The kind of a request: its version, topics and partitions as it names them. Clients repeat the same kinds."""
-    topics = request.topics
-    if len(topics) == 1:
-        return (request.header.api_version, topics[0].wire, *topics[0].partitions)
-    return (request.header.api_version, *[(topic.wire, *topic.partitions) for topic in topics])

@@ -21,6 +21,7 @@ from kproxy.proxy.claims import ClientClaims, FenceBinder, refused_writes
 from kproxy.proxy.fanout import _CARRY_OUT
 from kproxy.routing import lanes, merge, retry
 from kproxy.routing.actions import NoteLost
+from kproxy.routing.client_end import ClientEnd
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.lanes import Lanes
 from kproxy.routing.merge import Exchange
@@ -312,13 +313,13 @@ SWITCHES: Final = (
     Switch(
         "what waits for its retry goes on when its client is parted or severed",
         "fanout 6",
-        _method(Fanout, "_is_over", _no),
+        _method(ClientEnd, "forbids", _no),
         claims=True,
     ),
     Switch(
         "what is unanswered of a writer who has gone is not held",
         "fanout 6: what a broker has got for such topics is held from that event on until it is answered or lost",
-        _method(Fanout, "_hold", _nothing),
+        _method(ClientEnd, "hold", _nothing),
         claims=True,
     ),
     Switch(

@@ -15,6 +15,7 @@ import pytest
 
 from kproxy.routing import fanout, in_flight, lanes, refused, retry
 from kproxy.routing.actions import Action, Actions, Failed, Fenced
+from kproxy.routing.client_end import ClientEnd
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.in_flight import BrokerConnection, InFlight, Piece
 from kproxy.routing.lanes import Item, LaneKey, Lanes, LaneState
@@ -220,7 +221,7 @@ SWITCHES: dict[str, Switch] = {
         test_fanout_retries.test_a_move_to_another_owner_sends_nothing_again_past_the_deadline,
     ),
     "fanout 5: nothing is sent that waited past the deadline": Switch(
-        replaced(Fanout, "_is_late", says(False)),
+        replaced(Exchange, "is_late", says(False)),
         test_fanout_retries.test_what_is_released_after_its_deadline_is_answered_and_not_sent,
     ),
     "fanout 5: what waits behind is given up": Switch(
@@ -244,11 +245,11 @@ SWITCHES: dict[str, Switch] = {
         test_fanout_topology.test_what_goes_the_plain_path_behind_a_batch_whose_time_is_over_enters_and_is_given_up_with_it,
     ),
     "fanout 6: nothing more is sent for a client that is gone": Switch(
-        replaced(Fanout, "_is_over", says(False)),
+        replaced(ClientEnd, "forbids", says(False)),
         test_fanout_clients.test_what_is_refused_afterwards_is_not_sent_again,
     ),
     "fanout 6: what a broker has got is held": Switch(
-        replaced(Fanout, "_hold", nothing),
+        replaced(ClientEnd, "hold", nothing),
         test_fanout_clients.test_what_is_written_for_a_topic_with_a_writer_group_is_held_until_it_is_answered,
     ),
     "fanout 6: what is lost is said to be lost": Switch(

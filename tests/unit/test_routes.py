@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kproxy.routing.routes import Plans, Routes, kind_of
+from kproxy.proxy.plain_path import Plans, kind_of
+from kproxy.routing.routes import Routes
 from kproxy.routing.topology import Address, Topology
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest

@@ -1,0 +1,91 @@
+"""Say what the end of a client's connection forbids, and hold the partitions of its last writes.
+
+States of a client
+  present   everything may be sent
+  parted    it is gone: nothing more is sent for topics with a writer group, whatever the acks
+  severed   its claims are, or may be, those of another client: nothing more is sent at all
+
+Transitions
+  present         -> parted    its connection ended, and a topic has a writer group
+  present, parted -> severed   another client has its claims, or may have them
+
+Invariants
+1. A batch for a topic with a writer group that a broker may have seen is held from the client's end until it is
+   answered or lost: the topic's next writer waits for that. Where brokers keep writer fences, it is noted as lost
+   instead.
+2. A piece is held once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum, auto
+from typing import Final
+
+from kproxy.routing.actions import Actions, Hold, NoteLost, Partition
+from kproxy.routing.events import View
+from kproxy.routing.in_flight import Piece
+from kproxy.routing.merge import Exchange
+from kproxy.routing.split import Entry
+from kproxy_codec.api_keys import PRODUCE
+
+
+class ClientState(IntEnum):
+    """See the module's docstring."""
+
+    PRESENT = auto()
+    PARTED = auto()
+    SEVERED = auto()
+
+
+_NEXT: Final[Mapping[ClientState, Sequence[ClientState]]] = {
+    ClientState.PRESENT: (ClientState.PARTED, ClientState.SEVERED),
+    ClientState.PARTED: (ClientState.SEVERED,),
+    ClientState.SEVERED: (),
+}
+
+
+class ClientEnd:
+    """The state of one client; actions go into `actions`."""
+
+    def __init__(self, view: View, actions: Actions) -> None:
+        self._view = view
+        self._actions = actions
+        self._state = ClientState.PRESENT
+
+    def move(self, state: ClientState) -> None:
+        """Raises ValueError if there is no such transition."""
+        if state not in _NEXT[self._state]:
+            raise ValueError(f"a client cannot go from {self._state.name.lower()} to {state.name.lower()}")
+        self._state = state
+
+    def forbids(self, exchange: Exchange, entry: Entry) -> bool:
+        """Whether this entry must not be sent any more."""
+        if self._state is not ClientState.PARTED:
+            return self._state is ClientState.SEVERED
+        return exchange.api.api_key == PRODUCE and exchange.topic(entry).name in self._view.gated
+
+    def forbids_any_of(self, piece: Piece) -> bool:
+        """Whether an entry of this piece must not be sent any more."""
+        return any(self.forbids(piece.exchange, entry) for entry in piece.entries())
+
+    def gated_partitions(self, piece: Piece) -> list[Partition]:
+        """The partitions of a piece whose topics have a writer group."""
+        gated = self._view.gated
+        if not gated:
+            return []
+        partitions = map(piece.exchange.partition, piece.entries())
+        return [partition for partition in partitions if partition[0] in gated]
+
+    def hold(self, written: Iterable[Piece]) -> None:
+        """Hold the partitions of written pieces for topics with a writer group."""
+        for piece in written:
+            partitions = self.gated_partitions(piece)
+            if not partitions or piece.is_held:
+                continue
+            if self._view.fenced:
+                # These connections end, and the fences protect the partitions. Another process may not know them yet.
+                self._actions.add(NoteLost(partitions))
+            else:
+                piece.is_held = True
+                self._actions.add(Hold(piece.number, partitions))
