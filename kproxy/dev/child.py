@@ -25,7 +25,7 @@ from pathlib import Path
 import structlog
 
 from kproxy.errors import StartupError
-from kproxy.runtime.process import PARENT_FD, ParentPipe
+from kproxy.runtime.process import PARENT_FD, ParentPipe, spawn
 
 LOG_LIMIT_BYTES = 8 << 20
 TAIL_BYTES = 8 << 10
@@ -79,7 +79,7 @@ class Child:
         self._log_size = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._ready = asyncio.get_running_loop().create_future()
         # -P: imports must not depend on the files in the working directory.
-        self._process = await asyncio.create_subprocess_exec(
+        self._process = await spawn(
             sys.executable,
             *("-P", "-m", "kproxy", *self._arguments),
             stdin=asyncio.subprocess.DEVNULL,

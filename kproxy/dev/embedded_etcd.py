@@ -34,6 +34,7 @@ import structlog
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdUnavailable
 from kproxy.installed import install_command
+from kproxy.runtime.process import spawn
 
 if sys.platform != "win32":
     import fcntl
@@ -213,7 +214,7 @@ class EmbeddedEtcd:
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         with self.log_path.open("ab") as log_file:
             try:
-                self._process = await asyncio.create_subprocess_exec(
+                self._process = await spawn(
                     str(binary),
                     *arguments,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -225,7 +226,7 @@ class EmbeddedEtcd:
             except OSError as error:
                 raise StartupError(f"{binary} cannot be run: {error.strerror}; install a working etcd.") from error
         try:
-            self._guard = await asyncio.create_subprocess_exec(
+            self._guard = await spawn(
                 "/bin/sh",
                 *("-c", _GUARD, "kproxy-etcd-guard", str(self._process.pid)),
                 stdin=asyncio.subprocess.PIPE,

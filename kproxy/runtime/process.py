@@ -8,12 +8,16 @@ needed for that.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 if sys.platform != "win32":
     import resource
@@ -68,6 +72,41 @@ def _watch(read_fd: int, insist: bool) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Collector:
+    """The garbage collector, switched off while anything is `spared`."""
+
+    def __init__(self) -> None:
+        self._spared = 0
+        self._was_on = True
+
+    @contextlib.contextmanager
+    def spared(self) -> Iterator[None]:
+        if not self._spared:
+            self._was_on = gc.isenabled()
+        self._spared += 1
+        gc.disable()
+        try:
+            yield
+        finally:
+            self._spared -= 1
+            if not self._spared and self._was_on:
+                gc.enable()
+
+
+_collector = _Collector()
+
+
+async def spawn(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    """Start a child process; the arguments are those of asyncio.create_subprocess_exec.
+
+    uvloop forks this process, and the copy still runs Python before it becomes the command. A garbage collection in the
+    copy may end objects with threads, such as gRPC's, and wait for threads that do not exist there; this process waits
+    for the copy.
+    """
+    with _collector.spared():
+        return await asyncio.create_subprocess_exec(*command, **options)
 
 
 def raise_open_file_limit() -> int | None:

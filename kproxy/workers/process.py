@@ -54,6 +54,7 @@ import structlog
 from kproxy.config import Owners
 from kproxy.errors import StartupError
 from kproxy.observe.exposition import Family, growing, merge
+from kproxy.runtime.process import spawn
 from kproxy.runtime.tasks import cancel
 from kproxy.workers.channel import (
     MAX_OPEN_QUESTIONS,
@@ -129,7 +130,7 @@ class WorkerProcess:
         try:
             with theirs:
                 number = self._assignment.number
-                self._process = await asyncio.create_subprocess_exec(
+                self._process = await spawn(
                     *(*self._launch.arguments, "--number", str(number), "--channel", str(theirs.fileno())),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,

@@ -16,6 +16,7 @@ import confluent_kafka
 import kafka
 import pytest
 
+from kproxy.runtime.process import spawn
 from kproxy.trail.rows import Range
 from kproxy_codec import api_keys as keys
 from tests.support.audit_trails import is_whole, trails_in_topic
@@ -161,7 +162,7 @@ async def test_aiokafka(proxy: KproxyProcess, topic: str) -> None:
 
 async def test_java_tools(proxy: KproxyProcess, topic: str, tmp_path: Path) -> None:
     async def run(main_class: str, *arguments: str) -> str:
-        process = await asyncio.create_subprocess_exec(
+        process = await spawn(
             *(java_executable(), *SHORT_JAVA, "-cp", kafka_classpath(), main_class, *arguments),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.runtime.process import spawn
 from kproxy_codec.api_keys import API_VERSIONS, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import UNSUPPORTED_SASL_MECHANISM
 from kproxy_codec.framing import request_header
@@ -162,7 +163,7 @@ async def test_a_client_shows_its_user_what_is_wrong(tmp_path: Path, client: str
     with static_proxy(tmp_path, {1: 1}) as process:
         for protocol, seen in _SEEN.items():
             script = f"bootstrap, protocol = {process.kafka!r}, {protocol!r}\n" + _CLIENTS[client]
-            run = await asyncio.create_subprocess_exec(
+            run = await spawn(
                 *(sys.executable, "-u", "-c", script), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
             )
             assert run.stdout is not None

@@ -1,0 +1,68 @@
+"""A child process starts without a collection of garbage in the copy of this process that becomes it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from kproxy.runtime.process import spawn
+
+
+class Ends:
+    """Garbage that says in which process it is collected."""
+
+    def __init__(self, file: Path) -> None:
+        self.itself = self
+        self.file = file
+        self.made_by = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.made_by:
+            self.file.touch()
+
+
+class Busy:
+    """Allocates in each copy of this process, as Python's own work behind a fork does, while `is_on`."""
+
+    is_on = False
+
+    def __call__(self) -> None:
+        if self.is_on:
+            gc.set_threshold(10)
+            [[each] for each in range(10_000)]
+
+
+busy = Busy()
+# There is no way to remove it.
+os.register_at_fork(after_in_child=busy)
+
+
+@pytest.fixture
+def busy_copies() -> Iterator[None]:
+    usual, busy.is_on = gc.get_threshold(), True
+    # What is garbage here stays until the fork.
+    gc.set_threshold(1_000_000)
+    yield
+    gc.set_threshold(*usual)
+    busy.is_on = False
+
+
+@pytest.mark.usefixtures("busy_copies")
+def test_nothing_is_collected_between_the_fork_and_the_command(tmp_path: Path) -> None:
+    async def start() -> None:
+        process = await spawn("/bin/true")
+        assert await process.wait() == 0
+
+    async def start_two() -> None:
+        Ends(tmp_path / "collected")
+        await asyncio.gather(start(), start())
+
+    uvloop.run(start_two())
+    assert gc.isenabled()
+    assert not list(tmp_path.iterdir())
