@@ -226,14 +226,14 @@ async def test_reads_are_not_noted() -> None:
 
 
 @both_loops
-async def test_an_offset_that_is_given_out_twice_is_told_with_both_owners(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_offset_that_is_assigned_twice_is_told_with_both_owners(capsys: pytest.CaptureFixture[str]) -> None:
     async with running_proxy(*(ScriptedUpstream(number, Offsets()) for number in (1, 2))) as proxy:
         client = await proxy.client()
         for owner in (1, 2):
             proxy.own(owner)
             await ask(client, produce_frame(records=batch(owner)))
         proxy.trail.look()
-        told = [line for line in capsys.readouterr().out.splitlines() if "given out twice" in line]
+        told = [line for line in capsys.readouterr().out.splitlines() if "offsets assigned twice" in line]
         assert len(told) == 1
         assert all(word in told[0] for word in ("earlier_owner", "topic", "first_offset"))
 

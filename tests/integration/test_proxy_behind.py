@@ -36,12 +36,13 @@ async def test_out_of_order_behind_a_batch_that_its_client_sends_again_is_not_ha
         first, second = await upstream.next(), await upstream.next()
         first.answer(results={T0: STORAGE_ERROR})
         assert (await client.answer()).codes == {T0: STORAGE_ERROR}
-        # Its client has not read that yet.
+        # Its client has not read that yet. What it sends now waits for the batch that is still at the broker.
         client.send(produce_frame(records=batch(3), correlation_id=3))
-        third = await upstream.next()
-        for each in (second, third):
-            each.answer(results={T0: OUT_OF_ORDER})
-            assert (await client.answer()).codes == {T0: NOT_LEADER}
+        assert await upstream.is_silent()
+        second.answer(results={T0: OUT_OF_ORDER})
+        assert (await client.answer()).codes == {T0: NOT_LEADER}
+        (await upstream.next()).answer(results={T0: OUT_OF_ORDER})
+        assert (await client.answer()).codes == {T0: NOT_LEADER}
         # Once it has come again, what is still out of order is so by itself.
         client.send(*(produce_frame(records=batch(n), correlation_id=n) for n in (1, 3)))
         for result in (0, OUT_OF_ORDER):

@@ -159,7 +159,7 @@ async def test_a_static_table_is_read_anew_on_sighup(tmp_path: Path) -> None:
         # What will not do changes nothing, and is said.
         for wrong in ("[brokers]\n1 = ", before.replace("owners = [1]", "owners = [3]"), "[brokres]\n"):
             file.write_text(wrong)
-            await reloaded(process, "ownership not read anew")
+            await reloaded(process, "ownership not reloaded")
             assert await produced(process, first, second) == 1
         file.write_text(before.replace("owners = [1]", "owners = [2]").replace("1 = ", "2 = ", 1))
         file.write_text(file.read_text().replace(str(first.port), str(second.port)))

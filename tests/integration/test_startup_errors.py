@@ -160,7 +160,7 @@ def test_where_other_commands_ask_is_no_configuration() -> None:
         (["own", "watch", "--admin", "127.0.0.1:1"], "no admin page answers at 127.0.0.1:1"),
         (["own", "list", "--etcd-ca", "FILE"], "--etcd URL"),
         (["own", "claim", "g", "a", "--bootstrap", "127.0.0.1:1"], "with --bootstrap H:P"),
-        (["doctor", "--topic", "t"], "name that with --bootstrap H:P"),
+        (["doctor", "--topic", "t"], "--topic applies only with --bootstrap"),
         (["own", "claim", "g", "a=b"], "'b' is no generation"),
         (["own", "free", "g"], "--all"),
         (["demo", "--rows", "0"], "--rows"),

@@ -100,7 +100,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 100, **P)),
         [(0, 90, P), (90, 10, {"producer": 6})],
         {"acked": 100, "present": 90, "lost": 10},
-        [{"kind": "lost", "first_offset": 90, "last_offset": 99, "detail": "something else"}],
+        [{"kind": "lost", "first_offset": 90, "last_offset": 99, "detail": "the log has other records there"}],
     ),
     "removed-by-retention": Case(
         acked(ack(0, 300)), [(200, 100)], {"acked": 300, "present": 100, "removed": 200}, start=200
@@ -123,7 +123,15 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300)),
         [(0, 100), (200, 50)],
         {"acked": 300, "present": 150, "removed": 100, "lost": 50},
-        [{"kind": "lost", "first_offset": 250, "last_offset": 299, "records": 50, "detail": "the log ends before"}],
+        [
+            {
+                "kind": "lost",
+                "first_offset": 250,
+                "last_offset": 299,
+                "records": 50,
+                "detail": "the log ends earlier",
+            }
+        ],
         end=250,
         compacted=True,
     ),
@@ -139,7 +147,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 100, **P)),
         [(0, 40, P), (60, 30, {"producer": 6}), (90, 10, {"producer": 5, "sequence": 90})],
         {"acked": 100, "present": 50, "removed": 20, "lost": 30},
-        [{"kind": "lost", "first_offset": 60, "last_offset": 89, "detail": "something else"}],
+        [{"kind": "lost", "first_offset": 60, "last_offset": 89, "detail": "the log has other records there"}],
         compacted=True,
     ),
     "fewer-records-than-offsets": Case(
@@ -204,7 +212,7 @@ CASES: dict[str, Case] = {
                 "owner": 1,
                 "other_owner": 2,
                 "other_revision": 9,
-                "detail": "by broker 1 at revision 7 and by broker 2 at revision 9:",
+                "detail": "by broker 1 at revision 7 and by broker 2 at revision 9.",
             }
         ],
         end=200,
@@ -213,7 +221,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300), ack(100, 10, revision=9)),
         [(0, 300)],
         {"acked": 300, "present": 300, "overlapped": 10},
-        [{"kind": "overlap", "other_revision": 9, "detail": "by broker 1 at revision 7 and again at revision 9:"}],
+        [{"kind": "overlap", "other_revision": 9, "detail": "by broker 1 at revision 7 and again at revision 9."}],
     ),
     "one-owner-twice": Case(
         acked(ack(0, 300), ack(100, 10)),
@@ -285,7 +293,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 20, **P)),
         [(0, 10, {"producer": 5, "sequence": 10}), (10, 10, P)],
         {"acked": 20, "lost": 20, "unsequenced": 0},
-        [{"kind": "lost", "first_offset": 0, "last_offset": 19, "detail": "something else"}],
+        [{"kind": "lost", "first_offset": 0, "last_offset": 19, "detail": "the log has other records there"}],
     ),
     "swapped-unsequenced": Case(acked(ack(0, 20)), [(0, 10), (10, 10)], {"acked": 20, "present": 20, "unsequenced": 2}),
     # A header has nothing of what is in the records, but for the checksum, which was made to match.
@@ -296,7 +304,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300, topic_id="aa", **P), ack(0, 100, topic_id=TOPIC_ID, **P)),
         [(0, 100, P)],
         {"acked": 400, "present": 100, "gone": 300, "unproven": True},
-        [{"kind": "gone", "records": 300, "detail": "--deleted-topic made-anew says it was"}],
+        [{"kind": "gone", "records": 300, "detail": "give --deleted-topic made-anew"}],
         end=100,
     ),
     # The first fifty were acknowledged once more, as was what two rows have in common.
@@ -335,7 +343,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300)),
         [],
         {"acked": 300, "lost": 300, "log_start_offset": None, "end_offset": None},
-        [{"kind": "lost", "first_offset": 0, "last_offset": 299, "detail": "--deleted-topic no-log-at-all says so"}],
+        [{"kind": "lost", "first_offset": 0, "last_offset": 299, "detail": "give --deleted-topic no-log-at-all"}],
         end=-1,
     ),
     "deleted-and-made-anew": Case(
@@ -343,7 +351,7 @@ CASES: dict[str, Case] = {
         [(0, 150)],
         {"acked": 500, "present": 150, "gone": 300, "lost": 50, "unproven": True},
         [
-            {"kind": "gone", "records": 300, "detail": "its id was aa, and the one of that name now has 0f"},
+            {"kind": "gone", "records": 300, "detail": "its id was aa, and the topic of that name now has 0f"},
             {"kind": "lost", "first_offset": 150, "last_offset": 199},
         ],
     ),
@@ -359,7 +367,7 @@ CASES: dict[str, Case] = {
         [(0, 150)],
         {"acked": 500, "present": 150, "deleted": 300, "lost": 50, "unproven": False},
         [
-            {"kind": "deleted", "records": 300, "detail": "its id was aa, and the one of that name now has 0f."},
+            {"kind": "deleted", "records": 300, "detail": "its id was aa, and the topic of that name now has 0f."},
             {"kind": "lost", "first_offset": 150, "last_offset": 199},
         ],
     ),

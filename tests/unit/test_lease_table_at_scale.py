@@ -65,8 +65,8 @@ def test_a_load_keeps_the_table_and_at_no_time_much_more() -> None:
     finally:
         tracemalloc.stop()
     assert topology.owned_count == ROWS
-    # Twelve bytes a row in arrays that grow ahead; a byte a row while it is loaded.
-    assert kept < 20, kept
+    # Twenty bytes a row in arrays that grow ahead; a byte a row while it is loaded.
+    assert kept < 24, kept
     assert peak < 40, peak
 
 
