@@ -14,9 +14,10 @@ SEEDS  ?= 1000
 HISTORIES ?= 500
 MUTANTS ?= 60
 WORLDS ?= 10000
+FRAMES ?= 50000000
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all chaos storm sim sim-rules worlds worlds-rules own-histories mutants check docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image clean
+.PHONY: help install demo test test-all chaos storm sim sim-rules worlds worlds-rules own-histories mutants fuzz check docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -24,7 +25,7 @@ help:  ## list the targets
 
 install: $(STAMP)  ## make .venv with everything, from the lock files; does nothing where that is done
 
-$(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/install.sh
+$(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/install.sh scripts/build_plain.py kproxy/plain/_plain.pyx kproxy/plain/wire.h
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh scripts/install.sh
 	@touch $@
 
@@ -63,6 +64,9 @@ worlds-rules: install  ## switch off rules of the produce path, the rarest too, 
 own-histories: install  ## HISTORIES=500 random histories of claims, writes and deaths before reference brokers, from SEED=1, judged
 	@KPROXY_OWN_HISTORIES=$(HISTORIES) KPROXY_OWN_SEED=$(SEED) \
 		$(BIN)/python -m pytest -q tests/integration/test_own_histories.py $(ARGS)
+
+fuzz: install  ## put FRAMES=50000000 sound and broken frames through the compiled plain path's C under sanitizers; SEED=7 repeats them
+	@$(BIN)/python -m scripts.fuzz $(FRAMES) $(if $(filter file,$(origin SEED)),,$(SEED))
 
 # The default SEED is for the targets above; here there is a new one in each run.
 mutants: install  ## put MUTANTS=60 small faults into routing, one at a time, and see which the tests notice; SEED=7 draws the same again

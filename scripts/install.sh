@@ -48,4 +48,5 @@ echo "Installing the libraries (Spark is a download of 430 MB the first time; th
 pip install --quiet --require-hashes --no-build-isolation -r requirements.lock || fail "$unreachable"
 echo "Installing kproxy itself"
 pip install --quiet --no-deps --no-build-isolation --editable . || fail "$unreachable"
+"$VENV/bin/python" scripts/build_plain.py
 echo "Done: $VENV/bin/kproxy --help"

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from kproxy.observe.exposition import Gauge, counter, gauge, histogram, this_process
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_BROKERS, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
+from kproxy.plain import compiled
 from kproxy.routing.retry import event_name
 from kproxy.routing.topology import NO_OWNER
 from kproxy.trail.shipper import ShipperVitals
@@ -195,6 +196,12 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         "kproxy_paused_connections",
         "Client connections that are not read because the process holds too many bytes in flight.",
         vitals.paused_connections,
+    )
+    yield gauge(
+        "kproxy_plain_path_compiled",
+        "1 where the compiled plain path runs, 0 where Python does its work at a higher cost.",
+        int(compiled is not None),
+        "min",
     )
     yield gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
     yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", vitals.hung_brokers, "max")

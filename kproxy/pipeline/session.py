@@ -214,6 +214,8 @@ def _clear(work_dir: Path, *, keep_log: bool) -> None:
 
 PACKAGES: Final = ("kafka", "kproxy", "kproxy_codec")
 _LEFT_OUT: Final = ("__pycache__",)
+# The compiled plain path and what it is built from: an extension cannot be imported from a zip.
+_COMPILED: Final = (".so", ".c", ".h", ".pyx")
 # The earliest date that a zip can have: the archive depends only on its content.
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
 
@@ -254,5 +256,5 @@ def _location(name: str) -> Path:
 
 def _files(root: Path) -> Iterator[Path]:
     for path in sorted(root.rglob("*")):
-        if path.is_file() and not any(part in _LEFT_OUT for part in path.parts):
+        if path.is_file() and path.suffix not in _COMPILED and not any(part in _LEFT_OUT for part in path.parts):
             yield path

@@ -81,13 +81,17 @@ class Slot:
         else:
             self.order.unload(self)
 
+    def take_out(self) -> None:
+        """Copy a request on the plain path out of its receive buffer."""
+        self.request.take_out()
+
 
 class AnswerOrder:
     """The slots of one client connection.
 
     `on_room` is called when less is in flight, while `is_waited_for`. `on_forbidden` is called if an answer is not
-    allowed any more in its turn. The code that begins requests adds to `slots`, `silent` and `in_flight_bytes`
-    directly, because a call costs more.
+    allowed any more in its turn. The code that begins requests adds to `slots`, `sequence`, `silent` and
+    `in_flight_bytes` directly, because a call costs more.
     """
 
     def __init__(self, context: ProxyContext, on_room: Callable[[], None], on_forbidden: Callable[[], None]) -> None:
@@ -98,6 +102,8 @@ class AnswerOrder:
         self._on_forbidden = on_forbidden
         self.outbox: PacedOutbox | None = None
         self.slots: deque[Slot] = deque()
+        # Of the newest request.
+        self.sequence = 0
         # Open requests that have no answer (acks=0), and so no slot.
         self.silent = 0
         self.in_flight_bytes = 0

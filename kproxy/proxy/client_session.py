@@ -43,7 +43,7 @@ from kproxy.proxy.claims import ClientClaims
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
-from kproxy.proxy.fanout import FanoutShell, NoRoom
+from kproxy.proxy.fanout import FanoutShell, NoRoom, plain_path
 from kproxy.proxy.memory_budget import LAST_READ_BYTES, Arrival, Budget
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
@@ -117,8 +117,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._gone = asyncio.get_running_loop().create_future()
         claims = ClientClaims(context, self._connections, self.sever)
         self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable)
-        # Of the newest request.
-        self._sequence = 0
+        self._plain = plain_path(context, self._fanout, self._answers)
         self._control = ControlRequests(context, self, claims, self._on_broker_pressure, self._offered)
         self._waiting = Waiting(context.health)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
@@ -159,7 +158,7 @@ class ClientSession(asyncio.BufferedProtocol):
                         self._backlog.extend((each, now) for each in (frame, *coming))
                     return
                 if self._reading:
-                    self._take(frame, first_byte_at)
+                    self._begin(frame, first_byte_at)
                     if len(frames) > 1 and self._clock() - now > TURN_S:
                         self._rest()
                 else:
@@ -186,6 +185,14 @@ class ClientSession(asyncio.BufferedProtocol):
         budget.arriving += more
         self._arriving_bytes = arriving_bytes
 
+    def _begin(self, frame: memoryview, first_byte_at: float) -> None:
+        """Begin a request."""
+        if self._plain is None or not self._plain.take(frame, first_byte_at, self._ranges):
+            self._take(frame, first_byte_at)
+        answers = self._answers
+        if answers.in_flight_bytes >= self._max_bytes or len(answers.slots) + answers.silent >= self._max_requests:
+            self.adjust_reading()
+
     def _take(self, frame: memoryview, first_byte_at: float) -> None:
         header = parse_request_header(frame)
         api_key, api_version = header.api_key, header.api_version
@@ -193,8 +200,8 @@ class ClientSession(asyncio.BufferedProtocol):
         if not lowest <= api_version <= highest:
             check_served(header, self._ranges)
         weight, answers = len(frame), self._answers
-        self._sequence += 1
-        slot = Slot(answers, self._sequence, weight, first_byte_at if api_key == PRODUCE else 0.0)
+        answers.sequence += 1
+        slot = Slot(answers, answers.sequence, weight, first_byte_at if api_key == PRODUCE else 0.0)
         # The slot is taken before anything is sent: an answer may come within this step.
         answers.slots.append(slot)
         answers.in_flight_bytes += weight
@@ -217,8 +224,6 @@ class ClientSession(asyncio.BufferedProtocol):
             elif answer_bytes and slot.buffers is None and not self.closed:
                 slot.weight += answer_bytes
                 answers.in_flight_bytes += answer_bytes
-        if answers.in_flight_bytes >= self._max_bytes or len(answers.slots) + answers.silent >= self._max_requests:
-            self.adjust_reading()
 
     def _put_back(self, frame: memoryview, first_byte_at: float, partitions: int) -> None:
         """Let the latest request wait until others are answered; its bytes count for the backlog now."""
@@ -246,7 +251,7 @@ class ClientSession(asyncio.BufferedProtocol):
                 frame, first_byte_at = self._backlog.popleft()
                 self._budget.held -= len(frame)
                 self._wanted_partitions = 0
-                self._take(frame, first_byte_at)
+                self._begin(frame, first_byte_at)
         except CodecError as error:
             self.refuse(error)
         self._takes_backlog = False

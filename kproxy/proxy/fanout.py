@@ -34,10 +34,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kproxy.claims.unsettled import LastWrites
-from kproxy.proxy.answer_order import Slot
+from kproxy.observe.tally import VERSION_BITS
+from kproxy.plain import compiled
+from kproxy.proxy.answer_order import AnswerOrder, Slot
+from kproxy.proxy.apis import Ranges
 from kproxy.proxy.broker_connection import FLUSH_S, Ticket, Upstream
 from kproxy.proxy.claims import ClientClaims, Respond, refused_writes
 from kproxy.proxy.connections import Connections
@@ -55,7 +58,7 @@ from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.error_codes import FETCH_SESSION_ID_NOT_FOUND, INVALID_REQUEST, INVALID_REQUIRED_ACKS
 from kproxy_codec.errors import InvalidField
 from kproxy_codec.fetch import NO_SESSION, FetchApi, response_ends
-from kproxy_codec.framing import RequestHeader, response_header
+from kproxy_codec.framing import RequestHeader, parse_request_header, response_header
 from kproxy_codec.list_offsets import LIST_OFFSETS_API
 from kproxy_codec.partitioned import MAX_PARTITIONS, PartitionedApi, PartitionedRequest, encode_topics, with_length
 from kproxy_codec.primitives import Buffer
@@ -100,7 +103,8 @@ class FanoutShell:
         self._view = ClientView(context, claims)
         self.core = Fanout(self._view)
         self._numbered = NumberedConnections(connections, Tickets(self._answered, self._left))
-        self.plain = PlainPath(self.core, self._numbered.upstreams, self.acks, context.counters, self._take_over)
+        self.upstreams: Mapping[int, Upstream] = self._numbered.upstreams
+        self.plain = PlainPath(self.core, self.upstreams, self.acks, context.counters, self.take_over)
         self.lookups = OwnerLookups(context)
         # The core's requests by sequence: where the answer goes.
         self._responds: dict[int, Respond] = {}
@@ -115,7 +119,7 @@ class FanoutShell:
         # The topology's version at the last send.
         self._sent_at = -1
         # The sequence of the newest request: now, at the last call of `take_out`, and at the one before.
-        self._newest = 0
+        self.newest = 0
         self._seen = 0
         self._taken_out_to = 0
 
@@ -237,7 +241,7 @@ class FanoutShell:
         """
         api.admit(request)
         core = self.core
-        self._newest = slot.sequence
+        self.newest = slot.sequence
         self._give_up_moved()
         if self._topology.version != core.version:
             self._run()
@@ -254,13 +258,18 @@ class FanoutShell:
         self._bring(core.submitted, exchange, refused)
 
     @property
+    def follows(self) -> bool:
+        """Whether the core and the connections have followed the topology."""
+        return self._topology.version == self.core.version == self._sent_at
+
+    @property
     def open_count(self) -> int:
         """Requests that are not answered yet, or with acks=0 not sent."""
         return self.core.open_count + self.plain.open_count
 
     # The plain path
 
-    def _take_over(self, piece: PlainPiece) -> PieceTicket:
+    def take_over(self, piece: PlainPiece) -> PieceTicket:
         """Have the core take over the plain path; return the ticket that replaces this one, which no upstream has."""
         return self._adopt((piece,))[piece]
 
@@ -377,11 +386,11 @@ class FanoutShell:
 
         These are the requests that have waited since the last call. It is called from time to time.
         """
-        since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, self._newest
+        since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, self.newest
         self.core.take_out(since, self._taken_out_to)
         for piece in self.plain.pieces():
             if since < piece.slot.sequence <= self._taken_out_to:
-                piece.slot.request.take_out()
+                piece.slot.take_out()
 
     # Actions
 
@@ -483,6 +492,34 @@ async def _until(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
     except TimeoutError:
         return
+
+
+class CompiledPath(Protocol):
+    """The compiled plain path of one client connection (kproxy.plain)."""
+
+    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
+        """Begin a request; False leaves it, with nothing changed, to FanoutShell."""
+        ...
+
+
+def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder) -> CompiledPath | None:
+    """The compiled plain path of a client; None where it is not built or switched off."""
+    if compiled is None:
+        return None
+
+    def parse(frame: memoryview, correlation_id: int) -> PartitionedRequest:
+        request = parse_produce(frame, parse_request_header(frame)._replace(correlation_id=correlation_id))
+        if request.by_id:
+            fanout.name_topics(request)
+        return request
+
+    def make_exchange(request: PartitionedRequest, sequence: int, deadline: float) -> Exchange:
+        return Exchange(PRODUCE_API, request, sequence, deadline)
+
+    path: CompiledPath = compiled.CompiledPath(
+        fanout, answers, context, fanout.take_over, parse, make_exchange, VERSION_BITS
+    )
+    return path
 
 
 def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:

@@ -19,6 +19,7 @@ from itertools import chain
 from math import inf
 from typing import Final, Generic, TypeVar
 
+from kproxy.plain import compiled
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.broker_connection import Ticket, Upstream
 from kproxy.routing.events import Adopted
@@ -76,6 +77,10 @@ class PlainPiece:
 
     def lost(self, *, written: bool) -> None:
         self.path.adopt(self).lost(written=written)
+
+
+# The compiled path's pieces have the same attributes.
+_PIECES: Final = (PlainPiece,) if compiled is None else (PlainPiece, compiled.CompiledPiece)
 
 
 class PlainPath:
@@ -182,7 +187,7 @@ class PlainPath:
         if self.open_count:
             for upstream in self._upstreams.values():
                 for ticket in upstream.unanswered():
-                    if isinstance(ticket, PlainPiece):
+                    if isinstance(ticket, _PIECES):
                         yield ticket
 
     def leave(self, before: Iterable[PlainPiece]) -> list[tuple[Adopted, list[PlainPiece]]]:

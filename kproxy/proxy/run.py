@@ -30,6 +30,7 @@ from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import NotOffered
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
+from kproxy.plain import compiled
 from kproxy.proxy import descriptors
 from kproxy.proxy.broker_health import Brokers, readiness
 from kproxy.proxy.claims import attach, open_own
@@ -102,6 +103,7 @@ class _Proxy:
             stack.push_async_callback(self._listener.drain)
             await self._listener.serve(context)
             if self._front.worker in (None, 1):
+                log.info("plain path chosen", kind="Python" if compiled is None else "compiled")
                 _tell_of_too_few_files(config.limits.max_connections)
             audit.ship()
             stack.push_async_exit(self._linger)

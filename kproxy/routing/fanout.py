@@ -107,6 +107,11 @@ class Fanout:
         return not self.lanes.table
 
     @property
+    def takes_plain(self) -> bool:
+        """Whether such a request needs no word of it, and no room among those that are open here."""
+        return not self.lanes.table and not self._exchanges.awaits and not self._exchanges.partitions
+
+    @property
     def is_concerned(self) -> bool:
         """Whether the topology's change concerns requests that were sent by a plan."""
         return self.routes.is_outdated(self._topology.moved_since(self.version))

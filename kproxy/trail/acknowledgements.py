@@ -19,6 +19,9 @@ Invariants
 3. While idle no batch continues: no header has an empty `producer`.
 4. A chunk has at most MAX_SPANS spans.
 5. `volume` is the sum of the batches' sizes and of ONE_BATCH for each: one sum costs less than two.
+6. Offsets are at most MOST_OFFSET; a broker's answer with a higher one is counted as unread.
+
+The open chunk is an `OpenChunk`, which the compiled plain path (kproxy.plain) has in C and continues by itself.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kproxy.plain import compiled
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import Topology
@@ -45,6 +49,8 @@ MAX_SPANS: Final = 500
 MOST_FINISHED: Final = 2 * (MAX_SPANS - 1)
 # More than the bytes of any chunk, which one connection sends between two looks.
 ONE_BATCH: Final = 1 << 48
+# No log has as many records.
+MOST_OFFSET: Final = 1 << 62
 _NOBODY: Final = b""
 # magic, last_offset_delta, producer_id and producer_epoch together, base_sequence
 _HEAD = Struct(">16xb6xi16x10si")
@@ -61,7 +67,37 @@ class Asked(Protocol):
     def deadline(self) -> float: ...
 
 
-class Acked:
+class _OpenChunk:
+    """The open chunk in Python; its attributes are explained in `Acked`."""
+
+    __slots__ = (
+        "counts_sequences",
+        "first_offset",
+        "first_sequence",
+        "next_offset",
+        "next_sequence",
+        "producer",
+        "spans",
+        "volume",
+    )
+
+    producer: bytes
+    counts_sequences: bool
+    first_sequence: int
+    next_sequence: int
+    first_offset: int
+    next_offset: int
+    spans: list[int]
+    volume: int
+
+
+if TYPE_CHECKING:
+    OpenChunk = _OpenChunk
+else:
+    OpenChunk = compiled.OpenChunk if compiled is not None else _OpenChunk
+
+
+class Acked(OpenChunk):
     """`acks` is the latest request's.
 
     `latencies_s` are samples of the time to an acknowledgement.
@@ -73,22 +109,14 @@ class Acked:
         "acks",
         "chunks",
         "client",
-        "counts_sequences",
-        "first_offset",
-        "first_sequence",
         "latencies_s",
-        "next_offset",
-        "next_sequence",
         "origin",
         "partition",
         "peer",
-        "producer",
-        "spans",
         "topic",
         "topic_id",
         "trail",
         "unread",
-        "volume",
     )
 
     def __init__(
@@ -129,7 +157,7 @@ class Acked:
             self.trail.queue(self, asked)
             self.acks = asked.request.acks
         magic, delta, producer, sequence = _HEAD.unpack_from(frame, start)
-        if magic != MAGIC or delta < 0:
+        if magic != MAGIC or delta < 0 or base_offset > MOST_OFFSET:
             self.unread += 1
             return
         count = delta + 1
@@ -251,7 +279,7 @@ class NotedEntry:
             count = delta + 1
             if base_offset != acked.next_offset:
                 spans = acked.spans
-                if base_offset < 0 or len(spans) >= MOST_FINISHED:
+                if not 0 <= base_offset <= MOST_OFFSET or len(spans) >= MOST_FINISHED:
                     acked.add(asked, frame, start, base_offset, size)
                     return
                 spans += (acked.first_offset, acked.next_offset - acked.first_offset)
@@ -311,7 +339,7 @@ class ConnectionAcks:
             for ordinal in ordinals:
                 place = next(following)
                 partition = topic.partitions[ordinal]
-                acked = self._find(request, topic.name, partition, connection.owner, routed_at)
+                acked = self._find(request.frame, topic.name, partition, connection.owner, routed_at)
                 if acked is not None:
                     entries.append(NotedEntry(acked, topic_place, ordinal, place))
         if len(entries) == 1:
@@ -324,14 +352,19 @@ class ConnectionAcks:
         `result` is its part of the answer, `routed_at` as in `part`.
         """
         request = exchange.request
-        acked = self._find(request, *exchange.partition(entry), owner, routed_at)
+        acked = self._find(request.frame, *exchange.partition(entry), owner, routed_at)
         start, end = records_span(request, exchange.topic(entry), entry[1])
         if acked is not None and end - start >= HEADER_BYTES:
             acked.add(exchange, request.frame, start, _base(result, _BASE_OFFSET)[0], end - start)
 
-    def _find(
-        self, request: PartitionedRequest, topic: bytes, partition: int, owner: int, routed_at: int
-    ) -> Acked | None:
+    def open_chunk(self, frame: memoryview, topic: bytes, partition: int, owner: int) -> Acked | None:
+        """Where the owner's acknowledgements of a partition are noted; None if they are not.
+
+        `frame` is a request's.
+        """
+        return self._find(frame, topic, partition, owner, _NOW)
+
+    def _find(self, frame: memoryview, topic: bytes, partition: int, owner: int, routed_at: int) -> Acked | None:
         if topic in self._trail.left_out:
             return None
         has_moved = self._topology.owner_version(topic, partition) > routed_at
@@ -341,7 +374,7 @@ class ConnectionAcks:
         if found is None or found.origin[:2] != (owner, revision) or found.topic_id != topic_id:
             if found is None and len(self._acked) >= MAX_PARTITIONS:
                 self._acked.clear()
-            client = (client_id(request.frame) or b"")[:MAX_CLIENT_ID_BYTES].decode(errors="replace")
+            client = (client_id(frame) or b"")[:MAX_CLIENT_ID_BYTES].decode(errors="replace")
             origin = Origin(owner, revision, self._connection, f"{client}@{self.peer}")
             found = Acked(self._trail, topic, topic_id, partition, origin, self.peer, client)
             self._acked[topic, partition] = found

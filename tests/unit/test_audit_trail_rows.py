@@ -237,7 +237,7 @@ class Site:
     def acknowledge(
         self, *batches: Given, topic: str = "t", partition: int = 0, magic: int = 2, acks: int = -1
     ) -> None:
-        acked = self.connection._find(_request(topic), topic.encode(), partition, 3, 1 << 62)
+        acked = self.connection._find(_request(topic).frame, topic.encode(), partition, 3, 1 << 62)
         if acked is not None:
             for each in batches:
                 note(NotedEntry(acked, 0, 0, 0), each, magic=magic, acks=acks, topic=topic)

@@ -1,0 +1,38 @@
+"""The compiled plain path, where it is built.
+
+`compiled` is the extension, None without it: kproxy.proxy.plain_path does the same in Python, and is its reference.
+KPROXY_PLAIN chooses: `auto` (the default) takes the extension where it is, `off` never, `require` fails without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import Final
+
+VARIABLE: Final = "KPROXY_PLAIN"
+MODES: Final = ("auto", "off", "require")
+
+
+class PlainPathUnavailable(Exception):
+    """KPROXY_PLAIN is wrong, or requires an extension that is not built."""
+
+
+def _load(mode: str) -> ModuleType | None:
+    if mode not in MODES:
+        raise PlainPathUnavailable(f"{VARIABLE}={mode}: expected one of {', '.join(MODES)}")
+    if mode == "off":
+        return None
+    try:
+        return importlib.import_module("kproxy.plain._plain")
+    except ImportError as error:
+        if mode == "require":
+            raise PlainPathUnavailable(
+                f"{VARIABLE}=require, but the compiled plain path is not built here ({error}): "
+                f"reinstall kproxy where a C compiler and Python's headers are, or use {VARIABLE}=auto"
+            ) from error
+        return None
+
+
+compiled: Final = _load(os.environ.get(VARIABLE, "auto"))

@@ -1,0 +1,173 @@
+"""The compiled plain path reads and writes the same bytes as the Python codec, or leaves them to it.
+
+KPROXY_SEED repeats a run of the mutations.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kproxy.plain import compiled
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.errors import CodecError
+from kproxy_codec.framing import parse_request_header
+from kproxy_codec.partitioned import PartitionedRequest, Splitter, set_response_correlation_id
+from kproxy_codec.produce import MAX_VERSION, MIN_VERSION, PRODUCE_API, parse_produce, records_span
+from tests.support.messages import (
+    frame_of,
+    request_body,
+    request_frame,
+    requests,
+    sample_request,
+)
+
+pytestmark = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
+plain: Any = compiled
+
+VERSIONS = range(MIN_VERSION, MAX_VERSION + 1)
+SEED = int(os.environ.get("KPROXY_SEED", "0")) or secrets.randbelow(1 << 32)
+TOPICS = {"a": [4, 0, 2], "topic": [7], "c": [1, 9]}
+Selection = list[tuple[int, list[int]]]
+ALL: Selection = [(0, [0, 1, 2]), (1, [0]), (2, [0, 1])]
+SELECTIONS: list[Selection] = [ALL, [(0, [0, 2])], [(0, [1, 2])], [(1, [0]), (2, [1])], [(2, [0, 1])]]
+# Written over a request: lengths and counts beyond all measure.
+INFLATED = (b"\x00", b"\x7f", b"\xff", b"\x80\x00", b"\xff\xff", b"\x7f\xff\xff\xff", b"\xff" * 5, b"\x80" * 6)
+
+
+def usual(version: int, topics: dict[str, list[int]] | None = None) -> memoryview:
+    """A request as clients send it."""
+    return request_frame(PRODUCE, version, request_body(PRODUCE, version, sample_request(PRODUCE, topics or TOPICS)))
+
+
+def parsed(frame: memoryview) -> PartitionedRequest:
+    return parse_produce(frame, parse_request_header(frame))
+
+
+def indexed(request: PartitionedRequest) -> tuple[Any, ...]:
+    """What the codec read, in the form of the compiled index."""
+    topics = []
+    for topic in request.topics:
+        name_start = topic.head_end - len(topic.wire)
+        spans = (topic.head_start, name_start, topic.head_end, topic.tail_start, topic.tail_end)
+        entries = [
+            (index, start, end, records_span(request, topic, ordinal)[0])
+            for ordinal, (index, start, end) in enumerate(zip(topic.partitions, topic.starts, topic.ends, strict=True))
+        ]
+        topics.append((spans, entries))
+    header = request.header
+    return (
+        header.api_version,
+        header.correlation_id,
+        request.acks,
+        request.timeout_ms,
+        request.topics_start,
+        request.topics_end,
+        topics,
+    )
+
+
+def judge(frame: memoryview) -> bool:
+    """Whether a frame is indexed; then the codec reads the same."""
+    found = plain.index(frame)
+    if found is None:
+        return False
+    assert found == indexed(parsed(frame))
+    return True
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_usual_requests_are_indexed_as_the_codec_reads_them(version: int) -> None:
+    for topics in (TOPICS, {"t": [0]}, {"t": list(range(100))}, {"x" * 200: [1, 2], "y": [2**31 - 1]}):
+        assert judge(usual(version, topics))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_is_indexed_the_codec_reads_the_same(data: st.DataObject) -> None:
+    version = data.draw(st.sampled_from(VERSIONS))
+    frame = request_frame(PRODUCE, version, request_body(PRODUCE, version, data.draw(requests(PRODUCE, version))))
+    judge(frame)
+
+
+def test_changed_requests_are_read_alike_or_left_to_the_codec() -> None:
+    """Bytes changed, cut, doubled and inflated: what the codec refuses is never indexed."""
+    print(f"KPROXY_SEED={SEED}")
+    draw = random.Random(SEED)
+    frames = {version: bytes(usual(version)) for version in VERSIONS}
+    counts = {True: 0, False: 0}
+    for _ in range(20_000):
+        body = bytearray(frames[draw.choice(VERSIONS)][4:])
+        for _ in range(draw.randrange(3)):
+            at = draw.randrange(len(body))
+            match draw.randrange(4):
+                case 0:
+                    body[at] = draw.randrange(256)
+                case 1:
+                    inflated = draw.choice(INFLATED)
+                    body[at : at + len(inflated)] = inflated
+                case 2:
+                    del body[at : at + draw.randrange(1, 9)]
+                case _:
+                    body[at:at] = body[at : at + draw.randrange(1, 9)]
+        frame = frame_of(bytes(body))
+        try:
+            counts[judge(frame)] += 1
+        except CodecError as error:
+            pytest.fail(f"indexed, but {error}: {bytes(frame).hex()}")
+    assert min(counts.values()) > 1000, counts
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_part_is_encoded_as_the_codec_encodes_it(version: int, selection: Selection) -> None:
+    frame = usual(version)
+    assert plain.part(frame, selection, 77) == b"".join(Splitter(parsed(frame), None).part(selection, 77))
+
+
+def success_to(version: int, selection: Selection) -> memoryview:
+    """The answer that the codec takes for a success of everything selected."""
+    request = parsed(usual(version))
+    results = [
+        PRODUCE_API.error_entry(version, request.topics[place].partitions[ordinal], 0)
+        for place, ordinals in selection
+        for ordinal in ordinals
+    ]
+    # The gaps of the expected answer are what the entries have between error_code and their end.
+    end_bytes = 3 if version >= 9 else 6 if version == 8 else 0
+    body = bytearray()
+    for text, result in zip(PRODUCE_API.plain_answer(request, selection)._texts, [*results, b""], strict=True):
+        body += text + result[6 : len(result) - end_bytes]
+    # The correlation_id.
+    return frame_of(bytes(4), bytes(body))
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_answers_are_judged_as_in_python(version: int, selection: Selection) -> None:
+    print(f"KPROXY_SEED={SEED}")
+    draw = random.Random(SEED)
+    asked = usual(version)
+    expected = PRODUCE_API.plain_answer(parsed(asked), selection)
+    whole = success_to(version, selection)
+    assert expected.is_met(whole)
+    assert plain.results(asked, selection, whole) == [start - 6 for start in expected.gaps]
+    met = 0
+    for _ in range(500):
+        frame = bytearray(whole)
+        for _ in range(draw.randrange(1, 3)):
+            frame[draw.randrange(4, len(frame))] = draw.randrange(256)
+        if not draw.randrange(4):
+            frame = frame[: draw.randrange(8, len(frame))]
+        view = memoryview(frame)
+        set_response_correlation_id(view, 1)
+        found = plain.results(asked, selection, view)
+        assert (found is not None) is expected.is_met(view)
+        met += found is not None
+    assert met
