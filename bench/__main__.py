@@ -1,6 +1,7 @@
 """`python -m bench [SECTION ...]`: measurements, each section a table; all of them where none is named.
 
-`python -m bench against CHECKOUT` puts this checkout's proxy beside another one's; it is done only where it is named.
+`python -m bench plain` puts the proxy beside haproxy, and beside any other proxy by `--peer`. `python -m bench against
+CHECKOUT` puts this checkout's proxy beside another one's; it is done only where it is named.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from bench.own import own
 from bench.paths import paths
 from bench.pipeline import pipeline
 from bench.pipeline_audit import RANGES
+from bench.plain import ROUNDS as PLAIN_ROUNDS
+from bench.plain import plain
+from bench.plain_figures import Peer, parse_peer
 from bench.quick import quick
 from bench.table import PARTITIONS, table
 
-SECTIONS = "quick, paths, table, acks, acks0, own, pipeline"
+SECTIONS = "quick, plain, paths, table, acks, acks0, own, pipeline"
 
 
 def main() -> None:
@@ -29,11 +33,40 @@ def main() -> None:
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="of the section `table`")
     parser.add_argument("--replication-factor", type=int, default=REPLICATION_FACTOR, help="of the section `acks`")
     parser.add_argument("--ranges", type=int, default=RANGES, help="of the section `pipeline`, for its audit")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the section `against`; more tell more")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help=f"of the sections `plain` ({PLAIN_ROUNDS}) and `against` ({ROUNDS}); more tell more",
+    )
+    parser.add_argument(
+        "--peer",
+        metavar="NAME=HOST:PORT,PID",
+        type=_peer,
+        action="append",
+        default=[],
+        help="of the section `plain`: another proxy to measure, and its process; may be repeated",
+    )
+    parser.add_argument(
+        "--brokers-at",
+        metavar="PORT",
+        type=int,
+        default=0,
+        help="of the section `plain`: where its three brokers listen for peers: this port and the next two",
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="of the section `plain`: write all figures")
+    parser.add_argument("--svg", metavar="DIR", type=Path, help="of the section `plain`: write its plots")
     arguments = parser.parse_args()
     console = Console(width=max(100, Console().width))
     sections = {
         "quick": lambda: quick(console),
+        "plain": lambda: plain(
+            console,
+            max(1, arguments.rounds or PLAIN_ROUNDS),
+            arguments.peer,
+            arguments.brokers_at,
+            arguments.json,
+            arguments.svg,
+        ),
         "paths": lambda: paths(console),
         "table": lambda: table(console, arguments.partitions),
         "acks": lambda: acks(console, arguments.replication_factor),
@@ -45,11 +78,18 @@ def main() -> None:
     for section in named:
         if section == "against":
             checkout = next(named, None) or parser.error("against is followed by the path of a checkout")
-            against(console, Path(checkout), max(2, arguments.rounds))
+            against(console, Path(checkout), max(2, arguments.rounds or ROUNDS))
             continue
         if section not in sections:
             parser.error(f"there is no section {section!r}: {', '.join(sections)}")
         sections[section]()
+
+
+def _peer(text: str) -> Peer:
+    try:
+        return parse_peer(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

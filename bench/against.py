@@ -25,7 +25,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import IN_FLIGHT, SHAPES, Load, send_again, shape_load
+from bench.load import IN_FLIGHT, MANY_PARTITIONS, SHAPES, Load, send_again, shape_load
 from bench.paths import path_loads, path_table
 from bench.processes import cpu_seconds
 from bench.quick import CHECKOUT, environment_of, serve
@@ -40,7 +40,7 @@ def against(console: Console, checkout: Path, rounds: int = ROUNDS) -> None:
     checkouts = {"this": CHECKOUT, "other": checkout.resolve()}
     for each in checkouts.values():
         _expect_own_code(each)
-    loads = [*map(shape_load, SHAPES), *path_loads()]
+    loads = [*map(shape_load, (*SHAPES, *MANY_PARTITIONS)), *path_loads()]
     found: dict[tuple[str, str], list[float]] = {(load.name, name): [] for load in loads for name in checkouts}
     with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory, path_table(Path(directory)) as brokers:
         for number in range(rounds):

@@ -59,6 +59,11 @@ SHAPES = (
     Shape("10 × 16 KiB", 10, 16 << 10, 400),
     Shape("1 × 1 MB", 1, 1_000_000, 60),
 )
+# Many small batches: what a partition costs shows in these.
+MANY_PARTITIONS = (
+    Shape("10 × 1 KiB", 10, 1 << 10, 800),
+    Shape("100 × 100 B", 100, 100, 200),
+)
 
 
 def produce_frame(shape: Shape, first: int = 0, acks: int = -1, topic: bytes = TOPIC) -> bytes:
@@ -183,13 +188,14 @@ async def open_all(
     requests: int,
     openings: Sequence[bytes] = (),
     kind: type[Connection] = Connection,
+    host: str = "127.0.0.1",
 ) -> list[Connection]:
     """A connection for each of `frames`, to send `requests`; each has the answer to its opening, if any."""
     loop = asyncio.get_running_loop()
     arena = ReceiveArena()
     connections = []
     for frame, opening in zip(frames, chain(openings, repeat(b"")), strict=False):
-        _, connection = await loop.create_connection(partial(kind, frame, requests, arena, opening), "127.0.0.1", port)
+        _, connection = await loop.create_connection(partial(kind, frame, requests, arena, opening), host, port)
         await connection.ready
         connections.append(connection)
     return connections
@@ -226,9 +232,9 @@ class Load(NamedTuple):
     connections: int = CONNECTIONS
     kind: type[Connection] = Connection
 
-    async def open(self, port: int, requests: int) -> list[Connection]:
+    async def open(self, port: int, requests: int, host: str = "127.0.0.1") -> list[Connection]:
         frames = [self.frames() for _ in range(self.connections)]
-        return await open_all(port, frames, requests, kind=self.kind)
+        return await open_all(port, frames, requests, kind=self.kind, host=host)
 
     async def send(self, port: int, requests: int) -> None:
         """So many requests on each of new connections."""

@@ -137,10 +137,10 @@ def _bound(frame: memoryview, header: RequestHeader) -> bytearray:
     return bytearray(frame_message(response_header(BIND_FENCES, header.api_version, header.correlation_id), body))
 
 
-async def main(make: Callable[[ReceiveArena], NullBroker] = NullBroker) -> None:
-    """Serve; each connection is one that is made."""
+async def main(make: Callable[[ReceiveArena], NullBroker] = NullBroker, port: int = 0) -> None:
+    """Serve; each connection is one that is made. Port 0: any free one."""
     arena = ReceiveArena()
-    server = await asyncio.get_running_loop().create_server(lambda: make(arena), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: make(arena), "127.0.0.1", port)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
     await server.serve_forever()

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +29,7 @@ from bench.processes import child, first_line, measure_run
 BROKERS = 3
 ROUNDS = 4
 WARM_UP_REQUESTS = 50
-PARTITIONS = 12
+PARTITIONS = 100
 START_TIMEOUT_S = 20.0
 UNITS = ("µs/req", "ms/MB", "req/s")
 CHECKOUT = Path(__file__).parents[1]
@@ -60,12 +61,21 @@ def environment_of(checkout: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def serve(table: Path, *flags: str, checkout: Path = CHECKOUT) -> Iterator[tuple[int, int]]:
     """(pid, port) of a checkout's kproxy before the brokers of a static table."""
+    with serving(table, *flags, checkout=checkout) as (process, port):
+        yield process.pid, port
+
+
+@contextlib.contextmanager
+def serving(
+    table: Path, *flags: str, checkout: Path = CHECKOUT, command: Sequence[str] = ("kproxy",)
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The same with the process; `command` is the module, and options before `serve`."""
     arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0", *flags)
     # `python -m` looks in the working directory first, and elsewhere for what is not there.
     environment = environment_of(checkout)
-    with child(sys.executable, "-m", "kproxy", "serve", *arguments, cwd=checkout, env=environment) as process:
+    with child(sys.executable, "-m", *command, "serve", *arguments, cwd=checkout, env=environment) as process:
         address = first_line(process).partition("kafka=")[2].split()[0]
-        yield process.pid, int(address.rpartition(":")[2])
+        yield process, int(address.rpartition(":")[2])
 
 
 @contextlib.contextmanager

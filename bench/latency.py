@@ -1,0 +1,99 @@
+"""Latency at a fixed rate: requests leave when they are due, whether or not earlier ones are answered.
+
+One thread and blocking sockets, by turns on each of CONNECTIONS; `select` waits for the next due time to the
+microsecond, which an event loop's timers (a millisecond) do not. A latency is from the write of a request to the read
+of its answer. The sender itself may be late on a busy machine: that is not the proxy's, and delays no other request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from struct import unpack_from
+
+from bench.load import CONNECTIONS
+
+# What a proxy may leave unanswered before it counts as too slow for the rate: some seconds of it.
+MAX_UNANSWERED = 4000
+PATIENCE_S = 10.0
+READ_BYTES = 1 << 16
+_LENGTH_BYTES = 4
+
+
+class TooSlow(Exception):
+    """The answers do not come at the rate of the requests."""
+
+
+class _Paced:
+    """One connection: when each unanswered request was written, and the beginning of an answer."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.socket = socket.create_connection((host, port), PATIENCE_S)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.written: deque[float] = deque()
+        self._held = b""
+
+    def send(self, frame: bytes) -> None:
+        self.written.append(time.perf_counter())
+        self.socket.sendall(frame)
+
+    def take(self) -> list[float]:
+        """Read what there is; the latencies of whole answers in seconds. ConnectionError at the end."""
+        read = self.socket.recv(READ_BYTES)
+        now = time.perf_counter()
+        if not read:
+            raise ConnectionError(f"the connection was closed with {len(self.written)} answers to come")
+        found = []
+        self._held += read
+        while len(self._held) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + unpack_from(">i", self._held)[0]
+            if len(self._held) < end:
+                break
+            self._held = self._held[end:]
+            found.append(now - self.written.popleft())
+        return found
+
+
+def latencies(host: str, port: int, frame: bytes, rate: int, seconds: float) -> list[float]:
+    """Of each request in seconds, at `rate` requests a second. TooSlow where the answers do not keep up."""
+    with contextlib.ExitStack() as stack:
+        paced = [_Paced(host, port) for _ in range(CONNECTIONS)]
+        for each in paced:
+            stack.enter_context(each.socket)
+        gc.disable()
+        stack.callback(gc.enable)
+        _warm_up(paced, frame)
+        return _run(paced, frame, rate, round(rate * seconds))
+
+
+def _warm_up(paced: Sequence[_Paced], frame: bytes) -> None:
+    """Some on each, one at a time: the proxy connects to its brokers and proves the route."""
+    for each in paced:
+        for _ in range(5):
+            each.send(frame)
+            while each.written:
+                each.take()
+
+
+def _run(paced: Sequence[_Paced], frame: bytes, rate: int, requests: int) -> list[float]:
+    by_socket = {each.socket: each for each in paced}
+    found: list[float] = []
+    begun = time.perf_counter()
+    sent = 0
+    while len(found) < requests:
+        wait = PATIENCE_S if sent == requests else max(0.0, begun + sent / rate - time.perf_counter())
+        for readable in select.select(by_socket, (), (), wait)[0]:
+            found += by_socket[readable].take()
+        now = time.perf_counter()
+        if sent < requests and begun + sent / rate <= now:
+            paced[sent % len(paced)].send(frame)
+            sent += 1
+        unanswered = sent - len(found)
+        if unanswered > MAX_UNANSWERED or now - begun > requests / rate + PATIENCE_S:
+            raise TooSlow(f"{unanswered} requests are unanswered at {rate:,} requests a second")
+    return found
