@@ -178,7 +178,7 @@ def until_healthy(root: Path) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kproxy-image-") as name:
         built, root = Path(name) / "build", Path(name) / "image"
-        debian(built, "python3", "python3-venv", "ca-certificates")
+        debian(built, "python3", "python3-venv", "python3-dev", "gcc", "ca-certificates")
         build(built)
         debian(root, "python3")
         shutil.copytree(built / "opt/kproxy", root / "opt/kproxy", symlinks=True)

@@ -28,6 +28,7 @@ PYTHONS = os.environ.get("KPROXY_TEST_PYTHONS", "").split() or [sys.executable]
 # Building, and downloads of some 20 MB.
 pytestmark = pytest.mark.timeout(600)
 LOOPBACK = "127.0.0.1:0"
+VERSION = "import sys; print(sys.version_info[:2])"
 
 
 class Built(NamedTuple):
@@ -77,9 +78,14 @@ def environment(request: pytest.FixtureRequest, built: Built, tmp_path_factory: 
     versions = re.findall(r"^([\w.-]+==[\w.]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     locked = directory / "locked.txt"
     locked.write_text("\n".join(versions))
-    run(*pip, "install", "--quiet", "--only-binary", ":all:", "--constraint", locked, built.wheel)
+    wheel = built.wheel
+    if "-none-any" not in wheel.name and run(request.param, "-c", VERSION) != run(sys.executable, "-c", VERSION):
+        # It is of the Python that built it.
+        run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", directory, built.sdist)
+        (wheel,) = directory.glob("*.whl")
+    run(*pip, "install", "--quiet", "--only-binary", ":all:", "--constraint", locked, wheel)
     run(*pip, "check")
-    return Environment(directory, built.wheel)
+    return Environment(directory, wheel)
 
 
 def test_the_wheel_has_the_code_its_commit_and_man_pages_and_nothing_else(built: Built) -> None:
@@ -93,6 +99,13 @@ def test_the_wheel_has_the_code_its_commit_and_man_pages_and_nothing_else(built:
     assert any(name.endswith("/share/man/man1/kproxy-serve.1") for name in names)
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     assert not [name for name in names if "__pycache__" in name]
+
+
+def test_the_plain_path_is_compiled_in_it(environment: Environment) -> None:
+    program = "import kproxy.plain; assert kproxy.plain.compiled.CompiledPath"
+    subprocess.run(
+        [environment.directory / "bin" / "python", "-c", program], check=True, env={"KPROXY_PLAIN": "require"}
+    )
 
 
 def test_version_and_commit_are_told(environment: Environment) -> None:

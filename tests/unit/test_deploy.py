@@ -44,6 +44,7 @@ OTHERS_FLAGS = {
     "compose/reference.yaml": {"advertise-client-urls", "build", "listen-client-urls"},
     "docker/Dockerfile": {
         *("build-arg", "chown", "from", "help", "interval", "retries", "sbom", "start-period", "timeout"),
+        *("no-install-recommends", "yes"),
     },
     "docker/install.sh": {
         *("disable-pip-version-check", "no-cache-dir", "no-build-isolation", "no-deps", "no-index", "only-binary"),
