@@ -91,6 +91,7 @@ cdef kp_topic _topics[KP_MAX_PARTITIONS]
 cdef kp_entry _entries[KP_MAX_PARTITIONS]
 cdef uint32_t _results[KP_MAX_PARTITIONS]
 cdef uint32_t _parts[KP_MAX_PARTITIONS]
+cdef int64_t _connections[KP_MAX_PARTITIONS]
 _MINUS_INFINITY = float("-inf")
 
 
@@ -141,8 +142,6 @@ cdef class _Route:
     cdef OpenChunk acked
     # The request that named the partition last.
     cdef uint64_t named_by
-    # Its part of that request.
-    cdef uint32_t part
 
 
 cdef class CompiledSlot:
@@ -452,11 +451,11 @@ cdef class CompiledPath:
 
     cdef list find_all(self, const kp_request *head, const uint8_t *data, object frame, uint32_t *parts):
         """The routes of all entries, and in `_parts` the part of each; None if one has none, or is named twice."""
-        cdef list found = [], connections = [], routes
+        cdef list found = [], routes
         cdef _Route route
         cdef kp_topic *topic
         cdef bint is_id = head.version >= KP_TOPIC_IDS_FROM
-        cdef uint32_t place, at
+        cdef uint32_t place, at, part, part_count = 0
         cdef int32_t index
         if self.routes.generation != self.generation:
             self.forget()
@@ -474,13 +473,15 @@ cdef class CompiledPath:
                 if route.named_by == self.serial:
                     return None
                 route.named_by = self.serial
-                if route.connection in connections:
-                    _parts[at] = connections.index(route.connection)
-                else:
-                    _parts[at] = len(connections)
-                    connections.append(route.connection)
+                part = 0
+                while part < part_count and _connections[part] != route.connection:
+                    part += 1
+                if part == part_count:
+                    _connections[part] = route.connection
+                    part_count += 1
+                _parts[at] = part
                 found.append(route)
-        parts[0] = len(connections)
+        parts[0] = part_count
         return found
 
     cdef send(
