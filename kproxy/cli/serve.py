@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import click
@@ -13,6 +15,7 @@ import click
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import audit_flags, etcd_flags, writer_group_flag
 from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
+from kproxy.errors import StartupError
 from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise_open_file_limit
 
 
@@ -94,20 +97,31 @@ def _serve_by_workers(context: click.Context, options: ProxyConfig) -> int:
     arguments += ["--debug"] if given["debug"] else []
     for flag in ("log_level", "log_format"):
         arguments += [f"--{flag.replace('_', '-')}", given[flag]] if given[flag] else []
-    parent = ParentPipe()
-    launch = Launch((*arguments, "worker"), {PARENT_FD: str(parent.read_fd)}, (parent.read_fd,))
-    try:
+    with contextlib.ExitStack() as stack:
+        parent = stack.enter_context(contextlib.closing(ParentPipe()))
+        pages = Path(stack.enter_context(_private_directory())) if options.admin is not None else None
+        launch = Launch((*arguments, "worker"), {PARENT_FD: str(parent.read_fd)}, (parent.read_fd,), pages)
         # asyncio's own loop is fast enough for the supervisor.
         return run_async(lambda: run_workers(options, launch), uvloop_wanted=False)
-    finally:
-        parent.close()
+
+
+def _private_directory() -> AbstractContextManager[str]:
+    """Make a directory that nobody else can enter. Raises StartupError."""
+    import tempfile
+
+    # The second one is writable also in a container whose root is read-only.
+    for place in (None, "/dev/shm"):  # noqa: S108 -- the directory's name is random, and its mode 0700
+        with contextlib.suppress(OSError):
+            return tempfile.TemporaryDirectory(prefix="kproxy-", dir=place, ignore_cleanup_errors=True)
+    raise StartupError("No directory can be written for the sockets of workers: name one in TMPDIR, or run 1 worker.")
 
 
 @click.command("worker")
 @click.option("--number", type=int, required=True)
 @click.option("--channel", type=int, required=True, help="The file descriptor of its end.")
+@click.option("--page", type=click.Path(path_type=Path), help="The socket of its admin page.")
 @click.pass_context
-def worker(context: click.Context, number: int, channel: int) -> int:
+def worker(context: click.Context, number: int, channel: int, page: Path | None) -> int:
     """Serve as `kproxy serve --workers` says, which starts this."""
     start_logging(context)
     raise_open_file_limit()
@@ -117,5 +131,5 @@ def worker(context: click.Context, number: int, channel: int) -> int:
 
     structlog.contextvars.bind_contextvars(worker=number)
 
-    end_with_parent(insist=True)
-    return run_async(lambda: run_worker(channel))
+    end_with_parent(insist=True, remove=page.parent if page is not None else None)
+    return run_async(lambda: run_worker(channel, page))

@@ -63,12 +63,11 @@ class AdminPage(HttpPage):
 
     def __init__(self, pages: Pages, replication: TableLike) -> None:
         self._pages = pages
-        self._replication = replication
         super().__init__(
             pages,
             [
                 web.get("/table", self._get_table),
-                web.get("/replication", self._get_replication),
+                replication_route(replication),
                 web.get("/own", self._get_claims),
                 web.post("/own/free", self._free),
             ],
@@ -80,12 +79,6 @@ class AdminPage(HttpPage):
         async def page() -> bytes:
             worker = int(asked["worker"]) if "worker" in asked else None
             return await self._pages.table(_table_query(request), worker)
-
-        return await _json(page())
-
-    async def _get_replication(self, request: web.Request) -> web.Response:
-        async def page() -> bytes:
-            return await self._replication(_table_query(request))
 
         return await _json(page())
 
@@ -110,6 +103,18 @@ class AdminPage(HttpPage):
             return await self._pages.free(msgspec.json.decode(body, type=FreeOrder))
 
         return await _json(outcome())
+
+
+def replication_route(replication: TableLike) -> web.RouteDef:
+    """The page `/replication`; `replication` makes JSON of a ReplicationPage."""
+
+    async def get(request: web.Request) -> web.Response:
+        async def page() -> bytes:
+            return await replication(_table_query(request))
+
+        return await _json(page())
+
+    return web.get("/replication", get)
 
 
 class ReplicaPages:

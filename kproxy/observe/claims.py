@@ -13,7 +13,6 @@ import msgspec
 MAX_CLAIM_ROWS = 1_000
 # Of a client's id, in characters.
 MAX_CLIENT_TEXT = 256
-# A worker takes messages of 64 KiB.
 MAX_ORDER_BYTES = 32 << 10
 # Of topics with a writer group.
 MAX_WRITER_GROUPS = 100

@@ -1,96 +1,77 @@
-"""Prometheus families: as plain values, of several processes, as a page.
+"""Prometheus families: of one process, of several, as a page.
 
 | kind | of several processes |
 | --- | --- |
 | counters, histograms | the sum; it must never shrink, or rates of it show a restart |
 | gauges of each process's own things (connections, bytes) | the sum |
-| gauges of shared things (the table, brokers) | the worst, the highest or the lowest: `across` |
+| gauges of shared things (the table, brokers) | the worst, the highest or the lowest: `FOLDS` |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Final
 
-import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-Across = Literal["sum", "max", "min"]
-_FOLDS: dict[Across, Callable[[float, float], float]] = {"sum": lambda one, other: one + other, "max": max, "min": min}
+FOLDS: Final[Mapping[str, Callable[[float, float], float]]] = {
+    "kproxy_audit_age_seconds": max,
+    "kproxy_broker_up": min,
+    "kproxy_draining": max,
+    "kproxy_fleet_proxies": min,
+    "kproxy_fleet_registered": max,
+    "kproxy_hung_brokers": max,
+    "kproxy_own_members": min,
+    "kproxy_plain_path_compiled": min,
+    "kproxy_table_age_seconds": max,
+    "kproxy_table_brokers": min,
+    "kproxy_table_partitions": min,
+    "kproxy_table_revision": min,
+    "kproxy_table_stale": max,
+}
+"""How values of several processes are combined; all others are added."""
 _GROWING = ("counter", "histogram")
 
 
-class Gauge(GaugeMetricFamily):
-    """A gauge with the way to combine it across processes."""
+def parse(page: bytes) -> list[Metric]:
+    """Parse the proxy's own families of a page in Prometheus' text format, without those about its process.
 
-    def __init__(
-        self,
-        name: str,
-        documentation: str,
-        value: float | None = None,
-        across: Across = "sum",
-        labels: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(name, documentation, value=value, labels=labels)
-        self.across: Across = across
+    Raises ValueError.
+    """
+    families = text_string_to_metric_families(page.decode())
+    return [each for each in families if each.name.startswith("kproxy_") and not each.name.startswith("kproxy_worker")]
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One line of the page `/metrics`."""
-
-    name: str
-    labels: dict[str, str]
-    value: float
+def _add(one: float, other: float) -> float:
+    return one + other
 
 
-class Family(msgspec.Struct, frozen=True, array_like=True):
-    """All lines of one name; `kind` is Prometheus' type."""
-
-    name: str
-    documentation: str
-    kind: str
-    across: Across
-    samples: list[Sample]
-
-    def metric(self) -> Metric:
-        """Convert to a metric of Prometheus' library."""
-        metric = Metric(self.name, self.documentation, self.kind)
-        for sample in self.samples:
-            metric.add_sample(sample.name, sample.labels, sample.value)
-        return metric
-
-
-def family_of(metric: Metric) -> Family:
-    """Convert a metric of Prometheus' library to a plain value."""
-    across: Across = metric.across if isinstance(metric, Gauge) else "sum"
-    samples = [Sample(each.name, dict(each.labels), float(each.value)) for each in metric.samples]
-    return Family(metric.name, metric.documentation, metric.type, across, samples)
-
-
-def merge(pages: Iterable[Sequence[Family]]) -> list[Family]:
+def merge(pages: Iterable[Sequence[Metric]]) -> list[Metric]:
     """Combine the families of several processes."""
-    merged: dict[str, Family] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], Sample]] = {}
+    merged: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for page in pages:
         for family in page:
-            merged.setdefault(family.name, family)
+            merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             lines = values.setdefault(family.name, {})
-            fold = _FOLDS[family.across]
+            fold = FOLDS.get(family.name, _add)
             for sample in family.samples:
                 key = (sample.name, tuple(sorted(sample.labels.items())))
-                known = lines.get(key)
-                value = sample.value if known is None else fold(known.value, sample.value)
-                lines[key] = Sample(sample.name, sample.labels, value)
-    return [msgspec.structs.replace(family, samples=list(values[name].values())) for name, family in merged.items()]
+                lines[key] = fold(lines[key], sample.value) if key in lines else sample.value
+    for name, lines in values.items():
+        for (line, labels), value in lines.items():
+            merged[name].add_sample(line, dict(labels), value)
+    return list(merged.values())
 
 
-def growing(page: Sequence[Family]) -> list[Family]:
+def growing(page: Sequence[Metric]) -> list[Metric]:
     """The families that outlive their process: counters and histograms."""
-    return [family for family in page if family.kind in _GROWING]
+    return [family for family in page if family.type in _GROWING]
 
 
 def render(collectors: Iterable[Collector], accept: str) -> tuple[bytes, str]:
@@ -116,8 +97,8 @@ def counter(name: str, documentation: str, value: float) -> Metric:
     return CounterMetricFamily(name, documentation, value=value)
 
 
-def gauge(name: str, documentation: str, value: float, across: Across = "sum") -> Metric:
-    return Gauge(name, documentation, value, across)
+def gauge(name: str, documentation: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, documentation, value=value)
 
 
 def histogram(name: str, documentation: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:

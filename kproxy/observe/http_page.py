@@ -12,8 +12,9 @@ States: made --start()--> serving --stop()--> stopped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from aiohttp import web
@@ -78,18 +79,25 @@ class HttpPage:
 
         Raises StartupError, with nothing left open.
         """
+        remedy = "choose another --admin, or stop what uses this one"
+        await self._listen(lambda: web.TCPSite(self._runner, host, port), f"{host}:{port}", remedy)
+        bound: int = self._runner.addresses[0][1]
+        return bound
+
+    async def start_unix(self, path: Path) -> None:
+        """Listen on a unix socket, in the place of one that another process left. Raises StartupError as `start`."""
+        remedy = "name another directory in TMPDIR, with a short path"
+        await self._listen(lambda: web.UnixSite(self._runner, path), str(path), remedy)
+
+    async def _listen(self, site: Callable[[], web.BaseSite], where: str, remedy: str) -> None:
         await self._runner.setup()
         try:
-            site = web.TCPSite(self._runner, host, port)
-            await site.start()
+            await site().start()
         except OSError as error:
             await self._runner.cleanup()
             raise StartupError(
-                f"the admin page cannot listen on {host}:{port} ({error.strerror or error}): "
-                f"choose another --admin, or stop what uses this one."
+                f"the admin page cannot listen on {where} ({error.strerror or error}): {remedy}."
             ) from error
-        bound: int = self._runner.addresses[0][1]
-        return bound
 
     async def stop(self) -> None:
         """Close the listener and its connections."""

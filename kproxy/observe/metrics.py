@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kproxy.observe.exposition import Gauge, counter, gauge, histogram, this_process
+from kproxy.observe.exposition import counter, gauge, histogram, this_process
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_BROKERS, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
 from kproxy.plain import compiled
@@ -85,7 +85,7 @@ class WorkersCollector(Collector):
         self._restarts = restarts
 
     def collect(self) -> Iterable[Metric]:
-        yield Gauge("kproxy_workers", "Configured worker processes.", len(self._up))
+        yield gauge("kproxy_workers", "Configured worker processes.", len(self._up))
         up = GaugeMetricFamily("kproxy_worker_up", "1 while a worker serves and answers.", labels=["worker"])
         for number, is_up in sorted(self._up.items()):
             up.add_metric([str(number)], int(is_up))
@@ -201,11 +201,10 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         "kproxy_plain_path_compiled",
         "1 where the compiled plain path runs, 0 where Python does its work at a higher cost.",
         int(compiled is not None),
-        "min",
     )
     yield gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
-    yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", vitals.hung_brokers, "max")
-    up = Gauge("kproxy_broker_up", "1 while a broker can be reached and answers.", across="min", labels=["broker"])
+    yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", vitals.hung_brokers)
+    up = GaugeMetricFamily("kproxy_broker_up", "1 while a broker can be reached and answers.", labels=["broker"])
     for broker, is_up in sorted(vitals.brokers.items()):
         up.add_metric([str(broker)], int(is_up))
     yield up
@@ -229,21 +228,21 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         "Producers without a producer id, because etcd did not answer.",
         counters.get("producer_ids.refused", 0),
     )
-    yield gauge("kproxy_draining", "1 from SIGTERM until the process ends.", int(vitals.draining), "max")
+    yield gauge("kproxy_draining", "1 from SIGTERM until the process ends.", int(vitals.draining))
 
 
 def _table(view: TableView) -> Iterable[Metric]:
     topology = view.topology
-    yield gauge("kproxy_table_revision", "The highest revision seen.", topology.revision, "min")
+    yield gauge("kproxy_table_revision", "The highest revision seen.", topology.revision)
     if math.isfinite(view.age_s):
-        yield gauge("kproxy_table_age_seconds", "Time since the ownership source last answered.", view.age_s, "max")
-    yield gauge("kproxy_table_stale", "1 while the table is older than the limit.", int(view.stale), "max")
-    yield gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count, "min")
-    yield gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers), "min")
+        yield gauge("kproxy_table_age_seconds", "Time since the ownership source last answered.", view.age_s)
+    yield gauge("kproxy_table_stale", "1 while the table is older than the limit.", int(view.stale))
+    yield gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count)
+    yield gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers))
 
 
 def _fleet(view: TableView, counters: Mapping[str, int]) -> Iterable[Metric]:
-    yield gauge("kproxy_fleet_proxies", "Proxies that metadata names to clients.", len(view.proxies), "min")
+    yield gauge("kproxy_fleet_proxies", "Proxies that metadata names to clients.", len(view.proxies))
     yield registered(view.registration)
     skipped = CounterMetricFamily(
         "kproxy_fleet_keys_skipped", "Proxies' entries in etcd that could not be parsed.", labels=["reason"]
@@ -262,7 +261,7 @@ _OWN_GATED = {"PRODUCE": "own.gated", "FETCH": "own.fetch_gated"}
 
 def _claims(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield gauge("kproxy_own_claims", "Claims that clients of this process hold.", vitals.own_claims)
-    yield gauge("kproxy_own_members", "Processes that can hold claims.", vitals.own_members, "min")
+    yield gauge("kproxy_own_members", "Processes that can hold claims.", vitals.own_members)
     yield gauge(
         "kproxy_own_unsettled_partitions",
         "Unsettled partitions: an earlier claimant may still write to them.",
@@ -312,11 +311,10 @@ def _audit(shipping: ShipperVitals | None, counters: Mapping[str, int]) -> Itera
             "kproxy_audit_age_seconds",
             "Time since the audit sink last stored rows, or since the start of the process.",
             shipping.age_s,
-            "max",
         )
 
 
 def registered(registration: str) -> Metric:
     """The gauge of the registration: one of several processes has the entry."""
     value = int(registration == "registered")
-    return gauge("kproxy_fleet_registered", "1 while this proxy has its own entry in the fleet.", value, "max")
+    return gauge("kproxy_fleet_registered", "1 while this proxy has its own entry in the fleet.", value)

@@ -20,6 +20,8 @@ PRODUCE_BOUNDS_S: Final = (
 DELAY_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """The same for the delay of the event loop: the proxy's own share of a latency."""
 MAX_DROP_TOPICS: Final = 100
+MAX_TOPIC_BYTES: Final = 249
+"""Of a topic's name in Kafka. Longer names cost the readers of `/metrics` much time."""
 OTHER_TOPICS: Final = b"other"
 MAX_BROKERS: Final = 1_000
 OTHER_BROKERS: Final = -2
@@ -94,16 +96,16 @@ class Tally:
     def drop(self, topic: bytes, error_code: int) -> None:
         """Count a lost acks=0 batch.
 
-        Topics beyond MAX_DROP_TOPICS count as one: clients choose the names.
+        Topics beyond MAX_DROP_TOPICS count as one, and so do names that no topic can have: clients choose the names.
         """
-        if topic not in self.drops and len(self.drops) >= MAX_DROP_TOPICS:
+        if len(topic) > MAX_TOPIC_BYTES or (topic not in self.drops and len(self.drops) >= MAX_DROP_TOPICS):
             topic = OTHER_TOPICS
         self.drops.setdefault(topic, Counter())[error_code] += 1
 
     def leave_unconfirmed(self, topic: bytes, batches: int) -> None:
         """Count acks=0 batches that may have been appended or not.
 
-        Topics are bounded as in `drop`.
+        The number of topics is bounded as in `drop`; each of them has an owner.
         """
         if topic not in self.unconfirmed and len(self.unconfirmed) >= MAX_DROP_TOPICS:
             topic = OTHER_TOPICS

@@ -6,8 +6,9 @@ supervisor (kproxy.workers).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -15,17 +16,24 @@ from kproxy.claims.admin import ClaimsAdmin
 from kproxy.config import Address, ProxyConfig
 from kproxy.observe.admin import AdminPage, ReplicaPages
 from kproxy.observe.claims import ClaimsQuery, FreeOrder
-from kproxy.observe.exposition import Family, family_of, render
-from kproxy.observe.http_page import Readiness
+from kproxy.observe.exposition import render
+from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
 from kproxy.runtime.notify import say_ready, say_stopping, say_waiting
 from kproxy.trail.shipper import ShipperVitals
 
+Page = TypeVar("Page", bound=HttpPage)
+
 
 class OwnPages:
-    """The admin page of this process alone. `claims` raises NotOffered if there are none, or Unanswered."""
+    """The admin page of this process alone. `claims` raises NotOffered if there are none, or Unanswered.
+
+    `readiness_s` bounds the time that `readiness` takes.
+    """
+
+    readiness_s: float | None = None
 
     def __init__(
         self,
@@ -63,14 +71,14 @@ class OwnPages:
         return render((*self._process, self._proxy), accept)
 
     async def readiness(self) -> Readiness:
-        return await self._readiness()
+        try:
+            async with asyncio.timeout(self.readiness_s):
+                return await self._readiness()
+        except TimeoutError:
+            return Readiness(ready=False, text="no broker has answered yet")
 
     async def liveness(self) -> Readiness:
         return Readiness(True, "alive")
-
-    def families(self) -> list[Family]:
-        """The metrics of this process, to be merged with those of others."""
-        return [family_of(metric) for metric in self._proxy.collect()]
 
 
 class Front(Protocol):
@@ -129,7 +137,7 @@ class OwnFront:
         await self._replicas.close()
 
 
-async def start_admin(admin: AdminPage, address: Address) -> tuple[AdminPage, str]:
+async def start_admin(admin: Page, address: Address) -> tuple[Page, str]:
     """Start the page; return it and its part of the ready line. Raises StartupError."""
     host, port = address
     return admin, f" admin={host}:{await admin.start(host, port)}"

@@ -1,10 +1,11 @@
-"""The admin page of all workers, as if of one process.
+"""The admin page of all workers, as if of one process: a client of the pages that each of them has.
 
 | page | of several workers |
 | --- | --- |
 | `/metrics` | merged by kproxy.observe.exposition; process metrics by worker |
 | `/table` | of the first worker that serves and answers, or of the one that `?worker=` names |
 | `/own` | of the first worker that serves and answers: every worker knows all claims |
+| `/replication` | of etcd, which this process reads itself: no worker knows more |
 | `/readyz` | ready while one worker is; degraded, with the reason, where another is not |
 | `/livez` | 503 if no worker that serves answers: all hang |
 
@@ -18,26 +19,16 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
+from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kproxy.observe.admin import Unanswered
-from kproxy.observe.claims import ClaimsQuery, FreeOrder, NotOffered
-from kproxy.observe.exposition import Family, family_of, merge, render
-from kproxy.observe.http_page import Readiness
+from kproxy.observe.admin import TableLike, replication_route
+from kproxy.observe.exposition import merge, render
+from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, registered
-from kproxy.observe.table import TablePage, TableQuery
-from kproxy.workers.channel import (
-    AskClaims,
-    AskFree,
-    AskReadiness,
-    AskTable,
-    ClaimsAnswer,
-    ReadinessAnswer,
-    Refused,
-    TableAnswer,
-)
-from kproxy.workers.process import NoAnswer, Slot
+from kproxy.observe.table import TablePage
+from kproxy.workers.process import NoAnswer, Order, Slot
 
 READY = "ready"
 
@@ -49,6 +40,11 @@ class WorkerPages:
         self._slots = slots
         self._registration = registration
         self._drains = False
+
+    def page(self, replication: TableLike) -> HttpPage:
+        """Make the page; `replication` makes JSON of a ReplicationPage."""
+        own = [web.get("/own", self._pass_on), web.post("/own/free", self._pass_on)]
+        return HttpPage(self, [web.get("/table", self._get_table), replication_route(replication), *own])
 
     def drain(self) -> None:
         """Report that the workers were told to stop."""
@@ -62,49 +58,42 @@ class WorkerPages:
         up = dict.fromkeys((slot.number for slot in self._slots), False)
         for slot, answers in zip(asked, await asyncio.gather(*(slot.ask_counts() for slot in asked)), strict=True):
             up[slot.number] = answers
-        ours = [family_of(registered(self._registration()))]
+        ours = [registered(self._registration())]
         families = merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours])
         pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
         restarts = sum(slot.restarts for slot in self._slots)
         return render((ProcessesCollector(pids), WorkersCollector(up, restarts), _Known(families)), accept)
 
-    async def table(self, query: TableQuery, worker: int | None) -> bytes:
+    async def _get_table(self, request: web.Request) -> web.Response:
+        try:
+            worker = int(request.query["worker"]) if "worker" in request.query else None
+        except ValueError as error:
+            return _refused(400, str(error))
         if worker is not None and not 1 <= worker <= len(self._slots):
-            raise ValueError(f"there is no worker {worker}: there are 1 to {len(self._slots)}")
+            return _refused(400, f"there is no worker {worker}: there are 1 to {len(self._slots)}")
+        answer = await self._pass_on(request, worker)
+        if answer.status == 200 and isinstance(answer.body, bytes):
+            page = msgspec.json.decode(answer.body, type=TablePage)
+            answer.body = msgspec.json.encode(msgspec.structs.replace(page, registration=self._registration()))
+        return answer
+
+    async def _pass_on(self, request: web.Request, worker: int | None = None) -> web.Response:
+        """The answer of `worker`, or of the first that has one."""
+        page = str(request.rel_url.without_query_params("worker"))
+        order = Order(await request.read(), request.content_type) if request.method == "POST" else None
+        unanswered = _refused(503, "no worker answers" if worker is None else f"worker {worker} does not answer")
         for slot in self._serving_first() if worker is None else [self._slots[worker - 1]]:
             try:
-                reply = await slot.ask(AskTable(query))
+                answer = await slot.ask(page, order)
             except NoAnswer:
                 continue
-            if isinstance(reply, TableAnswer):
-                page = msgspec.json.decode(reply.page, type=TablePage)
-                return msgspec.json.encode(msgspec.structs.replace(page, registration=self._registration()))
-            if isinstance(reply, Refused):
-                raise ValueError(reply.reason)
-        raise Unanswered("no worker answers" if worker is None else f"worker {worker} does not answer")
-
-    async def claims(self, query: ClaimsQuery) -> bytes:
-        return await self._ask_claims(AskClaims(query))
-
-    async def free(self, order: FreeOrder) -> bytes:
-        return await self._ask_claims(AskFree(order))
-
-    async def _ask_claims(self, question: AskClaims | AskFree) -> bytes:
-        unanswered = "no worker answers"
-        for slot in self._serving_first():
-            try:
-                reply = await slot.ask(question)
-            except NoAnswer:
-                continue
-            if isinstance(reply, ClaimsAnswer):
-                return reply.page
-            if isinstance(reply, Refused):
-                if reply.why == "not offered":
-                    raise NotOffered(reply.reason)
-                if reply.why == "question":
-                    raise ValueError(reply.reason)
-                unanswered = reply.reason
-        raise Unanswered(unanswered)
+            response = web.Response(
+                status=answer.status, body=answer.body, headers={"Content-Type": answer.content_type}
+            )
+            if answer.status != 503:
+                return response
+            unanswered = response
+        return unanswered
 
     def _serving_first(self) -> list[Slot]:
         return sorted(self._slots, key=lambda slot: not slot.serves)
@@ -117,25 +106,36 @@ class WorkerPages:
 
     async def liveness(self) -> Readiness:
         asked = [slot for slot in self._slots if slot.serves]
-        if asked and not any(await asyncio.gather(*(slot.ask_counts() for slot in asked))):
+        if asked and not any(await asyncio.gather(*map(_lives, asked))):
             return Readiness(False, "no worker answers")
         return Readiness(True, "alive")
 
 
 class _Known(Collector):
-    def __init__(self, families: Sequence[Family]) -> None:
+    def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        return [family.metric() for family in self._families]
+        return self._families
+
+
+def _refused(status: int, reason: str) -> web.Response:
+    return web.Response(status=status, text=f"{reason}\n")
+
+
+async def _lives(slot: Slot) -> bool:
+    try:
+        return (await slot.ask("/livez")).status == 200
+    except NoAnswer:
+        return False
 
 
 async def _readiness(slot: Slot) -> Readiness:
     try:
-        reply = await slot.ask(AskReadiness())
+        answer = await slot.ask("/readyz")
     except NoAnswer as no_answer:
         return Readiness(False, str(no_answer))
-    return reply.readiness if isinstance(reply, ReadinessAnswer) else Readiness(False, "it cannot say")
+    return Readiness(answer.status == 200, answer.body.decode().removesuffix("\n"))
 
 
 def combine_readiness(said: Mapping[int, Readiness]) -> Readiness:

@@ -1,8 +1,7 @@
 """Messages between a supervisor and one worker, over a socket pair that nobody else holds.
 
-The supervisor's first frame is an Assignment. The worker sends Hello, and answers each Ask from then on with an Answer
-of its id, in any order. It sends Waits when what it waits for changes, and now and then; and then Ready. Instead of any
-of them it may send Failed.
+The supervisor's only frame is an Assignment. The worker sends Waits when what it waits for changes, and now and then;
+and then Ready. Instead of any of them it may send Failed. Its admin page is on a socket of its own.
 A frame is its length in four bytes and a body. A frame longer than its reader's limit ends the channel.
 """
 
@@ -14,24 +13,15 @@ import pickle
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Literal, Self, TypeVar
+from typing import Self
 
 import msgspec
 
 from kproxy.config import ProxyConfig
-from kproxy.observe.claims import ClaimsQuery, FreeOrder
-from kproxy.observe.exposition import Family
-from kproxy.observe.http_page import Readiness
-from kproxy.observe.table import TableQuery
 
 # A configuration may carry a static table of a million partitions.
 MAX_ASSIGNMENT_BYTES = 256 << 20
-MAX_QUESTION_BYTES = 64 << 10
-# A page of the table is below 2 MiB, one of claims below 16 MiB whatever they are called; metrics grow with the topics
-# whose batches were lost, of which 100 are named.
-MAX_ANSWER_BYTES = 16 << 20
-# The bound of questions that wait for a worker's answer.
-MAX_OPEN_QUESTIONS = 16
+MAX_MESSAGE_BYTES = 64 << 10
 CLOSE_TIMEOUT_S = 1.0
 _LENGTH = struct.Struct(">I")
 
@@ -52,79 +42,6 @@ class Assignment:
     config: ProxyConfig
 
 
-class AskMetrics(msgspec.Struct, frozen=True, tag=True):
-    """Answered by MetricsAnswer."""
-
-
-class AskReadiness(msgspec.Struct, frozen=True, tag=True):
-    """Answered by ReadinessAnswer."""
-
-
-class AskTable(msgspec.Struct, frozen=True, tag=True):
-    """Answered by TableAnswer, or Refused."""
-
-    query: TableQuery
-
-
-class AskClaims(msgspec.Struct, frozen=True, tag=True):
-    """Answered by ClaimsAnswer, or Refused."""
-
-    query: ClaimsQuery
-
-
-class AskFree(msgspec.Struct, frozen=True, tag=True):
-    """Answered by ClaimsAnswer, or Refused."""
-
-    order: FreeOrder
-
-
-Question = AskMetrics | AskReadiness | AskTable | AskClaims | AskFree
-
-
-class Ask(msgspec.Struct, frozen=True):
-    id: int
-    question: Question
-
-
-class MetricsAnswer(msgspec.Struct, frozen=True, tag=True):
-    families: list[Family]
-
-
-class ReadinessAnswer(msgspec.Struct, frozen=True, tag=True):
-    readiness: Readiness
-
-
-class TableAnswer(msgspec.Struct, frozen=True, tag=True):
-    """`page` is the JSON of a TablePage."""
-
-    page: bytes
-
-
-class ClaimsAnswer(msgspec.Struct, frozen=True, tag=True):
-    """`page` is the JSON of a ClaimsPage or a FreeOutcome."""
-
-    page: bytes
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The question is invalid; or, by `why`, there is no answer now, or never here."""
-
-    reason: str
-    why: Literal["question", "unanswered", "not offered"] = "question"
-
-
-Reply = MetricsAnswer | ReadinessAnswer | TableAnswer | ClaimsAnswer | Refused
-
-
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    id: int
-    reply: Reply
-
-
-class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The worker answers questions, and does not serve yet."""
-
-
 class Waits(msgspec.Struct, frozen=True, tag=True):
     """The worker cannot serve yet; `sentence` says why."""
 
@@ -143,7 +60,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     sentence: str
 
 
-WorkerMessage = Hello | Waits | Ready | Failed | Answer
+WorkerMessage = Waits | Ready | Failed
+_MESSAGE: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 class Channel:
@@ -181,28 +99,15 @@ class Channel:
         self._writer.transport.abort()
 
 
-def encode(message: Ask | WorkerMessage) -> bytes:
+def encode(message: WorkerMessage) -> bytes:
     return msgspec.msgpack.encode(message)
-
-
-_Message = TypeVar("_Message")
-_ASK = msgspec.msgpack.Decoder(Ask)
-_MESSAGE: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
-
-
-async def next_ask(channel: Channel) -> Ask:
-    """Raises ChannelClosed, ChannelMisused."""
-    return _decoded(_ASK, await channel.receive(MAX_QUESTION_BYTES))
 
 
 async def next_message(channel: Channel) -> WorkerMessage:
     """Raises ChannelClosed, ChannelMisused."""
-    return _decoded(_MESSAGE, await channel.receive(MAX_ANSWER_BYTES))
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Message:
+    frame = await channel.receive(MAX_MESSAGE_BYTES)
     try:
-        return decoder.decode(frame)
+        return _MESSAGE.decode(frame)
     except msgspec.MsgspecError as error:
         raise ChannelMisused(f"a frame that is no message: {error}") from error
 

@@ -29,9 +29,8 @@ Invariants
 1. `WorkerProcess.wait` returns once, with the exit status, and nothing of the worker is left then: no process, task or
    socket.
 2. A worker is in a session of its own: Ctrl-C in a terminal reaches the supervisor alone, which forwards it once.
-3. At most MAX_OPEN_QUESTIONS are open. A worker that leaves one unanswered for ANSWER_TIMEOUT_S is asked nothing more
-   until it has answered: a worker that hangs delays the admin page once, not every time. A worker that has not sent
-   Hello is asked nothing either.
+3. At most MAX_OPEN_PAGES are open. A worker that leaves one unanswered for ANSWER_TIMEOUT_S is asked for nothing more
+   until it has answered: a worker that hangs delays the admin page once, not every time.
 4. The counts of a process are kept after its end, as of the last time that it was asked: a sum over workers never
    shrinks. Otherwise a rate over it would show the whole count at once.
 5. A process that starts gets SIGHUP only once it serves; earlier the signal would end it.
@@ -42,42 +41,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import os
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import aiohttp
 import structlog
+from prometheus_client.core import Metric
 
 from kproxy.config import Owners
 from kproxy.errors import StartupError
-from kproxy.observe.exposition import Family, growing, merge
+from kproxy.observe.exposition import growing, merge, parse
 from kproxy.runtime.process import spawn
 from kproxy.runtime.tasks import cancel
 from kproxy.workers.channel import (
-    MAX_OPEN_QUESTIONS,
-    Answer,
-    Ask,
-    AskMetrics,
     Assignment,
     Channel,
     ChannelClosed,
     ChannelMisused,
     Failed,
-    Hello,
-    MetricsAnswer,
-    Question,
     Ready,
-    Reply,
     Waits,
     assign,
-    encode,
     next_message,
 )
 
 ANSWER_TIMEOUT_S = 2.0
+MAX_OPEN_PAGES = 16
+# A page of the table is below 2 MiB, one of claims below 16 MiB whatever they are called; metrics grow with the topics
+# whose batches were lost, of which 100 are named.
+MAX_ANSWER_BYTES = 16 << 20
 PAUSE_S = 0.1
 MAX_PAUSE_S = 30.0
 STEADY_S = 10.0
@@ -87,11 +83,32 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Launch:
-    """The command of a worker: `arguments`, then `--number N --channel FD`; `pass_fds` stay open in it."""
+    """The command of a worker: `arguments`, then `--number N --channel FD`; `pass_fds` stay open in it.
+
+    `pages`: the directory for the sockets of their admin pages, None if there are to be none.
+    """
 
     arguments: Sequence[str]
     environ: Mapping[str, str]
     pass_fds: Sequence[int]
+    pages: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A page of a worker."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is posted to a page of a worker."""
+
+    body: bytes
+    content_type: str
 
 
 class NoAnswer(Exception):
@@ -110,10 +127,9 @@ class WorkerProcess:
         self._channel: Channel | None = None
         self._listening: asyncio.Task[None] | None = None
         self.failure = ""
-        self._greeted = False
-        self._ids = itertools.count(1)
-        self._open: dict[int, asyncio.Future[Reply]] = {}
-        self._late: set[int] = set()
+        self._page = launch.pages / f"{assignment.number}.sock" if launch.pages is not None else None
+        self._open: set[asyncio.Task[Answer]] = set()
+        self._late: set[asyncio.Task[Answer]] = set()
 
     @property
     def pid(self) -> int:
@@ -130,8 +146,9 @@ class WorkerProcess:
         try:
             with theirs:
                 number = self._assignment.number
+                page = ("--page", str(self._page)) if self._page is not None else ()
                 self._process = await spawn(
-                    *(*self._launch.arguments, "--number", str(number), "--channel", str(theirs.fileno())),
+                    *(*self._launch.arguments, "--number", str(number), "--channel", str(theirs.fileno()), *page),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     env={**os.environ, **self._launch.environ},
@@ -156,9 +173,9 @@ class WorkerProcess:
         # Its last messages may not have been read yet; its end of the channel is closed, so this ends.
         await asyncio.wait((self._listening,))
         await self._channel.close()
-        for waiting in self._open.values():
-            if not waiting.done():
-                waiting.set_exception(NoAnswer("it has ended"))
+        for asked in self._open:
+            asked.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
         if not self.ready.done():
             failure = self.failure or f"worker {self._assignment.number} {exit_text(status)}"
             self.ready.set_exception(StartupError(failure))
@@ -173,45 +190,59 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def ask(self, question: Question) -> Reply:
-        """Raises NoAnswer."""
-        if self._channel is None or self._listening is None or self._listening.done():
+    async def ask(self, page: str, order: Order | None = None) -> Answer:
+        """Get `page`, or send it an `order`. Raises NoAnswer."""
+        if self._page is None or self._listening is None or self._listening.done():
             raise NoAnswer("it has ended")
-        if not self._greeted:
-            raise NoAnswer("it is starting")
-        if self._late or len(self._open) >= MAX_OPEN_QUESTIONS:
+        if self._late or len(self._open) >= MAX_OPEN_PAGES:
             raise NoAnswer("it does not answer")
-        ask = Ask(next(self._ids), question)
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._open[ask.id] = answer
-        self._channel.send(encode(ask))
+        asked = asyncio.create_task(self._fetch(self._page, page, order))
+        self._open.add(asked)
+        asked.add_done_callback(self._close)
+        await asyncio.wait((asked,), timeout=ANSWER_TIMEOUT_S)
+        if not asked.done():
+            self._late.add(asked)
+            raise NoAnswer("it does not answer")
+        if asked.cancelled():
+            raise NoAnswer("it has ended")
+        return asked.result()
+
+    def _close(self, asked: asyncio.Task[Answer]) -> None:
+        self._open.discard(asked)
+        self._late.discard(asked)
+        if not asked.cancelled():
+            # Marks it as retrieved: after ANSWER_TIMEOUT_S nobody awaits it.
+            asked.exception()
+
+    async def _fetch(self, socket_path: Path, page: str, order: Order | None) -> Answer:
+        url = f"http://worker{page}"
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                return await answer
-        except TimeoutError:
-            self._late.add(ask.id)
-            raise NoAnswer("it does not answer") from None
-        finally:
-            self._open.pop(ask.id, None)
+            async with aiohttp.ClientSession(
+                connector=aiohttp.UnixConnector(str(socket_path)), timeout=aiohttp.ClientTimeout()
+            ) as session:
+                asking = (
+                    session.get(url)
+                    if order is None
+                    else session.post(url, data=order.body, headers={"Content-Type": order.content_type})
+                )
+                async with asking as answer:
+                    if answer.content_length is None or answer.content_length > MAX_ANSWER_BYTES:
+                        raise NoAnswer("its answer is too long")
+                    return Answer(answer.status, answer.headers.get("Content-Type", ""), await answer.read())
+        except (OSError, aiohttp.ClientError) as error:
+            raise NoAnswer("it has ended" if self.serves else "it is starting") from error
 
     async def _listen(self, channel: Channel) -> None:
         number = self._assignment.number
         try:
             while True:
                 match await next_message(channel):
-                    case Hello():
-                        self._greeted = True
                     case Waits(sentence):
                         self._on_wait(sentence)
                     case Ready() as ready:
                         self.ready.set_result(ready)
                     case Failed(sentence):
                         self.failure = sentence
-                    case Answer(question_id, reply):
-                        self._late.discard(question_id)
-                        waiting = self._open.get(question_id)
-                        if waiting is not None and not waiting.done():
-                            waiting.set_result(reply)
         except ChannelClosed:
             # The process ends; `wait` returns how.
             return
@@ -241,8 +272,9 @@ class Slot:
         self._process: WorkerProcess | None = None
         self._starting: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._past: list[Family] = []
-        self._last: list[Family] = []
+        self._counting = asyncio.Lock()
+        self._past: list[Metric] = []
+        self._last: list[Metric] = []
 
     @property
     def pid(self) -> int:
@@ -306,25 +338,31 @@ class Slot:
         if self._process is not None and self._process.ready is ready and self._process.serves:
             self._process.signal(signal.SIGHUP)
 
-    async def ask(self, question: Question) -> Reply:
-        """Raises NoAnswer."""
+    async def ask(self, page: str, order: Order | None = None) -> Answer:
+        """Get `page`, or send it an `order`. Raises NoAnswer."""
         if self._process is None:
             raise NoAnswer("it has ended and is started again")
-        return await self._process.ask(question)
+        return await self._process.ask(page, order)
 
     async def ask_counts(self) -> bool:
         """Ask the process for its metrics. Return whether it answered."""
-        process = self._process
-        try:
-            reply = await self.ask(AskMetrics())
-        except NoAnswer:
-            return False
-        if not isinstance(reply, MetricsAnswer) or self._process is not process:
-            return False
-        self._last = reply.families
-        return True
+        # One at a time: an earlier page must not replace a later one.
+        async with self._counting:
+            process = self._process
+            try:
+                # In a thread: a large page takes a tenth of a second.
+                counts = await asyncio.to_thread(parse, (await self.ask("/metrics")).body)
+            except NoAnswer:
+                return False
+            except ValueError as error:
+                log.error("metrics of a worker not read", worker=self.number, reason=str(error))
+                return False
+            if self._process is not process:
+                return False
+            self._last = counts
+            return True
 
-    def counts(self, *, is_up: bool) -> list[Family]:
+    def counts(self, *, is_up: bool) -> list[Metric]:
         """Return the metrics as of the last answer; gauges only of a process that `is_up`."""
         return merge([self._last if is_up else growing(self._last), self._past])
 

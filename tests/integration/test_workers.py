@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import stat
 import time
 import uuid
 from collections import Counter
@@ -34,6 +35,8 @@ from tests.support.worker_processes import (
     all_gone,
     clients_of_each,
     connections_of,
+    page_at,
+    page_sockets,
     shown,
     until,
     worker_pids,
@@ -198,6 +201,7 @@ async def test_a_signal_is_handed_on_and_what_is_in_flight_is_answered(tmp_path:
             client.send(produce_frame())
         asked = [await upstream.next() for _ in clients]
         family = [psutil.Process(process.pid), *process.descendants()]
+        pages = page_sockets(process)
         process.signal(number)
         await until(lambda: page(process.admin, "/readyz")[0] == 503, process.stderr)
         assert (await asyncio.to_thread(page, process.admin, "/readyz"))[1].startswith("draining")
@@ -210,11 +214,12 @@ async def test_a_signal_is_handed_on_and_what_is_in_flight_is_answered(tmp_path:
             client.close()
         assert await asyncio.to_thread(process.wait, SOON_S) == 0, process.stderr()
         assert all_gone(family)
+        assert not pages[1].parent.exists()
     await upstream.stop()
 
 
 @pytest.mark.parametrize("more", [(), ("--drain-delay", "600")], ids=["", "with_a_delay"])
-async def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
+async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
     upstream = await ServedBroker(1, answers_everything).start()
     arguments = ["serve", *static_arguments(tmp_path, upstream.port), *workers(2), *more]
     process = KproxyProcess(arguments, tmp_path / "stderr")
@@ -223,8 +228,14 @@ async def test_nobody_outlives_a_supervisor_that_is_killed(tmp_path: Path, more:
         clients = [held[0] for held in (await clients_of_each(process)).values()]
         family = process.descendants()
         assert len(family) == 2
+        pages = page_sockets(process)
+        (directory,) = {each.parent for each in pages.values()}
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        for each in pages.values():
+            assert await asyncio.to_thread(page_at, each, "/readyz") == (200, "ready\n")
         os.kill(process.pid, signal.SIGKILL)
         assert await asyncio.to_thread(all_gone, family)
+        assert not directory.exists()
         for client in clients:
             assert await client.is_closed()
     finally:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -17,6 +20,18 @@ PATIENCE_S = 30.0
 
 def worker_pids(process: KproxyProcess) -> dict[int, int]:
     """The process id of each worker that runs, by its number."""
+    return {number: pid for number, (pid, _) in _workers(process).items()}
+
+
+def page_sockets(process: KproxyProcess) -> dict[int, Path]:
+    """The socket of each worker's own admin page."""
+    return {
+        number: Path(arguments[arguments.index("--page") + 1]) for number, (_, arguments) in _workers(process).items()
+    }
+
+
+def _workers(process: KproxyProcess) -> dict[int, tuple[int, list[str]]]:
+    """The process id and the command of each."""
     found = {}
     for child in process.descendants():
         try:
@@ -24,8 +39,22 @@ def worker_pids(process: KproxyProcess) -> dict[int, int]:
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
         if "--number" in arguments:
-            found[int(arguments[arguments.index("--number") + 1])] = child.pid
+            found[int(arguments[arguments.index("--number") + 1])] = (child.pid, arguments)
     return found
+
+
+def page_at(path: Path, what: str) -> tuple[int, str]:
+    """The status and the text of a page at a unix socket."""
+    connection = http.client.HTTPConnection("worker", timeout=PATIENCE_S)
+    connection.sock = socket.socket(socket.AF_UNIX)
+    try:
+        connection.sock.settimeout(PATIENCE_S)
+        connection.sock.connect(str(path))
+        connection.request("GET", what)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
 
 
 def connections_of(pid: int, port: int) -> int:

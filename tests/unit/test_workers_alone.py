@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import pickle
+from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from prometheus_client.core import Metric
 
 from kproxy.config import Limits, load_proxy_config, share_limits
 from kproxy.config.proxy import SHARED_LIMITS, worker_count
 from kproxy.errors import StartupError
-from kproxy.observe.exposition import Family, Gauge, Sample, family_of, growing, merge
+from kproxy.observe.exposition import FOLDS, growing, merge, parse, render
 from kproxy.observe.http_page import Readiness
-from kproxy.observe.metrics import ProxyCollector, Vitals
+from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableView
-from kproxy.observe.tally import Tally
+from kproxy.observe.tally import OTHER_TOPICS, Tally
 from kproxy.routing.topology import Topology
+from kproxy.trail.shipper import ShipperVitals
 from kproxy.workers.admin import combine_readiness
 from kproxy.workers.channel import Assignment
 
@@ -56,75 +61,104 @@ def test_a_worker_is_told_of_writer_groups_and_limits() -> None:
     assert (told.config.writer_groups, told.config.limits.own_timeout_s) == ({"t": "g"}, 7)
 
 
+def family(kind: str, name: str, *lines: tuple[str, dict[str, str], float]) -> Metric:
+    made = Metric(name, "A.", kind)
+    for line in lines:
+        made.add_sample(*line)
+    return made
+
+
 @pytest.mark.parametrize(
-    ("kind", "across", "values", "merged"),
+    ("kind", "name", "values", "merged"),
     [
-        ("counter", "sum", (1.0, 2.0, 4.0), 7.0),
-        ("gauge", "sum", (1.0, 2.0, 4.0), 7.0),
-        ("gauge", "max", (1.0, 4.0, 2.0), 4.0),
-        ("gauge", "min", (2.0, 1.0, 4.0), 1.0),
-        ("gauge", "min", (2.0,), 2.0),
+        ("counter", "a", (1.0, 2.0, 4.0), 7.0),
+        ("gauge", "kproxy_client_connections", (1.0, 2.0, 4.0), 7.0),
+        ("gauge", "kproxy_table_age_seconds", (1.0, 4.0, 2.0), 4.0),
+        ("gauge", "kproxy_table_revision", (2.0, 1.0, 4.0), 1.0),
+        ("gauge", "kproxy_table_revision", (2.0,), 2.0),
     ],
 )
-def test_values_of_several_processes_become_one(
-    kind: str, across: str, values: tuple[float, ...], merged: float
-) -> None:
-    pages = [[Family("a", "A.", kind, across, [Sample("a", {}, value)])] for value in values]  # type: ignore[arg-type]
-    assert merge(pages) == [Family("a", "A.", kind, across, [Sample("a", {}, merged)])]  # type: ignore[arg-type]
+def test_values_of_several_processes_become_one(kind: str, name: str, values: tuple[float, ...], merged: float) -> None:
+    pages = [[family(kind, name, ("a", {}, value))] for value in values]
+    assert merge(pages) == [family(kind, name, ("a", {}, merged))]
 
 
 def test_labels_keep_apart_what_is_apart_in_whatever_order_they_stand() -> None:
-    def page(*samples: Sample) -> list[Family]:
-        return [Family("a", "A.", "counter", "sum", list(samples))]
+    first = family("counter", "a", ("a_total", {"x": "1", "y": "1"}, 1), ("a_total", {"x": "2", "y": "1"}, 10))
+    second = family("counter", "a", ("a_total", {"y": "1", "x": "1"}, 2), ("a_total", {"x": "3", "y": "1"}, 100))
+    (merged,) = merge([[first], [second]])
+    assert {each.labels["x"]: each.value for each in merged.samples} == {"1": 3, "2": 10, "3": 100}
 
-    first = page(Sample("a_total", {"x": "1", "y": "1"}, 1), Sample("a_total", {"x": "2", "y": "1"}, 10))
-    second = page(Sample("a_total", {"y": "1", "x": "1"}, 2), Sample("a_total", {"x": "3", "y": "1"}, 100))
-    (family,) = merge([first, second])
-    assert {each.labels["x"]: each.value for each in family.samples} == {"1": 3, "2": 10, "3": 100}
+
+def collector_of(tally: Tally, *, splits: int = 0, **vitals: Any) -> ProxyCollector:
+    """One that shows every family that there is."""
+    return ProxyCollector(
+        tally=tally,
+        counters={"splits": splits},
+        table=lambda: TableView(Topology(), 7.0, True),
+        vitals=lambda: Vitals(**vitals),
+        shipping=lambda: ShipperVitals(waiting_bytes=3, age_s=1.25),
+    )
+
+
+def page_of(collector: ProxyCollector) -> list[Metric]:
+    """What a supervisor reads of it."""
+    return parse(render((*own_process(), collector), "")[0])
 
 
 def test_what_a_process_shows_outlives_the_wire_and_its_counts_the_process() -> None:
     tally = Tally()
     tally.requests[9] = 5
     tally.produce_buckets[0] = 2
-    view = TableView(Topology(), 7.0, True)
-    collector = ProxyCollector(
-        tally=tally, counters={"splits": 3}, table=lambda: view, vitals=lambda: Vitals(client_connections=4)
-    )
-    page = [family_of(metric) for metric in collector.collect()]
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(page), type=list[Family])
-    assert sent == page
-    twice = {sample.name: sample.value for family in merge([sent, sent]) for sample in family.samples}
+    tally.produce_seconds = 0.1 + 0.2
+    collector = collector_of(tally, splits=3, client_connections=4, brokers={1: True})
+    sent = page_of(collector)
+    assert sent == list(collector.collect()), "all of them, in order, and nothing of the process"
+    twice = {sample.name: sample.value for each in merge([sent, sent]) for sample in each.samples}
     assert twice["kproxy_requests_total"] == 10
     assert twice["kproxy_produce_duration_seconds_count"] == 4
+    assert twice["kproxy_produce_duration_seconds_sum"] == 2 * (0.1 + 0.2)
     assert twice["kproxy_client_connections"] == 8
     # Of the same table.
     assert (twice["kproxy_table_age_seconds"], twice["kproxy_table_stale"]) == (7.0, 1)
-    left = {sample.name: sample.value for family in growing(sent) for sample in family.samples}
+    left = {sample.name: sample.value for each in growing(sent) for sample in each.samples}
     assert left["kproxy_split_requests_total"] == 3
     assert "kproxy_produce_duration_seconds_count" in left
     assert "kproxy_client_connections" not in left
 
 
-def test_a_gauge_that_says_nothing_of_it_is_summed() -> None:
-    assert family_of(Gauge("a", "A.", 1)).across == "sum"
-    assert family_of(Gauge("a", "A.", 1, "min")).across == "min"
+@given(st.lists(st.binary(max_size=300), max_size=5))
+@example([b'a"} 1\n# HELP b', b"\\", b"\\n", b"\r\n ", "\u2028\x85,".encode(), b"", b"other", b"\xff{"])
+def test_names_that_clients_choose_outlive_the_wire(topics: list[bytes]) -> None:
+    tally = Tally()
+    for topic in topics:
+        tally.drop(topic, 3)
+        tally.leave_unconfirmed(topic, 2)
+    collector = collector_of(tally)
+    assert page_of(collector) == list(collector.collect())
+
+
+def test_a_name_that_no_topic_can_have_makes_no_line_of_its_own() -> None:
+    """A reader of `/metrics` would take seconds for some dozens."""
+    tally = Tally()
+    for n in range(3):
+        tally.drop(b'"' * 249 + b"%d" % n, 3)
+    tally.drop(b"a" * 249, 3)
+    assert tally.drops == {OTHER_TOPICS: {3: 3}, b"a" * 249: {3: 1}}
+
+
+def test_every_fold_is_of_a_gauge_that_there_is() -> None:
+    kinds = {each.name: each.type for each in collector_of(Tally()).collect()}
+    assert {name: kinds.get(name) for name in FOLDS} == dict.fromkeys(FOLDS, "gauge")
 
 
 def test_a_broker_is_up_where_all_processes_say_so() -> None:
-    pages = []
-    for brokers in ({1: True, 2: False}, {1: True, 2: True, 3: True}):
-        vitals = Vitals(brokers=brokers)
-        view = TableView(Topology(), 0.0, False)
-        collector = ProxyCollector(
-            tally=Tally(), counters={}, table=lambda view=view: view, vitals=lambda vitals=vitals: vitals
-        )
-        pages.append([family_of(metric) for metric in collector.collect()])
+    said = ({1: True, 2: False}, {1: True, 2: True, 3: True})
     up = {
         sample.labels["broker"]: sample.value
-        for family in merge(pages)
-        if family.name == "kproxy_broker_up"
-        for sample in family.samples
+        for each in merge([page_of(collector_of(Tally(), brokers=brokers)) for brokers in said])
+        if each.name == "kproxy_broker_up"
+        for sample in each.samples
     }
     assert up == {"1": 1, "2": 0, "3": 1}
 
