@@ -79,7 +79,13 @@ def test_a_proxy_that_is_added_tells_its_start_truly_and_briefly(dev_cluster: Kp
         assert "brokers=3" in told[STARTS[-1]]
 
 
-STARTS = ("lease table loaded", "proxies changed", "proxy registered", "APIs offered to clients changed")
+STARTS = (
+    "lease table loaded",
+    "proxies changed",
+    "plain path chosen",
+    "proxy registered",
+    "APIs offered to clients changed",
+)
 
 
 def replicas(dev: KproxyProcess, topic: str) -> list[int]:

@@ -32,7 +32,15 @@ def run_librdkafka(topic: str, records: Iterable[Record], settings: Mapping[str,
     for number, record in enumerate(records):
         where = -1 if record.partition is None else record.partition
         headers: Any = [*record.headers]
-        producer.produce(topic, record.value, record.key, where, on_delivery=on_delivery(number), headers=headers)
+        while True:
+            try:
+                producer.produce(
+                    topic, record.value, record.key, where, on_delivery=on_delivery(number), headers=headers
+                )
+                break
+            except BufferError:
+                # Its queue is full, because a broker is busy: Kafka's coordinator takes seconds to load.
+                producer.poll(0.1)
         producer.poll(0)
         sent += 1
     assert producer.flush(TIMEOUT_S) == 0, "not all was acknowledged in time"
