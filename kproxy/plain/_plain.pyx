@@ -373,6 +373,11 @@ cdef class CompiledPath:
 
     # Routes
 
+    @property
+    def kept(self):
+        """The topics whose routes are kept, and the partition indexes that they have room for."""
+        return len(self.by_name) + len(self.by_id), self.places
+
     cdef list routes_of(self, const uint8_t *name, uint32_t size, bint is_id):
         """The routes of a topic by partition index."""
         if (
@@ -383,10 +388,10 @@ cdef class CompiledPath:
         ):
             return self.last_routes
         topic = PyBytes_FromStringAndSize(<const char *>name, size)
-        table = self.by_id if is_id else self.by_name
-        found = table.get(topic)
+        found = (self.by_id if is_id else self.by_name).get(topic)
         if found is None:
-            found = table[topic] = []
+            # Kept with its first route: a client may name any topics.
+            found = []
         self.last_topic, self.last_routes, self.last_is_id = topic, found, is_id
         return found
 
@@ -414,6 +419,7 @@ cdef class CompiledPath:
         if self.acks is not None:
             route.acked = self.acks.open_chunk(frame, name, partition_index, route.upstream.owner)
         routes[partition_index] = route
+        (self.by_id if is_id else self.by_name)[topic] = routes
         return route
 
     # Requests
