@@ -22,24 +22,35 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
 
     longest = 0.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        # The line is of whole turns: this handler is run by the loop, within the turn that comes after them.
+        self.add_signal_handler(signal.SIGUSR1, self._report)
+
     def _run_once(self) -> None:
         began = time.thread_time()
         super()._run_once()  # type: ignore[misc]
-        self.longest = max(self.longest, time.thread_time() - began)
+        self.turned(time.thread_time() - began)
 
-    def report(self) -> None:
-        """Print the longest turn, and begin anew."""
-        sys.stdout.write(f"{self.longest * 1000:.3f}\n")
+    def _report(self) -> None:
+        sys.stdout.write(f"{self.measured()}\n")
         sys.stdout.flush()
-        self.longest = 0.0
+
+    def turned(self, took: float) -> None:
+        """Note a turn, in seconds of CPU time."""
+        self.longest = max(self.longest, took)
+
+    def measured(self) -> str:
+        """The line about all turns since the last one."""
+        line, self.longest = f"{self.longest * 1000:.3f}", 0.0
+        return line
 
 
-def new_loop() -> MeasuredLoop:
-    loop = MeasuredLoop()
-    loop.add_signal_handler(signal.SIGUSR1, loop.report)
-    return loop
+def run_kproxy(loop: type[MeasuredLoop]) -> int:
+    """Run the command on this kind of loop, in the place of uvloop's."""
+    uvloop.new_event_loop = loop  # type: ignore[assignment, misc]
+    return main()
 
 
 if __name__ == "__main__":
-    uvloop.new_event_loop = new_loop  # type: ignore[assignment]
-    sys.exit(main())
+    sys.exit(run_kproxy(MeasuredLoop))

@@ -11,26 +11,25 @@ import os
 from types import ModuleType
 from typing import Final
 
+from kproxy.errors import StartupError
+
 VARIABLE: Final = "KPROXY_PLAIN"
 MODES: Final = ("auto", "off", "require")
 
 
-class PlainPathUnavailable(Exception):
-    """KPROXY_PLAIN is wrong, or requires an extension that is not built."""
-
-
 def _load(mode: str) -> ModuleType | None:
+    """Raises StartupError if the mode is unknown, or requires an extension that is not built."""
     if mode not in MODES:
-        raise PlainPathUnavailable(f"{VARIABLE}={mode}: expected one of {', '.join(MODES)}")
+        raise StartupError(f"{VARIABLE}={mode} is not a mode of the plain path: give one of {', '.join(MODES)}.")
     if mode == "off":
         return None
     try:
         return importlib.import_module("kproxy.plain._plain")
     except ImportError as error:
         if mode == "require":
-            raise PlainPathUnavailable(
+            raise StartupError(
                 f"{VARIABLE}=require, but the compiled plain path is not built here ({error}): "
-                f"reinstall kproxy where a C compiler and Python's headers are, or use {VARIABLE}=auto"
+                f"reinstall kproxy where a C compiler and Python's headers are, or give {VARIABLE}=auto."
             ) from error
         return None
 

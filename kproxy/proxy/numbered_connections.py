@@ -20,7 +20,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kproxy.proxy.broker_connection import Ticket, Upstream
@@ -141,11 +141,6 @@ class NumberedConnections:
             upstream.replace(tickets)
 
     # What waits
-
-    def unanswered(self) -> Iterator[Ticket]:
-        """The tickets that wait, written or not; in order for each connection."""
-        for upstream in self.upstreams.values():
-            yield from upstream.unanswered()
 
     def oldest_pieces(self) -> dict[int, int]:
         """By number, the piece whose answer comes next."""

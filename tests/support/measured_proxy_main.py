@@ -10,15 +10,11 @@ of 4,096 partitions. A neighbour on the same core doubles both, and so does a sl
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
 import sys
 import time
 
-import uvloop
-
-from kproxy.cli import main
+from bench.measured_loop import MeasuredLoop, run_kproxy
 from kproxy_codec.framing import parse_request_header
 from kproxy_codec.produce import parse_produce
 from tests.support.raw_client import produce_frame
@@ -37,37 +33,23 @@ def reference_s() -> float:
     return (time.thread_time() - began) / REFERENCE_ROUNDS
 
 
-class MeasuredLoop(asyncio.SelectorEventLoop):
-    """asyncio's own loop; a turn is all that it does between two looks at its sockets."""
+class ComparedLoop(MeasuredLoop):
+    """Also counts the turns, and compares the longest with the reference."""
 
     turns = 0
-    longest = 0.0
     cpu_s = 0.0
 
-    def _run_once(self) -> None:
-        began = time.thread_time()
-        super()._run_once()  # type: ignore[misc]
+    def turned(self, took: float) -> None:
         self.turns += 1
-        took = time.thread_time() - began
         self.cpu_s += took
         if took > SHORT_S:
-            self.longest = max(self.longest, took / reference_s())
+            super().turned(took / reference_s())
 
-    def report(self) -> None:
-        """Print what was measured, and begin anew."""
+    def measured(self) -> str:
         said = {"turns": self.turns, "longest": self.longest, "cpu_s": self.cpu_s}
-        sys.stdout.write(json.dumps(said) + "\n")
-        sys.stdout.flush()
         self.turns, self.longest, self.cpu_s = 0, 0.0, 0.0
-
-
-def new_loop() -> MeasuredLoop:
-    loop = MeasuredLoop()
-    # The line is of whole turns: this handler is run by the loop, within the turn that comes after them.
-    loop.add_signal_handler(signal.SIGUSR1, loop.report)
-    return loop
+        return json.dumps(said)
 
 
 if __name__ == "__main__":
-    uvloop.new_event_loop = new_loop  # type: ignore[assignment]
-    sys.exit(main())
+    sys.exit(run_kproxy(ComparedLoop))

@@ -1,4 +1,4 @@
-"""What the compiled plain path keeps of routes: of proven ones alone, and within a bound."""
+"""Which plain path runs, and what the compiled one keeps of routes: proven ones alone, and within a bound."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from kproxy.plain import compiled
+from tests.support.dev import run_kproxy
 from tests.support.raw_client import batch, produce_frame
 
-pytestmark = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
+is_compiled = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
 
 RANGES = {0: (3, 13)}
 MOST_PLACES = 65_536
@@ -57,6 +58,16 @@ class Client:
         return taken
 
 
+@pytest.mark.parametrize("mode", ["maybe", ""])
+def test_a_mode_that_does_not_exist_is_refused_in_a_sentence(mode: str) -> None:
+    ended = run_kproxy("serve", "--etcd", "a:1", environ={"KPROXY_PLAIN": mode})
+    assert ended.status == 2
+    assert ended.stderr == (
+        f"kproxy: KPROXY_PLAIN={mode} is not a mode of the plain path: give one of auto, off, require.\n"
+    )
+
+
+@is_compiled
 def test_topics_without_a_proven_route_leave_nothing_behind() -> None:
     client = Client()
     for number in range(1000):
@@ -64,6 +75,7 @@ def test_topics_without_a_proven_route_leave_nothing_behind() -> None:
     assert client.path.kept == (0, 0)
 
 
+@is_compiled
 def test_the_routes_of_proven_partitions_are_kept_until_the_core_has_other_ones() -> None:
     client = Client()
     client.proven |= {(b"t", 7), (b"u", 0)}
@@ -79,6 +91,7 @@ def test_the_routes_of_proven_partitions_are_kept_until_the_core_has_other_ones(
     assert client.path.kept == (0, 0)
 
 
+@is_compiled
 def test_what_is_kept_has_a_bound() -> None:
     client = Client()
     highest = MOST_PLACES // 2
