@@ -36,6 +36,7 @@ from kproxy.config.parsing import (
     split_list,
     unknown,
 )
+from kproxy.config.security import OauthSection, SaslOptions, SaslSection, sasl_options
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS, Owners, parse_owners, read_table
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
@@ -224,6 +225,8 @@ class Options(msgspec.Struct, kw_only=True):
     produce: ProduceSection = msgspec.field(default_factory=ProduceSection)
     own: OwnSection = msgspec.field(default_factory=OwnSection)
     audit: AuditSection = msgspec.field(default_factory=AuditSection)
+    sasl: SaslSection = msgspec.field(default_factory=SaslSection)
+    oauth: OauthSection = msgspec.field(default_factory=OauthSection)
     limits: Limits = msgspec.field(default_factory=Limits)
 
 
@@ -240,6 +243,7 @@ _KEYS = {
 }
 # The only limits with a flag.
 _LIMITS_WITH_FLAGS = ("limits.drain_delay",)
+_SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth")
 
 
 def _flag_of(path: str) -> str:
@@ -251,7 +255,7 @@ def _flag_of(path: str) -> str:
 _FLAG_PATHS = {
     _flag_of(path): path
     for path in _KEYS
-    if (not path.startswith("limits.") or path in _LIMITS_WITH_FLAGS) and path not in SECRETS
+    if (path.partition(".")[0] not in _SECTIONS_WITHOUT_FLAGS or path in _LIMITS_WITH_FLAGS) and path not in SECRETS
 }
 
 
@@ -267,7 +271,7 @@ class ProxyConfig:
     `lease_ttl_s` after its last sign of life.
 
     `writer_groups`: for each topic that only owners may write to, the group in which they own; these need an `etcd`.
-    The bounds of `audit` hold for each process by itself.
+    The bounds of `audit` hold for each process by itself. `sasl` None: clients need no proof of who they are.
     """
 
     listen: Address
@@ -287,6 +291,7 @@ class ProxyConfig:
     audit: AuditOptions
     limits: Limits
     workers: int
+    sasl: SaslOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -380,6 +385,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         audit=audit,
         limits=given.limits,
         workers=workers,
+        sasl=sasl_options(given.sasl, given.oauth, sources),
     )
 
 

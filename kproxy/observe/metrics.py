@@ -74,6 +74,7 @@ class ProxyCollector(Collector):
         yield from _table(table)
         yield from _fleet(table, self._counters)
         yield from _claims(vitals, self._counters)
+        yield from _security(self._counters)
         yield from _audit(self._shipping(), self._counters)
 
 
@@ -286,6 +287,20 @@ def _claims(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
         gated.add_metric([api], counters.get(name, 0))
     yield gated
     yield counter("kproxy_own_keys_skipped", "Claims in etcd that could not be parsed.", counters.get("own.skipped", 0))
+
+
+def _security(counters: Mapping[str, int]) -> Iterable[Metric]:
+    authentications = CounterMetricFamily(
+        "kproxy_authentications",
+        "Attempts of clients to authenticate, by mechanism and outcome.",
+        labels=["mechanism", "outcome"],
+    )
+    for name, count in sorted(counters.items()):
+        kind, _, rest = name.partition(".")
+        if kind == "sasl":
+            outcome, _, mechanism = rest.partition(".")
+            authentications.add_metric([mechanism, outcome], count)
+    yield authentications
 
 
 _AUDIT_COUNTERS = {

@@ -79,6 +79,9 @@ _SOFTWARE: Final = {"client_software_name": "kproxy", "client_software_version":
 _PRODUCER_IDS: Final[Ranges] = {keys.INIT_PRODUCER_ID: (0, 0)}
 _FENCES: Final[Ranges] = {keys.BIND_FENCES: (BIND_FENCES_VERSION, BIND_FENCES_VERSION)}
 
+# Offered where the proxy has the means for them, whatever brokers serve.
+_ONLY_OURS: Final = frozenset({keys.OWN, keys.SASL_HANDSHAKE, keys.SASL_AUTHENTICATE})
+
 TRANSACTION_VERSION: Final = "transaction.version"
 # With these versions a producer uses transactions of level 2 (KIP-890).
 _LEVEL_2: Final[Ranges] = {keys.PRODUCE: (12, 12), keys.END_TXN: (5, 5), keys.TXN_OFFSET_COMMIT: (5, 5)}
@@ -131,7 +134,7 @@ def intersect(upstreams: Iterable[Ranges], caps: Mapping[int, int] = NO_CAPS) ->
     offered = {
         key: (lowest, min(highest, caps.get(key, highest)))
         for key, (lowest, highest) in proxy_ranges().items()
-        if key != keys.OWN
+        if key not in _ONLY_OURS
     }
     for upstream in upstreams:
         for key, (lowest, highest) in list(offered.items()):

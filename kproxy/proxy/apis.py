@@ -13,6 +13,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from kproxy.security.sasl import SASL_APIS
 from kproxy_codec import api_keys as keys
 from kproxy_codec import fetch, list_offsets, own, produce
 from kproxy_codec.coordination import GROUP, TRANSACTION
@@ -114,9 +115,18 @@ _DESCRIBE_TRANSACTION: Final = Permission(Operation.DESCRIBE, Resource.TRANSACTI
 _DESCRIBE_CLUSTER: Final = Permission(Operation.DESCRIBE, Resource.CLUSTER)
 
 _REFUSED: Final = Api(Handling.REFUSED)
-_REFUSED_SASL: Final = Api(
-    Handling.REFUSED, note="Listeners have no SASL. The log names the client setting: security.protocol=PLAINTEXT."
-)
+
+
+def _sasl(api_key: int) -> Api:
+    return Api(
+        Handling.PROXY,
+        SASL_APIS[api_key],
+        repeatable=False,
+        ends_here=lambda common: True,
+        note="Offered where clients authenticate by SASL. Without it the connection is closed, and the log names the"
+        " client setting: security.protocol=PLAINTEXT.",
+    )
+
 
 APIS: Final[Mapping[int, Api]] = MappingProxyType(
     {
@@ -172,7 +182,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.SYNC_GROUP: Api(Handling.GROUP_COORDINATOR, (0, 5), needs=(_READ_GROUP,), waits=True),
         keys.DESCRIBE_GROUPS: _REFUSED,
         keys.LIST_GROUPS: _REFUSED,
-        keys.SASL_HANDSHAKE: _REFUSED_SASL,
+        keys.SASL_HANDSHAKE: _sasl(keys.SASL_HANDSHAKE),
         keys.API_VERSIONS: Api(
             Handling.PROXY, (0, 4), note="Other versions are answered in version 0 with UNSUPPORTED_VERSION (KIP-511)."
         ),
@@ -210,7 +220,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.ALTER_CONFIGS: _REFUSED,
         keys.ALTER_REPLICA_LOG_DIRS: _REFUSED,
         keys.DESCRIBE_LOG_DIRS: _REFUSED,
-        keys.SASL_AUTHENTICATE: _REFUSED_SASL,
+        keys.SASL_AUTHENTICATE: _sasl(keys.SASL_AUTHENTICATE),
         keys.CREATE_PARTITIONS: Api(Handling.ANY_BROKER, (0, 3), needs=(_ALTER_TOPIC,), repeatable=False),
         keys.CREATE_DELEGATION_TOKEN: _REFUSED,
         keys.RENEW_DELEGATION_TOKEN: _REFUSED,

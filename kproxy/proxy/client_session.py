@@ -33,6 +33,7 @@ from typing import Final, cast
 import structlog
 
 from kproxy.observe.tally import VERSION_BITS
+from kproxy.proxy.admission import Admission
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.answer_room import Share
 from kproxy.proxy.api_versions import check_served, covers
@@ -43,10 +44,12 @@ from kproxy.proxy.claims import ClientClaims
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
-from kproxy.proxy.fanout import FanoutShell, NoRoom, plain_path
+from kproxy.proxy.fanout import CompiledPath, FanoutShell, NoRoom, plain_path
 from kproxy.proxy.memory_budget import LAST_READ_BYTES, Arrival, Budget
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
+from kproxy.security.principals import Principal
+from kproxy.security.sasl import MOST_FRAME_BYTES
 from kproxy_codec import api_keys
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER
@@ -69,9 +72,14 @@ _PARTITIONED: Final = {
 
 
 class ClientSession(asyncio.BufferedProtocol):
-    """A client's connection; `on_closed` is called once when it has ended."""
+    """A client's connection; `on_closed` is called once when it has ended. `admission` None: it needs no proof."""
 
-    def __init__(self, context: ProxyContext, on_closed: Callable[[ClientSession], None]) -> None:
+    def __init__(
+        self,
+        context: ProxyContext,
+        on_closed: Callable[[ClientSession], None],
+        admission: Admission | None = None,
+    ) -> None:
         self._context = context
         self._clock = context.clock
         self._tally = context.tally
@@ -117,8 +125,13 @@ class ClientSession(asyncio.BufferedProtocol):
         self._gone = asyncio.get_running_loop().create_future()
         claims = ClientClaims(context, self._connections, self.sever)
         self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable)
-        self._plain = plain_path(context, self._fanout, self._answers)
-        self._control = ControlRequests(context, self, claims, self._on_broker_pressure, self._offered)
+        self._compiled = plain_path(context, self._fanout, self._answers)
+        # Begins the requests, or leaves them to `_take`: the gate while the client has to authenticate.
+        self._plain: CompiledPath | None = self._compiled
+        self._gate = admission.gate(self, self._on_broker_pressure) if admission is not None else None
+        if self._gate is not None:
+            self.guard()
+        self._control = ControlRequests(context, self, claims, self._on_broker_pressure, self._offered, self._gate)
         self._waiting = Waiting(context.health)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
         self._ranges = context.versions.offered.ranges
@@ -136,6 +149,34 @@ class ClientSession(asyncio.BufferedProtocol):
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         if self._fanout.acks is not None:
             self._fanout.acks.peer = self.peer
+        if self._gate is not None:
+            self._gate.connected(transport.get_extra_info("peercert"))
+
+    # Authentication
+
+    def guard(self) -> None:
+        """Have the gate begin requests from now on, short ones alone."""
+        self._plain = self._gate
+        self._reader.admit(MOST_FRAME_BYTES)
+
+    def admit(self, principal: Principal) -> None:
+        """Begin requests without the gate from now on: the client is `principal`."""
+        self._plain = self._compiled
+        self._reader.admit(self._context.limits.max_request_bytes)
+        if self._fanout.acks is not None:
+            self._fanout.acks.principal = str(principal)
+
+    def place(self, frame: memoryview) -> Slot:
+        """Take the next place among the answers, for a request that the gate has begun."""
+        answers = self._answers
+        answers.sequence += 1
+        slot = Slot(answers, answers.sequence, len(frame), 0.0)
+        answers.slots.append(slot)
+        answers.in_flight_bytes += slot.weight
+        self._budget.held += slot.weight
+        return slot
+
+    # Bytes and requests
 
     def get_buffer(self, sizehint: int) -> memoryview:
         budget = self._budget
@@ -401,6 +442,8 @@ class ClientSession(asyncio.BufferedProtocol):
             self._judge_arrival(now)
         if self._share.held and not self.closed and not is_late:
             self._judge_taking(now)
+        if self._gate is not None and not self.closed and not is_late:
+            self._gate.look(now)
 
     def _judge_arrival(self, now: float) -> None:
         arrived = self._reader.pending_bytes
@@ -548,6 +591,8 @@ class ClientSession(asyncio.BufferedProtocol):
     async def close(self) -> None:
         """Release everything this connection holds; whole acks=0 frames are still sent."""
         self._end()
+        if self._gate is not None:
+            await self._gate.close()
         await asyncio.gather(self._close_client(), self._close_brokers(), self._count_lost())
 
     async def _close_client(self) -> None:

@@ -22,6 +22,7 @@ from kproxy.proxy.virtual_brokers import Portions, Shared
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Address, Topology
+from kproxy.security.sasl import SASL_APIS
 from kproxy.trail.trail import Trail
 from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
 from kproxy_codec.framing import ReceiveArena
@@ -70,6 +71,8 @@ class ProxyContext:
     coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
     # Makes claims (the Own API); None without an etcd to keep them.
     own: OwnService | None = None
+    # Whether clients authenticate by SASL, on a listener at least.
+    has_sasl: bool = False
     # Acknowledgements are noted here; None: they are not.
     trail: Trail | None = None
     portions: Portions = field(default_factory=Portions)
@@ -88,6 +91,8 @@ class ProxyContext:
             can_answer.add(FIND_COORDINATOR)
         if self.own is not None:
             can_answer.add(OWN)
+        if self.has_sasl:
+            can_answer |= SASL_APIS.keys()
         self.health = BrokerHealth(self.topology, self.limits, self.clock, self.arena, self.counters, self.dialler)
         self.versions = BrokerVersions(
             self.topology, self.limits, self.clock, self.arena, self.health, self.version_caps, can_answer

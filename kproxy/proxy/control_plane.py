@@ -31,6 +31,7 @@ import structlog
 
 from kproxy.etcd import EtcdError
 from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
+from kproxy.proxy.admission import Gate
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.api_versions import check_api_versions_request, offered_response, unsupported_version_response
 from kproxy.proxy.apis import KEY_TYPES, NOT_SERVED, SERVED, Ranges
@@ -42,6 +43,7 @@ from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
+from kproxy.security.sasl import SASL_APIS, illegal_state
 from kproxy_codec import api_keys as keys
 from kproxy_codec.cluster import asks_for_all_topics
 from kproxy_codec.control import Message, build_request, build_response, encode_request, encode_response
@@ -104,7 +106,7 @@ class Client(Protocol):
 class ControlRequests:
     """Run the control requests of `client`.
 
-    Its Own requests go to `claims`.
+    Its Own requests go to `claims`, its SASL requests to `gate`.
     """
 
     def __init__(
@@ -114,10 +116,12 @@ class ControlRequests:
         claims: ClientClaims,
         on_pressure: Callable[[bool], None],
         on_offered: Callable[[Ranges], None],
+        gate: Gate | None = None,
     ) -> None:
         self._context = context
         self._client = client
         self._claims = claims
+        self._gate = gate
         self._plane = ControlPlane(context, on_pressure, on_offered)
         # Whether a claim is being served: one at a time, and requests behind it must see its result.
         self.is_claiming = False
@@ -139,6 +143,12 @@ class ControlRequests:
         lowest, highest = ranges.get(header.api_key, NOT_SERVED)
         version = header.api_version if lowest <= header.api_version <= highest else OTHER_VERSION
         self._context.tally.requests[header.api_key << VERSION_BITS | version] += 1
+        if header.api_key in SASL_APIS:
+            if self._gate is not None:
+                self._gate.renew(frame, slot)
+            else:
+                slot.fill([illegal_state(header)])
+            return
         task = asyncio.get_running_loop().create_task(self._answer(frame, header, slot))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

@@ -32,6 +32,7 @@ from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
 from kproxy.plain import compiled
 from kproxy.proxy import descriptors
+from kproxy.proxy.admission import Admission
 from kproxy.proxy.broker_health import Brokers, readiness
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
@@ -44,6 +45,9 @@ from kproxy.runtime.notify import Reminders
 from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
+from kproxy.security.files import SecurityFiles
+from kproxy.security.mechanisms import servers
+from kproxy.security.sasl import Times
 from kproxy.trail.overlaps import Overlap
 from kproxy.trail.shipper import Shipper, ShipperVitals
 from kproxy.trail.sink import make_sink
@@ -87,7 +91,8 @@ class _Proxy:
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
             port = await self._listener.bind(*config.listen, shared=self._front.worker is not None)
-            # Before any wait, so that an unusable sink is reported at once.
+            # Before any wait, so that an unusable file or sink is reported at once.
+            security = SecurityFiles(config.sasl)
             audit = self._audit = self._open_audit(port)
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
@@ -101,7 +106,8 @@ class _Proxy:
             # Between the end of the last client and of the listener: the rest of the trail may pass through this proxy.
             await stack.enter_async_context(audit.keep())
             stack.push_async_callback(self._listener.drain)
-            await self._listener.serve(context)
+            await self._listener.serve(context, admission=self._admission(security))
+            stack.push_async_callback(cancel, asyncio.create_task(security.keep()))
             if self._front.worker in (None, 1):
                 log.info("plain path chosen", kind="Python" if compiled is None else "compiled")
                 _tell_of_too_few_files(config.limits.max_connections)
@@ -120,7 +126,7 @@ class _Proxy:
             running = [opened.following, failing]
             if own is not None and own.running is not None:
                 running.append(own.running)
-            await unless_failed(_reload_at(self._signals.hangup, opened.source), running)
+            await unless_failed(_reload_at(self._signals.hangup, opened.source, security), running)
 
     async def _linger(self, kind: type[BaseException] | None, *_: object) -> None:
         """Serve on for a while after a signal to stop, but not after a failure."""
@@ -144,6 +150,14 @@ class _Proxy:
         name = str(Address(*self._advertised(port))) + ("" if worker is None else f"/{worker}")
         return Audit(self._config, name, self._counters, self._random, self._listener.connect_inside)
 
+    def _admission(self, security: SecurityFiles) -> Admission | None:
+        sasl = self._config.sasl
+        if sasl is None:
+            return None
+        offered = servers(sasl.offered(is_encrypted=False), lambda: security.users, lambda: security.tokens)
+        times = Times(time.monotonic, time.time, sasl.session_lifetime_s)
+        return Admission(offered, times, timeout_s=sasl.timeout_s, counters=self._counters)
+
     def _context(
         self, opened: OpenSource, membership: Membership, own: OwnService | None, trail: Trail
     ) -> ProxyContext:
@@ -156,6 +170,7 @@ class _Proxy:
             producer_ids=opened.producer_ids,
             coordinators=opened.coordinators,
             own=own,
+            has_sasl=self._config.sasl is not None,
             trail=trail,
             limits=self._config.limits,
             clock=time.monotonic,
@@ -214,10 +229,11 @@ class _Proxy:
         )
 
 
-async def _reload_at(hangup: asyncio.Event, source: Source) -> None:
+async def _reload_at(hangup: asyncio.Event, source: Source, security: SecurityFiles) -> None:
     while True:
         await hangup.wait()
         hangup.clear()
+        await asyncio.to_thread(security.look, anyway=True)
         try:
             log.info("ownership reloaded", outcome=await source.reload())
         except StartupError as error:

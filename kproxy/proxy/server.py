@@ -28,6 +28,7 @@ import structlog
 
 from kproxy.config import Limits
 from kproxy.observe.metrics import Vitals
+from kproxy.proxy.admission import Admission
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_session import TURN_S, ClientSession
 from kproxy.proxy.context import ProxyContext
@@ -51,6 +52,7 @@ class Listener:
         # The reason why it does not serve yet, as a sentence, if known.
         self.waits_for = ""
         self._context: ProxyContext | None = None
+        self._admission: Admission | None = None
         self._descriptors: Descriptors | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sessions: set[ClientSession] = set()
@@ -124,14 +126,17 @@ class Listener:
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
-    async def serve(self, context: ProxyContext, *, follows_versions: bool = True) -> None:
-        """Accept connections, all of them on `context`.
+    async def serve(
+        self, context: ProxyContext, *, admission: Admission | None = None, follows_versions: bool = True
+    ) -> None:
+        """Accept connections, all of them on `context`, and as `admission` asks.
 
         `follows_versions`: brokers are asked for their versions as soon as they are known, not only when a client asks.
         """
         if self._server is None:
             raise RuntimeError("bind comes first")
         self._context = context
+        self._admission = admission
         self._descriptors = Descriptors(open_file_limit(), context.clock)
         self._loop = asyncio.get_running_loop()
         self._follows_versions = follows_versions
@@ -197,7 +202,7 @@ class Listener:
             )
             return self._refusal()
         self._context.counters["clients.accepted"] += 1
-        session = ClientSession(self._context, self._session_closed)
+        session = ClientSession(self._context, self._session_closed, self._admission)
         self._sessions.add(session)
         self._empty.clear()
         return session

@@ -113,6 +113,7 @@ class Acked(OpenChunk):
         "origin",
         "partition",
         "peer",
+        "principal",
         "topic",
         "topic_id",
         "trail",
@@ -120,7 +121,15 @@ class Acked(OpenChunk):
     )
 
     def __init__(
-        self, trail: Trail, topic: bytes, topic_id: bytes | None, partition: int, origin: Origin, peer: str, client: str
+        self,
+        trail: Trail,
+        topic: bytes,
+        topic_id: bytes | None,
+        partition: int,
+        origin: Origin,
+        peer: str,
+        client: str,
+        principal: str | None = None,
     ) -> None:
         self.trail = trail
         # A topic whose name is not known is named by its id.
@@ -130,6 +139,7 @@ class Acked(OpenChunk):
         self.origin = origin
         self.peer = peer
         self.client = client
+        self.principal = principal
         self.acks = -1
         self.latencies_s: list[float] = []
         self.chunks: list[Chunk] = []
@@ -310,6 +320,8 @@ class ConnectionAcks:
 
     def __init__(self, trail: Trail, topology: Topology, connection: int) -> None:
         self.peer = "?"
+        # Who the client is, once it is authenticated; its batches come later.
+        self.principal: str | None = None
         self._trail = trail
         self._topology = topology
         self._connection = connection
@@ -376,6 +388,6 @@ class ConnectionAcks:
                 self._acked.clear()
             client = (client_id(frame) or b"")[:MAX_CLIENT_ID_BYTES].decode(errors="replace")
             origin = Origin(owner, revision, self._connection, f"{client}@{self.peer}")
-            found = Acked(self._trail, topic, topic_id, partition, origin, self.peer, client)
+            found = Acked(self._trail, topic, topic_id, partition, origin, self.peer, client, self.principal)
             self._acked[topic, partition] = found
         return found

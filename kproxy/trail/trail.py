@@ -323,7 +323,7 @@ class Trail:
                 connection=acked.origin.connection,
                 peer=acked.peer,
                 client_id=acked.client,
-                principal=None,
+                principal=acked.principal,
                 producer_id=chunk.producer_id,
                 producer_epoch=chunk.producer_epoch,
                 first_sequence=chunk.first_sequence,

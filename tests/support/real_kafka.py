@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import kafka
 import pytest
@@ -249,14 +250,20 @@ class RealKafka:
 
 
 @contextmanager
-def start_real_kafka(directory: Path, nodes: int) -> Iterator[RealKafka]:
-    """A cluster of `nodes` that serves, until the block ends."""
+def start_real_kafka(
+    directory: Path, nodes: int, more_listeners: Mapping[str, int] = MappingProxyType({}), **more: object
+) -> Iterator[RealKafka]:
+    """A cluster of `nodes` that serves, until the block ends; only a single node has `more_listeners` (name to port).
+
+    `more` are further options of the brokers, with `__` for a dot.
+    """
     ports = free_ports(2 * nodes)
     kafka_ports, controller_ports = ports[:nodes], ports[nodes:]
     voters = ",".join(f"{number}@127.0.0.1:{port}" for number, port in enumerate(controller_ports, 1))
     brokers = []
     for number in range(1, nodes + 1):
         listeners = {"PLAINTEXT": kafka_ports[number - 1], "CONTROLLER": controller_ports[number - 1]}
+        listeners |= more_listeners
         options = {
             "process.roles": "broker,controller",
             "node.id": number,
@@ -283,6 +290,7 @@ def start_real_kafka(directory: Path, nodes: int) -> Iterator[RealKafka]:
             # A replica that asks its next leader too early would wait for a second.
             "replica.fetch.backoff.ms": 100,
             "group.initial.rebalance.delay.ms": 0,
+            **{key.replace("__", "."): value for key, value in more.items()},
         }
         text = {key: str(value) for key, value in options.items()}
         brokers.append(RealBroker(number, kafka_ports[number - 1], directory / str(number), text))

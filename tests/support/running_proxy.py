@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -21,10 +22,13 @@ import uvloop
 
 from kproxy.claims.service import OwnService
 from kproxy.config import Limits
+from kproxy.proxy.admission import Admission
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.server import Listener
 from kproxy.routing.fleet import Fleet, Proxy
 from kproxy.routing.topology import NO_OWNER, Topology
+from kproxy.security.mechanisms import Servers
+from kproxy.security.sasl import Times
 from kproxy.trail.rows import Range, decode_page
 from kproxy.trail.trail import Trail
 from tests.support.messages import topic_id
@@ -99,7 +103,14 @@ class Owners:
 class RunningProxy:
     """A proxy on a free port, before upstreams that the test drives."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float], own: OwnService | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float],
+        own: OwnService | None = None,
+        mechanisms: Servers | None = None,
+        times: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self.topology = Topology()
         self.source = Owners()
         self.pages: list[bytes] = []
@@ -115,8 +126,21 @@ class RunningProxy:
             left_out=[b"left-out"],
         )
         self.context = ProxyContext(
-            self.topology, self.source, Fleet([IDENTITY]), limits, clock, Random(7), own=own, trail=self.trail
+            self.topology,
+            self.source,
+            Fleet([IDENTITY]),
+            limits,
+            clock,
+            Random(7),
+            own=own,
+            has_sasl=mechanisms is not None,
+            trail=self.trail,
         )
+        self.admission = None
+        if mechanisms is not None:
+            lifetimes = Times(clock, time.time, times.get("lifetime_s", 0.0))
+            timeout_s = times.get("timeout_s", 10.0)
+            self.admission = Admission(mechanisms, lifetimes, timeout_s=timeout_s, counters=self.context.counters)
         self.listener = Listener(limits)
         self.port = 0
         self._revision = 0
@@ -170,21 +194,24 @@ async def running_proxy(
     follows_versions: bool = False,
     introduced: bool = True,
     own: OwnService | None = None,
+    mechanisms: Servers | None = None,
+    times: Mapping[str, float] = MappingProxyType({}),
 ) -> AsyncIterator[RunningProxy]:
     """A proxy that knows these upstreams, which are started where they are not; all is stopped in the end.
 
     Upstreams are asked what they serve at the start, unless they are not to be `introduced`, and then only when a
-    client asks, so that nothing arrives that a test has not sent.
+    client asks, so that nothing arrives that a test has not sent. With `mechanisms` clients authenticate by SASL;
+    `times` are the `timeout_s` and `lifetime_s` of that.
     """
     async with AsyncExitStack() as stack:
-        proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock, own)
+        proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock, own, mechanisms, times)
         for upstream in upstreams:
             stack.push_async_callback(upstream.stop)
             if not upstream.port:
                 await upstream.start()
             proxy.topology.set_broker(upstream.node_id, upstream.address)
         proxy.port = await proxy.listener.bind(HOST, 0)
-        await proxy.listener.serve(proxy.context, follows_versions=follows_versions)
+        await proxy.listener.serve(proxy.context, admission=proxy.admission, follows_versions=follows_versions)
         stack.push_async_callback(proxy.stop)
         if introduced and not follows_versions:
             await introduce(proxy, upstreams)

@@ -16,6 +16,7 @@ from kproxy_codec.control import version_range
 
 REPOSITORY = Path(__file__).parents[2]
 NAMED = {value for name, value in vars(keys).items() if name.isupper() and isinstance(value, int)}
+SASL = {keys.SASL_HANDSHAKE, keys.SASL_AUTHENTICATE}
 NATIVE = {keys.OWN, keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR}
 
 
@@ -32,15 +33,16 @@ def test_the_code_handles_what_the_table_says() -> None:
     assert keys_of(Handling.SPLIT) == set(_PARTITIONED)
     assert {key for key, api in APIS.items() if api.names_brokers} == {*cluster.RENAMED, keys.FIND_COORDINATOR}
     assert keys_of(*KEY_TYPES) >= coordination.TELL_ERRORS | set(coordination.REFUSED_BY_PARTITION)
-    assert keys_of(Handling.PROXY) == {keys.API_VERSIONS, keys.OWN}
-    assert {key for key, api in APIS.items() if api.ends_here is not None} == NATIVE
+    assert keys_of(Handling.PROXY) == {keys.API_VERSIONS, keys.OWN, *SASL}
+    assert {key for key, api in APIS.items() if api.ends_here is not None} == NATIVE | SASL
 
 
-@pytest.mark.parametrize("can_answer", [(), (keys.OWN,)])
+@pytest.mark.parametrize("can_answer", [(), (keys.OWN,), tuple(SASL)])
 def test_the_versions_offered_before_a_broker_of_everything_are_those_of_the_table(can_answer: tuple[int, ...]) -> None:
     everything = BrokerApis(dict.fromkeys(range(1 << 15), (0, 1 << 10)))
     offered = offer([everything], can_answer=can_answer).ranges
-    assert offered == {key: api.versions for key, api in SERVED.items() if key != keys.OWN or can_answer}
+    left_out = {keys.OWN, *SASL} - set(can_answer)
+    assert offered == {key: api.versions for key, api in SERVED.items() if key not in left_out}
     assert offer([], can_answer=can_answer).ranges == offered
 
 
@@ -53,7 +55,7 @@ def test_what_is_refused_is_not_offered_and_needs_no_permission() -> None:
 
 
 def test_every_api_that_concerns_a_resource_needs_a_permission() -> None:
-    assert {key for key, api in SERVED.items() if not api.needs} == {keys.API_VERSIONS}
+    assert {key for key, api in SERVED.items() if not api.needs} == {keys.API_VERSIONS, *SASL}
 
 
 def test_the_codec_reads_every_version_of_the_table() -> None:
@@ -69,7 +71,7 @@ def test_the_codec_reads_every_version_of_the_table() -> None:
 
 
 def test_a_request_that_changes_something_is_not_repeated() -> None:
-    changes = {keys.CREATE_TOPICS, keys.DELETE_TOPICS, keys.CREATE_PARTITIONS, keys.OWN}
+    changes = {keys.CREATE_TOPICS, keys.DELETE_TOPICS, keys.CREATE_PARTITIONS, keys.OWN, *SASL}
     assert {key for key, api in APIS.items() if not api.repeatable} == changes
 
 

@@ -34,6 +34,7 @@ FLAGS = {
     "table": f"admin etcd prefix topic json watch {ETCD_FLAGS}",
     "pipeline": "",
     "own": "",
+    "user": "",
     "doctor": f"bootstrap topic no-write etcd prefix admin json {ETCD_FLAGS}",
     "check-config": "config json",
     "completion": "help",

@@ -1,0 +1,140 @@
+"""Options of authentication: `[sasl]` and `[oauth]`.
+
+They are in the file and in the environment, and have no flags. Nothing here is a secret: passwords and keys are in
+files that these options name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from kproxy.config.parsing import split_list
+from kproxy.errors import StartupError
+
+PLAIN: Final = "PLAIN"
+OAUTHBEARER: Final = "OAUTHBEARER"
+MECHANISMS: Final = (PLAIN, "SCRAM-SHA-256", "SCRAM-SHA-512", OAUTHBEARER)
+# Who reads along can use what the client sends.
+NEED_TLS: Final = frozenset({PLAIN, OAUTHBEARER})
+
+
+class SaslSection(msgspec.Struct, kw_only=True):
+    """`[sasl]`: times in seconds; `session_lifetime_s` 0: sessions do not end by themselves."""
+
+    mechanisms: str | list[str] | UnsetType = UNSET
+    users: str | UnsetType = UNSET
+    without_tls: bool = False
+    timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
+    session_lifetime_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
+
+
+class OauthSection(msgspec.Struct, kw_only=True):
+    """`[oauth]`: what a token of OAUTHBEARER must say, and which claims name its principal and groups."""
+
+    jwks: str | UnsetType = UNSET
+    issuer: str | UnsetType = UNSET
+    audience: str | list[str] | UnsetType = UNSET
+    principal_claim: str = "sub"
+    groups_claim: str | UnsetType = UNSET
+    clock_skew_s: Annotated[float, Meta(ge=0, le=600)] = 30.0
+
+
+@dataclass(frozen=True)
+class OauthOptions:
+    """`[oauth]`, checked."""
+
+    jwks: Path
+    issuer: str
+    audience: tuple[str, ...]
+    principal_claim: str
+    groups_claim: str | None
+    clock_skew_s: float
+
+
+@dataclass(frozen=True)
+class SaslOptions:
+    """`[sasl]` and `[oauth]`, checked. `users` and `oauth` are set if a mechanism needs them."""
+
+    mechanisms: tuple[str, ...]
+    users: Path | None
+    oauth: OauthOptions | None
+    without_tls: bool
+    timeout_s: float
+    session_lifetime_s: float
+
+    def offered(self, *, is_encrypted: bool) -> tuple[str, ...]:
+        """The mechanisms of a listener."""
+        if is_encrypted or self.without_tls:
+            return self.mechanisms
+        return tuple(name for name in self.mechanisms if name not in NEED_TLS)
+
+
+def sasl_options(given: SaslSection, oauth: OauthSection, sources: Mapping[str, str]) -> SaslOptions | None:
+    """Check the options; None without SASL. Raises StartupError."""
+    if given.mechanisms is UNSET:
+        for path in (*_changed("sasl", given), *_changed("oauth", oauth)):
+            raise StartupError(
+                f"{sources[path]}: it is of no use without SASL: name mechanisms in sasl.mechanisms "
+                f"({', '.join(MECHANISMS)})."
+            )
+        return None
+    source = sources["sasl.mechanisms"]
+    mechanisms = tuple(dict.fromkeys(split_list(given.mechanisms, source)))
+    for name in mechanisms:
+        if name not in MECHANISMS:
+            raise StartupError(f"{source}: {name[:80]!r} is no mechanism: there are {', '.join(MECHANISMS)}.")
+    needs_users = any(name != OAUTHBEARER for name in mechanisms)
+    if needs_users and given.users is UNSET:
+        raise StartupError(
+            f"{source}: {', '.join(name for name in mechanisms if name != OAUTHBEARER)} needs users: name their file "
+            f"in sasl.users, and write it with `kproxy user add`."
+        )
+    if not needs_users and given.users is not UNSET:
+        raise StartupError(f"{sources['sasl.users']}: {OAUTHBEARER} has no users: leave it out.")
+    options = SaslOptions(
+        mechanisms=mechanisms,
+        users=Path(given.users) if given.users is not UNSET else None,
+        oauth=_oauth(oauth, OAUTHBEARER in mechanisms, sources),
+        without_tls=given.without_tls,
+        timeout_s=given.timeout_s,
+        session_lifetime_s=given.session_lifetime_s,
+    )
+    if not options.offered(is_encrypted=False):
+        raise StartupError(
+            f"{source}: {' and '.join(mechanisms)} would send what anybody who reads along can use, as the listener "
+            f"has no TLS: use SCRAM-SHA-512, or allow it with sasl.without_tls = true."
+        )
+    return options
+
+
+def _changed(section: str, given: msgspec.Struct) -> list[str]:
+    """The keys whose values are not the defaults."""
+    fields = msgspec.structs.fields(given)
+    return [f"{section}.{field.name}" for field in fields if getattr(given, field.name) != field.default]
+
+
+def _oauth(given: OauthSection, is_on: bool, sources: Mapping[str, str]) -> OauthOptions | None:
+    if not is_on:
+        for path in _changed("oauth", given):
+            raise StartupError(f"{sources[path]}: it belongs to {OAUTHBEARER}, which is not offered.")
+        return None
+    jwks, issuer, audience = given.jwks, given.issuer, given.audience
+    if jwks is UNSET or issuer is UNSET or audience is UNSET or not issuer:
+        raise StartupError(
+            f"{sources['sasl.mechanisms']}: {OAUTHBEARER} needs oauth.jwks (the file with the issuer's public keys), "
+            f"oauth.issuer and oauth.audience: without these a token that was made for others would do."
+        )
+    return OauthOptions(
+        jwks=Path(jwks),
+        issuer=issuer,
+        audience=split_list(audience, sources["oauth.audience"]),
+        principal_claim=given.principal_claim,
+        groups_claim=given.groups_claim if given.groups_claim is not UNSET else None,
+        clock_skew_s=given.clock_skew_s,
+    )

@@ -1,0 +1,228 @@
+"""Admit clients: a listener's gate, which begins all requests of a client until it is authenticated.
+
+The exchange itself is kproxy.security.sasl; this module gives it frames, carries out its outcomes and has the clock. A
+gate stands where the compiled plain path of a session is (`CompiledPath`) and leaves this place once the client is
+authenticated, so that it costs later requests nothing. It takes the place again for a renewal, and when a session ends.
+
+States of a gate
+  closed    it begins the client's requests
+  open      the client is authenticated; the session begins its requests itself
+  ended     the connection is being closed
+
+Transitions
+  closed -> open     the exchange is authenticated, or a certificate is enough
+  open   -> closed   the client renews its session, or its session has ended: the next request must renew it
+  any    -> ended    a failure, the end of the time to authenticate, the end of the connection
+
+Invariants
+1. While closed only kproxy.security.sasl reads the client's frames, except for ApiVersions; these are at most
+   MOST_FRAME_BYTES long.
+2. At most one step of a mechanism runs, in a task that `close` awaits; meanwhile the client is not read.
+3. Nothing that a client sent is in the log but its user's name and its mechanism.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import structlog
+
+from kproxy.proxy.answer_order import Slot
+from kproxy.proxy.apis import Ranges
+from kproxy.security.mechanisms import Refused, Servers, Step
+from kproxy.security.principals import DEFAULT_RULES, MappingRule, Principal, principal_of
+from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State, Times, illegal_state
+from kproxy_codec.framing import parse_request_header
+
+log = structlog.get_logger(__name__)
+
+# As connection.failed.authentication.delay.ms of Kafka: who guesses passwords waits.
+REFUSAL_DELAY_S: Final = 0.1
+
+
+class NotAdmitted(Exception):
+    """The client's connection is closed because of what it sent, or did not send, to authenticate."""
+
+
+class Guarded(Protocol):
+    """The session behind a gate."""
+
+    peer: str
+
+    def place(self, frame: memoryview) -> Slot:
+        """Take the next place among the answers, for this request."""
+        ...
+
+    def admit(self, principal: Principal) -> None:
+        """Begin requests without the gate from now on."""
+        ...
+
+    def guard(self) -> None:
+        """Have the gate begin requests from now on."""
+        ...
+
+    def refuse(self, error: Exception) -> None:
+        """Close the connection."""
+        ...
+
+    def drain(self) -> None:
+        """Close the connection behind the answers that are due."""
+        ...
+
+
+class Admission:
+    """What a listener asks of its clients: SASL by `servers`, or without these a certificate.
+
+    `timeout_s` is the time to authenticate, `rules` turn a certificate's name into a principal's.
+    """
+
+    def __init__(
+        self,
+        servers: Servers | None,
+        times: Times,
+        *,
+        timeout_s: float = 10.0,
+        rules: tuple[MappingRule, ...] = DEFAULT_RULES,
+        counters: Counter[str],
+    ) -> None:
+        self.servers = servers
+        self.times = times
+        self.timeout_s = timeout_s
+        self.rules = rules
+        self.counters = counters
+
+    def gate(self, client: Guarded, on_pressure: Callable[[bool], None]) -> Gate:
+        """Make the gate of one client; `on_pressure` stops and resumes reading."""
+        return Gate(self, client, on_pressure)
+
+
+class Gate:
+    """See the module's text."""
+
+    def __init__(self, admission: Admission, client: Guarded, on_pressure: Callable[[bool], None]) -> None:
+        self._admission = admission
+        self._client = client
+        self._on_pressure = on_pressure
+        self._exchange = SaslExchange(admission.servers or {}, admission.times)
+        self._is_open = False
+        self._began_at = admission.times.clock()
+        self._task: asyncio.Task[None] | None = None
+
+    def connected(self, certificate: Any) -> None:
+        """Begin; `certificate` is the client's, as `getpeercert` returns it, if it has shown one."""
+        if self._admission.servers is not None:
+            return
+        principal = principal_of(certificate, self._admission.rules)
+        if principal is None:
+            self._client.refuse(NotAdmitted("its certificate's name matches no rule"))
+            return
+        self._is_open = True
+        self._client.admit(principal)
+
+    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
+        """Begin a request, as CompiledPath.take; False for ApiVersions, which the session answers."""
+        outcome = self._exchange.receive(frame)
+        if isinstance(outcome, PassOn):
+            return False
+        self._carry_out(outcome, self._client.place(frame))
+        return True
+
+    def renew(self, frame: memoryview, slot: Slot) -> None:
+        """Take a SASL request of an authenticated client (KIP-368)."""
+        if self._admission.servers is None:
+            slot.fill([illegal_state(parse_request_header(frame))])
+            return
+        outcome = self._exchange.receive(frame)
+        if self._exchange.state is State.AUTHENTICATE:
+            self._shut()
+        if not isinstance(outcome, PassOn):
+            self._carry_out(outcome, slot)
+
+    def _shut(self) -> None:
+        self._is_open = False
+        self._began_at = self._admission.times.clock()
+        self._client.guard()
+
+    def _carry_out(self, outcome: Answer | Failure | Pending, slot: Slot) -> None:
+        if isinstance(outcome, Pending):
+            self._on_pressure(True)
+            self._task = asyncio.get_running_loop().create_task(self._finish(outcome, slot))
+        elif isinstance(outcome, Failure):
+            self._fail(outcome, slot)
+        else:
+            slot.fill([outcome.frame])
+
+    async def _finish(self, pending: Pending, slot: Slot) -> None:
+        """Take a step and its outcome; the client is read again afterwards."""
+        try:
+            result: Step | Refused
+            result = await asyncio.to_thread(pending.step) if pending.is_slow else pending.step()
+            outcome = self._exchange.resume(result)
+            if isinstance(outcome, Failure):
+                if outcome.is_refusal:
+                    await asyncio.sleep(REFUSAL_DELAY_S)
+                self._fail(outcome, slot)
+                return
+            # The answer leaves before the session begins requests: it may end with it.
+            slot.fill([outcome.frame])
+            if self._exchange.state is State.AUTHENTICATED and self._exchange.principal is not None:
+                self._open(self._exchange.principal)
+        except Exception:  # the boundary: nobody is admitted by an error
+            log.exception("authentication failed by an error", client=self._client.peer)
+            self._exchange.time_is_over()
+            self._client.refuse(NotAdmitted("an error here, see the log"))
+        finally:
+            self._on_pressure(False)
+
+    def _open(self, principal: Principal) -> None:
+        self._is_open = True
+        self._count("succeeded")
+        log.debug(
+            "client authenticated",
+            client=self._client.peer,
+            principal=str(principal),
+            mechanism=self._exchange.mechanism,
+        )
+        self._client.admit(principal)
+
+    def _fail(self, failure: Failure, slot: Slot) -> None:
+        self._count("failed")
+        log.warning(
+            "client not authenticated",
+            client=self._client.peer,
+            mechanism=self._exchange.mechanism or "none",
+            reason=failure.reason,
+        )
+        if failure.frame:
+            # The session closes behind this answer.
+            self._client.drain()
+            slot.fill([failure.frame])
+        else:
+            self._client.refuse(NotAdmitted(failure.reason))
+
+    def _count(self, outcome: str) -> None:
+        self._admission.counters[f"sasl.{outcome}.{self._exchange.mechanism}"] += 1
+
+    def look(self, now: float) -> None:
+        """Close the connection of a client that takes too long; ask again where a session has ended."""
+        if not self._is_open:
+            is_renewal = self._exchange.state is State.AUTHENTICATED
+            if now - self._began_at > self._admission.timeout_s and not is_renewal:
+                if self._exchange.state is not State.FAILED:
+                    self._count("timed_out")
+                self._exchange.time_is_over()
+                self._client.refuse(NotAdmitted(f"it has not authenticated within {self._admission.timeout_s:g} s"))
+            return
+        ends_at = self._exchange.session_ends_at
+        if ends_at is not None and now >= ends_at:
+            self._shut()
+
+    async def close(self) -> None:
+        """End with the connection."""
+        self._exchange.time_is_over()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

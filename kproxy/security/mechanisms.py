@@ -1,0 +1,191 @@
+"""The servers of SASL's mechanisms: one object for one exchange, tokens in, tokens out.
+
+| mechanism | messages of the client | source |
+| --- | --- | --- |
+| PLAIN | name and password | RFC 4616 |
+| SCRAM-SHA-256, SCRAM-SHA-512 | first, final | RFC 5802, RFC 7677 |
+| OAUTHBEARER | a token; after a refusal one byte, which ends the exchange | RFC 7628, KIP-255 |
+
+States of each: open, done (`step` returned a principal), failed (`step` raised). `step` is not called again after done
+or failed (kproxy.security.sasl sees to it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple, Protocol
+
+from scramp import ScramException, ScramMechanism
+
+from kproxy.security.principals import Principal
+from kproxy.security.tokens import InvalidToken, TokenVerifier
+from kproxy.security.users import SCRAM_256, SCRAM_512, SCRAM_MECHANISMS, Users
+
+PLAIN: Final = "PLAIN"
+OAUTHBEARER: Final = "OAUTHBEARER"
+MECHANISMS: Final = (PLAIN, SCRAM_256, SCRAM_512, OAUTHBEARER)
+SECRETS_ON_THE_WIRE: Final = frozenset({PLAIN, OAUTHBEARER})
+"""Who reads along can use what the client sends."""
+
+
+class Refused(Exception):
+    """The client is refused. `to_client` is what Kafka's broker says; the message is for the log, without secrets."""
+
+    def __init__(self, reason: str, to_client: str) -> None:
+        super().__init__(reason)
+        self.to_client = to_client
+
+
+class Step(NamedTuple):
+    """The answer to one message; `principal` is set once the exchange is done.
+
+    `expires_at`: seconds since the epoch, where the credential has an end.
+    """
+
+    token: bytes
+    principal: Principal | None = None
+    expires_at: float | None = None
+
+
+class Mechanism(Protocol):
+    """`is_slow`: a step may take milliseconds of hashing."""
+
+    is_slow: bool
+
+    def step(self, token: bytes) -> Step:
+        """Take a message of the client. Raises Refused."""
+        ...
+
+
+class Plain:
+    """PLAIN: a name and a password, each message in the clear."""
+
+    is_slow = True
+
+    def __init__(self, users: Users) -> None:
+        self._users = users
+
+    def step(self, token: bytes) -> Step:
+        try:
+            authorization_id, name, password = token.decode().split("\x00")
+        except ValueError:
+            # Not chained: the cause has the message in it.
+            raise Refused("its PLAIN message is malformed", "Invalid SASL/PLAIN response") from None
+        if not name or not password:
+            missing = "username" if not name else "password"
+            raise Refused(f"its {missing} is empty", f"Authentication failed: {missing} not specified")
+        if authorization_id not in ("", name):
+            raise Refused(
+                "it asks for the rights of another user",
+                "Authentication failed: Client requested an authorization id that is different from username",
+            )
+        if not self._users.check(name, password):
+            raise Refused(
+                f"the user {name[:100]!r} or its password is wrong",
+                "Authentication failed: Invalid username or password",
+            )
+        return Step(b"", Principal(name))
+
+
+class Scram:
+    """SCRAM, by scramp. An unknown user fails at the last message, as a wrong password does."""
+
+    is_slow = False
+
+    def __init__(self, mechanism: str, users: Users) -> None:
+        self._mechanism = mechanism
+        self._users = users
+        self._name = ""
+        self._is_known = False
+        self._server = ScramMechanism(mechanism).make_server(self._find)
+        self._has_begun = False
+
+    def _find(self, name: str) -> tuple[bytes, bytes, bytes, int]:
+        self._name = name
+        credential = self._users.find(name, self._mechanism)
+        self._is_known = credential is not None
+        return (credential or self._users.stand_in(name, self._mechanism))[1:]
+
+    def step(self, token: bytes) -> Step:
+        try:
+            text = token.decode()
+            if not self._has_begun:
+                self._has_begun = True
+                self._server.set_client_first(text)
+                return Step(str(self._server.get_server_first()).encode())
+            self._server.set_client_final(text)
+            final = str(self._server.get_server_final()).encode()
+        except (ScramException, ValueError, IndexError, KeyError, TypeError) as error:
+            raise self._refused() from error
+        if not self._is_known:
+            raise self._refused()
+        return Step(final, Principal(self._name))
+
+    def _refused(self) -> Refused:
+        return Refused(
+            f"the user {self._name[:100]!r}, its password or its message is wrong",
+            "Authentication failed during authentication due to invalid credentials with SASL mechanism "
+            + self._mechanism,
+        )
+
+
+_BEARER: Final = re.compile(
+    r"n,(?:a=(?P<authorization_id>(?:[^=,\x00]|=2C|=3D)+))?,\x01"
+    r"(?:[A-Za-z]+=[\x21-\x7e \t\r\n]+\x01)*?"
+    r"auth=(?i:bearer) +(?P<token>[-_.+/=A-Za-z0-9]+)\x01"
+    r"(?:[A-Za-z]+=[\x21-\x7e \t\r\n]+\x01)*\x01"
+)
+_INVALID_TOKEN: Final = b'{"status":"invalid_token"}'
+_GIVES_UP: Final = b"\x01"
+
+
+class Oauthbearer:
+    """OAUTHBEARER: a token. A refusal is told in JSON first, and the client's next message is the end."""
+
+    is_slow = True
+
+    def __init__(self, tokens: TokenVerifier) -> None:
+        self._tokens = tokens
+        self._failure = ""
+
+    def step(self, token: bytes) -> Step:
+        if self._failure:
+            says = _INVALID_TOKEN.decode() if token == _GIVES_UP else "Invalid OAUTHBEARER client second message"
+            raise Refused(self._failure, says)
+        match = _BEARER.fullmatch(token.decode("ascii", "replace"))
+        if match is None:
+            raise Refused("its OAUTHBEARER message is malformed", "Invalid OAUTHBEARER client first message")
+        try:
+            verified = self._tokens.verify(match["token"])
+        except InvalidToken as error:
+            self._failure = str(error)
+            return Step(_INVALID_TOKEN)
+        wanted = match["authorization_id"]
+        if wanted is not None and wanted.replace("=2C", ",").replace("=3D", "=") != verified.principal.name:
+            raise Refused(
+                "it asks for the rights of another user",
+                "Authentication failed: Client requested an authorization id that is different from the token's "
+                "principal name",
+            )
+        return Step(b"", verified.principal, verified.expires_at)
+
+
+Servers = Mapping[str, Callable[[], Mechanism]]
+"""How to begin an exchange, by mechanism, in the order in which a client is told."""
+
+
+def servers(
+    mechanisms: tuple[str, ...], users: Callable[[], Users | None], tokens: Callable[[], TokenVerifier | None]
+) -> Servers:
+    """The servers of these mechanisms; `users` and `tokens` return what was read last."""
+
+    def begin(name: str) -> Mechanism:
+        known, verifier = users(), tokens()
+        if name == OAUTHBEARER and verifier is not None:
+            return Oauthbearer(verifier)
+        if known is None:
+            raise ValueError(f"nothing was configured to check {name} with")
+        return Scram(name, known) if name in SCRAM_MECHANISMS else Plain(known)
+
+    return {name: lambda name=name: begin(name) for name in mechanisms}  # type: ignore[misc]

@@ -1,0 +1,243 @@
+"""End SASL at the proxy: the state machine of one client connection, without I/O, clock or randomness.
+
+States
+  handshake       the client is to name a mechanism; ApiVersions is passed on
+  authenticate    a mechanism is agreed on, and its messages are exchanged
+  authenticated   the client has a principal
+  failed          nothing more is taken; the connection is to be closed
+
+Transitions
+  handshake     -> authenticate    SaslHandshake names a mechanism that is offered
+  authenticate  -> authenticated   the mechanism's last message proves who the client is
+  authenticated -> authenticate    SaslHandshake again (KIP-368), at the earliest RENEWAL_PAUSE_S after the last success
+  any           -> failed          anything else, a refusal, or the end of the time for it
+
+Invariants
+1. No transition leads out of failed.
+2. Outside of authenticated only SaslHandshake and SaslAuthenticate are taken, and before the first handshake
+   ApiVersions. In authenticate a new request is taken only after the outcome of the last one (`resume`).
+3. The principal never changes once there is one, and neither does the mechanism; a renewal by another fails.
+4. A client gets Kafka's own answers: an error code where the protocol has one, and the end of the connection where it
+   has none.
+
+With SaslHandshake v0 the mechanism's messages are frames without a Kafka header, in both directions, and a refusal has
+no answer. From v1 on they are in SaslAuthenticate. A session ends (`session_ends_at`) only for clients that know of it:
+from SaslAuthenticate v1 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Final, NamedTuple, TypeAlias
+
+from kproxy.security.mechanisms import Mechanism, Refused, Servers, Step
+from kproxy.security.principals import Principal
+from kproxy_codec import control
+from kproxy_codec.api_keys import API_VERSIONS, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of
+from kproxy_codec.error_codes import (
+    ILLEGAL_SASL_STATE,
+    NONE,
+    SASL_AUTHENTICATION_FAILED,
+    UNSUPPORTED_SASL_MECHANISM,
+)
+from kproxy_codec.errors import CodecError
+from kproxy_codec.framing import LENGTH_BYTES, RequestHeader, frame_message, parse_request_header, response_header
+
+MOST_FRAME_BYTES: Final = 64 << 10
+"""The longest frame of a client that is not authenticated."""
+SASL_APIS: Final = {SASL_HANDSHAKE: (0, 1), SASL_AUTHENTICATE: (0, 2)}
+RENEWAL_PAUSE_S: Final = 1.0
+_LIFETIME_FROM: Final = 1
+_BEFORE: Final = frozenset({API_VERSIONS, SASL_HANDSHAKE})
+
+
+class State(Enum):
+    """See the module's text."""
+
+    HANDSHAKE = "handshake"
+    AUTHENTICATE = "authenticate"
+    AUTHENTICATED = "authenticated"
+    FAILED = "failed"
+
+
+class PassOn(NamedTuple):
+    """The request is ApiVersions, which is answered as ever."""
+
+
+class Answer(NamedTuple):
+    """One whole frame for the client; empty for none. The exchange goes on, or has ended well."""
+
+    frame: bytes
+
+
+class Failure(NamedTuple):
+    """The connection is to be closed, behind `frame` if there is one. `reason` is for the log.
+
+    `is_refusal`: the client was taken for somebody else, or for nobody; its answer is delayed, as Kafka does.
+    """
+
+    frame: bytes
+    reason: str
+    is_refusal: bool = False
+
+
+class Pending(NamedTuple):
+    """A mechanism's step, which may be called on another thread; its outcome goes to `resume`."""
+
+    step: Callable[[], Step | Refused]
+    is_slow: bool
+
+
+Outcome: TypeAlias = PassOn | Answer | Failure | Pending
+
+
+class Times(NamedTuple):
+    """Clocks in seconds: `clock` the process's own, `wall` since the epoch. `lifetime_s` 0: sessions do not end."""
+
+    clock: Callable[[], float]
+    wall: Callable[[], float]
+    lifetime_s: float = 0.0
+
+
+class SaslExchange:
+    """The exchange of one connection. `principal` is None until it is authenticated."""
+
+    def __init__(self, servers: Servers, times: Times) -> None:
+        self._servers = servers
+        self._times = times
+        self.state = State.HANDSHAKE
+        self.principal: Principal | None = None
+        self.mechanism = ""
+        self.session_ends_at: float | None = None
+        self._server: Mechanism | None = None
+        # The request whose outcome is not known; None as a value for a raw token.
+        self._header: RequestHeader | None = None
+        self._is_waiting = False
+        self._is_raw = False
+        self._renewable_at = 0.0
+
+    def receive(self, frame: memoryview) -> Outcome:
+        """Take a frame of the client: any before it is authenticated, then its SASL requests."""
+        if self.state is State.FAILED or self._is_waiting:
+            return self._fail("it sends more than SASL allows")
+        if self.state is State.AUTHENTICATE and self._is_raw:
+            return self._begin_step(None, bytes(frame[LENGTH_BYTES:]))
+        try:
+            header = parse_request_header(frame)
+            api_key, version = header.api_key, header.api_version
+            if api_key == API_VERSIONS and self.state is State.HANDSHAKE:
+                return PassOn()
+            lowest, highest = SASL_APIS.get(api_key, (1, 0))
+            if not lowest <= version <= highest:
+                return self._fail(f"{name_of(api_key)} v{version} comes before it is authenticated")
+            body = control.decode_request(api_key, version, frame[header.body_offset :])
+        except CodecError as error:
+            return self._fail(f"its request is malformed: {error}")
+        if api_key == SASL_HANDSHAKE:
+            return self._handshake(header, body.mechanism)
+        return self._authenticate(header, bytes(body.auth_bytes))
+
+    def _handshake(self, header: RequestHeader, mechanism: str) -> Outcome:
+        if self.state is State.AUTHENTICATED:
+            if self._times.clock() < self._renewable_at:
+                return Answer(illegal_state(header))
+            if mechanism != self.mechanism:
+                return self._fail(f"it renews its session by {mechanism[:40]!r} instead of {self.mechanism}")
+        elif self.state is not State.HANDSHAKE:
+            return self._fail("it sends SaslHandshake twice")
+        offered = list(self._servers)
+        begin = self._servers.get(mechanism)
+        if begin is None:
+            refusal = _encoded(header, error_code=UNSUPPORTED_SASL_MECHANISM, mechanisms=offered)
+            return self._fail(f"the mechanism {mechanism[:40]!r} is not offered", refusal)
+        self._server = begin()
+        self.mechanism = mechanism
+        self.state = State.AUTHENTICATE
+        self._is_raw = header.api_version == 0
+        return Answer(_encoded(header, error_code=NONE, mechanisms=offered))
+
+    def _authenticate(self, header: RequestHeader, token: bytes) -> Outcome:
+        if self.state is State.AUTHENTICATED:
+            return Answer(illegal_state(header))
+        if self.state is not State.AUTHENTICATE:
+            return self._fail("SaslAuthenticate comes before SaslHandshake")
+        return self._begin_step(header, token)
+
+    def _begin_step(self, header: RequestHeader | None, token: bytes) -> Outcome:
+        server = self._server
+        if server is None:
+            return self._fail("no mechanism is agreed on")
+        self._header, self._is_waiting = header, True
+
+        def step() -> Step | Refused:
+            try:
+                return server.step(token)
+            except Refused as refused:
+                return refused
+
+        return Pending(step, server.is_slow)
+
+    def resume(self, outcome: Step | Refused) -> Answer | Failure:
+        """Take the outcome of the pending step."""
+        header, self._is_waiting = self._header, False
+        if self.state is not State.AUTHENTICATE:
+            return self._fail("its time is over")
+        if isinstance(outcome, Refused):
+            return self._refuse(header, str(outcome), outcome.to_client)
+        if outcome.principal is None:
+            return Answer(self._answer(header, outcome.token))
+        before = self.principal
+        if before is not None and before.name != outcome.principal.name:
+            text = f"Cannot change principals during re-authentication from {before} to {outcome.principal}"
+            return self._refuse(header, f"{before} renews its session as another", text)
+        return Answer(self._admit(header, outcome, outcome.principal))
+
+    def _admit(self, header: RequestHeader | None, outcome: Step, principal: Principal) -> bytes:
+        times = self._times
+        now = times.clock()
+        self.state = State.AUTHENTICATED
+        self.principal = principal
+        self._server = None
+        self._renewable_at = now + RENEWAL_PAUSE_S
+        lifetime_s = times.lifetime_s
+        if outcome.expires_at is not None:
+            left_s = max(outcome.expires_at - times.wall(), 0.001)
+            lifetime_s = min(left_s, lifetime_s) if lifetime_s else left_s
+        is_known = header is not None and header.api_version >= _LIFETIME_FROM
+        self.session_ends_at = now + lifetime_s if lifetime_s and is_known else None
+        return self._answer(header, outcome.token, session_lifetime_ms=round(lifetime_s * 1000))
+
+    def _answer(self, header: RequestHeader | None, token: bytes, *, session_lifetime_ms: int = 0) -> bytes:
+        if header is None:
+            return frame_message(token)
+        lifetime = {"session_lifetime_ms": session_lifetime_ms} if header.api_version >= _LIFETIME_FROM else {}
+        return _encoded(header, error_code=NONE, error_message=None, auth_bytes=token, **lifetime)
+
+    def _refuse(self, header: RequestHeader | None, reason: str, to_client: str) -> Failure:
+        frame = b""
+        if header is not None:
+            frame = _encoded(header, error_code=SASL_AUTHENTICATION_FAILED, error_message=to_client, auth_bytes=b"")
+        self.state = State.FAILED
+        return Failure(frame, reason, is_refusal=True)
+
+    def _fail(self, reason: str, frame: bytes = b"") -> Failure:
+        self.state = State.FAILED
+        return Failure(frame, reason)
+
+    def time_is_over(self) -> None:
+        """Take nothing more: the time to authenticate is over, or the session has ended."""
+        self.state = State.FAILED
+
+
+def illegal_state(header: RequestHeader) -> bytes:
+    """The answer to a SASL request where none is expected, as Kafka's: the connection goes on."""
+    if header.api_key == SASL_HANDSHAKE:
+        return _encoded(header, error_code=ILLEGAL_SASL_STATE, mechanisms=[])
+    text = "SaslAuthenticate request received after successful authentication"
+    return _encoded(header, error_code=ILLEGAL_SASL_STATE, error_message=text, auth_bytes=b"")
+
+
+def _encoded(header: RequestHeader, **fields: object) -> bytes:
+    body = control.encode_response(control.build_response(header.api_key, header.api_version, **fields))
+    return frame_message(response_header(header.api_key, header.api_version, header.correlation_id), body)

@@ -1,0 +1,137 @@
+"""Verify the tokens of OAUTHBEARER: JSON Web Tokens, by keys from a file.
+
+A token counts if a key of the set has signed it by an asymmetric algorithm, if its issuer and its audience are the
+configured ones, and if it has an end that has not come. Nothing of it is believed before that; its header says which
+key it wants and no more: no key is fetched or taken from a token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kproxy.config.parsing import read_file
+from kproxy.errors import StartupError
+from kproxy.installed import install_command
+from kproxy.security.principals import MOST_NAME_CHARACTERS, Principal
+
+# Asymmetric ones alone: a symmetric one would take the public key for a password.
+ALGORITHMS: Final = (
+    *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
+    *("ES256", "ES384", "ES512", "EdDSA"),
+)
+MOST_FILE_BYTES: Final = 1 << 20
+MOST_KEYS: Final = 100
+MOST_GROUPS: Final = 1_000
+
+
+class InvalidToken(Exception):
+    """The message says why, and has no part of the token."""
+
+
+class Verified(NamedTuple):
+    """Who a token names, and until when, in seconds since the epoch."""
+
+    principal: Principal
+    expires_at: float
+
+
+class TokenOptions(NamedTuple):
+    """What a token must say, and which of its claims name the principal and its groups."""
+
+    issuer: str
+    audience: Sequence[str]
+    principal_claim: str = "sub"
+    groups_claim: str | None = None
+    clock_skew_s: float = 30.0
+
+
+class TokenVerifier:
+    """Verifies tokens by `keys`, by id; None is the id of the only key, for tokens that name none."""
+
+    def __init__(self, keys: Mapping[str | None, Any], options: TokenOptions) -> None:
+        self._keys = dict(keys)
+        self._options = options
+
+    def verify(self, token: str) -> Verified:
+        """Raises InvalidToken. PyJWT compares times with the machine's clock."""
+        import jwt
+
+        options = self._options
+        try:
+            key_id = jwt.get_unverified_header(token).get("kid")
+            key = self._keys.get(key_id if isinstance(key_id, str) else None)
+            if key is None:
+                raise InvalidToken("no key of the set has the id that the token names")
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=list(ALGORITHMS),
+                audience=list(options.audience),
+                issuer=options.issuer,
+                leeway=options.clock_skew_s,
+                options={"require": ["exp", "iss", "aud", options.principal_claim]},
+            )
+        except jwt.PyJWTError as error:
+            raise InvalidToken(f"the token is refused ({type(error).__name__})") from error
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidToken("the token cannot be read") from error
+        name = claims[options.principal_claim]
+        if not isinstance(name, str) or not name or len(name) > MOST_NAME_CHARACTERS or not name.isprintable():
+            raise InvalidToken(f"the claim {options.principal_claim} is no name")
+        return Verified(Principal(name, self._groups(claims)), float(claims["exp"]))
+
+    def _groups(self, claims: Mapping[str, Any]) -> frozenset[str]:
+        groups = claims.get(self._options.groups_claim, ()) if self._options.groups_claim is not None else ()
+        groups = [groups] if isinstance(groups, str) else groups
+        if not isinstance(groups, list | tuple) or not all(isinstance(group, str) for group in groups):
+            raise InvalidToken(f"the claim {self._options.groups_claim} is no list of names")
+        if len(groups) > MOST_GROUPS:
+            raise InvalidToken(f"the token names {len(groups)} groups; at most {MOST_GROUPS} are read")
+        return frozenset(groups)
+
+
+def read_verifier(file: Path, options: TokenOptions) -> TokenVerifier:
+    """Read a JSON Web Key Set (RFC 7517). Raises StartupError."""
+    try:
+        import jwt
+        from cryptography.exceptions import UnsupportedAlgorithm
+    except ImportError as error:
+        raise StartupError(
+            f"OAUTHBEARER needs PyJWT with cryptography, which is not installed: run `{install_command('oauth')}`."
+        ) from error
+    content = read_file(file, "oauth.jwks", MOST_FILE_BYTES, "that is no key set")
+    try:
+        given = json.loads(content)["keys"]
+        if not isinstance(given, list) or not 0 < len(given) <= MOST_KEYS:
+            raise ValueError(f"it has no list of from 1 to {MOST_KEYS} keys")
+        keys: dict[str | None, Any] = {}
+        for each in given:
+            if each.get("use", "sig") != "sig":
+                continue
+            if each.get("kty") not in ("RSA", "EC", "OKP"):
+                raise ValueError(f"a key of the type {str(each.get('kty'))[:20]} cannot verify tokens of others")
+            key = jwt.PyJWK.from_dict(each)
+            if key.algorithm_name not in ALGORITHMS:
+                raise ValueError(f"a key is for {str(key.algorithm_name)[:20]}, which is not taken")
+            if key.key_id in keys:
+                raise ValueError("two keys have the same id")
+            keys[key.key_id] = key
+    except (
+        jwt.PyJWTError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        UnsupportedAlgorithm,
+    ) as error:
+        reason = str(error) if type(error) is ValueError else type(error).__name__
+        raise StartupError(f"oauth.jwks {file} is no set of public keys (RFC 7517): {reason[:200]}.") from error
+    if not keys:
+        raise StartupError(f"oauth.jwks {file} has no key for signatures.")
+    if len(keys) == 1:
+        keys[None] = next(iter(keys.values()))
+    return TokenVerifier(keys, options)

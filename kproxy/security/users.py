@@ -1,0 +1,214 @@
+"""Users and their salted credentials, in a file.
+
+The file is TOML with one table, `[users]`: a name and its credentials for SCRAM, at most one for each hash, in the form
+of RFC 5803 (`SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY`). No password can be read from it, but who reads it
+can try passwords, and who has a stored key and an observed exchange can pretend to be its user. So the file must not be
+readable by everybody, nor writable by anybody but its owner. PLAIN is checked against the same credentials.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import stat
+import tempfile
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from scramp import ScramException, ScramMechanism
+
+from kproxy.config.parsing import read_file, read_toml
+from kproxy.errors import StartupError
+
+SCRAM_256: Final = "SCRAM-SHA-256"
+SCRAM_512: Final = "SCRAM-SHA-512"
+SCRAM_MECHANISMS: Final = (SCRAM_256, SCRAM_512)
+LEAST_ITERATIONS: Final = 4_096
+MOST_ITERATIONS: Final = 100_000
+DEFAULT_ITERATIONS: Final = 8_192
+SALT_BYTES: Final = 18
+MOST_USERS: Final = 100_000
+MOST_NAME_BYTES: Final = 255
+MOST_PASSWORD_BYTES: Final = 1_024
+_HASHES: Final = {SCRAM_256: "sha256", SCRAM_512: "sha512"}
+_FORM: Final = re.compile(
+    r"(SCRAM-SHA-(?:256|512))\$([1-9]\d{3,6}):([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+):([A-Za-z0-9+/=]+)"
+)
+# Nobody but the owner may write, others may not read. A group may read: that is how Kubernetes mounts secrets.
+_FORBIDDEN_MODE: Final = stat.S_IWGRP | stat.S_IRWXO
+
+
+class Credential(NamedTuple):
+    """What a server keeps of a password (RFC 5802); it is shown by `str` only to be written to the file."""
+
+    mechanism: str
+    salt: bytes
+    stored_key: bytes
+    server_key: bytes
+    iterations: int
+
+    def __str__(self) -> str:
+        salt, stored, server = (b64encode(each).decode() for each in (self.salt, self.stored_key, self.server_key))
+        return f"{self.mechanism}${self.iterations}:{salt}${stored}:{server}"
+
+    def __repr__(self) -> str:
+        return f"<{self.mechanism} credential>"
+
+    def matches(self, password: str) -> bool:
+        """Whether this is the password; it takes milliseconds of hashing, outside of Python's lock."""
+        try:
+            tried = make_credential(self.mechanism, password, self.iterations, self.salt)
+        except ValueError:
+            return False
+        return hmac.compare_digest(tried.stored_key, self.stored_key)
+
+
+def make_credential(mechanism: str, password: str, iterations: int, salt: bytes) -> Credential:
+    """Salt and hash a password. Raises ValueError for one that SASL forbids, with no part of it in the message."""
+    if not password or len(password.encode(errors="surrogatepass")) > MOST_PASSWORD_BYTES:
+        raise ValueError(f"a password has from 1 to {MOST_PASSWORD_BYTES} bytes")
+    try:
+        return Credential(mechanism, *ScramMechanism(mechanism).make_auth_info(password, iterations, salt))
+    except (ScramException, UnicodeError) as error:
+        raise ValueError("a password must be text without control characters") from error
+
+
+def parse_credential(text: str) -> Credential:
+    """Raises ValueError, with no part of the text in the message."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise ValueError("a credential has the form SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY")
+    mechanism, iterations = match[1], int(match[2])
+    salt, stored_key, server_key = (b64decode(each, validate=True) for each in match.groups()[2:])
+    size = hashlib.new(_HASHES[mechanism]).digest_size
+    if len(stored_key) != size or len(server_key) != size or len(salt) < 12:
+        raise ValueError(f"a key of {mechanism} has {size} bytes, and a salt at least 12")
+    if not LEAST_ITERATIONS <= iterations <= MOST_ITERATIONS:
+        raise ValueError(f"iterations are from {LEAST_ITERATIONS} to {MOST_ITERATIONS}")
+    return Credential(mechanism, salt, stored_key, server_key, iterations)
+
+
+Credentials = Mapping[str, Credential]
+"""One user's, by mechanism."""
+
+
+class Users:
+    """The users of one reading of the file.
+
+    `stand_in_key` is random: an unknown user gets a salt made with it, the same each time, so that an exchange does not
+    show who exists.
+    """
+
+    def __init__(self, by_name: Mapping[str, Credentials], stand_in_key: bytes) -> None:
+        self.by_name = MappingProxyType(dict(by_name))
+        self._stand_in_key = stand_in_key
+        self._stand_in_iterations = next(
+            (each.iterations for credentials in by_name.values() for each in credentials.values()), DEFAULT_ITERATIONS
+        )
+
+    def find(self, name: str, mechanism: str) -> Credential | None:
+        return self.by_name.get(name, {}).get(mechanism)
+
+    def stand_in(self, name: str, mechanism: str) -> Credential:
+        """A credential that no password matches."""
+        digest = hmac.digest(self._stand_in_key, f"{mechanism}:{name}".encode(errors="surrogatepass"), "sha512")
+        size = hashlib.new(_HASHES[mechanism]).digest_size
+        unknown = hmac.digest(self._stand_in_key, digest, "sha512")[:size]
+        return Credential(mechanism, digest[:SALT_BYTES], unknown, unknown, self._stand_in_iterations)
+
+    def check(self, name: str, password: str) -> bool:
+        """Whether this is the user's password; as much work for an unknown user."""
+        credentials = self.by_name.get(name) or {SCRAM_256: self.stand_in(name, SCRAM_256)}
+        return next(iter(credentials.values())).matches(password)
+
+
+def check_name(name: str) -> str:
+    """Return the name of a user. Raises ValueError for one that cannot be."""
+    if not name or len(name.encode(errors="surrogatepass")) > MOST_NAME_BYTES or not name.isprintable():
+        raise ValueError(f"a user's name is printable text of at most {MOST_NAME_BYTES} bytes")
+    return name
+
+
+def read_users(file: Path, stand_in_key: bytes) -> Users:
+    """Read the file. Raises StartupError, which never has a credential in it."""
+    check_mode(file, "sasl.users")
+    content = read_toml(file, "sasl.users")
+    if set(content) - {"users"} or not isinstance(content.get("users", {}), dict):
+        raise StartupError(f"sasl.users {file} is no file of users: its only table is [users].")
+    return Users(_parse(content.get("users", {}), file), stand_in_key)
+
+
+def _parse(given: Mapping[str, object], file: Path) -> dict[str, Credentials]:
+    if len(given) > MOST_USERS:
+        raise StartupError(f"sasl.users {file} has {len(given)} users; at most {MOST_USERS} are taken.")
+    users: dict[str, Credentials] = {}
+    for name, texts in given.items():
+        try:
+            if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+                raise ValueError("a user has a list of credentials")
+            credentials = [parse_credential(text) for text in texts]
+            by_mechanism = {each.mechanism: each for each in credentials}
+            if len(by_mechanism) != len(credentials):
+                raise ValueError("a user has one credential for each mechanism")
+            users[check_name(name)] = by_mechanism
+        except ValueError as error:
+            # Not chained: a cause may show what was read.
+            raise StartupError(
+                f"sasl.users {file}: the entry of {name[:100]!r} cannot be used: {error}. Write it "
+                "with `kproxy user add`."
+            ) from None
+    return users
+
+
+def check_mode(file: Path, key: str) -> None:
+    """Raise StartupError for a file with secrets that everybody can read, or others write."""
+    try:
+        mode = file.stat().st_mode
+    except OSError as error:
+        raise StartupError(f"{key} {file} cannot be read: {error.strerror}.") from error
+    if not stat.S_ISREG(mode):
+        raise StartupError(f"{key} {file} is no file.")
+    if mode & _FORBIDDEN_MODE:
+        raise StartupError(
+            f"{key} {file} has the mode {stat.S_IMODE(mode):04o}, so that others can read or change it: run "
+            f"`chmod 600 {file}` (640 lets its group read)."
+        )
+
+
+def write_users(file: Path, users: Mapping[str, Credentials]) -> None:
+    """Replace the file in one step, with mode 0600 or, where it exists, its own. Raises StartupError."""
+    lines = ["# Users of kproxy, written by `kproxy user`: salted credentials, no passwords.", "[users]"]
+    for name, credentials in sorted(users.items()):
+        lines.append(
+            f"{json.dumps(name, ensure_ascii=False)} = {json.dumps([str(each) for each in credentials.values()])}"
+        )
+    try:
+        mode = stat.S_IMODE(file.stat().st_mode) & ~_FORBIDDEN_MODE if file.exists() else 0o600
+        descriptor, beside = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        try:
+            with os.fdopen(descriptor, "w") as opened:
+                opened.write("\n".join(lines) + "\n")
+                opened.flush()
+                os.fsync(opened.fileno())
+            os.chmod(beside, mode)  # noqa: PTH101 -- a name of mkstemp
+            os.replace(beside, file)  # noqa: PTH105 -- the same
+        except BaseException:
+            os.unlink(beside)  # noqa: PTH108 -- the same
+            raise
+    except OSError as error:
+        raise StartupError(f"the file of users {file} cannot be written: {error.strerror}.") from error
+
+
+def read_password(file: Path) -> str:
+    """The password in a file's first line. Raises StartupError, which never shows it."""
+    content = read_file(file, "--password-file", MOST_PASSWORD_BYTES + 2, "that is no password")
+    try:
+        return content.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise StartupError(f"--password-file {file} is not UTF-8 text.") from None
