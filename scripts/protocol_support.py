@@ -34,8 +34,8 @@ HANDLING = {
 
 TABLE = """
 Where an answer names brokers, the proxy puts proxies in their place ("Names proxies"). A request that one broker may
-have carried out is not sent to another where the notes say "Once". ACLs will ask for the permission; there are no ACLs
-yet.
+have carried out is not sent to another where the notes say "Once". With ACLs (see
+[Security](security.md#authorisation)) a client needs the permission.
 
 | API | key | versions | handling | permission | notes |
 | --- | ---: | --- | --- | --- | --- |"""

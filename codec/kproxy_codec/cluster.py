@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from struct import Struct, error
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from kproxy_codec.api_keys import DESCRIBE_CLUSTER, DESCRIBE_TOPIC_PARTITIONS, METADATA, is_flexible
 from kproxy_codec.error_codes import LEADER_NOT_AVAILABLE, NONE, NOT_LEADER_OR_FOLLOWER, REPLICA_NOT_AVAILABLE
@@ -70,12 +70,21 @@ _HEAD: Final = Struct(">hi")
 _TOPIC_COST = 5
 
 
+Verdict: TypeAlias = Callable[[bytes, bytes, int], tuple[int, bool] | None]
+"""From a topic's name, id and error code to the code that it is to have, and whether its name is told; None: it is left
+out. A topic with an error has no partitions. Without an id in the version the id is empty."""
+
+
 class Named(NamedTuple):
-    """The brokers to name: `brokers` as node id, host and port, and which of them lead partitions of a topic."""
+    """The brokers to name: `brokers` as node id, host and port, and which of them lead partitions of a topic.
+
+    `verdict` decides about each topic; None: all are named. With it operations that a client may do are not told.
+    """
 
     brokers: Sequence[tuple[int, str, int]]
     controller_id: int
     leaders: Callable[[bytes, list[int]], Iterable[int]]
+    verdict: Verdict | None = None
 
 
 class _Form(NamedTuple):
@@ -131,7 +140,7 @@ def rename_brokers(api_key: int, api_version: int, body: Buffer, named: Named) -
         yield from _cluster(walk, api_version, named, out)
     else:
         out += walk.skip(INT32.size)
-        yield from _topics(walk, _TOPIC_PARTITIONS_FORM, named.leaders, out)
+        yield from _topics(walk, _TOPIC_PARTITIONS_FORM, named, out)
         _cursor(walk, out)
     walk.end()
     if walk.compact:
@@ -148,9 +157,10 @@ def _metadata(walk: Walk, version: int, named: Named, out: bytearray) -> Work[No
     if version >= BROKER_TAIL_FROM:
         walk.skip(INT32.size)
         out += INT32.pack(named.controller_id)
-    yield from _topics(walk, _metadata_form(version), named.leaders, out)
+    yield from _topics(walk, _metadata_form(version), named, out)
     if OPERATIONS_FROM <= version <= CLUSTER_OPERATIONS_TO:
-        out += walk.skip(INT32.size)
+        operations = walk.skip(INT32.size)
+        out += operations if named.verdict is None else _NO_OPERATIONS
     if version >= _ERROR_CODE_FROM:
         out += walk.skip(INT16.size)
 
@@ -164,7 +174,8 @@ def _cluster(walk: Walk, version: int, named: Named, out: bytearray) -> Work[Non
     walk.skip(INT32.size)
     out += INT32.pack(named.controller_id)
     yield from _brokers(walk, named, out, has_rack=True)
-    out += walk.skip(INT32.size)
+    operations = walk.skip(INT32.size)
+    out += operations if named.verdict is None else _NO_OPERATIONS
 
 
 def _brokers(walk: Walk, named: Named, out: bytearray, *, has_rack: bool) -> Work[None]:
@@ -187,18 +198,39 @@ def _write_brokers(named: Named, out: bytearray, *, compact: bool, has_rack: boo
         out += INT32.pack(node_id) + encode_string(host.encode(), compact=compact) + INT32.pack(port) + behind
 
 
-def _topics(
-    walk: Walk, form: _Form, leaders: Callable[[bytes, list[int]], Iterable[int]], out: bytearray
-) -> Work[None]:
-    behind_index: dict[int, bytes] = {}
+def _topics(walk: Walk, form: _Form, named: Named, out: bytearray) -> Work[None]:
     count = walk.count(LEAST_TOPIC_BYTES)
-    out += encode_count(count, compact=form.compact)
+    if named.verdict is None:
+        out += encode_count(count, compact=form.compact)
+        yield from _each_topic(walk, form, named, count, out)
+        return
+    # How many are told is known behind them.
+    told = bytearray()
+    left_out = yield from _each_topic(walk, form, named, count, told)
+    out += encode_count(count - left_out, compact=form.compact)
+    out += told
+
+
+def _each_topic(walk: Walk, form: _Form, named: Named, count: int, out: bytearray) -> Work[int]:
+    """Copy this many topics; return how many are left out."""
+    behind_index: dict[int, bytes] = {}
+    leaders, verdict = named.leaders, named.verdict
+    left_out = 0
     for _ in range(count):
         start = walk.at
-        walk.skip(INT16.size)
+        error_code = walk.fixed(INT16)
         name = walk.string(nullable=form.nullable_name) or b""
-        walk.skip(len(_NO_TOPIC_ID) * form.has_topic_id + form.has_is_internal)
+        topic_id = bytes(walk.skip(len(_NO_TOPIC_ID) * form.has_topic_id))
+        walk.skip(int(form.has_is_internal))
         partitions = walk.count(LEAST_PARTITION_BYTES)
+        decided = (error_code, True) if verdict is None else verdict(name, topic_id, error_code)
+        if decided is None or decided[0] != error_code:
+            yield from _pass_over(walk, form, partitions)
+            if decided is None:
+                left_out += 1
+            else:
+                out += _refused_topic(form, name, topic_id, *decided)
+            continue
         out += walk.body[start : walk.at]
         while partitions:
             portion = min(partitions, walk.room)
@@ -211,12 +243,37 @@ def _topics(
             partitions -= portion
             if walk.spend(portion):
                 yield
-        out += walk.skip(INT32.size * form.has_operations)
+        operations = walk.skip(INT32.size * form.has_operations)
+        out += operations if verdict is None or not form.has_operations else _NO_OPERATIONS
         walk.tags()
         if form.compact:
             out += _NO_TAGS
         if walk.spend(_TOPIC_COST):
             yield
+    return left_out
+
+
+def _pass_over(walk: Walk, form: _Form, partitions: int) -> Work[None]:
+    """Skip the rest of a topic, from its partitions on."""
+    while partitions:
+        portion = min(partitions, walk.room)
+        _read_partitions(walk, form, portion)
+        partitions -= portion
+        if walk.spend(portion):
+            yield
+    walk.skip(INT32.size * form.has_operations)
+    walk.tags()
+    if walk.spend(_TOPIC_COST):
+        yield
+
+
+def _refused_topic(form: _Form, name: bytes, topic_id: bytes, error_code: int, is_told: bool) -> bytes:
+    """A topic with an error and without partitions: by its name, or else by its id."""
+    told = encode_string(name if is_told or not form.nullable_name else None, compact=form.compact)
+    identity = told + ((_NO_TOPIC_ID if is_told else topic_id) if form.has_topic_id else b"")
+    behind = b"\x00" * form.has_is_internal + encode_count(0, compact=form.compact)
+    behind += (_NO_OPERATIONS if form.has_operations else b"") + (_NO_TAGS if form.compact else b"")
+    return INT16.pack(error_code) + identity + behind
 
 
 def _read_partitions(walk: Walk, form: _Form, count: int) -> list[tuple[int, int]]:
@@ -265,6 +322,23 @@ def asks_for_all_topics(api_version: int, body: Buffer) -> bool:
     walk = Walk(body, compact=is_flexible(METADATA, api_version))
     count = walk.count(0, nullable=True)
     return count < 0 if api_version >= _ALL_TOPICS_NULL_FROM else count == 0
+
+
+def disallow_auto_creation(api_version: int, body: memoryview) -> bool:
+    """Change a Metadata request in place so that it creates no topic; False for a version that always may.
+
+    Raises CodecError.
+    """
+    if api_version < _AUTO_CREATION_FROM:
+        return False
+    form = _metadata_form(api_version)
+    walk = Walk(body, compact=form.compact)
+    for _ in range(walk.count(2, nullable=True)):
+        walk.skip(len(_NO_TOPIC_ID) * form.has_topic_id)
+        walk.string(nullable=form.has_topic_id)
+        walk.tags()
+    walk.skip(INT8.size)[:] = b"\x00"
+    return True
 
 
 def leaderless_metadata(api_version: int, request_body: Buffer, named: Named) -> Work[bytearray]:

@@ -10,8 +10,9 @@ import click
 from msgspec import UNSET
 
 from kproxy.config import Owners, Setting, build_proxy_config, load_settings
+from kproxy.config.access import shown
 from kproxy.config.etcd import SECRETS
-from kproxy.config.proxy import OF_ONE_SOURCE
+from kproxy.config.proxy import OF_ONE_SOURCE, TABLES
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS
 from kproxy.errors import StartupError
 
@@ -34,15 +35,19 @@ def command(config: Path | None, as_json: bool) -> None:
     """
     try:
         settings = load_settings(config)
-        owners = build_proxy_config(settings).owners
+        checked = build_proxy_config(settings)
+        owners, acls = checked.owners, shown(checked.access.acls) if checked.access is not None else []
     except StartupError as error:
         if as_json:
-            _echo_json({"ok": False, "problem": str(error), "settings": {}, "owners": None})
+            _echo_json({"ok": False, "problem": str(error), "settings": {}, "owners": None, "acls": []})
         raise
     if as_json:
-        _echo_json({"ok": True, "problem": None, "settings": _as_json(settings), "owners": _owners_as_json(owners)})
+        told = {"settings": _as_json(settings), "owners": _owners_as_json(owners), "acls": acls}
+        _echo_json({"ok": True, "problem": None, **told})
     else:
         _echo_toml(settings, owners)
+        for acl in acls:
+            click.echo("\n[[acls]]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in acl.items()))
 
 
 def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:
@@ -57,7 +62,7 @@ def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:
 def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
     current = ""
     for path, setting in settings.items():
-        if path in STATIC_TABLE_SECTIONS:
+        if path in TABLES:
             continue
         section, _, key = path.partition(".")
         if section != current:
@@ -91,7 +96,7 @@ def _echo_owners(owners: Owners, file: str) -> None:
 def _as_json(settings: Mapping[str, Setting]) -> dict[str, object]:
     told: dict[str, object] = {}
     for path, setting in settings.items():
-        if path not in STATIC_TABLE_SECTIONS:
+        if path not in TABLES:
             state = _state(setting, settings)
             value = None if state in (NOT_SET, NOT_SHOWN) else setting.value
             told[path] = {"value": value, "state": state, "source": setting.source}

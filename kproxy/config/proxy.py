@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kproxy.config.access import ACLS, AccessOptions, AccessSection, access_options
 from kproxy.config.etcd import SECRETS, EtcdOptions, EtcdSection, etcd_options
 from kproxy.config.parsing import (
     DEFAULT_LISTEN,
@@ -227,6 +228,7 @@ class Options(msgspec.Struct, kw_only=True):
     audit: AuditSection = msgspec.field(default_factory=AuditSection)
     sasl: SaslSection = msgspec.field(default_factory=SaslSection)
     oauth: OauthSection = msgspec.field(default_factory=OauthSection)
+    access: AccessSection = msgspec.field(default_factory=AccessSection)
     limits: Limits = msgspec.field(default_factory=Limits)
 
 
@@ -243,7 +245,9 @@ _KEYS = {
 }
 # The only limits with a flag.
 _LIMITS_WITH_FLAGS = ("limits.drain_delay",)
-_SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth")
+_SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth", "access")
+# Sections without keys of their own: the static table, and the rules of access.
+TABLES = (*STATIC_TABLE_SECTIONS, ACLS)
 
 
 def _flag_of(path: str) -> str:
@@ -272,6 +276,7 @@ class ProxyConfig:
 
     `writer_groups`: for each topic that only owners may write to, the group in which they own; these need an `etcd`.
     The bounds of `audit` hold for each process by itself. `sasl` None: clients need no proof of who they are.
+    `access` None: all of them may do anything.
     """
 
     listen: Address
@@ -292,6 +297,7 @@ class ProxyConfig:
     limits: Limits
     workers: int
     sasl: SaslOptions | None = None
+    access: AccessOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -332,7 +338,7 @@ def load_settings(
     settings = {path: Setting(path, default, "default") for path, (_, default) in _KEYS.items()}
     for path, value in _file_values(file).items():
         source = f"{path} in {file}"
-        is_table = path in STATIC_TABLE_SECTIONS
+        is_table = path in TABLES
         settings[path] = Setting(path, value, source) if is_table else _converted(path, value, source, strict=True)
     for path, (name, text) in _environment_values(environ).items():
         settings[path] = _converted(path, text, name, strict=False)
@@ -367,6 +373,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     owners = _owners(given.ownership.table, sources) if source_of_owners == "static" else None
     writer_groups = _writer_groups(given, sources["own.writer_group"])
     _refuse_unwritable_trail(audit, sources["audit.sink"], owners, writer_groups)
+    sasl = sasl_options(given.sasl, given.oauth, sources)
     return ProxyConfig(
         listen=listen,
         advertise=advertised(listen, advertise),
@@ -385,7 +392,21 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         audit=audit,
         limits=given.limits,
         workers=workers,
-        sasl=sasl_options(given.sasl, given.oauth, sources),
+        sasl=sasl,
+        access=_access(given, settings, sources, with_sasl=sasl is not None),
+    )
+
+
+def _access(
+    given: Options, settings: Mapping[str, Setting], sources: Mapping[str, str], *, with_sasl: bool
+) -> AccessOptions | None:
+    acls = settings.get(ACLS)
+    if acls is None and not with_sasl:
+        if given.access.dry_run:
+            raise StartupError(f"{sources['access.dry_run']}: there is nothing to try: write [[acls]].")
+        return None
+    return access_options(
+        given.access, acls.value if acls is not None else None, acls.source if acls is not None else ""
     )
 
 
@@ -515,11 +536,12 @@ def _file_values(file: Path | None) -> dict[str, object]:
         return {}
     values: dict[str, object] = {}
     for section, content in read_toml(file).items():
-        if section in STATIC_TABLE_SECTIONS:
+        if section in TABLES:
             values[section] = content
             continue
         if section not in SECTIONS or not isinstance(content, dict):
-            unknown(section, f"in {file}", f"[{nearest(section, SECTIONS)}]", isinstance(content, dict))
+            known = {**SECTIONS, **dict.fromkeys(TABLES)}
+            unknown(section, f"in {file}", f"[{nearest(section, known)}]", isinstance(content, dict))
         for key, value in content.items():
             path = f"{section}.{key}"
             if path not in _KEYS:

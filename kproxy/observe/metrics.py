@@ -301,6 +301,17 @@ def _security(counters: Mapping[str, int]) -> Iterable[Metric]:
             outcome, _, mechanism = rest.partition(".")
             authentications.add_metric([mechanism, outcome], count)
     yield authentications
+    denials = CounterMetricFamily(
+        "kproxy_denials",
+        "Operations on resources that ACLs deny, or with access.dry_run would deny.",
+        labels=["resource", "operation", "enforced"],
+    )
+    for name, count in sorted(counters.items()):
+        parts = name.split(".")
+        if parts[0] == "access":
+            _, outcome, operation, resource = parts
+            denials.add_metric([resource, operation, str(outcome == "denied").lower()], count)
+    yield denials
 
 
 _AUDIT_COUNTERS = {

@@ -45,6 +45,7 @@ cdef extern from "wire.h" nogil:
         uint32_t size, topics_start, topics_end, topic_count, entry_count
         int32_t correlation_id, timeout_ms
         int16_t version, acks
+        int is_transactional
     int16_t kp_int16(const uint8_t *p)
     int32_t kp_int32(const uint8_t *p)
     int64_t kp_int64(const uint8_t *p)
@@ -339,6 +340,8 @@ cdef class CompiledPath:
 
     cdef object shell, core, routes, plain, answers, context, topology, tally, budget, clock, acks, upstreams
     cdef object parse, make_exchange, adopt
+    # Whether a route to a topic may be kept; None: to every one.
+    cdef object may_write
     cdef double deadline_cap_ms
     cdef uint64_t serial
     # By topic name and by topic id: for each partition index its _Route, or None.
@@ -353,6 +356,7 @@ cdef class CompiledPath:
         self.shell, self.answers, self.context = shell, answers, context
         self.core, self.plain, self.acks = shell.core, shell.plain, shell.acks
         self.routes, self.upstreams = shell.core.routes, shell.upstreams
+        self.may_write = shell.may_write
         self.topology, self.tally, self.budget, self.clock = (
             context.topology, context.tally, context.budget, context.clock)
         self.adopt, self.parse, self.make_exchange = adopt, parse, make_exchange
@@ -403,6 +407,8 @@ cdef class CompiledPath:
         name = self.topology.name_of(topic) if is_id else topic
         if name is None:
             return None
+        if self.may_write is not None and not self.may_write(name):
+            return None
         connection = self.routes.proven_on(name, partition_index)
         if connection is None:
             return None
@@ -437,6 +443,8 @@ cdef class CompiledPath:
         if own is not None and own.gated:
             return False
         if not kp_scan(data, <uint32_t>view.len, &head, _topics, _entries) or not (head.acks == -1 or head.acks == 1):
+            return False
+        if head.is_transactional and self.may_write is not None:
             return False
         versions = ranges.get(PRODUCE_KEY)
         if versions is None or not versions[0] <= head.version <= versions[1]:

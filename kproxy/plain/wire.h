@@ -43,6 +43,7 @@ typedef struct {
     uint32_t topic_count, entry_count;
     int32_t correlation_id, timeout_ms;
     int16_t version, acks;
+    int is_transactional;
 } kp_request;
 
 static inline int16_t kp_int16(const uint8_t *p) { return (int16_t)((uint16_t)p[0] << 8 | p[1]); }
@@ -128,6 +129,7 @@ static inline int kp_scan(const uint8_t *frame, uint32_t size, kp_request *reque
     if (flexible) {
         if (offset >= size || frame[offset++] != 0) return 0;
         if (!kp_uvarint(frame, size, &offset, &length)) return 0;
+        request->is_transactional = length > 0;
         if (length) {
             if (length - 1 > size - offset) return 0;
             offset += length - 1;
@@ -137,6 +139,7 @@ static inline int kp_scan(const uint8_t *frame, uint32_t size, kp_request *reque
         int16_t transactional_id = kp_int16(frame + offset);
         offset += 2;
         if (transactional_id < -1) return 0;
+        request->is_transactional = transactional_id >= 0;
         if (transactional_id > 0) {
             if ((uint32_t)transactional_id > size - offset) return 0;
             offset += (uint32_t)(uint16_t)transactional_id;

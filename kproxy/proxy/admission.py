@@ -33,7 +33,7 @@ import structlog
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.apis import Ranges
 from kproxy.security.mechanisms import Refused, Servers, Step
-from kproxy.security.principals import DEFAULT_RULES, MappingRule, Principal, principal_of
+from kproxy.security.principals import ANONYMOUS, DEFAULT_RULES, MappingRule, Principal, principal_of
 from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State, Times, illegal_state
 from kproxy_codec.framing import parse_request_header
 
@@ -74,7 +74,7 @@ class Guarded(Protocol):
 
 
 class Admission:
-    """What a listener asks of its clients: SASL by `servers`, or without these a certificate.
+    """What a listener asks of its clients: SASL by `servers`, or without these the certificate that TLS asks for.
 
     `timeout_s` is the time to authenticate, `rules` turn a certificate's name into a principal's.
     """
@@ -115,7 +115,7 @@ class Gate:
         """Begin; `certificate` is the client's, as `getpeercert` returns it, if it has shown one."""
         if self._admission.servers is not None:
             return
-        principal = principal_of(certificate, self._admission.rules)
+        principal = principal_of(certificate, self._admission.rules) if certificate else ANONYMOUS
         if principal is None:
             self._client.refuse(NotAdmitted("its certificate's name matches no rule"))
             return

@@ -13,6 +13,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from kproxy.security.acls import Operation, Resource
 from kproxy.security.sasl import SASL_APIS
 from kproxy_codec import api_keys as keys
 from kproxy_codec import fetch, list_offsets, own, produce
@@ -44,27 +45,6 @@ KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
 """Key types of FindCoordinator, for requests that go to a coordinator."""
 
 
-class Operation(Enum):
-    """An action on a resource, as an ACL grants it."""
-
-    READ = "read"
-    WRITE = "write"
-    DESCRIBE = "describe"
-    CREATE = "create"
-    DELETE = "delete"
-    ALTER = "alter"
-    OWN = "own"
-
-
-class Resource(Enum):
-    """A kind of resource that an ACL protects."""
-
-    TOPIC = "topic"
-    GROUP = "group"
-    TRANSACTIONAL_ID = "transactional id"
-    CLUSTER = "cluster"
-
-
 class Permission(NamedTuple):
     """`operation` on each resource of this kind that a request names."""
 
@@ -75,8 +55,8 @@ class Permission(NamedTuple):
 class Api(NamedTuple):
     """One row of the table.
 
-    - `needs`: the permissions that ACLs will ask for, after Kafka's table of resources and operations by protocol.
-      Nothing reads them yet.
+    - `needs`: the permissions that ACLs ask for, after Kafka's table of resources and operations by protocol. They are
+      enforced by kproxy.proxy.access and kproxy.proxy.screening.
     - `repeatable`: a request that one broker may have carried out may be sent to another broker.
     - `names_brokers`: the answer names brokers, which the proxy replaces (kproxy.proxy.virtual_brokers).
     - `waits`: the answer may wait for other members of a group, for minutes.
@@ -239,7 +219,9 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.DESCRIBE_QUORUM: _REFUSED,
         keys.UPDATE_FEATURES: _REFUSED,
         keys.ENVELOPE: _REFUSED,
-        keys.DESCRIBE_CLUSTER: Api(Handling.ANY_BROKER, (0, 1), needs=(_DESCRIBE_CLUSTER,), names_brokers=True),
+        keys.DESCRIBE_CLUSTER: Api(
+            Handling.ANY_BROKER, (0, 1), names_brokers=True, note="Everybody may ask, as in Kafka."
+        ),
         keys.DESCRIBE_PRODUCERS: _REFUSED,
         keys.DESCRIBE_TRANSACTIONS: _REFUSED,
         keys.LIST_TRANSACTIONS: _REFUSED,

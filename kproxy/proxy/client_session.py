@@ -124,14 +124,18 @@ class ClientSession(asyncio.BufferedProtocol):
         self.closed = False
         self._gone = asyncio.get_running_loop().create_future()
         claims = ClientClaims(context, self._connections, self.sever)
-        self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable)
+        # What the client may do; None: anything. Connections from within the process are not asked.
+        self._access = context.access.client() if context.access is not None and admission is not None else None
+        self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable, self._access)
         self._compiled = plain_path(context, self._fanout, self._answers)
         # Begins the requests, or leaves them to `_take`: the gate while the client has to authenticate.
         self._plain: CompiledPath | None = self._compiled
         self._gate = admission.gate(self, self._on_broker_pressure) if admission is not None else None
         if self._gate is not None:
             self.guard()
-        self._control = ControlRequests(context, self, claims, self._on_broker_pressure, self._offered, self._gate)
+        self._control = ControlRequests(
+            context, self, claims, self._on_broker_pressure, self._offered, self._gate, self._access
+        )
         self._waiting = Waiting(context.health)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
         self._ranges = context.versions.offered.ranges
@@ -149,6 +153,8 @@ class ClientSession(asyncio.BufferedProtocol):
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         if self._fanout.acks is not None:
             self._fanout.acks.peer = self.peer
+        if self._access is not None:
+            self._access.peer = self.peer
         if self._gate is not None:
             self._gate.connected(transport.get_extra_info("peercert"))
 
@@ -165,6 +171,8 @@ class ClientSession(asyncio.BufferedProtocol):
         self._reader.admit(self._context.limits.max_request_bytes)
         if self._fanout.acks is not None:
             self._fanout.acks.principal = str(principal)
+        if self._access is not None:
+            self._access.authenticated(principal)
 
     def place(self, frame: memoryview) -> Slot:
         """Take the next place among the answers, for a request that the gate has begun."""
@@ -444,6 +452,14 @@ class ClientSession(asyncio.BufferedProtocol):
             self._judge_taking(now)
         if self._gate is not None and not self.closed and not is_late:
             self._gate.look(now)
+        if self._access is not None and self._access.has_changed():
+            self._forget_routes()
+
+    def _forget_routes(self) -> None:
+        """Forget the routes of the compiled path: its client may write to other topics now."""
+        replaced, self._compiled = self._compiled, plain_path(self._context, self._fanout, self._answers)
+        if self._plain is replaced:
+            self._plain = self._compiled
 
     def _judge_arrival(self, now: float) -> None:
         arrived = self._reader.pending_bytes

@@ -12,6 +12,7 @@ from kproxy.claims.connection import ClaimingConnection
 from kproxy.claims.service import OwnService
 from kproxy.config import Limits
 from kproxy.observe.tally import Tally
+from kproxy.proxy.access import AccessControl
 from kproxy.proxy.answer_room import AnswerRoom
 from kproxy.proxy.api_versions import NO_CAPS, BrokerVersions
 from kproxy.proxy.broker_health import BrokerHealth
@@ -73,6 +74,8 @@ class ProxyContext:
     own: OwnService | None = None
     # Whether clients authenticate by SASL, on a listener at least.
     has_sasl: bool = False
+    # What clients may do; None: anything.
+    access: AccessControl | None = None
     # Acknowledgements are noted here; None: they are not.
     trail: Trail | None = None
     portions: Portions = field(default_factory=Portions)

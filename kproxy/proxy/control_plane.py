@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Final, Protocol, TypeVar
 
@@ -31,6 +32,7 @@ import structlog
 
 from kproxy.etcd import EtcdError
 from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
+from kproxy.proxy.access import ClientAccess
 from kproxy.proxy.admission import Gate
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.api_versions import check_api_versions_request, offered_response, unsupported_version_response
@@ -40,15 +42,22 @@ from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
+from kproxy.proxy.screening import Screen
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
+from kproxy.security.acls import Operation, Resource
 from kproxy.security.sasl import SASL_APIS, illegal_state
 from kproxy_codec import api_keys as keys
-from kproxy_codec.cluster import asks_for_all_topics
+from kproxy_codec.cluster import Verdict, asks_for_all_topics
 from kproxy_codec.control import Message, build_request, build_response, encode_request, encode_response
 from kproxy_codec.coordination import BATCHED_FROM, KEY_TYPES_FROM, coordination_key
-from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, NONE, UNSUPPORTED_VERSION
+from kproxy_codec.error_codes import (
+    COORDINATOR_NOT_AVAILABLE,
+    GROUP_AUTHORIZATION_FAILED,
+    NONE,
+    UNSUPPORTED_VERSION,
+)
 from kproxy_codec.errors import CodecError, FrameTooLarge
 from kproxy_codec.framing import (
     RequestHeader,
@@ -58,6 +67,7 @@ from kproxy_codec.framing import (
     response_body_offset,
     response_header,
 )
+from kproxy_codec.own import OwnResponse, encode_own_response, parse_own_request
 from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from kproxy_codec.primitives import INT16, INT32, INT64, Buffer
 
@@ -106,7 +116,7 @@ class Client(Protocol):
 class ControlRequests:
     """Run the control requests of `client`.
 
-    Its Own requests go to `claims`, its SASL requests to `gate`.
+    Its Own requests go to `claims`, its SASL requests to `gate`. `access` None: it may do anything.
     """
 
     def __init__(
@@ -117,12 +127,14 @@ class ControlRequests:
         on_pressure: Callable[[bool], None],
         on_offered: Callable[[Ranges], None],
         gate: Gate | None = None,
+        access: ClientAccess | None = None,
     ) -> None:
         self._context = context
         self._client = client
         self._claims = claims
         self._gate = gate
-        self._plane = ControlPlane(context, on_pressure, on_offered)
+        self._plane = ControlPlane(context, on_pressure, on_offered, access)
+        self._access = access
         # Whether a claim is being served: one at a time, and requests behind it must see its result.
         self.is_claiming = False
         self._places = asyncio.Semaphore(AT_ONCE)
@@ -174,6 +186,11 @@ class ControlRequests:
         # It is a part of every claim, and a client may choose any id.
         called = (client_id(frame) or b"")[:MAX_CLIENT_BYTES].decode(errors="replace")
         try:
+            if self._access is not None:
+                group = parse_own_request(frame, header).group
+                if not self._access.allows(Operation.OWN, Resource.GROUP, group):
+                    refusal = encode_own_response(OwnResponse(GROUP_AUTHORIZATION_FAILED, group), header.api_version)
+                    return _framed(header, refusal)
             return await self._claims.answer(frame, header, f"{called}@{self._client.peer}")
         except NoClaims as error:
             raise Unanswerable(str(error)) from error
@@ -210,14 +227,20 @@ class ControlRequests:
 class ControlPlane:
     """Answer control requests of one client connection.
 
-    `on_pressure` is as in `Connections`. `on_offered` gets the versions that the client is about to learn.
+    `on_pressure` is as in `Connections`. `on_offered` gets the versions that the client is about to learn. `access`
+    None: the client may do anything.
     """
 
     def __init__(
-        self, context: ProxyContext, on_pressure: Callable[[bool], None], on_offered: Callable[[Ranges], None]
+        self,
+        context: ProxyContext,
+        on_pressure: Callable[[bool], None],
+        on_offered: Callable[[Ranges], None],
+        access: ClientAccess | None = None,
     ) -> None:
         self._context = context
         self._on_offered = on_offered
+        self._screen = Screen(access, context.topology) if access is not None else None
         self._virtual = VirtualBrokers(context)
         self._connections = Connections(context, on_pressure)
         # Kept apart: a request to a coordinator may wait for other clients, and no other request must wait behind it.
@@ -233,9 +256,24 @@ class ControlPlane:
 
         Raises CodecError for a malformed request, Unanswerable where no answer comes.
         """
-        key, body = header.api_key, frame[header.body_offset :]
-        if key == keys.API_VERSIONS:
+        if header.api_key == keys.API_VERSIONS:
+            body = frame[header.body_offset :]
             return _framed(header, encode_response(await self._api_versions(header, body)))
+        if self._screen is None:
+            return await self._answer(frame, header)
+        screened = await self._screen.screen(frame, header)
+        if screened.answer is not None:
+            return _framed(header, screened.answer)
+        answer = await self._answer(screened.frame, header, screened.verdict)
+        if screened.amend is None:
+            return answer
+        whole = memoryview(b"".join(answer))
+        body = whole[response_body_offset(whole, header.api_key, header.api_version) :]
+        return _framed(header, await self._screen.amend(screened, header, body))
+
+    async def _answer(self, frame: memoryview, header: RequestHeader, verdict: Verdict | None = None) -> list[Buffer]:
+        """Answer a request that its client may send, with topics as `verdict` decides. Raises as `answer`."""
+        key, body = header.api_key, frame[header.body_offset :]
         is_coordinated = SERVED[key].handling in KEY_TYPES
         if is_coordinated or key == keys.FIND_COORDINATOR:
             refusal = await self._coordination.refuse_transactions(header, body)
@@ -247,14 +285,16 @@ class ControlPlane:
                     return await self._coordination.answer(frame, header, coordinated)
             if key in self._context.versions.offered.native:
                 return _framed(header, await self._answer_natively(header, body))
-        return await self._answer_by_broker(frame, header)
+        return await self._answer_by_broker(frame, header, verdict)
 
-    async def _answer_by_broker(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+    async def _answer_by_broker(
+        self, frame: memoryview, header: RequestHeader, verdict: Verdict | None
+    ) -> list[Buffer]:
         key, body = header.api_key, frame[header.body_offset :]
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
                 if SERVED[key].names_brokers:
-                    return _framed(header, await self._renamed(frame, header))
+                    return _framed(header, await self._renamed(frame, header, verdict))
                 answer = await self._ask_any(frame, header, self._forward)
         except (TimeoutError, Unanswerable) as error:
             if key != keys.METADATA:
@@ -265,18 +305,18 @@ class ControlPlane:
             return _framed(header, await self._answer_natively(header, body))
         return answer
 
-    async def _renamed(self, frame: memoryview, header: RequestHeader) -> Buffer:
+    async def _renamed(self, frame: memoryview, header: RequestHeader, verdict: Verdict | None) -> Buffer:
         """Return the body of a broker's answer, with proxies in it.
 
         Clients that ask for all topics at the same time share one answer.
         """
         body = frame[header.body_offset :]
-        if not (
+        if verdict is not None or not (
             header.api_key == keys.METADATA
             and len(body) <= _MAX_SHARED_BYTES
             and asks_for_all_topics(header.api_version, body)
         ):
-            return await self._ask_any(frame, header, self._rename)
+            return await self._ask_any(frame, header, partial(self._rename, verdict=verdict))
         same = header.api_version, bytes(body)
         answer = await self._context.all_topics.ask(same, lambda: self._all_topics(frame, header))
         if answer is None:
@@ -345,8 +385,10 @@ class ControlPlane:
         set_response_correlation_id(answer, header.correlation_id)
         return [answer]
 
-    async def _rename(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> Buffer:
-        return await self._virtual.rewrite(answer, frame[header.body_offset :], header)
+    async def _rename(
+        self, answer: memoryview, frame: memoryview, header: RequestHeader, verdict: Verdict | None = None
+    ) -> Buffer:
+        return await self._virtual.rewrite(answer, frame[header.body_offset :], header, verdict)
 
     async def _find_coordinator(self, key_type: int, key: str) -> None:
         """Ask who coordinates a key; the answer is remembered, where there is one."""

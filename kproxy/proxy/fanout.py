@@ -39,6 +39,7 @@ from typing import Any, Final, Protocol
 from kproxy.claims.unsettled import LastWrites
 from kproxy.observe.tally import VERSION_BITS
 from kproxy.plain import compiled
+from kproxy.proxy.access import ClientAccess
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.broker_connection import FLUSH_S, Ticket, Upstream
@@ -54,6 +55,7 @@ from kproxy.routing.fanout import Fanout
 from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.split import NOTHING_REFUSED, Entry
+from kproxy.security.acls import Operation
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.error_codes import FETCH_SESSION_ID_NOT_FOUND, INVALID_REQUEST, INVALID_REQUIRED_ACKS
 from kproxy_codec.errors import InvalidField
@@ -84,7 +86,8 @@ class NoRoom(Exception):
 class FanoutShell:
     """Runs the core of one client connection on `connections`.
 
-    `claims` is what the client has claimed. `on_undeliverable` gets lost acks=0 parts.
+    `claims` is what the client has claimed. `on_undeliverable` gets lost acks=0 parts. `access` None: the client may
+    read and write everything.
     """
 
     def __init__(
@@ -93,8 +96,12 @@ class FanoutShell:
         connections: Connections,
         claims: ClientClaims,
         on_undeliverable: Callable[[bytes, int], None],
+        access: ClientAccess | None = None,
     ) -> None:
         self._context = context
+        self._access = access
+        # For the compiled plain path: whether a route to a topic may be kept; None: to every one.
+        self.may_write = access.may_write if access is not None else None
         self._topology = context.topology
         self._on_undeliverable = on_undeliverable
         # Notes its acknowledgements, if the proxy keeps a trail of them.
@@ -146,15 +153,22 @@ class FanoutShell:
         deadline = began + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
         if request.by_id:
             self.name_topics(request)
-        refused = NOTHING_REFUSED
-        if context.own is not None and context.own.gated:
-            refused = refused_writes(context.own, self.claims.connection, request)
-            if refused:
-                context.counters["own.gated"] += len(refused)
+        refused = self._refused_writes(request)
         if acks == 0 and (context.confirm_acks0 or self._is_gated(request)):
             set_acks(request, 1)
         self.submit(PRODUCE_API, request, slot, deadline=deadline, silent=acks == 0, refused=refused)
         return None if acks == 0 else 0
+
+    def _refused_writes(self, request: PartitionedRequest) -> Mapping[Entry, int]:
+        """The entries that the client may not write, by the rules or for want of a claim."""
+        refused, own = NOTHING_REFUSED, self._context.own
+        if own is not None and own.gated:
+            refused = refused_writes(own, self.claims.connection, request)
+            if refused:
+                self._context.counters["own.gated"] += len(refused)
+        if self._access is not None:
+            refused = {**refused, **self._access.refused_writes(request)} or NOTHING_REFUSED
+        return refused
 
     def _is_gated(self, request: PartitionedRequest) -> bool:
         """Whether a topic has a writer group: its next claimant must know when the last of this is written."""
@@ -183,6 +197,8 @@ class FanoutShell:
         if self.claims.connection is not None:
             refused, respond = self.claims.read(request, slot.fill)
             self._context.counters["own.fetch_gated"] += len(refused)
+        if self._access is not None:
+            refused = {**refused, **self._access.refused(Operation.READ, request)} or NOTHING_REFUSED
         wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
         deadline = now + wait_s + READ_GRACE_S
         self.submit(
@@ -201,7 +217,10 @@ class FanoutShell:
             slot.fill(refuse(LIST_OFFSETS_API, request, INVALID_REQUEST))
             return 0
         self.admit(request)
-        self.submit(LIST_OFFSETS_API, request, slot, deadline=now + READ_GRACE_S)
+        refused = NOTHING_REFUSED
+        if self._access is not None:
+            refused = self._access.refused(Operation.DESCRIBE, request)
+        self.submit(LIST_OFFSETS_API, request, slot, deadline=now + READ_GRACE_S, refused=refused)
         return 0
 
     def admit(self, request: PartitionedRequest) -> None:

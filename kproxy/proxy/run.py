@@ -32,6 +32,7 @@ from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
 from kproxy.plain import compiled
 from kproxy.proxy import descriptors
+from kproxy.proxy.access import AccessControl
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.broker_health import Brokers, readiness
 from kproxy.proxy.claims import attach, open_own
@@ -92,7 +93,7 @@ class _Proxy:
         async with contextlib.AsyncExitStack() as stack:
             port = await self._listener.bind(*config.listen, shared=self._front.worker is not None)
             # Before any wait, so that an unusable file or sink is reported at once.
-            security = SecurityFiles(config.sasl)
+            security = SecurityFiles(config.sasl, config.access)
             audit = self._audit = self._open_audit(port)
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
@@ -100,7 +101,7 @@ class _Proxy:
             opened = self._opened = await stack.enter_async_context(open_source(config, self._topology, self._wait))
             membership = self._membership = await stack.enter_async_context(self._open_membership(port))
             own = self._own = await stack.enter_async_context(open_own(config, *self._advertised(port), self._counters))
-            context = self._context(opened, membership, own, audit.trail)
+            context = self._context(opened, membership, own, audit.trail, security)
             await stack.enter_async_context(attach(own, context))
             stack.push_async_callback(self._listener.stop)
             # Between the end of the last client and of the listener: the rest of the trail may pass through this proxy.
@@ -153,13 +154,30 @@ class _Proxy:
     def _admission(self, security: SecurityFiles) -> Admission | None:
         sasl = self._config.sasl
         if sasl is None:
-            return None
+            if self._config.access is None:
+                return None
+            return Admission(None, Times(time.monotonic, time.time), counters=self._counters)
         offered = servers(sasl.offered(is_encrypted=False), lambda: security.users, lambda: security.tokens)
         times = Times(time.monotonic, time.time, sasl.session_lifetime_s)
         return Admission(offered, times, timeout_s=sasl.timeout_s, counters=self._counters)
 
+    def _access(self, security: SecurityFiles) -> AccessControl | None:
+        access = self._config.access
+        if access is None:
+            return None
+        if not access.acls and self._front.worker in (None, 1):
+            log.warning(
+                "no ACLs", consequence="nothing is allowed", advice="write [[acls]] into the configuration file"
+            )
+        return AccessControl(lambda: security.rules, self._counters, dry_run=access.dry_run)
+
     def _context(
-        self, opened: OpenSource, membership: Membership, own: OwnService | None, trail: Trail
+        self,
+        opened: OpenSource,
+        membership: Membership,
+        own: OwnService | None,
+        trail: Trail,
+        security: SecurityFiles,
     ) -> ProxyContext:
         context = ProxyContext(
             topology=self._topology,
@@ -171,6 +189,7 @@ class _Proxy:
             coordinators=opened.coordinators,
             own=own,
             has_sasl=self._config.sasl is not None,
+            access=self._access(security),
             trail=trail,
             limits=self._config.limits,
             clock=time.monotonic,

@@ -27,7 +27,7 @@ from kproxy.claims.service import OwnService
 from kproxy.routing.fleet import Fleet, Proxy
 from kproxy_codec import api_keys as keys
 from kproxy_codec import cluster
-from kproxy_codec.cluster import ASK_ANOTHER, Named, rename_brokers
+from kproxy_codec.cluster import ASK_ANOTHER, Named, Verdict, rename_brokers
 from kproxy_codec.coordination import (
     GROUP,
     Found,
@@ -60,8 +60,10 @@ class VirtualBrokers:
     def __init__(self, context: ProxyContext) -> None:
         self._context = context
 
-    async def rewrite(self, answer: memoryview, request_body: memoryview, header: RequestHeader) -> Buffer:
-        """Return the body of a broker's answer with virtual brokers in it.
+    async def rewrite(
+        self, answer: memoryview, request_body: memoryview, header: RequestHeader, verdict: Verdict | None = None
+    ) -> Buffer:
+        """Return the body of a broker's answer with virtual brokers in it, and with topics as `verdict` decides.
 
         An answer to FindCoordinator is remembered. Raises CodecError, AskAnother.
         """
@@ -73,7 +75,7 @@ class VirtualBrokers:
             asked = parse_find_coordinator(version, request_body)
             work = replace_coordinators(version, asked, body, self._learn_coordinator)
         else:
-            work = rename_brokers(key, version, body, self._named())
+            work = rename_brokers(key, version, body, self._named(verdict))
         return await self._context.portions.of(work, len(body))
 
     async def leaderless_metadata(self, header: RequestHeader, request_body: memoryview) -> Buffer:
@@ -89,13 +91,14 @@ class VirtualBrokers:
         work = answer_find_coordinator(header.api_version, request_body, self._group_coordinator)
         return await self._context.portions.of(work, len(request_body))
 
-    def _named(self) -> Named:
+    def _named(self, verdict: Verdict | None = None) -> Named:
         # A copy: the fleet may change between portions.
         fleet, own = Fleet(self._context.fleet.proxies), self._context.own
         return Named(
             fleet.proxies,
             fleet.controller.node_id,
             lambda topic, indexes: [proxy.node_id for proxy in partition_leaders(fleet, own, topic, indexes)],
+            verdict,
         )
 
     def _learn_coordinator(self, key_type: int, found: Found) -> Found:

@@ -1,4 +1,4 @@
-"""What is read from files for authentication, and read again when it changes.
+"""What is read from files for authentication and authorisation, and read again when it changes.
 
 A file is read again when its status differs (inode, size, time), which is looked at every LOOK_S, and on SIGHUP. What
 cannot be read changes nothing: the last good content stays in force, and one line in the log says so.
@@ -14,14 +14,17 @@ from typing import Final, Generic, TypeVar
 
 import structlog
 
+from kproxy.config.access import AccessOptions, read_acls
 from kproxy.config.security import SaslOptions
 from kproxy.errors import StartupError
+from kproxy.security.acls import Rules, acls_of
 from kproxy.security.tokens import TokenOptions, TokenVerifier, read_verifier
 from kproxy.security.users import Users, read_users
 
 log = structlog.get_logger(__name__)
 
 LOOK_S: Final = 1.0
+_NO_RULES: Final = Rules(())
 Content = TypeVar("Content")
 
 
@@ -61,9 +64,9 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 class SecurityFiles:
     """The files of one process. Raises StartupError if one cannot be used."""
 
-    def __init__(self, sasl: SaslOptions | None) -> None:
+    def __init__(self, sasl: SaslOptions | None, access: AccessOptions | None = None) -> None:
         stand_in_key = secrets.token_bytes(32)
-        self._users = self._tokens = None
+        self._users = self._tokens = self._rules = None
         if sasl is not None and sasl.users is not None:
             self._users = KeptFile[Users](sasl.users, lambda file: read_users(file, stand_in_key), "users")
         if sasl is not None and sasl.oauth is not None:
@@ -75,6 +78,14 @@ class SecurityFiles:
                 oauth.jwks, lambda file: read_verifier(file, options), "keys of tokens"
             )
 
+        if access is not None and access.file is not None:
+            self._rules = KeptFile[Rules](access.file, lambda file: Rules(acls_of(read_acls(file))), "acls")
+
+    @property
+    def rules(self) -> Rules:
+        """Without any nothing is allowed."""
+        return self._rules.current if self._rules is not None else _NO_RULES
+
     @property
     def users(self) -> Users | None:
         return self._users.current if self._users is not None else None
@@ -85,7 +96,7 @@ class SecurityFiles:
 
     def look(self, *, anyway: bool = False) -> None:
         """Read again what has changed."""
-        for kept in (self._users, self._tokens):
+        for kept in (self._users, self._tokens, self._rules):
             if kept is not None:
                 kept.look(anyway=anyway)
 

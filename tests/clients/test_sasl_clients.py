@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.dev import KproxyProcess, serving
-from tests.support.sasl_client import USERS, users_file
+from tests.support.sasl_client import ALLOW_ALL, USERS, users_file
 from tests.support.secured_clients import CLIENTS, OK
 from tests.support.secured_kafka import SecuredKafka, start_secured_kafka
 
@@ -40,6 +40,7 @@ def proxy_before(
     config = directory / "kproxy.toml"
     config.write_text(
         f'[sasl]\nmechanisms = "{",".join(mechanisms)}"\nusers = "{users_file(directory)}"\nwithout_tls = true\n'
+        + ALLOW_ALL
     )
     arguments = ["serve", "--config", config, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
     arguments += ["--ownership", "kafka", "--bootstrap", kafka.plain.bootstrap]

@@ -198,7 +198,7 @@ async def test_strangers_in_hundreds_do_not_keep_a_client_from_its_work(tmp_path
     broker = ServedBroker(1, answers_everything)
     await broker.start()
     rooms = f'[sasl]\nmechanisms = ["PLAIN", "SCRAM-SHA-256"]\nusers = "{sasl.users_file(tmp_path)}"\n'
-    rooms += "without_tls = true\n"
+    rooms += "without_tls = true\n" + sasl.ALLOW_ALL
     manager = static_proxy(tmp_path, {1: broker.port}, rooms=rooms)
     process = await asyncio.to_thread(manager.__enter__)
     try:

@@ -20,6 +20,16 @@ from tests.support.raw_client import control_frame
 
 ISSUER = "https://issuer.test/"
 AUDIENCE = "kafka.test"
+# For tests that are about something else.
+ALLOW_ALL = """
+[[acls]]
+principal = "User:*"
+operations = ["admin"]
+topics = ["*"]
+groups = ["*"]
+transactional_ids = ["*"]
+cluster = true
+"""
 USERS = {"alice": "alice-secret", "bob": "bob-secret"}
 
 

@@ -35,6 +35,7 @@ FLAGS = {
     "pipeline": "",
     "own": "",
     "user": "",
+    "acl": "",
     "doctor": f"bootstrap topic no-write etcd prefix admin json {ETCD_FLAGS}",
     "check-config": "config json",
     "completion": "help",

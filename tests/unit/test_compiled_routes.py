@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,13 +32,14 @@ class Upstream:
 class Client:
     """A compiled path before a core whose proven routes are `proven`."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_write: Callable[[bytes], bool] | None = None) -> None:
         self.proven: set[tuple[bytes, int]] = set()
         self.upstream = Upstream()
         self.routes = SimpleNamespace(generation=0, proven_on=lambda *each: 1 if each in self.proven else None)
         core = SimpleNamespace(routes=self.routes, takes_plain=True)
         plain = SimpleNamespace(open_count=0, open_partitions=0)
         shell = SimpleNamespace(core=core, plain=plain, acks=None, upstreams={1: self.upstream}, follows=True, newest=0)
+        shell.may_write = may_write
         answers = SimpleNamespace(slots=[], sequence=0, in_flight_bytes=0)
         context = SimpleNamespace(
             topology=SimpleNamespace(version=1),
@@ -52,8 +54,8 @@ class Client:
         assert compiled is not None
         self.path = compiled.CompiledPath(shell, answers, context, nothing, nothing, nothing, 8)
 
-    def take(self, topic: str, index: int) -> bool:
-        frame = produce_frame({topic: [index]}, records=batch())
+    def take(self, topic: str, index: int, **fields: Any) -> bool:
+        frame = produce_frame({topic: [index]}, records=batch(), **fields)
         taken: bool = self.path.take(memoryview(bytearray(frame)), 0.0, RANGES)
         return taken
 
@@ -105,3 +107,16 @@ def test_what_is_kept_has_a_bound() -> None:
     assert client.upstream.forwarded >= 4
     client.proven.add((b"e", MOST_PLACES))
     assert not client.take("e", MOST_PLACES)
+
+
+@is_compiled
+def test_a_route_to_a_topic_that_may_not_be_written_is_not_kept() -> None:
+    client = Client(lambda topic: topic == b"t")
+    client.proven |= {(b"t", 0), (b"u", 0)}
+    for _ in range(2):
+        assert client.take("t", 0)
+        assert not client.take("u", 0)
+        # The right to a transactional id is checked with every request.
+        assert not client.take("t", 0, transactional_id="x")
+    assert client.path.kept == (1, 1)
+    assert Client().take("t", 0) is False

@@ -1,0 +1,99 @@
+"""Options of authorisation: `[access]`, and the rules, `[[acls]]`.
+
+The rules are in the configuration file alone, and are read again from it when it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kproxy.config.parsing import nearest, read_toml
+from kproxy.errors import StartupError
+
+ACLS: Final = "acls"
+MOST_ACLS: Final = 10_000
+_Names = Annotated[list[Annotated[str, Meta(min_length=1, max_length=1_000)]], Meta(min_length=1)]
+_Operation = Literal["read", "write", "describe", "create", "delete", "alter", "own", "admin"]
+
+
+class AclSection(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One of `[[acls]]`: what a principal may do, or may not, with these resources.
+
+    A name is literal; with a `*` at its end it is a prefix, and `*` alone is every name.
+    """
+
+    principal: Annotated[str, Meta(pattern="^(User|Group):.", max_length=1_000)]
+    operations: Annotated[list[_Operation], Meta(min_length=1)]
+    effect: Literal["allow", "deny"] = "allow"
+    topics: _Names | None = None
+    groups: _Names | None = None
+    transactional_ids: _Names | None = None
+    cluster: bool = False
+
+
+class AccessSection(msgspec.Struct, kw_only=True):
+    """`[access]`."""
+
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class AccessOptions:
+    """`[access]` and `[[acls]]`, checked. `file` is where the rules are, if there are any: they are read again."""
+
+    dry_run: bool = False
+    acls: tuple[AclSection, ...] = ()
+    file: Path | None = field(default=None, compare=False)
+
+
+def parse_acls(given: object, where: str) -> tuple[AclSection, ...]:
+    """Check `[[acls]]`. Raises StartupError."""
+    if not isinstance(given, list):
+        raise StartupError(f"acls in {where} are tables: write each as [[acls]].")
+    if len(given) > MOST_ACLS:
+        raise StartupError(f"{where} has {len(given)} acls; at most {MOST_ACLS} are taken: use prefixes and groups.")
+    return tuple(_parse(number, each, where) for number, each in enumerate(given, 1))
+
+
+def _parse(number: int, given: object, where: str) -> AclSection:
+    named = f"the {number}. of [[acls]] in {where}"
+    fields = AclSection.__struct_fields__
+    unknown = [key for key in given if key not in fields] if isinstance(given, dict) else []
+    if unknown:
+        known = nearest(str(unknown[0]), dict.fromkeys(fields))
+        raise StartupError(f"unknown key {unknown[0]} in {named}: did you mean {known}?")
+    try:
+        acl = msgspec.convert(given, AclSection)
+    except msgspec.ValidationError as error:
+        reason = str(error)[:300]
+        raise StartupError(f"{named} will not do: {reason[:1].lower()}{reason[1:]}.") from error
+    if not (acl.topics or acl.groups or acl.transactional_ids or acl.cluster):
+        raise StartupError(f"{named} names no resource: give topics, groups, transactional_ids or cluster = true.")
+    return acl
+
+
+def access_options(given: AccessSection, acls: object | None, source: str) -> AccessOptions:
+    """Check the options; `acls` are as in the file that `source` names. Raises StartupError."""
+    if acls is None:
+        return AccessOptions(given.dry_run)
+    file = source.rpartition(" in ")[2]
+    return AccessOptions(given.dry_run, parse_acls(acls, file), Path(file))
+
+
+def read_acls(file: Path) -> tuple[AclSection, ...]:
+    """Read the rules of a configuration file, and nothing else of it. Raises StartupError."""
+    content: Mapping[str, Any] = read_toml(file)
+    return parse_acls(content.get(ACLS, []), str(file))
+
+
+def shown(acls: Sequence[AclSection]) -> list[dict[str, object]]:
+    """The rules as they were given, for people and programs."""
+    return [
+        {key: value for key, value in msgspec.structs.asdict(acl).items() if value not in (None, False)} for acl in acls
+    ]

@@ -1,0 +1,175 @@
+"""Enforce the rules on the connections of clients: which partitions are refused, and which requests.
+
+`AccessControl` has the rules of this process, `ClientAccess` is one connection's view of them. Its decisions are cached
+with the rules that they were made by, so that new rules count at once; routes of the compiled plain path, which were
+proven under earlier ones, are forgotten at the next look (`has_changed`).
+
+Each refusal is counted, and logged a few times a minute for each principal. With `dry_run` nothing is refused: what
+would have been is counted and logged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import structlog
+
+from kproxy.routing.split import NOTHING_REFUSED, Entry
+from kproxy.security.acls import CLUSTER_NAME, Operation, Permissions, Resource, Rules
+from kproxy.security.principals import ANONYMOUS, Principal
+from kproxy_codec.error_codes import (
+    CLUSTER_AUTHORIZATION_FAILED,
+    GROUP_AUTHORIZATION_FAILED,
+    TOPIC_AUTHORIZATION_FAILED,
+    TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    UNKNOWN_TOPIC_ID,
+)
+from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.primitives import skip_string
+
+log = structlog.get_logger(__name__)
+
+ERRORS: Final[Mapping[Resource, int]] = {
+    Resource.TOPIC: TOPIC_AUTHORIZATION_FAILED,
+    Resource.GROUP: GROUP_AUTHORIZATION_FAILED,
+    Resource.TRANSACTIONAL_ID: TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    Resource.CLUSTER: CLUSTER_AUTHORIZATION_FAILED,
+}
+_LOGGED_A_MINUTE: Final = 5
+
+
+class AccessControl:
+    """The rules of a process; `rules` returns those that were read last."""
+
+    def __init__(self, rules: Callable[[], Rules], counters: Counter[str], *, dry_run: bool = False) -> None:
+        self._rules = rules
+        self._counters = counters
+        self._dry_run = dry_run
+
+    @property
+    def rules(self) -> Rules:
+        return self._rules()
+
+    def client(self) -> ClientAccess:
+        """The view of a new connection."""
+        return ClientAccess(self)
+
+    def denied(self, principal: Principal, peer: str, operation: Operation, resource: Resource, name: str) -> bool:
+        """Count and log a refusal; return whether it is one."""
+        kind = "dry_run" if self._dry_run else "denied"
+        self._counters[f"access.{kind}.{operation.value}.{resource.value}"] += 1
+        log.warning(
+            "access would be denied" if self._dry_run else "access denied",
+            most_a_minute=_LOGGED_A_MINUTE,
+            bounded_by="principal",
+            principal=str(principal),
+            client=peer,
+            operation=operation.value,
+            resource=resource.value,
+            name=name[:249],
+        )
+        return not self._dry_run
+
+    @property
+    def is_enforced(self) -> bool:
+        return not self._dry_run
+
+
+class ClientAccess:
+    """What the client of one connection may do."""
+
+    def __init__(self, control: AccessControl) -> None:
+        self._control = control
+        self.peer = "?"
+        self.principal = ANONYMOUS
+        self._rules = control.rules
+        self._permissions: Permissions = self._rules.of(ANONYMOUS)
+        self._looked_at = self._rules
+
+    def authenticated(self, principal: Principal) -> None:
+        """The client is `principal` from now on."""
+        self.principal = principal
+        self._permissions = self._rules.of(principal)
+
+    def _current(self) -> Permissions:
+        rules = self._control.rules
+        if rules is not self._rules:
+            self._rules = rules
+            self._permissions = rules.of(self.principal)
+        return self._permissions
+
+    def has_changed(self) -> bool:
+        """Whether there are other rules than at the last look."""
+        rules = self._control.rules
+        changed, self._looked_at = rules is not self._looked_at, rules
+        return changed
+
+    def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
+        """Whether the client may do this; a refusal is counted and logged."""
+        if self._current().allows(operation, resource, name):
+            return True
+        return not self._control.denied(self.principal, self.peer, operation, resource, name)
+
+    def allows_on_cluster(self, operation: Operation) -> bool:
+        return self.allows(operation, Resource.CLUSTER, CLUSTER_NAME)
+
+    def permits(self, operation: Operation, resource: Resource, name: str) -> bool:
+        """The same, of something that the client has not asked for by name: nothing is counted."""
+        return self._current().allows(operation, resource, name) or not self._control.is_enforced
+
+    def may_create(self, topic: str) -> bool:
+        """Whether the client may create a topic: by a permission for it, or for the cluster."""
+        if self.permits(Operation.CREATE, Resource.CLUSTER, CLUSTER_NAME):
+            return True
+        return self.permits(Operation.CREATE, Resource.TOPIC, topic)
+
+    def may_write_some_topic(self) -> bool:
+        """Whether the client may be an idempotent producer, as in Kafka: it may write to the cluster or some topic."""
+        permissions = self._current()
+        if permissions.allows(Operation.WRITE, Resource.CLUSTER, CLUSTER_NAME):
+            return True
+        if permissions.allows_any(Operation.WRITE, Resource.TOPIC):
+            return True
+        return not self._control.denied(self.principal, self.peer, Operation.WRITE, Resource.CLUSTER, CLUSTER_NAME)
+
+    def may_write(self, topic: bytes) -> bool:
+        """Whether a route of the compiled path may lead to a topic; otherwise its requests are checked one by one."""
+        return self._current().allows(Operation.WRITE, Resource.TOPIC, text(topic))
+
+    # Requests with partitions
+
+    def refused(self, operation: Operation, request: PartitionedRequest) -> Mapping[Entry, int]:
+        """The entries of a request that its client may not have, each with its error code."""
+        refused: dict[Entry, int] = {}
+        for place, topic in enumerate(request.topics):
+            if request.is_nameless(topic):
+                # It may be any topic; by the time when the client asks again, its name is known.
+                code = UNKNOWN_TOPIC_ID if self._control.is_enforced else 0
+            else:
+                code = 0 if self.allows(operation, Resource.TOPIC, text(topic.name)) else TOPIC_AUTHORIZATION_FAILED
+            if code:
+                refused |= {(place, ordinal): code for ordinal in range(len(topic.partitions))}
+        return refused or NOTHING_REFUSED
+
+    def refused_writes(self, request: PartitionedRequest) -> Mapping[Entry, int]:
+        """The same of a produce request; without the right to its transactional id all entries are refused."""
+        header = request.header
+        start, end, _ = skip_string(
+            request.frame, header.body_offset, len(request.frame), compact=request.flexible, nullable=True
+        )
+        if start >= 0:
+            name = text(bytes(request.frame[start:end]))
+            if not self.allows(Operation.WRITE, Resource.TRANSACTIONAL_ID, name):
+                return {
+                    (place, ordinal): TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+                    for place, topic in enumerate(request.topics)
+                    for ordinal in range(len(topic.partitions))
+                }
+        return self.refused(Operation.WRITE, request)
+
+
+def text(name: bytes) -> str:
+    """A name from the wire; what is no text is like no name of a rule."""
+    return name.decode(errors="replace")

@@ -1,0 +1,426 @@
+"""Enforce the rules on control requests: refuse one, cut out what its client may not have, or let it pass.
+
+| request | needs | what is refused is answered with |
+| --- | --- | --- |
+| JoinGroup, SyncGroup, Heartbeat, LeaveGroup | read the group | 30 |
+| OffsetCommit | read the group; read each topic | 30 everywhere; 29 for a topic |
+| OffsetFetch | describe the group; describe each topic | 30; 29 for a topic; a topic that was not named is left out |
+| FindCoordinator | describe the group or transactional id | 30, 53 for a key |
+| InitProducerId, EndTxn | write the transactional id | 53; an idempotent producer without any topic to write: 31 |
+| AddPartitionsToTxn | also write each topic | 53 everywhere; 29 for a topic, and 55 for all others |
+| AddOffsetsToTxn | also read the group | 53, 30 |
+| TxnOffsetCommit | also read the group; read each topic | 53, 30 everywhere; 29 for a topic |
+| CreateTopics, CreatePartitions, DeleteTopics | create, alter, delete each topic | 29 for a topic |
+| DescribeConfigs | describe the topic, or the cluster | 29, 31 for a resource |
+| Metadata, DescribeTopicPartitions | describe each topic | 29 for a topic; one that was not named is left out |
+| Own | own the group | 30 |
+
+To create a topic a permission for the cluster is enough. A client without the right to create never creates a topic by
+asking for its metadata. Everybody may ask for the cluster (DescribeCluster), as in Kafka: the answer names proxies.
+
+Messages are read by kproxy_codec.control, a long one on another thread: requests are at most 1 MiB, and only
+authenticated clients send them. A request is encoded again only if something of it is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+from uuid import UUID
+
+from kproxy.proxy.access import ERRORS, ClientAccess, text
+from kproxy.routing.topology import Topology
+from kproxy.security.acls import Operation, Resource
+from kproxy_codec import api_keys as keys
+from kproxy_codec.cluster import Verdict, disallow_auto_creation
+from kproxy_codec.control import (
+    Message,
+    build_request,
+    build_response,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
+)
+from kproxy_codec.coordination import BATCHED_FROM, GROUP, refuse_partitions
+from kproxy_codec.error_codes import (
+    CLUSTER_AUTHORIZATION_FAILED,
+    GROUP_AUTHORIZATION_FAILED,
+    OPERATION_NOT_ATTEMPTED,
+    TOPIC_AUTHORIZATION_FAILED,
+    TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    UNKNOWN_TOPIC_ID,
+    UNKNOWN_TOPIC_OR_PARTITION,
+)
+from kproxy_codec.framing import RequestHeader, frame_message
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.walk import at_once
+
+# A longer body is read on another thread.
+_SHORT_BYTES: Final = 16 << 10
+_TOPIC: Final = 2
+_OFFSET_FETCH_ERROR_FROM: Final = 2
+_TOPIC_IDS_FROM: Final = 6
+_NO_ID: Final = bytes(16)
+_REFUSED: Final = "Authorization failed."
+
+Amend: TypeAlias = Callable[[Message], None]
+
+
+class Screened(NamedTuple):
+    """What becomes of a request.
+
+    `answer`: the whole body of its answer, if it is refused. Otherwise it goes on as `frame`, and `amend` adds to the
+    answer what was cut out of it. `verdict` decides about the topics of an answer that names brokers.
+    """
+
+    frame: memoryview
+    answer: Buffer | None = None
+    amend: Amend | None = None
+    verdict: Verdict | None = None
+
+
+class Screen:
+    """Screens the requests of one client."""
+
+    def __init__(self, access: ClientAccess, topology: Topology) -> None:
+        self._access = access
+        self._topology = topology
+
+    async def screen(self, frame: memoryview, header: RequestHeader) -> Screened:
+        """Decide about a request. Raises CodecError."""
+        if len(frame) > _SHORT_BYTES:
+            return await asyncio.to_thread(self._screen, frame, header)
+        return self._screen(frame, header)
+
+    def _screen(self, frame: memoryview, header: RequestHeader) -> Screened:
+        key, version = header.api_key, header.api_version
+        decide = _DECISIONS.get(key)
+        if decide is None:
+            return Screened(frame)
+        request = decode_request(key, version, frame[header.body_offset :])
+        return decide(self, frame, header, request)
+
+    async def amend(self, screened: Screened, header: RequestHeader, body: Buffer) -> Buffer:
+        """The answer's body with what was cut out of the request. Raises CodecError."""
+        if screened.amend is None:
+            return body
+        if len(body) > _SHORT_BYTES:
+            return await asyncio.to_thread(_amended, screened.amend, header, body)
+        return _amended(screened.amend, header, body)
+
+    # Groups and transactions
+
+    def _group(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        if self._access.allows(Operation.READ, Resource.GROUP, request.group_id):
+            return Screened(frame)
+        return _refused(frame, header, error_code=GROUP_AUTHORIZATION_FAILED)
+
+    def _transaction(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        if not self._access.allows(Operation.WRITE, Resource.TRANSACTIONAL_ID, request.transactional_id):
+            return _refused(frame, header, error_code=TRANSACTIONAL_ID_AUTHORIZATION_FAILED)
+        if header.api_key == keys.ADD_OFFSETS_TO_TXN:
+            return self._group(frame, header, request)
+        return Screened(frame)
+
+    def _init_producer_id(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        name = request.transactional_id
+        code = 0
+        if name is not None:
+            if not self._access.allows(Operation.WRITE, Resource.TRANSACTIONAL_ID, name):
+                code = TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+        elif not self._access.may_write_some_topic():
+            code = CLUSTER_AUTHORIZATION_FAILED
+        if code:
+            return _refused(frame, header, error_code=code, producer_id=-1, producer_epoch=-1)
+        return Screened(frame)
+
+    def _add_partitions(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        name = request.v3_and_below_transactional_id
+        if not self._access.allows(Operation.WRITE, Resource.TRANSACTIONAL_ID, name):
+            return _refused_everywhere(frame, header, TRANSACTIONAL_ID_AUTHORIZATION_FAILED)
+        topics = request.v3_and_below_topics
+        denied = {each.name for each in topics if not self._access.allows(Operation.WRITE, Resource.TOPIC, each.name)}
+        if not denied:
+            return Screened(frame)
+        results = [
+            {
+                "name": each.name,
+                "results_by_partition": [
+                    {
+                        "partition_index": index,
+                        "partition_error_code": TOPIC_AUTHORIZATION_FAILED
+                        if each.name in denied
+                        else OPERATION_NOT_ATTEMPTED,
+                    }
+                    for index in each.partitions
+                ],
+            }
+            for each in topics
+        ]
+        return _refused(frame, header, results_by_topic_v3_and_below=results)
+
+    def _offsets(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        """OffsetCommit, TxnOffsetCommit and OffsetFetch."""
+        key, access = header.api_key, self._access
+        is_fetch = key == keys.OFFSET_FETCH
+        operation = Operation.DESCRIBE if is_fetch else Operation.READ
+        if key == keys.TXN_OFFSET_COMMIT and not access.allows(
+            Operation.WRITE, Resource.TRANSACTIONAL_ID, request.transactional_id
+        ):
+            return _refused_everywhere(frame, header, TRANSACTIONAL_ID_AUTHORIZATION_FAILED)
+        if not access.allows(operation, Resource.GROUP, request.group_id):
+            if is_fetch and header.api_version >= _OFFSET_FETCH_ERROR_FROM:
+                return _refused(frame, header, error_code=GROUP_AUTHORIZATION_FAILED)
+            return _refused_everywhere(frame, header, GROUP_AUTHORIZATION_FAILED)
+        if request.topics is None:
+            return Screened(frame, amend=self._hide_topics)
+
+        def refused(topic: Any) -> dict[str, object]:
+            indexes = topic.partition_indexes if is_fetch else [each.partition_index for each in topic.partitions]
+            rest = {"committed_offset": -1, "metadata": ""} if is_fetch else {}
+            partitions = [
+                {"partition_index": each, "error_code": TOPIC_AUTHORIZATION_FAILED, **rest} for each in indexes
+            ]
+            return {"name": topic.name, "partitions": partitions}
+
+        return self._cut(frame, header, request, operation, _Cut("topics", "topics", refused))
+
+    def _hide_topics(self, answer: Message) -> None:
+        answer.topics = [each for each in answer.topics if self._sees(each.name)]
+
+    def _find_coordinator(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        kind = Resource.GROUP if getattr(request, "key_type", GROUP) == GROUP else Resource.TRANSACTIONAL_ID
+
+        def is_allowed(name: str) -> bool:
+            return self._access.allows(Operation.DESCRIBE, kind, name)
+
+        error = {"error_code": ERRORS[kind], "error_message": _REFUSED, "node_id": -1, "host": "", "port": -1}
+        if header.api_version < BATCHED_FROM:
+            if is_allowed(request.key):
+                return Screened(frame)
+            if header.api_version == 0:
+                del error["error_message"]
+            return _refused(frame, header, **error)
+        denied = [name for name in request.coordinator_keys if not is_allowed(name)]
+        request.coordinator_keys = [name for name in request.coordinator_keys if name not in denied]
+        refused = [{"key": name, **error} for name in denied]
+        return _rest(frame, header, request, "coordinators", refused, bool(request.coordinator_keys))
+
+    # Topics
+
+    def _topics(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        """CreateTopics, CreatePartitions and DeleteTopics up to version 5."""
+        operation, answer = _OPERATIONS[header.api_key]
+        error = {"error_code": TOPIC_AUTHORIZATION_FAILED, "error_message": _REFUSED}
+        if header.api_key == keys.DELETE_TOPICS:
+            if header.api_version >= _TOPIC_IDS_FROM:
+                return self._delete_by_id(frame, header, request)
+            if header.api_version < 5:
+                del error["error_message"]
+            cut = _Cut("topic_names", answer, lambda name: {"name": name, **error})
+        else:
+            cut = _Cut("topics", answer, lambda topic: {"name": topic.name, **error})
+        return self._cut(frame, header, request, operation, cut)
+
+    def _delete_by_id(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        kept, refused = [], []
+        for topic in request.topics:
+            # kafka-python reads an id of zeros as None.
+            topic_id = topic.topic_id or UUID(int=0)
+            name = topic.name if topic.name is not None else self._name_of(topic_id.bytes)
+            error = {"name": topic.name, "topic_id": topic_id, "error_message": None}
+            if name is None:
+                refused.append({**error, "error_code": UNKNOWN_TOPIC_ID})
+            elif self._access.allows(Operation.DELETE, Resource.TOPIC, name):
+                kept.append(topic)
+            else:
+                refused.append({**error, "error_code": TOPIC_AUTHORIZATION_FAILED, "error_message": _REFUSED})
+        request.topics = kept
+        return _rest(frame, header, request, "responses", refused, bool(kept))
+
+    def _name_of(self, topic_id: bytes) -> str | None:
+        name = self._topology.name_of(topic_id)
+        return None if name is None else text(name)
+
+    def _describe_configs(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        kept, refused = [], []
+        for each in request.resources:
+            if each.resource_type == _TOPIC:
+                code = TOPIC_AUTHORIZATION_FAILED
+                is_allowed = self._access.allows(Operation.DESCRIBE, Resource.TOPIC, each.resource_name)
+            else:
+                code = CLUSTER_AUTHORIZATION_FAILED
+                is_allowed = self._access.allows_on_cluster(Operation.DESCRIBE)
+            if is_allowed:
+                kept.append(each)
+            else:
+                named = {"resource_type": each.resource_type, "resource_name": each.resource_name, "configs": []}
+                refused.append({"error_code": code, "error_message": _REFUSED, **named})
+        request.resources = kept
+        return _rest(frame, header, request, "results", refused, bool(kept))
+
+    def _cut(
+        self, frame: memoryview, header: RequestHeader, request: Message, operation: Operation, cut: _Cut
+    ) -> Screened:
+        """Cut out the topics that the client may not have."""
+        kept, refused = [], []
+        for topic in getattr(request, cut.asked):
+            name = topic if isinstance(topic, str) else topic.name
+            if self._may(operation, name):
+                kept.append(topic)
+            else:
+                refused.append(cut.refused(topic))
+        setattr(request, cut.asked, kept)
+        return _rest(frame, header, request, cut.answered, refused, bool(kept))
+
+    def _may(self, operation: Operation, topic: str) -> bool:
+        if operation is Operation.CREATE and self._access.may_create(topic):
+            return True
+        return self._access.allows(operation, Resource.TOPIC, topic)
+
+    def _sees(self, topic: str) -> bool:
+        return self._access.permits(Operation.DESCRIBE, Resource.TOPIC, topic)
+
+    # Metadata
+
+    def _metadata(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        """No topic is created by a client without the right to."""
+        verdict = self._verdict(header, request)
+        named = [each.name for each in request.topics or () if each.name is not None]
+        may_be_created = getattr(request, "allow_auto_topic_creation", True)
+        if not may_be_created or all(map(self._access.may_create, named)):
+            return Screened(frame, verdict=verdict)
+        if disallow_auto_creation(header.api_version, frame[header.body_offset :]):
+            return Screened(frame, verdict=verdict)
+        # A version without that field: topics that are not known here, and that might be created, are cut out.
+        unknown = [each for each in request.topics if not self._is_known(each.name)]
+        refused = [
+            {"error_code": TOPIC_AUTHORIZATION_FAILED, "name": each.name, "is_internal": False, "partitions": []}
+            for each in unknown
+        ]
+        if header.api_version == 0:
+            for each in refused:
+                del each["is_internal"]
+        request.topics = [each for each in request.topics if self._is_known(each.name)]
+        # In version 0 no topic would mean all of them; later a client is told the brokers beside its refusals.
+        is_any_left = bool(request.topics) or header.api_version > 0
+        return _rest(frame, header, request, "topics", refused, is_any_left)._replace(verdict=verdict)
+
+    def _topic_partitions(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        return Screened(frame, verdict=self._verdict(header, request))
+
+    def _cluster(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+        # It has no topics; a verdict leaves out what the proxy's own identity may do.
+        return Screened(frame, verdict=lambda name, topic_id, error_code: (error_code, True))
+
+    def _is_known(self, topic: str) -> bool:
+        return bool(self._topology.partition_indexes(topic.encode())) or self._access.may_create(topic)
+
+    def _verdict(self, header: RequestHeader, request: Message) -> Verdict:
+        """Decide about each topic of an answer to Metadata or DescribeTopicPartitions."""
+        is_metadata = header.api_key == keys.METADATA
+        topics = request.topics
+        asks_for_all = topics is None or (not topics and (not is_metadata or header.api_version == 0))
+        by_id = {each.topic_id.bytes for each in topics or () if _is_by_id(each)}
+        creates = is_metadata and bool(getattr(request, "allow_auto_topic_creation", True))
+
+        def decide(name: bytes, topic_id: bytes, error_code: int) -> tuple[int, bool] | None:
+            """The error of a topic and whether its name is told; None: it is left out."""
+            topic = text(name)
+            if name and asks_for_all:
+                return (error_code, True) if self._sees(topic) else None
+            if name and not self._access.allows(Operation.DESCRIBE, Resource.TOPIC, topic):
+                return TOPIC_AUTHORIZATION_FAILED, topic_id not in by_id
+            if error_code == UNKNOWN_TOPIC_OR_PARTITION and creates and not self._access.may_create(topic):
+                return TOPIC_AUTHORIZATION_FAILED, True
+            return error_code, True
+
+        return decide
+
+
+def _is_by_id(topic: Any) -> bool:
+    topic_id = getattr(topic, "topic_id", None)
+    return topic_id is not None and topic_id.bytes != _NO_ID and topic.name is None
+
+
+class _Cut(NamedTuple):
+    """Where a request has its topics and the answer its results, and the result of a refused topic."""
+
+    asked: str
+    answered: str
+    refused: Callable[[Any], dict[str, object]]
+
+
+def _refused(frame: memoryview, header: RequestHeader, **fields: object) -> Screened:
+    response = build_response(header.api_key, header.api_version, **fields)
+    return Screened(frame, answer=encode_response(response))
+
+
+def _refused_everywhere(frame: memoryview, header: RequestHeader, error_code: int) -> Screened:
+    body = frame[header.body_offset :]
+    return Screened(frame, answer=at_once(refuse_partitions(header.api_key, header.api_version, body, error_code)))
+
+
+def _rest(
+    frame: memoryview,
+    header: RequestHeader,
+    request: Message,
+    answered: str,
+    refused: Sequence[Mapping[str, object]],
+    is_any_left: bool,
+) -> Screened:
+    """Let the rest of a request pass, if there is any; the refused ones are in the answer."""
+    if not refused:
+        return Screened(frame)
+    if not is_any_left:
+        return _refused(frame, header, **{answered: refused})
+    built = getattr(build_response(header.api_key, header.api_version, **{answered: refused}), answered)
+
+    def amend(answer: Message) -> None:
+        setattr(answer, answered, [*getattr(answer, answered), *built])
+
+    head = frame[4 : header.body_offset]
+    return Screened(memoryview(bytearray(frame_message(head, _encoded(header, request)))), amend=amend)
+
+
+def _encoded(header: RequestHeader, request: Message) -> bytes:
+    if header.api_key == keys.DELETE_TOPICS:
+        # kafka-python cannot encode one that it has decoded.
+        request = build_request(header.api_key, header.api_version, **request.to_dict())
+    return encode_request(request)
+
+
+def _amended(amend: Amend, header: RequestHeader, body: Buffer) -> Buffer:
+    answer = decode_response(header.api_key, header.api_version, body)
+    amend(answer)
+    return encode_response(answer)
+
+
+_OPERATIONS: Final = {
+    keys.CREATE_TOPICS: (Operation.CREATE, "topics"),
+    keys.CREATE_PARTITIONS: (Operation.ALTER, "results"),
+    keys.DELETE_TOPICS: (Operation.DELETE, "responses"),
+}
+_DECISIONS: Final[Mapping[int, Callable[[Screen, memoryview, RequestHeader, Message], Screened]]] = {
+    keys.JOIN_GROUP: Screen._group,
+    keys.SYNC_GROUP: Screen._group,
+    keys.HEARTBEAT: Screen._group,
+    keys.LEAVE_GROUP: Screen._group,
+    keys.OFFSET_COMMIT: Screen._offsets,
+    keys.OFFSET_FETCH: Screen._offsets,
+    keys.TXN_OFFSET_COMMIT: Screen._offsets,
+    keys.FIND_COORDINATOR: Screen._find_coordinator,
+    keys.INIT_PRODUCER_ID: Screen._init_producer_id,
+    keys.ADD_PARTITIONS_TO_TXN: Screen._add_partitions,
+    keys.ADD_OFFSETS_TO_TXN: Screen._transaction,
+    keys.END_TXN: Screen._transaction,
+    keys.CREATE_TOPICS: Screen._topics,
+    keys.CREATE_PARTITIONS: Screen._topics,
+    keys.DELETE_TOPICS: Screen._topics,
+    keys.DESCRIBE_CONFIGS: Screen._describe_configs,
+    keys.METADATA: Screen._metadata,
+    keys.DESCRIBE_TOPIC_PARTITIONS: Screen._topic_partitions,
+    keys.DESCRIBE_CLUSTER: Screen._cluster,
+}

@@ -1,0 +1,238 @@
+"""The rules: what they allow, and what the configuration file may say."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kproxy.cli import cli
+from kproxy.config import load_proxy_config
+from kproxy.config.access import AclSection, parse_acls, read_acls
+from kproxy.errors import StartupError
+from kproxy.security.acls import Acl, Operation, Permissions, Resource, Rules, acls_of
+from kproxy.security.principals import Principal
+
+ALICE = Principal("alice", frozenset({"team"}))
+BOB = Principal("bob")
+
+
+def rules(*given: dict[str, object]) -> Rules:
+    return Rules(acls_of(parse_acls(list(given), "here")))
+
+
+def allows(permissions: Permissions, operation: str, name: str, resource: Resource = Resource.TOPIC) -> bool:
+    return permissions.allows(Operation(operation), resource, name)
+
+
+def test_nothing_is_allowed_without_a_rule() -> None:
+    assert not allows(rules().of(ALICE), "read", "t")
+
+
+def test_a_rule_is_for_its_principal_operation_and_resource() -> None:
+    some = rules({"principal": "User:alice", "operations": ["read"], "topics": ["t"]})
+    assert allows(some.of(ALICE), "read", "t")
+    assert not allows(some.of(BOB), "read", "t")
+    assert not allows(some.of(ALICE), "write", "t")
+    assert not allows(some.of(ALICE), "read", "t2")
+    assert not allows(some.of(ALICE), "read", "t", Resource.GROUP)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "covered", "others"),
+    [("a", ["a"], ["", "ab", "A"]), ("a*", ["a", "ab"], ["", "b", "ba"]), ("*", ["", "a"], [])],
+)
+def test_a_name_is_literal_a_prefix_or_every_one(pattern: str, covered: list[str], others: list[str]) -> None:
+    permissions = rules({"principal": "User:*", "operations": ["write"], "topics": [pattern]}).of(BOB)
+    assert [name for name in covered if not allows(permissions, "write", name)] == []
+    assert [name for name in others if allows(permissions, "write", name)] == []
+
+
+def test_a_group_has_its_rules() -> None:
+    some = rules({"principal": "Group:team", "operations": ["write"], "topics": ["*"]})
+    assert allows(some.of(ALICE), "write", "t")
+    assert not allows(some.of(BOB), "write", "t")
+    # A user of that name is no group.
+    assert not allows(some.of(Principal("team")), "write", "t")
+
+
+def test_a_denial_wins_whatever_the_order() -> None:
+    allow = {"principal": "User:*", "operations": ["admin"], "topics": ["*"]}
+    deny = {"principal": "User:alice", "operations": ["write"], "topics": ["secret*"], "effect": "deny"}
+    for some in (rules(allow, deny), rules(deny, allow)):
+        assert not allows(some.of(ALICE), "write", "secret-1")
+        assert allows(some.of(ALICE), "read", "secret-1")
+        assert allows(some.of(ALICE), "write", "open")
+        assert allows(some.of(BOB), "write", "secret-1")
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "delete", "alter"])
+def test_these_include_the_description(operation: str) -> None:
+    permissions = rules({"principal": "User:bob", "operations": [operation], "topics": ["t"]}).of(BOB)
+    assert allows(permissions, "describe", "t")
+
+
+def test_a_denial_of_reading_does_not_deny_the_description() -> None:
+    permissions = rules(
+        {"principal": "User:bob", "operations": ["describe"], "topics": ["t"]},
+        {"principal": "User:bob", "operations": ["read"], "topics": ["t"], "effect": "deny"},
+    ).of(BOB)
+    assert allows(permissions, "describe", "t")
+    assert not allows(permissions, "read", "t")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "denied", "any_left"),
+    [
+        ([], [], False),
+        (["t"], [], True),
+        (["t"], ["t"], False),
+        (["t"], ["*"], False),
+        (["a*"], ["ab*"], True),
+        (["ab*"], ["a*"], False),
+        (["*"], ["a*"], True),
+        (["*"], ["*"], False),
+        (["t"], ["u"], True),
+    ],
+)
+def test_whether_there_is_any_topic_to_write(allowed: list[str], denied: list[str], any_left: bool) -> None:
+    given: list[dict[str, object]] = []
+    if allowed:
+        given.append({"principal": "User:bob", "operations": ["write"], "topics": allowed})
+    if denied:
+        given.append({"principal": "User:bob", "operations": ["write"], "topics": denied, "effect": "deny"})
+    assert rules(*given).of(BOB).allows_any(Operation.WRITE, Resource.TOPIC) is any_left
+
+
+def _model(acls: list[Acl], principal: Principal, operation: Operation, resource: Resource, name: str) -> bool:
+    """Kafka's rule as its documentation words it, one acl after the other."""
+    implies = {Operation.DESCRIBE: {Operation.READ, Operation.WRITE, Operation.DELETE, Operation.ALTER}}
+    is_allowed = False
+    for acl in acls:
+        subjects = ("User:*", f"User:{principal.name}", *(f"Group:{group}" for group in principal.groups))
+        fits = acl.subject in subjects and acl.resource is resource
+        fits = fits and (name.startswith(acl.name) if acl.is_prefix else name == acl.name)
+        if fits and (operation in acl.operations or Operation.ADMIN in acl.operations):
+            if acl.is_denial:
+                return False
+            is_allowed = True
+        elif fits and not acl.is_denial and implies.get(operation, set()) & acl.operations:
+            is_allowed = True
+    return is_allowed
+
+
+def test_random_rules_decide_as_the_model_does() -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    names = ["", "a", "ab", "abc", "b", "*"]
+    for _ in range(300):
+        acls = [
+            Acl(
+                rng.choice(["User:*", "User:alice", "User:bob", "Group:team", "Group:alice"]),
+                rng.random() < 0.3,
+                frozenset(rng.sample(list(Operation), rng.randint(1, 3))),
+                rng.choice(list(Resource)),
+                rng.choice(names),
+                rng.random() < 0.5,
+            )
+            for _ in range(rng.randint(0, 8))
+        ]
+        some = Rules(acls)
+        for principal in (ALICE, BOB):
+            for operation in Operation:
+                for resource in Resource:
+                    for name in names:
+                        expected = _model(acls, principal, operation, resource, name)
+                        assert some.of(principal).allows(operation, resource, name) is expected
+                    if any(_model(acls, principal, operation, resource, name) for name in names):
+                        assert some.of(principal).allows_any(operation, resource)
+
+
+# The file
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[acls]]", ["1. of [[acls]]", "principal"]),
+        ('[[acls]]\nprincipal = "alice"\noperations = ["read"]\ntopics = ["t"]', ["principal"]),
+        ('[[acls]]\nprincipal = "User:a"\noperations = []\ntopics = ["t"]', ["operations"]),
+        ('[[acls]]\nprincipal = "User:a"\noperations = ["reed"]\ntopics = ["t"]', ["operations", "reed"]),
+        ('[[acls]]\nprincipal = "User:a"\noperations = ["read"]', ["no resource"]),
+        ('[[acls]]\nprincipal = "User:a"\noperations = ["read"]\ntopics = []', ["topics"]),
+        ('[[acls]]\nprincipal = "User:a"\noperations = ["read"]\ntopic = ["t"]', ["topic", "topics"]),
+        ("[acls]", ["[[acls]]"]),
+        ("[access]\ndry_run = true", ["[[acls]]"]),
+        ("[access]\ndry = true", ["access.dry", "access.dry_run"]),
+        ("[[acl]]", ["acls"]),
+    ],
+)
+def test_what_is_no_rule_is_told_in_a_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = tmp_path / "kproxy.toml"
+    file.write_text('[ownership]\netcd = "http://127.0.0.1:2379"\n' + text)
+    with pytest.raises(StartupError) as raised:
+        load_proxy_config(file, environ={})
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+FILE = """\
+[ownership]
+etcd = "http://127.0.0.1:2379"
+[[acls]]
+principal = "User:alice"
+operations = ["read", "write"]
+topics = ["orders", "audit-*"]
+groups = ["app"]
+[[acls]]
+principal = "Group:strangers"
+operations = ["admin"]
+effect = "deny"
+topics = ["*"]
+cluster = true
+"""
+
+
+def test_the_rules_are_read_and_checked(tmp_path: Path) -> None:
+    file = tmp_path / "kproxy.toml"
+    file.write_text(FILE)
+    access = load_proxy_config(file, environ={}).access
+    assert access is not None
+    assert access.acls == read_acls(file)
+    assert access.acls[0] == AclSection(
+        principal="User:alice", operations=["read", "write"], topics=["orders", "audit-*"], groups=["app"]
+    )
+    shown = CliRunner().invoke(cli, ["check-config", "--config", str(file)], catch_exceptions=False)
+    again = tmp_path / "again.toml"
+    again.write_text(shown.output)
+    assert read_acls(again) == access.acls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (
+            ["--operation", "write", "--topic", "audit-1"],
+            0,
+            ["allowed", "allow: User:alice read, write on topic audit-*"],
+        ),
+        (
+            ["--operation", "write", "--topic", "audit-1", "--group", "strangers"],
+            1,
+            ["denied", "deny: Group:strangers"],
+        ),
+        (["--operation", "write", "--topic", "other"], 1, ["denied"]),
+        (["--operation", "read", "--consumer-group", "app"], 0, ["allowed"]),
+        (["--operation", "write", "--transactional-id", "x"], 1, ["denied"]),
+        (["--operation", "describe", "--cluster"], 1, ["denied"]),
+    ],
+)
+def test_rules_can_be_tried(tmp_path: Path, arguments: list[str], status: int, words: list[str]) -> None:
+    file = tmp_path / "kproxy.toml"
+    file.write_text(FILE)
+    base = ["acl", "check", "--config", str(file), "--principal", "User:alice"]
+    done = CliRunner().invoke(cli, [*base, *arguments], catch_exceptions=False, standalone_mode=False)
+    assert done.return_value == status, done.output
+    assert all(word in done.output for word in words), done.output
