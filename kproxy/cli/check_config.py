@@ -11,8 +11,7 @@ from msgspec import UNSET
 
 from kproxy.config import Owners, Setting, build_proxy_config, load_settings
 from kproxy.config.access import shown
-from kproxy.config.etcd import SECRETS
-from kproxy.config.proxy import OF_ONE_SOURCE, TABLES
+from kproxy.config.proxy import OF_ONE_SOURCE, SECRETS, TABLES
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS
 from kproxy.errors import StartupError
 

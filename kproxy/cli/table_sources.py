@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import os
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlencode
 
@@ -19,6 +21,7 @@ import click
 import msgspec
 
 from kproxy.config import Address
+from kproxy.config.admin import read_token
 from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
 from kproxy.observe.table import ProxyRow, ReplicationPage, TablePage, TableView, merge_pages, table_page, with_replicas
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 ANSWER_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
+# The token of the admin page that a command asks. No flags: every user of the machine can read command lines.
+TOKEN_VARIABLE = "KPROXY_ADMIN_TOKEN"  # noqa: S105 -- its name
+TOKEN_FILE_VARIABLE = "KPROXY_ADMIN_TOKEN_FILE"  # noqa: S105 -- its name
 
 
 class NoAnswer(Exception):
@@ -45,11 +51,18 @@ def ask(
     connection = http.client.HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
     try:
         target = f"{path}?{asked}" if asked else path
+        headers = _authorization()
         if order is None:
-            connection.request("GET", target)
+            connection.request("GET", target, headers=headers)
         else:
-            connection.request("POST", target, order, {"Content-Type": "application/json"})
+            connection.request("POST", target, order, {"Content-Type": "application/json", **headers})
         answer = connection.getresponse()
+        if answer.status in (401, 403):
+            reason = answer.read(1_000).decode(errors="replace").strip()
+            raise NoAnswer(
+                f"the admin page at {address} refuses this ({reason}): name the file with its token in "
+                f"{TOKEN_FILE_VARIABLE}."
+            )
         return answer.status, answer.read(MAX_ANSWER_BYTES)
     except (OSError, http.client.HTTPException) as error:
         raise NoAnswer(
@@ -58,6 +71,14 @@ def ask(
         ) from error
     finally:
         connection.close()
+
+
+def _authorization() -> dict[str, str]:
+    """The admin page's token, from a variable or the file that one names. Raises StartupError."""
+    token, file = os.environ.get(TOKEN_VARIABLE, ""), os.environ.get(TOKEN_FILE_VARIABLE)
+    if file:
+        token = read_token(Path(file), TOKEN_FILE_VARIABLE)
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def not_ours(address: Address, what: object) -> NoAnswer:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +23,10 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kproxy.config.access import ACLS, AccessOptions, AccessSection, access_options
-from kproxy.config.etcd import SECRETS, EtcdOptions, EtcdSection, etcd_options
+from kproxy.config.admin import SECRETS as ADMIN_SECRETS
+from kproxy.config.admin import AdminOptions, AdminSection, admin_options, parse_admin
+from kproxy.config.etcd import SECRETS as ETCD_SECRETS
+from kproxy.config.etcd import EtcdOptions, EtcdSection, etcd_options
 from kproxy.config.parsing import (
     DEFAULT_LISTEN,
     TOPIC_NAME_RULE,
@@ -229,10 +232,11 @@ class Options(msgspec.Struct, kw_only=True):
     sasl: SaslSection = msgspec.field(default_factory=SaslSection)
     oauth: OauthSection = msgspec.field(default_factory=OauthSection)
     access: AccessSection = msgspec.field(default_factory=AccessSection)
+    admin: AdminSection = msgspec.field(default_factory=AdminSection)
     limits: Limits = msgspec.field(default_factory=Limits)
 
 
-SECTIONS: dict[str, type[msgspec.Struct]] = {field.name: field.type for field in msgspec.structs.fields(Options)}
+SECTIONS: dict[str, type[msgspec.Struct]] = {each.name: each.type for each in msgspec.structs.fields(Options)}
 # The flags of these sections begin with the section's name: their keys alone say too little.
 _SECTIONS_IN_FLAGS = ("etcd", "audit")
 # Keys that belong to one source of owners.
@@ -245,7 +249,9 @@ _KEYS = {
 }
 # The only limits with a flag.
 _LIMITS_WITH_FLAGS = ("limits.drain_delay",)
-_SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth", "access")
+_SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth", "access", "admin")
+# Options that have no flag and are never shown.
+SECRETS = ETCD_SECRETS | ADMIN_SECRETS
 # Sections without keys of their own: the static table, and the rules of access.
 TABLES = (*STATIC_TABLE_SECTIONS, ACLS)
 
@@ -298,6 +304,7 @@ class ProxyConfig:
     workers: int
     sasl: SaslOptions | None = None
     access: AccessOptions | None = None
+    admin_options: AdminOptions = field(default_factory=AdminOptions)
 
 
 @dataclass(frozen=True)
@@ -362,6 +369,9 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     _refuse_what_does_not_fit(source_of_owners, sources)
     listen = parse_address(given.listen.listen, sources["listen.listen"])
     advertise = _address(given.listen.advertise, sources["listen.advertise"])
+    admin = None
+    if given.listen.admin is not UNSET:
+        admin = parse_admin(given.listen.admin, sources["listen.admin"])
     prefix = given.ownership.prefix
     if not prefix.startswith("/") or prefix.endswith("/"):
         raise StartupError(
@@ -377,7 +387,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     return ProxyConfig(
         listen=listen,
         advertise=advertised(listen, advertise),
-        admin=_address(given.listen.admin, sources["listen.admin"]),
+        admin=admin,
         ownership=source_of_owners,
         etcd=_etcd(given.ownership, sources["ownership.etcd"]),
         etcd_options=_etcd_options(given, sources),
@@ -393,6 +403,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         limits=given.limits,
         workers=workers,
         sasl=sasl,
+        admin_options=admin_options(given.admin, sources, has_page=admin is not None),
         access=_access(given, settings, sources, with_sasl=sasl is not None),
     )
 

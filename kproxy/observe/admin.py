@@ -23,6 +23,7 @@ from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdError
 from kproxy.observe.claims import MAX_CLAIM_ROWS, MAX_ORDER_BYTES, ClaimsQuery, FreeOrder, NotOffered
 from kproxy.observe.http_page import HttpPage, VitalPages
+from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import MAX_PAGE_ROWS, TableQuery, replication_page
 from kproxy.ownership.replication import ReplicationReader
 
@@ -59,9 +60,9 @@ class Pages(VitalPages, Protocol):
 
 
 class AdminPage(HttpPage):
-    """Serves `pages`; `replication` makes JSON of a ReplicationPage."""
+    """Serves `pages`; `replication` makes JSON of a ReplicationPage. `guard` None: to everybody."""
 
-    def __init__(self, pages: Pages, replication: TableLike) -> None:
+    def __init__(self, pages: Pages, replication: TableLike, guard: PageGuard | None = None) -> None:
         self._pages = pages
         super().__init__(
             pages,
@@ -71,6 +72,7 @@ class AdminPage(HttpPage):
                 web.get("/own", self._get_claims),
                 web.post("/own/free", self._free),
             ],
+            guard,
         )
 
     async def _get_table(self, request: web.Request) -> web.Response:

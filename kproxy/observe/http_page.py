@@ -20,6 +20,7 @@ from typing import Protocol
 from aiohttp import web
 
 from kproxy.errors import StartupError
+from kproxy.observe.page_guard import PageGuard
 
 KEEPALIVE_S = 15.0
 SHUTDOWN_TIMEOUT_S = 1.0
@@ -57,9 +58,9 @@ class VitalPages(Protocol):
 
 
 class HttpPage:
-    """Serves `pages`, and `more` routes of the process's own."""
+    """Serves `pages`, and `more` routes of the process's own. `guard` None: to everybody."""
 
-    def __init__(self, pages: VitalPages, more: Sequence[web.RouteDef] = ()) -> None:
+    def __init__(self, pages: VitalPages, more: Sequence[web.RouteDef] = (), guard: PageGuard | None = None) -> None:
         self._vital = pages
         routes = [
             *more,
@@ -68,7 +69,7 @@ class HttpPage:
             web.get("/readyz", self._readyz),
         ]
         self._paths = [route.path for route in routes if route.method == "GET"]
-        application = web.Application()
+        application = web.Application(middlewares=[guard.middleware] if guard is not None else [])
         application.add_routes([web.get("/", self._index), *routes])
         self._runner = web.AppRunner(
             application, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=SHUTDOWN_TIMEOUT_S

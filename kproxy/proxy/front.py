@@ -19,6 +19,7 @@ from kproxy.observe.claims import ClaimsQuery, FreeOrder
 from kproxy.observe.exposition import render
 from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
+from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
 from kproxy.runtime.notify import say_ready, say_stopping, say_waiting
@@ -114,13 +115,16 @@ class OwnFront:
 
     def __init__(self, config: ProxyConfig) -> None:
         self._address = config.admin
+        self._guard = guard_of(config)
         self._replicas = ReplicaPages(config)
         self._admin: AdminPage | None = None
         self._said = ""
 
     async def open(self, pages: OwnPages) -> None:
         if self._address is not None:
-            self._admin, self._said = await start_admin(AdminPage(pages, self._replicas.page), self._address)
+            self._admin, self._said = await start_admin(
+                AdminPage(pages, self._replicas.page, self._guard), self._address
+            )
 
     def waits(self, sentence: str) -> None:
         say_waiting(sentence)
@@ -135,6 +139,13 @@ class OwnFront:
         if self._admin is not None:
             await self._admin.stop()
         await self._replicas.close()
+
+
+def guard_of(config: ProxyConfig) -> PageGuard:
+    """The protection of a proxy's admin page."""
+    options = config.admin_options
+    hosts = [*options.hosts, *(address.host for address in (config.admin, config.advertise) if address is not None)]
+    return PageGuard(options.token, hosts, token_for_all=options.token_for_all)
 
 
 async def start_admin(admin: Page, address: Address) -> tuple[Page, str]:

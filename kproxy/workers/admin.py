@@ -27,6 +27,7 @@ from kproxy.observe.admin import TableLike, replication_route
 from kproxy.observe.exposition import merge, render
 from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, registered
+from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import TablePage
 from kproxy.workers.process import NoAnswer, Order, Slot
 
@@ -41,10 +42,10 @@ class WorkerPages:
         self._registration = registration
         self._drains = False
 
-    def page(self, replication: TableLike) -> HttpPage:
-        """Make the page; `replication` makes JSON of a ReplicationPage."""
+    def page(self, replication: TableLike, guard: PageGuard | None = None) -> HttpPage:
+        """Make the page; `replication` makes JSON of a ReplicationPage. `guard` None: for everybody."""
         own = [web.get("/own", self._pass_on), web.post("/own/free", self._pass_on)]
-        return HttpPage(self, [web.get("/table", self._get_table), replication_route(replication), *own])
+        return HttpPage(self, [web.get("/table", self._get_table), replication_route(replication), *own], guard)
 
     def drain(self) -> None:
         """Report that the workers were told to stop."""

@@ -36,7 +36,7 @@ from kproxy.config import Address, ProxyConfig, share_limits
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import ReplicaPages
-from kproxy.proxy.front import start_admin
+from kproxy.proxy.front import guard_of, start_admin
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.sockets import bind
@@ -81,7 +81,7 @@ class _Supervisor:
             if config.admin is not None:
                 replicas = ReplicaPages(config)
                 stack.push_async_callback(replicas.close)
-                page, admin = await start_admin(pages.page(replicas.page), config.admin)
+                page, admin = await start_admin(pages.page(replicas.page, guard_of(config)), config.admin)
                 stack.push_async_callback(page.stop)
             stack.push_async_callback(self._stop)
             keepers = [slot.keep() for slot in self._slots]

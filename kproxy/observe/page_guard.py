@@ -1,0 +1,89 @@
+"""Protect an admin page: a bearer token where one is set, and Host and Origin of whatever changes something.
+
+A foreign web page in an operator's browser can send requests to an admin page that the browser reaches. It cannot read
+the answers, nor send JSON, unless its name resolves to the page's address (DNS rebinding). So a request that changes
+something must call the page by an address or a known name, and must not come from another origin. A request with the
+token needs no known name: a foreign page has none.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+log = structlog.get_logger(__name__)
+
+VITAL_PATHS: Final = frozenset({"/livez", "/readyz", "/metrics"})
+_READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+_BEARER: Final = "bearer "
+
+
+class PageGuard:
+    """Checks the requests to one page.
+
+    `token` empty: none is asked for. `hosts` are names under which the page is called. `token_for_all`: the pages of
+    VITAL_PATHS need the token as well.
+    """
+
+    def __init__(self, token: str = "", hosts: Collection[str] = (), *, token_for_all: bool = False) -> None:
+        self._token = token
+        self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        self._open = frozenset() if token_for_all else VITAL_PATHS
+
+    @property
+    def middleware(self) -> Middleware:
+        """For aiohttp's application."""
+
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            refusal = self.refusal(
+                request.method, request.path, request.host, request.headers.get("Origin"), _token_of(request)
+            )
+            if refusal is None:
+                return await handler(request)
+            status, reason = refusal
+            log.warning(
+                "admin page refused a request", client=str(request.remote), path=request.path[:100], reason=reason
+            )
+            headers = {"WWW-Authenticate": 'Bearer realm="kproxy"'} if status == 401 else {}
+            return web.Response(status=status, text=f"{reason}\n", headers=headers)
+
+        return guarded
+
+    def refusal(self, method: str, path: str, host: str, origin: str | None, token: str) -> tuple[int, str] | None:
+        """The status and the reason with which a request is refused; None: it is not."""
+        if self._token and path not in self._open and not hmac.compare_digest(token.encode(), self._token.encode()):
+            return 401, "this page needs its token: Authorization: Bearer TOKEN"
+        if method in _READING:
+            return None
+        if not self._token and not self._is_known(host):
+            return 403, "this page is not called so: use its address, or name the host in admin.hosts"
+        if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
+            return 403, "a page of another origin may change nothing here"
+        return None
+
+    def _is_known(self, host: str) -> bool:
+        name = host.lower()
+        if not name.endswith("]"):
+            before, colon, port = name.rpartition(":")
+            name = before if colon and port.isdigit() else name
+        if name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True
+
+
+def _token_of(request: web.Request) -> str:
+    given = request.headers.get("Authorization", "")
+    return given[len(_BEARER) :].strip() if given[: len(_BEARER)].lower() == _BEARER else ""
