@@ -10,8 +10,9 @@ import click
 from msgspec import UNSET
 
 from kproxy.config import Owners, Setting, build_proxy_config, load_settings
-from kproxy.config.access import shown
+from kproxy.config.access import ACLS, shown
 from kproxy.config.proxy import OF_ONE_SOURCE, SECRETS, TABLES
+from kproxy.config.quotas import QUOTAS, parse_quotas
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS
 from kproxy.errors import StartupError
 
@@ -36,17 +37,21 @@ def command(config: Path | None, as_json: bool) -> None:
         settings = load_settings(config)
         checked = build_proxy_config(settings)
         owners, acls = checked.owners, shown(checked.access.acls) if checked.access is not None else []
+        quotas = parse_quotas(settings[QUOTAS].value, "it") if QUOTAS in settings else ()
+        tables = {ACLS: acls, QUOTAS: shown(quotas)}
     except StartupError as error:
         if as_json:
-            _echo_json({"ok": False, "problem": str(error), "settings": {}, "owners": None, "acls": []})
+            _echo_json({"ok": False, "problem": str(error), "settings": {}, "owners": None, "acls": [], "quotas": []})
         raise
     if as_json:
-        told = {"settings": _as_json(settings), "owners": _owners_as_json(owners), "acls": acls}
+        told = {"settings": _as_json(settings), "owners": _owners_as_json(owners), **tables}
         _echo_json({"ok": True, "problem": None, **told})
     else:
         _echo_toml(settings, owners)
-        for acl in acls:
-            click.echo("\n[[acls]]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in acl.items()))
+        for table, entries in tables.items():
+            for entry in entries:
+                lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in entry.items())
+                click.echo(f"\n[[{table}]]\n{lines}")
 
 
 def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:

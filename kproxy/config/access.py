@@ -92,8 +92,9 @@ def read_acls(file: Path) -> tuple[AclSection, ...]:
     return parse_acls(content.get(ACLS, []), str(file))
 
 
-def shown(acls: Sequence[AclSection]) -> list[dict[str, object]]:
-    """The rules as they were given, for people and programs."""
+def shown(entries: Sequence[msgspec.Struct]) -> list[dict[str, object]]:
+    """Rules or quotas as they were given, for people and programs."""
     return [
-        {key: value for key, value in msgspec.structs.asdict(acl).items() if value not in (None, False)} for acl in acls
+        {key: value for key, value in msgspec.structs.asdict(entry).items() if value not in (None, False)}
+        for entry in entries
     ]

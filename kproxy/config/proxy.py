@@ -40,6 +40,7 @@ from kproxy.config.parsing import (
     split_list,
     unknown,
 )
+from kproxy.config.quotas import QUOTAS, QuotaOptions, parse_quotas
 from kproxy.config.security import OauthSection, SaslOptions, SaslSection, sasl_options
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS, Owners, parse_owners, read_table
 from kproxy.errors import StartupError
@@ -56,6 +57,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_control_request_bytes: _Count = 1 << 20
     max_answer_bytes: _Count = 128 << 20
     max_connections: _Count = 10_000
+    # 0: any number.
+    max_connections_per_address: Annotated[int, Meta(ge=0)] = 0
     max_in_flight_bytes: _Count = 64 << 20
     max_in_flight_bytes_total: _Count = 512 << 20
     max_open_requests: _Count = 1_000
@@ -252,8 +255,8 @@ _LIMITS_WITH_FLAGS = ("limits.drain_delay",)
 _SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth", "access", "admin")
 # Options that have no flag and are never shown.
 SECRETS = ETCD_SECRETS | ADMIN_SECRETS
-# Sections without keys of their own: the static table, and the rules of access.
-TABLES = (*STATIC_TABLE_SECTIONS, ACLS)
+# Sections without keys of their own: the static table, the rules of access, and quotas.
+TABLES = (*STATIC_TABLE_SECTIONS, ACLS, QUOTAS)
 
 
 def _flag_of(path: str) -> str:
@@ -282,7 +285,7 @@ class ProxyConfig:
 
     `writer_groups`: for each topic that only owners may write to, the group in which they own; these need an `etcd`.
     The bounds of `audit` hold for each process by itself. `sasl` None: clients need no proof of who they are.
-    `access` None: all of them may do anything.
+    `access` None: all of them may do anything. `quotas` None: as much as they like.
     """
 
     listen: Address
@@ -304,6 +307,7 @@ class ProxyConfig:
     workers: int
     sasl: SaslOptions | None = None
     access: AccessOptions | None = None
+    quotas: QuotaOptions | None = None
     admin_options: AdminOptions = field(default_factory=AdminOptions)
 
 
@@ -403,9 +407,19 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         limits=given.limits,
         workers=workers,
         sasl=sasl,
+        quotas=_quotas(settings),
         admin_options=admin_options(given.admin, sources, has_page=admin is not None),
         access=_access(given, settings, sources, with_sasl=sasl is not None),
     )
+
+
+def _quotas(settings: Mapping[str, Setting]) -> QuotaOptions | None:
+    quotas = settings.get(QUOTAS)
+    if quotas is None:
+        return None
+    file = quotas.source.rpartition(" in ")[2]
+    parse_quotas(quotas.value, file)
+    return QuotaOptions(Path(file))
 
 
 def _access(

@@ -312,6 +312,11 @@ def _security(counters: Mapping[str, int]) -> Iterable[Metric]:
             _, outcome, operation, resource = parts
             denials.add_metric([resource, operation, str(outcome == "denied").lower()], count)
     yield denials
+    yield counter(
+        "kproxy_throttled_requests",
+        "Requests that exceeded a quota: their clients were not read for a while.",
+        counters.get("quotas.throttled", 0),
+    )
 
 
 _AUDIT_COUNTERS = {

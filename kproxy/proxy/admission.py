@@ -34,6 +34,7 @@ from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.apis import Ranges
 from kproxy.security.mechanisms import Refused, Servers, Step
 from kproxy.security.principals import ANONYMOUS, DEFAULT_RULES, MappingRule, Principal, principal_of
+from kproxy.security.quotas import Quotas
 from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State, Times, illegal_state
 from kproxy_codec.framing import parse_request_header
 
@@ -76,7 +77,8 @@ class Guarded(Protocol):
 class Admission:
     """What a listener asks of its clients: SASL by `servers`, or without these the certificate that TLS asks for.
 
-    `timeout_s` is the time to authenticate, `rules` turn a certificate's name into a principal's.
+    `timeout_s` is the time to authenticate, `rules` turn a certificate's name into a principal's. `quotas` return
+    those that were read last; an address has at most `most_of_an_address` connections, 0: any number.
     """
 
     def __init__(
@@ -87,12 +89,19 @@ class Admission:
         timeout_s: float = 10.0,
         rules: tuple[MappingRule, ...] = DEFAULT_RULES,
         counters: Counter[str],
+        quotas: Callable[[], Quotas] | None = None,
+        most_of_an_address: int = 0,
     ) -> None:
         self.servers = servers
         self.times = times
         self.timeout_s = timeout_s
         self.rules = rules
         self.counters = counters
+        self.quotas = quotas
+        self.most_of_an_address = most_of_an_address
+        # Open connections by address, and by principal.
+        self.by_address: Counter[str] = Counter()
+        self.by_principal: Counter[str] = Counter()
 
     def gate(self, client: Guarded, on_pressure: Callable[[bool], None]) -> Gate:
         """Make the gate of one client; `on_pressure` stops and resumes reading."""
@@ -110,15 +119,41 @@ class Gate:
         self._is_open = False
         self._began_at = admission.times.clock()
         self._task: asyncio.Task[None] | None = None
+        self._address = ""
+        self._counted_as = ""
 
-    def connected(self, certificate: Any) -> None:
+    def connected(self, certificate: Any, address: str) -> None:
         """Begin; `certificate` is the client's, as `getpeercert` returns it, if it has shown one."""
-        if self._admission.servers is not None:
+        admission = self._admission
+        if admission.most_of_an_address:
+            self._address = address
+            admission.by_address[address] += 1
+            if admission.by_address[address] > admission.most_of_an_address:
+                admission.counters["clients.too_many"] += 1
+                self._client.refuse(
+                    NotAdmitted(f"its address has more than {admission.most_of_an_address} connections")
+                )
+                return
+        if admission.servers is not None:
             return
         principal = principal_of(certificate, self._admission.rules) if certificate else ANONYMOUS
         if principal is None:
             self._client.refuse(NotAdmitted("its certificate's name matches no rule"))
             return
+        self._admit(principal)
+
+    def _admit(self, principal: Principal) -> None:
+        """Let the client in, unless it has too many connections."""
+        admission = self._admission
+        if not self._counted_as and admission.quotas is not None:
+            self._counted_as = principal.name
+            admission.by_principal[principal.name] += 1
+            most = admission.quotas().connections(principal)
+            if most is not None and admission.by_principal[principal.name] > most:
+                admission.counters["clients.too_many"] += 1
+                self._exchange.time_is_over()
+                self._client.refuse(NotAdmitted(f"{principal} has more than {most} connections"))
+                return
         self._is_open = True
         self._client.admit(principal)
 
@@ -178,7 +213,6 @@ class Gate:
             self._on_pressure(False)
 
     def _open(self, principal: Principal) -> None:
-        self._is_open = True
         self._count("succeeded")
         log.debug(
             "client authenticated",
@@ -186,7 +220,7 @@ class Gate:
             principal=str(principal),
             mechanism=self._exchange.mechanism,
         )
-        self._client.admit(principal)
+        self._admit(principal)
 
     def _fail(self, failure: Failure, slot: Slot) -> None:
         self._count("failed")
@@ -223,6 +257,14 @@ class Gate:
     async def close(self) -> None:
         """End with the connection."""
         self._exchange.time_is_over()
+        for counts, name in (
+            (self._admission.by_address, self._address),
+            (self._admission.by_principal, self._counted_as),
+        ):
+            if name:
+                counts[name] -= 1
+                if not counts[name]:
+                    del counts[name]
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

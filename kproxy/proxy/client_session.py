@@ -46,6 +46,7 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
 from kproxy.proxy.fanout import CompiledPath, FanoutShell, NoRoom, plain_path
 from kproxy.proxy.memory_budget import LAST_READ_BYTES, Arrival, Budget
+from kproxy.proxy.metering import Meter, ThrottledSlot
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy.security.principals import Principal
@@ -130,6 +131,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._compiled = plain_path(context, self._fanout, self._answers)
         # Begins the requests, or leaves them to `_take`: the gate while the client has to authenticate.
         self._plain: CompiledPath | None = self._compiled
+        self._meter: Meter | None = None
         self._gate = admission.gate(self, self._on_broker_pressure) if admission is not None else None
         if self._gate is not None:
             self.guard()
@@ -156,7 +158,7 @@ class ClientSession(asyncio.BufferedProtocol):
         if self._access is not None:
             self._access.peer = self.peer
         if self._gate is not None:
-            self._gate.connected(transport.get_extra_info("peercert"))
+            self._gate.connected(transport.get_extra_info("peercert"), self.peer.rpartition(":")[0])
 
     # Authentication
 
@@ -167,8 +169,13 @@ class ClientSession(asyncio.BufferedProtocol):
 
     def admit(self, principal: Principal) -> None:
         """Begin requests without the gate from now on: the client is `principal`."""
-        self._plain = self._compiled
-        self._reader.admit(self._context.limits.max_request_bytes)
+        context = self._context
+        if self._meter is None and context.quotas is not None and context.quotas().limits(principal):
+            self._meter = Meter(
+                context.quotas, principal, self, self._on_broker_pressure, context.clock, context.counters
+            )
+        self._plain = self._meter or self._compiled
+        self._reader.admit(context.limits.max_request_bytes)
         if self._fanout.acks is not None:
             self._fanout.acks.principal = str(principal)
         if self._access is not None:
@@ -183,6 +190,15 @@ class ClientSession(asyncio.BufferedProtocol):
         answers.in_flight_bytes += slot.weight
         self._budget.held += slot.weight
         return slot
+
+    @property
+    def plain_path(self) -> CompiledPath | None:
+        """The compiled plain path, for the meter in its place."""
+        return self._compiled
+
+    def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
+        """Begin a request of a client that has exceeded its quota. Raises CodecError."""
+        self._take(frame, first_byte_at, throttle_ms)
 
     # Bytes and requests
 
@@ -242,7 +258,7 @@ class ClientSession(asyncio.BufferedProtocol):
         if answers.in_flight_bytes >= self._max_bytes or len(answers.slots) + answers.silent >= self._max_requests:
             self.adjust_reading()
 
-    def _take(self, frame: memoryview, first_byte_at: float) -> None:
+    def _take(self, frame: memoryview, first_byte_at: float, throttle_ms: int = 0) -> None:
         header = parse_request_header(frame)
         api_key, api_version = header.api_key, header.api_version
         lowest, highest = self._ranges.get(api_key, NOT_SERVED)
@@ -251,6 +267,8 @@ class ClientSession(asyncio.BufferedProtocol):
         weight, answers = len(frame), self._answers
         answers.sequence += 1
         slot = Slot(answers, answers.sequence, weight, first_byte_at if api_key == PRODUCE else 0.0)
+        if throttle_ms:
+            slot = ThrottledSlot(answers, answers.sequence, weight, slot.began, frame, throttle_ms)
         # The slot is taken before anything is sent: an answer may come within this step.
         answers.slots.append(slot)
         answers.in_flight_bytes += weight
@@ -556,6 +574,8 @@ class ClientSession(asyncio.BufferedProtocol):
             self._tally.sent_bytes += outbox.written_bytes
             if not (lingers and self._half_close(self._transport)):
                 self._transport.close()
+        if self._meter is not None:
+            self._meter.close()
         self._fanout.part()
         self._control.end()
         self._let_go()

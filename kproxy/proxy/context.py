@@ -23,6 +23,7 @@ from kproxy.proxy.virtual_brokers import Portions, Shared
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Address, Topology
+from kproxy.security.quotas import Quotas
 from kproxy.security.sasl import SASL_APIS
 from kproxy.trail.trail import Trail
 from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
@@ -74,6 +75,8 @@ class ProxyContext:
     own: OwnService | None = None
     # Whether clients authenticate by SASL, on a listener at least.
     has_sasl: bool = False
+    # The quotas that were read last; None: clients have none.
+    quotas: Callable[[], Quotas] | None = None
     # What clients may do; None: anything.
     access: AccessControl | None = None
     # Acknowledgements are noted here; None: they are not.

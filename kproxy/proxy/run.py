@@ -93,7 +93,7 @@ class _Proxy:
         async with contextlib.AsyncExitStack() as stack:
             port = await self._listener.bind(*config.listen, shared=self._front.worker is not None)
             # Before any wait, so that an unusable file or sink is reported at once.
-            security = SecurityFiles(config.sasl, config.access)
+            security = SecurityFiles(config.sasl, config.access, config.quotas)
             audit = self._audit = self._open_audit(port)
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
@@ -152,14 +152,22 @@ class _Proxy:
         return Audit(self._config, name, self._counters, self._random, self._listener.connect_inside)
 
     def _admission(self, security: SecurityFiles) -> Admission | None:
-        sasl = self._config.sasl
-        if sasl is None:
-            if self._config.access is None:
-                return None
-            return Admission(None, Times(time.monotonic, time.time), counters=self._counters)
-        offered = servers(sasl.offered(is_encrypted=False), lambda: security.users, lambda: security.tokens)
-        times = Times(time.monotonic, time.time, sasl.session_lifetime_s)
-        return Admission(offered, times, timeout_s=sasl.timeout_s, counters=self._counters)
+        config, sasl = self._config, self._config.sasl
+        most_of_an_address = config.limits.max_connections_per_address
+        if sasl is None and config.access is None and config.quotas is None and not most_of_an_address:
+            return None
+        offered, times = None, Times(time.monotonic, time.time)
+        if sasl is not None:
+            offered = servers(sasl.offered(is_encrypted=False), lambda: security.users, lambda: security.tokens)
+            times = times._replace(lifetime_s=sasl.session_lifetime_s)
+        return Admission(
+            offered,
+            times,
+            timeout_s=sasl.timeout_s if sasl is not None else 0.0,
+            counters=self._counters,
+            quotas=(lambda: security.quotas) if config.quotas is not None else None,
+            most_of_an_address=most_of_an_address,
+        )
 
     def _access(self, security: SecurityFiles) -> AccessControl | None:
         access = self._config.access
@@ -190,6 +198,7 @@ class _Proxy:
             own=own,
             has_sasl=self._config.sasl is not None,
             access=self._access(security),
+            quotas=(lambda: security.quotas) if self._config.quotas is not None else None,
             trail=trail,
             limits=self._config.limits,
             clock=time.monotonic,

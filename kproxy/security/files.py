@@ -15,9 +15,11 @@ from typing import Final, Generic, TypeVar
 import structlog
 
 from kproxy.config.access import AccessOptions, read_acls
+from kproxy.config.quotas import QuotaOptions, read_quotas
 from kproxy.config.security import SaslOptions
 from kproxy.errors import StartupError
 from kproxy.security.acls import Rules, acls_of
+from kproxy.security.quotas import Quotas
 from kproxy.security.tokens import TokenOptions, TokenVerifier, read_verifier
 from kproxy.security.users import Users, read_users
 
@@ -25,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 LOOK_S: Final = 1.0
 _NO_RULES: Final = Rules(())
+_NO_QUOTAS: Final = Quotas(())
 Content = TypeVar("Content")
 
 
@@ -64,9 +67,11 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 class SecurityFiles:
     """The files of one process. Raises StartupError if one cannot be used."""
 
-    def __init__(self, sasl: SaslOptions | None, access: AccessOptions | None = None) -> None:
+    def __init__(
+        self, sasl: SaslOptions | None, access: AccessOptions | None = None, quotas: QuotaOptions | None = None
+    ) -> None:
         stand_in_key = secrets.token_bytes(32)
-        self._users = self._tokens = self._rules = None
+        self._users = self._tokens = self._rules = self._quotas = None
         if sasl is not None and sasl.users is not None:
             self._users = KeptFile[Users](sasl.users, lambda file: read_users(file, stand_in_key), "users")
         if sasl is not None and sasl.oauth is not None:
@@ -80,6 +85,14 @@ class SecurityFiles:
 
         if access is not None and access.file is not None:
             self._rules = KeptFile[Rules](access.file, lambda file: Rules(acls_of(read_acls(file))), "acls")
+
+        if quotas is not None:
+            share = quotas.share
+            self._quotas = KeptFile[Quotas](quotas.file, lambda file: Quotas(read_quotas(file), share), "quotas")
+
+    @property
+    def quotas(self) -> Quotas:
+        return self._quotas.current if self._quotas is not None else _NO_QUOTAS
 
     @property
     def rules(self) -> Rules:
@@ -96,7 +109,7 @@ class SecurityFiles:
 
     def look(self, *, anyway: bool = False) -> None:
         """Read again what has changed."""
-        for kept in (self._users, self._tokens, self._rules):
+        for kept in (self._users, self._tokens, self._rules, self._quotas):
             if kept is not None:
                 kept.look(anyway=anyway)
 

@@ -100,6 +100,9 @@ class _Supervisor:
         config = dataclasses.replace(
             self._config, listen=Address(self._config.listen.host, port), admin=None, workers=1
         )
+        if config.quotas is not None:
+            quotas = dataclasses.replace(config.quotas, share=1 / self._config.workers)
+            config = dataclasses.replace(config, quotas=quotas)
         shares = share_limits(self._config.limits, self._config.workers)
         return [
             Slot(

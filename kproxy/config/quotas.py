@@ -1,0 +1,71 @@
+"""Options of quotas: `[[quotas]]`, in the configuration file alone; they are read again when it changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from kproxy.config.parsing import nearest, read_toml
+from kproxy.errors import StartupError
+
+QUOTAS: Final = "quotas"
+MOST_QUOTAS: Final = 1_000
+_Rate = Annotated[float, Meta(gt=0, le=1e15)]
+_Name = Annotated[str, Meta(min_length=1, max_length=1_000)]
+
+
+class QuotaSection(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One of `[[quotas]]`: the most that each principal, or client id, that it fits may do, each by itself.
+
+    Rates are per second; `connections` is the number of a principal's connections at a time.
+    """
+
+    principal: Annotated[str, Meta(pattern="^User:.", max_length=1_000)] = "User:*"
+    client_id: _Name | None = None
+    produce_bytes_per_s: _Rate | None = None
+    fetch_bytes_per_s: _Rate | None = None
+    requests_per_s: _Rate | None = None
+    connections: Annotated[int, Meta(ge=1)] | None = None
+
+
+@dataclass(frozen=True)
+class QuotaOptions:
+    """`file` has the quotas; of each rate this process has `share`."""
+
+    file: Path
+    share: float = 1.0
+
+
+def parse_quotas(given: object, where: str) -> tuple[QuotaSection, ...]:
+    """Check `[[quotas]]`. Raises StartupError."""
+    if not isinstance(given, list) or len(given) > MOST_QUOTAS:
+        raise StartupError(f"quotas in {where} are tables, at most {MOST_QUOTAS}: write each as [[quotas]].")
+    return tuple(_parse(number, each, where) for number, each in enumerate(given, 1))
+
+
+def _parse(number: int, given: object, where: str) -> QuotaSection:
+    named = f"the {number}. of [[quotas]] in {where}"
+    fields = QuotaSection.__struct_fields__
+    unknown = [key for key in given if key not in fields] if isinstance(given, dict) else []
+    if unknown:
+        known = nearest(str(unknown[0]), dict.fromkeys(fields))
+        raise StartupError(f"unknown key {unknown[0]} in {named}: did you mean {known}?")
+    try:
+        quota = msgspec.convert(given, QuotaSection)
+    except msgspec.ValidationError as error:
+        reason = str(error)[:300]
+        raise StartupError(f"{named} will not do: {reason[:1].lower()}{reason[1:]}.") from error
+    if not any((quota.produce_bytes_per_s, quota.fetch_bytes_per_s, quota.requests_per_s, quota.connections)):
+        raise StartupError(f"{named} limits nothing: give a rate, or connections.")
+    if quota.connections is not None and quota.client_id is not None:
+        raise StartupError(f"{named}: connections are limited by principal: leave client_id out.")
+    return quota
+
+
+def read_quotas(file: Path) -> tuple[QuotaSection, ...]:
+    """Read the quotas of a configuration file, and nothing else of it. Raises StartupError."""
+    return parse_quotas(read_toml(file).get(QUOTAS, []), str(file))

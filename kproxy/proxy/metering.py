@@ -1,0 +1,178 @@
+"""Meter what a client uses, and make it wait by not reading.
+
+A `Meter` stands where the compiled plain path of a session is and hands each request on to it, after it has charged
+the client's account. A request that exceeds a quota is served, as in Kafka: its answer says how long the client is
+throttled (throttle_time_ms, in answers to Produce, Fetch and ListOffsets), and the client is not read meanwhile. A
+session whose client no quota fits has no meter.
+
+Bytes produced are those of whole Produce requests. Bytes fetched are all that was sent to the client since its last
+request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from kproxy.proxy.answer_order import AnswerOrder, Slot
+from kproxy.proxy.apis import Ranges
+from kproxy.security.principals import Principal
+from kproxy.security.quotas import Account, Quotas
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE, is_flexible
+from kproxy_codec.errors import CodecError
+from kproxy_codec.framing import RESPONSE_CORRELATION_ID_OFFSET, client_id, parse_request_header
+from kproxy_codec.primitives import INT16, INT32, Buffer
+
+_API_KEY_AT: Final = 4
+# Versions from which an answer has throttle_time_ms at its beginning.
+_AT_BEGINNING_FROM: Final = {FETCH: 1, LIST_OFFSETS: 2}
+
+
+class PlainPath(Protocol):
+    """The compiled plain path."""
+
+    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool: ...
+
+
+class Metered(Protocol):
+    """The session behind a meter."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    @property
+    def plain_path(self) -> PlainPath | None: ...
+
+    def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
+        """Begin a request whose answer tells how long its client is throttled. Raises CodecError."""
+        ...
+
+
+class Meter:
+    """The meter of one connection; `quotas` returns those that were read last, `on_pressure` stops reading."""
+
+    def __init__(
+        self,
+        quotas: Callable[[], Quotas],
+        principal: Principal,
+        session: Metered,
+        on_pressure: Callable[[bool], None],
+        clock: Callable[[], float],
+        counters: Counter[str],
+    ) -> None:
+        self._quotas = quotas
+        self._principal = principal
+        self._session = session
+        self._on_pressure = on_pressure
+        self._clock = clock
+        self._counters = counters
+        self._known: Quotas | None = None
+        self._names_clients = False
+        self._account: Account | None = None
+        self._sent_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
+        """Begin a request, as CompiledPath.take. Raises CodecError."""
+        account = self._account_of(frame)
+        if account is not None:
+            sent_bytes = self._session.sent_bytes
+            fetched, self._sent_bytes = sent_bytes - self._sent_bytes, sent_bytes
+            produced = len(frame) if _api_key(frame) == PRODUCE else 0
+            wait = account.use(self._clock(), produced=produced, fetched=fetched)
+            if wait > 0:
+                self._throttle(wait)
+                self._session.take_throttled(frame, first_byte_at, max(1, round(wait * 1000)))
+                return True
+        path = self._session.plain_path
+        return path is not None and path.take(frame, first_byte_at, ranges)
+
+    def _account_of(self, frame: memoryview) -> Account | None:
+        quotas = self._quotas()
+        if quotas is not self._known:
+            self._known = quotas
+            self._names_clients = quotas.names_clients(self._principal)
+            self._account = quotas.account(self._principal, "")
+        if not self._names_clients:
+            return self._account
+        try:
+            parse_request_header(frame)
+        except CodecError:
+            # The session refuses it.
+            return self._account
+        return quotas.account(self._principal, (client_id(frame) or b"").decode(errors="replace"))
+
+    def _throttle(self, wait: float) -> None:
+        self._counters["quotas.throttled"] += 1
+        if self._timer is None:
+            self._on_pressure(True)
+        else:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(wait, self._go_on)
+
+    def _go_on(self) -> None:
+        self._timer = None
+        self._on_pressure(False)
+
+    def close(self) -> None:
+        """End with the connection."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _api_key(frame: memoryview) -> int:
+    api_key: int = INT16.unpack_from(frame, _API_KEY_AT)[0] if len(frame) >= _API_KEY_AT + INT16.size else -1
+    return api_key
+
+
+class ThrottledSlot(Slot):
+    """The place of an answer that tells how long its client is throttled."""
+
+    __slots__ = ("api_key", "api_version", "throttle_ms")
+
+    def __init__(
+        self, order: AnswerOrder, sequence: int, weight: int, began: float, frame: memoryview, throttle_ms: int
+    ) -> None:
+        super().__init__(order, sequence, weight, began)
+        header = parse_request_header(frame)
+        self.api_key = header.api_key
+        self.api_version = header.api_version
+        self.throttle_ms = throttle_ms
+
+    def fill(self, buffers: list[Buffer], is_allowed: Callable[[], bool] | None = None) -> None:
+        super().fill(with_throttle(self.api_key, self.api_version, buffers, self.throttle_ms), is_allowed)
+
+
+def with_throttle(api_key: int, api_version: int, buffers: list[Buffer], throttle_ms: int) -> list[Buffer]:
+    """An answer with at least this throttle_time_ms; the same where its version or its form has no place for it."""
+    flexible = is_flexible(api_key, api_version)
+    if not buffers:
+        return buffers
+    if api_key == PRODUCE and api_version >= 1:
+        # At the end; behind it are no tagged fields, which is one zero byte.
+        last = buffers[-1]
+        if flexible and (not last or last[-1] != 0):
+            return buffers
+        return _raised(buffers, len(buffers) - 1, len(last) - INT32.size - flexible, throttle_ms)
+    first_version = _AT_BEGINNING_FROM.get(api_key)
+    if first_version is None or api_version < first_version:
+        return buffers
+    at = RESPONSE_CORRELATION_ID_OFFSET + INT32.size + flexible
+    for place, buffer in enumerate(buffers):
+        if at < len(buffer):
+            return _raised(buffers, place, at, throttle_ms)
+        at -= len(buffer)
+    return buffers
+
+
+def _raised(buffers: list[Buffer], place: int, at: int, throttle_ms: int) -> list[Buffer]:
+    buffer = buffers[place]
+    if at < 0 or at + INT32.size > len(buffer):
+        return buffers
+    if isinstance(buffer, bytes) or (isinstance(buffer, memoryview) and buffer.readonly):
+        buffer = bytearray(buffer)
+    INT32.pack_into(buffer, at, max(throttle_ms, INT32.unpack_from(buffer, at)[0]))
+    return [*buffers[:place], buffer, *buffers[place + 1 :]]
