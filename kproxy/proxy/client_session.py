@@ -43,8 +43,9 @@ from kproxy.proxy.claims import ClientClaims
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
-from kproxy.proxy.fanout import FanoutShell, NoRoom, plain_path
+from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import LAST_READ_BYTES, Arrival, Budget
+from kproxy.proxy.requests import DataRequests, NoRoom, plain_path
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy_codec import api_keys
@@ -62,9 +63,9 @@ log = structlog.get_logger(__name__)
 TURN_S = 0.01
 
 _PARTITIONED: Final = {
-    api_keys.PRODUCE: FanoutShell.produce,
-    api_keys.FETCH: FanoutShell.fetch,
-    api_keys.LIST_OFFSETS: FanoutShell.list_offsets,
+    api_keys.PRODUCE: DataRequests.produce,
+    api_keys.FETCH: DataRequests.fetch,
+    api_keys.LIST_OFFSETS: DataRequests.list_offsets,
 }
 
 
@@ -117,6 +118,7 @@ class ClientSession(asyncio.BufferedProtocol):
         self._gone = asyncio.get_running_loop().create_future()
         claims = ClientClaims(context, self._connections, self.sever)
         self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable)
+        self._requests = DataRequests(context, self._fanout, claims)
         self._plain = plain_path(context, self._fanout, self._answers)
         self._control = ControlRequests(context, self, claims, self._on_broker_pressure, self._offered)
         self._waiting = Waiting(context.health)
@@ -211,7 +213,7 @@ class ClientSession(asyncio.BufferedProtocol):
             self._control.start(frame, header, slot, self._ranges)
         else:
             try:
-                answer_bytes = handler(self._fanout, frame, header, first_byte_at, slot)
+                answer_bytes = handler(self._requests, frame, header, first_byte_at, slot)
             except NoRoom as full:
                 self._put_back(frame, first_byte_at, full.partitions)
                 return
@@ -301,7 +303,7 @@ class ClientSession(asyncio.BufferedProtocol):
             and not self._broker_pressure
             and not self._control.is_claiming
             and not self._rests
-            and not (self._wanted_partitions and not self._fanout.has_room_for(self._wanted_partitions))
+            and not (self._wanted_partitions and not self._requests.has_room_for(self._wanted_partitions))
         )
 
     def _go_on(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from kproxy.plain import compiled
 from kproxy.proxy import client_session
-from kproxy.proxy.fanout import plain_path
+from kproxy.proxy.requests import plain_path
 from tests.simulation.setting import draw
 from tests.simulation.world import Outcome, run_world
 
