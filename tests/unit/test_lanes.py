@@ -88,6 +88,17 @@ def test_what_goes_first_in_one_of_them_is_waited_for_like_the_rest(order: tuple
 
 
 @pytest.mark.parametrize("later", [KEY, ID])
+def test_two_lanes_that_wait_for_time_alone_become_one_that_waits_for_the_later_time(later: tuple[bytes, int]) -> None:
+    lanes = Lanes()
+    for sequence, key in enumerate((KEY, ID), 1):
+        due = 9.0 if key == later else 8.0
+        lanes.refused(key, item(sequence), Pause(due, due, 0), ())
+    lanes.rename(ID, KEY)
+    assert lanes.next_due() == 9.0
+    assert [each.exchange.sequence for each in lanes.ready(9.0)] == [1]
+
+
+@pytest.mark.parametrize("later", [KEY, ID])
 def test_they_wait_for_the_later_time_and_end_early_by_the_later_one(later: tuple[bytes, int]) -> None:
     def refuse(lanes: Lanes, key: tuple[bytes, int], sequence: int) -> None:
         pause = Pause(9.0, 4.0, 7) if key == later else Pause(8.0, 3.0, 6)
