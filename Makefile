@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 UV     ?= uv
 ARGS   ?=
-LANES  ?= 3
+LANES  ?= 4
 SECTION ?=
 AGAINST ?=
 PYTHONS ?=
@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/insta
 demo: install  ## write 336,776 flights through the proxy with Spark, kill -9 an owner meanwhile, read them back, judge and audit it
 	@$(BIN)/kproxy demo --kill-owner $(ARGS)
 
-test: install  ## run the tests, three at a time; LANES=0 for one after the other
+test: install  ## run the tests, four at a time; LANES=0 for one after the other
 	@$(BIN)/python -m pytest -n $(LANES) $(ARGS)
 
 test-all: install  ## run these and the long tests: every client release, more seeds, every byte of a reset

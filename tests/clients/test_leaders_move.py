@@ -22,8 +22,8 @@ from tests.support.served import counted, kafka_proxy
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 # At least, and for as long as it takes until the leaders have moved so often.
-RECORDS, RECORDS_PER_S = (200_000, 10_000) if os.environ.get("KPROXY_TEST_ALL") == "1" else (50_000, 5_000)
-LEAST_MOVES = 10
+RECORDS, RECORDS_PER_S = (200_000, 10_000) if os.environ.get("KPROXY_TEST_ALL") == "1" else (20_000, 3_000)
+LEAST_MOVES = 6
 READ_TIMEOUT_S = 60.0
 # Of /metrics.
 RETRIES = "kproxy_retries_total{"

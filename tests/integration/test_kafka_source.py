@@ -160,6 +160,7 @@ async def test_aiokafka(proxy: KproxyProcess, topic: str) -> None:
     check(await read_with_aiokafka(proxy.kafka, topic, PARTITIONS, RECORDS, TIMEOUT_S), sent)
 
 
+@pytest.mark.long
 async def test_java_tools(proxy: KproxyProcess, topic: str, tmp_path: Path) -> None:
     async def run(main_class: str, *arguments: str) -> str:
         process = await spawn(
@@ -306,7 +307,7 @@ def test_a_broker_hangs_under_an_idempotent_producer(proxy: KproxyProcess, topic
     check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
 
 
-@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("inline", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_fixed_table_serves_what_it_names(real_kafka: RealKafka, topic: str, tmp_path: Path, inline: bool) -> None:
     leaders = real_kafka.leaders(topic)
     brokers = "".join(f'{broker.node_id} = "{broker.address}"\n' for broker in real_kafka.brokers)

@@ -42,7 +42,7 @@ from tests.support.served import ServedBroker, port_of
 # many partitions takes 35 to 55 of them.
 LONGEST_TURN: Final = 80.0
 # So many seconds each group of cases is tried for; none longer than its cases last, each ROUNDS times.
-BOX_S: Final = float(os.environ.get("KPROXY_TURNS_S", "3"))
+BOX_S: Final = float(os.environ.get("KPROXY_TURNS_S", "1.5"))
 ROUNDS: Final = 1 if BOX_S < 60 else 1000
 ONLY: Final = os.environ.get("KPROXY_TURNS_ONLY", "")
 FIRST_SEED: Final = int(os.environ.get("KPROXY_FIRST_SEED", secrets.randbelow(1 << 31)))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.cli import main
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from tests.support.dev import dev_arguments, run_kproxy, serving
+from tests.support.dev import Ended, dev_arguments, run_kproxy, serving
 from tests.support.ports import free_port
 from tests.support.reaper import RUN_MARK, marked_processes
 from tests.support.rules import describe
@@ -31,10 +32,21 @@ def refusal(*arguments: str | Path, **environ: str) -> str:
     """The sentence with which a command refuses to start."""
     mark = uuid.uuid4().hex
     ended = run_kproxy(*arguments, environ={**environ, RUN_MARK: mark})
-    assert ended.status == 2, f"{ended}"
-    assert ended.stdout == ""
     left = [describe(process) for process in marked_processes(mark)]
     assert left == []
+    return sentence_of(ended)
+
+
+def refused_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """As `refusal`, of a command that runs in this process: for many that end before they start anything."""
+    status = main(arguments)
+    stdout, stderr = capsys.readouterr()
+    return sentence_of(Ended(status, stdout, stderr))
+
+
+def sentence_of(ended: Ended) -> str:
+    assert ended.status == 2, f"{ended}"
+    assert ended.stdout == ""
     *progress, sentence = ended.stderr.splitlines()
     # `kproxy dev` may have said how far it came; nothing else may stand there.
     assert [line for line in progress if not line.startswith(("kproxy dev: data in", "  "))] == [], ended.stderr
@@ -167,13 +179,15 @@ def test_where_other_commands_ask_is_no_configuration() -> None:
         (["demo", "--etcd", "a:1"], "--bootstrap"),
     ],
 )
-def test_a_bad_value_is_named(tmp_path: Path, arguments: list[str], named: str) -> None:
+def test_a_bad_value_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "table").write_text("[brokers]\n1 = 'a:1'\n[[topics]]\nname = 't'\nowners = [1, 1, 3]\n")
     (tmp_path / "sound").write_text("[brokers]\n1 = 'a:1'\n")
     places = {name: str(tmp_path / name.lower()) for name in ("FILE", "TABLE", "SOUND")}
     places["DIR"] = str(tmp_path / "data")
-    sentence = refusal(*(places.get(argument, argument) for argument in arguments))
+    sentence = refused_here(capsys, *(places.get(argument, argument) for argument in arguments))
     assert places.get(named, named) in sentence
 
 

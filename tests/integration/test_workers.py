@@ -43,7 +43,7 @@ from tests.support.worker_processes import (
 )
 
 WORKERS = 3
-KILLS = 4
+KILLS = 2
 T0 = ("t", 0)
 # Far below what a worker is granted to end, far above what it takes.
 SOON_S = 15.0

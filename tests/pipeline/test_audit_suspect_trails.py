@@ -42,6 +42,7 @@ def shared_names() -> list[Row]:
     return [row for trail in trails for row in trail.rows]
 
 
+@pytest.mark.long
 def test_what_another_proxy_of_the_same_name_tells_hides_no_hole(spark: Any, land: Land) -> None:
     tables = audit_tables(
         trail_frame(spark, shared_names()),

@@ -89,7 +89,7 @@ def course(tmp_path_factory: pytest.TempPathFactory, spark_driver: SparkDriver) 
 @pytest.mark.parametrize(
     ("change", "wrong", "read"),
     [
-        pytest.param(None, {}, ROWS, id="no fault"),
+        pytest.param(None, {}, ROWS, id="no fault", marks=pytest.mark.long),
         pytest.param(drop_one, {"missing": 1}, ROWS - 1, id="one dropped"),
         pytest.param(double_one, {"duplicated": 1}, ROWS + 1, id="one doubled", marks=pytest.mark.long),
         pytest.param(swap_two, {"out of order": 1}, ROWS, id="two of one key swapped", marks=pytest.mark.long),

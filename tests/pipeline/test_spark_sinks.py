@@ -66,6 +66,7 @@ def times_each(bootstrap: str, topic: str) -> Counter[int]:
     return Counter(int(record.value or b"") for record in read_topic(bootstrap, topic, PARTITIONS, 1))
 
 
+@pytest.mark.long
 async def test_a_killed_stream_and_a_batch_lose_nothing_while_owners_move(tmp_path: Path) -> None:
     require_java()
     write_files(tmp_path / "in")

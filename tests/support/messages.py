@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from kproxy_codec import control
@@ -33,6 +34,17 @@ APIS: dict[int, PartitionedApi] = {PRODUCE: PRODUCE_API, FETCH: FetchApi(), LIST
 VERSIONS = {PRODUCE: range(3, 14), FETCH: range(4, 14), LIST_OFFSETS: range(1, 10)}
 FLEXIBLE_FROM = {PRODUCE: 9, FETCH: 12, LIST_OFFSETS: 6}
 EVERY_VERSION = [(api_key, version) for api_key, versions in VERSIONS.items() for version in versions]
+# For tests of thousands of partitions: of each API the first, the first flexible and the last version.
+AT_LENGTH = [
+    pytest.param(
+        api_key,
+        version,
+        marks=()
+        if version in (VERSIONS[api_key][0], FLEXIBLE_FROM[api_key], VERSIONS[api_key][-1])
+        else pytest.mark.long,
+    )
+    for api_key, version in EVERY_VERSION
+]
 NAMES = {PRODUCE: "Produce", FETCH: "Fetch", LIST_OFFSETS: "ListOffsets"}
 # The arrays of topics and partitions, and the name of a topic and of a partition's index: in requests and in answers.
 REQUEST_FIELDS = {

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import pytest
 
+from kproxy.pipeline.java import user_cache_dir
 from kproxy.pipeline.spark import SparkDriver
 from tests.support.java import require_java
 
@@ -33,12 +38,46 @@ QUICK: Final = (
 )
 
 
+_ANY_SESSION: Final = """
+from kproxy.pipeline.session import SessionOptions, open_session
+
+with open_session(SessionOptions("jars", master="local[1]")):
+    pass
+"""
+
+
+@contextmanager
+def _nobody_else_downloads() -> Iterator[bool]:
+    """Whether the jars of Spark's Kafka connector are there: Ivy must not fetch them twice at a time."""
+    cache = user_cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "ivy.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield any((cache / "ivy" / "jars").glob("*spark-sql-kafka*.jar"))
+
+
+@pytest.fixture(scope="session")
+def spark_jars() -> None:
+    """For commands that start a Spark of their own: the first Spark of all downloads jars."""
+    require_java()
+    with _nobody_else_downloads() as are_there:
+        if not are_there:
+            subprocess.run([sys.executable, "-c", _ANY_SESSION], check=True, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture(autouse=True)
+def _jars_before_commands(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("spark") and "spark_driver" not in request.fixturenames:
+        request.getfixturevalue("spark_jars")
+
+
 @pytest.fixture(scope="session")
 def spark_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkDriver]:
     """Spark for the whole run: a process can have one, and it takes half a dozen seconds to start."""
     driver = SparkDriver(require_java(), tmp_path_factory.mktemp("spark"), settings=SETTINGS)
     try:
-        driver.start()
+        with _nobody_else_downloads():
+            driver.start()
         yield driver
     finally:
         driver.stop()

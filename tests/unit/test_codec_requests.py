@@ -15,6 +15,7 @@ from kproxy_codec.partitioned import MAX_PARTITIONS, MAX_READ_PARTITIONS, Partit
 from kproxy_codec.produce import records_of, transactional_id
 from tests.support.messages import (
     APIS,
+    AT_LENGTH,
     EVERY_VERSION,
     FLEXIBLE_FROM,
     REQUEST_FIELDS,
@@ -146,7 +147,7 @@ def test_the_number_of_partitions_is_bounded(api_key: int, version: int) -> None
         _asking(api_key, version, {"t": list(range(4000)), "u": list(range(MAX_READ_PARTITIONS - 3999))})
 
 
-@pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
+@pytest.mark.parametrize(("api_key", "version"), AT_LENGTH)
 def test_topics_without_partitions_are_bounded_too(api_key: int, version: int) -> None:
     """A hundred MiB of them would otherwise be 33 million objects: gigabytes, and minutes without any other client."""
     empty = sample_request(api_key, {"": []})[REQUEST_FIELDS[api_key][0]]

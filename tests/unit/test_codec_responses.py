@@ -25,6 +25,7 @@ from kproxy_codec.partitioned import (
 from kproxy_codec.primitives import Buffer
 from tests.support.messages import (
     APIS,
+    AT_LENGTH,
     EVERY_VERSION,
     FLEXIBLE_FROM,
     NAMES,
@@ -148,6 +149,11 @@ def test_bad_answers_are_refused(api_key: int, version: int) -> None:
     for fields in (no_topics, no_entries) if by_id else (no_topics, no_entries, no_name):
         with pytest.raises(InvalidField, match="null"):
             _parse(api_key, version, fields)
+
+
+@pytest.mark.parametrize(("api_key", "version"), AT_LENGTH)
+def test_an_answer_has_no_more_partitions_or_topics_than_are_read(api_key: int, version: int) -> None:
+    topics_field = RESPONSE_FIELDS[api_key][0]
     with pytest.raises(InvalidField, match=str(MAX_READ_PARTITIONS)):
         _parse(api_key, version, sample_response(api_key, {"t": range(MAX_READ_PARTITIONS + 1)}))
     empty = sample_response(api_key, {"t": []})[topics_field] * (MAX_READ_PARTITIONS + 1)

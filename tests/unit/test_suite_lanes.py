@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.lanes import (
     ALONE,
+    OWN_SPARK,
     Lanes,
     module_name,
     modules_with_tests,
@@ -51,7 +52,8 @@ def test_durations_are_kept_of_modules_that_exist_and_take_their_time() -> None:
     measured = {"kafka": {"test_kafka": 0.2}, ALONE: {"test_short": 0.3, "test_slow": 7.25, "test_now_short": 0.5}}
     existing = ["test_kept", "test_slow", "test_now_short", "test_short", "test_kafka", "test_new"]
     table = tomllib.loads(table_text(before, measured, existing))
-    assert table == {"spark": {"test_kept": 3.0}, "kafka": {"test_kafka": 0.2}, ALONE: {"test_slow": 7.2}}
+    kafka = {"test_kafka": 0.2}
+    assert table == {"spark": {"test_kept": 3.0}, "kafka": kafka, OWN_SPARK: {}, ALONE: {"test_slow": 7.2}}
 
 
 def test_a_shared_lane_takes_as_long_as_its_modules() -> None:
@@ -161,6 +163,7 @@ def test_a_run_records_what_its_modules_took(tmp_path: Path) -> None:
     assert {lane: [*modules] for lane, modules in tomllib.loads(text).items()} == {
         "spark": [],
         "kafka": ["test_kafka_a", "test_kafka_b"],
+        OWN_SPARK: [],
         ALONE: [],
     }
 
