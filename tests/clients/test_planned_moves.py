@@ -22,12 +22,12 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tests.support.dev import KproxyProcess
-from tests.support.kafka_io import read_topic
-from tests.support.kafka_jars import KAFKA_VERSION
-from tests.support.real_kafka import RealKafka
-from tests.support.served import kafka_proxy, port_of
-from tests.support.steady_writers import MODES, Mode, Running, Writer, find, writing
+from tests.support.brokers.kafka_jars import KAFKA_VERSION
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.clients.kafka_io import read_topic
+from tests.support.clients.steady_writers import MODES, Mode, Running, Writer, find, writing
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import kafka_proxy, port_of
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]

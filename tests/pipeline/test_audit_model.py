@@ -15,7 +15,7 @@ import pytest
 
 from kproxy.pipeline.audit.run import work_in
 from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
-from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
+from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ import pytest
 from kproxy_codec.record_batch import iterate_batches
 from tests.pipeline.audit_sites import Audited, AuditedProxies, audit, write
 from tests.pipeline.forging import Offsets, cut_out
-from tests.support.real_kafka import start_real_kafka
+from tests.support.brokers.real_kafka import start_real_kafka
 
 pytestmark = [pytest.mark.spark, pytest.mark.long, pytest.mark.timeout(600)]
 

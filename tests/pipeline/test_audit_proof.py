@@ -17,7 +17,7 @@ from kproxy.pipeline.audit.schemas import TAIL
 from kproxy.pipeline.audit.trail import SHIPPING_MS, parse_place, read_files, rows_of
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 from kproxy.trail.parquet_sink import SCHEMA
-from tests.support.trails import BEGAN_AT, INTERVAL_MS, SHIPPED_SCHEMA, Row, Trail, trail_frame
+from tests.support.audit.trails import BEGAN_AT, INTERVAL_MS, SHIPPED_SCHEMA, Row, Trail, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

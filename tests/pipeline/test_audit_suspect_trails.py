@@ -12,7 +12,7 @@ from kproxy.pipeline.audit.coverage import Land
 from kproxy.pipeline.audit.run import fitted, keep
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from kproxy.pipeline.audit.trail import rows_of
-from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
+from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

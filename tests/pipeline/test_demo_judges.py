@@ -26,8 +26,8 @@ from kproxy.dev.cluster import DevCluster
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkDriver
 from tests.pipeline.tampering import Record, Tamper, TamperingRelay, double_one, drop_one, swap_two
-from tests.support.dev import asyncios_own_loop
-from tests.support.ports import free_port
+from tests.support.processes.dev import asyncios_own_loop
+from tests.support.processes.ports import free_port
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 

@@ -25,9 +25,9 @@ from kproxy.pipeline.ingest.progress import Metrics, serving
 from kproxy.pipeline.ingest.run import Stop, run
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed
-from tests.support.dev import KproxyProcess
-from tests.support.kafka_io import Placed, read_topic
-from tests.support.real_kafka import RealKafka, start_real_kafka
+from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
+from tests.support.clients.kafka_io import Placed, read_topic
+from tests.support.processes.dev import KproxyProcess
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 

@@ -16,8 +16,8 @@ from kproxy.pipeline.java import find_java
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import pyspark_home
 from kproxy.pipeline.spark_settings import LOCAL_MASTER, PACKAGE_ROOTS, spark_environment
-from tests.support.java import require_java
-from tests.support.spark import QUICK, SETTINGS
+from tests.support.clients.java import require_java
+from tests.support.clients.spark import QUICK, SETTINGS
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 

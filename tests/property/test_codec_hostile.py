@@ -23,7 +23,7 @@ from kproxy_codec.partitioned import PartitionedRequest, PartitionedResponse, Sp
 from kproxy_codec.primitives import Buffer, read_tagged_fields
 from kproxy_codec.produce import records_of, transactional_id
 from kproxy_codec.replica_fetch import ReplicaAnswer, read_replica_answer
-from tests.support.messages import (
+from tests.support.wire.messages import (
     APIS,
     EVERY_VERSION,
     FLEXIBLE_FROM,

@@ -24,7 +24,7 @@ from kproxy_codec.framing import response_header
 from kproxy_codec.partitioned import PartitionedRequest, Places, Splitter, encode_topics, with_length
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.produce import records_of, transactional_id
-from tests.support.messages import (
+from tests.support.wire.messages import (
     APIS,
     EVERY_VERSION,
     FLEXIBLE_FROM,

@@ -29,7 +29,7 @@ from kproxy_codec.coordination import (
 )
 from kproxy_codec.errors import CodecError
 from kproxy_codec.walk import PORTION, Work, at_once
-from tests.support.fattest import arrays, body_of, fattest, many_tags, schema_of
+from tests.support.wire.fattest import arrays, body_of, fattest, many_tags, schema_of
 
 BROKERS = [(1_000_000, "proxy-0.test", 9092), (1_000_001, "::1", 9093), (1_000_002, "proxy-2.test", 9094)]
 CONTROLLER = 1_000_000
