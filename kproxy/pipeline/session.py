@@ -29,8 +29,15 @@ from typing import Any, Final, TypeVar
 from kproxy import installed
 from kproxy.errors import StartupError
 from kproxy.pipeline.java import find_java
-from kproxy.pipeline.spark import SparkDriver, SparkFailed, as_spark_failure, pyspark_home, quiet_pyspark
-from kproxy.pipeline.spark_settings import in_one_process, kafka_connector
+from kproxy.pipeline.spark import (
+    SparkDriver,
+    SparkFailed,
+    as_spark_failure,
+    in_one_process,
+    kafka_connector,
+    pyspark_home,
+    quiet_pyspark,
+)
 
 # All cores: unlike the demo, a job seldom shares the machine with the brokers.
 DEFAULT_MASTER: Final = "local[*]"
@@ -215,7 +222,7 @@ def _clear(work_dir: Path, *, keep_log: bool) -> None:
 PACKAGES: Final = ("kafka", "kproxy", "kproxy_codec")
 _LEFT_OUT: Final = ("__pycache__",)
 # The compiled plain path and what it is built from: an extension cannot be imported from a zip.
-_COMPILED: Final = (".so", ".c", ".h", ".pyx")
+_COMPILED: Final = (".so", ".c", ".h", ".pyx", ".pxi")
 # The earliest date that a zip can have: the archive depends only on its content.
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
 

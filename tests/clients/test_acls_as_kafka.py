@@ -17,11 +17,11 @@ import pytest
 from confluent_kafka.admin import AclBinding, AclOperation, AclPermissionType, ResourcePatternType, ResourceType
 
 from kproxy_codec import api_keys as keys
-from tests.support import sasl_client as sasl
-from tests.support.dev import KproxyProcess, serving
-from tests.support.raw_client import RawClient, batch, control_frame, produce_frame
-from tests.support.record_batches import build_batch
-from tests.support.secured_kafka import SecuredKafka, start_secured_kafka
+from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
+from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.security import sasl_client as sasl
+from tests.support.security.secured_kafka import SecuredKafka, start_secured_kafka
+from tests.support.wire.record_batches import build_batch
 
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dev import KproxyProcess, serving
-from tests.support.sasl_client import ALLOW_ALL, USERS, users_file
-from tests.support.secured_clients import CLIENTS, OK
-from tests.support.secured_kafka import SecuredKafka, start_secured_kafka
+from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.security.sasl_client import ALLOW_ALL, USERS, users_file
+from tests.support.security.secured_clients import CLIENTS, OK
+from tests.support.security.secured_kafka import SecuredKafka, start_secured_kafka
 
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 

@@ -29,12 +29,12 @@ from kproxy_codec.api_keys import (
     LIST_OFFSETS,
     PRODUCE,
 )
-from tests.support.dev import KproxyProcess
-from tests.support.oracle import NODES, Outcome, RealSide, outcome
-from tests.support.real_kafka import RealKafka
-from tests.support.record_batches import build_batch
-from tests.support.reference_broker import RawClient, wait_for
-from tests.support.served import kafka_proxy, port_of
+from tests.support.brokers.oracle import NODES, Outcome, RealSide, outcome
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.reference_broker import RawClient, wait_for
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import kafka_proxy, port_of
+from tests.support.wire.record_batches import build_batch
 
 # The first run of all downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
@@ -365,7 +365,7 @@ def test_a_leader_deposed_while_a_batch_waits_for_its_replicas_tells_the_offset(
     pytest.fail("no attempt was fast enough")
 
 
-def test_too_few_replicas_are_told_with_minus_one_before_the_append_and_with_the_offset_after_it(
+def test_too_few_replicas_are_told_with_an_offset_only_after_the_append(
     side: RealSide, real_kafka: RealKafka, guard: Topic
 ) -> None:
     """A frozen broker leaves the ISR while a batch waits; later, min.insync.replicas changes under the requests."""

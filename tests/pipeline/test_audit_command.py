@@ -22,12 +22,12 @@ from kproxy.pipeline.audit.trail import parse_trail
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
 from kproxy.trail.rows import encode_page
-from tests.support.dev import KproxyProcess, run_kproxy
-from tests.support.forged_trail import ForgedTrail, now_ms
-from tests.support.java import require_java
-from tests.support.kafka_io import produce
-from tests.support.ports import free_port
-from tests.support.spark import QUICK
+from tests.support.audit.forged_trail import ForgedTrail, now_ms
+from tests.support.clients.java import require_java
+from tests.support.clients.kafka_io import produce
+from tests.support.clients.spark import QUICK
+from tests.support.processes.dev import KproxyProcess, run_kproxy
+from tests.support.processes.ports import free_port
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -64,7 +64,7 @@ def test_a_clean_run_audits_clean_from_the_command_line(dev_cluster: KproxyProce
 
 
 @pytest.mark.long
-def test_what_the_trail_of_a_killed_proxy_leaves_unproven_ends_with_1_where_one_is_strict(
+def test_a_killed_proxys_unproven_trail_ends_a_strict_audit_with_1(
     dev_cluster: KproxyProcess, topic: str, tmp_path: Path, spark: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trail = ForgedTrail("f" * 16)

@@ -25,9 +25,9 @@ from kproxy.pipeline.ingest.run import Stop
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
 from kproxy.trail.rows import Row, encode_page
-from tests.support.dev import KproxyProcess
-from tests.support.forged_trail import ForgedTrail, now_ms
-from tests.support.kafka_io import produce
+from tests.support.audit.forged_trail import ForgedTrail, now_ms
+from tests.support.clients.kafka_io import produce
+from tests.support.processes.dev import KproxyProcess
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
@@ -275,9 +275,7 @@ def test_from_some_time_on_pages_of_a_slow_clock_are_read_as_well(since: Followe
 
 
 @pytest.mark.long
-def test_from_some_time_on_neither_what_is_missing_at_the_edge_nor_what_comes_late_is_passed_over(
-    since: Followed, spark: Any
-) -> None:
+def test_from_some_time_on_missing_rows_at_the_edge_and_late_rows_are_judged(since: Followed, spark: Any) -> None:
     produce(since.bootstrap, since.topic, [b"value"] * 10)
     assert since.job.from_ms is not None
     edge_ms = since.job.from_ms

@@ -12,8 +12,8 @@ from scramp import ScramClient
 from kproxy.security.principals import Principal
 from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State
 from kproxy_codec.api_keys import API_VERSIONS, METADATA
-from tests.support import sasl_client as client
-from tests.support.raw_client import control_frame, produce_frame, raw_frame
+from tests.support.clients.raw_client import control_frame, produce_frame, raw_frame
+from tests.support.security import sasl_client as client
 
 _MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 _WRONG = st.one_of(

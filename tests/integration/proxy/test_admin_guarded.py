@@ -1,0 +1,56 @@
+"""A real admin page with a token, of one process and of workers; commands bring the token."""
+
+from __future__ import annotations
+
+import http.client
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes.dev import run_kproxy
+from tests.support.processes.ports import free_port
+from tests.support.processes.served import page, static_proxy
+
+TOKEN = "a-token-of-the-operators"
+
+
+def post(admin: str, **headers: str) -> int:
+    host, _, port = admin.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    try:
+        body = b'{"group": "g", "resources": ["t/0"]}'
+        connection.request("POST", "/own/free", body, {"Content-Type": "application/json", **headers})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_token_is_asked_for(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    rooms = f'[admin]\ntoken_file = "{tmp_path / "token"}"\n'
+    with static_proxy(tmp_path, {1: free_port()}, rooms=rooms, more=["--workers", str(workers)]) as process:
+        for path in ("/livez", "/metrics"):
+            assert page(process.admin, path)[0] == 200
+        assert page(process.admin, "/readyz")[0] in (200, 503)
+        for path in ("/", "/table", "/own"):
+            assert page(process.admin, path)[0] == 401
+        assert page(process.admin, "/table", Authorization=f"Bearer {TOKEN}")[0] == 200
+        assert post(process.admin) == 401
+        # No etcd here, so that nothing is claimed.
+        assert post(process.admin, Authorization=f"Bearer {TOKEN}") == 501
+        assert post(process.admin, Authorization=f"Bearer {TOKEN}", Origin="http://evil.test") == 403
+        done = run_kproxy("table", "--admin", process.admin)
+        assert done.status != 0
+        assert "KPROXY_ADMIN_TOKEN_FILE" in done.stderr
+        monkeypatch.setenv("KPROXY_ADMIN_TOKEN_FILE", str(tmp_path / "token"))
+        assert run_kproxy("table", "--admin", process.admin).status == 0
+        assert TOKEN not in process.stderr()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_foreign_page_changes_nothing(tmp_path: Path, workers: int) -> None:
+    with static_proxy(tmp_path, {1: free_port()}, more=["--workers", str(workers)]) as process:
+        assert post(process.admin) == 501
+        assert post(process.admin, Origin="http://evil.test") == 403
+        assert post(process.admin, Host="evil.test") == 403

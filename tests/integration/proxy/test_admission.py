@@ -1,0 +1,255 @@
+"""A listener with SASL: what it serves before and after the proof, how sessions end, and that strangers harm nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import struct
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kproxy.security.mechanisms import Servers, servers
+from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.error_codes import ILLEGAL_SASL_STATE, NONE, SASL_AUTHENTICATION_FAILED
+from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
+from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame, raw_frame
+from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
+from tests.support.security import sasl_client as sasl
+
+T0 = ("t", 0)
+
+
+def mechanisms(*names: str) -> Servers:
+    known = sasl.users()
+    return servers(names or ("PLAIN", "SCRAM-SHA-256"), lambda: known, lambda: None)
+
+
+@contextlib.asynccontextmanager
+async def guarded(**times: float) -> AsyncIterator[tuple[RunningProxy, ScriptedUpstream]]:
+    """A proxy with SASL before a broker that answers all requests."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream, mechanisms=mechanisms(), times=times) as proxy:
+        proxy.own(1)
+        yield proxy, upstream
+
+
+async def authenticate(client: RawClient, name: str = "alice") -> None:
+    client.send(sasl.handshake("PLAIN"))
+    assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+    client.send(sasl.authenticate(sasl.plain(name, sasl.USERS[name])))
+    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+
+
+@both_loops
+async def test_a_client_is_served_once_it_has_authenticated_and_the_trail_names_it() -> None:
+    async with guarded() as (proxy, _):
+        proxy.trail.begin()
+        client = await proxy.client()
+        client.send(control_frame(API_VERSIONS, 0))
+        offered = {each.api_key: each.max_version for each in (await client.answer(API_VERSIONS, 0)).message.api_keys}
+        assert (offered[SASL_HANDSHAKE], offered[SASL_AUTHENTICATE]) == (1, 2)
+        await authenticate(client)
+        for n in range(3):
+            client.send(produce_frame(records=batch(n), correlation_id=n))
+            assert (await client.answer()).codes == {T0: NONE}
+        assert [row.principal for row in proxy.ranges()] == ["User:alice"]
+        assert proxy.counters["sasl.succeeded.PLAIN"] == 1
+
+
+@both_loops
+async def test_a_pipelined_exchange_is_served_in_order() -> None:
+    """As Kafka does, which reads one request of a connection at a time."""
+    async with guarded() as (proxy, _):
+        client = await proxy.client()
+        client.send(
+            control_frame(API_VERSIONS, 0),
+            sasl.handshake("PLAIN"),
+            sasl.authenticate(sasl.plain("alice", "alice-secret")),
+            produce_frame(records=batch(0), correlation_id=9),
+        )
+        for key, version in ((API_VERSIONS, 0), (SASL_HANDSHAKE, 1), (SASL_AUTHENTICATE, 2)):
+            assert (await client.answer(key, version)).message.error_code == NONE
+        assert (await client.answer()).codes == {T0: NONE}
+
+
+@both_loops
+async def test_nothing_of_an_unauthenticated_client_reaches_a_broker() -> None:
+    async with guarded() as (proxy, upstream):
+        for frames in (
+            [produce_frame()],
+            [control_frame(METADATA, 9, topics=None)],
+            [sasl.handshake("PLAIN"), produce_frame()],
+            [sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("alice", "wrong")), produce_frame()],
+        ):
+            client = await proxy.client()
+            client.send(*frames)
+            await client.rest(1.0)
+            assert await client.is_closed()
+        assert upstream.log == []
+
+
+@both_loops
+async def test_a_refusal_is_told_late_and_then_the_connection_ends() -> None:
+    async with guarded() as (proxy, _):
+        client = await proxy.client()
+        client.send(sasl.handshake("PLAIN"))
+        await client.answer(SASL_HANDSHAKE, 1)
+        began = time.monotonic()
+        client.send(sasl.authenticate(sasl.plain("alice", "wrong")))
+        answer = (await client.answer(SASL_AUTHENTICATE, 2)).message
+        assert answer.error_code == SASL_AUTHENTICATION_FAILED
+        assert time.monotonic() - began >= 0.1
+        assert await client.is_closed()
+        assert proxy.counters["sasl.failed.PLAIN"] == 1
+
+
+@both_loops
+async def test_who_does_not_authenticate_in_time_is_closed() -> None:
+    async with guarded(timeout_s=0.4) as (proxy, _):
+        silent, begun, served = [await proxy.client() for _ in range(3)]
+        begun.send(sasl.handshake("SCRAM-SHA-256"))
+        await begun.answer(SASL_HANDSHAKE, 1)
+        await authenticate(served)
+        assert await silent.is_closed()
+        assert await begun.is_closed()
+        served.send(produce_frame())
+        assert (await served.answer()).codes == {T0: NONE}
+
+
+@both_loops
+async def test_a_session_that_ends_must_be_renewed_before_anything_else() -> None:
+    async with guarded(lifetime_s=1.2) as (proxy, _):
+        renewing, late, idle = [await proxy.client() for _ in range(3)]
+        for client in (renewing, late, idle):
+            await authenticate(client)
+        # Too early: Kafka says so, and goes on.
+        late.send(sasl.handshake("PLAIN"))
+        assert (await late.answer(SASL_HANDSHAKE, 1)).message.error_code == ILLEGAL_SASL_STATE
+        await asyncio.sleep(1.05)
+        await authenticate(renewing)
+        await asyncio.sleep(0.4)
+        renewing.send(produce_frame())
+        assert (await renewing.answer()).codes == {T0: NONE}
+        late.send(produce_frame())
+        assert await late.is_closed()
+        # An idle one may still renew, as in Kafka.
+        await authenticate(idle)
+        idle.send(produce_frame())
+        assert (await idle.answer()).codes == {T0: NONE}
+
+
+@both_loops
+async def test_a_renewal_as_another_user_ends_the_connection() -> None:
+    async with guarded() as (proxy, _):
+        client = await proxy.client()
+        await authenticate(client, "alice")
+        await asyncio.sleep(1.05)
+        client.send(sasl.handshake("PLAIN"))
+        await client.answer(SASL_HANDSHAKE, 1)
+        client.send(sasl.authenticate(sasl.plain("bob", "bob-secret")))
+        assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == SASL_AUTHENTICATION_FAILED
+        assert await client.is_closed()
+
+
+@both_loops
+async def test_large_requests_are_admitted_after_the_proof_alone() -> None:
+    async with guarded() as (proxy, _):
+        client = await proxy.client()
+        client.send(struct.pack(">i", 65_537))
+        assert await client.is_closed()
+        client = await proxy.client()
+        await authenticate(client)
+        client.send(produce_frame(records=batch(0, producer_id=-1) + bytes(200_000)))
+        assert (await client.answer()).codes == {T0: NONE}
+
+
+async def _stranger(port: int, kind: int, rng: random.Random) -> None:
+    """Do one of several bad things for a while."""
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+        client = await RawClient().connect(port)
+        if kind == 0:
+            client.send(struct.pack(">i", 0x7FFFFFFF) + bytes(100))
+        elif kind == 1:
+            for byte in sasl.handshake("PLAIN"):
+                client.send(bytes([byte]))
+                await asyncio.sleep(0.3)
+        elif kind == 2:
+            client.send(raw_frame(rng.randbytes(rng.randrange(200))))
+        elif kind == 3:
+            client.send(sasl.handshake("SCRAM-SHA-256"), sasl.authenticate(rng.randbytes(300)))
+        else:
+            client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("alice", f"guess {rng.random()}")))
+        await client.rest(5.0)
+        client.abort()
+
+
+async def test_strangers_in_hundreds_do_not_keep_a_client_from_its_work(tmp_path: Path) -> None:
+    """500 that announce 2 GiB, 200 slow ones, and 300 that send garbage or guess passwords, in a process of its own."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    broker = ServedBroker(1, answers_everything)
+    await broker.start()
+    rooms = f'[sasl]\nmechanisms = ["PLAIN", "SCRAM-SHA-256"]\nusers = "{sasl.users_file(tmp_path)}"\n'
+    rooms += "without_tls = true\n" + sasl.ALLOW_ALL
+    manager = static_proxy(tmp_path, {1: broker.port}, rooms=rooms)
+    process = await asyncio.to_thread(manager.__enter__)
+    try:
+        port = port_of(process)
+        client = await RawClient().connect(port)
+        await authenticate(client)
+        kinds = [0] * 500 + [1] * 200 + [2] * 100 + [3] * 100 + [4] * 100
+        rng.shuffle(kinds)
+        strangers = [asyncio.create_task(_stranger(port, kind, rng)) for kind in kinds]
+        answered = 0
+        ends_at = time.monotonic() + 6
+        while time.monotonic() < ends_at:
+            client.send(produce_frame(records=batch(answered), correlation_id=answered))
+            assert (await client.answer(patience_s=5.0)).codes == {T0: NONE}
+            answered += 1
+            await asyncio.sleep(0.01)
+        assert answered > 20
+        # Newcomers that know a password get in.
+        another = await RawClient().connect(port)
+        await authenticate(another, "bob")
+        for task in strangers:
+            task.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+        counts = samples((await asyncio.to_thread(page, process.admin, "/metrics"))[1])
+        assert counts[("kproxy_authentications_total", (("mechanism", "PLAIN"), ("outcome", "failed")))] > 0
+        resident = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        assert resident < 400 << 20
+        for secret in (*sasl.USERS.values(), "guess 0"):
+            assert secret not in process.stderr()
+    finally:
+        await asyncio.to_thread(manager.__exit__, None, None, None)
+        await broker.stop()
+
+
+@pytest.mark.parametrize("way", ["change", "SIGHUP"])
+async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
+    broker = ServedBroker(1, answers_everything)
+    await broker.start()
+    rooms = f'[sasl]\nmechanisms = ["PLAIN"]\nusers = "{sasl.users_file(tmp_path, "alice")}"\nwithout_tls = true\n'
+    manager = static_proxy(tmp_path, {1: broker.port}, rooms=rooms)
+    process = await asyncio.to_thread(manager.__enter__)
+    try:
+        client = await RawClient().connect(port_of(process))
+        client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("bob", "bob-secret")))
+        await client.answer(SASL_HANDSHAKE, 1)
+        assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == SASL_AUTHENTICATION_FAILED
+        sasl.users_file(tmp_path, "bob")
+        if way == "SIGHUP":
+            os.kill(process.pid, signal.SIGHUP)
+        await eventually(lambda: "users reloaded" in process.stderr(), "the file is read again", 10)
+        await authenticate(await RawClient().connect(port_of(process)), "bob")
+    finally:
+        await asyncio.to_thread(manager.__exit__, None, None, None)
+        await broker.stop()

@@ -1,0 +1,106 @@
+"""Quotas of a real proxy: a client that sends too much is not read, is told so, and no other one notices."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from tests.support.brokers.scripted_upstream import answers_everything
+from tests.support.clients.raw_client import RawClient, batch, produce_frame
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import ServedBroker, beside, page, port_of, static_proxy
+from tests.support.security import sasl_client as sasl
+
+QUOTAS = """
+[[quotas]]
+principal = "User:alice"
+produce_bytes_per_s = 200_000
+connections = 2
+"""
+
+
+@asynccontextmanager
+async def limited(directory: Path, rooms: str, **limits: object) -> AsyncIterator[KproxyProcess]:
+    broker = ServedBroker(1, answers_everything)
+    await broker.start()
+    more = f'[sasl]\nmechanisms = ["PLAIN"]\nusers = "{sasl.users_file(directory)}"\nwithout_tls = true\n'
+    try:
+        async with beside(
+            static_proxy(directory, {1: broker.port}, limits=limits, rooms=more + sasl.ALLOW_ALL + rooms)
+        ) as process:
+            yield process
+    finally:
+        await broker.stop()
+
+
+async def connect(process: KproxyProcess, name: str) -> RawClient:
+    client = await RawClient().connect(port_of(process))
+    client.send(sasl.handshake("PLAIN"))
+    await client.answer(SASL_HANDSHAKE, 1)
+    client.send(sasl.authenticate(sasl.plain(name, sasl.USERS[name])))
+    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == 0
+    return client
+
+
+async def produced(client: RawClient, size: int) -> int:
+    """The throttle_time_ms of an answer."""
+    client.send(produce_frame(records=batch(0, producer_id=-1) + bytes(size)))
+    answer = (await client.answer(patience_s=60)).fields
+    throttle_ms: int = answer["throttle_time_ms"]
+    return throttle_ms
+
+
+async def test_who_exceeds_the_rate_is_slowed_down_and_told(tmp_path: Path) -> None:
+    async with limited(tmp_path, QUOTAS) as process:
+        alice, bob = await connect(process, "alice"), await connect(process, "bob")
+        began = time.monotonic()
+        told = [await produced(alice, 100_000) for _ in range(10)]
+        elapsed = time.monotonic() - began
+        # A second's worth at once; then 800 kB at 200 kB/s. The last wait comes behind the last answer.
+        assert elapsed >= 3.2
+        assert told[0] == 0
+        assert max(told) >= 100
+        # Bob sends as much meanwhile, and is not slowed down by the quota.
+        assert [await produced(bob, 100_000) for _ in range(10)] == [0] * 10
+        status, text = await asyncio.to_thread(page, process.admin, "/metrics")
+        assert status == 200
+        line = next(each for each in text.splitlines() if each.startswith("kproxy_throttled_requests_total"))
+        assert float(line.split()[1]) >= 5
+
+
+async def test_connections_of_a_principal_and_of_an_address_are_limited(tmp_path: Path) -> None:
+    async with limited(tmp_path, QUOTAS, max_connections_per_address=4) as process:
+        first, second = await connect(process, "alice"), await connect(process, "alice")
+        third = await connect(process, "alice")
+        assert await third.is_closed()
+        assert await produced(second, 100) == 0
+        others = [await connect(process, "bob") for _ in range(2)]
+        one_too_many = await RawClient().connect(port_of(process))
+        assert await one_too_many.is_closed()
+        # A place that is free again is taken.
+        first.abort()
+        others[0].abort()
+        deadline = time.monotonic() + 20
+        while True:
+            again = await RawClient().connect(port_of(process))
+            if not await again.is_closed(0.3):
+                break
+            assert time.monotonic() < deadline
+        again.abort()
+        assert await produced(others[1], 100) == 0
+
+
+@pytest.mark.parametrize("rate", [5])
+async def test_requests_are_limited_too(tmp_path: Path, rate: int) -> None:
+    async with limited(tmp_path, f"[[quotas]]\nrequests_per_s = {rate}\n") as process:
+        client = await connect(process, "bob")
+        began = time.monotonic()
+        for _ in range(4 * rate):
+            await produced(client, 100)
+        assert time.monotonic() - began >= 2.5

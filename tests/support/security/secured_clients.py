@@ -1,0 +1,113 @@
+"""Unchanged clients that authenticate and write one record, and what their users see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import aiokafka  # type: ignore[import-untyped]
+import confluent_kafka
+import kafka
+import kafka.errors
+
+from tests.support.brokers.kafka_jars import client_classpath
+from tests.support.clients.java_client import run_java_client
+from tests.support.clients.kafka_io import Record
+
+OK = "ok"
+PATIENCE_S = 6.0
+
+
+def librdkafka(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str) -> str:
+    """`ok`, or the names of the errors that its callbacks tell."""
+    seen: set[str] = set()
+    settings: dict[str, Any] = {"bootstrap.servers": bootstrap, "message.timeout.ms": 4_000, "log_level": 0}
+    settings["error_cb"] = lambda error: seen.add(str(error.name()))
+    if mechanism is not None:
+        settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
+        settings |= {"sasl.username": name, "sasl.password": password}
+    outcome: list[str] = []
+
+    def delivered(error: Any, _: object) -> None:
+        outcome.append(OK if error is None else str(error.name()))
+
+    producer = confluent_kafka.Producer(settings)
+    with suppress(confluent_kafka.KafkaException):
+        producer.produce(topic, b"x", partition=0, on_delivery=delivered)
+        deadline = time.monotonic() + PATIENCE_S
+        while not outcome and time.monotonic() < deadline and "_AUTHENTICATION" not in seen:
+            producer.poll(0.1)
+    producer.purge()
+    return (
+        OK if outcome == [OK] else ",".join(sorted((seen | set(outcome[:1])) - {"_ALL_BROKERS_DOWN", "_MSG_TIMED_OUT"}))
+    )
+
+
+def kafka_python(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str) -> str:
+    """`ok`, or the name of the exception."""
+    settings: dict[str, Any] = {"bootstrap_servers": bootstrap, "max_block_ms": 3_000, "delivery_timeout_ms": 3_000}
+    settings["bootstrap_timeout_ms"] = 3_000
+    settings |= {"request_timeout_ms": 2_000, "linger_ms": 0, "client_id": f"c-{uuid.uuid4().hex[:8]}"}
+    if mechanism is not None:
+        settings |= {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": mechanism}
+        settings |= {"sasl_plain_username": name, "sasl_plain_password": password}
+    producer = None
+    try:
+        producer = kafka.KafkaProducer(**settings)
+        producer.send(topic, b"x", partition=0).get(PATIENCE_S)
+    except kafka.errors.KafkaError as error:
+        return type(error).__name__
+    finally:
+        if producer is not None:
+            producer.close(0)
+    return OK
+
+
+async def _aiokafka(settings: Mapping[str, Any], topic: str) -> str:
+    producer = aiokafka.AIOKafkaProducer(**settings)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await producer.start()
+            await producer.send_and_wait(topic, b"x", partition=0)
+    except (aiokafka.errors.KafkaError, TimeoutError) as error:
+        return type(error).__name__
+    finally:
+        await producer.stop()
+    return OK
+
+
+def aiokafka_client(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str) -> str:
+    """`ok`, or the name of the exception."""
+    settings: dict[str, Any] = {"bootstrap_servers": bootstrap, "request_timeout_ms": 2_000}
+    if mechanism is not None:
+        settings |= {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": mechanism}
+        settings |= {"sasl_plain_username": name, "sasl_plain_password": password}
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
+    return asyncio.run(_aiokafka(settings, topic))
+
+
+def java(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str, version: str = "4.3.1") -> str:
+    """`ok`, or what its callback tells."""
+    settings: dict[str, object] = {"bootstrap.servers": bootstrap, "max.block.ms": 4_000}
+    settings |= {"delivery.timeout.ms": 4_000, "request.timeout.ms": 3_000, "linger.ms": 0}
+    if mechanism is not None:
+        kind = "plain.PlainLoginModule" if mechanism == "PLAIN" else "scram.ScramLoginModule"
+        settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
+        settings["sasl.jaas.config"] = (
+            f'org.apache.kafka.common.security.{kind} required username="{name}" password="{password}";'
+        )
+    run = run_java_client(client_classpath(version), topic, [Record(None, b"x", 0, ())], settings)
+    return OK if not run.errors else run.errors[0]
+
+
+CLIENTS: Mapping[str, Callable[[str, str, str | None, str, str], str]] = {
+    "librdkafka": librdkafka,
+    "kafka-python": kafka_python,
+    "aiokafka": aiokafka_client,
+    "java": java,
+}

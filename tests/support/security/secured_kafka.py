@@ -1,0 +1,58 @@
+"""A real Kafka broker with SASL and ACLs on one listener, and none of both on another: what kproxy is compared with.
+
+Its users are those of tests.support.security.sasl_client. On the plain listener everybody is a super user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from confluent_kafka.admin import (
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
+)
+
+from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
+from tests.support.processes.ports import free_port
+from tests.support.security.sasl_client import USERS
+
+_SECURITY = "org.apache.kafka.common.security"
+_MECHANISMS = {"SCRAM-SHA-256": ScramMechanism.SCRAM_SHA_256, "SCRAM-SHA-512": ScramMechanism.SCRAM_SHA_512}
+
+
+class SecuredKafka:
+    """`plain` is the cluster by its plain listener, `secured` the address of the other one."""
+
+    def __init__(self, plain: RealKafka, port: int) -> None:
+        self.plain = plain
+        self.secured = f"127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def start_secured_kafka(directory: Path) -> Iterator[SecuredKafka]:
+    port = free_port()
+    listener = "listener.name.sasl_plaintext"
+    known = " ".join(f'user_{name}="{password}"' for name, password in USERS.items())
+    options: dict[str, object] = {
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL_PLAINTEXT:SASL_PLAINTEXT",
+        "inter.broker.listener.name": "PLAINTEXT",
+        "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512",
+        f"{listener}.plain.sasl.jaas.config": f"{_SECURITY}.plain.PlainLoginModule required {known};",
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users": "User:ANONYMOUS",
+    }
+    for mechanism in _MECHANISMS:
+        options[f"{listener}.{mechanism.lower()}.sasl.jaas.config"] = f"{_SECURITY}.scram.ScramLoginModule required;"
+    with start_real_kafka(directory, 1, {"SASL_PLAINTEXT": port}, **options) as cluster:
+        for kind in _MECHANISMS.values():
+            # A user may be changed once in a request.
+            changes = [
+                UserScramCredentialUpsertion(name, ScramCredentialInfo(kind, 4_096), password.encode())
+                for name, password in USERS.items()
+            ]
+            for change in cluster.admin().alter_user_scram_credentials(changes).values():
+                change.result(30)
+        yield SecuredKafka(cluster, port)

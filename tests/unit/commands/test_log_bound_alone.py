@@ -1,0 +1,84 @@
+"""Lines of one kind are bounded a minute, and what is left out is counted and told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kproxy.observe.logging import ANYTHING_ELSE, MINUTE_S, MOST_A_MINUTE, MOST_KINDS, LogBound
+
+
+class Site:
+    """A bound on a clock of its own; `pass_time` calls what is due."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.said: list[tuple[str, str, int]] = []
+        self._due: list[tuple[float, Callable[[], None]]] = []
+        self.bound = LogBound(
+            lambda level, event, count: self.said.append((level, event, count)),
+            clock=lambda: self.now,
+            later=lambda seconds, call: self._due.append((self.now + seconds, call)),
+        )
+
+    def logged(self, event: str, count: int, level: str = "warning") -> int:
+        return sum(self.bound.admits(level, event) for _ in range(count))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        due = [call for at, call in self._due if at <= self.now]
+        self._due = [each for each in self._due if each[0] > self.now]
+        for call in due:
+            call()
+
+
+def test_suppressed_lines_are_counted_at_the_minutes_end_without_another_line() -> None:
+    site = Site()
+    assert site.logged("a", MOST_A_MINUTE) == MOST_A_MINUTE
+    site.pass_time(10)
+    assert site.logged("a", 7) == 0
+    site.pass_time(MINUTE_S - 11)
+    assert site.said == []
+    site.pass_time(1)
+    assert site.said == [("warning", "a", 7)]
+    site.pass_time(10 * MINUTE_S)
+    assert len(site.said) == 1
+
+
+def test_kinds_and_levels_are_counted_apart() -> None:
+    site = Site()
+    site.logged("a", MOST_A_MINUTE + 5)
+    assert site.logged("b", 10) == 10
+    assert site.logged("a", 10, "error") == 10
+    site.pass_time(30)
+    site.logged("b", MOST_A_MINUTE)
+    site.pass_time(30)
+    assert [said[1:] for said in site.said] == [("a", 5), ("b", 10)]
+
+
+def test_each_minute_begins_anew() -> None:
+    site = Site()
+    for _ in range(3):
+        assert site.logged("a", 1000) == MOST_A_MINUTE
+        site.pass_time(MINUTE_S)
+    assert [said[1:] for said in site.said] == [("a", 940)] * 3
+    for _ in range(10):
+        # Fewer than the bound in any minute: none is left out.
+        assert site.logged("b", MOST_A_MINUTE // 2) == MOST_A_MINUTE // 2
+        site.pass_time(MINUTE_S)
+
+
+def test_the_end_of_the_process_tells_of_a_minute_that_is_not_over() -> None:
+    site = Site()
+    site.logged("a", MOST_A_MINUTE + 3)
+    site.logged("b", MOST_A_MINUTE + 1)
+    site.bound.tell(at_once=True)
+    assert [said[1:] for said in site.said] == [("a", 3), ("b", 1)]
+
+
+def test_kinds_that_somebody_makes_up_are_one() -> None:
+    site = Site()
+    logged = sum(site.logged(f"event {n}", 1) for n in range(MOST_KINDS + 1000))
+    assert logged == MOST_KINDS + MOST_A_MINUTE
+    site.pass_time(MINUTE_S)
+    assert site.said == [("warning", ANYTHING_ELSE, 1000 - MOST_A_MINUTE)]
+    assert site.logged("event again", 1) == 1

@@ -1,0 +1,127 @@
+"""What is offered before brokers that serve this and that."""
+
+from __future__ import annotations
+
+import pytest
+
+from kproxy.proxy.api_versions import BrokerApis, covers, intersect, offer
+from kproxy.proxy.apis import SERVED, Ranges, proxy_ranges
+from kproxy_codec import api_keys as keys
+
+TRANSACTIONS = "transaction.version"
+# A current broker: everything, in every version, and transactions of the second kind.
+ALL: Ranges = dict.fromkeys(SERVED, (0, 99))
+NEW = BrokerApis(ALL, {TRANSACTIONS: (0, 2), "x": (1, 5)}, {TRANSACTIONS: (2, 2), "x": (4, 4)}, 7)
+
+
+def without(key: int) -> Ranges:
+    return {each: versions for each, versions in ALL.items() if each != key}
+
+
+@pytest.mark.parametrize(
+    ("upstreams", "caps", "produce"),
+    [
+        ([], {}, proxy_ranges()[keys.PRODUCE]),
+        ([ALL], {}, proxy_ranges()[keys.PRODUCE]),
+        ([{**ALL, keys.PRODUCE: (3, 9)}], {}, (0, 9)),
+        ([ALL, {**ALL, keys.PRODUCE: (3, 9)}, {**ALL, keys.PRODUCE: (0, 7)}], {}, (0, 7)),
+        ([ALL], {keys.PRODUCE: 8}, (0, 8)),
+        ([{**ALL, keys.PRODUCE: (3, 7)}], {keys.PRODUCE: 8}, (0, 7)),
+        ([ALL, without(keys.PRODUCE)], {}, None),
+        ([{**ALL, keys.PRODUCE: (50, 60)}], {}, None),
+    ],
+)
+def test_produce_is_offered_up_to_what_all_serve(
+    upstreams: list[Ranges], caps: dict[int, int], produce: tuple[int, int] | None
+) -> None:
+    assert intersect(upstreams, caps).get(keys.PRODUCE) == produce
+
+
+def test_the_ranges_of_api_versions_are_the_proxys_own() -> None:
+    assert intersect([{}])[keys.API_VERSIONS] == proxy_ranges()[keys.API_VERSIONS]
+
+
+def features_before(*brokers: BrokerApis, produce: int = 13) -> tuple[dict[str, tuple[int, int]], int]:
+    offered = offer(brokers, {keys.PRODUCE: produce})
+    return dict(offered.finalized), offered.epoch
+
+
+def test_without_their_produce_versions_transactions_of_the_first_kind_are_offered() -> None:
+    """KIP-890: a client that is told level 2 and may not send Produce 12 aborts its transactions."""
+    assert features_before(NEW, produce=11) == ({TRANSACTIONS: (1, 1), "x": (4, 4)}, 15)
+    assert dict(offer([NEW], {keys.PRODUCE: 11}).supported) == {TRANSACTIONS: (0, 1), "x": (1, 5)}
+
+
+def test_a_lower_transaction_version_comes_with_a_higher_epoch() -> None:
+    """Java clients ignore finalized features that do not come with a higher epoch than those they know."""
+    one = BrokerApis(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
+    uncapped = offer([BrokerApis(ALL, {}, {TRANSACTIONS: (1, 1)}, 7)], {keys.PRODUCE: 11})
+    assert features_before(NEW, produce=11)[1] > uncapped.epoch
+    assert features_before(BrokerApis(ALL, {}, {}, 8))[1] > features_before(one)[1]
+
+
+def test_without_transactions_no_transaction_version_is_named() -> None:
+    broker = BrokerApis(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
+    assert features_before(broker)[0] == {"x": (4, 4)}
+
+
+def test_finalized_features_are_those_of_the_broker_that_heard_last() -> None:
+    late = BrokerApis(ALL, {}, {"x": (3, 3)}, 6)
+    mute = BrokerApis(ALL)
+    assert features_before(late, BrokerApis(ALL, {}, {"x": (4, 4)}, 9), mute) == ({"x": (4, 4)}, 18)
+    assert features_before(mute) == ({}, -1)
+    assert features_before() == ({}, -1)
+
+
+def test_supported_features_are_what_all_have_in_common() -> None:
+    brokers = [BrokerApis(ALL, {"x": (1, 5), "y": (1, 2), "z": (0, 3)}), BrokerApis(ALL, {"x": (2, 7), "y": (3, 4)})]
+    assert dict(offer(brokers).supported) == {"x": (2, 5)}
+
+
+@pytest.mark.parametrize(
+    ("offered", "wanted", "covered"),
+    [
+        ({0: (0, 9), 1: (4, 11)}, {0: (0, 9)}, True),
+        ({0: (0, 9)}, {0: (0, 8)}, True),
+        ({0: (0, 9)}, {0: (0, 10)}, False),
+        ({0: (1, 9)}, {0: (0, 9)}, False),
+        ({0: (0, 9)}, {0: (0, 9), 1: (0, 0)}, False),
+        ({}, {}, True),
+    ],
+)
+def test_what_was_told_is_covered_when_all_of_it_is_still_offered(
+    offered: Ranges, wanted: Ranges, covered: bool
+) -> None:
+    assert covers(offered, wanted) is covered
+
+
+# KafScale lists what it does not serve with versions -1 to -1.
+KAFSCALE = BrokerApis(ALL | {keys.INIT_PRODUCER_ID: (-1, -1), keys.END_TXN: (-1, -1), keys.FIND_COORDINATOR: (3, 3)})
+REFERENCE = BrokerApis({key: ALL[key] for key in ALL if key not in (keys.JOIN_GROUP, keys.END_TXN)})
+CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
+
+
+@pytest.mark.parametrize(
+    ("brokers", "can_answer", "native"),
+    [
+        ([KAFSCALE], CAN_ANSWER, CAN_ANSWER),
+        ([KAFSCALE], (), ()),
+        ([KAFSCALE], (keys.INIT_PRODUCER_ID,), (keys.INIT_PRODUCER_ID,)),
+        # Who gives out producer ids knows a batch again; who has no groups says so in its own words.
+        ([REFERENCE], CAN_ANSWER, ()),
+        # One that does not is enough.
+        ([REFERENCE, KAFSCALE], CAN_ANSWER, (keys.INIT_PRODUCER_ID,)),
+        # Transactions have coordinators that only brokers know.
+        ([NEW], CAN_ANSWER, ()),
+        # Of those that have not said nothing is known.
+        ([], CAN_ANSWER, ()),
+        ([NEW.without([keys.INIT_PRODUCER_ID])], CAN_ANSWER, (keys.INIT_PRODUCER_ID,)),
+    ],
+)
+def test_the_proxy_answers_itself_what_brokers_leave_to_it(
+    brokers: list[BrokerApis], can_answer: tuple[int, ...], native: tuple[int, ...]
+) -> None:
+    offered = offer(brokers, {}, can_answer)
+    assert offered.native == set(native)
+    for key in native:
+        assert offered.ranges[key] == proxy_ranges()[key]

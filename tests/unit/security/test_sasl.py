@@ -1,0 +1,311 @@
+"""The state machine of SASL, message by message, as a client of any kind may send them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scramp import ScramClient
+
+from kproxy.security.principals import Principal
+from kproxy.security.sasl import Answer, Failure, Outcome, PassOn, Pending, SaslExchange, State
+from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.error_codes import (
+    ILLEGAL_SASL_STATE,
+    NONE,
+    SASL_AUTHENTICATION_FAILED,
+    UNSUPPORTED_SASL_MECHANISM,
+)
+from tests.support.clients.raw_client import Answer as Read
+from tests.support.clients.raw_client import control_frame, produce_frame, raw_frame
+from tests.support.security import sasl_client as client
+
+
+def receive(exchange: SaslExchange, frame: bytes) -> Outcome:
+    """What comes of a frame, with any step of a mechanism."""
+    outcome = exchange.receive(memoryview(bytearray(frame)))
+    return exchange.resume(outcome.step()) if isinstance(outcome, Pending) else outcome
+
+
+def read(outcome: Outcome, api_key: int, version: int) -> Any:
+    assert isinstance(outcome, Answer | Failure), outcome
+    return Read(outcome.frame, api_key, version).message
+
+
+def authenticated(exchange: SaslExchange, version: int = 2) -> Any:
+    """Alice by PLAIN; the last answer."""
+    read(receive(exchange, client.handshake("PLAIN")), SASL_HANDSHAKE, 1)
+    message = client.authenticate(client.plain("alice", "alice-secret"), version)
+    return read(receive(exchange, message), SASL_AUTHENTICATE, version)
+
+
+def test_api_versions_is_passed_on_before_the_handshake() -> None:
+    exchange = client.exchange()
+    for version in (0, 3, 4):
+        assert receive(exchange, control_frame(API_VERSIONS, version)) == PassOn()
+    assert exchange.state is State.HANDSHAKE
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_plain_names_the_principal(version: int) -> None:
+    exchange = client.exchange()
+    answer = authenticated(exchange, version)
+    assert (answer.error_code, bytes(answer.auth_bytes)) == (NONE, b"")
+    assert exchange.principal == Principal("alice")
+    assert exchange.state is State.AUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (client.plain("alice", "wrong"), "Authentication failed: Invalid username or password"),
+        (client.plain("nobody", "alice-secret"), "Authentication failed: Invalid username or password"),
+        (client.plain("alice", "bob-secret"), "Authentication failed: Invalid username or password"),
+        (client.plain("", "alice-secret"), "Authentication failed: username not specified"),
+        (client.plain("alice", ""), "Authentication failed: password not specified"),
+        (client.plain("alice", "alice-secret", "bob"), "authorization id that is different"),
+        (b"alice\x00alice-secret", "Invalid SASL/PLAIN response"),
+        (b"\xff\x00\xff\x00\xff", "Invalid SASL/PLAIN response"),
+        (b"", "Invalid SASL/PLAIN response"),
+        (b"\x00a\x00b\x00c", "Invalid SASL/PLAIN response"),
+    ],
+)
+def test_plain_is_refused_in_kafkas_words(message: bytes, words: str) -> None:
+    exchange = client.exchange()
+    receive(exchange, client.handshake("PLAIN"))
+    outcome = receive(exchange, client.authenticate(message))
+    answer = read(outcome, SASL_AUTHENTICATE, 2)
+    assert answer.error_code == SASL_AUTHENTICATION_FAILED
+    assert words in answer.error_message
+    assert isinstance(outcome, Failure)
+    assert outcome.is_refusal
+    assert "secret" not in outcome.reason
+    assert exchange.principal is None
+    assert exchange.state is State.FAILED
+
+
+def scram(exchange: SaslExchange, mechanism: str, name: str, password: str, version: int = 2) -> Outcome:
+    """The outcome of the last message; the client verifies the proxy's in turn."""
+    speaker = ScramClient([mechanism], name, password)
+    receive(exchange, client.handshake(mechanism))
+    first = receive(exchange, client.authenticate(speaker.get_client_first().encode(), version))
+    speaker.set_server_first(bytes(read(first, SASL_AUTHENTICATE, version).auth_bytes).decode())
+    last = receive(exchange, client.authenticate(speaker.get_client_final().encode(), version))
+    if isinstance(last, Answer):
+        speaker.set_server_final(bytes(read(last, SASL_AUTHENTICATE, version).auth_bytes).decode())
+    return last
+
+
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512"])
+def test_scram_proves_both_sides(mechanism: str) -> None:
+    exchange = client.exchange()
+    assert isinstance(scram(exchange, mechanism, "bob", "bob-secret"), Answer)
+    assert exchange.principal == Principal("bob")
+
+
+@pytest.mark.parametrize(("name", "password"), [("bob", "wrong"), ("nobody", "bob-secret")])
+def test_scram_refuses_an_unknown_user_as_a_wrong_password(name: str, password: str) -> None:
+    exchange = client.exchange()
+    answer = read(scram(exchange, "SCRAM-SHA-256", name, password), SASL_AUTHENTICATE, 2)
+    assert (answer.error_code, answer.error_message) == (
+        SASL_AUTHENTICATION_FAILED,
+        "Authentication failed during authentication due to invalid credentials with SASL mechanism SCRAM-SHA-256",
+    )
+    assert exchange.principal is None
+
+
+def test_an_unknown_user_has_the_same_salt_each_time() -> None:
+    salts = set()
+    for _ in range(2):
+        exchange = client.exchange()
+        receive(exchange, client.handshake("SCRAM-SHA-256"))
+        first = receive(exchange, client.authenticate(b"n,,n=nobody,r=abc"))
+        salts.add(bytes(read(first, SASL_AUTHENTICATE, 2).auth_bytes).split(b",")[1:][0])
+    assert len(salts) == 1
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"n,,", b"\xff\xff", b"n,,n=,r=", b"p=x,,n=a,r=b", b"n,a=b,n=a,r=b", b"c=biws,r=x"]
+)
+def test_a_malformed_scram_message_is_a_refusal(message: bytes) -> None:
+    exchange = client.exchange()
+    receive(exchange, client.handshake("SCRAM-SHA-512"))
+    assert read(receive(exchange, client.authenticate(message)), SASL_AUTHENTICATE, 2).error_code == (
+        SASL_AUTHENTICATION_FAILED
+    )
+
+
+def test_scram_without_a_second_message_authenticates_nobody() -> None:
+    exchange = client.exchange()
+    receive(exchange, client.handshake("SCRAM-SHA-256"))
+    receive(exchange, client.authenticate(b"n,,n=alice,r=abc"))
+    assert exchange.principal is None
+    assert isinstance(receive(exchange, produce_frame()), Failure)
+
+
+def test_a_token_names_the_principal_and_its_groups(tmp_path: Path) -> None:
+    tokens = client.verifier(tmp_path, groups_claim="groups")
+    exchange = client.exchange("OAUTHBEARER", tokens=tokens)
+    receive(exchange, client.handshake("OAUTHBEARER"))
+    message = client.authenticate(client.bearer(client.token(groups=["team"])))
+    assert read(receive(exchange, message), SASL_AUTHENTICATE, 2).error_code == NONE
+    assert exchange.principal == Principal("alice", frozenset({"team"}))
+
+
+def test_a_refused_token_is_told_first_and_fails_with_the_next_message(tmp_path: Path) -> None:
+    exchange = client.exchange("OAUTHBEARER", tokens=client.verifier(tmp_path))
+    receive(exchange, client.handshake("OAUTHBEARER"))
+    told = read(receive(exchange, client.authenticate(client.bearer(client.token(aud="other")))), SASL_AUTHENTICATE, 2)
+    assert (told.error_code, bytes(told.auth_bytes)) == (NONE, b'{"status":"invalid_token"}')
+    assert exchange.principal is None
+    # A sound token in its place comes too late.
+    ends = read(receive(exchange, client.authenticate(client.bearer(client.token()))), SASL_AUTHENTICATE, 2)
+    assert ends.error_code == SASL_AUTHENTICATION_FAILED
+    assert exchange.state is State.FAILED
+
+
+def test_a_token_may_not_ask_for_another_name(tmp_path: Path) -> None:
+    exchange = client.exchange("OAUTHBEARER", tokens=client.verifier(tmp_path))
+    receive(exchange, client.handshake("OAUTHBEARER"))
+    message = client.bearer(client.token()).replace(b"n,,", b"n,a=bob,")
+    assert isinstance(receive(exchange, client.authenticate(message)), Failure)
+
+
+def test_handshake_v0_is_followed_by_bare_messages() -> None:
+    exchange = client.exchange()
+    assert read(receive(exchange, client.handshake("PLAIN", 0)), SASL_HANDSHAKE, 0).error_code == NONE
+    outcome = receive(exchange, raw_frame(client.plain("alice", "alice-secret")))
+    assert outcome == Answer(b"\x00\x00\x00\x00")
+    assert exchange.principal == Principal("alice")
+
+
+def test_handshake_v0_refuses_without_an_answer() -> None:
+    exchange = client.exchange()
+    receive(exchange, client.handshake("PLAIN", 0))
+    outcome = receive(exchange, raw_frame(client.plain("alice", "wrong")))
+    assert isinstance(outcome, Failure)
+    assert outcome.frame == b""
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_an_unknown_mechanism_is_answered_with_the_offered_ones(version: int) -> None:
+    exchange = client.exchange()
+    outcome = receive(exchange, client.handshake("GSSAPI", version))
+    answer = read(outcome, SASL_HANDSHAKE, version)
+    assert answer.error_code == UNSUPPORTED_SASL_MECHANISM
+    assert list(answer.mechanisms) == ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+    assert isinstance(outcome, Failure)
+    assert exchange.state is State.FAILED
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        produce_frame(),
+        control_frame(METADATA, 9),
+        client.authenticate(b"x"),
+        client.handshake("PLAIN")[:-3],
+        raw_frame(b"\x00\x11\x00\x02\x00\x00\x00\x01\xff\xff\x00\x05PLAIN"),
+        raw_frame(b""),
+        raw_frame(bytes(100)),
+    ],
+    ids=["produce", "metadata", "authenticate first", "cut", "handshake v2", "empty", "zeros"],
+)
+def test_anything_else_first_ends_it_without_an_answer(frame: bytes) -> None:
+    exchange = client.exchange()
+    outcome = receive(exchange, frame)
+    assert isinstance(outcome, Failure)
+    assert (outcome.frame, outcome.is_refusal) == (b"", False)
+    # Nothing revives it.
+    assert isinstance(receive(exchange, client.handshake("PLAIN")), Failure)
+
+
+def test_nothing_but_messages_of_the_mechanism_follow_the_handshake() -> None:
+    for frame in (control_frame(API_VERSIONS, 3), client.handshake("PLAIN"), produce_frame()):
+        exchange = client.exchange()
+        receive(exchange, client.handshake("PLAIN"))
+        assert isinstance(receive(exchange, frame), Failure)
+
+
+def test_a_frame_before_the_outcome_of_the_last_one_ends_it() -> None:
+    exchange = client.exchange()
+    receive(exchange, client.handshake("PLAIN"))
+    message = memoryview(bytearray(client.authenticate(client.plain("alice", "alice-secret"))))
+    pending = exchange.receive(message)
+    assert isinstance(pending, Pending)
+    assert isinstance(exchange.receive(message), Failure)
+    assert isinstance(exchange.resume(pending.step()), Failure)
+    assert exchange.principal is None
+
+
+# Sessions that end (KIP-368)
+
+
+def test_a_session_ends_for_clients_that_know_of_it() -> None:
+    for version, ends in ((0, None), (1, 1_090.0), (2, 1_090.0)):
+        exchange = client.exchange(lifetime_s=90.0)
+        answer = authenticated(exchange, version)
+        assert getattr(answer, "session_lifetime_ms", 90_000) == 90_000 or version == 0
+        assert exchange.session_ends_at == ends
+
+
+def test_a_token_ends_its_session(tmp_path: Path) -> None:
+    clock = client.Clock()
+    tokens = client.verifier(tmp_path)
+    for lifetime_s in (0.0, 1e9):
+        exchange = client.exchange("OAUTHBEARER", lifetime_s=lifetime_s, tokens=tokens, clock=clock)
+        receive(exchange, client.handshake("OAUTHBEARER"))
+        receive(exchange, client.authenticate(client.bearer(client.token())))
+        assert exchange.session_ends_at is not None
+        assert exchange.session_ends_at > clock.now
+
+
+def renewed(exchange: SaslExchange, name: str, password: str) -> Outcome:
+    receive(exchange, client.handshake("PLAIN"))
+    return receive(exchange, client.authenticate(client.plain(name, password)))
+
+
+def test_a_session_is_renewed_by_the_same_principal_alone() -> None:
+    clock = client.Clock()
+    exchange = client.exchange(lifetime_s=90.0, clock=clock)
+    authenticated(exchange)
+    clock.now += 60
+    assert isinstance(renewed(exchange, "alice", "alice-secret"), Answer)
+    assert exchange.session_ends_at == clock.now + 90
+    clock.now += 60
+    outcome = renewed(exchange, "bob", "bob-secret")
+    answer = read(outcome, SASL_AUTHENTICATE, 2)
+    assert answer.error_code == SASL_AUTHENTICATION_FAILED
+    assert answer.error_message.startswith("Cannot change principals during re-authentication from User:alice")
+    assert exchange.principal == Principal("alice")
+    assert exchange.state is State.FAILED
+
+
+def test_a_session_is_renewed_by_the_same_mechanism_alone() -> None:
+    clock = client.Clock()
+    exchange = client.exchange(clock=clock)
+    authenticated(exchange)
+    clock.now += 60
+    assert isinstance(receive(exchange, client.handshake("SCRAM-SHA-256")), Failure)
+
+
+def test_sasl_out_of_turn_is_answered_and_changes_nothing() -> None:
+    exchange = client.exchange()
+    authenticated(exchange)
+    early = read(receive(exchange, client.handshake("PLAIN")), SASL_HANDSHAKE, 1)
+    assert early.error_code == ILLEGAL_SASL_STATE
+    stray = read(receive(exchange, client.authenticate(b"x")), SASL_AUTHENTICATE, 2)
+    assert stray.error_code == ILLEGAL_SASL_STATE
+    assert exchange.state is State.AUTHENTICATED
+
+
+def test_the_end_of_the_time_is_final() -> None:
+    exchange = client.exchange()
+    receive(exchange, client.handshake("PLAIN"))
+    pending = exchange.receive(memoryview(bytearray(client.authenticate(client.plain("alice", "alice-secret")))))
+    assert isinstance(pending, Pending)
+    outcome = pending.step()
+    exchange.time_is_over()
+    assert isinstance(exchange.resume(outcome), Failure)
+    assert exchange.principal is None

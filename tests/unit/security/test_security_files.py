@@ -1,0 +1,260 @@
+"""Users, keys and names of certificates: what is read from files, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jwt
+import pytest
+from structlog.testing import capture_logs
+
+from kproxy.errors import StartupError
+from kproxy.security.files import KeptFile
+from kproxy.security.principals import distinguished_name, map_name, parse_rules, principal_of
+from kproxy.security.tokens import InvalidToken, TokenOptions, read_verifier
+from kproxy.security.users import Users, make_credential, parse_credential, read_users, write_users
+from tests.support.security import sasl_client as client
+
+# Users
+
+
+def test_a_file_of_users_is_written_and_read(tmp_path: Path) -> None:
+    file = client.users_file(tmp_path)
+    assert file.stat().st_mode & 0o777 == 0o600
+    users = read_users(file, b"")
+    assert users.by_name == client.users().by_name
+    assert users.check("alice", "alice-secret")
+    assert not users.check("alice", "bob-secret")
+    assert not users.check("nobody", "alice-secret")
+    assert "secret" not in file.read_text()
+
+
+def test_names_are_written_so_that_they_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "users.toml"
+    names = ['a"b', "a\\b", "ü", "a b", "a=b", "a.b", "[users]", "#"]
+    write_users(file, {name: client.credentials_of("alice") for name in names})
+    assert set(read_users(file, b"").by_name) == set(names)
+
+
+@pytest.mark.parametrize(("mode", "is_fine"), [(0o600, 1), (0o640, 1), (0o400, 1), (0o644, 0), (0o660, 0), (0o606, 0)])
+def test_a_file_that_others_read_or_write_is_refused(tmp_path: Path, mode: int, is_fine: int) -> None:
+    file = client.users_file(tmp_path)
+    file.chmod(mode)
+    if is_fine:
+        read_users(file, b"")
+    else:
+        with pytest.raises(StartupError, match="chmod 600"):
+            read_users(file, b"")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[user]",
+        "[users]\na = 1",
+        "[users]\na = []",
+        "[users]\na = ['SECRET']",
+        "[users]\na = ['SCRAM-SHA-256$4096:AAAA$AAAA:SECRET']",
+        "[users]\n'' = ['x']",
+        "users = 3",
+        "[users",
+    ],
+)
+def test_a_broken_file_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "users.toml"
+    file.write_text(text)
+    file.chmod(0o600)
+    with pytest.raises(StartupError) as raised:
+        read_users(file, b"")
+    assert "SECRET" not in str(raised.value)
+
+
+def test_credentials_are_those_of_the_standard() -> None:
+    # RFC 7677, section 3.
+    salt = base64.b64decode("W22ZaJ0SNY7soEsUEjb6gQ==")
+    made = make_credential("SCRAM-SHA-256", "pencil", 4_096, salt)
+    salted = hashlib.pbkdf2_hmac("sha256", b"pencil", salt, 4_096)
+    client_key = hmac.digest(salted, b"Client Key", "sha256")
+    assert made.stored_key == hashlib.sha256(client_key).digest()
+    assert parse_credential(str(made)) == made
+    assert "W22Z" not in repr(made)
+
+
+@pytest.mark.parametrize("password", ["", "\x07", "x" * 2_000, "\ud800"])
+def test_a_password_that_sasl_forbids_is_refused(password: str) -> None:
+    with pytest.raises(ValueError, match="password"):
+        make_credential("SCRAM-SHA-256", password, 4_096, bytes(18))
+
+
+def test_a_kept_file_follows_changes_and_survives_bad_ones(tmp_path: Path) -> None:
+    file = client.users_file(tmp_path, "alice")
+    kept = KeptFile[Users](file, lambda each: read_users(each, b""), "users")
+    assert not kept.look()
+    client.users_file(tmp_path, "alice", "bob")
+    assert kept.look()
+    assert set(kept.current.by_name) == {"alice", "bob"}
+    file.write_text("[users]\na = ['SECRET']")
+    with capture_logs() as logs:
+        assert not kept.look()
+        assert not kept.look()
+    assert [each["event"] for each in logs] == ["users not reloaded"]
+    assert "SECRET" not in str(logs)
+    assert set(kept.current.by_name) == {"alice", "bob"}
+    file.unlink()
+    assert not kept.look()
+    client.users_file(tmp_path, "bob")
+    assert kept.look()
+    assert set(kept.current.by_name) == {"bob"}
+
+
+# Tokens
+
+
+def test_a_sound_token_is_verified(tmp_path: Path) -> None:
+    verified = client.verifier(tmp_path).verify(client.token())
+    assert verified.principal.name == "alice"
+    assert time.time() < verified.expires_at < time.time() + 61
+
+
+def test_a_key_is_chosen_by_its_id(tmp_path: Path) -> None:
+    verifier = client.verifier(tmp_path, 0, 1)
+    assert verifier.verify(client.token(1)).principal.name == "alice"
+    with pytest.raises(InvalidToken):
+        verifier.verify(client.token(1, headers={"kid": "key-0"}))
+    with pytest.raises(InvalidToken):
+        verifier.verify(client.token(2))
+
+
+def _unsigned(**header: Any) -> str:
+    def part(content: dict[str, Any]) -> str:
+        return base64.urlsafe_b64encode(json.dumps(content).encode()).rstrip(b"=").decode()
+
+    claims = {"iss": client.ISSUER, "aud": client.AUDIENCE, "sub": "alice", "exp": time.time() + 60}
+    return f"{part(header)}.{part(claims)}."
+
+
+def _signed_by_the_public_key() -> str:
+    """The well-known confusion: HMAC with the public key as its secret."""
+    from cryptography.hazmat.primitives import serialization
+
+    pem = (
+        client.signing_key()
+        .public_key()
+        .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    head = _unsigned(alg="HS256", kid="key-0").rstrip(".")
+    signature = hmac.digest(pem, head.encode(), "sha256")
+    return f"{head}.{base64.urlsafe_b64encode(signature).rstrip(b'=').decode()}"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: client.token(iss="https://other.test/"),
+        lambda: client.token(aud="other"),
+        lambda: client.token(aud=None),
+        lambda: client.token(iss=None),
+        lambda: client.token(sub=None),
+        lambda: client.token(sub=""),
+        lambda: client.token(sub="a\nb"),
+        lambda: client.token(exp=None),
+        lambda: client.token(lifetime_s=-60),
+        lambda: client.token(nbf=time.time() + 600),
+        lambda: client.token(2, headers={"kid": "key-0"}),
+        lambda: client.token()[:-4] + "AAAA",
+        lambda: _unsigned(alg="none", kid="key-0"),
+        lambda: _unsigned(alg="RS256", kid="key-0"),
+        _signed_by_the_public_key,
+        lambda: "",
+        lambda: "a.b.c",
+        lambda: "..",
+        lambda: "x" * 10_000,
+    ],
+)
+def test_any_other_token_is_refused(tmp_path: Path, make: Any) -> None:
+    token = make()
+    with pytest.raises(InvalidToken) as raised:
+        client.verifier(tmp_path).verify(token)
+    assert not token or token not in str(raised.value)
+
+
+def test_a_token_may_bring_no_key(tmp_path: Path) -> None:
+    own = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(client.signing_key(3).public_key()))
+    token = client.token(
+        3, headers={"kid": "key-0", "jwk": own, "jku": "https://evil.test/", "x5u": "file:///etc/passwd"}
+    )
+    with pytest.raises(InvalidToken):
+        client.verifier(tmp_path).verify(token)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"keys": []}',
+        '{"keys": [{"kty": "oct", "k": "c2VjcmV0", "kid": "a"}]}',
+        '{"keys": [{"kty": "RSA", "n": "!", "e": "AQAB"}]}',
+        '{"keys": [3]}',
+        "[" * 100_000,
+    ],
+)
+def test_a_set_without_public_keys_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "jwks.json"
+    file.write_text(text)
+    with pytest.raises(StartupError, match="jwks"):
+        read_verifier(file, TokenOptions(client.ISSUER, (client.AUDIENCE,)))
+
+
+# Names of certificates
+
+SUBJECT = (
+    (("countryName", "DE"),),
+    (("organizationName", "Example, Inc."),),
+    (("organizationalUnitName", "writers"),),
+    (("commonName", "app-1.example.org"),),
+)
+
+
+def test_a_subject_is_written_as_rfc_2253_does() -> None:
+    assert distinguished_name(SUBJECT) == "CN=app-1.example.org,OU=writers,O=Example\\, Inc.,C=DE"
+    assert distinguished_name(((("commonName", " #a "),),)) == "CN=\\ #a\\ "
+
+
+@pytest.mark.parametrize(
+    ("rules", "name"),
+    [
+        (["DEFAULT"], "CN=app-1.example.org,OU=writers,O=Example\\, Inc.,C=DE"),
+        (["RULE:^CN=([^,]+),.*$/$1/"], "app-1.example.org"),
+        (["RULE:^CN=([^.]+)\\..*,OU=([^,]+),.*$/$2-$1/U"], "WRITERS-APP-1"),
+        (["RULE:^CN=([^.]+)\\..*$/$1/L", "DEFAULT"], "app-1"),
+        (["RULE:^CN=nobody$/x/"], None),
+        (["RULE:^CN=nobody$/x/", "RULE:.*C=DE/german/"], "german"),
+        # As in Kafka a rule is for the whole name.
+        (["RULE:CN=app/x/"], None),
+        (["RULE:.*//"], None),
+    ],
+)
+def test_rules_turn_it_into_a_name(rules: list[str], name: str | None) -> None:
+    assert map_name(distinguished_name(SUBJECT), parse_rules(rules)) == name
+
+
+@pytest.mark.parametrize("rule", ["", "default", "RULE:", "RULE:a/b", "RULE:(/x/", "RULE:a/$1/", "RULE:a/b/X"])
+def test_what_is_no_rule_is_refused(rule: str) -> None:
+    with pytest.raises(ValueError, match=r"rule|pattern|group"):
+        parse_rules([rule])
+
+
+def test_a_certificate_has_groups() -> None:
+    principal = principal_of({"subject": SUBJECT}, parse_rules(["RULE:^CN=([^,]+),.*$/$1/"]))
+    assert principal is not None
+    assert (str(principal), principal.groups) == ("User:app-1.example.org", frozenset({"writers"}))
+    assert principal_of(None, parse_rules(["DEFAULT"])) is None
+    assert principal_of({}, parse_rules(["DEFAULT"])) is None
