@@ -70,8 +70,7 @@ class AwaitedAnswers(Generic[Waiter]):
         answered_id = response_correlation_id(answer)
         waiting = self._waiting
         if not waiting or waiting[0][0] != answered_id:
-            awaited = f"correlation_id {waiting[0][0]} is awaited" if waiting else "nothing is awaited"
-            raise UnexpectedAnswer(f"an answer to something that was not asked ({answered_id}; {awaited})")
+            raise unexpected_answer(self.oldest, answer)
         return waiting.popleft()[1]
 
     def receive(self, nbytes: int) -> Iterator[tuple[Waiter, memoryview]]:
@@ -103,3 +102,10 @@ class AwaitedAnswers(Generic[Waiter]):
     def clear(self) -> None:
         """Forget all waiters."""
         self._waiting.clear()
+
+
+def unexpected_answer(oldest: tuple[int, object] | None, answer: Buffer) -> UnexpectedAnswer:
+    """The error for an answer that is not the one to `oldest`. Raises Truncated for one without a correlation_id."""
+    answered_id = response_correlation_id(answer)
+    awaited = f"correlation_id {oldest[0]} is awaited" if oldest else "nothing is awaited"
+    return UnexpectedAnswer(f"an answer to something that was not asked ({answered_id}; {awaited})")

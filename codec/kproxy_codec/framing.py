@@ -34,7 +34,6 @@ start of the frame, with its 4-byte length prefix.
 
 from __future__ import annotations
 
-from collections import deque
 from struct import Struct
 from typing import NamedTuple
 
@@ -49,7 +48,9 @@ CHUNK_BYTES = (1 << 20) + (64 << 10)
 LEAST_FREE_BYTES = 64 << 10
 GROWTH = 4
 # Chunks kept for reuse; further ones are left to the allocator.
-KEPT_CHUNKS = 16
+KEPT_CHUNKS = 64
+# So many of them are looked at for one that is free.
+LOOKS = 16
 
 _LENGTH = Struct(">i")
 # Used as the longest admitted frame: then not even an empty one is admitted.
@@ -62,7 +63,7 @@ class ReceiveArena:
     __slots__ = ("_unfinished", "_used", "chunk", "position", "view")
 
     def __init__(self) -> None:
-        self._used: deque[bytearray] = deque()
+        self._used: list[bytearray] = []
         # Readers that left an unfinished frame in the chunk; some of them may have finished it since.
         self._unfinished: set[FrameReader] = set()
         self.chunk = bytearray(CHUNK_BYTES)
@@ -94,17 +95,16 @@ class ReceiveArena:
         return chunk
 
     def _take(self) -> bytearray:
-        # The oldest chunk is the most likely to be free; one check per call keeps this cheap.
-        if self._used:
-            candidate = self._used.popleft()
-            if _is_unreferenced(candidate):
-                return candidate
-            if len(self._used) < KEPT_CHUNKS:
-                self._used.append(candidate)
+        # The oldest are the most likely to be free.
+        for at in range(min(LOOKS, len(self._used))):
+            if is_unreferenced(self._used[at]):
+                return self._used.pop(at)
+        if len(self._used) > KEPT_CHUNKS:
+            del self._used[0]
         return bytearray(CHUNK_BYTES)
 
 
-def _is_unreferenced(chunk: bytearray) -> bool:
+def is_unreferenced(chunk: bytearray) -> bool:
     """Whether no memoryview refers to `chunk`: a bytearray with exports refuses to be resized."""
     try:
         chunk.pop()
@@ -262,13 +262,18 @@ class FrameReader:
         """The error for `length`. From here on every length is illegal: further bytes do not begin at a frame."""
         admitted, self._max_frame_bytes = self._max_frame_bytes, _BROKEN
         self._let_go()
-        if admitted == _BROKEN:
-            return InvalidField("bytes follow an illegal length; where the next frame begins is not known")
-        if length < 0:
-            return InvalidField(f"a frame announces a negative length ({length})")
-        return FrameTooLarge(
-            f"a frame announces {length} bytes; at most {admitted} are admitted here", _LENGTH.pack(length)
-        )
+        return illegal_length(length, admitted)
+
+
+def illegal_length(length: int, admitted: int) -> InvalidField | FrameTooLarge:
+    """The error for a frame of a negative length, or of one over `admitted` bytes (-1 after an illegal length)."""
+    if admitted == _BROKEN:
+        return InvalidField("bytes follow an illegal length; where the next frame begins is not known")
+    if length < 0:
+        return InvalidField(f"a frame announces a negative length ({length})")
+    return FrameTooLarge(
+        f"a frame announces {length} bytes; at most {admitted} are admitted here", _LENGTH.pack(length)
+    )
 
 
 # api_key, api_version, correlation_id, length of client_id

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from typing import Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
+from kproxy.plain import compiled
 from kproxy.routing.topology import NO_OWNER
 
 PRODUCE_BOUNDS_S: Final = (
@@ -31,7 +33,34 @@ OTHER_VERSION: Final = (1 << VERSION_BITS) - 1
 """In the place of a version that is not offered: clients must not create labels."""
 
 
-class Tally:
+class ProduceCounts:
+    """The counts that every produce request adds to; the compiled plain path has a twin of it.
+
+    `requests` by api_key << key_shift | api_version. `bounds` are those of the latency histogram.
+    """
+
+    __slots__ = ("_bounds", "produce_buckets", "produce_seconds", "received_bytes", "requests", "sent_bytes")
+
+    def __init__(self, requests: Counter[int], key_shift: int, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.requests = requests
+        # On client connections; those of open ones are with their sessions.
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self.produce_buckets = [0] * (len(bounds) + 1)
+        self.produce_seconds = 0.0
+
+    def answered(self, elapsed: float) -> None:
+        """Count the time to the answer of a produce request, in seconds."""
+        self.produce_seconds += elapsed
+        self.produce_buckets[bisect_left(self._bounds, elapsed)] += 1
+
+
+if not TYPE_CHECKING and compiled is not None:
+    ProduceCounts = compiled.ProduceCounts
+
+
+class Tally(ProduceCounts):
     """Counts since the process began."""
 
     __slots__ = (
@@ -40,28 +69,17 @@ class Tally:
         "delay_seconds",
         "drops",
         "errors",
-        "produce_buckets",
-        "produce_seconds",
-        "received_bytes",
-        "requests",
         "retries",
-        "sent_bytes",
         "unconfirmed",
     )
 
     def __init__(self) -> None:
-        # By api_key << VERSION_BITS | api_version.
-        self.requests: Counter[int] = Counter()
+        super().__init__(Counter(), VERSION_BITS, PRODUCE_BOUNDS_S)
         # By (api_key, error_code, broker): partitions that were answered with it.
         self.errors: Counter[tuple[int, int, int]] = Counter()
         # By (event of kproxy.routing.retry, broker): partitions to be sent again.
         self.retries: Counter[tuple[int, int]] = Counter()
         self._brokers: set[int] = set()
-        # On client connections; those of open ones are with their sessions.
-        self.received_bytes = 0
-        self.sent_bytes = 0
-        self.produce_buckets = [0] * (len(PRODUCE_BOUNDS_S) + 1)
-        self.produce_seconds = 0.0
         self.delay_buckets = [0] * (len(DELAY_BOUNDS_S) + 1)
         self.delay_seconds = 0.0
         # By topic and error_code: acks=0 batches that were lost.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from types import ModuleType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kproxy.errors import StartupError
 
@@ -35,3 +35,12 @@ def _load(mode: str) -> ModuleType | None:
 
 
 compiled: Final = _load(os.environ.get(VARIABLE, "auto"))
+if TYPE_CHECKING or compiled is None:
+    from kproxy_codec.correlation import AwaitedAnswers
+    from kproxy_codec.framing import FrameReader, ReceiveArena
+else:
+    AwaitedAnswers = compiled.AwaitedAnswers
+    FrameReader = compiled.FrameReader
+    ReceiveArena = compiled.ReceiveArena
+
+__all__ = ["AwaitedAnswers", "FrameReader", "ReceiveArena", "compiled"]

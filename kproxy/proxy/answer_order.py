@@ -14,17 +14,19 @@ Invariants
 2. In flight are the bytes of requests, with acks=0 until they are sent or confirmed, and the most that reads may
    return. They count here until the slot is gone. The requests' own bytes count in the budget as well.
 3. Without an `outbox`, before the connection is made and after it has ended, nothing is written.
+
+The compiled plain path (kproxy.plain) has a twin of each class here, which is used instead where it is built.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from kproxy.observe.tally import PRODUCE_BOUNDS_S
-from kproxy.proxy.broker_connection import PacedOutbox
+from kproxy.plain import compiled
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.outbox import PacedOutbox
 from kproxy.routing.merge import Exchange
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.primitives import Buffer
@@ -119,7 +121,7 @@ class AnswerOrder:
         if self.outbox is None:
             return
         slots, budget, tally = self.slots, self._budget, self._tally
-        while slots and (buffers := slots[0].buffers) is not None:
+        while self.outbox is not None and slots and (buffers := slots[0].buffers) is not None:
             slot = slots[0]
             if slot.is_allowed is not None and not slot.is_allowed():
                 self._on_forbidden()
@@ -128,9 +130,7 @@ class AnswerOrder:
             self.in_flight_bytes -= slot.weight
             budget.held -= slot.frame_bytes
             if slot.began:
-                elapsed = self._clock() - slot.began
-                tally.produce_seconds += elapsed
-                tally.produce_buckets[bisect_left(PRODUCE_BOUNDS_S, elapsed)] += 1
+                tally.answered(self._clock() - slot.began)
             self.outbox.put(buffers)
         if budget.waiting:
             budget.wake()
@@ -156,3 +156,7 @@ class AnswerOrder:
             slot.frame_bytes = 0
         self.slots.clear()
         return held
+
+
+if not TYPE_CHECKING and compiled is not None:
+    Slot, AnswerOrder = compiled.Slot, compiled.AnswerOrder

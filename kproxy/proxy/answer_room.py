@@ -49,6 +49,7 @@ from functools import partial
 from typing import Protocol
 
 from kproxy.proxy.memory_budget import Arrival, Budget
+from kproxy_codec.primitives import Buffer
 
 # More than the longest answer to a produce request that is admitted (4,096 partitions of some 35 bytes).
 LARGE_BYTES = 256 << 10
@@ -287,6 +288,11 @@ class Share:
         self._in_rooms[kind] -= size
         self._has_taken = True
         self.room.change(-size, kind)
+
+    @staticmethod
+    def has_room(buffer: Buffer) -> bool:
+        """Whether the bytes of an unwritten answer have room of their own, in which they are counted."""
+        return isinstance(buffer, memoryview) and isinstance(buffer.obj, AnswerBuffer)
 
     def leave_untaken(self, size: int) -> None:
         """Set the bytes without room of their own that the client does not take."""

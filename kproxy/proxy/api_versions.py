@@ -49,6 +49,7 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from kproxy.config import Limits
+from kproxy.plain import ReceiveArena
 from kproxy.proxy.apis import APIS, NOT_SERVED, Range, Ranges, proxy_ranges
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.broker_health import BrokerHealth
@@ -60,7 +61,7 @@ from kproxy_codec.api_keys import is_flexible
 from kproxy_codec.control import Message, build_request, build_response, decode_response, encode_request
 from kproxy_codec.error_codes import NONE, UNSUPPORTED_VERSION
 from kproxy_codec.errors import CodecError, InvalidField, UnsupportedVersion
-from kproxy_codec.framing import ReceiveArena, RequestHeader, request_header, response_body_offset
+from kproxy_codec.framing import RequestHeader, request_header, response_body_offset
 from kproxy_codec.own import BIND_FENCES_VERSION
 from kproxy_codec.partitioned import with_length
 from kproxy_codec.walk import Walk

@@ -24,9 +24,7 @@ Invariants
 5. The connection is not read while a large answer waits for room or its client reads too slowly
    (kproxy.proxy.answer_room).
 
-Writes are gathered over one step of the event loop (`Outbox`, `PacedOutbox` for clients). A write is a system call that
-on one machine carries the bytes through the whole TCP stack. Requests and answers come in bursts; one write per burst
-costs a fraction of one write per message.
+What every request and answer passes is in `AnswerReader` (kproxy.proxy.answer_reader).
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import structlog
 
+from kproxy.plain import AwaitedAnswers, FrameReader, ReceiveArena
+from kproxy.proxy.answer_reader import AnswerReader, Ticket
 from kproxy.proxy.answer_room import LARGE_BYTES, AnswerBuffer, Share
 from kproxy.proxy.dialling import Dialler, Turn, reason_of
+from kproxy.proxy.outbox import Outbox, flushes_of
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
-from kproxy_codec.correlation import AwaitedAnswers
-from kproxy_codec.errors import CodecError
-from kproxy_codec.framing import CHUNK_BYTES, FrameReader, ReceiveArena
-from kproxy_codec.partitioned import set_correlation_id
+from kproxy_codec.framing import CHUNK_BYTES
 from kproxy_codec.primitives import Buffer
 
 log = structlog.get_logger(__name__)
@@ -59,33 +57,6 @@ FLUSH_S = 5.0
 LOOK_PAUSE_S = 0.005
 
 
-class Ticket(Protocol):
-    """Receives the outcome of one request."""
-
-    expects_answer: bool
-
-    @property
-    def may_wait_until(self) -> float:
-        """Until when the request itself allows its answer to take (a fetch that waits), in the proxy's clock."""
-        ...
-
-    def sent(self) -> None:
-        """The request has left this process; called only for requests without an answer (acks=0)."""
-        ...
-
-    def unconfirmed(self) -> None:
-        """The connection has ended; this was the last request without an answer that left on it."""
-        ...
-
-    def answered(self, frame: memoryview) -> None:
-        """The answer, a whole frame that the ticket now owns."""
-        ...
-
-    def lost(self, *, written: bool) -> None:
-        """No answer will come; `written` says whether the broker may have seen the request."""
-        ...
-
-
 class Oldest(NamedTuple):
     """What a connection waits for first: an answer, or (None) the kernel to take written bytes."""
 
@@ -93,7 +64,7 @@ class Oldest(NamedTuple):
     written: bool
 
 
-class Upstream(asyncio.BufferedProtocol):
+class Upstream(AnswerReader, asyncio.BufferedProtocol):
     """A connection to the broker `owner` at `address`, dialled by `dialler` in its `turn`.
 
     With `dials` false, requests are lost unwritten. `before_open` is called before queued requests are written and may
@@ -128,9 +99,9 @@ class Upstream(asyncio.BufferedProtocol):
         self._waits_for_room = False
         self._is_held_back = False
         self._transport: asyncio.Transport | None = None
-        self._outbox: Outbox | None = None
+        self._outbox = None
         # Bounded by the requests that a client may have open.
-        self._in_flight: AwaitedAnswers[Ticket] = AwaitedAnswers(self._reader)
+        self._in_flight = AwaitedAnswers(self._reader)
         self._queue: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
         self._queued_bytes = 0
         self._on_pressure = on_pressure
@@ -150,19 +121,6 @@ class Upstream(asyncio.BufferedProtocol):
         )
 
     # Sending
-
-    def next_correlation_id(self) -> int:
-        return self._in_flight.next_id()
-
-    def forward(self, ticket: Ticket, frame: memoryview) -> None:
-        """Send a whole request as it came, but for its correlation_id. Not to be called when closed."""
-        correlation_id = self._in_flight.next_id()
-        set_correlation_id(frame, correlation_id)
-        if self._outbox is None or not ticket.expects_answer:
-            self.send(ticket, correlation_id, [frame])
-            return
-        self._in_flight.sent(correlation_id, ticket)
-        self._outbox.put_one(frame)
 
     def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
         """Send one request. Not to be called when closed."""
@@ -261,7 +219,8 @@ class Upstream(asyncio.BufferedProtocol):
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
-        self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
+        loop = asyncio.get_running_loop()
+        self._outbox = Outbox(loop, self._transport, flushes_of(loop))
         queue, self._queue = self._queue, deque()
         # Queued bytes no longer count; bytes written now may.
         self._press(False)
@@ -281,26 +240,6 @@ class Upstream(asyncio.BufferedProtocol):
             self._on_pressure(slow)
 
     # Receiving
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.get_buffer(sizehint)
-
-    def buffer_updated(self, nbytes: int) -> None:
-        is_over = self.closed
-        if is_over:
-            # A connection that is being closed is still read; nobody waits for the answers.
-            return
-        in_flight = self._in_flight
-        try:
-            for frame in self._reader.buffer_updated(nbytes):
-                if self.closed:
-                    return
-                in_flight.match(frame).answered(frame)
-        except CodecError as error:
-            self.distrust(str(error))
-            return
-        if self._share is not None and self._reader.announced > LARGE_BYTES and not self.closed:
-            self._take_in(self._share, nbytes)
 
     def _take_in(self, share: Share, nbytes: int) -> None:
         """Account for a large answer's bytes; at its beginning, take room for it."""
@@ -490,153 +429,3 @@ async def ask(upstream: Upstream, correlation_id: int, buffers: Sequence[Buffer]
     question = Question()
     upstream.send(question, correlation_id, buffers)
     return await question.answer
-
-
-# Up to this size one copy is cheaper than one more buffer for the kernel to gather.
-JOIN_BYTES = 64 << 10
-# More than this is not gathered in one step, so that the transport's own limits notice it.
-FLUSH_BYTES = 512 << 10
-# The largest write to a client's transport.
-PART_BYTES = 256 << 10
-
-
-class Outbox:
-    """The messages for one transport, written in order at the end of the current step of the event loop."""
-
-    __slots__ = ("_buffers", "_bytes", "_loop", "_transport", "written_bytes")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport) -> None:
-        self._loop = loop
-        self._transport = transport
-        self._buffers: list[Buffer] = []
-        self._bytes = 0
-        self.written_bytes = 0
-
-    @property
-    def put_bytes(self) -> int:
-        """All bytes ever put here and not dropped; `written_bytes` of them are with the transport."""
-        return self.written_bytes + self._bytes
-
-    def put_one(self, buffer: Buffer) -> None:
-        """Like `put`, for one buffer."""
-        if not self._buffers:
-            self._loop.call_soon(self.flush)
-        self._bytes += len(buffer)
-        self._buffers.append(buffer)
-        if self._bytes > FLUSH_BYTES:
-            self.flush()
-
-    def put(self, buffers: Sequence[Buffer]) -> None:
-        """Queue buffers behind those that were put before."""
-        if not self._buffers:
-            self._loop.call_soon(self.flush)
-        self._bytes += sum(map(len, buffers))
-        self._buffers += buffers
-        if self._bytes > FLUSH_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Hand everything to the transport."""
-        buffers = self._buffers
-        if not buffers:
-            return
-        self._buffers = []
-        size, self._bytes = self._bytes, 0
-        if self._transport.is_closing():
-            # Lost, like bytes that the transport itself still holds. uvloop's transport would raise, not asyncio's.
-            return
-        self.written_bytes += size
-        if len(buffers) == 1:
-            self._transport.write(buffers[0])
-        elif size <= JOIN_BYTES:
-            self._transport.write(b"".join(buffers))
-        else:
-            self._transport.writelines(buffers)
-
-
-class PacedOutbox(Outbox):
-    """The answers for one client, written as fast as its transport takes them.
-
-    While the transport has enough, the rest stays here and counts in the client's share. A transport may copy bytes
-    that it cannot send at once, and such copies could not be counted.
-    """
-
-    __slots__ = ("_is_paused", "_looked_at", "_share", "_untaken")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, share: Share) -> None:
-        super().__init__(loop, transport)
-        self._share = share
-        self._is_paused = False
-        # While it is paused: the number of counted buffers, and the bytes in them that have no room of their own, plus
-        # the bytes that the transport held when it was paused.
-        self._looked_at = 0
-        self._untaken = 0
-
-    @property
-    def taken_bytes(self) -> int:
-        """The bytes that the client's kernel or this host's has."""
-        return self.written_bytes - self._transport.get_write_buffer_size()
-
-    def pause(self) -> None:
-        """Stop writing: the transport has enough."""
-        self._is_paused = True
-        self._looked_at = 0
-        self._untaken = self._transport.get_write_buffer_size()
-        self._share.leave_untaken(self._untaken)
-
-    def resume(self) -> None:
-        """Resume writing."""
-        self._is_paused = False
-        self.flush()
-        if not self._is_paused:
-            self._share.leave_untaken(0)
-
-    def flush(self) -> None:
-        """Hand to the transport what it takes."""
-        if not self._is_paused:
-            if self._bytes <= FLUSH_BYTES:
-                super().flush()
-                return
-            self._flush_in_parts()
-        if self._is_paused:
-            self._count()
-
-    def flush_all(self) -> None:
-        """Hand everything to the transport: the connection is to be closed."""
-        self._is_paused = False
-        super().flush()
-        self._share.leave_untaken(0)
-
-    def discard(self) -> None:
-        """Discard all unwritten answers."""
-        self._buffers, self._bytes = [], 0
-        self._share.leave_untaken(0)
-
-    def _count(self) -> None:
-        for buffer in self._buffers[self._looked_at :]:
-            if not (isinstance(buffer, memoryview) and isinstance(buffer.obj, AnswerBuffer)):
-                self._untaken += len(buffer)
-        self._looked_at = len(self._buffers)
-        self._share.leave_untaken(self._untaken)
-
-    def _flush_in_parts(self) -> None:
-        waiting, self._buffers = deque(self._buffers), []
-        while waiting and not self._is_paused and not self._transport.is_closing():
-            part: list[Buffer] = []
-            size = 0
-            while waiting and size < PART_BYTES:
-                buffer = waiting.popleft()
-                fits = PART_BYTES - size
-                if len(buffer) > fits:
-                    view = memoryview(buffer)
-                    waiting.appendleft(view[fits:])
-                    buffer = view[:fits]
-                part.append(buffer)
-                size += len(buffer)
-            self._bytes -= size
-            self.written_bytes += size
-            self._transport.writelines(part)
-        if self._transport.is_closing():
-            self._bytes = 0
-        else:
-            self._buffers = list(waiting)

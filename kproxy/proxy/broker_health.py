@@ -51,12 +51,13 @@ import structlog
 from kproxy.config import Limits
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.table import TableView
+from kproxy.plain import ReceiveArena
 from kproxy.proxy.broker_connection import Lost, Oldest, Upstream, ask
 from kproxy.proxy.dialling import Dialler, Turn
 from kproxy.routing.broker_health import PROBE_PAUSE_S, SUSPICIOUS_S, Breaker, is_cut_off
 from kproxy.routing.topology import Address, Topology
 from kproxy_codec import api_keys
-from kproxy_codec.framing import ReceiveArena, request_header
+from kproxy_codec.framing import request_header
 from kproxy_codec.partitioned import with_length
 
 log = structlog.get_logger(__name__)

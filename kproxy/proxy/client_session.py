@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from typing import Final, cast
@@ -37,14 +36,16 @@ from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.answer_room import Share
 from kproxy.proxy.api_versions import check_served, covers
 from kproxy.proxy.apis import NOT_SERVED, Ranges
-from kproxy.proxy.broker_connection import FLUSH_S, PacedOutbox
+from kproxy.proxy.broker_connection import FLUSH_S
 from kproxy.proxy.broker_health import Waiting
 from kproxy.proxy.claims import ClientClaims
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
 from kproxy.proxy.fanout import FanoutShell, NoRoom, plain_path
-from kproxy.proxy.memory_budget import LAST_READ_BYTES, Arrival, Budget
+from kproxy.proxy.memory_budget import Arrival
+from kproxy.proxy.outbox import PacedOutbox, flushes_of
+from kproxy.proxy.request_reader import TURN_S, RequestReader
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy_codec import api_keys
@@ -52,14 +53,11 @@ from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER
 from kproxy_codec.errors import CodecError
 from kproxy_codec.foreign import foreign_protocol
-from kproxy_codec.framing import FrameReader, parse_request_header
+from kproxy_codec.framing import parse_request_header
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.produce import parse_produce
 
 log = structlog.get_logger(__name__)
-
-# In one turn of the event loop, requests of one client are begun for this long, in seconds, and one request more.
-TURN_S = 0.01
 
 _PARTITIONED: Final = {
     api_keys.PRODUCE: FanoutShell.produce,
@@ -68,16 +66,15 @@ _PARTITIONED: Final = {
 }
 
 
-class ClientSession(asyncio.BufferedProtocol):
+class ClientSession(RequestReader, asyncio.BufferedProtocol):
     """A client's connection; `on_closed` is called once when it has ended."""
 
     def __init__(self, context: ProxyContext, on_closed: Callable[[ClientSession], None]) -> None:
+        super().__init__(context)
         self._context = context
         self._clock = context.clock
         self._tally = context.tally
-        self._budget = context.budget
         self._on_closed = on_closed
-        self._reader = FrameReader(context.limits.max_request_bytes, context.arena)
         self._transport: asyncio.Transport | None = None
         self.peer = "?"
         self._answers = AnswerOrder(
@@ -85,22 +82,14 @@ class ClientSession(asyncio.BufferedProtocol):
             on_room=self._go_on,
             on_forbidden=lambda: self.sever("what it was reading was claimed by another"),
         )
-        # Requests that wait to be begun, each with the time of its first byte.
-        self._backlog: deque[tuple[memoryview, float]] = deque()
         self._takes_backlog = False
         # The number of partitions of the first of them, if that is what it waits for.
         self._wanted_partitions = 0
         # Whether other connections have their turn of the event loop before more is begun.
         self._rests = False
-        self._first_byte_at = 0.0
-        # The memory held by the arriving frame; and how often reading was stopped.
-        self._arriving_bytes = 0
+        # How often reading was stopped.
         self._pauses = 0
         self._arrival = Arrival()
-        # Whether the budget released it from waiting and it has completed no frame since.
-        self._is_let_go = False
-        self._max_bytes = context.limits.max_in_flight_bytes
-        self._max_requests = context.limits.max_open_requests
         self._share = Share(context.answer_room, lambda holds: self._connections.hold_back(holds))
         self._connections = Connections(
             context,
@@ -111,9 +100,7 @@ class ClientSession(asyncio.BufferedProtocol):
         )
         self._broker_pressure = 0
         self._client_pressure = False
-        self._reading = True
         self._draining = False
-        self.closed = False
         self._gone = asyncio.get_running_loop().create_future()
         claims = ClientClaims(context, self._connections, self.sever)
         self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable)
@@ -131,67 +118,12 @@ class ClientSession(asyncio.BufferedProtocol):
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
-        self._answers.outbox = PacedOutbox(asyncio.get_running_loop(), self._transport, self._share)
+        loop = asyncio.get_running_loop()
+        self._answers.outbox = PacedOutbox(loop, self._transport, flushes_of(loop), self._share)
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         if self._fanout.acks is not None:
             self._fanout.acks.peer = self.peer
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        budget = self._budget
-        if budget.held < budget.limit or budget.passing is self:
-            return self._reader.get_buffer(sizehint)
-        return self._reader.get_buffer(sizehint, lean=True)[:LAST_READ_BYTES]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        now = self._clock()
-        self._tally.received_bytes += nbytes
-        first_byte_at = self._first_byte_at if self._arriving_bytes else now
-        try:
-            frames = self._reader.buffer_updated(nbytes)
-            self._first_byte_at = now if frames else first_byte_at
-            coming = iter(frames)
-            for frame in coming:
-                if self.closed:
-                    if frame is not frames[0]:
-                        # One before it has closed the connection; the rest is counted with the backlog.
-                        self._backlog.extend((each, now) for each in (frame, *coming))
-                    return
-                if self._reading:
-                    self._begin(frame, first_byte_at)
-                    if len(frames) > 1 and self._clock() - now > TURN_S:
-                        self._rest()
-                else:
-                    self._backlog.append((frame, first_byte_at))
-                    self._budget.held += len(frame)
-                first_byte_at = now
-        except CodecError as error:
-            self.refuse(error)
-            return
-        budget = self._budget
-        if frames and self._is_let_go:
-            self._is_let_go = False
-            budget.leave(self)
-        if self._arriving_bytes or self._reader.pending_bytes:
-            self._spend(budget)
-        if budget.held >= budget.limit:
-            self.adjust_reading()
-
-    def _spend(self, budget: Budget) -> None:
-        """Count the arriving frame in the budget."""
-        arriving_bytes = 0 if self.closed else self._reader.held_bytes
-        more = arriving_bytes - self._arriving_bytes
-        budget.held += more
-        budget.arriving += more
-        self._arriving_bytes = arriving_bytes
-
-    def _begin(self, frame: memoryview, first_byte_at: float) -> None:
-        """Begin a request."""
-        if self._plain is None or not self._plain.take(frame, first_byte_at, self._ranges):
-            self._take(frame, first_byte_at)
-        answers = self._answers
-        if answers.in_flight_bytes >= self._max_bytes or len(answers.slots) + answers.silent >= self._max_requests:
-            self.adjust_reading()
 
     def _take(self, frame: memoryview, first_byte_at: float) -> None:
         header = parse_request_header(frame)
@@ -330,16 +262,6 @@ class ClientSession(asyncio.BufferedProtocol):
         else:
             self._pauses += 1
             self._transport.pause_reading()
-
-    @property
-    def is_amid_frame(self) -> bool:
-        """Whether a frame has begun to arrive and is not whole."""
-        return self._arriving_bytes > 0
-
-    @property
-    def arrived_bytes(self) -> int:
-        """The bytes that have arrived of a frame that is not whole."""
-        return self._reader.pending_bytes
 
     def read_on(self) -> None:
         """Read on: the budget has room again, or this session may pass."""

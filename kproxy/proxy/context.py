@@ -12,6 +12,7 @@ from kproxy.claims.connection import ClaimingConnection
 from kproxy.claims.service import OwnService
 from kproxy.config import Limits
 from kproxy.observe.tally import Tally
+from kproxy.plain import ReceiveArena
 from kproxy.proxy.answer_room import AnswerRoom
 from kproxy.proxy.api_versions import NO_CAPS, BrokerVersions
 from kproxy.proxy.broker_health import BrokerHealth
@@ -24,7 +25,6 @@ from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Address, Topology
 from kproxy.trail.trail import Trail
 from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
-from kproxy_codec.framing import ReceiveArena
 from kproxy_codec.primitives import Buffer
 
 _NO_TOPICS: Final = frozenset[bytes]()

@@ -37,11 +37,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 from kproxy.claims.unsettled import LastWrites
-from kproxy.observe.tally import VERSION_BITS
 from kproxy.plain import compiled
 from kproxy.proxy.answer_order import AnswerOrder, Slot
+from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.apis import Ranges
-from kproxy.proxy.broker_connection import FLUSH_S, Ticket, Upstream
+from kproxy.proxy.broker_connection import FLUSH_S, Upstream
 from kproxy.proxy.claims import ClientClaims, Respond, refused_writes
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ClientView, ProxyContext
@@ -118,8 +118,7 @@ class FanoutShell:
         self._is_closed = False
         # The topology's version at the last send.
         self._sent_at = -1
-        # The sequence of the newest request: now, at the last call of `take_out`, and at the one before.
-        self.newest = 0
+        # The sequence of the newest request at the last call of `take_out`, and at the one before.
         self._seen = 0
         self._taken_out_to = 0
 
@@ -241,7 +240,7 @@ class FanoutShell:
         """
         api.admit(request)
         core = self.core
-        self.newest = slot.sequence
+        self.plain.newest = slot.sequence
         self._give_up_moved()
         if self._topology.version != core.version:
             self._run()
@@ -386,7 +385,7 @@ class FanoutShell:
 
         These are the requests that have waited since the last call. It is called from time to time.
         """
-        since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, self.newest
+        since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, self.plain.newest
         self.core.take_out(since, self._taken_out_to)
         for piece in self.plain.pieces():
             if since < piece.slot.sequence <= self._taken_out_to:
@@ -516,9 +515,7 @@ def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder)
     def make_exchange(request: PartitionedRequest, sequence: int, deadline: float) -> Exchange:
         return Exchange(PRODUCE_API, request, sequence, deadline)
 
-    path: CompiledPath = compiled.CompiledPath(
-        fanout, answers, context, fanout.take_over, parse, make_exchange, VERSION_BITS
-    )
+    path: CompiledPath = compiled.CompiledPath(fanout, answers, context, fanout.take_over, parse, make_exchange)
     return path
 
 

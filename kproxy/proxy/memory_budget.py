@@ -35,7 +35,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from kproxy.plain import compiled
 
 # Bytes that a session still gets from a socket that is being read when the limit is reached.
 LAST_READ_BYTES = 4096
@@ -62,19 +64,35 @@ class Waiter(Protocol):
         ...
 
 
-class Budget:
+class HeldBytes:
+    """What sessions change and read for every request; the compiled plain path has a twin of it."""
+
+    __slots__ = ("arriving", "held", "limit", "passing", "waiting")
+
+    held: int
+    arriving: int
+    limit: int
+    # In the order of their coming.
+    waiting: OrderedDict[Waiter, None]
+    passing: Waiter | None
+
+
+if not TYPE_CHECKING and compiled is not None:
+    HeldBytes = compiled.HeldBytes
+
+
+class Budget(HeldBytes):
     """`held` of `limit` bytes, `arriving` of them by frames that are not whole; sessions change both themselves."""
 
-    __slots__ = ("_is_waking", "_pass_timer", "arriving", "held", "limit", "passing", "total", "waiting")
+    __slots__ = ("_is_waking", "_pass_timer", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.limit = total
         self.held = 0
         self.arriving = 0
-        # In the order of their coming.
-        self.waiting: OrderedDict[Waiter, None] = OrderedDict()
-        self.passing: Waiter | None = None
+        self.waiting = OrderedDict()
+        self.passing = None
         self._is_waking = False
         self._pass_timer: asyncio.TimerHandle | None = None
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kproxy.proxy.broker_connection import Ticket, Upstream
+from kproxy.proxy.answer_reader import Ticket
+from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.connections import Connections
 from kproxy.routing.actions import Close, Send, Withdraw
 from kproxy.routing.events import Loss

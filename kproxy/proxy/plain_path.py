@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from math import inf
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from kproxy.plain import compiled
 from kproxy.proxy.answer_order import Slot
-from kproxy.proxy.broker_connection import Ticket, Upstream
+from kproxy.proxy.answer_reader import Ticket
+from kproxy.proxy.broker_connection import Upstream
 from kproxy.routing.events import Adopted
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.merge import Exchange
@@ -83,7 +84,23 @@ class PlainPiece:
 _PIECES: Final = (PlainPiece,) if compiled is None else (PlainPiece, compiled.CompiledPiece)
 
 
-class PlainPath:
+class OpenRequests:
+    """The requests in flight on the plain path of one client; the compiled plain path has a twin of it.
+
+    `open_count` are unanswered requests, `open_partitions` the partitions of those with more than one. `newest` is the
+    sequence of the client's newest partitioned request, on whichever path it went.
+    """
+
+    open_count: int
+    open_partitions: int
+    newest: int
+
+
+if not TYPE_CHECKING and compiled is not None:
+    OpenRequests = compiled.OpenRequests
+
+
+class PlainPath(OpenRequests):
     """The plain path of one client connection.
 
     `upstreams` are its broker connections by number, `acks` its trail. `adopt` makes the core take over all requests in
@@ -103,9 +120,7 @@ class PlainPath:
         self._acks = acks
         self._counters = counters
         self.adopt = adopt
-        # Unanswered requests, and the partitions of those with more than one.
-        self.open_count = 0
-        self.open_partitions = 0
+        self.open_count = self.open_partitions = self.newest = 0
         self._plans: Plans[list[PlannedPart]] = Plans(core.routes)
 
     def send(

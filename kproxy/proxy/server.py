@@ -29,9 +29,10 @@ import structlog
 from kproxy.config import Limits
 from kproxy.observe.metrics import Vitals
 from kproxy.proxy.apis import Ranges
-from kproxy.proxy.client_session import TURN_S, ClientSession
+from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.descriptors import Descriptors, in_use
+from kproxy.proxy.request_reader import TURN_S
 from kproxy.routing.topology import Address
 from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.sockets import accept_from, bind

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -17,8 +19,7 @@ import pytest
 from kproxy.plain import compiled
 from kproxy.proxy import client_session
 from kproxy.proxy.fanout import plain_path
-from tests.simulation.setting import draw
-from tests.simulation.world import Outcome, run_world
+from tests.simulation.digests import run
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
 
@@ -27,46 +28,53 @@ SEED = int(os.environ.get("KPROXY_WORLDS_SEED", "0")) or secrets.randbelow(1 << 
 
 
 class Gate:
-    """A client's compiled path that takes only some of the requests that it could take."""
+    """Refuses half of the requests that a client's compiled path could take."""
 
     taken = 0
     refused = 0
 
-    def __init__(self, path: Any, seed: int) -> None:
-        self._path = path
+    def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
 
-    def take(self, *request: Any) -> bool:
-        if self._draw.random() < 0.5:
-            Gate.refused += 1
-            return False
-        taken: bool = self._path.take(*request)
-        Gate.taken += taken
-        return taken
+    def __call__(self) -> bool:
+        takes = self._draw.random() < 0.5
+        Gate.taken += takes
+        Gate.refused += not takes
+        return takes
 
 
-def gated_path(seed: int, *client: Any) -> Gate:
-    return Gate(plain_path(*client), seed)
+def gated_path(seed: int, *client: Any) -> Any:
+    path: Any = plain_path(*client)
+    path.may_take = Gate(seed)
+    return path
 
 
-def run_by(monkeypatch: pytest.MonkeyPatch, path: Any, seed: int, *, claims: bool = False) -> Outcome:
-    with monkeypatch.context() as patched:
-        patched.setattr(client_session, "plain_path", path)
-        return run_world(seed, setting=draw(seed, claims=True) if claims else None)
+def digests_in_python(seed: int, worlds: int, *, claims: bool = False) -> list[str]:
+    """The worlds' digests in a process that runs nothing compiled."""
+    command = [sys.executable, "-m", "tests.simulation.digests", str(seed), str(worlds), *(["claims"] * claims)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "KPROXY_PLAIN": "off"}
+    )
+    kind, *digests = done.stdout.splitlines()
+    assert (kind, len(digests)) == ("python", worlds)
+    return digests
 
 
 @pytest.mark.parametrize("claims", [False, True])
-def test_worlds_are_the_same_compiled_and_in_python(monkeypatch: pytest.MonkeyPatch, claims: bool) -> None:
-    for seed in range(SEED, SEED + (WORLDS // 6 if claims else WORLDS)):
-        outcomes = [run_by(monkeypatch, path, seed, claims=claims) for path in (plain_path, lambda *_: None)]
-        assert outcomes[0].digest == outcomes[1].digest, f"KPROXY_WORLDS_SEED={seed}"
+def test_worlds_are_the_same_compiled_and_in_python(claims: bool) -> None:
+    worlds = WORLDS // 6 if claims else WORLDS
+    for seed, digest in enumerate(digests_in_python(SEED, worlds, claims=claims), SEED):
+        assert str(run(seed, claims=claims).digest) == digest, f"KPROXY_WORLDS_SEED={seed}"
 
 
 def test_requests_may_go_either_way_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever way each request goes, order, answers, trail and counters are the same."""
     Gate.taken = Gate.refused = 0
-    for seed in range(SEED, SEED + WORLDS):
-        gated = run_by(monkeypatch, partial(gated_path, seed), seed)
-        assert not gated.found, f"KPROXY_WORLDS_SEED={seed}: {gated.found[:3]}"
-        assert gated.digest == run_by(monkeypatch, lambda *_: None, seed).digest, f"KPROXY_WORLDS_SEED={seed}"
+    for seed, digest in enumerate(digests_in_python(SEED, WORLDS), SEED):
+        for path in (partial(gated_path, seed), lambda *_: None):
+            with monkeypatch.context() as patched:
+                patched.setattr(client_session, "plain_path", path)
+                outcome = run(seed, claims=False)
+            assert not outcome.found, f"KPROXY_WORLDS_SEED={seed}: {outcome.found[:3]}"
+            assert str(outcome.digest) == digest, f"KPROXY_WORLDS_SEED={seed}"
     assert min(Gate.taken, Gate.refused) > 10 * WORLDS

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from kproxy.plain import compiled
+from kproxy.observe.tally import Tally
+from kproxy.plain import AwaitedAnswers, FrameReader, compiled
+from kproxy.proxy.answer_order import AnswerOrder
+from kproxy.proxy.answer_reader import AnswerReader
+from kproxy.proxy.memory_budget import Budget
+from kproxy.proxy.plain_path import OpenRequests
 from tests.support.dev import run_kproxy
 from tests.support.raw_client import batch, produce_frame
 
@@ -18,14 +23,18 @@ RANGES = {0: (3, 13)}
 MOST_PLACES = 65_536
 
 
-class Upstream:
-    """A connection that counts what it is to forward."""
+class Upstream(AnswerReader):
+    """A connection that is being dialled, and counts what it is to send."""
 
     owner = 1
-    forwarded = 0
+    sent = 0
 
-    def forward(self, piece: Any, frame: memoryview) -> None:
-        self.forwarded += 1
+    def __init__(self) -> None:
+        self._outbox = None
+        self._in_flight = AwaitedAnswers(FrameReader(1 << 20))
+
+    def send(self, *request: Any) -> None:
+        self.sent += 1
 
 
 class Client:
@@ -36,21 +45,21 @@ class Client:
         self.upstream = Upstream()
         self.routes = SimpleNamespace(generation=0, proven_on=lambda *each: 1 if each in self.proven else None)
         core = SimpleNamespace(routes=self.routes, takes_plain=True)
-        plain = SimpleNamespace(open_count=0, open_partitions=0)
-        shell = SimpleNamespace(core=core, plain=plain, acks=None, upstreams={1: self.upstream}, follows=True, newest=0)
-        answers = SimpleNamespace(slots=[], sequence=0, in_flight_bytes=0)
-        context = SimpleNamespace(
+        plain = OpenRequests()
+        shell = SimpleNamespace(core=core, plain=plain, acks=None, upstreams={1: self.upstream}, follows=True)
+        context: Any = SimpleNamespace(
             topology=SimpleNamespace(version=1),
-            tally=SimpleNamespace(requests=Counter()),
-            budget=SimpleNamespace(held=0),
+            tally=Tally(),
+            budget=Budget(1 << 30),
             clock=lambda: 0.0,
             limits=SimpleNamespace(deadline_cap_ms=30_000),
             own=None,
             counters=Counter(),
         )
+        answers = AnswerOrder(context, lambda: None, lambda: None)
         nothing = SimpleNamespace()
         assert compiled is not None
-        self.path = compiled.CompiledPath(shell, answers, context, nothing, nothing, nothing, 8)
+        self.path = compiled.CompiledPath(shell, answers, context, nothing, nothing, nothing)
 
     def take(self, topic: str, index: int) -> bool:
         frame = produce_frame({topic: [index]}, records=batch())
@@ -84,7 +93,7 @@ def test_the_routes_of_proven_partitions_are_kept_until_the_core_has_other_ones(
         assert not client.take("t", 6)
         assert client.take("u", 0)
     assert client.path.kept == (2, 9)
-    assert client.upstream.forwarded == 4
+    assert client.upstream.sent == 4
     client.proven.remove((b"t", 7))
     client.routes.generation += 1
     assert not client.take("t", 7)
@@ -102,6 +111,6 @@ def test_what_is_kept_has_a_bound() -> None:
         topics, places = client.path.kept
         assert topics <= 1
         assert places <= MOST_PLACES
-    assert client.upstream.forwarded >= 4
+    assert client.upstream.sent >= 4
     client.proven.add((b"e", MOST_PLACES))
     assert not client.take("e", MOST_PLACES)

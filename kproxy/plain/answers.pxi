@@ -1,0 +1,220 @@
+# Write the answers of a client in the order of its requests: the twin of kproxy.proxy.answer_order; and the counters
+# that requests add to, twins of kproxy.proxy.memory_budget.HeldBytes and kproxy.observe.tally.ProduceCounts.
+
+cdef extern from *:
+    """
+    #include <time.h>
+    static inline double kp_monotonic(void) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    }
+    #if defined(__linux__)
+    #define KP_HAS_MONOTONIC 1
+    #else
+    #define KP_HAS_MONOTONIC 0
+    #endif
+    #define MOST_BOUNDS 32
+    """
+    double kp_monotonic() nogil
+    const bint KP_HAS_MONOTONIC
+    const int MOST_BOUNDS
+
+
+cdef class Clock:
+    """The proxy's clock, in seconds; Python's own monotonic one is read without a call of Python."""
+
+    cdef object clock
+    cdef bint is_monotonic
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.is_monotonic = KP_HAS_MONOTONIC and clock is monotonic
+
+    cdef inline double now(self):
+        if self.is_monotonic:
+            return kp_monotonic()
+        return <double>self.clock()
+
+
+cdef class HeldBytes:
+    """See kproxy.proxy.memory_budget.HeldBytes."""
+
+    cdef public int64_t held, arriving, limit
+    cdef public object waiting, passing
+
+
+cdef class ProduceCounts:
+    """See kproxy.observe.tally.ProduceCounts."""
+
+    cdef public int64_t received_bytes, sent_bytes
+    cdef public double produce_seconds
+    cdef object counted
+    cdef int key_shift
+    # Produce requests by version that are not in `counted` yet.
+    cdef int64_t produces[KP_MAX_VERSION + 1]
+    cdef int64_t buckets[MOST_BOUNDS + 1]
+    cdef double bounds[MOST_BOUNDS]
+    cdef int bound_count
+
+    def __init__(self, requests, int key_shift, bounds):
+        self.counted, self.key_shift = requests, key_shift
+        self.bound_count = len(bounds)
+        if self.bound_count > MOST_BOUNDS:
+            raise ValueError(f"at most {MOST_BOUNDS} bounds")
+        for at, bound in enumerate(bounds):
+            self.bounds[at] = bound
+
+    @property
+    def requests(self):
+        cdef int version
+        for version in range(KP_MAX_VERSION + 1):
+            if self.produces[version]:
+                self.counted[PRODUCE_KEY << self.key_shift | version] += self.produces[version]
+                self.produces[version] = 0
+        return self.counted
+
+    cdef inline void produced(self, int version):
+        self.produces[version] += 1
+
+    @property
+    def produce_buckets(self):
+        return [self.buckets[at] for at in range(self.bound_count + 1)]
+
+    def answered(self, double elapsed):
+        self.count(elapsed)
+
+    cdef inline void count(self, double elapsed):
+        cdef int at = 0
+        self.produce_seconds += elapsed
+        while at < self.bound_count and self.bounds[at] < elapsed:
+            at += 1
+        self.buckets[at] += 1
+
+
+cdef class Slot:
+    """See kproxy.proxy.answer_order.Slot. The answer may also be a span of a receive buffer."""
+
+    cdef readonly AnswerOrder order
+    cdef readonly int64_t sequence
+    cdef public int64_t weight, frame_bytes, routed_at
+    cdef public double began, deadline
+    cdef public list buffers
+    cdef public object is_allowed
+    cdef object request_, exchange_
+    cdef public bint is_silent
+    cdef object answer_view
+    cdef Py_ssize_t answer_start, answer_end
+
+    def __init__(self, AnswerOrder order, int64_t sequence, int64_t weight, double began):
+        self.order, self.sequence = order, sequence
+        self.weight = self.frame_bytes = weight
+        self.began = began
+
+    @property
+    def request(self):
+        return self.request_
+
+    @request.setter
+    def request(self, request):
+        self.request_ = request
+
+    @property
+    def exchange(self):
+        return self.exchange_
+
+    @exchange.setter
+    def exchange(self, exchange):
+        self.exchange_ = exchange
+
+    def fill(self, list buffers, is_allowed=None):
+        if buffers:
+            self.buffers, self.is_allowed = buffers, is_allowed
+            self.order.write_ready()
+        else:
+            self.order.unload(self)
+
+    cdef int fill_span(self, view, Py_ssize_t start, Py_ssize_t end) except -1:
+        """Like `fill`, with [start, end) of `view`."""
+        self.answer_view, self.answer_start, self.answer_end = view, start, end
+        return self.order.write_ready()
+
+    def take_out(self):
+        self.request_.take_out()
+
+
+cdef class AnswerOrder:
+    """See kproxy.proxy.answer_order.AnswerOrder."""
+
+    cdef HeldBytes budget
+    cdef ProduceCounts tally
+    cdef Clock clock
+    cdef object on_room, on_forbidden
+    cdef public PacedOutbox outbox
+    cdef readonly object slots
+    cdef public int64_t sequence, silent, in_flight_bytes
+    cdef public bint is_waited_for
+
+    def __init__(self, context, on_room, on_forbidden):
+        self.clock = Clock(context.clock)
+        self.tally, self.budget = context.tally, context.budget
+        self.on_room, self.on_forbidden = on_room, on_forbidden
+        self.slots = deque()
+
+    @property
+    def open_count(self):
+        return len(self.slots) + self.silent
+
+    def flush(self):
+        self.write_ready()
+
+    cdef int write_ready(self) except -1:
+        """Write every answer whose turn has come."""
+        cdef Slot slot
+        cdef double now = 0.0
+        cdef HeldBytes budget = self.budget
+        slots = self.slots
+        while self.outbox is not None and slots:
+            slot = slots[0]
+            if slot.answer_view is None and slot.buffers is None:
+                break
+            if slot.is_allowed is not None and not slot.is_allowed():
+                self.on_forbidden()
+                return 0
+            slots.popleft()
+            self.in_flight_bytes -= slot.weight
+            budget.held -= slot.frame_bytes
+            if slot.began:
+                if not now:
+                    now = self.clock.now()
+                self.tally.count(now - slot.began)
+            if slot.answer_view is not None:
+                self.outbox.put_span(slot.answer_view, slot.answer_start, slot.answer_end)
+            else:
+                self.outbox.put(slot.buffers)
+        if self.outbox is None:
+            return 0
+        if budget.waiting:
+            budget.wake()
+        if self.is_waited_for:
+            self.on_room()
+        return 0
+
+    def unload(self, Slot slot):
+        self.in_flight_bytes -= slot.weight
+        self.budget.held -= slot.frame_bytes
+        slot.frame_bytes = 0
+        self.silent -= 1
+        if self.budget.waiting:
+            self.budget.wake()
+        if self.is_waited_for:
+            self.on_room()
+
+    def let_go(self):
+        cdef int64_t held = 0
+        cdef Slot slot
+        for slot in self.slots:
+            held += slot.frame_bytes
+            slot.frame_bytes = 0
+        self.slots.clear()
+        return held

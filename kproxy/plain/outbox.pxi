@@ -1,0 +1,308 @@
+# Gather messages and write them once in each step of the event loop: the twin of kproxy.proxy.outbox.
+
+cdef extern from *:
+    """
+    /* As in kproxy.proxy.outbox. */
+    #define JOIN_BYTES (64 << 10)
+    #define FLUSH_BYTES (512 << 10)
+    #define PART_BYTES (256 << 10)
+    /* Up to this size a copy costs less than the memoryviews that the event loop makes of anything but bytes. */
+    #define COPY_BYTES (8 << 10)
+    /* Up to this size messages are copied one behind another into a block, so that one buffer is written. */
+    #define SMALL_BYTES (8 << 10)
+    #define BLOCK_BYTES (128 << 10)
+    #define MOST_BLOCKS 64
+
+    /* Whether nothing refers to the memory of `view` but itself, and nothing to `view` but the caller and its list. */
+    static inline int kp_is_free(PyObject *view) {
+        PyMemoryViewObject *object = (PyMemoryViewObject *)view;
+        return object->exports == 0 && object->mbuf->exports == 1;
+    }
+    """
+    const Py_ssize_t JOIN_BYTES, FLUSH_BYTES, PART_BYTES, COPY_BYTES, SMALL_BYTES, BLOCK_BYTES, MOST_BLOCKS
+    bint kp_is_free(object view)
+
+
+cdef class Flushes:
+    """See kproxy.proxy.outbox.Flushes."""
+
+    cdef list waiting
+    # Memoryviews of blocks, to be used again when nothing refers to their memory; the newest is the warmest.
+    cdef list blocks
+
+    def __init__(self):
+        self.waiting, self.blocks = [], []
+
+    cdef object take_block(self):
+        cdef Py_ssize_t at = len(self.blocks) - 1, last = at - LOOKS
+        while at >= 0 and at > last:
+            if kp_is_free(self.blocks[at]):
+                return self.blocks.pop(at)
+            at -= 1
+        return memoryview(bytearray(BLOCK_BYTES))
+
+    cdef int give_block(self, view) except -1:
+        if len(self.blocks) >= MOST_BLOCKS:
+            del self.blocks[0]
+        self.blocks.append(view)
+        return 0
+
+    cdef int add(self, Outbox outbox) except -1:
+        outbox.is_waiting = True
+        if not self.waiting:
+            outbox.loop.call_soon(self.flush_all)
+        self.waiting.append(outbox)
+        return 0
+
+    def flush_all(self):
+        cdef list waiting = self.waiting
+        cdef Outbox outbox
+        cdef Py_ssize_t at = 0
+        self.waiting = []
+        try:
+            while at < len(waiting):
+                outbox = waiting[at]
+                at += 1
+                outbox.is_waiting = False
+                outbox.write_out()
+        finally:
+            while at < len(waiting):
+                self.add(waiting[at])
+                at += 1
+
+
+cdef class Outbox:
+    """See kproxy.proxy.outbox.Outbox.
+
+    The newest message may still be a span of a receive buffer, to which its neighbour there is added without a copy.
+    """
+
+    cdef object loop, transport
+    cdef Flushes flushes
+    cdef bint is_waiting
+    cdef list buffers
+    # The span behind `buffers`: [start, end) of `view`.
+    cdef object view
+    cdef Py_ssize_t start, end
+    # Where small messages are joined, up to `filled`; None before the first.
+    cdef object block
+    cdef Py_ssize_t filled
+    cdef Py_ssize_t size
+    cdef readonly int64_t written_bytes
+
+    def __init__(self, loop, transport, Flushes flushes):
+        self.loop, self.transport, self.flushes = loop, transport, flushes
+        self.buffers = []
+
+    @property
+    def put_bytes(self):
+        return self.written_bytes + self.size
+
+    def put_one(self, buffer):
+        self.put_object(buffer)
+
+    def put(self, buffers):
+        for buffer in buffers:
+            self.put_object(buffer)
+
+    cdef int put_object(self, buffer) except -1:
+        cdef Py_ssize_t size = len(buffer)
+        if size <= SMALL_BYTES:
+            if type(buffer) is bytes:
+                return self.put_copy(<uint8_t *>PyBytes_AS_STRING(buffer), size)
+            if type(buffer) is bytearray:
+                return self.put_copy(<uint8_t *>PyByteArray_AS_STRING(buffer), size)
+            if type(buffer) is memoryview:
+                return self.put_span(buffer, 0, size)
+        self.close_span()
+        self.buffers.append(buffer)
+        return self.count(size)
+
+    cdef int put_span(self, view, Py_ssize_t start, Py_ssize_t end) except -1:
+        """Queue [start, end) of `view` behind what was put before."""
+        if view is self.view and start == self.end:
+            self.end = end
+            return self.count(end - start)
+        if self.view is not None and end - start <= SMALL_BYTES:
+            return self.put_copy(data_of(view) + start, end - start)
+        self.close_span()
+        self.view, self.start, self.end = view, start, end
+        return self.count(end - start)
+
+    cdef int put_copy(self, const uint8_t *data, Py_ssize_t size) except -1:
+        """Queue a copy of at most SMALL_BYTES."""
+        cdef uint8_t *place = self.place(size)
+        memcpy(place, data, size)
+        return self.placed(size)
+
+    cdef uint8_t *place(self, Py_ssize_t size) except NULL:
+        """Where at most SMALL_BYTES are to be written, and then counted by `placed`."""
+        cdef Py_ssize_t held = 0
+        if self.view is not None and self.view is not self.block:
+            held = self.end - self.start
+            if held > SMALL_BYTES:
+                self.close_span()
+                held = 0
+        if self.block is None or BLOCK_BYTES - self.filled < held + size:
+            if self.view is self.block:
+                self.close_span()
+            if self.block is not None:
+                self.flushes.give_block(self.block)
+            self.block, self.filled = self.flushes.take_block(), 0
+        if held:
+            memcpy(data_of(self.block) + self.filled, data_of(self.view) + self.start, held)
+            self.view, self.start, self.end = self.block, self.filled, self.filled + held
+            self.filled += held
+        elif self.view is None:
+            self.view, self.start, self.end = self.block, self.filled, self.filled
+        return data_of(self.block) + self.filled
+
+    cdef inline int placed(self, Py_ssize_t size) except -1:
+        self.filled += size
+        self.end += size
+        return self.count(size)
+
+    cdef inline int count(self, Py_ssize_t size) except -1:
+        self.size += size
+        if not self.is_waiting:
+            self.flushes.add(self)
+        if self.size > FLUSH_BYTES:
+            self.write_out()
+        return 0
+
+    cdef int close_span(self) except -1:
+        view, self.view = self.view, None
+        if view is not None:
+            self.buffers.append(view[self.start:self.end])
+        return 0
+
+    def flush(self):
+        self.write_out()
+
+    cdef int write_out(self) except -1:
+        return self.write_all()
+
+    cdef int write_all(self) except -1:
+        """Hand everything to the transport."""
+        cdef list buffers
+        cdef Py_ssize_t size = self.size
+        if not size:
+            return 0
+        self.size = 0
+        if self.transport.is_closing():
+            # Lost, like bytes that the transport itself still holds.
+            self.view, self.buffers = None, []
+            self.leave_block()
+            return 0
+        self.written_bytes += size
+        view, self.view = self.view, None
+        if not self.buffers:
+            if size <= COPY_BYTES:
+                message = PyBytes_FromStringAndSize(<char *>data_of(view) + self.start, size)
+            else:
+                message = view[self.start:self.end]
+            view = None
+            self.leave_block()
+            self.transport.write(message)
+            return 0
+        buffers, self.buffers = self.buffers, []
+        if view is not None:
+            buffers.append(view[self.start:self.end])
+            view = None
+        self.leave_block()
+        if len(buffers) == 1:
+            self.transport.write(buffers[0])
+        elif size <= JOIN_BYTES:
+            self.transport.write(b"".join(buffers))
+        else:
+            self.transport.writelines(buffers)
+        return 0
+
+    cdef inline int leave_block(self) except -1:
+        """Let others use the block when what was written is gone."""
+        block, self.block = self.block, None
+        if block is not None:
+            self.flushes.give_block(block)
+        return 0
+
+
+cdef class PacedOutbox(Outbox):
+    """See kproxy.proxy.outbox.PacedOutbox."""
+
+    cdef object share
+    cdef bint is_paused
+    cdef Py_ssize_t looked_at, untaken
+
+    def __init__(self, loop, transport, Flushes flushes, share):
+        Outbox.__init__(self, loop, transport, flushes)
+        self.share = share
+
+    @property
+    def taken_bytes(self):
+        return self.written_bytes - self.transport.get_write_buffer_size()
+
+    def pause(self):
+        self.is_paused = True
+        self.looked_at = 0
+        self.untaken = self.transport.get_write_buffer_size()
+        self.share.leave_untaken(self.untaken)
+
+    def resume(self):
+        self.is_paused = False
+        self.write_out()
+        if not self.is_paused:
+            self.share.leave_untaken(0)
+
+    cdef int write_out(self) except -1:
+        """Hand to the transport what it takes."""
+        if not self.is_paused:
+            if self.size <= FLUSH_BYTES:
+                return self.write_all()
+            self.write_in_parts()
+        if self.is_paused:
+            self.count_untaken()
+        return 0
+
+    def flush_all(self):
+        self.is_paused = False
+        self.write_all()
+        self.share.leave_untaken(0)
+
+    def discard(self):
+        self.view, self.buffers, self.size = None, [], 0
+        self.leave_block()
+        self.share.leave_untaken(0)
+
+    cdef int count_untaken(self) except -1:
+        self.close_span()
+        for buffer in self.buffers[self.looked_at:]:
+            if not self.share.has_room(buffer):
+                self.untaken += len(buffer)
+        self.looked_at = len(self.buffers)
+        self.share.leave_untaken(self.untaken)
+        return 0
+
+    cdef int write_in_parts(self) except -1:
+        cdef Py_ssize_t size, fits
+        self.close_span()
+        waiting, self.buffers = deque(self.buffers), []
+        while waiting and not self.is_paused and not self.transport.is_closing():
+            part = []
+            size = 0
+            while waiting and size < PART_BYTES:
+                buffer = waiting.popleft()
+                fits = PART_BYTES - size
+                if len(buffer) > fits:
+                    view = memoryview(buffer)
+                    waiting.appendleft(view[fits:])
+                    buffer = view[:fits]
+                part.append(buffer)
+                size += len(buffer)
+            self.size -= size
+            self.written_bytes += size
+            self.transport.writelines(part)
+        if self.transport.is_closing():
+            self.size = 0
+        else:
+            self.buffers = list(waiting)
+        return 0

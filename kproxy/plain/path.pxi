@@ -1,0 +1,571 @@
+# Take, send, answer and note produce requests whose routes are all proven.
+
+cdef extern from *:
+    """
+    /* As in kproxy.trail.acknowledgements. */
+    #define MOST_FINISHED 998
+    #define ONE_BATCH (1LL << 48)
+    #define MOST_OFFSET (1LL << 62)
+    #define LEAST_ENTRY 69
+    #define HEADER_BYTES 61
+    #define PRODUCER_BYTES 10
+    /* A larger part is written from the request's own bytes, without a copy. */
+    #define MOST_COPIED (8 << 10)
+    #define MOST_PLACES 65536
+    #define PRODUCE_KEY 0
+    /* The entries and topics that a slot has room for in itself. */
+    #define FEW 4
+    """
+    const int64_t MOST_FINISHED, ONE_BATCH, MOST_OFFSET
+    const uint32_t LEAST_ENTRY, HEADER_BYTES, MOST_COPIED
+    const int PRODUCER_BYTES, MOST_PLACES, PRODUCE_KEY, FEW
+
+# Where a request is indexed before it is known to be plain, and where an answer's results are.
+cdef kp_topic _topics[KP_MAX_PARTITIONS]
+cdef kp_entry _entries[KP_MAX_PARTITIONS]
+cdef uint32_t _results[KP_MAX_PARTITIONS]
+cdef uint32_t _parts[KP_MAX_PARTITIONS]
+cdef int64_t _connections[KP_MAX_PARTITIONS]
+_MINUS_INFINITY = float("-inf")
+
+
+cdef class OpenChunk:
+    """The open chunk of `kproxy.trail.acknowledgements.Acked`, which says what the attributes mean."""
+
+    cdef public bytes producer
+    cdef public bint counts_sequences
+    cdef public int64_t first_sequence, next_sequence, first_offset, next_offset
+    cdef public list spans
+    cdef int64_t batches, size
+
+    @property
+    def volume(self):
+        return self.size + ONE_BATCH * self.batches
+
+    @volume.setter
+    def volume(self, value):
+        self.batches, self.size = divmod(value, ONE_BATCH)
+
+    cdef bint go_on(self, const uint8_t *header, int64_t base_offset, int64_t size):
+        """Take a batch that continues the chunk; False if it does not."""
+        cdef int64_t count, sequence = kp_int32(header + 53)
+        if sequence != self.next_sequence or PyBytes_GET_SIZE(self.producer) != PRODUCER_BYTES:
+            return False
+        if memcmp(header + 43, PyBytes_AS_STRING(self.producer), PRODUCER_BYTES) != 0:
+            return False
+        count = <int64_t>kp_int32(header + 23) + 1
+        if base_offset != self.next_offset:
+            if base_offset < 0 or base_offset > MOST_OFFSET or len(self.spans) >= MOST_FINISHED:
+                return False
+            self.spans.append(self.first_offset)
+            self.spans.append(self.next_offset - self.first_offset)
+            self.first_offset = base_offset
+        self.next_offset = base_offset + count
+        if self.counts_sequences:
+            self.next_sequence = sequence + count
+        self.size += size
+        self.batches += 1
+        return True
+
+
+cdef class OpenRequests:
+    """See kproxy.proxy.plain_path.OpenRequests."""
+
+    cdef public int64_t open_count, open_partitions, newest
+
+    cdef inline void close(self, uint32_t partitions):
+        self.open_count -= 1
+        if partitions > 1 and self.open_partitions:
+            self.open_partitions -= partitions
+
+
+@cython.final
+cdef class _Route:
+    """The proven route of a partition: where it is sent, and where its acknowledgements are noted (None: nowhere)."""
+
+    cdef AnswerReader upstream
+    cdef int64_t connection
+    cdef OpenChunk acked
+    # The request that named the partition last.
+    cdef uint64_t named_by
+
+
+@cython.final
+cdef class CompiledSlot(Slot):
+    """The place of one answer, and the record of the request (kproxy.proxy.answer_order.Slot)."""
+
+    cdef CompiledPath path
+    # The request is [start, start + head.size) of `view`.
+    cdef object view
+    cdef Py_ssize_t start
+    cdef kp_request head
+    cdef kp_topic own_topics[FEW]
+    cdef kp_entry own_entries[FEW]
+    cdef uint32_t own_places[2 * FEW]
+    cdef void *block
+    cdef kp_topic *topics
+    cdef kp_entry *entries
+    # The entries by part, and for a split request where their results go in the merged answer.
+    cdef uint32_t *chosen
+    cdef uint32_t *places
+    cdef list routes
+    cdef bytearray answer
+    cdef list done
+    cdef uint32_t open_parts
+
+    def __dealloc__(self):
+        PyMem_Free(self.block)
+
+    cdef int keep(self, const kp_request *head, uint32_t parts) except -1:
+        """Copy the index of the request; it is split where `parts` is more than 1."""
+        cdef size_t topics = head.topic_count * sizeof(kp_topic), entries = head.entry_count * sizeof(kp_entry)
+        cdef size_t chosen = head.entry_count * sizeof(uint32_t)
+        self.head = head[0]
+        if head.topic_count <= FEW and head.entry_count <= FEW:
+            self.topics, self.entries = self.own_topics, self.own_entries
+            self.chosen, self.places = self.own_places, self.own_places + FEW
+        else:
+            self.block = PyMem_Malloc(topics + entries + (2 if parts > 1 else 1) * chosen)
+            if self.block == NULL:
+                raise MemoryError
+            self.topics = <kp_topic *>self.block
+            self.entries = <kp_entry *>(<char *>self.block + topics)
+            self.chosen = <uint32_t *>(<char *>self.block + topics + entries)
+            self.places = self.chosen + head.entry_count
+        memcpy(self.topics, _topics, topics)
+        memcpy(self.entries, _entries, entries)
+        self.open_parts = parts
+        return 0
+
+    cdef object frame(self):
+        """The request as it came."""
+        return self.view[self.start:self.start + <Py_ssize_t>self.head.size]
+
+    @property
+    def request(self):
+        """The request as the Python codec reads it, with its client's own correlation_id."""
+        if self.request_ is None:
+            self.request_ = self.path.parse(self.frame(), self.head.correlation_id)
+        return self.request_
+
+    @property
+    def exchange(self):
+        """The results so far of a request that is sent in parts; None for one that is sent whole."""
+        cdef CompiledPiece piece
+        if self.answer is None:
+            return None
+        exchange = self.path.make_exchange(self.request, self.sequence, self.deadline)
+        cdef uint32_t each, result_bytes = kp_result_bytes(self.head.version)
+        for piece in self.done:
+            results = []
+            for each in range(piece.first, piece.first + piece.count):
+                start = self.places[self.chosen[each]]
+                results.append(bytes(self.answer[start:start + result_bytes]))
+            exchange.take_all(piece.part, results)
+        return exchange
+
+    def take_out(self):
+        """Copy the request out of a much larger receive buffer."""
+        if self.request_ is not None:
+            self.request_.take_out()
+            self.view, self.start = self.request_.frame, 0
+            return
+        buffer = self.view.obj
+        if isinstance(buffer, bytearray) and self.head.size < len(buffer) // 2:
+            self.view, self.start = memoryview(bytearray(self.frame())), 0
+
+    cdef inline uint8_t *bytes(self):
+        return data_of(self.view) + self.start
+
+    cdef int note(self, uint32_t first, uint32_t count, const uint8_t *received) except -1:
+        """Note the acknowledged entries of a part; `_results` has where they are in the answer."""
+        cdef const uint8_t *frame = self.bytes()
+        cdef bint flexible = self.head.version >= KP_FLEXIBLE_FROM
+        cdef kp_entry *entry
+        cdef OpenChunk acked
+        cdef uint32_t at, size
+        cdef int64_t base_offset
+        for at in range(count):
+            acked = (<_Route>self.routes[self.chosen[first + at]]).acked
+            if acked is None:
+                continue
+            entry = self.entries + self.chosen[first + at]
+            size = entry.end - flexible - entry.records
+            if entry.end - entry.start < LEAST_ENTRY or size < HEADER_BYTES:
+                continue
+            base_offset = kp_int64(received + _results[at] + 6)
+            if not acked.go_on(frame + entry.records, base_offset, size):
+                acked.add(self, self.frame(), entry.records, base_offset, size)
+        return 0
+
+
+@cython.final
+@cython.freelist(256)
+cdef class CompiledPiece:
+    """The ticket of one part of a request, and its plan (kproxy.proxy.plain_path.PlannedPart)."""
+
+    cdef readonly CompiledSlot slot
+    cdef readonly AnswerReader upstream
+    cdef readonly int64_t connection
+    cdef CompiledPath path
+    # Its entries in `slot.chosen`.
+    cdef uint32_t first, count
+    cdef bint is_whole
+
+    expects_answer = True
+    may_wait_until = _MINUS_INFINITY
+
+    @property
+    def planned(self):
+        return self
+
+    @property
+    def part(self):
+        """Its selection; None for the whole request."""
+        cdef uint32_t each, at
+        cdef kp_entry *entry
+        if self.is_whole:
+            return None
+        cdef list selection = [], ordinals = None
+        cdef int64_t topic = -1
+        for at in range(self.first, self.first + self.count):
+            each = self.slot.chosen[at]
+            entry = self.slot.entries + each
+            if entry.topic != topic:
+                topic, ordinals = entry.topic, []
+                selection.append((topic, ordinals))
+            ordinals.append(each - self.slot.topics[topic].first)
+        return selection
+
+    def sent(self):
+        """Never called: it has an answer."""
+
+    def unconfirmed(self):
+        """Never called, for the same reason."""
+
+    def answered(self, frame):
+        """Take the answer, a memoryview; other than for success the request goes to the core."""
+        self.take_answer(frame, data_of(frame), 0, len(frame))
+
+    def lost(self, *, written):
+        self.path.adopt(self).lost(written=written)
+
+    cdef int take_answer(self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size) except -1:
+        """Like `answered`, for a frame in `view`, whose bytes are at `data`."""
+        if not self.succeeded(view, data + start, start, size):
+            self.path.adopt(self).answered(view[start:start + size])
+        return 0
+
+    cdef bint succeeded(self, view, uint8_t *received, Py_ssize_t start, Py_ssize_t size) except -1:
+        cdef CompiledSlot slot = self.slot
+        cdef uint32_t at, result_bytes
+        cdef char *answer
+        if not kp_is_success(
+            slot.bytes(), &slot.head, slot.topics, slot.entries, slot.chosen + self.first, self.count, received,
+            <uint32_t>size, _results,
+        ):
+            return False
+        slot.note(self.first, self.count, received)
+        if self.is_whole:
+            self.path.plain.close(slot.head.entry_count)
+            kp_put_int32(received + KP_ANSWER_CORRELATION_ID_OFFSET, slot.head.correlation_id)
+            slot.fill_span(view, start, start + size)
+            return True
+        result_bytes = kp_result_bytes(slot.head.version)
+        answer = PyByteArray_AS_STRING(slot.answer)
+        for at in range(self.count):
+            memcpy(answer + slot.places[slot.chosen[self.first + at]], received + _results[at], result_bytes)
+        slot.done.append(self)
+        slot.open_parts -= 1
+        if not slot.open_parts:
+            # Its pieces refer to it: without them its request's buffer is free at once, not at the next collection.
+            slot.done = None
+            self.path.plain.close(slot.head.entry_count)
+            slot.fill([slot.answer])
+        return True
+
+
+cdef class CompiledPath:
+    """The compiled plain path of one client connection.
+
+    `shell` is its kproxy.proxy.fanout.FanoutShell, `answers` its AnswerOrder. `parse` and `make_exchange` make of a
+    request sent here what the core takes.
+    """
+
+    cdef object shell, core, routes, context, topology, acks, upstreams
+    cdef OpenRequests plain
+    cdef AnswerOrder answers
+    cdef ProduceCounts tally
+    cdef HeldBytes budget
+    cdef Clock clock
+    cdef object parse, make_exchange, adopt
+    # Tests refuse requests by it that could be taken.
+    cdef public object may_take
+    cdef double deadline_cap_ms
+    cdef uint64_t serial
+    # By topic name and by topic id: for each partition index its _Route, or None.
+    cdef dict by_name, by_id
+    cdef bytes last_topic
+    cdef list last_routes
+    cdef bint last_is_id
+    cdef int64_t generation, places
+    # Whether the gate for all requests is known, and whether it is open (`look`).
+    cdef bint has_looked, is_open
+
+    def __init__(self, shell, answers, context, adopt, parse, make_exchange):
+        self.shell, self.answers, self.context = shell, answers, context
+        self.core, self.plain, self.acks = shell.core, shell.plain, shell.acks
+        self.routes, self.upstreams = shell.core.routes, shell.upstreams
+        self.topology, self.tally, self.budget = context.topology, context.tally, context.budget
+        self.clock = Clock(context.clock)
+        self.adopt, self.parse, self.make_exchange = adopt, parse, make_exchange
+        self.deadline_cap_ms = context.limits.deadline_cap_ms
+        self.forget()
+
+    cdef int forget(self) except -1:
+        self.by_name, self.by_id, self.last_topic, self.last_routes, self.places = {}, {}, None, None, 0
+        self.generation = self.routes.generation
+        return 0
+
+    # Routes
+
+    @property
+    def kept(self):
+        """The topics whose routes are kept, and the partition indexes that they have room for."""
+        return len(self.by_name) + len(self.by_id), self.places
+
+    cdef list routes_of(self, const uint8_t *name, uint32_t size, bint is_id):
+        """The routes of a topic by partition index."""
+        if (
+            self.last_topic is not None
+            and self.last_is_id == is_id
+            and PyBytes_GET_SIZE(self.last_topic) == size
+            and memcmp(PyBytes_AS_STRING(self.last_topic), name, size) == 0
+        ):
+            return self.last_routes
+        topic = PyBytes_FromStringAndSize(<const char *>name, size)
+        found = (self.by_id if is_id else self.by_name).get(topic)
+        if found is None:
+            # Kept with its first route: a client may name any topics.
+            found = []
+        self.last_topic, self.last_routes, self.last_is_id = topic, found, is_id
+        return found
+
+    cdef _Route find(self, list routes, object topic, int32_t partition_index, bint is_id, object frame):
+        """The route of a partition, as the core has it; None if it has none."""
+        cdef _Route route
+        if partition_index >= MOST_PLACES:
+            return None
+        name = self.topology.name_of(topic) if is_id else topic
+        if name is None:
+            return None
+        connection = self.routes.proven_on(name, partition_index)
+        if connection is None:
+            return None
+        if partition_index >= len(routes):
+            more = partition_index + 1 - len(routes)
+            if self.places + more > MOST_PLACES:
+                self.forget()
+                return None
+            self.places += more
+            routes.extend([None] * more)
+        route = _Route()
+        route.connection = connection
+        route.upstream = self.upstreams[connection]
+        if self.acks is not None:
+            route.acked = self.acks.open_chunk(frame, name, partition_index, route.upstream.owner)
+        routes[partition_index] = route
+        (self.by_id if is_id else self.by_name)[topic] = routes
+        return route
+
+    # Requests
+
+    def take(self, frame, double first_byte_at, ranges):
+        """Send a request, a memoryview, if it is plain; False leaves it, unchanged, to the Python path."""
+        self.has_looked = False
+        return self.take_span(frame, data_of(frame), 0, len(frame), self.clock.now(), first_byte_at, ranges)
+
+    cdef bint look(self) except -1:
+        """Look at the gate for all requests; only events that Python handles change it."""
+        self.has_looked, self.is_open = True, False
+        if self.core.takes_plain and self.shell.follows:
+            own = self.context.own
+            self.is_open = own is None or not own.gated
+        if self.routes.generation != self.generation:
+            self.forget()
+        return self.is_open
+
+    cdef bint take_span(
+        self, view, uint8_t *chunk, Py_ssize_t start, Py_ssize_t size, double now, double first_byte_at, ranges
+    ) except -1:
+        """Like `take`, for a frame in `view`, whose bytes are at `chunk`; `now` is the time of the event."""
+        cdef const uint8_t *data = chunk + start
+        cdef kp_request head
+        cdef double cap_ms, seconds, deadline
+        cdef uint32_t parts = 0
+        if size < 8 or kp_int16(data + 4) != PRODUCE_KEY or size > 0x7FFFFFFF:
+            return False
+        if not (self.is_open if self.has_looked else self.look()):
+            return False
+        if not kp_scan(data, <uint32_t>size, &head, _topics, _entries) or not (head.acks == -1 or head.acks == 1):
+            return False
+        versions = ranges.get(PRODUCE_KEY)
+        if versions is None or not versions[0] <= head.version <= versions[1]:
+            return False
+        cap_ms = head.timeout_ms if head.timeout_ms < self.deadline_cap_ms else self.deadline_cap_ms
+        seconds = 0.9 * cap_ms / 1000
+        deadline = first_byte_at + (seconds if seconds > 1.0 else 1.0)
+        if deadline <= now:
+            return False
+        if self.plain.open_partitions and self.plain.open_partitions + head.entry_count > KP_MAX_PARTITIONS:
+            return False
+        found = self.find_all(&head, data, view, start, &parts)
+        if found is None or (self.may_take is not None and not self.may_take()):
+            return False
+        self.send(view, start, first_byte_at, deadline, &head, found, parts)
+        return True
+
+    cdef list find_all(
+        self, const kp_request *head, const uint8_t *data, view, Py_ssize_t start, uint32_t *parts
+    ):
+        """The routes of all entries, and in `_parts` the part of each; None if one has none, or is named twice."""
+        cdef list found = [], routes
+        cdef _Route route
+        cdef kp_topic *topic
+        cdef bint is_id = head.version >= KP_TOPIC_IDS_FROM
+        cdef uint32_t place, at, part, part_count = 0
+        cdef int32_t index
+        self.serial += 1
+        for place in range(head.topic_count):
+            topic = _topics + place
+            routes = self.routes_of(data + topic.name_start, topic.name_end - topic.name_start, is_id)
+            for at in range(topic.first, topic.first + topic.count):
+                index = _entries[at].partition_index
+                route = <_Route>routes[index] if index < len(routes) else None
+                if route is None:
+                    frame = view[start:start + <Py_ssize_t>head.size]
+                    route = self.find(routes, self.last_topic, index, is_id, frame)
+                    if route is None:
+                        return None
+                if route.named_by == self.serial:
+                    return None
+                route.named_by = self.serial
+                part = 0
+                while part < part_count and _connections[part] != route.connection:
+                    part += 1
+                if part == part_count:
+                    _connections[part] = route.connection
+                    part_count += 1
+                _parts[at] = part
+                found.append(route)
+        parts[0] = part_count
+        return found
+
+    cdef int send(
+        self, view, Py_ssize_t start, double began, double deadline, const kp_request *head, list routes, uint32_t parts
+    ) except -1:
+        cdef CompiledSlot slot = CompiledSlot.__new__(CompiledSlot)
+        cdef CompiledPiece piece
+        cdef AnswerOrder answers = self.answers
+        cdef uint32_t count = head.entry_count, part, at, first, answer_bytes
+        slot.keep(head, parts)
+        slot.path, slot.view, slot.start, slot.routes = self, view, start, routes
+        slot.began, slot.deadline = began, deadline
+        slot.routed_at = self.topology.version
+        slot.weight = slot.frame_bytes = head.size
+        slot.order = answers
+        answers.sequence += 1
+        slot.sequence = self.plain.newest = answers.sequence
+        answers.slots.append(slot)
+        answers.in_flight_bytes += slot.weight
+        self.budget.held += slot.frame_bytes
+        self.tally.produced(head.version)
+        self.plain.open_count += 1
+        if count > 1:
+            self.plain.open_partitions += count
+        if parts == 1:
+            for at in range(count):
+                slot.chosen[at] = at
+            piece = self.piece(slot, 0, count, True)
+            piece.upstream.forward_span(piece, view, start, head.size)
+            return 0
+        self.context.counters["splits"] += 1
+        answer_bytes = answer_bytes_of_all(slot, count)
+        slot.answer = PyByteArray_FromStringAndSize(NULL, answer_bytes)
+        slot.done = []
+        kp_put_answer(
+            slot.bytes(), &slot.head, slot.topics, <uint8_t *>PyByteArray_AS_STRING(slot.answer), answer_bytes,
+            slot.places)
+        at = 0
+        pieces = []
+        for part in range(parts):
+            first = at
+            for each in range(count):
+                if _parts[each] == part:
+                    slot.chosen[at] = each
+                    at += 1
+            pieces.append(self.piece(slot, first, at - first, False))
+        for piece in pieces:
+            self.send_part(slot, piece)
+        return 0
+
+    cdef CompiledPiece piece(self, CompiledSlot slot, uint32_t first, uint32_t count, bint is_whole):
+        cdef CompiledPiece piece = CompiledPiece.__new__(CompiledPiece)
+        cdef _Route route = slot.routes[slot.chosen[first]]
+        piece.path, piece.slot, piece.first, piece.count, piece.is_whole = self, slot, first, count, is_whole
+        piece.upstream, piece.connection = route.upstream, route.connection
+        return piece
+
+    cdef int send_part(self, CompiledSlot slot, CompiledPiece piece) except -1:
+        cdef uint32_t *chosen = slot.chosen + piece.first
+        cdef uint32_t size = kp_part_bytes(&slot.head, slot.topics, slot.entries, chosen, piece.count)
+        cdef int32_t correlation_id = piece.upstream._in_flight.following_id()
+        if size > MOST_COPIED or piece.upstream._outbox is None:
+            return piece.upstream.send_buffers(piece, correlation_id, self.slices(slot, piece, size, correlation_id))
+        cdef Outbox outbox = piece.upstream._outbox
+        piece.upstream._in_flight.add(correlation_id, piece)
+        kp_part(
+            slot.bytes(), &slot.head, slot.topics, slot.entries, chosen, piece.count, correlation_id,
+            outbox.place(size), size)
+        return outbox.placed(size)
+
+    cdef list slices(self, CompiledSlot slot, CompiledPiece piece, uint32_t size, int32_t correlation_id):
+        """A part as buffers: its entries are slices of the request, neighbours in one slice."""
+        cdef const uint8_t *frame = slot.bytes()
+        cdef uint32_t *chosen = slot.chosen + piece.first
+        cdef bint flexible = slot.head.version >= KP_FLEXIBLE_FROM
+        cdef uint32_t at = 0, end, ordinals, start, stop
+        cdef uint8_t text[8]
+        cdef kp_topic *topic
+        cdef list buffers = []
+        cdef bytearray small = bytearray(frame[:slot.head.topics_start])
+        kp_put_int32(<uint8_t *>PyByteArray_AS_STRING(small), <int32_t>(size - 4))
+        kp_put_int32(<uint8_t *>PyByteArray_AS_STRING(small) + 8, correlation_id)
+        small += text[:kp_put_count(text, kp_topics_of(slot.entries, chosen, piece.count), flexible) - text]
+        while at < piece.count:
+            topic = slot.topics + slot.entries[chosen[at]].topic
+            ordinals = kp_of_one_topic(slot.entries, chosen, at, piece.count)
+            small += frame[topic.head_start:topic.name_end]
+            small += text[:kp_put_count(text, ordinals, flexible) - text]
+            buffers.append(small)
+            end = at + ordinals
+            while at < end:
+                start, stop = slot.entries[chosen[at]].start, slot.entries[chosen[at]].end
+                at += 1
+                while at < end and slot.entries[chosen[at]].start == stop:
+                    stop = slot.entries[chosen[at]].end
+                    at += 1
+                buffers.append(slot.view[slot.start + start:slot.start + stop])
+            small = bytearray(frame[topic.tail_start:topic.tail_end])
+        small += frame[slot.head.topics_end:slot.head.size]
+        buffers.append(small)
+        return buffers
+
+
+cdef uint32_t answer_bytes_of_all(CompiledSlot slot, uint32_t count):
+    cdef uint32_t at
+    for at in range(count):
+        slot.chosen[at] = at
+    return kp_answer_bytes(&slot.head, slot.topics, slot.entries, slot.chosen, count)
+
+

@@ -1,0 +1,200 @@
+# Read a client's requests and a broker's answers: the twins of kproxy.proxy.request_reader and
+# kproxy.proxy.answer_reader. The classes of kproxy.proxy that inherit from them have the methods called here.
+
+cdef extern from *:
+    """
+    /* As in kproxy.proxy.answer_room, kproxy.proxy.memory_budget and kproxy.proxy.request_reader. */
+    #define LARGE_BYTES (256 << 10)
+    #define LAST_READ_BYTES 4096
+    #define TURN_S 0.01
+    """
+    const Py_ssize_t LARGE_BYTES, LAST_READ_BYTES
+    const double TURN_S
+
+
+cdef class AnswerReader:
+    """See kproxy.proxy.answer_reader.AnswerReader."""
+
+    cdef public bint closed
+    cdef public FrameReader _reader
+    cdef public AwaitedAnswers _in_flight
+    cdef public Outbox _outbox
+    cdef public object _share
+
+    def get_buffer(self, sizehint):
+        return self._reader.space(False)
+
+    def buffer_updated(self, Py_ssize_t nbytes):
+        cdef uint8_t *data
+        cdef Py_ssize_t at, end, size
+        if self.closed:
+            return
+        try:
+            view = self._reader.cut(nbytes)
+            data, at, end = self._reader.cut_data, self._reader.cut_start, self._reader.cut_end
+            while at < end:
+                if self.closed:
+                    return
+                size = LENGTH_BYTES + kp_int32(data + at)
+                ticket = self._in_flight.matching(data + at, size)
+                if type(ticket) is CompiledPiece:
+                    (<CompiledPiece>ticket).take_answer(view, data, at, size)
+                else:
+                    ticket.answered(view[at:at + size])
+                at += size
+        except CodecError as error:
+            self.distrust(str(error))
+            return
+        if self._share is not None and self._reader.announced > LARGE_BYTES and not self.closed:
+            self._take_in(self._share, nbytes)
+
+    def next_correlation_id(self):
+        return self._in_flight.following_id()
+
+    def forward(self, ticket, frame):
+        cdef int32_t correlation_id
+        if ticket.expects_answer:
+            self.forward_span(ticket, frame, 0, len(frame))
+            return
+        correlation_id = self._in_flight.following_id()
+        kp_put_int32(data_of(frame) + KP_CORRELATION_ID_OFFSET, correlation_id)
+        self.send(ticket, correlation_id, [frame])
+
+    cdef int forward_span(self, ticket, view, Py_ssize_t start, Py_ssize_t size) except -1:
+        """Like `forward`, for a request in `view` that expects an answer."""
+        cdef int32_t correlation_id = self._in_flight.following_id()
+        kp_put_int32(data_of(view) + start + KP_CORRELATION_ID_OFFSET, correlation_id)
+        if self._outbox is None:
+            self.send(ticket, correlation_id, [view[start:start + size]])
+            return 0
+        self._in_flight.add(correlation_id, ticket)
+        return self._outbox.put_span(view, start, start + size)
+
+    cdef int send_buffers(self, ticket, int32_t correlation_id, list buffers) except -1:
+        """Like `send`, for a request that expects an answer."""
+        if self._outbox is None:
+            self.send(ticket, correlation_id, buffers)
+            return 0
+        self._in_flight.add(correlation_id, ticket)
+        for buffer in buffers:
+            self._outbox.put_object(buffer)
+        return 0
+
+
+cdef class RequestReader:
+    """See kproxy.proxy.request_reader.RequestReader."""
+
+    cdef public bint closed, _reading, _is_let_go
+    cdef public FrameReader _reader
+    cdef public AnswerOrder _answers
+    cdef public CompiledPath _plain
+    cdef public HeldBytes _budget
+    cdef public object _backlog, _ranges
+    cdef public int64_t _arriving_bytes, _max_bytes, _max_requests
+    cdef public double _first_byte_at
+    cdef ProduceCounts tally
+    cdef Clock clock
+
+    def __init__(self, context):
+        self.tally, self.clock = context.tally, Clock(context.clock)
+        self._reader = FrameReader(context.limits.max_request_bytes, context.arena)
+        self._budget = context.budget
+        self._max_bytes = context.limits.max_in_flight_bytes
+        self._max_requests = context.limits.max_open_requests
+        self._backlog = deque()
+        self._reading = True
+
+    def get_buffer(self, sizehint):
+        cdef HeldBytes budget = self._budget
+        if budget.held < budget.limit or budget.passing is self:
+            return self._reader.space(False)
+        return self._reader.space(True)[:LAST_READ_BYTES]
+
+    def buffer_updated(self, Py_ssize_t nbytes):
+        cdef double now = self.clock.now(), first_byte_at
+        cdef uint8_t *data
+        cdef Py_ssize_t first, at, end, size
+        cdef HeldBytes budget = self._budget
+        cdef FrameReader reader = self._reader
+        self.tally.received_bytes += nbytes
+        first_byte_at = self._first_byte_at if self._arriving_bytes else now
+        if self._plain is not None:
+            self._plain.has_looked = False
+        try:
+            view = reader.cut(nbytes)
+            data, first, at, end = reader.cut_data, reader.cut_start, reader.cut_start, reader.cut_end
+            self._first_byte_at = now if at < end else first_byte_at
+            while at < end:
+                size = LENGTH_BYTES + kp_int32(data + at)
+                if self.closed:
+                    if at > first:
+                        self.leave_rest(view, data, at, end, now)
+                    return
+                if self._reading:
+                    self.begin(view, data, at, size, now, first_byte_at)
+                    if first + size < end and self.clock.now() - now > TURN_S:
+                        self._rest()
+                else:
+                    self._backlog.append((view[at:at + size], first_byte_at))
+                    budget.held += size
+                first_byte_at = now
+                at += size
+        except CodecError as error:
+            self.refuse(error)
+            return
+        if self._is_let_go and first < end:
+            self._is_let_go = False
+            budget.leave(self)
+        if self._arriving_bytes or reader.end != reader.start:
+            self.spend()
+        if budget.held >= budget.limit:
+            self.adjust_reading()
+
+    cdef int leave_rest(self, view, uint8_t *data, Py_ssize_t at, Py_ssize_t end, double now) except -1:
+        """A request has closed the connection: those behind it are counted with the backlog."""
+        cdef Py_ssize_t size
+        while at < end:
+            size = LENGTH_BYTES + kp_int32(data + at)
+            self._backlog.append((view[at:at + size], now))
+            at += size
+        return 0
+
+    @property
+    def is_amid_frame(self):
+        return self._arriving_bytes > 0
+
+    @property
+    def arrived_bytes(self):
+        return self._reader.end - self._reader.start
+
+    cdef int spend(self) except -1:
+        """Count the arriving frame in the budget."""
+        cdef int64_t arriving_bytes = 0 if self.closed else self._reader.held()
+        cdef int64_t more = arriving_bytes - self._arriving_bytes
+        self._budget.held += more
+        self._budget.arriving += more
+        self._arriving_bytes = arriving_bytes
+        return 0
+
+    def _begin(self, frame, double first_byte_at):
+        if self._plain is not None:
+            self._plain.has_looked = False
+        self.begin(frame, data_of(frame), 0, len(frame), self.clock.now(), first_byte_at)
+
+    cdef int begin(
+        self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size, double now, double first_byte_at
+    ) except -1:
+        """Begin the request of `size` bytes at `start` of `view`, whose bytes are at `data`."""
+        cdef AnswerOrder answers = self._answers
+        if self._plain is None or not self._plain.take_span(
+            view, data, start, size, now, first_byte_at, self._ranges
+        ):
+            self._take(view[start:start + size], first_byte_at)
+            if self._plain is not None:
+                self._plain.has_looked = False
+        if (
+            answers.in_flight_bytes >= self._max_bytes
+            or <int64_t>len(answers.slots) + answers.silent >= self._max_requests
+        ):
+            self.adjust_reading()
+        return 0

@@ -1,0 +1,104 @@
+"""Send requests on one broker connection and take their answers: what every request and answer passes.
+
+`kproxy.proxy.broker_connection.Upstream` is the whole connection; its text has the states and invariants.
+
+The compiled plain path (kproxy.plain) has a twin of the class here, which is used instead where it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kproxy.plain import AwaitedAnswers, FrameReader, compiled
+from kproxy.proxy.answer_room import LARGE_BYTES, Share
+from kproxy.proxy.outbox import Outbox
+from kproxy_codec.errors import CodecError
+from kproxy_codec.partitioned import set_correlation_id
+from kproxy_codec.primitives import Buffer
+
+
+class Ticket(Protocol):
+    """Receives the outcome of one request."""
+
+    expects_answer: bool
+
+    @property
+    def may_wait_until(self) -> float:
+        """Until when the request itself allows its answer to take (a fetch that waits), in the proxy's clock."""
+        ...
+
+    def sent(self) -> None:
+        """The request has left this process; called only for requests without an answer (acks=0)."""
+        ...
+
+    def unconfirmed(self) -> None:
+        """The connection has ended; this was the last request without an answer that left on it."""
+        ...
+
+    def answered(self, frame: memoryview) -> None:
+        """The answer, a whole frame that the ticket now owns."""
+        ...
+
+    def lost(self, *, written: bool) -> None:
+        """No answer will come; `written` says whether the broker may have seen the request."""
+        ...
+
+
+class AnswerReader:
+    """The hot part of a broker connection. `_outbox` is None until the connection is open."""
+
+    closed: bool
+    _reader: FrameReader
+    _in_flight: AwaitedAnswers[Ticket]
+    _outbox: Outbox | None
+    _share: Share | None
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.get_buffer(sizehint)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        is_over = self.closed
+        if is_over:
+            # A connection that is being closed is still read; nobody waits for the answers.
+            return
+        in_flight = self._in_flight
+        try:
+            for frame in self._reader.buffer_updated(nbytes):
+                if self.closed:
+                    return
+                in_flight.match(frame).answered(frame)
+        except CodecError as error:
+            self.distrust(str(error))
+            return
+        if self._share is not None and self._reader.announced > LARGE_BYTES and not self.closed:
+            self._take_in(self._share, nbytes)
+
+    def next_correlation_id(self) -> int:
+        return self._in_flight.next_id()
+
+    def forward(self, ticket: Ticket, frame: memoryview) -> None:
+        """Send a whole request as it came, but for its correlation_id. Not to be called when closed."""
+        correlation_id = self._in_flight.next_id()
+        set_correlation_id(frame, correlation_id)
+        if self._outbox is None or not ticket.expects_answer:
+            self.send(ticket, correlation_id, [frame])
+            return
+        self._in_flight.sent(correlation_id, ticket)
+        self._outbox.put_one(frame)
+
+    def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
+        """Send one request; queue it while the connection is not open. Not to be called when closed."""
+        raise NotImplementedError
+
+    def distrust(self, reason: str) -> None:
+        """Close because of what the broker said."""
+        raise NotImplementedError
+
+    def _take_in(self, share: Share, nbytes: int) -> None:
+        """Account for the bytes of a large answer that arrives."""
+        raise NotImplementedError
+
+
+if not TYPE_CHECKING and compiled is not None:
+    AnswerReader = compiled.AnswerReader

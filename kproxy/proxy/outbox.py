@@ -1,0 +1,233 @@
+"""Gather the messages for one transport and write them once in each step of the event loop.
+
+A write is a system call that on one machine carries the bytes through the whole TCP stack. Requests and answers come in
+bursts; one write for a burst costs a fraction of one write for each message.
+
+States of an `Outbox`
+  empty     nothing is to be written
+  waiting   messages are to be written in the next step of the event loop (`Flushes`)
+  paused    only a `PacedOutbox`: the transport has enough, and the messages stay here until `resume`
+
+Transitions
+  empty   -> waiting   `put`, `put_one`
+  waiting -> empty     `flush`: in the next step, or at once beyond FLUSH_BYTES; or the transport is closing, and the
+                       messages are lost
+  any     -> paused    `pause`
+  paused  -> empty     `resume` writes, unless the transport pauses again
+
+Invariants
+1. Messages are written in the order of `put`, each once.
+2. While it is not paused, no more than FLUSH_BYTES and one message wait.
+
+The compiled plain path (kproxy.plain) has a twin of each class here, which is used instead where it is built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
+
+from kproxy.plain import compiled
+from kproxy.proxy.answer_room import Share
+from kproxy_codec.primitives import Buffer
+
+# Up to this size one copy is cheaper than one more buffer for the kernel to gather.
+JOIN_BYTES = 64 << 10
+# More than this is not gathered in one step, so that the transport's own limits notice it.
+FLUSH_BYTES = 512 << 10
+# The largest write to a client's transport.
+PART_BYTES = 256 << 10
+
+
+class Flushes:
+    """The outboxes of one event loop that have something to write; one callback writes for all of them."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: list[Outbox] = []
+
+    def add(self, loop: asyncio.AbstractEventLoop, outbox: Outbox) -> None:
+        """Flush `outbox` in the next step of `loop`."""
+        if not self._waiting:
+            loop.call_soon(self._flush_all, loop)
+        self._waiting.append(outbox)
+
+    def _flush_all(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting, self._waiting = deque(self._waiting), []
+        try:
+            while waiting:
+                outbox = waiting.popleft()
+                outbox.is_waiting = False
+                outbox.flush()
+        finally:
+            # One of them has failed; it must not cost the others their turn.
+            for outbox in waiting:
+                self.add(loop, outbox)
+
+
+class Outbox:
+    """The messages for one transport, written in order in the next step of the event loop.
+
+    `flushes` are those of the loop (`flushes_of`).
+    """
+
+    __slots__ = ("_buffers", "_bytes", "_flushes", "_loop", "_transport", "is_waiting", "written_bytes")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, flushes: Flushes) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._flushes = flushes
+        self._buffers: list[Buffer] = []
+        # Whether `flushes` has it.
+        self.is_waiting = False
+        self._bytes = 0
+        self.written_bytes = 0
+
+    @property
+    def put_bytes(self) -> int:
+        """All bytes ever put here and not dropped; `written_bytes` of them are with the transport."""
+        return self.written_bytes + self._bytes
+
+    def put_one(self, buffer: Buffer) -> None:
+        """Like `put`, for one buffer."""
+        self._bytes += len(buffer)
+        self._buffers.append(buffer)
+        if not self.is_waiting:
+            self._wait()
+        if self._bytes > FLUSH_BYTES:
+            self.flush()
+
+    def _wait(self) -> None:
+        self.is_waiting = True
+        self._flushes.add(self._loop, self)
+
+    def put(self, buffers: Sequence[Buffer]) -> None:
+        """Queue buffers behind those that were put before."""
+        for buffer in buffers:
+            self.put_one(buffer)
+
+    def flush(self) -> None:
+        """Hand everything to the transport."""
+        buffers = self._buffers
+        if not buffers:
+            return
+        self._buffers = []
+        size, self._bytes = self._bytes, 0
+        if self._transport.is_closing():
+            # Lost, like bytes that the transport itself still holds. uvloop's transport would raise, not asyncio's.
+            return
+        self.written_bytes += size
+        if len(buffers) == 1:
+            self._transport.write(buffers[0])
+        elif size <= JOIN_BYTES:
+            self._transport.write(b"".join(buffers))
+        else:
+            self._transport.writelines(buffers)
+
+
+class PacedOutbox(Outbox):
+    """The answers for one client, written as fast as its transport takes them.
+
+    While the transport has enough, the rest stays here and counts in the client's share. A transport may copy bytes
+    that it cannot send at once, and such copies could not be counted.
+    """
+
+    __slots__ = ("_is_paused", "_looked_at", "_share", "_untaken")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, flushes: Flushes, share: Share
+    ) -> None:
+        super().__init__(loop, transport, flushes)
+        self._share = share
+        self._is_paused = False
+        # While it is paused: the number of counted buffers, and the bytes in them that have no room of their own, plus
+        # the bytes that the transport held when it was paused.
+        self._looked_at = 0
+        self._untaken = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes that the client's kernel or this host's has."""
+        return self.written_bytes - self._transport.get_write_buffer_size()
+
+    def pause(self) -> None:
+        """Stop writing: the transport has enough."""
+        self._is_paused = True
+        self._looked_at = 0
+        self._untaken = self._transport.get_write_buffer_size()
+        self._share.leave_untaken(self._untaken)
+
+    def resume(self) -> None:
+        """Resume writing."""
+        self._is_paused = False
+        self.flush()
+        if not self._is_paused:
+            self._share.leave_untaken(0)
+
+    def flush(self) -> None:
+        """Hand to the transport what it takes."""
+        if not self._is_paused:
+            if self._bytes <= FLUSH_BYTES:
+                super().flush()
+                return
+            self._flush_in_parts()
+        if self._is_paused:
+            self._count()
+
+    def flush_all(self) -> None:
+        """Hand everything to the transport: the connection is to be closed."""
+        self._is_paused = False
+        super().flush()
+        self._share.leave_untaken(0)
+
+    def discard(self) -> None:
+        """Discard all unwritten answers."""
+        self._buffers, self._bytes = [], 0
+        self._share.leave_untaken(0)
+
+    def _count(self) -> None:
+        for buffer in self._buffers[self._looked_at :]:
+            if not self._share.has_room(buffer):
+                self._untaken += len(buffer)
+        self._looked_at = len(self._buffers)
+        self._share.leave_untaken(self._untaken)
+
+    def _flush_in_parts(self) -> None:
+        waiting, self._buffers = deque(self._buffers), []
+        while waiting and not self._is_paused and not self._transport.is_closing():
+            part: list[Buffer] = []
+            size = 0
+            while waiting and size < PART_BYTES:
+                buffer = waiting.popleft()
+                fits = PART_BYTES - size
+                if len(buffer) > fits:
+                    view = memoryview(buffer)
+                    waiting.appendleft(view[fits:])
+                    buffer = view[:fits]
+                part.append(buffer)
+                size += len(buffer)
+            self._bytes -= size
+            self.written_bytes += size
+            self._transport.writelines(part)
+        if self._transport.is_closing():
+            self._bytes = 0
+        else:
+            self._buffers = list(waiting)
+
+
+if not TYPE_CHECKING and compiled is not None:
+    Flushes, Outbox, PacedOutbox = compiled.Flushes, compiled.Outbox, compiled.PacedOutbox
+
+_flushes: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, Flushes]] = WeakKeyDictionary()
+
+
+def flushes_of(loop: asyncio.AbstractEventLoop) -> Flushes:
+    """The `Flushes` of an event loop."""
+    found = _flushes.get(loop)
+    if found is None:
+        found = _flushes[loop] = Flushes()
+    return found

@@ -1,0 +1,134 @@
+"""Read the requests of one client and begin them: what every request passes.
+
+`kproxy.proxy.client_session.ClientSession` is the whole session; its text has the states and invariants.
+
+The compiled plain path (kproxy.plain) has a twin of the class here, which is used instead where it is built.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kproxy.plain import FrameReader, compiled
+from kproxy.proxy.answer_order import AnswerOrder
+from kproxy.proxy.apis import Ranges
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.memory_budget import LAST_READ_BYTES
+from kproxy_codec.errors import CodecError
+
+# In one turn of the event loop, requests of one client are begun for this long, in seconds, and one request more.
+TURN_S = 0.01
+
+
+class RequestReader:
+    """The hot part of a client session."""
+
+    _answers: AnswerOrder
+    _ranges: Ranges
+
+    def __init__(self, context: ProxyContext) -> None:
+        self._clock = context.clock
+        self._tally = context.tally
+        self._budget = context.budget
+        self._reader = FrameReader(context.limits.max_request_bytes, context.arena)
+        # Requests that wait to be begun, each with the time of its first byte.
+        self._backlog: deque[tuple[memoryview, float]] = deque()
+        self._first_byte_at = 0.0
+        # The memory held by the arriving frame.
+        self._arriving_bytes = 0
+        # Whether the budget released it from waiting and it has completed no frame since.
+        self._is_let_go = False
+        self._max_bytes = context.limits.max_in_flight_bytes
+        self._max_requests = context.limits.max_open_requests
+        self._reading = True
+        self.closed = False
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        budget = self._budget
+        if budget.held < budget.limit or budget.passing is self:
+            return self._reader.get_buffer(sizehint)
+        return self._reader.get_buffer(sizehint, lean=True)[:LAST_READ_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        now = self._clock()
+        self._tally.received_bytes += nbytes
+        first_byte_at = self._first_byte_at if self._arriving_bytes else now
+        try:
+            frames = self._reader.buffer_updated(nbytes)
+            self._first_byte_at = now if frames else first_byte_at
+            coming = iter(frames)
+            for frame in coming:
+                if self.closed:
+                    if frame is not frames[0]:
+                        # One before it has closed the connection; the rest is counted with the backlog.
+                        self._backlog.extend((each, now) for each in (frame, *coming))
+                    return
+                if self._reading:
+                    self._begin(frame, first_byte_at)
+                    if frame is not frames[-1] and self._clock() - now > TURN_S:
+                        self._rest()
+                else:
+                    self._backlog.append((frame, first_byte_at))
+                    self._budget.held += len(frame)
+                first_byte_at = now
+        except CodecError as error:
+            self.refuse(error)
+            return
+        budget = self._budget
+        if frames and self._is_let_go:
+            self._is_let_go = False
+            budget.leave(self)
+        if self._arriving_bytes or self._reader.pending_bytes:
+            self._spend()
+        if budget.held >= budget.limit:
+            self.adjust_reading()
+
+    def _spend(self) -> None:
+        """Count the arriving frame in the budget."""
+        arriving_bytes = 0 if self.closed else self._reader.held_bytes
+        more = arriving_bytes - self._arriving_bytes
+        self._budget.held += more
+        self._budget.arriving += more
+        self._arriving_bytes = arriving_bytes
+
+    def _begin(self, frame: memoryview, first_byte_at: float) -> None:
+        """Begin a request."""
+        self._take(frame, first_byte_at)
+        answers = self._answers
+        if answers.in_flight_bytes >= self._max_bytes or answers.open_count >= self._max_requests:
+            self.adjust_reading()
+
+    @property
+    def is_amid_frame(self) -> bool:
+        """Whether a frame has begun to arrive and is not whole."""
+        return self._arriving_bytes > 0
+
+    @property
+    def arrived_bytes(self) -> int:
+        """The bytes that have arrived of a frame that is not whole."""
+        return self._reader.pending_bytes
+
+    def read_on(self) -> None:
+        """Read on: the budget has room again, or this session may pass."""
+        raise NotImplementedError
+
+    def refuse(self, error: Exception) -> None:
+        """Close because of the client's bytes, or because its request can have no answer."""
+        raise NotImplementedError
+
+    def adjust_reading(self) -> None:
+        """Read while there is room, and only then."""
+        raise NotImplementedError
+
+    def _take(self, frame: memoryview, first_byte_at: float) -> None:
+        """Begin a request that is not sent by the compiled plain path. Raises CodecError."""
+        raise NotImplementedError
+
+    def _rest(self) -> None:
+        """Begin no more in this turn of the event loop."""
+        raise NotImplementedError
+
+
+if not TYPE_CHECKING and compiled is not None:
+    RequestReader = compiled.RequestReader
