@@ -27,6 +27,8 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from math import inf
 from typing import Final, TypeAlias
@@ -200,9 +202,7 @@ class LastWrites:
     def __init__(self, unsettled: UnsettledWrites | None) -> None:
         self._unsettled = unsettled
         self._holds: dict[int, list[Hold]] = {}
-
-    def __len__(self) -> int:
-        return len(self._holds)
+        self._over = asyncio.Event()
 
     def hold(self, piece: int, partitions: Iterable[tuple[bytes, int]]) -> None:
         """Hold the partitions of a piece until it is answered or lost."""
@@ -214,12 +214,25 @@ class LastWrites:
         for hold in self._holds.pop(piece, ()):
             if self._unsettled is not None:
                 self._unsettled.done(hold)
+        if not self._holds:
+            self._over.set()
 
     def note_lost(self, partitions: Iterable[tuple[bytes, int]]) -> None:
         """Record that writes reached a broker whose answer cannot come any more."""
         if self._unsettled is not None:
             for topic, partition_index in partitions:
                 self._unsettled.note_written_lost(topic.decode(), partition_index)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until nothing is held, but no longer than this or until `stop_waiting`."""
+        if self._holds:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._over.wait()
+
+    def stop_waiting(self) -> None:
+        """End `wait`, now or later."""
+        self._over.set()
 
 
 def _place_within_bound(place: Place, taken: Collection[Place]) -> Place:

@@ -42,10 +42,11 @@ from kproxy.proxy.claims import ClientClaims
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
-from kproxy.proxy.fanout import FanoutShell, NoRoom, plain_path
+from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.outbox import PacedOutbox, flushes_of
 from kproxy.proxy.request_reader import TURN_S, RequestReader
+from kproxy.proxy.requests import DataRequests, NoRoom, plain_path
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy_codec import api_keys
@@ -60,9 +61,9 @@ from kproxy_codec.produce import parse_produce
 log = structlog.get_logger(__name__)
 
 _PARTITIONED: Final = {
-    api_keys.PRODUCE: FanoutShell.produce,
-    api_keys.FETCH: FanoutShell.fetch,
-    api_keys.LIST_OFFSETS: FanoutShell.list_offsets,
+    api_keys.PRODUCE: DataRequests.produce,
+    api_keys.FETCH: DataRequests.fetch,
+    api_keys.LIST_OFFSETS: DataRequests.list_offsets,
 }
 
 
@@ -104,6 +105,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._gone = asyncio.get_running_loop().create_future()
         claims = ClientClaims(context, self._connections, self.sever)
         self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable)
+        self._requests = DataRequests(context, self._fanout, claims)
         self._plain = plain_path(context, self._fanout, self._answers)
         self._control = ControlRequests(context, self, claims, self._on_broker_pressure, self._offered)
         self._waiting = Waiting(context.health)
@@ -143,7 +145,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._control.start(frame, header, slot, self._ranges)
         else:
             try:
-                answer_bytes = handler(self._fanout, frame, header, first_byte_at, slot)
+                answer_bytes = handler(self._requests, frame, header, first_byte_at, slot)
             except NoRoom as full:
                 self._put_back(frame, first_byte_at, full.partitions)
                 return
@@ -233,7 +235,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             and not self._broker_pressure
             and not self._control.is_claiming
             and not self._rests
-            and not (self._wanted_partitions and not self._fanout.has_room_for(self._wanted_partitions))
+            and not (self._wanted_partitions and not self._requests.has_room_for(self._wanted_partitions))
         )
 
     def _go_on(self) -> None:

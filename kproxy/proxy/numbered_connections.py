@@ -30,6 +30,7 @@ from kproxy.routing.actions import Close, Send, Withdraw
 from kproxy.routing.events import Loss
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Selection
+from kproxy.routing.topology import Topology
 
 
 class Tickets(NamedTuple):
@@ -89,14 +90,17 @@ class PieceTicket:
 class NumberedConnections:
     """The numbered ones of `connections`; `on` gets what happens to pieces."""
 
-    def __init__(self, connections: Connections, on: Tickets) -> None:
+    def __init__(self, connections: Connections, topology: Topology, on: Tickets) -> None:
         self._connections = connections
+        self._topology = topology
         self.on = on
         self.upstreams: dict[int, Upstream] = {}
         self._numbers: dict[Upstream, int] = {}
         # Pieces lost by ending connections, until the core knows; and connections with acks=0 batches in doubt.
         self._losses: dict[int, list[tuple[int, Loss]]] = {}
         self._doubted: set[int] = set()
+        # The topology's version at the last `give_up_moved`.
+        self.version = -1
 
     def to(self, number: int, broker: int) -> Upstream:
         """The connection with this number; if there is none yet, the one to `broker` gets it."""
@@ -111,8 +115,10 @@ class NumberedConnections:
         return self._numbers.get(upstream)
 
     def give_up_moved(self) -> None:
-        """Give up connections to addresses that brokers have left."""
-        self._connections.give_up_moved()
+        """Give up connections to addresses that brokers have left; to be called before a send (invariant 2)."""
+        if self._topology.version != self.version:
+            self.version = self._topology.version
+            self._connections.give_up_moved()
 
     # Sending
 

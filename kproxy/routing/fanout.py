@@ -9,7 +9,8 @@ A request whose routes are all proven is not brought here while it meets only su
 sends it by a `plan` and answers it in turn (the plain path). Before any other event such requests enter by `adopt`.
 
 The states are those of the core's parts: kproxy.routing.merge has those of an exchange, kproxy.routing.lanes of a lane,
-kproxy.routing.in_flight of a connection to a broker, kproxy.routing.client_end of the client.
+kproxy.routing.in_flight of a connection to a broker, kproxy.routing.client_end of the client. kproxy.routing.routes
+says where batches may be pipelined, kproxy.routing.failures what follows a failed attempt.
 
 Invariants
 1. A partition's entry is in one place at any time: a piece in flight, a lane, or done.
@@ -53,9 +54,9 @@ from kproxy.routing.actions import (
 from kproxy.routing.client_end import ClientEnd, ClientState
 from kproxy.routing.events import Adopted, Loss, View
 from kproxy.routing.failures import Failure, Failures
-from kproxy.routing.identity import lane_key
+from kproxy.routing.identity import LaneKey, TopicNames, lane_key
 from kproxy.routing.in_flight import BrokerConnection, ConnectionState, InFlight, Piece, entries_of
-from kproxy.routing.lanes import Item, LaneKey, Lanes
+from kproxy.routing.lanes import Item, Lanes
 from kproxy.routing.merge import Exchange, Matched, answers_in_order, match_results
 from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.routes import Routes
@@ -73,7 +74,6 @@ HUNG_AFTER_S = 5.0
 TIMER_STEP_S: Final = 0.001
 # A broker has the piece, and its answer will not come.
 _MAY_STILL_BE_APPENDED: Final = (retry.CONNECTION_LOST, retry.UNREADABLE)
-_NONE_HELD: Final[set[Entry]] = set()
 
 
 class Fanout:
@@ -89,8 +89,7 @@ class Fanout:
         self._exchanges = OpenExchanges(self._actions)
         self._client = ClientEnd(view, self._actions)
         self._failures = Failures(view, self.lanes, self._exchanges, self._client)
-        # Topic ids that were requested before the topic's name was known.
-        self._nameless: set[bytes] = set()
+        self._names = TopicNames(view)
         # The last version of the topology that `_follow` has handled.
         self.version = view.topology.version
         self._wakes_at: float | None = None
@@ -99,7 +98,7 @@ class Fanout:
         self._jitter = 0.0
         self._released: list[Item] = []
 
-    # Queries of the shell
+    # Queries of the shell and the plain path; none of them changes anything
 
     @property
     def is_quiet(self) -> bool:
@@ -107,8 +106,13 @@ class Fanout:
         return not self.lanes.table
 
     @property
+    def awaits(self) -> bool:
+        """Whether requests of the plain path must be reported to `arrived`."""
+        return self._exchanges.awaits
+
+    @property
     def takes_plain(self) -> bool:
-        """Whether such a request needs no word of it, and no room among those that are open here."""
+        """Whether they may go it unreported and uncounted: the core is quiet, and `open_partitions` is 0."""
         return not self.lanes.table and not self._exchanges.awaits and not self._exchanges.partitions
 
     @property
@@ -117,18 +121,13 @@ class Fanout:
         return self.routes.is_outdated(self._topology.moved_since(self.version))
 
     @property
-    def awaits(self) -> bool:
-        """Whether requests of the plain path must be reported to `arrived`."""
-        return self._exchanges.awaits
-
-    @property
     def open_count(self) -> int:
-        """The number of exchanges that are not answered yet, or with acks=0 not sent."""
+        """The number of open exchanges: not answered yet, or with acks=0 not sent."""
         return len(self._exchanges)
 
     @property
     def open_partitions(self) -> int:
-        """The partitions of those of them that have more than one."""
+        """The partitions of the open exchanges that have more than one."""
         return self._exchanges.partitions
 
     @property
@@ -140,34 +139,46 @@ class Fanout:
         """Whether a tick at this time reaches a deadline; requests of the plain path must enter before."""
         return any(exchange.is_late(now) for exchange in self._exchanges)
 
-    def name_topics(self, request: PartitionedRequest) -> None:
-        """Replace topic ids by names.
+    # Not events: these return no actions
 
-        Order is kept per partition name, and a client may name its topic by id in one request and by name in the next,
-        as franz-go does.
-        """
-        for topic in request.topics:
-            name = self._topology.name_of(topic.wire)
-            if name is not None:
-                topic.name = name
-            elif len(self._nameless) < self._view.max_nameless:
-                self._nameless.add(topic.wire)
+    def name_topics(self, request: PartitionedRequest) -> None:
+        """Replace topic ids by names."""
+        self._names.put(request)
 
     def arrived(self, exchange: Exchange) -> None:
         """Note a request from the client that goes the plain path."""
         self._exchanges.arrived(exchange)
 
-    # Events: requests
-
     def adopt(self, records: Sequence[Adopted]) -> list[int]:
-        """Take over requests of the plain path, in order; return the numbers of their pieces. Not an event."""
-        numbers = []
-        for exchange, routed_at, parts in records:
-            for connection, part in parts:
-                piece = self._in_flight.add(exchange, self._in_flight.connections[connection], part, routed_at)
-                numbers.append(piece.number)
+        """Take over requests of the plain path, in order; return the numbers of their pieces."""
+        in_flight = self._in_flight
         self._exchanges.adopt(record.exchange for record in records)
-        return numbers
+        return [
+            in_flight.add(exchange, in_flight.connections[connection], part, routed_at).number
+            for exchange, routed_at, parts in records
+            for connection, part in parts
+        ]
+
+    def opened(self, connection: int) -> None:
+        """Note that a dial has succeeded: pieces that waited for it are about to be written."""
+        self._in_flight.opened(connection)
+
+    def unsent(self, number: int) -> None:
+        """Drop a piece that was not written because its client is about to be severed."""
+        piece = self._in_flight.pieces[number]
+        self._in_flight.remove(piece)
+        self._settle(piece.exchange, piece.entries(), appended=False)
+
+    def take_out(self, since: int, up_to: int) -> None:
+        """Copy requests out of receive buffers, so that these can be reused.
+
+        These are the requests with a sequence in (since, up_to]. The shell calls it from time to time.
+        """
+        self._exchanges.take_out(since, up_to)
+        if not self.lanes.table:
+            self._in_flight.forget()
+
+    # Events: requests
 
     def submitted(self, exchange: Exchange, refused: Mapping[Entry, int], now: float, jitter: float) -> list[Action]:
         """Begin a request. Entries in `refused` are not sent; each gets its error code."""
@@ -186,10 +197,6 @@ class Fanout:
         return self._finish()
 
     # Events: brokers
-
-    def opened(self, connection: int) -> None:
-        """Note that a dial has succeeded: pieces that waited for it are about to be written. Not an event."""
-        self._in_flight.opened(connection)
 
     def left(self, pieces: Sequence[int], now: float, jitter: float) -> list[Action]:
         """Finish pieces without an answer (acks=0) that have left: nothing more will be known of them."""
@@ -253,12 +260,6 @@ class Fanout:
                 self._ask_for_owner(topic, partition_index, routed_at)
         del self._in_flight.connections[connection]
         return self._finish(*pieces)
-
-    def unsent(self, number: int) -> None:
-        """Drop a piece that was not written because its client is about to be severed. Not an event."""
-        piece = self._in_flight.pieces[number]
-        self._in_flight.remove(piece)
-        self._settle(piece.exchange, piece.entries(), appended=False)
 
     # Events: the topology and time
 
@@ -326,15 +327,6 @@ class Fanout:
         self._expire(list(self._exchanges))
         return self._finish()
 
-    def take_out(self, since: int, up_to: int) -> None:
-        """Copy requests out of receive buffers, so that these can be reused.
-
-        These are the requests with a sequence in (since, up_to]. The shell calls it from time to time.
-        """
-        self._exchanges.take_out(since, up_to)
-        if not self.lanes.table:
-            self._in_flight.forget()
-
     # One event
 
     def _begin(self, now: float, jitter: float) -> None:
@@ -364,9 +356,7 @@ class Fanout:
 
     def _dispatch(self, exchange: Exchange, refused: Mapping[Entry, int] = NOTHING_REFUSED) -> None:
         """Send all entries of an exchange that are not `refused`, or let them wait in their lanes."""
-        held = self._hold_back(exchange, refused) if self.lanes.table else _NONE_HELD
-        if refused:
-            held = held | refused.keys()
+        held = self._hold_back(exchange, refused) if self.lanes.table else refused
         pieces = split(exchange.request, self._topology, held, self._taken_by)
         if len(pieces) > 1:
             self._actions.add(Counted("splits", 1))
@@ -376,12 +366,12 @@ class Fanout:
         self._exchanges.finish_if_complete(exchange, self._now)
 
     def _hold_back(self, exchange: Exchange, refused: Mapping[Entry, int]) -> set[Entry]:
-        """Put entries that must wait into their lanes and return them; refused ones do not wait."""
-        held: set[Entry] = set()
+        """Put entries that must wait into their lanes; return these, and the refused ones, which do not wait."""
+        held = set(refused)
         for entry in exchange.open_entries():
             key = lane_key(exchange, entry)
             if key in self.lanes.table and entry not in refused:
-                self.lanes.hold(key, Item(exchange, entry, NOT_LEADER_OR_FOLLOWER))
+                self.lanes.queue(key, Item(exchange, entry, NOT_LEADER_OR_FOLLOWER))
                 held.add(entry)
         return held
 
@@ -447,7 +437,7 @@ class Fanout:
                     self._give_up_late(item)
                 elif key in self.lanes.table and not self.lanes.is_probing(key, sequence):
                     # One before it found its route new, or found no route.
-                    self.lanes.hold(key, item)
+                    self.lanes.queue(key, item)
                 else:
                     add_entry(pieces.setdefault(self._route(exchange, item.entry), []), *item.entry)
             # One of several partitions is one part among others, whatever the state of those.
@@ -466,8 +456,8 @@ class Fanout:
         moved = self._topology.moved_since(self.version)
         self.version = self._topology.version
         self.routes.forget_outdated(moved)
-        if moved is None and self._nameless:
-            self._name_the_nameless()
+        if moved is None:
+            self._rename()
         topics = {topic for topic, _ in moved} if moved is not None else None
         for piece in self._in_flight.ordered():
             exchange = piece.exchange
@@ -479,19 +469,12 @@ class Fanout:
                 if is_new or self._route(exchange, entry) != piece.connection.broker:
                     self.lanes.block(lane_key(exchange, entry), (exchange.sequence,))
 
-    def _name_the_nameless(self) -> None:
-        """Use names of topics that the topology has learnt since, for requests that are waiting."""
-        names = {each: name for each in self._nameless if (name := self._topology.name_of(each)) is not None}
-        if not names:
-            return
-        self._nameless -= names.keys()
-        renamed = []
-        for exchange in (*(piece.exchange for piece in self._in_flight.ordered()), *self._exchanges):
-            for topic in exchange.request.topics:
-                if topic.name in names and exchange.request.is_nameless(topic):
-                    topic.name = names[topic.wire]
-                    renamed += [((topic.wire, index), (topic.name, index)) for index in topic.partitions]
-        self._in_flight.forget()
+    def _rename(self) -> None:
+        """Use the names that the topology has learnt since of topics, for requests that are open or in flight."""
+        in_flight = [piece.exchange for piece in self._in_flight.ordered()]
+        renamed = self._names.learn([*in_flight, *self._exchanges])
+        if renamed:
+            self._in_flight.forget()
         for key, new_key in renamed:
             self._give_up(self.lanes.rename(key, new_key))
 
@@ -649,8 +632,6 @@ class Fanout:
 
     def _expire(self, due: list[Exchange]) -> None:
         """Answer the open entries of these exchanges and take back their pieces that no broker has seen."""
-        if not due:
-            return
         sequences = {exchange.sequence for exchange in due}
         withdrawn = self._in_flight.withdraw(lambda piece: piece.exchange.sequence in sequences)
         written = [piece for piece in self._in_flight.pieces.values() if piece.exchange.sequence in sequences]

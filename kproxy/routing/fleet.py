@@ -1,6 +1,6 @@
-"""The proxies that clients are told of, as brokers.
+"""The proxies as clients see them: virtual brokers.
 
-It names one of them as leader, coordinator or controller.
+`Fleet` chooses the proxy to name as leader, coordinator or controller.
 
 Every proxy serves every partition and every group; naming different proxies only spreads the clients. So an outdated
 choice costs only an uneven spread for a moment, and a proxy that is asked for a partition which another one is named

@@ -1,24 +1,67 @@
-"""Identify a part of a request for ordering and for sending it again."""
+"""Identify what is ordered and what is sent again: the partitions and batches of requests.
+
+Order is kept per topic name and partition index. A client may name its topic by id (KIP-516) in one request and by name
+in the next, as franz-go does. So ids are replaced by names, and what was requested before the name was known is renamed
+when the topology learns it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from typing import TypeAlias
 
+from kproxy.routing.events import View
 from kproxy.routing.merge import Exchange
 from kproxy.routing.refused import Place
 from kproxy.routing.split import Entry
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.errors import CodecError
+from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.produce import records_of
 from kproxy_codec.record_batch import NO_PRODUCER_ID, iterate_batches, parse_header
 
+LaneKey: TypeAlias = Hashable
+"""The key of a lane (kproxy.routing.lanes)."""
 
-def lane_key(exchange: Exchange, entry: Entry) -> Hashable:
+
+def lane_key(exchange: Exchange, entry: Entry) -> LaneKey:
     """The key of an entry's lane: a partition for produce. Reads are not ordered, so each has a lane of its own."""
     topic, partition_index = exchange.partition(entry)
     if exchange.api.api_key == PRODUCE:
         return topic, partition_index
     return topic, partition_index, exchange.sequence
+
+
+class TopicNames:
+    """Replaces topic ids by names; remembers at most `max_nameless` ids whose names are not known yet."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._topology = view.topology
+        self._nameless: set[bytes] = set()
+
+    def put(self, request: PartitionedRequest) -> None:
+        """Put the names of topics, as far as they are known, into a new request."""
+        for topic in request.topics:
+            name = self._topology.name_of(topic.wire)
+            if name is not None:
+                topic.name = name
+            elif len(self._nameless) < self._view.max_nameless:
+                self._nameless.add(topic.wire)
+
+    def learn(self, exchanges: Iterable[Exchange]) -> list[tuple[LaneKey, LaneKey]]:
+        """Put names that have become known into these; return the lane keys that change by it, old and new."""
+        names = {each: name for each in self._nameless if (name := self._topology.name_of(each)) is not None}
+        if not names:
+            return []
+        self._nameless -= names.keys()
+        renamed: list[tuple[LaneKey, LaneKey]] = []
+        for exchange in exchanges:
+            for topic in exchange.request.topics:
+                if topic.name in names and exchange.request.is_nameless(topic):
+                    topic.name = names[topic.wire]
+                    renamed += [((topic.wire, index), (topic.name, index)) for index in topic.partitions]
+        return renamed
 
 
 def place_of(exchange: Exchange, entry: Entry) -> Place | None:

@@ -15,18 +15,18 @@ Transitions
 Invariants
 1. A broker has at most one connection that is not closed.
 2. `of` names exactly the sequences with a piece in flight for a partition, under the partition's current name.
-3. Of each connection at most MAX_PARTITIONS partitions are known by name for each WINDOW_S (`Unconfirmed`).
+3. Of each connection at most MAX_PARTITIONS partitions are known by name for each WINDOW_S (`RecentBatches`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import IntEnum, auto
 from itertools import count
 from typing import Final, TypeAlias
 
 from kproxy.routing.actions import Actions, Close, Partition, Withdraw
-from kproxy.routing.identity import lane_key
+from kproxy.routing.identity import LaneKey, lane_key
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
 
@@ -64,7 +64,7 @@ class BrokerConnection:
         self.broker = broker
         self.state = ConnectionState.DIALLING
         self.pieces: dict[int, Piece] = {}
-        self._unconfirmed: Unconfirmed | None = None
+        self._unconfirmed: RecentBatches | None = None
 
     def move(self, state: ConnectionState) -> None:
         """Raises ValueError if there is no such transition."""
@@ -77,7 +77,7 @@ class BrokerConnection:
     def note_unconfirmed(self, partition: Partition, routed_at: int, now: float) -> None:
         """Note an acks=0 batch that has left this process."""
         if self._unconfirmed is None:
-            self._unconfirmed = Unconfirmed(now)
+            self._unconfirmed = RecentBatches(now)
         self._unconfirmed.note(partition, routed_at, now)
 
     def take_unconfirmed(self, now: float) -> Batches:
@@ -102,7 +102,7 @@ class Piece:
         self.connection = connection
         self.part = part
         self.routed_at = routed_at
-        self.keys: Sequence[Hashable] = ()
+        self.keys: Sequence[LaneKey] = ()
         self.is_held = False
 
     @property
@@ -134,7 +134,7 @@ class InFlight:
         self._connection_numbers = count(1)
         self._piece_numbers = count(1)
         # Built on the first call of `of`, which is rare, and kept until `forget`.
-        self._sequences: dict[Hashable, set[int]] | None = None
+        self._sequences: dict[LaneKey, set[int]] | None = None
 
     # Connections
 
@@ -174,7 +174,7 @@ class InFlight:
             self._count(piece, self._sequences)
         return piece
 
-    def _count(self, piece: Piece, counted: dict[Hashable, set[int]]) -> None:
+    def _count(self, piece: Piece, counted: dict[LaneKey, set[int]]) -> None:
         exchange = piece.exchange
         piece.keys = [lane_key(exchange, entry) for entry in piece.entries()]
         for key in piece.keys:
@@ -196,7 +196,7 @@ class InFlight:
             if not sequences:
                 del self._sequences[key]
 
-    def of(self, key: Hashable) -> Collection[int]:
+    def of(self, key: LaneKey) -> Collection[int]:
         """The unanswered sequences in a lane."""
         if self._sequences is None:
             self._sequences = {}
@@ -230,10 +230,8 @@ class InFlight:
         return withdrawn
 
 
-class Unconfirmed:
-    """The acks=0 batches sent lately on one connection.
-
-    They are those since `since`, and in the window before.
+class RecentBatches:
+    """The acks=0 batches sent on one connection since `since`, and in the window before.
 
     No answer says whether such a batch was appended. A broker that refuses one closes the connection, as Apache Kafka
     does; a broker that is killed or cut off closes it as well. Bytes that left this process shortly before may or may

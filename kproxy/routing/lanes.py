@@ -2,9 +2,11 @@
 
 There are lanes per client connection and partition. Normally there are no lanes: on a proven route
 (kproxy.routing.routes) the batches of a partition follow one another on one upstream connection, and the broker answers
-that connection in order. A partition has a lane while - its route is new and the first batch on it is unanswered, or -
-its batch N is refused and waits for its retry, or - N is unresolved on an earlier route and N+1 is to go elsewhere, or
-- a batch was answered at its deadline and a broker that may have seen it has not answered.
+that connection in order. A partition has a lane
+  while its route is new and the first batch on it is unanswered;
+  while its batch N is refused and waits for its retry;
+  while N is unresolved on an earlier route and N+1 is to go elsewhere;
+  while a broker that may have seen a batch has not answered, and the client was answered at the batch's deadline.
 
 States of a lane
   blocked    items wait: some are still unanswered on an earlier route, or the back-off is not over. The back-off ends
@@ -35,16 +37,15 @@ Invariants
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum, auto
 from heapq import heappop, heappush
 from itertools import count
 from typing import Final, NamedTuple
 
+from kproxy.routing.identity import LaneKey
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry
-
-LaneKey = Hashable
 
 
 class Item(NamedTuple):
@@ -162,7 +163,7 @@ class Lanes:
         if lane.state is LaneState.BLOCKED:
             lane.move(LaneState.PROBING, sequence)
 
-    def hold(self, key: LaneKey, item: Item) -> None:
+    def queue(self, key: LaneKey, item: Item) -> None:
         """Queue an item of a blocked partition.
 
         If it is the first, something else is in flight: the lane does not wait for time alone.

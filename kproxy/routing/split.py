@@ -10,8 +10,8 @@ from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import NO_OWNER, Topology
 from kproxy_codec.partitioned import PartitionedRequest, TopicSpan
 
-# By topic (its place in the request): the ordinals of the selected partitions, ascending.
 Selection = list[tuple[int, list[int]]]
+"""A part of a request, by topic (its place in the request): the ordinals of the selected partitions, ascending."""
 Entry = tuple[int, int]
 """One partition of a request: the topic's place and the partition's ordinal within it."""
 NOTHING_REFUSED: Final[Mapping[Entry, int]] = MappingProxyType({})
@@ -49,7 +49,7 @@ def route(
 
 
 def split(
-    request: PartitionedRequest, topology: Topology, held: set[Entry], taken_by: Callable[[bytes, int], int]
+    request: PartitionedRequest, topology: Topology, held: Collection[Entry], taken_by: Callable[[bytes, int], int]
 ) -> dict[int, Selection]:
     """The pieces by broker, without the entries in `held`.
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class IdempotentWriter(ThreadedClient):
         assert self.failed == []
         assert self._waiting == 0, f"{self._waiting} never acknowledged"
         count = len(self.acked[partition])
-        assert [value for _, value in log] == [b"%d" % number for number in range(count)]
+        assert [value for _, value in log] == [b"%d" % number for number in range(count)], self._differences(log, count)
         has = {int(value): offset for offset, value in log}
         told = self.acked[partition]
         # Of what it knows to be there by an answer to a later batch alone, librdkafka tells no offset.
@@ -76,6 +76,21 @@ class IdempotentWriter(ThreadedClient):
         assert not wrong, (
             f"{self.topic}-{partition}: told other offsets than it has, {len(wrong)}, (told, has) by number: {few}"
         )
+
+    def _differences(self, log: Sequence[Stored], count: int) -> str:
+        """How a log differs from the numbers 0 to `count`, each once and in order."""
+        offsets: dict[int, list[int]] = defaultdict(list)
+        for offset, value in log:
+            offsets[int(value)].append(offset)
+        numbers = list(offsets)
+        found = {
+            "lost": [each for each in range(count) if each not in offsets],
+            "never acknowledged": [each for each in numbers if each >= count],
+            "more than once (number, offsets)": [each for each in offsets.items() if len(each[1]) > 1],
+            "behind a later one": [each for earlier, each in pairwise(numbers) if each < earlier],
+        }
+        told = {name: f"{len(each)}, first {each[:10]}" for name, each in found.items() if each}
+        return f"{self.topic}: {count} acknowledged; {told}"
 
     def _count(self) -> int:
         return sum(map(len, list(self.acked.values())))

@@ -1,7 +1,8 @@
 """What holds after every event of a Playbook (tests.support.playbook), whatever its script is about.
 
  1. An open entry is in one place: one piece that is under way, or one lane, or its read waits to be asked again.
- 2. `open_count` is the number of entries that have no result.
+ 2. `open_count` is the number of entries that have no result, `open_partitions` that of the partitions of open requests
+    that have more than one.
  3. `InFlight.of` names exactly what is under way, and what a lane waits for is under way.
  4. A lane's items are not done, and in the order of requests; one that waits for time alone is woken for.
  5. A request is answered or dropped once at most.
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
-from kproxy.routing.fanout import TIMER_STEP_S, ClientState, Fanout
+from kproxy.routing.client_end import ClientState
+from kproxy.routing.fanout import TIMER_STEP_S, Fanout
 from kproxy.routing.identity import lane_key
 from kproxy.routing.in_flight import Piece, entries_of
 from kproxy.routing.lanes import Item, LaneState
@@ -169,14 +171,14 @@ class Rules:
         for key, lane in core.lanes.table.items():
             sequences = [item.exchange.sequence for item in lane.waiting]
             assert sequences == sorted(set(sequences)), f"{key} waits in another order: {sequences}"
-            if core._client is ClientState.PRESENT:
+            if core._client._state is ClientState.PRESENT:
                 done = [item for item in lane.waiting if not _is_open(core, item)]
                 assert not done, f"{key} holds what is done: {done}"
             waited_for = lane.outstanding | ({lane.probing} if lane.probing is not None else set())
             assert all((key, each) in under_way for each in waited_for), f"{key} waits for {waited_for}, which is gone"
             assert waited_for or lane.waiting, f"{key} waits for nothing"
             # What is let go when a client parts is looked at by the event that follows.
-            if core._client is ClientState.PRESENT and not waited_for and lane.state is LaneState.BLOCKED:
+            if core._client._state is ClientState.PRESENT and not waited_for and lane.state is LaneState.BLOCKED:
                 wakes_at = self._play._wakes_at
                 assert wakes_at is not None, f"{key} is not woken"
                 assert wakes_at <= max(lane.due, self._play.now) + 2 * TIMER_STEP_S, f"{key} is woken too late"
@@ -184,10 +186,12 @@ class Rules:
     def _check_rest(self) -> None:
         core = self._play.core
         assert core.open_count == len(core._exchanges)
+        counts = [exchange.request.partition_count for exchange in core._exchanges]
+        assert core.open_partitions == sum(count for count in counts if count > 1)
         if len(core._exchanges) or core._in_flight.pieces:
             return
         assert core.is_idle
-        if core._client is ClientState.PRESENT:
+        if core._client._state is ClientState.PRESENT:
             assert not core.lanes.table, f"nothing is open, and lanes are left: {list(core.lanes.table)}"
             assert not core._released
         assert not any(connection.pieces for connection in core._in_flight.connections.values())

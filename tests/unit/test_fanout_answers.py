@@ -219,10 +219,12 @@ def test_reads_of_one_partition_do_not_wait_for_one_another_nor_for_what_is_prod
     assert play.answers(2, "t-0") == ["answer 2: t-0"]
 
 
-def test_an_error_of_the_whole_answer_counts_for_each_partition() -> None:
+@pytest.mark.parametrize("partitions", ["t-0 t-1", ""])
+def test_an_error_of_the_whole_answer_counts_for_each_partition(partitions: str) -> None:
+    """Kafka names no partitions then."""
     play = Playbook({"t": [1, 1]})
     play.fetches(1, "t-0 t-1")
-    told = play.answers(1, "t-0 t-1", error_code=29, throttle_ms=20)
+    told = play.answers(1, partitions, error_code=29, throttle_ms=20)
     assert told == ["answer 1: t-0=29 t-1=29 throttle 20"]
 
 

@@ -206,6 +206,8 @@ def test_when_a_later_batch_was_appended_after_all_the_first_ones_own_code_is_ha
     assert play.answers(3, "t-0=45") == []
     assert play.answers(4, "t-0") == ["answer 2: t-0=6", "answer 3: t-0=6", "answer 4: t-0@40"]
     assert play.lanes == ["t-0 blocked"]
+    # It was not sent to prove the route that the refusal before it had made new.
+    assert not play.proven("t-0")
     assert play.answers(5, "t-0") == ["answer 5: t-0@50"]
 
 

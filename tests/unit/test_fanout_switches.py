@@ -17,8 +17,9 @@ from kproxy.routing import fanout, in_flight, lanes, refused, retry
 from kproxy.routing.actions import Action, Actions, Failed, Fenced
 from kproxy.routing.client_end import ClientEnd
 from kproxy.routing.fanout import Fanout
+from kproxy.routing.identity import LaneKey
 from kproxy.routing.in_flight import BrokerConnection, InFlight, Piece
-from kproxy.routing.lanes import Item, LaneKey, Lanes, LaneState
+from kproxy.routing.lanes import Item, Lanes, LaneState
 from kproxy.routing.merge import Exchange, Matched
 from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.routes import Routes
@@ -159,7 +160,7 @@ def append(items: list[Item], item: Item, **_: object) -> None:
     items.append(item)
 
 
-def note_all(self: in_flight.Unconfirmed, partition: tuple[bytes, int], routed_at: int, now: float) -> None:
+def note_all(self: in_flight.RecentBatches, partition: tuple[bytes, int], routed_at: int, now: float) -> None:
     batches, _ = self._now.get(partition, (0, 0))
     self._now[partition] = (batches + 1, routed_at)
 
@@ -308,7 +309,7 @@ SWITCHES: dict[str, Switch] = {
         test_fanout_lanes.test_when_a_later_batch_was_appended_after_all_the_first_ones_own_code_is_handed_on,
     ),
     "in_flight 3: a bound of what is in doubt": Switch(
-        replaced(in_flight.Unconfirmed, "note", note_all),
+        replaced(in_flight.RecentBatches, "note", note_all),
         with_patches(test_fanout_ends.test_no_more_partitions_than_a_bound_are_in_doubt_by_name),
     ),
     "lanes 2: while a lane exists nothing is sent but the one that probes": Switch(

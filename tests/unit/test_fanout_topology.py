@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kproxy.routing.merge import ExchangeState
@@ -340,6 +342,34 @@ def test_an_id_that_has_got_its_name_makes_room_for_another() -> None:
 
 
 # From the plain path
+
+
+def with_a_lane(play: Playbook) -> None:
+    play.submits(3, "t-2")
+    assert not play.core.is_quiet
+
+
+def with_a_batch_that_may_come_again(play: Playbook) -> None:
+    play.submits(3, "t-0")
+    play.answers(3, "t-0=56")
+    assert play.core.awaits
+    assert play.core.is_quiet
+
+
+def with_partitions_that_count(play: Playbook) -> None:
+    play.fetches(3, "t-0 t-1")
+    assert play.core.open_partitions == 2
+    assert play.core.is_quiet
+
+
+@pytest.mark.parametrize("change", [with_a_lane, with_a_batch_that_may_come_again, with_partitions_that_count])
+def test_each_thing_that_the_core_must_know_of_keeps_a_request_from_the_compiled_path(
+    change: Callable[[Playbook], None],
+) -> None:
+    play = proven("t-0 t-1")
+    assert play.core.takes_plain
+    change(play)
+    assert not play.core.takes_plain
 
 
 def test_what_enters_takes_its_place_among_the_requests() -> None:

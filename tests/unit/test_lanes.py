@@ -38,7 +38,7 @@ def test_a_lane_has_one_entry_for_each_time_that_it_waits_for() -> None:
     lanes.refused(KEY, item(1), Pause(9.0, 4.0, 0), [2, 3])
     for sequence in (2, 3):
         lanes.refused(KEY, item(sequence), None, ())
-        lanes.hold(KEY, item(10 + sequence))
+        lanes.queue(KEY, item(10 + sequence))
         lanes.drop(lambda exchange: False)
     assert [due for due, *_ in lanes._by_due] == [9.0]
     lanes.hasten(lambda *_: True)
@@ -64,7 +64,7 @@ def answered(lanes: Lanes, *sequences: int) -> list[Release]:
 
 
 def test_two_lanes_that_become_one_wait_for_what_either_waited_for() -> None:
-    lanes = both(lambda lanes: lanes.hold(KEY, item(92)), lambda lanes: lanes.hold(ID, item(93)))
+    lanes = both(lambda lanes: lanes.queue(KEY, item(92)), lambda lanes: lanes.queue(ID, item(93)))
     for sequence in (90, 91):
         assert lanes.next_due() is None
         answered(lanes, sequence)
@@ -77,7 +77,7 @@ def test_what_goes_first_in_one_of_them_is_waited_for_like_the_rest(order: tuple
     lanes = Lanes()
     lanes.probe(KEY, 2)
     lanes.probe(ID, 1)
-    lanes.hold(ID, item(3))
+    lanes.queue(ID, item(3))
     lanes.rename(ID, KEY)
     assert not lanes.is_probing(KEY, 1)
     assert not lanes.is_probing(KEY, 2)
@@ -85,6 +85,17 @@ def test_what_goes_first_in_one_of_them_is_waited_for_like_the_rest(order: tuple
     assert lanes.next_due() is None
     answered(lanes, order[1])
     assert lanes.next_due() is not None
+
+
+@pytest.mark.parametrize("later", [KEY, ID])
+def test_two_lanes_that_wait_for_time_alone_become_one_that_waits_for_the_later_time(later: tuple[bytes, int]) -> None:
+    lanes = Lanes()
+    for sequence, key in enumerate((KEY, ID), 1):
+        due = 9.0 if key == later else 8.0
+        lanes.refused(key, item(sequence), Pause(due, due, 0), ())
+    lanes.rename(ID, KEY)
+    assert lanes.next_due() == 9.0
+    assert [each.exchange.sequence for each in lanes.ready(9.0)] == [1]
 
 
 @pytest.mark.parametrize("later", [KEY, ID])
@@ -125,7 +136,7 @@ def test_what_waits_in_one_behind_what_the_other_gave_up_is_given_up() -> None:
     give_up(lanes, KEY, 91, 93)
     lanes.block(ID, [89])
     for sequence in (91, 92, 93, 94):
-        lanes.hold(ID, item(sequence))
+        lanes.queue(ID, item(sequence))
     assert [each.exchange.sequence for each in lanes.rename(ID, KEY)] == [92, 93]
     answered(lanes, 89, 90)
     assert [each.exchange.sequence for each in lanes.ready(0.0)] == [91]

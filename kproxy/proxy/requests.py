@@ -1,0 +1,226 @@
+"""Check the Produce, Fetch and ListOffsets requests of one client connection, and begin them.
+
+A request that names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST. What may be sent goes the
+plain path (kproxy.proxy.plain_path) if all its routes are proven, and else to the core (kproxy.proxy.fanout).
+
+Invariant: open requests have at most MAX_OPEN_PARTITIONS partitions together, or as many as a single request has. So an
+event, such as the end of a broker's connection, concerns no more, and its duration is bounded. Requests for one
+partition do not count: their number is bounded by itself.
+
+Produce. Versions 3–13 are served. Versions 0–2 are offered, because librdkafka drops compression otherwise, and refused
+when sent, by closing the connection as Kafka does. acks other than -1, 0 and 1 get INVALID_REQUIRED_ACKS.
+
+The deadline of a produce request counts from its first byte: a request that is past it when its last byte arrives is
+not sent. For a client that waits for no answer (acks=0) it counts from the last byte, as such a client has no timer.
+
+acks=0 has no answer. With `confirm_acks0` brokers are asked for acks=1 all the same and their answers end here. So the
+proxy knows which batches were refused, sends them to the new owner, keeps their order, and counts losses exactly. For
+topics with a writer group this is always so.
+
+Fetch. There are no fetch sessions (KIP-227): answers name session 0, and a request that continues a session gets
+FETCH_SESSION_ID_NOT_FOUND. If one broker leads all partitions of a fetch, that broker waits for data. Otherwise all
+brokers are asked without waiting, and again until there is enough or the fetch's time is over.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from kproxy.plain import compiled
+from kproxy.proxy.answer_order import AnswerOrder, Slot
+from kproxy.proxy.apis import Ranges
+from kproxy.proxy.claims import ClientClaims, Respond, refused_writes
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.fanout import FanoutShell
+from kproxy.routing.merge import Exchange
+from kproxy.routing.retry import deadline_s
+from kproxy.routing.split import NOTHING_REFUSED
+from kproxy_codec.error_codes import FETCH_SESSION_ID_NOT_FOUND, INVALID_REQUEST, INVALID_REQUIRED_ACKS
+from kproxy_codec.errors import InvalidField
+from kproxy_codec.fetch import NO_SESSION, FetchApi, response_ends
+from kproxy_codec.framing import RequestHeader, parse_request_header, response_header
+from kproxy_codec.list_offsets import LIST_OFFSETS_API
+from kproxy_codec.partitioned import MAX_PARTITIONS, PartitionedApi, PartitionedRequest, encode_topics, with_length
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.produce import PRODUCE_API, parse_produce, set_acks
+
+FETCH_API: Final = FetchApi()
+MAX_FETCH_WAIT_S: Final = 300.0
+# Time for a broker's answer beyond the time that a read itself may wait.
+READ_GRACE_S: Final = 30.0
+MAX_OPEN_PARTITIONS: Final = MAX_PARTITIONS
+
+_ACKS: Final = (-1, 1, 0)
+
+
+class NoRoom(Exception):
+    """A request for `partitions` must wait until others are answered."""
+
+    def __init__(self, partitions: int) -> None:
+        super().__init__(f"{partitions} partitions are too many for now")
+        self.partitions = partitions
+
+
+class DataRequests:
+    """Begins requests of one client connection, which has claimed `claims`.
+
+    Each method serves one request whose first byte came at `now`. It returns the bytes that the answer may have beyond
+    the request's own size, or None if it has no answer (acks=0). It raises CodecError, and NoRoom if the request has to
+    wait; nothing of it is changed or sent then.
+    """
+
+    def __init__(self, context: ProxyContext, fanout: FanoutShell, claims: ClientClaims) -> None:
+        self._context = context
+        self._clock = context.clock
+        self._topology = context.topology
+        self._claims = claims
+        self._fanout = fanout
+        self._core = fanout.core
+        self._plain = fanout.plain
+
+    def produce(self, frame: memoryview, header: RequestHeader, now: float, slot: Slot) -> int | None:
+        """Serve a produce request."""
+        context, core = self._context, self._core
+        request = parse_produce(frame, header)
+        acks = request.acks
+        if acks not in _ACKS or request.is_too_large or request.repeats_a_partition():
+            if acks == 0:
+                raise InvalidField("an acks=0 request names a partition twice, or too many of them")
+            return self._refuse(PRODUCE_API, request, slot, INVALID_REQUEST if acks in _ACKS else INVALID_REQUIRED_ACKS)
+        self._check_room(request)
+        began = self._clock() if acks == 0 else now
+        deadline = began + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
+        if request.by_id:
+            self._fanout.name_topics(request)
+        refused = NOTHING_REFUSED
+        if context.own is not None and context.own.gated:
+            refused = refused_writes(context.own, self._claims.connection, request)
+            if refused:
+                context.counters["own.gated"] += len(refused)
+        if acks == 0 and (context.confirm_acks0 or self._is_gated(request)):
+            set_acks(request, 1)
+        self._follow(slot)
+        if request.acks != 0 and not refused and core.is_quiet and (acks == 0 or deadline > self._clock()):
+            if core.awaits:
+                core.arrived(Exchange(PRODUCE_API, request, slot.sequence, deadline))
+            if self._plain.send(slot, request, deadline, self._topology.version, is_silent=acks == 0):
+                return None if acks == 0 else 0
+        exchange = Exchange(PRODUCE_API, request, slot.sequence, deadline)
+        exchange.is_silent = acks == 0
+        self._fanout.submit(exchange, slot.fill, refused)
+        return None if acks == 0 else 0
+
+    def _is_gated(self, request: PartitionedRequest) -> bool:
+        """Whether a topic has a writer group: its next claimant must know when the last of this is written."""
+        own = self._context.own
+        return own is not None and any(topic.name in own.gated for topic in request.topics)
+
+    def fetch(self, frame: memoryview, header: RequestHeader, now: float, slot: Slot) -> int | None:
+        """Serve a fetch request."""
+        request = FETCH_API.parse_request(frame, header)
+        if request.session_id != NO_SESSION:
+            head, tail = response_ends(header.api_version, 0, [], FETCH_SESSION_ID_NOT_FOUND)
+            answer_header = response_header(header.api_key, header.api_version, header.correlation_id)
+            self._context.tally.error(header.api_key, FETCH_SESSION_ID_NOT_FOUND)
+            slot.fill(with_length([answer_header + head, *encode_topics([], flexible=request.flexible), tail]))
+            return 0
+        if request.is_too_large or request.repeats_a_partition():
+            return self._refuse(FETCH_API, request, slot, INVALID_REQUEST)
+        self._check_room(request)
+        refused = NOTHING_REFUSED
+        respond: Respond = slot.fill
+        if self._claims.connection is not None:
+            refused, respond = self._claims.read(request, slot.fill)
+            self._context.counters["own.fetch_gated"] += len(refused)
+        FETCH_API.admit(request)
+        wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
+        exchange = Exchange(FETCH_API, request, slot.sequence, now + wait_s + READ_GRACE_S)
+        exchange.look_until = now + wait_s
+        self._follow(slot)
+        self._fanout.submit(exchange, respond, refused)
+        return min(max(request.max_bytes, 0), self._context.limits.max_answer_bytes)
+
+    def list_offsets(self, frame: memoryview, header: RequestHeader, now: float, slot: Slot) -> int | None:
+        """Serve a ListOffsets request; its answer is as small as itself."""
+        request = LIST_OFFSETS_API.parse_request(frame, header)
+        if request.is_too_large or request.repeats_a_partition():
+            return self._refuse(LIST_OFFSETS_API, request, slot, INVALID_REQUEST)
+        self._check_room(request)
+        LIST_OFFSETS_API.admit(request)
+        self._follow(slot)
+        self._fanout.submit(Exchange(LIST_OFFSETS_API, request, slot.sequence, now + READ_GRACE_S), slot.fill)
+        return 0
+
+    def _follow(self, slot: Slot) -> None:
+        """Follow the topology before the request of `slot` begins."""
+        fanout = self._fanout
+        fanout.plain.newest = slot.sequence
+        if not fanout.follows:
+            fanout.follow()
+
+    def _refuse(self, api: PartitionedApi, request: PartitionedRequest, slot: Slot, error_code: int) -> int:
+        """Answer each partition with the same error."""
+        self._context.tally.error(api.api_key, error_code, partitions=request.partition_count)
+        slot.fill(refuse(api, request, error_code))
+        return 0
+
+    # Room
+
+    def _check_room(self, request: PartitionedRequest) -> None:
+        """Raises NoRoom if a request has to wait; to be called before anything of it is changed."""
+        # Nearly always nothing that counts is open. This is called for every request.
+        if self._core.open_partitions or self._plain.open_partitions:
+            partitions = request.partition_count
+            if not self.has_room_for(partitions):
+                raise NoRoom(partitions)
+
+    def has_room_for(self, partitions: int) -> bool:
+        """Whether a request for this many partitions may be begun."""
+        taken = self._core.open_partitions + self._plain.open_partitions
+        return not taken or taken + partitions <= MAX_OPEN_PARTITIONS
+
+
+class CompiledPath(Protocol):
+    """The compiled plain path of one client connection (kproxy.plain)."""
+
+    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
+        """Begin a request; False leaves it, with nothing changed, to DataRequests."""
+        ...
+
+
+def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder) -> CompiledPath | None:
+    """The compiled plain path of a client; None where it is not built or switched off."""
+    if compiled is None:
+        return None
+
+    def parse(frame: memoryview, correlation_id: int) -> PartitionedRequest:
+        request = parse_produce(frame, parse_request_header(frame)._replace(correlation_id=correlation_id))
+        if request.by_id:
+            fanout.name_topics(request)
+        return request
+
+    def make_exchange(request: PartitionedRequest, sequence: int, deadline: float) -> Exchange:
+        return Exchange(PRODUCE_API, request, sequence, deadline)
+
+    path: CompiledPath = compiled.CompiledPath(fanout, answers, context, fanout.take_over, parse, make_exchange)
+    return path
+
+
+def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:
+    """Build an answer that gives every partition the same error, once."""
+    header = request.header
+    topics: dict[bytes, dict[int, None]] = {}
+    for topic in request.topics:
+        topics.setdefault(topic.wire, {}).update(dict.fromkeys(topic.partitions))
+    errors = [
+        (wire, [api.error_entry(header.api_version, index, error_code) for index in partitions], len(partitions))
+        for wire, partitions in topics.items()
+    ]
+    head, tail = api.response_ends(header.api_version, 0, [])
+    return with_length(
+        [
+            response_header(header.api_key, header.api_version, header.correlation_id) + head,
+            *encode_topics(errors, flexible=request.flexible, by_id=request.by_id),
+            tail,
+        ]
+    )
