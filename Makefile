@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 UV     ?= uv
 ARGS   ?=
-LANES  ?= 3
+LANES  ?= 4
 SECTION ?=
 AGAINST ?=
 PYTHONS ?=
@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/insta
 demo: install  ## write 336,776 flights through the proxy with Spark, kill -9 an owner meanwhile, read them back, judge and audit it
 	@$(BIN)/kproxy demo --kill-owner $(ARGS)
 
-test: install  ## run the tests, three at a time; LANES=0 for one after the other
+test: install  ## run the tests, four at a time; LANES=0 for one after the other
 	@$(BIN)/python -m pytest -n $(LANES) $(ARGS)
 
 test-all: install  ## run these and the long tests: every client release, more seeds, every byte of a reset
@@ -40,11 +40,11 @@ test-all: install  ## run these and the long tests: every client release, more s
 
 chaos: install  ## kill, stop and cut off members of etcd at random for MINUTES=10, from SEED=1, and judge the table
 	@KPROXY_CHAOS_MINUTES=$(MINUTES) KPROXY_CHAOS_SEED=$(SEED) \
-		$(BIN)/python -m pytest -s -q tests/integration/test_etcd_chaos.py $(ARGS)
+		$(BIN)/python -m pytest -s -q tests/integration/etcd/test_etcd_chaos.py $(ARGS)
 
 storm: install  ## kill, stop, cut off and wipe replicated brokers at random for MINUTES=10, from SEED=1, and judge what is left
 	@KPROXY_STORM_MINUTES=$(MINUTES) KPROXY_STORM_SEED=$(SEED) \
-		$(BIN)/python -m pytest -s -q tests/integration/test_replication_storm.py $(ARGS)
+		$(BIN)/python -m pytest -s -q tests/integration/broker/test_replication_storm.py $(ARGS)
 
 sim: install  ## put replication through SEEDS=1000 random runs of brokers, links and time, from SEED=1; a second for ten
 	@KPROXY_SIM_SEEDS=$(SEEDS) KPROXY_SIM_FIRST_SEED=$(SEED) \
@@ -63,7 +63,7 @@ worlds-rules: install  ## switch off rules of the produce path, the rarest too, 
 
 own-histories: install  ## HISTORIES=500 random histories of claims, writes and deaths before reference brokers, from SEED=1, judged
 	@KPROXY_OWN_HISTORIES=$(HISTORIES) KPROXY_OWN_SEED=$(SEED) \
-		$(BIN)/python -m pytest -q tests/integration/test_own_histories.py $(ARGS)
+		$(BIN)/python -m pytest -q tests/integration/claims/test_own_histories.py $(ARGS)
 
 fuzz: install  ## put FRAMES=50000000 sound and broken frames through the compiled plain path's C under sanitizers; SEED=7 repeats them
 	@$(BIN)/python -m scripts.fuzz $(FRAMES) $(if $(filter file,$(origin SEED)),,$(SEED))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from bench.processes import child, first_line
 from kproxy.pipeline.java import find_java
-from tests.support.jars import kafka_classpath, pyspark_jars
+from tests.support.brokers.jars import kafka_classpath, pyspark_jars
 
 RECORD_BYTES = 100
 # As Kafka's own script starts it.

@@ -14,8 +14,8 @@ from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 from bench.processes import child, cpu_seconds, first_line
 from kproxy.pipeline.java import find_java
 from kproxy.pipeline.spark import SparkDriver
-from tests.support.jars import kafka_classpath
-from tests.support.real_kafka import RealKafka, start_real_kafka
+from tests.support.brokers.jars import kafka_classpath
+from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
 
 BROKERS = 3
 PARTITIONS = 12

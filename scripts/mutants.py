@@ -46,9 +46,10 @@ MODULES: Final = tuple(
         "split",
     )
 )
+FOLDER: Final = "tests/unit/routing"
 TESTS: Final = (
-    *(f"tests/unit/test_{name}.py" for name in ("identity", "lanes", "routes", "retry", "refused", "topology")),
-    *(f"tests/unit/test_fanout_{name}.py" for name in ("answers", "clients", "ends", "lanes", "retries", "topology")),
+    *(f"{FOLDER}/test_{name}.py" for name in ("identity", "lanes", "routes", "retry", "refused", "topology")),
+    *(f"{FOLDER}/test_fanout_{name}.py" for name in ("answers", "clients", "ends", "lanes", "retries", "topology")),
 )
 MUTANTS: Final = 60
 PASS_SHARE: Final = 0.9

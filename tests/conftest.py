@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.dev import KproxyProcess, dev_arguments, serving
+from tests.support.processes.dev import KproxyProcess, dev_arguments, serving
 
 # The tests read the logs of commands as text; a command logs JSON where stderr is no terminal.
 os.environ["KPROXY_LOG_FORMAT"] = "text"
@@ -15,13 +15,13 @@ os.environ["KPROXY_LOG_FORMAT"] = "text"
 pytest_plugins = [
     "tests.support.rules",
     "tests.support.lanes",
-    "tests.support.etcd",
-    "tests.support.etcd_cluster",
-    "tests.support.reference_broker",
-    "tests.support.real_kafka",
-    "tests.support.own_proxies",
-    "tests.support.owned_topics",
-    "tests.support.spark",
+    "tests.support.etcd.embedded",
+    "tests.support.etcd.etcd_cluster",
+    "tests.support.brokers.reference_broker",
+    "tests.support.brokers.real_kafka",
+    "tests.support.claims.own_proxies",
+    "tests.support.claims.owned_topics",
+    "tests.support.clients.spark",
 ]
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dev import KproxyProcess
-from tests.support.java import SHORT_JAVA, java_executable
-from tests.support.kafka_io import read_partition
-from tests.support.kafka_jars import kafka_classpath
+from tests.support.brokers.kafka_jars import kafka_classpath
+from tests.support.clients.java import SHORT_JAVA, java_executable
+from tests.support.clients.kafka_io import read_partition
+from tests.support.processes.dev import KproxyProcess
 
 # The first run of all downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]

@@ -9,21 +9,21 @@ from itertools import takewhile
 
 import pytest
 
-from tests.support.dev import KproxyProcess
-from tests.support.java_client import run_java_client
-from tests.support.kafka_io import read_topic
-from tests.support.kafka_jars import KAFKA_VERSION, client_classpath
-from tests.support.leader_moves import check_numbered, moving_leaders, numbered, paced
-from tests.support.librdkafka_client import run_librdkafka
-from tests.support.real_kafka import RealKafka
-from tests.support.served import counted, kafka_proxy
+from tests.support.brokers.kafka_jars import KAFKA_VERSION, client_classpath
+from tests.support.brokers.leader_moves import check_numbered, moving_leaders, numbered, paced
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.clients.java_client import run_java_client
+from tests.support.clients.kafka_io import read_topic
+from tests.support.clients.librdkafka_client import run_librdkafka
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import counted, kafka_proxy
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 # At least, and for as long as it takes until the leaders have moved so often.
-RECORDS, RECORDS_PER_S = (200_000, 10_000) if os.environ.get("KPROXY_TEST_ALL") == "1" else (50_000, 5_000)
-LEAST_MOVES = 10
+RECORDS, RECORDS_PER_S = (200_000, 10_000) if os.environ.get("KPROXY_TEST_ALL") == "1" else (20_000, 3_000)
+LEAST_MOVES = 6
 READ_TIMEOUT_S = 60.0
 # Of /metrics.
 RETRIES = "kproxy_retries_total{"

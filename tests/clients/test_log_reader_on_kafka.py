@@ -17,9 +17,9 @@ from kproxy.pipeline.audit.log_options import read_options
 from kproxy.pipeline.audit.log_plan import LogRange, cut
 from kproxy.pipeline.audit.log_reader import RangeReader, Row
 from kproxy_codec.record_crc import crc_is_valid
-from tests.support.kafka_io import TIMEOUT_S
-from tests.support.real_kafka import RealKafka
-from tests.support.reference_broker import wait_for
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.reference_broker import wait_for
+from tests.support.clients.kafka_io import TIMEOUT_S
 
 # The first run of all downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]

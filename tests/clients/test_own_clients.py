@@ -14,8 +14,8 @@ from aiokafka.protocol.produce import ProduceRequest
 
 from kproxy.claims.client import OwnNotOffered, OwnRefused, Severed, own
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE
-from tests.support.owned_topics import PARTITIONS, WRITERS, OwnedTopics
-from tests.support.record_batches import build_batch
+from tests.support.claims.owned_topics import PARTITIONS, WRITERS, OwnedTopics
+from tests.support.wire.record_batches import build_batch
 
 PATIENCE_S = 15.0
 CHECK_EVERY_S = 0.5

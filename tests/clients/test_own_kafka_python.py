@@ -15,7 +15,7 @@ from kafka.errors import PolicyViolationError
 
 from kproxy.claims.client import OwnNotOffered, OwnRefused, Severed, own_sync
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID
-from tests.support.owned_topics import PARTITIONS, WRITERS, OwnedTopics
+from tests.support.claims.owned_topics import PARTITIONS, WRITERS, OwnedTopics
 
 PATIENCE_S = 15.0
 CHECK_EVERY_S = 0.5

@@ -22,12 +22,12 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tests.support.dev import KproxyProcess
-from tests.support.kafka_io import read_topic
-from tests.support.kafka_jars import KAFKA_VERSION
-from tests.support.real_kafka import RealKafka
-from tests.support.served import kafka_proxy, port_of
-from tests.support.steady_writers import MODES, Mode, Running, Writer, find, writing
+from tests.support.brokers.kafka_jars import KAFKA_VERSION
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.clients.kafka_io import read_topic
+from tests.support.clients.steady_writers import MODES, Mode, Running, Writer, find, writing
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import kafka_proxy, port_of
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
@@ -67,7 +67,10 @@ def writers_of(
     return topic, direct, proxied
 
 
-@pytest.mark.parametrize("mode", MODES)
+# What clients do by default; the other modes wait as long.
+@pytest.mark.parametrize(
+    "mode", [pytest.param(each, marks=() if each == "idempotent" else pytest.mark.long) for each in MODES]
+)
 def test_no_client_waits_for_a_planned_move_much_longer_than_direct(
     mode: str, proxies: dict[str, KproxyProcess], real_kafka: RealKafka
 ) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from kproxy_codec.api_keys import PRODUCE
 from tests.clients.test_produce_versions import PARTITIONS, Tapped, tapped, topic  # noqa: F401
-from tests.support.kafka_io import read_topic
-from tests.support.real_kafka import RealKafka
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.clients.kafka_io import read_topic
 
 pytestmark = [pytest.mark.java, pytest.mark.spark, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -18,14 +18,14 @@ import pytest
 
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.record_batch import iterate_batches
-from tests.support.dev import serving
-from tests.support.java_client import run_java_client
-from tests.support.kafka_io import Placed, Record, read_topic
-from tests.support.kafka_jars import CLIENT_VERSIONS, client_classpath, kafka_classpath
-from tests.support.librdkafka_client import run_librdkafka
-from tests.support.old_kafka_python import run_old_kafka_python
-from tests.support.real_kafka import RealKafka
-from tests.support.tap import Tap, listening_tap
+from tests.support.brokers.kafka_jars import CLIENT_VERSIONS, client_classpath, kafka_classpath
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.clients.java_client import run_java_client
+from tests.support.clients.kafka_io import Placed, Record, read_topic
+from tests.support.clients.librdkafka_client import run_librdkafka
+from tests.support.clients.old_kafka_python import run_old_kafka_python
+from tests.support.clients.tap import Tap, listening_tap
+from tests.support.processes.dev import serving
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]

@@ -15,8 +15,8 @@ import kafka
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-from tests.support.dev import KproxyProcess
-from tests.support.kafka_io import read_with_aiokafka
+from tests.support.clients.kafka_io import read_with_aiokafka
+from tests.support.processes.dev import KproxyProcess
 
 PARTITIONS = 6
 RECORDS = 1_000

@@ -22,24 +22,24 @@ from typing import Any
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from tests.support.client_process import ClientRun
-from tests.support.dev import KproxyProcess
-from tests.support.java_client import run_java_client
-from tests.support.kafka_io import Record, read_topic
-from tests.support.kafka_jars import KAFKA_VERSION, client_classpath
-from tests.support.leader_moves import check_numbered, numbered, paced
-from tests.support.librdkafka_client import run_librdkafka
-from tests.support.real_kafka import RealBroker, RealKafka
-from tests.support.reference_broker import wait_for
-from tests.support.served import counted, kafka_proxy
-from tests.support.spark import write_batches
+from tests.support.brokers.kafka_jars import KAFKA_VERSION, client_classpath
+from tests.support.brokers.leader_moves import check_numbered, numbered, paced
+from tests.support.brokers.real_kafka import RealBroker, RealKafka
+from tests.support.brokers.reference_broker import wait_for
+from tests.support.clients.client_process import ClientRun
+from tests.support.clients.java_client import run_java_client
+from tests.support.clients.kafka_io import Record, read_topic
+from tests.support.clients.librdkafka_client import run_librdkafka
+from tests.support.clients.spark import write_batches
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import counted, kafka_proxy
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 ROLLS = int(os.environ.get("KPROXY_TEST_ROLLS", "1"))
 PARTITIONS = 3
-RECORDS_PER_S = 2_000
+RECORDS_PER_S = 2_000 if os.environ.get("KPROXY_TEST_ALL") == "1" else 500
 SPARK_ROWS = 200
 READ_TIMEOUT_S = 60.0
 # Of /metrics.

@@ -18,9 +18,9 @@ from tests.clients.test_rolled_cluster import (
     proxies,  # noqa: F401
     roll_under,
 )
-from tests.support.dev import KproxyProcess
-from tests.support.kafka_io import read_topic
-from tests.support.real_kafka import RealKafka
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.clients.kafka_io import read_topic
+from tests.support.processes.dev import KproxyProcess
 
 pytestmark = [pytest.mark.java, pytest.mark.spark, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from tests.support.dev import KproxyProcess
-from tests.support.kafka_io import read_topic
-from tests.support.kafka_jars import KAFKA_VERSION
-from tests.support.real_kafka import RealKafka
-from tests.support.reference_broker import wait_for
-from tests.support.served import counted, kafka_proxy, page, port_of
-from tests.support.spark import write_batches
-from tests.support.steady_writers import MODES, Found, Running, Writer, find, writing
+from tests.support.brokers.kafka_jars import KAFKA_VERSION
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.reference_broker import wait_for
+from tests.support.clients.kafka_io import read_topic
+from tests.support.clients.spark import write_batches
+from tests.support.clients.steady_writers import MODES, Found, Running, Writer, find, writing
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import counted, kafka_proxy, page, port_of
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.spark, pytest.mark.timeout(900)]

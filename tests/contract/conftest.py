@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from tests.support.oracle import NODES, RealSide, ReferenceSide, Side
-from tests.support.real_kafka import RealKafka
-from tests.support.reference_broker import start_brokers
+from tests.support.brokers.oracle import NODES, RealSide, ReferenceSide, Side
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.reference_broker import start_brokers
 
 LEASE_TTL_S = 4
 

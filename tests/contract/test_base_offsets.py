@@ -29,12 +29,12 @@ from kproxy_codec.api_keys import (
     LIST_OFFSETS,
     PRODUCE,
 )
-from tests.support.dev import KproxyProcess
-from tests.support.oracle import NODES, Outcome, RealSide, outcome
-from tests.support.real_kafka import RealKafka
-from tests.support.record_batches import build_batch
-from tests.support.reference_broker import RawClient, wait_for
-from tests.support.served import kafka_proxy, port_of
+from tests.support.brokers.oracle import NODES, Outcome, RealSide, outcome
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.reference_broker import RawClient, wait_for
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import kafka_proxy, port_of
+from tests.support.wire.record_batches import build_batch
 
 # The first run of all downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]

@@ -16,7 +16,7 @@ from crc32c import crc32c
 
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import PRODUCE
-from tests.support.oracle import (
+from tests.support.brokers.oracle import (
     LAST_SEQUENCE,
     NODES,
     ONE,
@@ -29,7 +29,7 @@ from tests.support.oracle import (
     on_both,
     produce,
 )
-from tests.support.record_batches import build_batch, with_attributes
+from tests.support.wire.record_batches import build_batch, with_attributes
 
 Sides = Mapping[str, Side]
 

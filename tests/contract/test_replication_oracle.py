@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.oracle import (
+from tests.support.brokers.oracle import (
     LAST_SEQUENCE,
     NODES,
     ONE,

@@ -20,9 +20,9 @@ from kproxy.etcd import EtcdClient, TxnOp, delete_op, put_op
 from kproxy.proxy.sources import OpenSource, open_source
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy_codec.api_keys import PRODUCE
-from tests.support.kafscale import snapshot_value
-from tests.support.real_kafka import RealKafka
-from tests.support.reference_broker import RawClient
+from tests.support.brokers.kafscale import snapshot_value
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.reference_broker import RawClient
 
 PARTITIONS = 7
 

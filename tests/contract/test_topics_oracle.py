@@ -7,7 +7,7 @@ from typing import Any
 
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import CREATE_TOPICS
-from tests.support.oracle import Side, on_both
+from tests.support.brokers.oracle import Side, on_both
 
 Asked = dict[str, Any]
 

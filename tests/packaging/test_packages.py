@@ -19,9 +19,9 @@ from typing import NamedTuple
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from tests.support.dev import run_kproxy, serving
-from tests.support.kafka_io import produce, read_partition
-from tests.support.real_kafka import RealKafka
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.clients.kafka_io import produce, read_partition
+from tests.support.processes.dev import run_kproxy, serving
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = os.environ.get("KPROXY_TEST_PYTHONS", "").split() or [sys.executable]

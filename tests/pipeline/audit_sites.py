@@ -19,9 +19,9 @@ from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.run import AuditJob, run_audit
 from kproxy.pipeline.audit.tables import Tables
 from kproxy.pipeline.audit.trail import JSON, TrailPlace
-from tests.support.broker_hooks import UNFENCED
-from tests.support.dev import KproxyProcess, serving
-from tests.support.reference_broker import RawClient, start_brokers, wait_for
+from tests.support.brokers.broker_hooks import UNFENCED
+from tests.support.brokers.reference_broker import RawClient, start_brokers, wait_for
+from tests.support.processes.dev import KproxyProcess, serving
 
 PREFIX = "/audited"
 TTL_S = 3

@@ -22,12 +22,12 @@ from kproxy.pipeline.audit.trail import parse_trail
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
 from kproxy.trail.rows import encode_page
-from tests.support.dev import KproxyProcess, run_kproxy
-from tests.support.forged_trail import ForgedTrail, now_ms
-from tests.support.java import require_java
-from tests.support.kafka_io import produce
-from tests.support.ports import free_port
-from tests.support.spark import QUICK
+from tests.support.audit.forged_trail import ForgedTrail, now_ms
+from tests.support.clients.java import require_java
+from tests.support.clients.kafka_io import produce
+from tests.support.clients.spark import QUICK
+from tests.support.processes.dev import KproxyProcess, run_kproxy
+from tests.support.processes.ports import free_port
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

@@ -29,11 +29,11 @@ from tests.pipeline.audit_sites import (
     write,
 )
 from tests.pipeline.forging import Offsets, append_again, cut_off
-from tests.support.record_batches import build_batch
-from tests.support.reference_broker import RawClient, wait_for
+from tests.support.brokers.reference_broker import RawClient, wait_for
+from tests.support.wire.record_batches import build_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
-pytest_plugins = ["tests.support.etcd"]
+pytest_plugins = ["tests.support.etcd.embedded"]
 
 CLEAN = {("clean", 0): 300, ("clean", 1): 300, ("clean", 2): 300}
 FORGED = {("cut", 0): 400, ("twice", 0): 400}

@@ -25,9 +25,9 @@ from kproxy.pipeline.ingest.run import Stop
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
 from kproxy.trail.rows import Row, encode_page
-from tests.support.dev import KproxyProcess
-from tests.support.forged_trail import ForgedTrail, now_ms
-from tests.support.kafka_io import produce
+from tests.support.audit.forged_trail import ForgedTrail, now_ms
+from tests.support.clients.kafka_io import produce
+from tests.support.processes.dev import KproxyProcess
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 

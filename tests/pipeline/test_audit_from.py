@@ -15,9 +15,9 @@ from kproxy.pipeline.audit.run import TRAIL_LOOKBACK_MS, AuditJob, run_audit
 from kproxy.pipeline.audit.trail import TOPIC, TrailPlace
 from kproxy.trail.rows import Row, encode_page
 from tests.pipeline.audit_sites import Audited
-from tests.support.dev import KproxyProcess
-from tests.support.forged_trail import ForgedTrail, now_ms
-from tests.support.kafka_io import TIMEOUT_S, produce
+from tests.support.audit.forged_trail import ForgedTrail, now_ms
+from tests.support.clients.kafka_io import TIMEOUT_S, produce
+from tests.support.processes.dev import KproxyProcess
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

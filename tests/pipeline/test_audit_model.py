@@ -1,12 +1,13 @@
 """The audit against one that looks at every offset by itself, on random small histories: a history a topic, one audit.
 
-`KPROXY_SEEDS=1000 KPROXY_FIRST_SEED=5000` judges other histories, and more of them; what fails names its seed.
+Each run has new seeds. `KPROXY_SEEDS=1000 KPROXY_FIRST_SEED=5000` judges these histories; what fails names its seed.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import secrets
 from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
@@ -14,13 +15,12 @@ import pytest
 
 from kproxy.pipeline.audit.run import work_in
 from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
-from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
+from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
-SEEDS = range(
-    first := int(os.environ.get("KPROXY_FIRST_SEED", "0")), first + int(os.environ.get("KPROXY_SEEDS", "150"))
-)
+FIRST_SEED = int(os.environ.get("KPROXY_FIRST_SEED", secrets.randbelow(1 << 31)))
+SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("KPROXY_SEEDS", "60")))
 WINDOW_MS = 10_000
 # Offsets go over several buckets.
 BUCKET_BITS = 4
@@ -210,7 +210,8 @@ def test_histories_are_of_every_kind(histories: dict[int, tuple[Trail, History]]
     seen: Counter[str] = Counter()
     for _, history in histories.values():
         seen.update({name: 1 for name, count in judge(history).counts.items() if count})
-    assert all(seen[name] >= len(SEEDS) / 30 for name in (*JUDGED, "unclaimed", "duplicated")), seen
+    # Duplicates are the rarest: one history in five has some.
+    assert all(seen[name] >= len(SEEDS) / 60 for name in (*JUDGED, "unclaimed", "duplicated")), seen
 
 
 @pytest.mark.long

@@ -12,9 +12,9 @@ import pytest
 from kproxy_codec.record_batch import iterate_batches
 from tests.pipeline.audit_sites import Audited, AuditedProxies, audit, write
 from tests.pipeline.forging import Offsets, cut_out
-from tests.support.real_kafka import start_real_kafka
+from tests.support.brokers.real_kafka import start_real_kafka
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.long, pytest.mark.timeout(600)]
 
 ROWS = {("kept", 0): 200, ("kept", 1): 200, ("holed", 0): 400, ("retained", 0): 400}
 PARTITIONS = {"kept": 2, "holed": 1, "retained": 1}

@@ -17,7 +17,7 @@ from kproxy.pipeline.audit.schemas import TAIL
 from kproxy.pipeline.audit.trail import SHIPPING_MS, parse_place, read_files, rows_of
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 from kproxy.trail.parquet_sink import SCHEMA
-from tests.support.trails import BEGAN_AT, INTERVAL_MS, SHIPPED_SCHEMA, Row, Trail, trail_frame
+from tests.support.audit.trails import BEGAN_AT, INTERVAL_MS, SHIPPED_SCHEMA, Row, Trail, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -86,6 +86,19 @@ def handed_over() -> list[Row]:
     return first.rows + second.rows + third.rows
 
 
+def shared_names() -> list[Row]:
+    """Of two proxies that share a name the one that began first goes on: killed, or with its first row lost."""
+    killed, other = Trail("killed:9092", "a"), Trail("killed:9092", "b", began=10_000)
+    killed.acked("t", 0, 10, at=20_000)
+    other.end(30_000)
+    headless, before = Trail("headless:9092", "b", began=20_000), Trail("headless:9092", "a")
+    headless.acked("t", 10, 10, at=25_000)
+    headless.end(26_000)
+    before.end(40_000)
+    del headless.rows[0]
+    return [row for trail in (killed, other, headless, before) for row in trail.rows]
+
+
 def marked(at: int) -> Trail:
     trail = Trail("marked", "marked")
     trail.acked("topic", 0, 10, at=1_000)
@@ -112,6 +125,10 @@ CASES: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
     "stopped and started again": (second_life(first_end=True), []),
     "killed, of several that share a name": (replicas(), [tail(1, 800_000, READ_AT // 1000)]),
     "killed after it was handed over to": (handed_over(), [tail(1, 200_000, 300)]),
+    "another of the same name hides no hole": (
+        shared_names(),
+        [("gap", 0, 1, *seconds(-61, 25)), tail(1, 20_000 - INTERVAL_MS, READ_AT // 1000)],
+    ),
     # Nobody knows any more how long it kept what it had to tell.
     "killed, and its begin is lost": (
         without(long_trail("p", 200, ends=False), 0),
@@ -161,7 +178,9 @@ def test_what_is_missing_of_a_trail_is_unproven_for_as_long_as_it_may_have_told_
     assert sorted(unproven[name]) == sorted(CASES[name][1])
 
 
-@pytest.mark.parametrize("name", LIVING)
+@pytest.mark.parametrize(
+    "name", [pytest.param("lives, heard of a moment ago", marks=pytest.mark.long), "lives, and another was killed"]
+)
 def test_what_lives_is_no_tail_and_the_rest_is_judged_as_far_as_it_is_known(spark: Any, name: str) -> None:
     rows, expected = LIVING[name]
     assert [tuple(what) for _, *what in unproven_of(trail_frame(spark, rows))] == expected

@@ -11,7 +11,7 @@ from kproxy.pipeline.audit import run
 from kproxy.pipeline.audit.run import FEW, acknowledged_by_one, fitted, judge, keep
 from kproxy.pipeline.audit.schemas import LOST
 from kproxy.pipeline.audit.tables import NAMES, AuditRules, Tables, read_results
-from tests.support.trails import BEGAN_AT, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
+from tests.support.audit.trails import BEGAN_AT, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ from kproxy.pipeline.audit.coverage import Land
 from kproxy.pipeline.audit.run import fitted, keep
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from kproxy.pipeline.audit.trail import rows_of
-from tests.support.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
+from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -42,6 +42,7 @@ def shared_names() -> list[Row]:
     return [row for trail in trails for row in trail.rows]
 
 
+@pytest.mark.long
 def test_what_another_proxy_of_the_same_name_tells_hides_no_hole(spark: Any, land: Land) -> None:
     tables = audit_tables(
         trail_frame(spark, shared_names()),

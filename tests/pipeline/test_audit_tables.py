@@ -13,7 +13,7 @@ from kproxy.pipeline.audit.report_text import headline, summary
 from kproxy.pipeline.audit.run import fitted, keep
 from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, OWNERS_SCHEMA, PARTITIONS_SCHEMA, WINDOWS_SCHEMA
 from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
-from tests.support.trails import (
+from tests.support.audit.trails import (
     BEGAN_AT,
     Row,
     Trail,

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.support.java import require_java
+from tests.support.clients.java import require_java
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 

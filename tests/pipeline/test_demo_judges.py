@@ -26,8 +26,8 @@ from kproxy.dev.cluster import DevCluster
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkDriver
 from tests.pipeline.tampering import Record, Tamper, TamperingRelay, double_one, drop_one, swap_two
-from tests.support.dev import asyncios_own_loop
-from tests.support.ports import free_port
+from tests.support.processes.dev import asyncios_own_loop
+from tests.support.processes.ports import free_port
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
@@ -89,7 +89,7 @@ def course(tmp_path_factory: pytest.TempPathFactory, spark_driver: SparkDriver) 
 @pytest.mark.parametrize(
     ("change", "wrong", "read"),
     [
-        pytest.param(None, {}, ROWS, id="no fault"),
+        pytest.param(None, {}, ROWS, id="no fault", marks=pytest.mark.long),
         pytest.param(drop_one, {"missing": 1}, ROWS - 1, id="one dropped"),
         pytest.param(double_one, {"duplicated": 1}, ROWS + 1, id="one doubled", marks=pytest.mark.long),
         pytest.param(swap_two, {"out of order": 1}, ROWS, id="two of one key swapped", marks=pytest.mark.long),

@@ -9,7 +9,7 @@ import threading
 import urllib.request
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from kproxy.pipeline.ingest.progress import Metrics, serving
 from kproxy.pipeline.ingest.run import Stop, run
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed
-from tests.support.dev import KproxyProcess
-from tests.support.kafka_io import Placed, read_topic
-from tests.support.real_kafka import RealKafka
+from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
+from tests.support.clients.kafka_io import Placed, read_topic
+from tests.support.processes.dev import KproxyProcess
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
@@ -89,6 +89,13 @@ def job(spark: Any, dev_cluster: KproxyProcess, tmp_path: Path) -> Job:
     return Job(spark, options, Metrics())
 
 
+@pytest.fixture(scope="module")
+def other_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKafka]:
+    """One broker: the three of `real_kafka` are another lane's."""
+    with start_real_kafka(tmp_path_factory.mktemp("kafka"), 1) as kafka:
+        yield kafka
+
+
 def values(records: list[Placed]) -> list[Any]:
     return [json.loads(record.value or b"null") for record in records]
 
@@ -144,7 +151,7 @@ def test_files_go_once_with_the_schema_that_was_inferred_first_whatever_comes_la
 @pytest.mark.parametrize(
     ("kind", "write"),
     [
-        ("json", lambda table, path: table.write.json(path)),
+        pytest.param("json", lambda table, path: table.write.json(path), marks=pytest.mark.long),
         ("parquet", lambda table, path: table.write.parquet(path)),
     ],
 )
@@ -288,16 +295,16 @@ def test_counts_are_right_where_spark_does_not_tell_them(
 
 
 def test_another_kafka_clusters_topic_is_copied_with_keys_headers_and_bytes_as_they_are(
-    job: Job, real_kafka: RealKafka
+    job: Job, other_kafka: RealKafka
 ) -> None:
-    topic = real_kafka.create_topic(f"from-{uuid.uuid4().hex[:8]}", 2)
+    topic = other_kafka.create_topic(f"from-{uuid.uuid4().hex[:8]}", 2)
     sent = [(n % 2, f"k{n % 5}".encode(), bytes([n, 0xFF]) if n % 10 else None) for n in range(40)]
-    producer = confluent_kafka.Producer({"bootstrap.servers": real_kafka.bootstrap})
+    producer = confluent_kafka.Producer({"bootstrap.servers": other_kafka.bootstrap})
     for number, (partition, key, value) in enumerate(sent):
         producer.produce(topic, value, key, partition, headers=[("n", str(number).encode()), ("none", None)])
     assert producer.flush(30) == 0
 
-    source = KafkaSource(real_kafka.bootstrap, topic, max_offsets=15)
+    source = KafkaSource(other_kafka.bootstrap, topic, max_offsets=15)
     changes = {"source": source, "key": ("key",), "value_column": "value", "copy_headers": True, "row_header": "from"}
     said = job.run(**changes)
     assert "Wrote 40 rows" in said
@@ -323,10 +330,10 @@ def test_another_kafka_clusters_topic_is_copied_with_keys_headers_and_bytes_as_t
 
 
 def test_records_keep_their_timestamps_and_partitions_and_what_was_aborted_is_not_copied(
-    job: Job, real_kafka: RealKafka
+    job: Job, other_kafka: RealKafka
 ) -> None:
-    topic = real_kafka.create_topic(f"from-{uuid.uuid4().hex[:8]}", PARTITIONS)
-    settings = {"bootstrap.servers": real_kafka.bootstrap, "transactional.id": topic}
+    topic = other_kafka.create_topic(f"from-{uuid.uuid4().hex[:8]}", PARTITIONS)
+    settings = {"bootstrap.servers": other_kafka.bootstrap, "transactional.id": topic}
     producer = confluent_kafka.Producer(settings)
     producer.init_transactions(30)
     for aborted in (True, False):
@@ -341,11 +348,11 @@ def test_records_keep_their_timestamps_and_partitions_and_what_was_aborted_is_no
         else:
             producer.commit_transaction(30)
 
-    assert_copied(job, KafkaSource(real_kafka.bootstrap, topic))
+    assert_copied(job, KafkaSource(other_kafka.bootstrap, topic))
     make_topic(job.options.bootstrap, f"{topic}-narrow", 1)
     narrow = {"topic": f"{topic}-narrow", "checkpoint": f"{job.options.checkpoint}-narrow", "keep_partitions": True}
     with pytest.raises(StartupError, match=r"has 3 partitions and topic .*-narrow has 1"):
-        job.run(source=KafkaSource(real_kafka.bootstrap, topic), **narrow)
+        job.run(source=KafkaSource(other_kafka.bootstrap, topic), **narrow)
 
 
 def assert_copied(job: Job, source: KafkaSource) -> None:

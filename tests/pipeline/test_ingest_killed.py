@@ -18,10 +18,10 @@ from kproxy.config import DEFAULT_PREFIX
 from kproxy.demo.run import create_topic, partition_owners
 from kproxy.dev.cluster import DevCluster
 from tests.pipeline.killing import Watched, committed, running
-from tests.support.dev import KPROXY, asyncios_own_loop
-from tests.support.java import require_java
-from tests.support.kafka_io import Placed, read_topic
-from tests.support.spark import QUICK
+from tests.support.clients.java import require_java
+from tests.support.clients.kafka_io import Placed, read_topic
+from tests.support.clients.spark import QUICK
+from tests.support.processes.dev import KPROXY, asyncios_own_loop
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

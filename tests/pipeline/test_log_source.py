@@ -14,9 +14,9 @@ from kproxy.pipeline.audit.log_connection import LogReadFailed
 from kproxy.pipeline.audit.log_source import read_short_log
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
-from tests.support.dev import KproxyProcess
-from tests.support.kafka_io import TIMEOUT_S, produce
-from tests.support.ports import free_port
+from tests.support.clients.kafka_io import TIMEOUT_S, produce
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.ports import free_port
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 

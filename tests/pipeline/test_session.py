@@ -16,8 +16,8 @@ from kproxy.pipeline.java import find_java
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import pyspark_home
 from kproxy.pipeline.spark_settings import LOCAL_MASTER, PACKAGE_ROOTS, spark_environment
-from tests.support.java import require_java
-from tests.support.spark import QUICK
+from tests.support.clients.java import require_java
+from tests.support.clients.spark import QUICK, SETTINGS
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
@@ -49,7 +49,7 @@ def test_a_session_that_is_there_is_taken_and_left(spark: Any) -> None:
         assert opened.session.sparkContext is spark.sparkContext
         assert opened.driver is None
         assert opened.session.conf.get("spark.sql.shuffle.partitions") == "3"
-    spark.conf.set("spark.sql.shuffle.partitions", "4")
+    spark.conf.set("spark.sql.shuffle.partitions", SETTINGS["spark.sql.shuffle.partitions"])
 
     assert spark.range(3).count() == 3
 
@@ -63,6 +63,7 @@ def test_what_is_settled_when_spark_starts_is_refused_later(spark: Any) -> None:
         pass
 
 
+@pytest.mark.long
 def test_a_job_starts_a_spark_of_its_own_and_leaves_nothing(tmp_path: Path) -> None:
     require_java()
     script = tmp_path / "job.py"

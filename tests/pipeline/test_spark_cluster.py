@@ -11,10 +11,10 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from tests.support.dev import KproxyProcess
-from tests.support.java import require_java
-from tests.support.kafka_io import read_topic
-from tests.support.spark_cluster import bare_python, spark_cluster
+from tests.support.clients.java import require_java
+from tests.support.clients.kafka_io import read_topic
+from tests.support.clients.spark_cluster import bare_python, spark_cluster
+from tests.support.processes.dev import KproxyProcess
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

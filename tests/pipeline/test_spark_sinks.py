@@ -18,10 +18,10 @@ from kproxy.config import DEFAULT_PREFIX
 from kproxy.demo.run import create_topic, partition_owners
 from kproxy.dev.cluster import DevCluster
 from tests.pipeline.killing import Watched, committed, running
-from tests.support.dev import asyncios_own_loop
-from tests.support.java import require_java
-from tests.support.kafka_io import read_topic
-from tests.support.spark import QUICK
+from tests.support.clients.java import require_java
+from tests.support.clients.kafka_io import read_topic
+from tests.support.clients.spark import QUICK
+from tests.support.processes.dev import asyncios_own_loop
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -66,6 +66,7 @@ def times_each(bootstrap: str, topic: str) -> Counter[int]:
     return Counter(int(record.value or b"") for record in read_topic(bootstrap, topic, PARTITIONS, 1))
 
 
+@pytest.mark.long
 async def test_a_killed_stream_and_a_batch_lose_nothing_while_owners_move(tmp_path: Path) -> None:
     require_java()
     write_files(tmp_path / "in")

@@ -28,8 +28,8 @@ from kproxy.broker.producer_state import Verdict
 from kproxy.broker.validation import ReplicatedBatchInvalid
 from kproxy_codec.fetch import EpochEnd
 from kproxy_codec.record_batch import RecordBatch, assign_offsets, iterate_batches, parse_batch
-from tests.support.broker_logs import read_all
-from tests.support.record_batches import build_batch
+from tests.support.brokers.broker_logs import read_all
+from tests.support.wire.record_batches import build_batch
 
 SEGMENT_BYTES = 1500
 USUAL_EVERY_BYTES = producer_state.HISTORY_INTERVAL_BYTES

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kproxy_codec.api_keys import FETCH
 from kproxy_codec.errors import CodecError, InvalidField, UnsupportedVersion
 from kproxy_codec.fetch_answer import MAX_VERSION, read_fetch_answer
-from tests.support.messages import read_by_kafka_python, response_body, response_frame, sample_response
+from tests.support.wire.messages import read_by_kafka_python, response_body, response_frame, sample_response
 
 VERSIONS = range(4, MAX_VERSION + 1)
 

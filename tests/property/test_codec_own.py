@@ -32,7 +32,7 @@ from kproxy_codec.own import (
     OwnResponse,
     resource_partition,
 )
-from tests.support.messages import frame_of, tag_section, uvarint
+from tests.support.wire.messages import frame_of, tag_section, uvarint
 
 TAGS = [(100, b"abc"), (2**31, b"")]
 INFLATED = [

@@ -24,7 +24,7 @@ from kproxy_codec.fetch import (
 from kproxy_codec.framing import parse_request_header, response_header
 from kproxy_codec.partitioned import encode_topics, with_length
 from kproxy_codec.replica_fetch import encode_replica_fetch, read_replica_answer
-from tests.support.messages import frame_of, response_body, response_frame, sample_response, tag_section, topic_id
+from tests.support.wire.messages import frame_of, response_body, response_frame, sample_response, tag_section, topic_id
 
 INT16, INT32, INT64 = (st.integers(-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (16, 32, 64))
 LOG_IDS = st.uuids(version=4).map(lambda each: each.bytes)

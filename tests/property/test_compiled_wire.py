@@ -20,7 +20,7 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import parse_request_header
 from kproxy_codec.partitioned import PartitionedRequest, Splitter, set_response_correlation_id
 from kproxy_codec.produce import MAX_VERSION, MIN_VERSION, PRODUCE_API, parse_produce, records_span
-from tests.support.messages import (
+from tests.support.wire.messages import (
     frame_of,
     request_body,
     request_frame,

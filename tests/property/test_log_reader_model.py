@@ -20,7 +20,7 @@ from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetched
 from kproxy_codec.record_batch import assign_offsets, parse_batch
 from kproxy_codec.record_crc import crc_is_valid
-from tests.support.record_batches import build_batch
+from tests.support.wire.record_batches import build_batch
 
 T0 = TopicPartition("t", 0)
 PATIENCE_S = 30.0

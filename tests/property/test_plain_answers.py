@@ -12,7 +12,7 @@ from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.errors import CodecError
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.produce import MAX_VERSION, MIN_VERSION, PRODUCE_API, parse_produce
-from tests.support.messages import (
+from tests.support.wire.messages import (
     head_of,
     request_body,
     request_frame,

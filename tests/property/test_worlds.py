@@ -19,9 +19,9 @@ from tests.simulation.setting import draw
 from tests.simulation.switches import SWITCHES, Switch, Worlds, search
 from tests.simulation.world import run_world
 
-WORLDS = int(os.environ.get("KPROXY_WORLDS", "80"))
+WORLDS = int(os.environ.get("KPROXY_WORLDS", "48"))
 SEED = int(os.environ.get("KPROXY_WORLDS_SEED", "0")) or secrets.randbelow(1 << 40)
-TESTS = 8
+TESTS = 4
 EVERY_RULE = os.environ.get("KPROXY_WORLDS_RULES") == "all"
 
 
@@ -57,11 +57,16 @@ def test_a_world_is_the_same_each_time(claims: bool) -> None:
 
 
 def _searched_for(switch: Switch) -> bool:
-    return switch.takes is Worlds.FEW or (EVERY_RULE and switch.takes is Worlds.MANY)
+    return switch.takes in (Worlds.FEW, Worlds.SOME) or (EVERY_RULE and switch.takes is Worlds.MANY)
 
 
 @pytest.mark.parametrize(
-    "switch", [switch for switch in SWITCHES if _searched_for(switch)], ids=lambda switch: switch.name
+    "switch",
+    [
+        pytest.param(each, id=each.name, marks=pytest.mark.long if each.takes is Worlds.SOME else ())
+        for each in SWITCHES
+        if _searched_for(each)
+    ],
 )
 def test_a_rule_that_is_switched_off_is_missed(switch: Switch) -> None:
     runs, outcome = search(switch, SEED, switch.takes.value)

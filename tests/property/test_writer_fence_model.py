@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 
-from tests.support.replication_model import Setting
-from tests.support.replication_search import Weights, search
+from tests.support.models.replication_model import Setting
+from tests.support.models.replication_search import Weights, search
 
 RUNS = int(os.environ.get("KPROXY_SIM_SEEDS", "25"))
 SEED = int(os.environ.get("KPROXY_SIM_FIRST_SEED", "1"))

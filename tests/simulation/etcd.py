@@ -16,7 +16,7 @@ from kproxy.etcd.messages import rpc
 from kproxy.etcd.mirror import SIGN_OF_LIFE_WATCH_ID
 from tests.simulation.dice import Dice, What
 from tests.simulation.network import NetworkLoop
-from tests.support.simulated_etcd import CLUSTER_ID, EtcdStore, SimulatedEtcdClient
+from tests.support.models.simulated_etcd import CLUSTER_ID, EtcdStore, SimulatedEtcdClient
 
 # Far more than a world's claims come to while one proxy hears of nothing.
 MOST_UNREAD: Final = 100_000

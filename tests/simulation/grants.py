@@ -17,7 +17,7 @@ from tests.simulation.network import NetworkLoop
 from tests.simulation.partitions import Batch, Partition
 from tests.simulation.proxy import PREFIX
 from tests.simulation.setting import WRITERS
-from tests.support.simulated_etcd import EtcdStore
+from tests.support.models.simulated_etcd import EtcdStore
 
 _KEYS = OwnKeys(PREFIX)
 

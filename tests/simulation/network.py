@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 from kproxy_codec.primitives import Buffer
 from tests.simulation.dice import Dice, What
-from tests.support.simulated_loop import NeverRests, SimulatedLoop
+from tests.support.models.simulated_loop import NeverRests, SimulatedLoop
 
 TICKS_PER_S: Final = 10_000_000
 # More callbacks than any moment has.

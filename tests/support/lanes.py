@@ -1,10 +1,11 @@
-"""Lanes of tests, run side by side by several processes: a pytest plugin, in force with `pytest -n 3`.
+"""Lanes of tests, run side by side by several processes: a pytest plugin, in force with `pytest -n 4`.
 
 A lane is a group of tests that one process runs in their usual order. Each module is a lane. Modules that share an
-expensive fixture are one lane: Spark (which also cannot look for its jars twice at a time) and Kafka's brokers. A free
-process takes the next lane. Long lanes go first, so that no process is left alone with one at the end. Lanes and times
-come from tests/support/durations.toml, which `make test ARGS=--record-durations` writes. (`--dist loadgroup` would have
-marks instead of a table, but xdist 3.8 does not find them with pytest 9.2.)
+expensive fixture are one lane: Spark's session and Kafka's brokers. So are those that start a Spark of their own, of
+which there is not to be more than one at a time. A free process takes the next lane. Long lanes go first, so that no
+process is left alone with one at the end. Lanes and times come from tests/support/durations.toml, which
+`make test ARGS=--record-durations` writes. (`--dist loadgroup` would have marks
+instead of a table, but xdist 3.8 does not find them with pytest 9.2.)
 
 A fixture that starts processes ends with the lane that asked for it: idle brokers cost as much as a test.
 """
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 DURATIONS = Path(__file__).with_name("durations.toml")
 # Session fixtures by the lane that their modules share; the first that a module asks for decides.
 SHARED_LANES = {"spark_driver": "spark", "real_kafka": "kafka"}
+# Modules with the mark `spark` and without that fixture.
+OWN_SPARK = "own_spark"
 # The table's name for modules that are a lane each; shorter ones are not recorded.
 ALONE = "alone"
 LEAST_RECORDED_S = 1.0
@@ -62,7 +65,7 @@ def table_text(before: Durations, measured: Durations, existing: Iterable[str]) 
     merged = {module: (lane, seconds) for lane, modules in before.items() for module, seconds in modules.items()}
     merged |= {module: (lane, seconds) for lane, modules in measured.items() for module, seconds in modules.items()}
     text = _HEADER
-    for lane in (*SHARED_LANES.values(), ALONE):
+    for lane in (*SHARED_LANES.values(), OWN_SPARK, ALONE):
         text += f"\n[{lane}]\n"
         for module in sorted({*existing}):
             recorded_lane, seconds = merged.get(module, (ALONE, 0.0))
@@ -74,9 +77,8 @@ def table_text(before: Durations, measured: Durations, existing: Iterable[str]) 
 def needed_lane(items: Iterable[pytest.Item]) -> str:
     """The lane that a module needs, by the fixtures and marks of its tests."""
     asked = {name for item in items for name in getattr(item, "fixturenames", ())}
-    if any(item.get_closest_marker("spark") for item in items):
-        asked.add("spark_driver")
-    return next((lane for fixture, lane in SHARED_LANES.items() if fixture in asked), ALONE)
+    otherwise = OWN_SPARK if any(item.get_closest_marker("spark") for item in items) else ALONE
+    return next((lane for fixture, lane in SHARED_LANES.items() if fixture in asked), otherwise)
 
 
 def needed_lanes(items: Iterable[pytest.Item]) -> dict[str, str]:
@@ -150,9 +152,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if _is_worker() and lanes().lane(item.nodeid) == "spark" and os.nice(0) < NICENESS:
+    if _is_worker() and lanes().lane(item.nodeid) in (SHARED_LANES["spark_driver"], OWN_SPARK):
         # What it starts inherits this.
-        os.nice(NICENESS - os.nice(0))
+        os.nice(max(0, NICENESS - os.nice(0)))
 
 
 @pytest.hookimpl(wrapper=True)

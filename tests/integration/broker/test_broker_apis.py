@@ -1,0 +1,718 @@
+"""What reference brokers answer on the wire, asked by a client that shares no encoder with them."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from typing import Any
+
+import psutil
+import pytest
+
+from kproxy_codec import api_keys, control, error_codes
+from kproxy_codec.record_batch import iterate_batches
+from tests.support.brokers.reference_broker import BrokerProcess, Closed, Cluster, RawClient, wait_for
+from tests.support.wire.record_batches import build_batch, with_attributes
+
+pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
+
+
+@pytest.fixture
+def topic(request: pytest.FixtureRequest) -> str:
+    """A topic's name that no other test uses."""
+    return f"t-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def leader(cluster: Cluster, topic: str) -> BrokerProcess:
+    """The broker that leads partition 0 of `topic`."""
+    return cluster.leader(topic)
+
+
+def fetch(client: RawClient, topic: str, offset: int = 0, *, version: int = 11, **fields: Any) -> Any:
+    send_fetch(client, topic, offset, version=version, **fields)
+    return client.receive().responses[0].partitions[0]
+
+
+def send_fetch(
+    client: RawClient, topic: str, offset: int = 0, *, version: int = 11, max_bytes: int = 1 << 20, **fields: Any
+) -> None:
+    partition = {"partition": 0, "fetch_offset": offset, "partition_max_bytes": max_bytes}
+    defaults: dict[str, Any] = {"max_wait_ms": 100, "min_bytes": 1, "max_bytes": 50 << 20}
+    topics = [{"topic": topic, "partitions": [partition]}]
+    client.send(api_keys.FETCH, version, **(defaults | fields), topics=topics)
+
+
+def base_offsets(records: bytes | None) -> list[int]:
+    return [batch.base_offset for batch in iterate_batches(records or b"")]
+
+
+# Produce
+
+
+@pytest.mark.parametrize("version", range(3, 14))
+def test_every_produce_version_is_appended_and_answered(leader: BrokerProcess, topic: str, version: int) -> None:
+    with leader.client() as client:
+        results = [client.produce(topic, 0, build_batch([b"a", b"b"]), version=version) for _ in range(2)]
+    assert [(each.error_code, each.base_offset) for each in results] == [(0, 0), (0, 2)]
+    assert version < 5 or results[0].log_start_offset == 0
+
+
+def test_an_id_that_no_topic_has_is_said_to_be_unknown(leader: BrokerProcess, topic: str) -> None:
+    """KIP-516; what else is in the request goes its way."""
+    with leader.client() as client:
+        known, unknown = client.topic_id(topic), uuid.uuid4()
+        data = [
+            {"topic_id": each, "partition_data": [{"index": index, "records": build_batch()} for index in indexes]}
+            for each, indexes in ((unknown, [0, 1]), (known, [0, 1_000]))
+        ]
+        answer = client.request(api_keys.PRODUCE, 13, acks=-1, timeout_ms=5000, topic_data=data)
+    assert [(each.topic_id, [entry.error_code for entry in each.partition_responses]) for each in answer.responses] == [
+        (unknown, [error_codes.UNKNOWN_TOPIC_ID, error_codes.UNKNOWN_TOPIC_ID]),
+        (known, [0, error_codes.UNKNOWN_TOPIC_OR_PARTITION]),
+    ]
+
+
+@pytest.mark.parametrize("version", range(3))
+def test_produce_before_version_3_closes_the_connection(leader: BrokerProcess, version: int) -> None:
+    with leader.client() as client:
+        client.send_bytes(
+            bytes([0, 0, 0, version, 0, 0, 0, 1, 0xFF, 0xFF]) + b"\x00\x01\x00\x00\x00\x64\x00\x00\x00\x00"
+        )
+        assert client.is_closed()
+
+
+def test_the_broker_stores_what_came_but_for_offset_and_epoch(leader: BrokerProcess, topic: str) -> None:
+    sent = build_batch([b"x" * 100] * 3, compression=1)
+    with leader.client() as client:
+        client.produce(topic, 0, build_batch())
+        client.produce(topic, 0, sent)
+        stored = fetch(client, topic, 1).records
+    assert stored[8:12] + stored[16:] == sent[8:12] + sent[16:]
+    assert base_offsets(stored) == [1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "error_code"),
+    [
+        pytest.param(lambda batch: batch[:-1] + bytes([batch[-1] ^ 1]), error_codes.CORRUPT_MESSAGE, id="bad CRC"),
+        pytest.param(lambda batch: batch[:-1], error_codes.INVALID_RECORD, id="cut short"),
+        pytest.param(lambda batch: batch + batch, error_codes.INVALID_RECORD, id="two batches"),
+        pytest.param(lambda batch: b"", error_codes.INVALID_RECORD, id="none"),
+        pytest.param(lambda batch: batch[:16] + b"\x01" + batch[17:], error_codes.INVALID_RECORD, id="magic 1"),
+        pytest.param(lambda batch: build_batch([b"x" * 2_000_000]), error_codes.MESSAGE_TOO_LARGE, id="too large"),
+        pytest.param(lambda batch: with_attributes(batch, 0x20), error_codes.INVALID_RECORD, id="control batch"),
+        pytest.param(lambda batch: with_attributes(batch, 0x08), error_codes.INVALID_TIMESTAMP, id="log append time"),
+        pytest.param(lambda batch: with_attributes(batch, 7), error_codes.INVALID_RECORD, id="no such compression"),
+        pytest.param(
+            lambda batch: build_batch(is_transactional=True, producer_id=1, producer_epoch=0, base_sequence=0),
+            error_codes.INVALID_TXN_STATE,
+            id="transactional",
+        ),
+    ],
+)
+def test_bad_records_are_refused_and_leave_nothing(
+    leader: BrokerProcess, topic: str, damage: Any, error_code: int
+) -> None:
+    with leader.client() as client:
+        refused = client.produce(topic, 0, damage(bytes(build_batch([b"v" * 50]))))
+        assert (refused.error_code, refused.base_offset) == (error_code, -1)
+        assert client.produce(topic, 0, build_batch()).base_offset == 0
+
+
+def test_zstd_needs_version_7(leader: BrokerProcess, topic: str) -> None:
+    zstd = with_attributes(build_batch(), 4)
+    with leader.client() as client:
+        assert client.produce(topic, 0, zstd, version=6).error_code == error_codes.UNSUPPORTED_COMPRESSION_TYPE
+        assert client.produce(topic, 0, zstd, version=7).error_code == 0
+
+
+def test_a_broker_that_does_not_lead_says_who_does(cluster: Cluster, leader: BrokerProcess, topic: str) -> None:
+    other = next(broker for broker in cluster.brokers if broker is not leader)
+    with other.client() as client:
+
+        def answer_with_epoch() -> control.Message | None:
+            client.send_produce(topic, 0, build_batch(), version=10)
+            said = client.receive()
+            named = said.responses[0].partition_responses[0].current_leader
+            return said if named is not None and named.leader_epoch >= 0 else None
+
+        # It learns of the lease and of the epoch one after the other, and soon after the owner.
+        answer = wait_for(answer_with_epoch)
+    result = answer.responses[0].partition_responses[0]
+    assert (result.error_code, result.base_offset) == (error_codes.NOT_LEADER_OR_FOLLOWER, -1)
+    assert (result.current_leader.leader_id, result.current_leader.leader_epoch) == (leader.node_id, 0)
+    assert [(each.node_id, each.port) for each in answer.node_endpoints] == [(leader.node_id, leader.port)]
+
+
+@pytest.mark.parametrize(("name", "partition"), [("no-such-topic", 0), (None, 3), (None, -1), (None, 2**31 - 1)])
+def test_unknown_topics_and_partitions_are_named_as_such(
+    leader: BrokerProcess, topic: str, name: str | None, partition: int
+) -> None:
+    with leader.client() as client:
+        error_code = client.produce(name or topic, partition, build_batch()).error_code
+    assert error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
+
+
+def test_a_partition_named_twice_gets_nothing_appended(leader: BrokerProcess, topic: str) -> None:
+    entry = {"index": 0, "records": bytes(build_batch())}
+    with leader.client() as client:
+        answer = client.request(
+            api_keys.PRODUCE, 9, acks=1, topic_data=[{"name": topic, "partition_data": [entry, entry]}]
+        )
+        codes = [each.error_code for each in answer.responses[0].partition_responses]
+        assert codes == [error_codes.INVALID_REQUEST] * 2
+        assert client.produce(topic, 0, build_batch()).base_offset == 0
+
+
+def test_unknown_acks_are_refused(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as client:
+        assert client.produce(topic, 0, build_batch(), acks=2).error_code == error_codes.INVALID_REQUIRED_ACKS
+        assert client.produce(topic, 0, build_batch()).base_offset == 0
+
+
+def test_acks_0_is_appended_and_not_answered(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as client:
+        client.produce(topic, 0, build_batch(), acks=0, answered=False)
+        assert client.produce(topic, 0, build_batch()).base_offset == 1
+
+
+def test_acks_0_that_fails_closes_the_connection(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as client:
+        client.produce(topic, 7, build_batch(), acks=0, answered=False)
+        assert client.is_closed()
+
+
+def test_an_idempotent_resend_gets_its_first_offset_and_a_gap_is_refused(leader: BrokerProcess, topic: str) -> None:
+    def batch(sequence: int, epoch: int = 0) -> bytearray:
+        return build_batch([b"v", b"w"], producer_id=77, producer_epoch=epoch, base_sequence=sequence)
+
+    with leader.client() as client:
+        outcomes = [
+            (result.error_code, result.base_offset)
+            for result in (
+                client.produce(topic, 0, each)
+                for each in (
+                    batch(0),
+                    batch(2),
+                    batch(0),
+                    batch(6),
+                    batch(4),
+                    batch(0, epoch=1),
+                    batch(6),
+                    batch(2, epoch=1),
+                )
+            )
+        ]
+        assert len(base_offsets(fetch(client, topic).records)) == 5
+    assert outcomes == [
+        (0, 0),
+        (0, 2),
+        (0, 0),
+        (error_codes.OUT_OF_ORDER_SEQUENCE_NUMBER, -1),
+        (0, 4),
+        (0, 6),
+        (error_codes.INVALID_PRODUCER_EPOCH, -1),
+        (0, 8),
+    ]
+
+
+def test_pipelined_requests_are_answered_in_order(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as client:
+        send_fetch(client, topic, 0, max_wait_ms=300, min_bytes=1 << 20)  # the first waits, what is behind it too
+        for _ in range(20):
+            client.send_produce(topic, 0, build_batch())
+        client.send(api_keys.API_VERSIONS, 3, client_software_name="t", client_software_version="1")
+        assert client.receive().responses[0].partitions[0].error_code == 0
+        assert [client.produced().base_offset for _ in range(20)] == list(range(20))
+        assert client.receive().error_code == 0
+
+
+def test_many_large_pipelined_requests_are_all_served(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as client:
+        send_fetch(client, topic, 0, max_wait_ms=200, min_bytes=1 << 30)
+        for _ in range(12):
+            client.send_produce(topic, 0, build_batch([b"x" * 500_000]))
+        client.receive()
+        assert [client.produced().base_offset for _ in range(12)] == list(range(12))
+
+
+# Fetch
+
+
+@pytest.mark.parametrize("version", range(4, 13))
+def test_every_fetch_version_returns_the_records(leader: BrokerProcess, topic: str, version: int) -> None:
+    with leader.client() as client:
+        for _ in range(3):
+            client.produce(topic, 0, build_batch([b"a", b"b"]))
+        found = fetch(client, topic, 3, version=version)
+    assert base_offsets(found.records) == [2, 4], "from the batch that holds the offset on"
+    assert (found.error_code, found.high_watermark, found.last_stable_offset) == (0, 6, 6)
+
+
+def test_a_waiting_fetch_is_woken_by_an_append(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as consumer, leader.client() as producer:
+        send_fetch(consumer, topic, max_wait_ms=20_000)
+        assert consumer.silent_for(0.2), "nothing is there to fetch yet"
+        started = time.monotonic()
+        producer.produce(topic, 0, build_batch())
+        assert base_offsets(consumer.receive().responses[0].partitions[0].records) == [0]
+        assert time.monotonic() - started < 10
+
+
+def test_a_fetch_without_records_ends_with_its_wait(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as client:
+        started = time.monotonic()
+        assert not fetch(client, topic, max_wait_ms=300).records
+        assert 0.28 < time.monotonic() - started < 20
+
+
+def test_limits_hold_but_the_first_batch_comes_whole(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as client:
+        for _ in range(3):
+            client.produce(topic, 0, build_batch([b"x" * 5000]))
+        assert base_offsets(fetch(client, topic, max_bytes=10).records) == [0]
+        assert base_offsets(fetch(client, topic, max_bytes=1 << 20).records) == [0, 1, 2]
+        partitions = [{"partition": 0, "fetch_offset": offset, "partition_max_bytes": 10} for offset in (0, 1)]
+        answer = client.request(
+            api_keys.FETCH,
+            11,
+            max_wait_ms=0,
+            min_bytes=0,
+            max_bytes=10,
+            topics=[{"topic": topic, "partitions": partitions}],
+        )
+        first, second = answer.responses[0].partitions
+        assert base_offsets(first.records) == [0]
+        assert (second.error_code, second.records) == (error_codes.NONE, b""), "of the whole answer, that is"
+
+
+@pytest.mark.parametrize("offset", [-1, 2, 10**12])
+def test_an_offset_outside_of_the_log_is_out_of_range(leader: BrokerProcess, topic: str, offset: int) -> None:
+    with leader.client() as client:
+        client.produce(topic, 0, build_batch())
+        assert fetch(client, topic, offset).error_code == error_codes.OFFSET_OUT_OF_RANGE
+
+
+def test_fetch_sessions_are_not_offered(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as client:
+        send_fetch(client, topic, session_id=5, session_epoch=1)
+        answer = client.receive()
+        assert (answer.error_code, answer.session_id) == (error_codes.FETCH_SESSION_ID_NOT_FOUND, 0)
+        send_fetch(client, topic, session_epoch=0, max_wait_ms=0)
+        assert client.receive().session_id == 0
+
+
+def test_nobody_may_fetch_as_a_replica(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as client:
+        send_fetch(client, topic, replica_id=2)
+        assert client.is_closed()
+
+
+def test_a_wrong_leader_epoch_is_told(leader: BrokerProcess, topic: str) -> None:
+    with leader.client() as client:
+        for epoch, expected in ((-1, 0), (0, 0), (5, error_codes.UNKNOWN_LEADER_EPOCH)):
+            partition = {"partition": 0, "current_leader_epoch": epoch, "fetch_offset": 0, "partition_max_bytes": 100}
+            asked = [{"topic": topic, "partitions": [partition]}]
+            answer = client.request(api_keys.FETCH, 12, max_wait_ms=0, min_bytes=0, max_bytes=100, topics=asked)
+            assert answer.responses[0].partitions[0].error_code == expected
+
+
+# ListOffsets
+
+
+@pytest.mark.parametrize("version", range(1, 10))
+def test_offsets_by_position_and_time(leader: BrokerProcess, topic: str, version: int) -> None:
+    with leader.client() as client:
+        for step in range(1, 5):
+            client.produce(topic, 0, build_batch([b"a", b"b"], timestamp=step * 1000))
+
+        def offset(timestamp: int) -> tuple[int, int]:
+            asked = [{"name": topic, "partitions": [{"partition_index": 0, "timestamp": timestamp}]}]
+            answer = client.request(api_keys.LIST_OFFSETS, version, replica_id=-1, topics=asked)
+            found = answer.topics[0].partitions[0]
+            assert found.error_code == 0
+            return found.offset, found.timestamp
+
+        assert offset(-1) == (8, -1)
+        assert offset(-2) == (0, -1)
+        assert offset(2001) == (2, 2000)
+        assert offset(2002) == (4, 3000)
+        assert offset(9999) == (-1, -1)
+        if version >= 7:
+            assert offset(-3) == (7, 4001)
+
+
+# Metadata and its kin
+
+
+@pytest.mark.parametrize("version", range(14))
+def test_every_metadata_version_names_brokers_and_leaders(cluster: Cluster, topic: str, version: int) -> None:
+    with cluster.brokers[1].client() as client:
+        answer = client.metadata(topic, version=version)
+    assert {(each.node_id, each.port) for each in answer.brokers} == {
+        (broker.node_id, broker.port) for broker in cluster.brokers
+    }
+    described = answer.topics[0]
+    assert (described.error_code, described.name, len(described.partitions)) == (0, topic, 3)
+    assert {each.leader_id for each in described.partitions} == {1, 2, 3}, "partitions go round the brokers"
+    assert {each.error_code for each in described.partitions} == {0}
+    assert version < 2 or answer.cluster_id
+    assert version < 10 or isinstance(described.topic_id, uuid.UUID)
+
+
+def test_all_brokers_describe_the_cluster_alike(cluster: Cluster, topic: str) -> None:
+    cluster.leader(topic)
+    # Each broker learns of the topic and its owner by a watch of its own, so they agree soon, not at once.
+    deadline = time.monotonic() + 10
+    while True:
+        answers = []
+        for broker in cluster.brokers:
+            with broker.client() as client:
+                answers.append(client.metadata(topic, create=False).to_dict())
+        if answers[0] == answers[1] == answers[2] and answers[0]["topics"][0]["error_code"] == 0:
+            return
+        assert time.monotonic() < deadline, answers
+        time.sleep(0.05)
+
+
+def test_topics_are_created_only_where_the_request_allows_it(cluster: Cluster, topic: str) -> None:
+    with cluster.brokers[0].client() as client:
+        refused = client.metadata(topic, create=False).topics[0]
+        assert refused.error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
+        assert client.metadata(topic).topics[0].error_code == 0
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 250])
+def test_illegal_topic_names_are_refused(cluster: Cluster, name: str) -> None:
+    with cluster.brokers[0].client() as client:
+        assert client.metadata(name).topics[0].error_code == error_codes.INVALID_TOPIC_EXCEPTION
+        created = client.request(
+            api_keys.CREATE_TOPICS, 7, topics=[{"name": name, "num_partitions": 1}], timeout_ms=1000
+        )
+        assert created.topics[0].error_code == error_codes.INVALID_TOPIC_EXCEPTION
+
+
+def test_a_topic_is_found_by_its_id(cluster: Cluster, topic: str) -> None:
+    with cluster.brokers[0].client() as client:
+        topic_id = client.metadata(topic).topics[0].topic_id
+        asked = [{"name": None, "topic_id": topic_id}, {"name": None, "topic_id": uuid.uuid4()}]
+        known, unknown = client.request(api_keys.METADATA, 12, topics=asked).topics
+    assert (known.name, known.error_code) == (topic, 0)
+    assert (unknown.name, unknown.error_code) == (None, error_codes.UNKNOWN_TOPIC_ID)
+
+
+def test_no_topics_and_all_topics(cluster: Cluster, topic: str) -> None:
+    cluster.leader(topic)
+    with cluster.brokers[0].client() as client:
+        assert client.request(api_keys.METADATA, 12, topics=[]).topics == []
+        assert topic in {each.name for each in client.request(api_keys.METADATA, 12, topics=None).topics}
+        assert topic in {each.name for each in client.request(api_keys.METADATA, 0, topics=[]).topics}
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_describe_cluster_names_the_live_brokers(cluster: Cluster, version: int) -> None:
+    with cluster.brokers[2].client() as client:
+        answer = client.request(api_keys.DESCRIBE_CLUSTER, version)
+    assert {(each.broker_id, each.port) for each in answer.brokers} == {(b.node_id, b.port) for b in cluster.brokers}
+    assert (answer.error_code, answer.controller_id) == (0, 1)
+
+
+def test_describe_topic_partitions_goes_on_from_its_cursor(cluster: Cluster) -> None:
+    names = sorted(f"d-{uuid.uuid4().hex[:8]}" for _ in range(3))
+    with cluster.brokers[0].client() as client:
+        client.metadata(*names)
+        seen: list[tuple[str, int]] = []
+        cursor: Any = None
+        for _ in range(20):
+            answer = client.request(
+                api_keys.DESCRIBE_TOPIC_PARTITIONS,
+                0,
+                topics=[{"name": name} for name in names],
+                response_partition_limit=2,
+                cursor=cursor,
+            )
+            assert all(part.last_known_elr == [] for each in answer.topics for part in each.partitions), (
+                "Java fails on null"
+            )
+            seen += [(each.name, part.partition_index) for each in answer.topics for part in each.partitions]
+            if answer.next_cursor is None:
+                break
+            cursor = {
+                "topic_name": answer.next_cursor.topic_name,
+                "partition_index": answer.next_cursor.partition_index,
+            }
+    assert seen == [(name, index) for name in names for index in range(3)]
+
+
+# Topics
+
+
+def create(client: RawClient, name: str, version: int = 7, **fields: Any) -> Any:
+    defaults = {"num_partitions": -1, "replication_factor": -1}
+    options = {"timeout_ms": 5000, "validate_only": fields.pop("validate_only", False)}
+    return client.request(
+        api_keys.CREATE_TOPICS, version, topics=[{"name": name} | defaults | fields], **options
+    ).topics[0]
+
+
+@pytest.mark.parametrize("version", range(2, 8))
+def test_a_created_topic_has_leaders_when_the_answer_comes(cluster: Cluster, topic: str, version: int) -> None:
+    with cluster.brokers[0].client() as client:
+        assert create(client, topic, version, num_partitions=5, replication_factor=1).error_code == 0
+        assert sorted(client.leaders(topic)) == list(range(5))
+        assert -1 not in client.leaders(topic).values()
+        assert create(client, topic, version).error_code == error_codes.TOPIC_ALREADY_EXISTS
+
+
+@pytest.mark.parametrize(
+    ("fields", "error_code"),
+    [
+        ({"replication_factor": 4}, error_codes.INVALID_REPLICATION_FACTOR),
+        ({"replication_factor": 0}, error_codes.INVALID_REPLICATION_FACTOR),
+        ({"replication_factor": -2}, error_codes.INVALID_REPLICATION_FACTOR),
+        ({"num_partitions": 0}, error_codes.INVALID_PARTITIONS),
+        ({"num_partitions": 10_001}, error_codes.INVALID_PARTITIONS),
+        ({"configs": [{"name": "cleanup.policy", "value": "compact"}]}, error_codes.INVALID_CONFIG),
+        ({"configs": [{"name": "min.insync.replicas", "value": "0"}]}, error_codes.INVALID_CONFIG),
+        ({"configs": [{"name": "segment.bytes", "value": "1000"}]}, error_codes.INVALID_CONFIG),
+        ({"configs": [{"name": "retention.ms", "value": None}]}, error_codes.INVALID_CONFIG),
+        ({"configs": [{"name": "flush.messages", "value": "1"}]}, error_codes.INVALID_CONFIG),
+        ({"assignments": [{"partition_index": 0, "broker_ids": []}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+        ({"assignments": [{"partition_index": 0, "broker_ids": [1, 1]}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+        (
+            {
+                "assignments": [
+                    {"partition_index": 0, "broker_ids": [1, 2]},
+                    {"partition_index": 1, "broker_ids": [1]},
+                ]
+            },
+            error_codes.INVALID_REPLICA_ASSIGNMENT,
+        ),
+        ({"assignments": [{"partition_index": 0, "broker_ids": [9]}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+        ({"assignments": [{"partition_index": 1, "broker_ids": [1]}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+        (
+            {"assignments": [{"partition_index": 0, "broker_ids": [1]}], "num_partitions": 1},
+            error_codes.INVALID_REQUEST,
+        ),
+        (
+            {"assignments": [{"partition_index": 0, "broker_ids": [1]}], "replication_factor": 1},
+            error_codes.INVALID_REQUEST,
+        ),
+    ],
+)
+def test_topics_that_cannot_be_are_refused_with_a_sentence(
+    cluster: Cluster, topic: str, fields: dict[str, Any], error_code: int
+) -> None:
+    with cluster.brokers[0].client() as client:
+        refused = create(client, topic, **fields)
+        assert (refused.error_code, bool(refused.error_message)) == (error_code, True)
+        assert client.metadata(topic, create=False).topics[0].error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
+
+
+def test_assigned_partitions_go_where_they_are_told(cluster: Cluster, topic: str) -> None:
+    assignments = [{"partition_index": index, "broker_ids": [2, 3]} for index in range(2)]
+    with cluster.brokers[0].client() as client:
+        assert create(client, topic, assignments=assignments).error_code == 0
+        described = client.metadata(topic).topics[0].partitions
+        assert [(each.leader_id, each.replica_nodes) for each in described] == [(2, [2, 3])] * 2
+
+
+@pytest.mark.parametrize("replication_factor", [1, 2, 3])
+def test_a_topic_has_as_many_replicas_as_were_asked_for(cluster: Cluster, topic: str, replication_factor: int) -> None:
+    with cluster.brokers[0].client() as client:
+        created = create(client, topic, num_partitions=6, replication_factor=replication_factor)
+        assert (created.error_code, created.num_partitions, created.replication_factor) == (0, 6, replication_factor)
+        described = client.metadata(topic).topics[0].partitions
+    assert {len(set(each.replica_nodes)) for each in described} == {replication_factor}
+    assert [sum(each.leader_id == node_id for each in described) for node_id in (1, 2, 3)] == [2, 2, 2]
+    assert [each.leader_id for each in described] == [each.replica_nodes[0] for each in described]
+    assert all(each.leader_id in each.isr_nodes and each.offline_replicas == [] for each in described)
+    assert all(set(each.isr_nodes) <= set(each.replica_nodes) for each in described)
+
+
+def test_what_a_topic_is_configured_to_is_told_as_its_own(cluster: Cluster, topic: str) -> None:
+    configs = {"retention.ms": "60000", "min.insync.replicas": " +1 ", "cleanup.policy": "delete"}
+    asked = [{"resource_type": 2, "resource_name": topic, "configuration_keys": None}]
+    with cluster.brokers[0].client() as client:
+        named = [{"name": name, "value": value} for name, value in configs.items()]
+        created = create(client, topic, replication_factor=3, configs=named)
+        [described] = client.request(api_keys.DESCRIBE_CONFIGS, 4, resources=asked).results
+    found = {each.name: (each.value, each.config_source) for each in described.configs}
+    own, brokers = 1, 4
+    assert found["retention.ms"] == ("60000", own)
+    assert found["min.insync.replicas"] == ("1", own)
+    assert found["cleanup.policy"] == ("delete", own)
+    assert found["retention.bytes"] == ("-1", brokers)
+    assert {each.name: (each.value, each.config_source) for each in created.configs} == found
+
+
+def test_validate_only_creates_nothing(cluster: Cluster, topic: str) -> None:
+    with cluster.brokers[0].client() as client:
+        planned = create(client, topic, validate_only=True)
+        assert (planned.error_code, planned.num_partitions, planned.replication_factor) == (0, 3, 1)
+        assert client.metadata(topic, create=False).topics[0].error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
+
+
+@pytest.mark.parametrize("version", [1, 5, 6])
+def test_a_deleted_topic_comes_back_empty(cluster: Cluster, topic: str, version: int) -> None:
+    leader = cluster.leader(topic)
+    log_dir = leader.data_dir / f"{topic}-0"
+    with leader.client() as client:
+        client.produce(topic, 0, build_batch())
+        assert log_dir.exists()
+        fields: dict[str, Any] = {"topics": [{"name": topic}]} if version == 6 else {"topic_names": [topic]}
+        assert client.request(api_keys.DELETE_TOPICS, version, **fields, timeout_ms=1000).responses[0].error_code == 0
+        missing = client.request(api_keys.DELETE_TOPICS, version, **fields, timeout_ms=1000).responses[0]
+        assert missing.error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
+        assert client.produce(topic, 0, build_batch()).error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
+    with cluster.leader(topic).client() as client:
+        assert client.produce(topic, 0, build_batch()).base_offset == 0
+
+
+# Producer ids and coordinators
+
+
+@pytest.mark.parametrize("version", range(6))
+def test_producer_ids_are_given_out_once(cluster: Cluster, version: int) -> None:
+    given = []
+    for broker in cluster.brokers:
+        with broker.client() as client:
+            for _ in range(3):
+                answer = client.request(api_keys.INIT_PRODUCER_ID, version, transactional_id=None)
+                assert (answer.error_code, answer.producer_epoch) == (0, 0)
+                given.append(answer.producer_id)
+    assert len(set(given)) == len(given)
+
+
+@pytest.mark.parametrize("version", range(7))
+@pytest.mark.parametrize(
+    ("key_type", "error_code", "reason"),
+    [
+        (0, error_codes.INVALID_REQUEST, "consumer groups are not offered"),
+        (1, error_codes.CLUSTER_AUTHORIZATION_FAILED, "transactions are not offered"),
+        (9, error_codes.INVALID_REQUEST, "no coordinator type 9"),
+    ],
+)
+def test_there_is_no_coordinator_and_the_answer_says_why(
+    cluster: Cluster, version: int, key_type: int, error_code: int, reason: str
+) -> None:
+    fields: dict[str, Any] = {"coordinator_keys": ["k"]} if version >= 4 else {"key": "k"}
+    if version >= 1:
+        fields["key_type"] = key_type
+    with cluster.brokers[0].client() as client:
+        answer = client.request(api_keys.FIND_COORDINATOR, version, **fields)
+    found = answer.coordinators[0] if version >= 4 else answer
+    assert found.error_code == (error_code if version >= 1 else error_codes.INVALID_REQUEST)
+    assert version == 0 or reason in found.error_message
+
+
+def test_transactional_ids_are_refused(cluster: Cluster) -> None:
+    with cluster.brokers[0].client() as client:
+        answer = client.request(api_keys.INIT_PRODUCER_ID, 4, transactional_id="t", transaction_timeout_ms=1000)
+    assert (answer.error_code, answer.producer_id) == (error_codes.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, -1)
+
+
+def test_configurations_are_described_for_topics_and_brokers(cluster: Cluster, topic: str) -> None:
+    cluster.leader(topic)
+    asked = [
+        {"resource_type": 2, "resource_name": topic, "configuration_keys": ["max.message.bytes"]},
+        {"resource_type": 4, "resource_name": "1", "configuration_keys": None},
+        {"resource_type": 2, "resource_name": "missing", "configuration_keys": None},
+    ]
+    with cluster.brokers[0].client() as client:
+        topic_configs, broker_configs, missing = client.request(api_keys.DESCRIBE_CONFIGS, 4, resources=asked).results
+    assert [(each.name, each.value) for each in topic_configs.configs] == [("max.message.bytes", "1048588")]
+    assert "num.partitions" in {each.name for each in broker_configs.configs}
+    assert missing.error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
+
+
+# The connection itself
+
+
+@pytest.mark.parametrize("version", range(5))
+def test_api_versions_are_listed(cluster: Cluster, version: int) -> None:
+    fields = {"client_software_name": "t", "client_software_version": "1"} if version >= 3 else {}
+    with cluster.brokers[0].client() as client:
+        answer = client.request(api_keys.API_VERSIONS, version, **fields)
+    offered = {each.api_key: (each.min_version, each.max_version) for each in answer.api_keys}
+    assert answer.error_code == 0
+    assert offered[api_keys.PRODUCE] == (0, 13), "from 0, or librdkafka drops compression"
+    assert offered[api_keys.FETCH] == (4, 12)
+    assert api_keys.FIND_COORDINATOR in offered
+    assert api_keys.INIT_PRODUCER_ID in offered
+
+
+def test_a_newer_api_versions_is_answered_in_version_0_and_the_connection_lives(cluster: Cluster) -> None:
+    with cluster.brokers[0].client() as client:
+        client.send_bytes(b"\x00\x12\x00\x63\x00\x00\x00\x07\x00\x01x\x00whatever comes in version 99")
+        frame = client.receive_frame()
+        assert frame[:6] == b"\x00\x00\x00\x07\x00\x23"
+        assert client.request(api_keys.API_VERSIONS, 0).error_code == 0
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        pytest.param(b"\x7f\xff\xff\xff" + b"x" * 100, id="2 GiB announced"),
+        pytest.param(b"\xff\xff\xff\xff", id="negative length"),
+        pytest.param(b"SMTP / HTTP/1.1\r\n\r\n", id="another protocol"),
+        pytest.param(b"\x00\x00\x00\x0a\x00\x4d\x00\x00\x00\x00\x00\x01\xff\xff", id="an API not offered"),
+        pytest.param(b"\x00\x00\x00\x0a\x00\x03\x00\x63\x00\x00\x00\x01\xff\xff", id="a version not offered"),
+        pytest.param(b"\x00\x00\x00\x0a\x00\x00\x00\x09\x00\x00\x00\x01\xff\xff", id="a produce that ends early"),
+        pytest.param(b"\x00\x00\x00\x03abc", id="shorter than a header"),
+    ],
+)
+def test_garbage_closes_its_connection_with_one_line_and_no_other(
+    cluster: Cluster, leader: BrokerProcess, topic: str, garbage: bytes
+) -> None:
+    with leader.client() as bystander, leader.client() as client:
+        lines = leader.log().count("connection closed")
+        client.send_raw(garbage)
+        assert client.is_closed()
+        assert leader.log().count("connection closed") == lines + 1
+        assert bystander.produce(topic, 0, build_batch()).error_code == 0
+
+
+def test_a_control_request_over_a_mebibyte_is_refused(leader: BrokerProcess) -> None:
+    with leader.client() as client:
+        client.send_bytes(b"\x00\x03\x00\x01\x00\x00\x00\x01\xff\xff" + b"\x00" * (1 << 20))
+        assert client.is_closed()
+
+
+def test_a_client_that_reads_nothing_costs_the_broker_little(leader: BrokerProcess, topic: str) -> None:
+    """Answers wait in the broker only up to its high-water mark and one more; other clients go on."""
+    with leader.client() as producer:
+        for _ in range(8):
+            producer.produce(topic, 0, build_batch([os.urandom(1_000_000)]))
+        before = resident_bytes(leader)
+        slow_client = leader.client()
+        for _ in range(100):
+            send_fetch(slow_client, topic, max_bytes=8 << 20)
+        time.sleep(0.5)
+        assert producer.produce(topic, 0, build_batch()).error_code == 0
+        assert resident_bytes(leader) - before < 100 << 20, "a hundred answers of 8 MB were buffered"
+        slow_client.close()
+
+
+def resident_bytes(broker: BrokerProcess) -> int:
+    resident: int = psutil.Process(broker.process.pid).memory_info().rss
+    return resident
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_wait_is_forgotten(leader: BrokerProcess, topic: str) -> None:
+    for _ in range(5):
+        client = leader.client()
+        send_fetch(client, topic, max_wait_ms=60_000)
+        client.close()
+    with leader.client() as client:
+        assert client.produce(topic, 0, build_batch()).base_offset == 0
+        assert "Traceback" not in leader.log()
+
+
+def test_closed_means_closed(leader: BrokerProcess) -> None:
+    with leader.client() as client:
+        client.send_raw(b"\xff\xff\xff\xff")
+        with pytest.raises(Closed):
+            client.receive_frame()

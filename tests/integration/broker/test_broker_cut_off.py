@@ -1,0 +1,112 @@
+"""A broker cut off from etcd that its clients still reach: it takes and serves nothing once its lease is over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from kproxy_codec import error_codes
+from tests.integration.broker.test_broker_apis import fetch
+from tests.support.brokers.faulty_site import FaultyBroker, FaultySite, faulty_site
+from tests.support.clients.attempts import Writer, judge, stored
+from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
+
+TTL_S = 2
+ETCD_STEPS_DOWN_S = 1.0
+ALL_ACKS = (0, 1, -1)
+NOT_LEADER = error_codes.NOT_LEADER_OR_FOLLOWER
+
+
+@pytest.fixture
+async def site(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> AsyncIterator[FaultySite]:
+    async with faulty_site(etcd_cluster, etcd_prefix, tmp_path) as site:
+        yield site
+
+
+# Cut off from etcd: with one replica, whose holder nobody can stand in for
+
+
+async def test_a_broker_cut_off_from_etcd_takes_nothing_that_is_sent_after_its_lease(site: FaultySite) -> None:
+    """At any acks, whether etcd's connections end or fall silent; and all that it took is there afterwards."""
+    ways = {1: "refused", 2: "silent"}
+    await site.add(ways, has_followers=False, lease_ttl_s=TTL_S)
+    for node_id in ways:
+        await site.put_topic(f"t{node_id}", [[node_id]] * 3)
+    async with AsyncExitStack() as stack:
+        writers = await _start_writers(site, stack)
+        cut_at = time.monotonic()
+        await asyncio.gather(*(site.brokers[node_id].cut_off_from_etcd(how) for node_id, how in ways.items()))
+        for node_id in ways:
+            while await site.owner(f"t{node_id}") is not None:
+                await asyncio.sleep(0.02)
+        assert time.monotonic() < cut_at + TTL_S + 30, "etcd did not end the leases"
+        await asyncio.sleep(0.3)
+        for broker in site.brokers.values():
+            await asyncio.to_thread(_serves_nothing, broker)
+        await site.heal()
+        healed_at = time.monotonic()
+        await _wait_for_acks(writers, healed_at)
+    _judge_cut(site, writers, cut_at + TTL_S, healed_at)
+
+
+async def test_a_broker_whose_etcd_member_has_no_majority_takes_nothing_after_its_lease(
+    etcd_prefix: str, tmp_path: Path
+) -> None:
+    async with running_cluster(tmp_path / "etcd") as etcd, faulty_site(etcd, etcd_prefix, tmp_path) as site:
+        await site.add([1], etcd_members=[0], has_followers=False, lease_ttl_s=TTL_S)
+        await site.put_topic("t1", [[1]] * 3)
+        async with AsyncExitStack() as stack:
+            writers = await _start_writers(site, stack)
+            for member in etcd.members[1:]:
+                await member.freeze()
+            # A leader of etcd that hears from nobody takes itself for the leader for so much longer.
+            cut_at = time.monotonic() + ETCD_STEPS_DOWN_S
+            await asyncio.sleep(ETCD_STEPS_DOWN_S + TTL_S + 0.5)
+            await asyncio.to_thread(_serves_nothing, site.brokers[1])
+            for member in etcd.members[1:]:
+                member.thaw()
+            healed_at = time.monotonic()
+            await _wait_for_acks(writers, healed_at)
+        _judge_cut(site, writers, cut_at + TTL_S, healed_at)
+
+
+async def _start_writers(site: FaultySite, stack: AsyncExitStack) -> list[Writer]:
+    """At every broker one for each kind of acks, partition by partition; all that can be acknowledged have been."""
+    writers = []
+    for broker in site.brokers.values():
+        topic = f"t{broker.node_id}"
+        for partition, acks in enumerate(ALL_ACKS):
+            await site.led_by(topic, partition, [broker.node_id])
+            addresses = [broker.client_address]
+            writer = Writer(topic, lambda addresses=addresses: addresses, partition=partition, acks=acks, pause_s=0.02)
+            writers.append(await stack.enter_async_context(writer))
+    await _wait_for_acks(writers, 0.0)
+    return writers
+
+
+async def _wait_for_acks(writers: list[Writer], after: float) -> None:
+    for writer in writers:
+        if writer.acks:
+            await asyncio.to_thread(writer.next_ack, after, 20)
+
+
+def _serves_nothing(broker: FaultyBroker) -> None:
+    with broker.client() as client:
+        found = fetch(client, f"t{broker.node_id}", max_wait_ms=0)
+    assert (found.error_code, found.records or b"") == (NOT_LEADER, b"")
+
+
+def _judge_cut(site: FaultySite, writers: list[Writer], lease_ended_at: float, healed_at: float) -> None:
+    for writer in writers:
+        node_id = int(writer.topic[1:])
+        log = stored(site.log_bytes(node_id, writer.topic, writer.partition))
+        judge(log, writer.attempts)
+        late = [each for each in writer.attempts if lease_ended_at < each.sent_at and each.answered_at < healed_at]
+        assert late, "nothing was tried"
+        assert not [each for each in late if each.is_acked]
+        assert not {each.value for each in late} & {value for _, value in log}

@@ -1,0 +1,213 @@
+"""ReplicaManager against a real etcd, with views kept from learning: what the transaction alone decides."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kproxy.broker.broker_lease import BrokerLease
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.data_dir import DataDir
+from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, encode_value
+from kproxy.broker.partition import ReplicaSettings
+from kproxy.broker.replica_manager import ReplicaManager
+from kproxy.etcd import EtcdClient, Snapshot
+from kproxy.etcd.lease import LeaseFence, lease_clock
+
+pytest_plugins = ["tests.support.etcd.embedded"]
+
+TOPIC = "t"
+
+
+class Member:
+    """One broker's lease, view and manager; its view learns only what `look` reads."""
+
+    def __init__(self, node_id: int, client: EtcdClient, prefix: str, directory: Path) -> None:
+        self.node_id = node_id
+        self.keys = Keys(prefix)
+        self.view = ClusterView(self.keys)
+        self.client = client
+        self.data_dir = DataDir.open(directory / str(node_id), node_id)
+        self.identity_lost: list[str] = []
+        self.manager = ReplicaManager(
+            client,
+            self.view,
+            self.data_dir,
+            node_id,
+            settings_of=lambda topic, partition_index: ReplicaSettings(node_id, lease_clock),
+            on_identity_lost=self.identity_lost.append,
+        )
+        self.lease = BrokerLease(
+            client, self.keys, BrokerValue(node_id, "h", 9), ttl_s=10, clock=lease_clock, on_claimed=self.claimed
+        )
+
+    def claimed(self, key: str, value: bytes, fence: LeaseFence) -> None:
+        self.view.apply_put(key, value, lease_id=fence.lease_id, revision=fence.claim_revision)
+
+    async def join(self) -> LeaseFence:
+        return await self.lease.establish(0)
+
+    async def look(self) -> None:
+        """Read everything, as a mirror does when it starts."""
+        snapshots = [await self.client.get_prefix(prefix) for prefix in self.view.prefixes]
+        kvs = [kv for snapshot in snapshots for kv in snapshot.kvs]
+        self.view.on_snapshot(Snapshot(snapshots[0].revision, snapshots[0].cluster_id, kvs))
+
+    async def begin(self) -> None:
+        assert self.lease.fence is not None
+        await self.look()
+        self.manager.begin(self.lease.fence)
+
+    async def take(self, *partitions: int) -> list[int]:
+        """The partitions led after trying to take these."""
+        await self.manager.take([PartitionKey(TOPIC, partition) for partition in partitions], 10)
+        return sorted(partition for _, partition in self.manager.partitions)
+
+    async def leave(self) -> None:
+        await self.manager.close()
+        await self.lease.revoke()
+        self.data_dir.close()
+
+
+Join = Callable[[int], Awaitable[Member]]
+
+
+@pytest.fixture
+async def join(etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path) -> AsyncIterator[Join]:
+    async with AsyncExitStack() as stack:
+
+        async def join_one(node_id: int) -> Member:
+            member = Member(node_id, etcd_client, etcd_prefix, tmp_path)
+            stack.push_async_callback(member.leave)
+            await member.join()
+            return member
+
+        yield join_one
+
+
+@pytest.fixture
+async def topic_id(etcd_client: EtcdClient, etcd_prefix: str) -> uuid.UUID:
+    """TOPIC's id; its 20 partitions were never taken, and their first replica is dead."""
+    topic_id = uuid.uuid4()
+    value = {"topic_id": str(topic_id), "replicas": [[99]] * 20}
+    await etcd_client.put(Keys(etcd_prefix).topic(TOPIC), json.dumps(value).encode())
+    return topic_id
+
+
+async def test_brokers_that_all_believe_a_partition_free_get_it_once(join: Join, topic_id: uuid.UUID) -> None:
+    members = [await join(node_id) for node_id in (1, 2, 3, 4)]
+    for member in members:
+        await member.begin()
+    taken = await asyncio.gather(*(member.take(*range(20)) for member in members))
+    assert sorted(partition for each in taken for partition in each) == list(range(20))
+    owners = [int(kv.value) for kv in (await members[0].client.get_prefix(members[0].keys.leases)).kvs]
+    assert [owners.count(node_id) for node_id in (1, 2, 3, 4)] == [len(each) for each in taken]
+
+
+async def test_everybody_who_wants_a_partition_at_once_shares_one_transaction(join: Join, topic_id: uuid.UUID) -> None:
+    member = await join(1)
+    await member.begin()
+    before = (await member.client.get_prefix(member.keys.leases)).revision
+    await asyncio.gather(*(member.take(0) for _ in range(50)))
+    assert (await member.client.get_prefix(member.keys.leases)).revision == before + 1
+    log_directory = str(member.data_dir.partition_path(TOPIC, 0))
+    opened = [file.path for file in psutil.Process().open_files() if file.path.startswith(log_directory)]
+    assert len(opened) == 1, "the log is open more than once"
+
+
+async def test_a_partition_that_was_taken_and_left_behind_our_back_is_not_taken(
+    join: Join, topic_id: uuid.UUID
+) -> None:
+    """It may have been written meanwhile, by the broker that is now the only one in its ISR."""
+    member = await join(1)
+    await member.begin()
+    await member.client.put(member.keys.state(TOPIC, 0), encode_value(StateValue(0, [2], topic_id)))
+    assert await member.take(0, 1) == [1]
+
+
+async def test_a_topic_that_is_gone_behind_our_back_is_not_taken(join: Join, topic_id: uuid.UUID) -> None:
+    member = await join(1)
+    await member.begin()
+    await member.client.delete(member.keys.topic(TOPIC))
+    assert await member.take(0) == []
+    assert not (await member.client.get_prefix(member.keys.leases)).kvs
+
+
+async def test_a_take_over_whose_answer_was_lost_is_found_out(join: Join, topic_id: uuid.UUID) -> None:
+    member = await join(1)
+    fence = member.lease.fence
+    assert fence is not None
+    await member.client.put(member.keys.state(TOPIC, 0), encode_value(StateValue(4, [1], topic_id)))
+    await member.client.put(member.keys.lease(TOPIC, 0), b"1", lease_id=fence.lease_id)
+    await member.begin()
+    assert await member.take(0) == [0]
+    assert member.manager.partitions[TOPIC.encode(), 0].leader_epoch == 4
+
+
+async def test_a_partition_lost_and_taken_again_reads_its_log_anew(join: Join, topic_id: uuid.UUID) -> None:
+    member = await join(1)
+    await member.begin()
+    await member.take(0)
+    first = member.manager.partitions[TOPIC.encode(), 0]
+    await member.client.delete(member.keys.lease(TOPIC, 0))
+    await member.look()
+    assert member.manager.partitions == {}
+    assert not first.serves_reads()
+    await member.take(0)
+    again = member.manager.partitions[TOPIC.encode(), 0]
+    assert again is not first
+    assert (first.leader_epoch, again.leader_epoch) == (0, 1)
+    assert again.leadership.fencing_token > first.leadership.fencing_token
+
+
+async def test_a_snapshot_older_than_a_take_over_does_not_end_it(join: Join, topic_id: uuid.UUID) -> None:
+    member = await join(1)
+    await member.begin()
+    snapshots = [await member.client.get_prefix(prefix) for prefix in member.view.prefixes]
+    await member.take(0)
+    kvs = [kv for snapshot in snapshots for kv in snapshot.kvs]
+    member.view.on_snapshot(Snapshot(snapshots[0].revision, snapshots[0].cluster_id, kvs))
+    assert list(member.manager.partitions) == [(TOPIC.encode(), 0)]
+
+
+async def test_a_deleted_topics_key_does_not_keep_anybody_from_its_namesake(join: Join, topic_id: uuid.UUID) -> None:
+    """Both happened while the broker saw nothing: the key of the first is its own, and nobody else would delete it."""
+    member = await join(1)
+    await member.begin()
+    running = asyncio.create_task(member.manager.run())
+    await member.take(0)
+    topic_key, lease_key = member.keys.topic(TOPIC), member.keys.lease(TOPIC, 0)
+    await member.client.delete(topic_key)
+    await member.client.put(topic_key, json.dumps({"topic_id": str(uuid.uuid4()), "replicas": [[99]]}).encode())
+    await member.look()
+    async with asyncio.timeout(10):
+        while await member.client.get(lease_key) is not None:
+            await asyncio.sleep(0.01)
+        await member.look()
+        while await member.take(0) != [0]:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_nothing_is_taken_once_the_fence_is_dead(join: Join, topic_id: uuid.UUID) -> None:
+    member = await join(1)
+    await member.begin()
+    assert member.lease.fence is not None
+    member.lease.fence.break_for_good()
+    assert await member.take(0) == []
+
+
+async def test_a_restored_etcd_ends_every_ownership(join: Join, topic_id: uuid.UUID) -> None:
+    member = await join(1)
+    await member.begin()
+    await member.take(0)
+    member.view.on_restored()
+    assert member.identity_lost == ["etcd was restored"]

@@ -1,0 +1,439 @@
+"""Partition leases with real brokers and a real etcd: who owns, who stops, what an owner that lost may still do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.config import BrokerConfig
+from kproxy.broker.keys import BrokerValue, TopicValue, encode_value
+from kproxy.broker.keys import Keys as BrokerKeys
+from kproxy.broker.topics import NewTopic, TopicAdmin
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient, KeyValue
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import DESCRIBE_TOPIC_PARTITIONS
+from kproxy_codec.record_batch import iterate_batches
+from tests.integration.broker.test_broker_apis import fetch
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker, start_brokers, wait_for
+from tests.support.etcd.embedded import own_etcd
+from tests.support.wire.record_batches import build_batch
+
+pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
+
+TTL_S = 2
+TOPIC = "t"
+NOT_LEADER = error_codes.NOT_LEADER_OR_FOLLOWER
+
+
+class Keys:
+    """A test's keys in etcd."""
+
+    def __init__(self, client: EtcdClient, prefix: str) -> None:
+        self.client = client
+        self.prefix = prefix
+
+    def lease_key(self, partition: int = 0) -> str:
+        return f"{self.prefix}/partition-leases/{TOPIC}/{partition}"
+
+    async def lease(self, partition: int = 0) -> KeyValue | None:
+        return await self.client.get(self.lease_key(partition))
+
+    async def leases(self) -> dict[str, int]:
+        kvs = (await self.client.get_prefix(f"{self.prefix}/partition-leases/")).kvs
+        return {kv.key.rpartition("/")[2]: int(kv.value) for kv in kvs}
+
+    async def leader_epoch(self, partition: int = 0) -> int:
+        found = await self.client.get(f"{self.prefix}/refbroker/partitions/{TOPIC}/{partition}")
+        assert found is not None
+        epoch: int = json.loads(found.value)["leader_epoch"]
+        return epoch
+
+    async def put_topic(self, replicas: list[list[int]]) -> None:
+        value = {"topic_id": str(uuid.uuid4()), "replicas": replicas}
+        await self.client.put(f"{self.prefix}/refbroker/topics/{TOPIC}", json.dumps(value).encode())
+
+
+@pytest.fixture
+async def keys(etcd_client: EtcdClient, etcd_prefix: str) -> Keys:
+    return Keys(etcd_client, etcd_prefix)
+
+
+@pytest.fixture
+async def broker(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> AsyncIterator[BrokerProcess]:
+    """Broker 1 with a short lease; it leads the one partition of TOPIC."""
+    with start_broker(1, tmp_path / "1", etcd.endpoint, keys.prefix, lease_ttl_s=TTL_S) as started:
+        with started.client() as client:
+            assert client.leaders(TOPIC) == {0: 1}
+        yield started
+
+
+def produce(broker: BrokerProcess, value: bytes = b"v", **options: Any) -> tuple[int, int]:
+    with broker.client() as client:
+        result = client.produce(TOPIC, 0, build_batch([value], **options))
+    return result.error_code, result.base_offset
+
+
+def values_read(broker: BrokerProcess) -> list[int]:
+    with broker.client() as client:
+        return [batch.base_offset for batch in iterate_batches(fetch(client, TOPIC, max_wait_ms=0).records or b"")]
+
+
+# Taking
+
+
+@pytest.mark.parametrize("asked", [NewTopic(TOPIC, 2, 2), NewTopic(TOPIC, assignments=[[1, 2], [2, 1]])])
+async def test_a_topic_counts_on_brokers_that_the_watch_has_not_told_of_yet(keys: Keys, asked: NewTopic) -> None:
+    view = ClusterView(BrokerKeys(keys.prefix))
+    for node_id in (1, 2):
+        value = encode_value(BrokerValue(node_id, "h", 9))
+        await keys.client.put(view.keys.broker(node_id), value)
+    admin = TopicAdmin(keys.client, view, BrokerConfig(1, Path("unused"), ("unused",)))
+    planned = await admin.plan(asked)
+    assert isinstance(planned, TopicValue), planned
+    assert sorted(planned.replicas) == [[1, 2], [2, 1]]
+
+
+def partitions_known(client: RawClient) -> int:
+    """How many partitions of TOPIC a broker knows; asking this way touches none."""
+    topics = client.request(DESCRIBE_TOPIC_PARTITIONS, 0, topics=[{"name": TOPIC}]).topics
+    return len(topics[0].partitions)
+
+
+async def test_of_several_brokers_at_once_one_gets_each_partition(
+    etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
+) -> None:
+    """Nobody's by preference; each broker takes some by itself while clients touch all of them everywhere."""
+    partitions = 30
+    with start_brokers((1, 2, 3), tmp_path, etcd.endpoint, keys.prefix) as brokers, ExitStack() as stack:
+        clients = [stack.enter_context(broker.client()) for broker in brokers]
+        await keys.put_topic([[99]] * partitions)
+        wait_for(lambda: all(partitions_known(client) == partitions for client in clients))
+        for partition in range(partitions):
+            for client in clients:
+                client.send_produce(TOPIC, partition, build_batch())
+        winners: dict[str, list[int]] = {str(partition): [] for partition in range(partitions)}
+        for partition in range(partitions):
+            for client, broker in zip(clients, brokers, strict=True):
+                result = client.produced()
+                assert (result.error_code, result.base_offset) in ((0, 0), (NOT_LEADER, -1))
+                if result.error_code == 0:
+                    winners[str(partition)].append(broker.node_id)
+        owners = await keys.leases()
+        assert {partition: [owner] for partition, owner in owners.items()} == winners
+
+
+async def test_partitions_whose_first_replica_is_dead_are_spread_over_the_living(
+    etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
+) -> None:
+    partitions = 30
+    with start_brokers((1, 2, 3), tmp_path, etcd.endpoint, keys.prefix) as brokers:
+        await keys.put_topic([[99]] * partitions)
+        with brokers[0].client() as client:
+            wait_for(lambda: partitions_known(client) == partitions and -1 not in client.leaders(TOPIC).values())
+            counts = Counter(client.leaders(TOPIC).values())
+    assert set(counts) == {1, 2, 3}
+    assert max(counts.values()) < partitions * 2 / 3, "they pile up on one broker"
+
+
+async def test_a_partition_that_was_taken_once_waits_for_its_holder(
+    etcd: EmbeddedEtcd, keys: Keys, broker: BrokerProcess, tmp_path: Path
+) -> None:
+    with start_broker(2, tmp_path / "2", etcd.endpoint, keys.prefix, lease_ttl_s=TTL_S) as other:
+        assert produce(broker) == (0, 0)
+        assert broker.terminate() == 0
+        with other.client() as client:
+            wait_for(lambda: client.leaders(TOPIC) == {0: -1}, what="nobody leads")
+            assert client.metadata(TOPIC).topics[0].partitions[0].error_code == error_codes.LEADER_NOT_AVAILABLE
+            assert client.produce(TOPIC, 0, build_batch()).error_code == NOT_LEADER
+            assert await keys.leases() == {}
+            broker.start()
+            wait_for(lambda: client.leaders(TOPIC) == {0: 1}, what="the holder is back")
+        assert produce(broker) == (0, 1)
+
+
+# Stopping and coming back
+
+
+async def test_a_graceful_stop_gives_everything_up_at_once(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
+    lease_ttl_s = 60
+    with start_broker(1, tmp_path / "1", etcd.endpoint, keys.prefix, lease_ttl_s=lease_ttl_s) as broker:
+        with broker.client() as client:
+            assert client.leaders(TOPIC) == {0: 1}
+        produce(broker)
+        started = time.monotonic()
+        assert broker.terminate() == 0
+        assert await keys.leases() == {}
+        assert await keys.client.get(f"{keys.prefix}/brokers/1") is None
+        broker.start()
+        assert time.monotonic() - started < lease_ttl_s / 2, "it waited for a lease that was revoked"
+        assert produce(broker) == (0, 1)
+        assert await keys.leader_epoch() == 1
+
+
+async def test_sigterm_with_a_client_waiting_in_a_fetch_stops_all_the_same(broker: BrokerProcess) -> None:
+    with broker.client() as client:
+        client.send(
+            1,
+            11,
+            max_wait_ms=30_000,
+            min_bytes=1,
+            max_bytes=100,
+            topics=[{"topic": TOPIC, "partitions": [{"partition": 0, "fetch_offset": 0, "partition_max_bytes": 10}]}],
+        )
+        assert client.silent_for(0.1)
+        started = time.monotonic()
+        assert broker.terminate() == 0
+        assert time.monotonic() - started < 15
+        assert client.receive().responses[0].partitions[0].error_code == 0, "it was answered, not cut off"
+
+
+async def test_what_was_acknowledged_survives_kill_9_and_its_offsets_are_not_given_again(
+    broker: BrokerProcess, keys: Keys
+) -> None:
+    options = {"producer_id": 5, "producer_epoch": 0}
+    acknowledged = [produce(broker, b"v" * 2000, base_sequence=sequence, **options) for sequence in range(50)]
+    assert acknowledged == [(0, offset) for offset in range(50)]
+    first = await keys.lease()
+    broker.kill()
+    segment = next((broker.data_dir / f"{TOPIC}-0").glob("*.log"))
+    with segment.open("ab") as file:
+        file.write(build_batch([b"torn" * 100])[:-7])  # a write that kill -9 cut in two
+    broker.start()
+    assert values_read(broker) == list(range(50))
+    assert produce(broker, b"v" * 2000, base_sequence=48, **options) == (0, 48), "a resend after the crash"
+    assert produce(broker, b"v" * 2000, base_sequence=60, **options)[0] == error_codes.OUT_OF_ORDER_SEQUENCE_NUMBER
+    assert produce(broker, b"v" * 2000, base_sequence=50, **options) == (0, 50)
+    assert values_read(broker) == list(range(51))
+    second = await keys.lease()
+    assert first is not None
+    assert second is not None
+    assert first.lease_id != second.lease_id, "the new process took over its predecessor's key"
+    assert await keys.leader_epoch() == 1
+
+
+# Losing
+
+
+async def test_a_revoked_lease_ends_ownership_and_the_next_begins_a_new_epoch(
+    broker: BrokerProcess, keys: Keys
+) -> None:
+    assert produce(broker) == (0, 0)
+    before = await keys.lease()
+    assert before is not None
+    await keys.client.lease_revoke(before.lease_id)
+    while await keys.leader_epoch() == 0:
+        await asyncio.sleep(0.02)
+    after = await keys.lease()
+    assert after is not None
+    assert after.lease_id != before.lease_id
+    wait_for(lambda: produce(broker) == (0, 1), what="it owns again")
+    assert values_read(broker) == [0, 1]
+
+
+async def test_a_broker_whose_key_another_holds_refuses_and_stays_away(broker: BrokerProcess, keys: Keys) -> None:
+    await keys.client.put(keys.lease_key(), b"99")
+    appended = 0
+    while produce(broker)[0] == 0:
+        appended += 1
+        await asyncio.sleep(0.01)
+        assert appended < 1000, "it did not notice"
+    await asyncio.sleep(TTL_S)
+    assert produce(broker)[0] == NOT_LEADER
+    assert values_read(broker) == [], "it does not serve reads either"
+    assert (await keys.lease()).value == b"99"  # type: ignore[union-attr]
+    await keys.client.delete(keys.lease_key())
+    wait_for(lambda: produce(broker)[0] == 0, what="the key is free again")
+    with broker.client() as client:
+        assert fetch(client, TOPIC).high_watermark == appended + 1, "a refused write was kept"
+
+
+async def test_releasing_leaves_a_successors_key_alone(broker: BrokerProcess, keys: Keys) -> None:
+    await keys.client.put(keys.lease_key(), b"99")
+    wait_for(lambda: produce(broker)[0] == NOT_LEADER)
+    assert broker.terminate() == 0
+    found = await keys.lease()
+    assert found is not None
+    assert found.value == b"99"
+
+
+async def test_a_broker_whose_own_key_is_deleted_drops_everything_and_registers_anew(
+    broker: BrokerProcess, keys: Keys
+) -> None:
+    before = await keys.lease()
+    await keys.client.delete(f"{keys.prefix}/brokers/1")
+    wait_for(lambda: "lease lost" in broker.log(), what="it noticed")
+    wait_for(lambda: produce(broker)[0] == 0, what="it owns again")
+    after = await keys.lease()
+    assert before is not None
+    assert after is not None
+    assert before.lease_id != after.lease_id
+    assert await keys.client.get(f"{keys.prefix}/brokers/1") is not None
+
+
+async def test_a_broker_stopped_past_its_ttl_acknowledges_nothing_when_it_wakes(
+    broker: BrokerProcess, keys: Keys
+) -> None:
+    """The zombie: a write that waits in its socket while another could have taken over."""
+    assert produce(broker) == (0, 0)
+    with broker.client() as client, broker.client() as reader:
+        broker.signal(signal.SIGSTOP)
+        client.send_produce(TOPIC, 0, build_batch([b"zombie"]))
+        partition = {"partition": 0, "fetch_offset": 0, "partition_max_bytes": 100}
+        reader.send(1, 11, max_wait_ms=0, topics=[{"topic": TOPIC, "partitions": [partition]}])
+        while await keys.lease() is not None:
+            await asyncio.sleep(0.1)
+        await keys.client.put(keys.lease_key(), b"99")
+        broker.signal(signal.SIGCONT)
+        assert client.produced().error_code == NOT_LEADER
+        assert reader.receive().responses[0].partitions[0].error_code == NOT_LEADER
+    await keys.client.delete(keys.lease_key())
+    wait_for(lambda: produce(broker) == (0, 1), what="the zombie's write is not in the log")
+
+
+async def test_a_broker_cut_off_from_etcd_stops_by_itself_and_goes_on_when_etcd_is_back(
+    keys: Keys, tmp_path: Path
+) -> None:
+    async with own_etcd(tmp_path / "etcd") as (server, _):
+        with start_broker(1, tmp_path / "1", server.endpoint, keys.prefix, lease_ttl_s=TTL_S) as broker:
+            with broker.client() as client:
+                client.leaders(TOPIC)
+            assert produce(broker) == (0, 0)
+            os.kill(server.pid, signal.SIGSTOP)
+            silent_since = time.monotonic()
+            accepted = 0
+            while True:
+                sent_at = time.monotonic()
+                if produce(broker)[0] != 0:
+                    break
+                accepted += 1
+                assert sent_at - silent_since < TTL_S + 0.5, "it went on past its lease"
+            os.kill(server.pid, signal.SIGCONT)
+            wait_for(lambda: produce(broker)[0] == 0, timeout_s=15, what="etcd is back")
+            offsets = values_read(broker)
+            assert offsets == list(range(accepted + 2)), "an acknowledged record is gone, or a refused one is there"
+
+
+# Two of one kind
+
+
+async def test_of_two_processes_under_one_id_the_second_gives_up_and_touches_nothing(
+    etcd: EmbeddedEtcd, keys: Keys, broker: BrokerProcess, tmp_path: Path
+) -> None:
+    before = await keys.lease()
+    second = BrokerProcess(1, tmp_path / "other", etcd.endpoint, keys.prefix, lease_ttl_s=TTL_S).start(wait=False)
+    try:
+        assert second.process.wait(TTL_S + 20) == 2
+        assert "another broker with --node-id 1 is alive" in second.log()
+        assert str(broker.port) in second.log(), "it does not say where"
+    finally:
+        second.stop()
+    assert await keys.lease() == before
+    assert produce(broker) == (0, 0)
+
+
+async def test_a_restart_after_kill_9_waits_for_the_predecessors_lease(broker: BrokerProcess, keys: Keys) -> None:
+    broker.kill()
+    killed_at = time.monotonic()
+    left_behind = await keys.lease()
+    assert left_behind is not None
+    broker.start()
+    waited = time.monotonic() - killed_at
+    assert waited > TTL_S / 2, "it did not wait"
+    assert waited < TTL_S + 20
+    now = await keys.lease()
+    assert now is not None
+    assert now.lease_id != left_behind.lease_id
+
+
+async def test_a_key_that_names_us_but_is_not_on_our_lease_is_not_ours(broker: BrokerProcess, keys: Keys) -> None:
+    assert broker.terminate() == 0
+    await keys.client.put(keys.lease_key(), b"1")
+    broker.start()
+    assert produce(broker)[0] == NOT_LEADER
+    await keys.client.delete(keys.lease_key())
+    wait_for(lambda: produce(broker)[0] == 0, what="the key is free")
+
+
+async def test_a_log_of_an_earlier_topic_of_the_same_name_is_set_aside(broker: BrokerProcess, keys: Keys) -> None:
+    """The broker was away while its topic was deleted and created again."""
+    assert produce(broker) == (0, 0)
+    assert broker.terminate() == 0
+    await keys.put_topic([[1]])
+    broker.start()
+    assert values_read(broker) == []
+    assert produce(broker) == (0, 0)
+    assert await keys.leader_epoch() == 0, "epochs count within one topic"
+    strays = list(broker.data_dir.glob("#stray-*"))
+    assert len(strays) == 1, "the old records were destroyed"
+    shutil.rmtree(strays[0])
+
+
+async def test_of_a_topic_that_is_deleted_and_at_once_created_again_nothing_is_left(
+    broker: BrokerProcess, keys: Keys
+) -> None:
+    """Its partitions' logs are removed one by one, and meanwhile those of the same name are set up."""
+    partitions = 60
+    topic_key = f"{keys.prefix}/refbroker/topics/{TOPIC}"
+    with broker.client() as client:
+        for _ in range(2):
+            await keys.client.delete(topic_key)
+            await keys.put_topic([[1]] * partitions)
+            wait_for(lambda: client.produce(TOPIC, partitions - 1, build_batch()).error_code == 0)
+            wait_for(lambda: len(owned := client.leaders(TOPIC)) == partitions and set(owned.values()) == {1})
+    wait_for(lambda: not list(broker.data_dir.glob("#deleted-*")), what="all is removed")
+    assert list(broker.data_dir.glob("#stray-*")) == []
+    assert len(list(broker.data_dir.glob(f"{TOPIC}-*/*.log"))) == partitions
+
+
+async def test_a_damaged_log_takes_one_partition_out_of_service_and_no_other(broker: BrokerProcess, keys: Keys) -> None:
+    with broker.client() as client:
+        client.request(19, 7, topics=[{"name": "fine", "num_partitions": 1, "replication_factor": 1}], timeout_ms=1000)
+    assert produce(broker) == (0, 0)
+    assert broker.terminate() == 0
+    directory = broker.data_dir / f"{TOPIC}-0"
+    segment = next(directory.glob("*.log"))
+    segment.write_bytes(segment.read_bytes()[:-1] + b"\xee")
+    (directory / "00000000000000000001.log").write_bytes(build_batch())
+    broker.start()
+    with broker.client() as client:
+        assert client.produce("fine", 0, build_batch()).error_code == 0
+        assert client.produce(TOPIC, 0, build_batch()).error_code == NOT_LEADER
+    assert "a bad batch" in broker.log()
+
+
+async def test_many_partitions_are_taken_and_given_up_in_good_time(
+    etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
+) -> None:
+    """More logs than the usual limit on open files allows."""
+    partitions = 1200
+    await keys.put_topic([[1]] * partitions)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    broker = BrokerProcess(1, tmp_path / "1", etcd.endpoint, keys.prefix)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))  # what the broker inherits
+        broker.start(wait=False)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        broker.wait_ready()
+        with broker.client() as client:
+            wait_for(lambda: -1 not in client.leaders(TOPIC).values(), timeout_s=20, what="all are led")
+            assert client.produce(TOPIC, partitions - 1, build_batch()).error_code == 0
+        assert broker.terminate() == 0
+        assert await keys.leases() == {}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        broker.stop()

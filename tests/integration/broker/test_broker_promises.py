@@ -1,0 +1,136 @@
+"""What the documents promise of a broker's lease and of the ISR, with real brokers and what etcd itself counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from kproxy.broker.keys import Keys
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient
+from tests.support.brokers.reference_broker import BrokerProcess, start_broker, start_brokers, wait_for
+from tests.support.etcd.embedded import own_etcd
+from tests.support.processes.dev import serving
+
+pytest_plugins = ["tests.support.etcd.embedded"]
+
+# Of etcd's metrics: leases given out, and the streams that were opened to keep leases alive and to watch.
+GRANTED = "etcd_debugging_lease_granted"
+STREAMS = "grpc_server_started"
+
+
+def counts(server: EmbeddedEtcd) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.endpoint}/metrics") as page:
+        families = text_string_to_metric_families(page.read().decode())
+    counted = {}
+    for family in families:
+        for sample in family.samples:
+            if sample.name == f"{GRANTED}_total":
+                counted["leases"] = sample.value
+            elif sample.name == f"{STREAMS}_total" and sample.labels["grpc_method"] in ("LeaseKeepAlive", "Watch"):
+                counted[sample.labels["grpc_method"]] = sample.value
+    return counted
+
+
+async def led(client: EtcdClient, keys: Keys, topic: str, partitions: int) -> set[int]:
+    """Wait until all partitions are led; the leases that their keys are on."""
+    deadline = time.monotonic() + 60
+    while True:
+        kvs = (await client.get_prefix(f"{keys.leases}{topic}/")).kvs
+        if len(kvs) == partitions:
+            return {kv.lease_id for kv in kvs}
+        assert time.monotonic() < deadline, f"{len(kvs)} of {partitions} are led"
+        await asyncio.sleep(0.05)
+
+
+async def test_all_partitions_of_a_broker_are_on_one_lease_kept_alive_on_one_stream(tmp_path: Path) -> None:
+    """However many there are: leases and streams would cost etcd with every partition."""
+    keys = Keys("/p")
+    async with own_etcd(tmp_path / "etcd") as (server, client):
+        before = await asyncio.to_thread(counts, server)
+        assert before["LeaseKeepAlive"] == 0
+        with start_broker(1, tmp_path / "1", server.endpoint, "/p", lease_ttl_s=2) as broker:
+            seen = []
+            for topic, partitions in (("few", 1), ("many", 200)):
+                topic_value = {"topic_id": f"00000000-0000-4000-8000-{partitions:012}", "replicas": [[1]] * partitions}
+                await client.put(keys.topic(topic), json.dumps(topic_value).encode())
+                leases = await led(client, keys, topic, partitions)
+                # Renewed a few times over meanwhile.
+                await asyncio.sleep(2)
+                found = await client.get(keys.broker(1))
+                assert found is not None
+                assert leases == {found.lease_id}
+                seen.append(await asyncio.to_thread(counts, server))
+            assert "lease lost" not in broker.log()
+    assert seen[0]["leases"] - before["leases"] == 1
+    assert seen[0]["LeaseKeepAlive"] == 1
+    assert seen[1] == seen[0], "more partitions cost more leases or streams"
+
+
+async def test_who_is_stopped_in_good_order_is_succeeded_long_before_its_lease_would_have_ended(
+    etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
+) -> None:
+    ttl_s, keys = 60, Keys(etcd_prefix)
+    options = {"lease_ttl_s": ttl_s, "default_replication_factor": 2}
+    with start_brokers((1, 2), tmp_path, etcd.endpoint, etcd_prefix, **options) as brokers:
+        with brokers[0].client() as client:
+            (first,) = client.leaders("t").values()
+        await in_sync(etcd_client, keys, {1, 2})
+        began = time.monotonic()
+        brokers[first - 1].signal(signal.SIGTERM)
+        with brokers[2 - first].client() as client:
+            await asyncio.to_thread(wait_for, lambda: client.leaders("t") == {0: 3 - first}, ttl_s)
+        took_s = time.monotonic() - began
+        print(f"another leads {took_s:.2f} s after SIGTERM, at a lease of {ttl_s} s")
+        # It takes a fraction of a second, and much longer on a machine that is busy; an expiry takes the lease's time.
+        assert took_s < ttl_s / 3
+
+
+async def in_sync(client: EtcdClient, keys: Keys, wanted: set[int], topic: str = "t") -> float:
+    """Wait until the ISR is this; when that was seen."""
+    deadline = time.monotonic() + 60
+    while True:
+        found = await client.get(keys.state(topic, 0))
+        seen_at = time.monotonic()
+        isr = {each if isinstance(each, int) else each[0] for each in json.loads(found.value)["isr"]} if found else None
+        if isr == wanted:
+            return seen_at
+        assert seen_at < deadline, f"the ISR is {isr}, not {wanted}"
+        await asyncio.sleep(0.05)
+
+
+async def test_a_follower_that_stops_fetching_leaves_the_isr_after_the_lag_and_not_before(
+    etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
+) -> None:
+    """It is stopped, not dead: its connections and its lease are there."""
+    keys, lag_s, fetch_wait_s = Keys(etcd_prefix), 4.0, 1.0
+    common = ["--listen", "127.0.0.1:0", "--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--lease-ttl", "60"]
+    with ExitStack() as stack:
+        leader = ["broker", "--node-id", "1", "--data-dir", tmp_path / "1", "--isr-lag", str(lag_s), *common]
+        await asyncio.to_thread(stack.enter_context, serving(leader, tmp_path / "1.stderr"))
+        follower = BrokerProcess(2, tmp_path / "2", etcd.endpoint, etcd_prefix, lease_ttl_s=60)
+        stack.callback(follower.stop)
+        await asyncio.to_thread(follower.start)
+        topic_value = {"topic_id": "00000000-0000-4000-8000-000000000001", "replicas": [[1, 2]]}
+        await etcd_client.put(keys.topic("t"), json.dumps(topic_value).encode())
+        await in_sync(etcd_client, keys, {1, 2})
+        # Its fetches have to be seen, or the time since the leader began would count.
+        await asyncio.sleep(2 * fetch_wait_s)
+        stopped_at = time.monotonic()
+        follower.signal(signal.SIGSTOP)
+        out_at = await in_sync(etcd_client, keys, {1})
+        assert psutil.Process(follower.process.pid).status() == psutil.STATUS_STOPPED
+        assert await etcd_client.get(keys.broker(2)) is not None, "its lease has ended, and that threw it out"
+        print(f"out of the ISR {out_at - stopped_at:.2f} s after it stopped, at a lag of {lag_s} s")
+        # Its last fetch may have come so much before it was stopped.
+        assert out_at - stopped_at > lag_s - fetch_wait_s
+        follower.signal(signal.SIGCONT)
+        await in_sync(etcd_client, keys, {1, 2})

@@ -1,0 +1,167 @@
+"""Brokers and their disks: full ones, killed writers, torn tails, and what retention leaves for clients to read."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec import api_keys, error_codes
+from kproxy_codec.record_batch import iterate_batches
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker, wait_for
+from tests.support.brokers.small_disk import small_disk
+from tests.support.wire.record_batches import build_batch
+
+DISK_BYTES = 512 << 10
+VALUE = b"x" * 20_000
+
+
+def read_values(client: RawClient, topic: str, offset: int = 0) -> list[int]:
+    """The base offsets of everything from `offset` on."""
+    found: list[int] = []
+    while True:
+        partition = {
+            "partition": 0,
+            "current_leader_epoch": -1,
+            "fetch_offset": offset,
+            "log_start_offset": -1,
+            "partition_max_bytes": 10 << 20,
+        }
+        answer = client.request(
+            api_keys.FETCH,
+            11,
+            replica_id=-1,
+            max_wait_ms=0,
+            min_bytes=0,
+            max_bytes=10 << 20,
+            isolation_level=0,
+            session_id=0,
+            session_epoch=-1,
+            forgotten_topics_data=[],
+            rack_id="",
+            topics=[{"topic": topic, "partitions": [partition]}],
+        )
+        (result,) = answer.responses[0].partitions
+        assert result.error_code == error_codes.NONE
+        batches = list(iterate_batches(bytes(result.records or b"")))
+        if not batches:
+            return found
+        found += [batch.base_offset for batch in batches]
+        offset = batches[-1].last_offset + 1
+
+
+def first_offset(client: RawClient, topic: str) -> int:
+    asked = [{"name": topic, "partitions": [{"partition_index": 0, "timestamp": -2}]}]
+    return int(client.request(api_keys.LIST_OFFSETS, 1, replica_id=-1, topics=asked).topics[0].partitions[0].offset)
+
+
+def produce_until_refused(client: RawClient, topic: str) -> tuple[int, Any]:
+    """How many batches were taken, and the answer to the first that was not."""
+    for taken in range(200):
+        result = client.produce(topic, 0, build_batch([VALUE]))
+        if result.error_code != error_codes.NONE:
+            return taken, result
+        assert result.base_offset == taken
+    raise AssertionError("the disk takes everything")
+
+
+def test_a_full_disk_is_told_and_the_broker_accepts_again_when_there_is_room(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """And after kill -9 in mid-write all is there that was acknowledged, and nothing else."""
+    topic = "full"
+    options: dict[str, Any] = {"flush": "always", "segment_bytes": 2 * DISK_BYTES, "lease_ttl_s": 2}
+    with (
+        small_disk(tmp_path / "broker", DISK_BYTES) as disk,
+        start_broker(1, disk.path, etcd.endpoint, "/full", **options) as broker,
+    ):
+        with broker.client() as client:
+            assert client.metadata(topic).topics[0].error_code == error_codes.NONE
+            disk.confine(broker.process.pid)
+            taken, refused = produce_until_refused(client, topic)
+            directory = disk.path / f"{topic}-0"
+            assert refused.error_code == error_codes.KAFKA_STORAGE_ERROR
+            assert f"the disk mounted at {disk.path if disk.path.is_mount() else '/'}" in refused.error_message
+            assert str(directory) in refused.error_message
+            assert refused.base_offset == -1
+            for _ in range(3):
+                assert client.produce(topic, 0, build_batch([VALUE])).error_code == error_codes.KAFKA_STORAGE_ERROR
+            assert read_values(client, topic) == list(range(taken)), "what was refused can be read"
+            on_disk = {path.name: path.stat().st_size for path in directory.iterdir()}
+            disk.free()
+            assert client.produce(topic, 0, build_batch([VALUE])).base_offset == taken
+            assert set(on_disk) <= {path.name for path in directory.iterdir()}
+        broker.kill()
+        assert "torn log tail removed" not in broker.log()
+        with max(directory.glob("*.log")).open("ab") as torn:
+            torn.write(build_batch([VALUE])[:5000])
+        broker.start()
+        with broker.client() as client:
+            wait_for(lambda: client.leaders(topic)[0] == 1)
+            assert read_values(client, topic) == list(range(taken + 1))
+            assert client.produce(topic, 0, build_batch([b"v"])).base_offset == taken + 1
+        assert "torn log tail removed" in broker.log()
+
+
+def test_retention_moves_the_first_offset_that_clients_can_read(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    topic = "old"
+    options: dict[str, Any] = {"segment_bytes": 50_000, "retention_bytes": 100_000, "retention_check_interval_s": 0.1}
+    with start_broker(1, tmp_path / "1", etcd.endpoint, "/retention", **options) as broker:
+        with broker.client() as client:
+            client.metadata(topic)
+            for offset in range(20):
+                assert client.produce(topic, 0, build_batch([VALUE])).base_offset == offset
+            first = wait_for(lambda: first_offset(client, topic) >= 14 and first_offset(client, topic))
+            assert read_values(client, topic, first) == list(range(first, 20))
+            assert len(list((tmp_path / "1" / f"{topic}-0").glob("*.log"))) == (20 - first + 1) // 2
+        broker.signal(signal.SIGTERM)
+        assert broker.process.wait(15) == 0
+        broker.start()
+        with broker.client() as client:
+            wait_for(lambda: client.leaders(topic)[0] == 1)
+            assert first_offset(client, topic) == first
+            assert client.produce(topic, 0, build_batch([b"v"])).base_offset == 20
+
+
+def in_sync(client: RawClient, topic: str) -> list[int]:
+    return sorted(client.metadata(topic).topics[0].partitions[0].isr_nodes)
+
+
+def test_a_follower_without_room_holds_nobody_up_and_catches_up_when_there_is(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    topic = "replicated"
+    options: dict[str, Any] = {"lease_ttl_s": 2, "isr_lag_s": 1.0, "segment_bytes": 2 * DISK_BYTES}
+    with ExitStack() as stack:
+        disk = stack.enter_context(small_disk(tmp_path / "2", DISK_BYTES))
+        brokers = [
+            BrokerProcess(each, tmp_path / str(each), etcd.endpoint, "/no-room", **options) for each in (1, 2, 3)
+        ]
+        for broker in brokers:
+            stack.callback(broker.stop)
+            broker.start(wait=False)
+        leader, follower, _ = (broker.wait_ready() for broker in brokers)
+        client = stack.enter_context(leader.client())
+        replicas = [{"partition_index": 0, "broker_ids": [1, 2, 3]}]
+        created = {
+            "name": topic,
+            "num_partitions": -1,
+            "replication_factor": -1,
+            "assignments": replicas,
+            "configs": [],
+        }
+        client.request(api_keys.CREATE_TOPICS, 5, topics=[created], timeout_ms=10_000, validate_only=False)
+        wait_for(lambda: client.leaders(topic)[0] == 1 and in_sync(client, topic) == [1, 2, 3])
+        disk.confine(follower.process.pid)
+        for offset in range(2 * DISK_BYTES // len(VALUE)):
+            assert client.produce(topic, 0, build_batch([VALUE])).base_offset == offset
+        assert in_sync(client, topic) == [1, 3]
+        assert "replica not written" in follower.log()
+        assert f"the disk mounted at {disk.path if disk.path.is_mount() else '/'}" in follower.log()
+        disk.free()
+        wait_for(lambda: in_sync(client, topic) == [1, 2, 3])
+        logs = [tmp_path / str(each) / f"{topic}-0" for each in (1, 2, 3)]
+        contents = {b"".join(path.read_bytes() for path in sorted(log.glob("*.log"))) for log in logs}
+        assert len(contents) == 1, "the logs differ"

@@ -1,0 +1,71 @@
+"""What a dead broker costs the partitions that others lead: as long as it is in sync, acks=all waits for it.
+
+`KPROXY_KILLS=30 pytest -s` prints the longest pause of healthy partitions for so many kills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import statistics
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.brokers.faulty_site import faulty_site
+from tests.support.clients.attempts import Writer
+from tests.support.etcd.etcd_cluster import EtcdCluster
+
+KILLS = int(os.environ.get("KPROXY_KILLS", "2"))
+IDS = (1, 2, 3)
+# Kafka's and ours by default; a dead follower is waited for as long as that where its connection says nothing.
+TTL_S = 10
+# Of what is wanted, a second, several times: a busy machine stops everybody now and then.
+LIMIT_S = 5.0
+
+
+def longest_pause_s(writer: Writer, since: float) -> float:
+    """Between two acknowledgements, from the last one before `since` on."""
+    times = [each.answered_at for each in writer.acked]
+    return max(later - max(earlier, since) for earlier, later in itertools.pairwise(times) if later > since)
+
+
+@pytest.mark.timeout(120 + 60 * KILLS)
+async def test_a_dead_broker_stops_no_partition_that_another_leads(
+    etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
+) -> None:
+    pauses = []
+    async with faulty_site(etcd_cluster, etcd_prefix, tmp_path) as site:
+        await site.add(IDS, lease_ttl_s=TTL_S)
+        await site.put_topic("t", [[1, 2, 3], [2, 3, 1], [3, 1, 2]])
+        for _ in range(KILLS):
+            for partition in range(3):
+                await site.in_sync("t", partition, IDS, TTL_S + 20)
+            victim = await site.led_by("t", 2, IDS)
+            owners = {index: await site.led_by("t", index, IDS) for index in range(3)}
+            healthy = [index for index, owner in owners.items() if owner != victim]
+            async with AsyncExitStack() as stack:
+                writers = []
+                for index in healthy:
+                    place = [site.brokers[owners[index]].client_address]
+                    writer = Writer("t", partial(list, place), partition=index, name=f"w{index}", timeout_ms=500)
+                    writers.append(await stack.enter_async_context(writer))
+                for writer in writers:
+                    await asyncio.to_thread(writer.next_ack, time.monotonic(), 20)
+                killed_at = time.monotonic()
+                await site.brokers[victim].down()
+                for index in healthy:
+                    await site.in_sync("t", index, set(IDS) - {victim}, TTL_S + 10)
+                for writer in writers:
+                    await asyncio.to_thread(writer.next_ack, time.monotonic(), 20)
+            pauses += [longest_pause_s(writer, killed_at) for writer in writers]
+            await site.heal()
+    print(
+        f"{KILLS} kills, {len(pauses)} healthy partitions: median {statistics.median(pauses):.2f} s, "
+        f"longest {max(pauses):.2f} s"
+    )
+    assert statistics.median(pauses) < LIMIT_S, pauses

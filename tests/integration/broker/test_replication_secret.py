@@ -1,0 +1,67 @@
+"""The secret of a cluster's brokers: made once, by whichever comes first, and remembered by the brokers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kproxy.broker.keys import Keys
+from kproxy.broker.replication.authentication import SharedSecret
+from kproxy.errors import StartupError
+from kproxy.etcd import EtcdClient, delete_op, put_op
+
+pytest_plugins = ["tests.support.etcd.embedded"]
+
+
+async def test_whichever_broker_comes_first_makes_it(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    brokers = [SharedSecret(etcd_client, Keys(etcd_prefix)) for _ in range(5)]
+    await asyncio.gather(*(each.load() for each in brokers))
+    (text,) = {each.current.text for each in brokers}
+    assert len(text) >= 43, "256 bits, in base 64"
+    stored = await etcd_client.get(f"{etcd_prefix}/refbroker/replication-secret")
+    assert stored is not None
+    assert (stored.value.decode(), stored.lease_id) == (text, 0), "it outlives every broker"
+    other = SharedSecret(etcd_client, Keys(f"{etcd_prefix}/another"))
+    await other.load()
+    assert other.current.text != text
+
+
+async def test_an_etcd_that_has_lost_it_is_told_what_brokers_remember(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    """Else those that were not started anew since would be strangers to those that were."""
+    keys = Keys(etcd_prefix)
+    remembering, new = SharedSecret(etcd_client, keys), SharedSecret(etcd_client, keys)
+    await remembering.load()
+    before = remembering.current
+    await etcd_client.txn([], [delete_op(keys.replication_secret)])
+    await remembering.load()
+    await new.load()
+    assert remembering.current is before
+    assert new.current.text == before.text
+
+
+async def test_a_secret_that_was_replaced_is_read_when_it_is_loaded_again(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    keys = Keys(etcd_prefix)
+    secret = SharedSecret(etcd_client, keys)
+    await secret.load()
+    await etcd_client.txn([], [put_op(keys.replication_secret, b"chosen by the operator")])
+    await secret.load()
+    assert secret.current.text == "chosen by the operator"
+
+
+@pytest.mark.parametrize("value", [b"", b"short", b"\xff" * 40, b"with a \x00 in it, and long enough"])
+async def test_a_secret_that_is_none_is_refused(etcd_client: EtcdClient, etcd_prefix: str, value: bytes) -> None:
+    keys = Keys(etcd_prefix)
+    secret = SharedSecret(etcd_client, keys)
+    await secret.load()
+    before = secret.current
+    await etcd_client.txn([], [put_op(keys.replication_secret, value)])
+    with pytest.raises(StartupError, match=rf"{keys.replication_secret} holds no usable secret.*delete the key"):
+        await secret.load()
+    assert secret.current is before
+    with pytest.raises(StartupError):
+        await SharedSecret(etcd_client, keys).load()

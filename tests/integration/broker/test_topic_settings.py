@@ -1,0 +1,84 @@
+"""What a topic is configured to reaches every replica's log."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec.api_keys import CREATE_TOPICS, LIST_OFFSETS
+from tests.integration.broker.test_broker_apis import base_offsets, fetch
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_brokers, wait_for
+from tests.support.wire.record_batches import build_batch
+
+SEGMENT_BYTES = 1 << 20
+# Two of them fill a segment, a third begins the next.
+BATCH_BYTES = 500_000
+BATCHES = 9
+RETENTION_CHECK_INTERVAL_S = 1
+
+
+@pytest.fixture(scope="module")
+def brokers(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[BrokerProcess]]:
+    directory, prefix = tmp_path_factory.mktemp("settings"), f"/settings-{uuid.uuid4().hex[:8]}"
+    interval_s = RETENTION_CHECK_INTERVAL_S
+    with start_brokers((1, 2, 3), directory, etcd.endpoint, prefix, retention_check_interval_s=interval_s) as started:
+        yield started
+
+
+def segments(broker: BrokerProcess, topic: str) -> list[int]:
+    """The first offsets of the segments on this broker's disk."""
+    return sorted(int(path.stem) for path in (broker.data_dir / f"{topic}-0").glob("*.log"))
+
+
+def earliest(client: RawClient, topic: str) -> int:
+    asked = [{"name": topic, "partitions": [{"partition_index": 0, "timestamp": -2}]}]
+    offset: int = client.request(LIST_OFFSETS, 6, replica_id=-1, topics=asked).topics[0].partitions[0].offset
+    return offset
+
+
+# What is configured -> where the segments begin that are left.
+KEPT: list[tuple[dict[str, int], list[int]]] = [
+    ({}, [0]),
+    ({"segment.bytes": SEGMENT_BYTES}, [0, 2, 4, 6, 8]),
+    ({"segment.bytes": SEGMENT_BYTES, "retention.bytes": 2 * SEGMENT_BYTES}, [4, 6, 8]),
+    # The records say that they are years old; Kafka, too, lets the last segment go by age and not by size.
+    ({"segment.bytes": SEGMENT_BYTES, "retention.ms": 60_000}, [BATCHES]),
+    ({"retention.bytes": 0}, [0]),
+]
+
+
+def create(client: RawClient, configs: dict[str, int]) -> str:
+    """A topic with one partition on all three, led by the first of them, and the records in it."""
+    topic = f"settings-{uuid.uuid4().hex[:10]}"
+    asked = {
+        "name": topic,
+        "num_partitions": -1,
+        "replication_factor": -1,
+        "assignments": [{"partition_index": 0, "broker_ids": [1, 2, 3]}],
+        "configs": [{"name": name, "value": str(value)} for name, value in configs.items()],
+    }
+    assert client.request(CREATE_TOPICS, 7, topics=[asked], timeout_ms=10_000).topics[0].error_code == 0
+    for _ in range(BATCHES):
+        assert client.produce(topic, 0, build_batch([b"x" * BATCH_BYTES])).error_code == 0
+    return topic
+
+
+def test_segments_are_as_large_and_as_many_as_the_topic_says(brokers: list[BrokerProcess]) -> None:
+    with brokers[0].client() as client:
+        kept = {create(client, configs): left for configs, left in KEPT}
+
+        def found() -> dict[str, list[list[int]]]:
+            return {topic: [segments(broker, topic) for broker in brokers] for topic in kept}
+
+        expected = {topic: [left] * len(brokers) for topic, left in kept.items()}
+        wait_for(lambda: found() == expected, what=f"{expected}, instead of {found()}")
+        time.sleep(2 * RETENTION_CHECK_INTERVAL_S)
+        assert found() == expected, "what was to be kept went later"
+        for topic, (first, *_) in kept.items():
+            assert earliest(client, topic) == first
+            assert base_offsets(fetch(client, topic, first, max_bytes=10).records) == [first][: BATCHES - first]
+            assert client.produce(topic, 0, build_batch()).base_offset == BATCHES

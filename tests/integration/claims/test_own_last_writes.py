@@ -1,0 +1,421 @@
+"""Before brokers without fences: what a writer that has ended wrote last keeps the next one's claim waiting.
+
+The brokers are the test's, so that it knows what they have got and when they answer; claims go through a real etcd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from kproxy.claims.service import OwnService
+from kproxy.claims.unsettled import UnsettledWrites
+from kproxy.etcd import EtcdClient
+from kproxy.proxy.claims import attach
+from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
+from kproxy_codec.error_codes import NONE, NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, REQUEST_TIMED_OUT
+from kproxy_codec.framing import response_header
+from kproxy_codec.own import (
+    BIND_FENCES_VERSION,
+    BoundFence,
+    FenceBinding,
+    encode_bind_fences_response,
+    parse_bind_fences_request,
+)
+from kproxy_codec.partitioned import with_length
+from tests.support.brokers.kafscale import KafScaleBroker
+from tests.support.brokers.scripted_upstream import HOST, Asked, DeafListener, ScriptedUpstream
+from tests.support.claims.own_client import OwnClient
+from tests.support.etcd.embedded import eventually, running
+from tests.support.processes.running_proxy import RunningProxy, running_proxy
+from tests.support.processes.served import ServedBroker
+
+GROUP = "writers"
+# Shorter than any wait for an answer, longer than what the claims here take.
+OWN_TIMEOUT_S = 0.2
+PATIENCE_S = 10.0
+UNSETTLED_S = 1.0
+RESOURCE = "t/0"
+
+
+class Site:
+    """Two proxies before one broker."""
+
+    def __init__(self, client: EtcdClient, prefix: str, stack: AsyncExitStack, broker: ScriptedUpstream) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._stack = stack
+        self.broker = broker
+        self.proxies: list[RunningProxy] = []
+
+    async def start(self) -> None:
+        for number in range(2):
+            own = OwnService(
+                self._client,
+                self._prefix,
+                "proxy.test",
+                19_092 + number,
+                ttl_s=5,
+                writer_groups={"t": GROUP},
+                timeout_s=OWN_TIMEOUT_S,
+                unsettled=UnsettledWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=UNSETTLED_S),
+                counters=Counter(),
+            )
+            await self._stack.enter_async_context(running(own.run()))
+            # A dial to a deaf broker lasts until that broker hears.
+            limits = {"own_unsettled_s": UNSETTLED_S, "connect_timeout_s": PATIENCE_S}
+            proxy = await self._stack.enter_async_context(
+                running_proxy(self.broker, own=own, limits=limits, follows_versions=True)
+            )
+            await self._stack.enter_async_context(attach(own, proxy.context))
+            proxy.own(1, "t", (0, 1))
+            proxy.own(1, "free", (0,))
+            self.proxies.append(proxy)
+            await own.wait_ready()
+
+    async def client(self, proxy: int = 0) -> OwnClient:
+        client = await OwnClient.connect(HOST, self.proxies[proxy].port)
+        self._stack.push_async_callback(client.close)
+        return client
+
+    async def owner(self, proxy: int = 0) -> OwnClient:
+        client = await self.client(proxy)
+        await claim_until_granted(client)
+        return client
+
+    async def writes(self, owner: OwnClient, acks: int = -1) -> Asked:
+        """The request as it arrives at the broker, which does not answer it."""
+        owner.send_produce("t", 0, b"last", acks)
+        return await self.broker.next()
+
+    def have_patience(self) -> None:
+        """What is unsettled from now on is so until it is answered."""
+        for proxy in self.proxies:
+            assert proxy.context.own is not None
+            proxy.context.own.unsettled._unsettled_s = 1_000
+            proxy.context.limits = msgspec.structs.replace(proxy.context.limits, own_unsettled_s=1_000)
+
+    def unsettled(self, proxy: int = 0) -> list[tuple[str, int]]:
+        own = self.proxies[proxy].context.own
+        assert own is not None
+        return own.unsettled.places()
+
+
+async def claim(client: OwnClient, resource: str = RESOURCE, generation: int = 1) -> int:
+    (owned,) = (await client.own(GROUP, [(resource, generation)])).resources
+    return owned.error_code
+
+
+async def claim_until_granted(client: OwnClient) -> None:
+    """What has to be waited for is settled: so long as it takes to be told."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (code := await claim(client)) != NONE:
+            assert code == REQUEST_TIMED_OUT
+
+
+@pytest_asyncio.fixture
+async def site(request: pytest.FixtureRequest, etcd_client: EtcdClient, etcd_prefix: str) -> AsyncIterator[Site]:
+    kind_of_broker = getattr(request, "param", ServedBroker)
+    async with AsyncExitStack() as stack:
+        site = Site(etcd_client, etcd_prefix, stack, kind_of_broker(1))
+        await site.start()
+        yield site
+
+
+async def closes(owner: OwnClient) -> None:
+    await owner.close()
+
+
+async def resets(owner: OwnClient) -> None:
+    owner.abort()
+
+
+async def stays(owner: OwnClient) -> None:
+    """It is severed by the claim."""
+
+
+ends_with_acks = pytest.mark.parametrize(
+    ("acks", "ends"), [(-1, stays), (1, closes), (0, closes), (0, stays), (-1, resets)]
+)
+
+
+@pytest.mark.parametrize("successor_at", [0, 1], ids=["same proxy", "another proxy"])
+@ends_with_acks
+async def test_a_claim_waits_for_the_answer_to_what_was_written(
+    site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]], successor_at: int
+) -> None:
+    owner, successor = await site.owner(), await site.client(successor_at)
+    asked = await site.writes(owner, acks)
+    assert asked.fields["acks"] == (acks or 1)
+    await ends(owner)
+    assert await claim(successor) == REQUEST_TIMED_OUT
+    assert await owner.wait_closed(1)
+    assert await claim(successor) == REQUEST_TIMED_OUT
+    assert asked.connection.is_open
+    asked.answer()
+    await claim_until_granted(successor)
+    assert site.unsettled() == []
+    assert await site.broker.is_silent()
+    await asked.connection.until_closed()
+    assert site.proxies[0].counters["acks0.undeliverable"] == 0
+
+
+@pytest.mark.parametrize(("acks", "successor_at"), [(-1, 0), (0, 1)])
+async def test_what_is_lost_with_its_connection_is_waited_for(site: Site, acks: int, successor_at: int) -> None:
+    """The owner lives on: the same batch, sent again and answered, does not settle its first copy."""
+    owner, successor = await site.owner(), await site.client(successor_at)
+    asked = await site.writes(owner, acks)
+    began = asyncio.get_running_loop().time()
+    asked.connection.abort()
+    await eventually(lambda: site.unsettled() == [("t", 0)])
+    if acks != 0:
+        owner.send_produce("t", 0, b"again", acks)
+        (await site.broker.next()).answer()
+    assert await claim(successor) == REQUEST_TIMED_OUT
+    await claim_until_granted(successor)
+    assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
+
+
+async def test_what_is_lost_after_its_writer_has_gone_is_waited_for_from_then_on(site: Site) -> None:
+    owner, successor = await site.owner(), await site.client(1)
+    asked = await site.writes(owner)
+    assert await claim(successor) == REQUEST_TIMED_OUT
+    began = asyncio.get_running_loop().time()
+    asked.connection.abort()
+    await claim_until_granted(successor)
+    assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
+
+
+async def test_what_is_never_answered_is_waited_for_for_a_time(site: Site) -> None:
+    owner, successor = await site.owner(), await site.client(1)
+    asked = await site.writes(owner)
+    began = asyncio.get_running_loop().time()
+    await owner.close()
+    await claim_until_granted(successor)
+    assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
+    await asked.connection.until_closed()
+
+
+@pytest.mark.parametrize(("acks", "ends"), [(-1, stays), (0, closes)])
+async def test_what_was_not_written_is_never_sent(
+    site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
+) -> None:
+    owner, successor = await site.owner(), await site.client(1)
+    site.have_patience()
+    with DeafListener() as deaf:
+        later = ServedBroker(2)
+        for proxy in site.proxies:
+            proxy.topology.set_broker(2, deaf.address)
+            proxy.own(2, "t", (0,))
+        owner.send_produce("t", 0, b"late", acks)
+        await eventually(lambda: site.proxies[0].context.budget.held > 0)
+        await ends(owner)
+        await claim_until_granted(successor)
+        assert site.unsettled() == []
+        await deaf.open(later)
+        assert await later.is_silent(1.5)
+        await later.stop()
+    assert site.proxies[0].counters["acks0.undeliverable"] == (acks == 0)
+
+
+@ends_with_acks
+async def test_what_waits_to_be_sent_again_is_not(
+    site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
+) -> None:
+    owner, successor = await site.owner(), await site.client(1)
+    asked = await site.writes(owner, acks)
+    asked.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
+    again = await site.broker.next()
+    # The second refusal is followed by a pause.
+    again.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
+    await eventually(lambda: site.proxies[0].retries(6) == 2)
+    await ends(owner)
+    await claim_until_granted(successor)
+    assert await site.broker.is_silent(0.3)
+
+
+@ends_with_acks
+async def test_what_is_refused_after_its_writer_has_gone_is_not_sent_again(
+    site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
+) -> None:
+    owner, successor = await site.owner(), await site.client(1)
+    asked = await site.writes(owner, acks)
+    await ends(owner)
+    assert await claim(successor) == REQUEST_TIMED_OUT
+    asked.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
+    await claim_until_granted(successor)
+    assert await site.broker.is_silent(0.3)
+    assert site.proxies[0].counters["acks0.undeliverable"] == (acks == 0)
+
+
+@pytest.mark.parametrize("acks", [-1, 0])
+async def test_nothing_that_waits_for_a_retry_is_sent_once_the_lease_is_not_certain(
+    site: Site, acks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped finds its timers due before it is told that its lease has ended."""
+    owner = await site.owner()
+    asked = await site.writes(owner, acks)
+    asked.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
+    (await site.broker.next()).answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
+    await eventually(lambda: site.proxies[0].retries(6) == 2)
+    monkeypatch.setattr(site.proxies[0].context.own, "is_live", lambda: False)
+    assert await owner.wait_closed(PATIENCE_S)
+    assert await site.broker.is_silent(0.3)
+
+
+@pytest.mark.parametrize("acks", [-1, 0])
+async def test_nothing_that_waits_for_a_dial_is_sent_once_the_lease_is_not_certain(
+    site: Site, acks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await site.owner()
+    with DeafListener() as deaf:
+        later = ServedBroker(2)
+        site.proxies[0].topology.set_broker(2, deaf.address)
+        site.proxies[0].own(2, "t", (0,))
+        owner.send_produce("t", 0, b"late", acks)
+        await eventually(lambda: site.proxies[0].context.budget.held > 0)
+        monkeypatch.setattr(site.proxies[0].context.own, "is_live", lambda: False)
+        await deaf.open(later)
+        assert await owner.wait_closed(PATIENCE_S)
+        assert await later.is_silent()
+        await later.stop()
+
+
+async def test_other_partitions_and_topics_are_not_waited_for(site: Site) -> None:
+    owner, successor = await site.owner(), await site.client()
+    free = await site.client()
+    await site.writes(owner)
+    free.send_produce("free", 0, b"unanswered")
+    await site.broker.next()
+    await owner.close()
+    await free.close()
+    assert await claim(successor, "t/1") == NONE
+    assert site.unsettled() == [("t", 0)]
+
+
+@pytest.mark.parametrize("site", [KafScaleBroker], indirect=True)
+@ends_with_acks
+async def test_kafscales_brokers_are_waited_for_as_well(
+    site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
+) -> None:
+    owner, successor = await site.owner(), await site.client(1)
+    asked = await site.writes(owner, acks)
+    await ends(owner)
+    assert await claim(successor) == REQUEST_TIMED_OUT
+    asked.answer()
+    await claim_until_granted(successor)
+
+
+class FencingBroker(ServedBroker):
+    """One that binds whatever it is told to."""
+
+    def take(self, asked: Asked) -> None:
+        if asked.header.api_key == BIND_FENCES:
+            bound = [BoundFence(each.topic, each.partition_index, NONE, each.fence) for each in bindings(asked)]
+            head = response_header(BIND_FENCES, BIND_FENCES_VERSION, asked.header.correlation_id)
+            asked.connection.write(b"".join(with_length([head, encode_bind_fences_response(bound)])))
+        elif asked.header.api_key == API_VERSIONS:
+            asked.answer_message(
+                api_keys=[
+                    {"api_key": PRODUCE, "min_version": 0, "max_version": 9},
+                    {"api_key": BIND_FENCES, "min_version": 0, "max_version": 0},
+                ]
+            )
+        else:
+            super().take(asked)
+
+
+def bindings(asked: Asked) -> tuple[FenceBinding, ...]:
+    return parse_bind_fences_request(asked.frame, asked.header)
+
+
+@pytest.mark.parametrize("site", [FencingBroker], indirect=True)
+@pytest.mark.parametrize("ends", [stays, closes])
+async def test_before_brokers_with_fences_nobody_waits(
+    site: Site, ends: Callable[[OwnClient], Awaitable[None]]
+) -> None:
+    site.have_patience()
+    owner, successor = await site.owner(), await site.client(1)
+    asked = await site.writes(owner)
+    await ends(owner)
+    await claim_until_granted(successor)
+    await asked.connection.until_closed()
+    # A proxy that does not know of the fences yet would wait.
+    assert site.unsettled() == [("t", 0)]
+
+
+async def test_a_whole_group_waits_for_each_of_its_partitions(site: Site) -> None:
+    owner, successor = await site.owner(), await site.client(1)
+    asked = await site.writes(owner)
+    await owner.close()
+    (owned,) = (await successor.own(GROUP, None)).resources
+    assert owned.error_code == REQUEST_TIMED_OUT
+    asked.answer()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await successor.own(GROUP, None)).resources[0].error_code != NONE:
+            pass
+
+
+async def test_acks_0_asks_for_an_answer_only_where_a_topic_has_a_writer_group(site: Site) -> None:
+    client = await site.client()
+    client.send_produce("free", 0, b"free", 0)
+    assert (await site.broker.next()).fields["acks"] == 0
+
+
+async def test_what_goes_with_a_refused_acks_0_part_is_waited_for_as_ever(site: Site) -> None:
+    """For two partitions of which it owns one: the connection ends over the other, in the same step."""
+    owner, successor = await site.owner(), await site.client(1)
+    (await site.writes(owner, 0)).answer()
+    owner.send_produce_many({("t", 0): b"owned", ("t", 1): b"not"}, 0)
+    asked = await site.broker.next()
+    assert asked.partitions == [("t", 0)]
+    assert await owner.wait_closed(1)
+    assert site.proxies[0].context.tally.drops[b"t"] == {POLICY_VIOLATION: 1}
+    assert await claim(successor) == REQUEST_TIMED_OUT
+    asked.answer()
+    await claim_until_granted(successor)
+
+
+async def test_a_proxy_that_stops_tells_what_it_leaves_behind(site: Site) -> None:
+    owner, successor = await site.owner(), await site.client(1)
+    site.have_patience()
+    await site.writes(owner)
+    assert await claim(successor) == REQUEST_TIMED_OUT
+    async with asyncio.timeout(PATIENCE_S):
+        await site.proxies[0].listener.stop()
+    assert site.unsettled() == [("t", 0)]
+    assert await claim(successor) == REQUEST_TIMED_OUT
+
+
+@pytest.mark.parametrize("has_it", [False, True], ids=["it claims it", "it raises its generation"])
+async def test_what_is_read_while_its_reader_claims_it_is_handed_over_once_that_is_granted(
+    site: Site, has_it: bool
+) -> None:
+    reader, own = await site.client(1), site.proxies[1].context.own
+    assert own is not None
+    own._timeout_s = PATIENCE_S
+    generation = 2 if has_it else 1
+    assert (await reader.own(GROUP, [(RESOURCE, 1)] if has_it else [])).error_code == NONE
+    fetched = reader.send_fetch("t", 0, 0)
+    read = await site.broker.next()
+    site.have_patience()
+    last_write = own.unsettled.begin("t", 0)
+    claimed = reader.send_own(GROUP, [(RESOURCE, generation)])
+
+    def is_claimed() -> bool:
+        row = own.table.owner(GROUP, RESOURCE)
+        return row is not None and row.generation == generation
+
+    await eventually(is_claimed, what="it is claimed")
+    read.answer()
+    assert not await reader.wait_closed(0.2)
+    assert not fetched.done()
+    own.unsettled.done(last_write)
+    assert (await fetched).error_code == NONE
+    assert (await claimed).resources[0].error_code == NONE

@@ -1,0 +1,201 @@
+"""Processes that keep claims on one etcd, without brokers: what they tell each other, whatever etcd tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest_asyncio
+
+from kproxy.claims.keys import ClaimValue, OwnKeys, encode_value
+from kproxy.claims.release import Release
+from kproxy.claims.service import OwnService
+from kproxy.claims.unsettled import UnsettledWrites
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient, put_op
+from kproxy.etcd.mirror import CHUNK_EVENTS
+from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE
+from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
+from tests.support.etcd.embedded import Relay, eventually, running
+from tests.support.processes.dev import KproxyProcess
+
+GROUP = "writers"
+TTL_S = 5
+# etcd takes at most 128 operations in a transaction.
+OPERATIONS = 100
+
+
+class FencedBrokers:
+    """Brokers that know fences; `released` is what they were told to release."""
+
+    def __init__(self) -> None:
+        self.released: list[Release] = []
+
+    def have_fences(self) -> bool:
+        return True
+
+    def partition_indexes(self, topic: str) -> Collection[int]:
+        return ()
+
+    def release(self, release: Release) -> None:
+        self.released.append(release)
+
+
+class Site:
+    """Services on one prefix."""
+
+    def __init__(self, client: EtcdClient, prefix: str, stack: AsyncExitStack) -> None:
+        self.client = client
+        self.keys = OwnKeys(prefix)
+        self._prefix = prefix
+        self._stack = stack
+
+    async def service(self, client: EtcdClient | None = None, *, port: int = 1) -> OwnService:
+        """Its brokers know fences, and it is a member."""
+        own = OwnService(
+            client or self.client,
+            self._prefix,
+            "proxy.test",
+            port,
+            ttl_s=TTL_S,
+            writer_groups={"t": GROUP},
+            timeout_s=TTL_S,
+            unsettled=UnsettledWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=60.0),
+            counters=Counter(),
+        )
+        own.brokers.attach(FencedBrokers())
+        await self._stack.enter_async_context(running(own.run()))
+        await own.wait_ready()
+        return own
+
+
+@pytest_asyncio.fixture
+async def site(etcd_client: EtcdClient, etcd_prefix: str) -> AsyncIterator[Site]:
+    async with AsyncExitStack() as stack:
+        yield Site(etcd_client, etcd_prefix, stack)
+
+
+async def bound(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
+    """Whoever leads takes everything."""
+    return {each[:2]: NONE for each in bindings}
+
+
+async def claim(own: OwnService, resource: str = "t/0", sever: Callable[[str], None] = lambda reason: None) -> int:
+    """A claim of a connection of its own; its fence."""
+    request = OwnRequest(GROUP, (OwnResource(resource, 0),))
+    (owned,) = (await own.own(own.connection("tests", sever), request, bound)).resources
+    assert owned.error_code == NONE
+    return owned.fence
+
+
+async def test_what_a_process_held_whose_lease_has_ended_is_released_by_another(site: Site) -> None:
+    """Of the keys that go with a lease, the process's own is told of first: its claims seem to stand still."""
+    holder, other = await site.service(port=1), await site.service(port=2)
+    brokers = FencedBrokers()
+    released = brokers.released
+    other.brokers.attach(brokers)
+    fence = await claim(holder)
+    await eventually(lambda: other.table.row(GROUP, "t/0") is not None, what="the other knows of the claim")
+    (kept,) = (await site.client.get_prefix(site.keys.claims)).kvs
+    await site.client.lease_revoke(kept.lease_id)
+    await eventually(lambda: bool(released), what="the partition is released")
+    assert [each[:2] for each in released] == [("t", 0)]
+    assert released[0].revision > fence
+
+
+@asynccontextmanager
+async def behind(etcd: EmbeddedEtcd) -> AsyncIterator[tuple[Relay, EtcdClient]]:
+    async with Relay(etcd.endpoint) as relay:
+        client = EtcdClient([relay.endpoint])
+        await client.connect()
+        try:
+            yield relay, client
+        finally:
+            await client.close()
+
+
+async def test_a_claim_is_confirmed_that_is_told_of_in_a_message_of_many_parts(site: Site, etcd: EmbeddedEtcd) -> None:
+    """Who was cut off learns of a claim together with the end of a lease that held more than one part takes."""
+    count = CHUNK_EVENTS + OPERATIONS
+    lease = await site.client.lease_grant(60)
+    value = encode_value(ClaimValue("gone", 1, 1))
+    for start in range(0, count, OPERATIONS):
+        keys = [site.keys.claim("many", f"r{number}") for number in range(start, start + OPERATIONS)]
+        await site.client.txn([], [put_op(key, value, lease.lease_id) for key in keys], [])
+    async with behind(etcd) as (relay, client):
+        cut_off = await site.service(client)
+        assert cut_off.table.count == count
+        await relay.shut()
+        put = await site.client.put(site.keys.claim(GROUP, "r"), encode_value(ClaimValue("somebody", 1, 1)))
+        await site.client.lease_revoke(lease.lease_id)
+        other = await site.service(port=2)
+        await relay.open()
+        await eventually(
+            lambda: any(each.port == 1 and each.seen >= put for each in other.table.members.values()),
+            what="the claim is confirmed",
+        )
+        # Those who were there at the claim are waited for, not those who came back since.
+        assert cut_off.is_live()
+
+
+async def test_a_claim_is_decided_on_what_etcd_has_whatever_the_table_says(site: Site) -> None:
+    """A table is behind: neither a refusal nor a grant may come of what it says."""
+    first, late = await site.service(port=1), await site.service(port=2)
+    severed: list[str] = []
+    owner = first.connection("owner", severed.append)
+    for generation in (1, 5):
+        await first.own(owner, OwnRequest(GROUP, (OwnResource("t/0", generation),)), bound)
+    fence = owner.held["t/0"].fence
+    await eventually(lambda: late.table.revision >= fence, what="the other knows of the claim")
+    late.table._groups.clear()
+    asker = late.connection("asker", severed.append)
+    (lower,) = (await late.own(asker, OwnRequest(GROUP, (OwnResource("t/0", 3),)), bound)).resources
+    assert (lower.error_code, severed) == (FENCED_INSTANCE_ID, [])
+    late.table._groups.clear()
+    (equal,) = (await late.own(asker, OwnRequest(GROUP, (OwnResource("t/0", 5),)), bound)).resources
+    assert (equal.error_code, equal.generation) == (NONE, 5)
+    assert equal.fence > fence
+    assert len(severed) == 1
+
+
+async def test_a_claim_is_given_up_only_where_it_is_the_very_one(site: Site) -> None:
+    """The end of a connection may be carried out after somebody else has claimed what it had."""
+    own = await site.service()
+    earlier = await claim(own)
+    later = await claim(own)
+    own._deletions.add(GROUP, "t/0", earlier)
+    await own.all_freed()
+    assert await site.client.get(site.keys.claim(GROUP, "t/0")) is not None
+    own._deletions.add(GROUP, "t/0", later)
+    await own.all_freed()
+    assert await site.client.get(site.keys.claim(GROUP, "t/0")) is None
+
+
+FORGETFUL = """
+import sys
+from kproxy.cli import main
+from kproxy.claims.table import OwnTable
+
+def put(self, kv):
+    raise LookupError(f"a mistake, at {kv.key}")
+
+OwnTable._claim_put = put
+sys.exit(main())
+"""
+
+
+async def test_a_proxy_that_cannot_keep_claims_any_more_ends_and_says_why(site: Site, tmp_path: Path) -> None:
+    """It would serve on, refuse every claim for good, and nobody would know."""
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--etcd", site.client.endpoints, "--prefix", site.keys.prefix]
+    process = KproxyProcess(arguments, tmp_path / "stderr", (sys.executable, "-P", "-c", FORGETFUL))
+    try:
+        await asyncio.to_thread(process.wait_ready)
+        await site.client.put(site.keys.claim(GROUP, "r"), encode_value(ClaimValue("somebody", 1, 1)))
+        assert await asyncio.to_thread(process.wait) != 0
+        assert "a mistake, at " in process.stderr()
+    finally:
+        process.stop()

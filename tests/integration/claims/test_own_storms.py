@@ -1,0 +1,235 @@
+"""Many connections that claim the same, and requests that somebody made to do harm, on two proxies with two workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from kproxy.claims.keys import decode_claim
+from kproxy_codec.api_keys import OWN
+from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE, POLICY_VIOLATION
+from kproxy_codec.framing import request_header
+from kproxy_codec.own import MAX_RESOURCES, OwnRequest, OwnResource, encode_own_request
+from tests.support.claims.own_cases import PATIENCE_S, Place, writers_of
+from tests.support.claims.own_client import OwnClient
+from tests.support.claims.own_proxies import OwnSite
+from tests.support.clients.raw_client import raw_frame
+
+PLACES = [Place(0, 1), Place(0, 2), Place(1, 1), Place(1, 2)]
+CONNECTIONS = 50
+CLAIMS_EACH = 4
+# Of one request, which takes a second or so.
+MANY = 1_000
+
+
+class Grant(NamedTuple):
+    """`asked_at` and `told_at`: seconds, the monotonic clock."""
+
+    fence: int
+    generation: int
+    asked_at: float
+    told_at: float
+    client: OwnClient
+
+
+class Storm:
+    """Connections that claim one resource, with any generation, and come again when they are severed."""
+
+    def __init__(self, site: OwnSite, topic: str) -> None:
+        self.grants: list[Grant] = []
+        self.codes: set[int] = set()
+        self.clients: list[OwnClient] = []
+        self.severed = 0
+        self._site = site
+        self._topic = topic
+
+    async def claim(self, number: int) -> None:
+        chance = Random(number)
+        place = PLACES[number % len(PLACES)]
+        client = await self._connect(place)
+        for _ in range(CLAIMS_EACH):
+            asked_at = time.monotonic()
+            try:
+                response = await client.own(
+                    writers_of(self._topic), [(f"{self._topic}/0", chance.choice((0, 1, 1, 2)))]
+                )
+            except ConnectionError:
+                self.severed += 1
+                client = await self._connect(place)
+                continue
+            (found,) = response.resources
+            self.codes.add(found.error_code)
+            if found.error_code == NONE:
+                self.grants.append(Grant(found.fence, found.generation, asked_at, time.monotonic(), client))
+
+    async def _connect(self, place: Place) -> OwnClient:
+        client = await self._site.pool.connect(place)
+        self.clients.append(client)
+        return client
+
+
+def test_a_storm_of_claims_leaves_one_owner_and_fences_that_rise(own_site: OwnSite) -> None:
+    topic = own_site.topic("storm")
+
+    async def storm() -> Storm:
+        storm = Storm(own_site, topic)
+        await asyncio.gather(*map(storm.claim, range(CONNECTIONS)))
+        return storm
+
+    async def judge(storm: Storm) -> None:
+        grants = sorted(storm.grants)
+        # Most are severed before they hear of their grant, where the machine has time for that.
+        assert grants
+        assert storm.severed >= CONNECTIONS
+        assert storm.codes <= {NONE, FENCED_INSTANCE_ID}
+        by_fence: dict[int, set[OwnClient]] = {}
+        for grant in grants:
+            by_fence.setdefault(grant.fence, set()).add(grant.client)
+        assert all(len(clients) == 1 for clients in by_fence.values()), "two were given one fence"
+        for earlier, later in ((one, other) for one in grants for other in grants if one.told_at < other.asked_at):
+            assert earlier.fence <= later.fence, f"fences went back: {earlier}, then {later}"
+        owner = grants[-1].client
+        assert not owner.closed, "the latest owner was severed by nobody"
+        for client in storm.clients:
+            if not client.closed:
+                code = (await client.produce(topic, 0, b"the storm is over")).error_code
+                assert code == (NONE if client is owner else POLICY_VIOLATION)
+        assert len((await owner.fetch(topic, 0, 0)).records) == 1
+
+    async def run() -> None:
+        found = await storm()
+        try:
+            await judge(found)
+        finally:
+            for client in found.clients:
+                await client.close()
+            await own_site.until_nothing_is_claimed()
+
+    own_site.run(run())
+
+
+def _own(request: OwnRequest, version: int = 1) -> bytes:
+    return raw_frame(request_header(OWN, version, 1, b"tests") + encode_own_request(request))
+
+
+def _resources(count: int) -> tuple[OwnResource, ...]:
+    return tuple(OwnResource(f"r{number}", 1) for number in range(count))
+
+
+LONGEST = "n" * 1_024
+HARMFUL: dict[str, Callable[[], bytes]] = {
+    "one resource too many": lambda: _own(OwnRequest("g", _resources(MAX_RESOURCES + 1))),
+    "a group's name too long": lambda: _own(OwnRequest(LONGEST + "n", ())),
+    "a resource's name too long": lambda: _own(OwnRequest("g", (OwnResource(LONGEST + "n", 1),))),
+    "more than a megabyte": lambda: _own(OwnRequest("g", (OwnResource(LONGEST, 1),) * 1_100)),
+    "a group without end": lambda: raw_frame(request_header(OWN, 1, 1, b"tests") + b"\xff\xff\xff\xff\x0f"),
+    "no group": lambda: raw_frame(request_header(OWN, 1, 1, b"tests") + b"\x00\x01\x00"),
+    "no text": lambda: raw_frame(request_header(OWN, 1, 1, b"tests") + b"\x03\xff\xfe\x01\x00"),
+    "a billion resources": lambda: raw_frame(request_header(OWN, 1, 1, b"tests") + b"\x02g\x80\x94\xeb\xdc\x03"),
+    "more behind the end": lambda: raw_frame(_own(OwnRequest("g", ()))[4:] + b"\x00"),
+    "cut short": lambda: raw_frame(_own(OwnRequest("g", _resources(2)))[4:-5]),
+    "version 2": lambda: _own(OwnRequest("g", ()), 2),
+    "a broker's own": lambda: raw_frame(request_header(OWN + 1, 0, 1, b"tests") + b"\x01\x00"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMFUL)
+def test_a_harmful_request_ends_its_connection_and_no_other(own_site: OwnSite, harm: str) -> None:
+    topic = own_site.topic("harm")
+
+    async def run() -> None:
+        owner, villain = [await own_site.pool.connect(PLACES[0]) for _ in range(2)]
+        assert (await owner.own(writers_of(topic), [(f"{topic}/0", 1)])).resources[0].error_code == NONE
+        villain.raw.send(HARMFUL[harm]())
+        assert await villain.wait_closed(PATIENCE_S)
+        assert (await owner.produce(topic, 0, b"as ever")).error_code == NONE
+        await owner.close()
+        await own_site.until_nothing_is_claimed()
+
+    own_site.run(run())
+
+
+def test_half_a_claim_claims_nothing_and_keeps_nobody(own_site: OwnSite) -> None:
+    topic = own_site.topic("harm")
+
+    async def run() -> None:
+        villain, owner = [await own_site.pool.connect(PLACES[0]) for _ in range(2)]
+        claim = _own(OwnRequest(writers_of(topic), (OwnResource(f"{topic}/0", 1), OwnResource(f"{topic}/1", 1))))
+        villain.raw.send(claim[: len(claim) // 2])
+        (granted,) = (await owner.own(writers_of(topic), [(f"{topic}/0", 1)])).resources
+        assert (granted.error_code, granted.generation) == (NONE, 1)
+        await villain.close()
+        assert not await owner.wait_closed(0.2)
+        await owner.close()
+        await own_site.until_nothing_is_claimed()
+
+    own_site.run(run())
+
+
+def test_many_resources_in_one_request_keep_nobody(own_site: OwnSite) -> None:
+    """While they are claimed, and while they are freed, others are served."""
+    topic = own_site.topic("many")
+    resources = [(f"r{number}", 1) for number in range(MANY)]
+
+    async def run() -> None:
+        greedy, owner = [await own_site.pool.connect(PLACES[0]) for _ in range(2)]
+        claiming = greedy.send_own("greedy", resources)
+        for number in range(3):
+            (granted,) = (await owner.own(writers_of(topic), [(f"{topic}/0", number + 1)])).resources
+            assert (granted.error_code, granted.generation) == (NONE, number + 1)
+        assert not claiming.done(), "it was served before the others, and shows nothing"
+        granted_to_greedy = (await asyncio.wait_for(claiming, 2 * PATIENCE_S)).resources
+        assert [each.resource for each in granted_to_greedy] == [resource for resource, _ in resources]
+        assert {each.error_code for each in granted_to_greedy} == {NONE}
+        await greedy.close()
+        assert (await owner.produce(topic, 0, b"as ever")).error_code == NONE
+        await owner.close()
+        await own_site.until_nothing_is_claimed()
+
+    own_site.run(run())
+
+
+def test_a_flood_of_claims_keeps_nobody(own_site: OwnSite) -> None:
+    """Twenty connections send two hundred claims each, all at once, and read no answer before the last."""
+    topic = own_site.topic("flood")
+
+    async def run() -> None:
+        flooding = [await own_site.pool.connect(PLACES[number % 4]) for number in range(20)]
+        answers = [
+            client.send_own(f"flood-{number}", [(f"r{n % 7}", 0)])
+            for number, client in enumerate(flooding)
+            for n in range(200)
+        ]
+        owner = await own_site.pool.connect(PLACES[0])
+        (granted,) = (await owner.own(writers_of(topic), [(f"{topic}/0", 1)])).resources
+        assert granted.error_code == NONE
+        assert (await owner.produce(topic, 0, b"as ever")).error_code == NONE
+        assert not all(answer.done() for answer in answers), "there was no flood"
+        for client in [*flooding, owner]:
+            await client.close()
+        await own_site.until_nothing_is_claimed()
+
+    own_site.run(run())
+
+
+def test_a_client_with_an_endless_name_fills_no_etcd(own_site: OwnSite) -> None:
+    """It stands in each claim of its connection."""
+    topic = own_site.topic("endless name")
+
+    async def run() -> None:
+        client = await own_site.pool.connect(PLACES[0])
+        client.client_id = "ü" * 16_000
+        assert (await client.own(writers_of(topic), [(f"{topic}/0", 1)])).resources[0].error_code == NONE
+        claim = await own_site.etcd.get(own_site.keys.claim(writers_of(topic), f"{topic}/0"))
+        assert claim is not None
+        assert decode_claim(claim.value).client.startswith("ü" * 50 + "@127.0.0.1:")
+        assert len(claim.value) < 400
+        await client.close()
+        await own_site.until_nothing_is_claimed()
+
+    own_site.run(run())

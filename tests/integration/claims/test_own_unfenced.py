@@ -1,0 +1,247 @@
+"""Single writer before a real Apache Kafka, which keeps no fences: a claim waits for what earlier writers wrote.
+
+owner     - a proxy - Way - Kafka      what is written may be under way for as long as a test likes
+successor - another proxy - Kafka
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from kproxy.claims.keys import OwnKeys
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient
+from kproxy_codec.error_codes import NONE, POLICY_VIOLATION, REQUEST_TIMED_OUT
+from tests.support.brokers.held_bytes import HOST, Way
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.claims.own_client import OwnClient
+from tests.support.clients.kafka_io import read_partition
+from tests.support.etcd.embedded import eventually
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import port_of
+
+# The first run of all downloads Kafka's jars.
+pytestmark = [pytest.mark.java, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+
+GROUP = "writers"
+TOPICS = [f"unfenced-{uuid.uuid4().hex[:10]}-{number}" for number in range(6)]
+TTL_S = 2
+# What is asked for in vain is answered after this; long before anything is settled by time alone.
+OWN_TIMEOUT_S = 1.0
+UNSETTLED_S = 3.0
+PATIENCE_S = 30.0
+
+
+class Site:
+    """Proxies before the cluster: those that reach it by `ways`, and others."""
+
+    def __init__(self, kafka: RealKafka, etcd: str, directory: Path, stack: AsyncExitStack) -> None:
+        self.kafka = kafka
+        self._etcd = etcd
+        self._directory = directory
+        self._stack = stack
+        self._started = 0
+        self._unused = iter(TOPICS)
+        self.ways: dict[int, Way] = {}
+
+    async def start(self) -> None:
+        for topic in TOPICS:
+            # The times in what tests write lie long ago.
+            await asyncio.to_thread(self.kafka.create_topic, topic, 1, retention_ms="-1")
+        for broker in self.kafka.brokers:
+            self.ways[broker.node_id] = await self._stack.enter_async_context(Way(broker.port))
+        self.owners = await self.proxy({node_id: way.port for node_id, way in self.ways.items()})
+        self.successors = await self.proxy({broker.node_id: broker.port for broker in self.kafka.brokers})
+
+    async def proxy(self, ports: dict[int, int] | None, prefix: str = f"/{TOPICS[0]}") -> KproxyProcess:
+        """Before brokers at these ports or, None, at those that the cluster names; it knows those of its prefix."""
+        self._started += 1
+        lines = [f"[limits]\nown_timeout_s = {OWN_TIMEOUT_S}\nown_unsettled_s = {UNSETTLED_S}"]
+        source: list[str] = ["--ownership", "kafka", "--bootstrap", self.kafka.bootstrap]
+        if ports is not None:
+            source = ["--ownership", "static"]
+            lines += ["[brokers]", *(f'{node_id} = "{HOST}:{port}"' for node_id, port in ports.items())]
+            for topic in TOPICS:
+                leaders = await asyncio.to_thread(self.kafka.leaders, topic)
+                lines += ["[[topics]]", f'name = "{topic}"', f"owners = [{leaders[0]}]"]
+        file = self._directory / f"{self._started}.toml"
+        file.write_text("\n".join(lines) + "\n")
+        arguments = ["serve", "--config", str(file), "--listen", f"{HOST}:0", *source, "--etcd", self._etcd]
+        arguments += ["--prefix", prefix, "--lease-ttl", str(TTL_S)]
+        arguments += [f"--writer-group={topic}={GROUP}" for topic in TOPICS]
+        process = KproxyProcess(arguments, file.with_suffix(".stderr"))
+        self._stack.push_async_callback(asyncio.to_thread, process.stop)
+        await asyncio.to_thread(process.wait_ready)
+        return process
+
+    def topic(self) -> str:
+        """One that is used for nothing else; it has one partition."""
+        return next(self._unused)
+
+    async def client(self, proxy: KproxyProcess) -> OwnClient:
+        client = await OwnClient.connect(HOST, port_of(proxy))
+        self._stack.push_async_callback(client.close)
+        return client
+
+    async def writer(self, proxy: KproxyProcess, topic: str) -> OwnClient:
+        """It owns the topic's partition, and has written."""
+        writer = await self.client(proxy)
+        await claim_until_granted(writer, topic)
+        assert (await writer.produce(topic, 0, b"first")).error_code == NONE
+        return writer
+
+    def hold(self) -> None:
+        """What is written by the owners' proxies from now on is under way."""
+        assert sum(way.hold(lambda port: True) for way in self.ways.values()) > 0
+
+    async def until_under_way(self) -> None:
+        """Something has been written since."""
+        await eventually(lambda: any(way.held() for way in self.ways.values()))
+
+    def release(self) -> None:
+        for way in self.ways.values():
+            way.release()
+
+    async def log(self, topic: str, count: int) -> list[bytes]:
+        return await asyncio.to_thread(read_partition, self.kafka.bootstrap, topic, 0, count)
+
+
+async def claim(client: OwnClient, topic: str) -> int:
+    (owned,) = (await client.own(GROUP, [(f"{topic}/0", 1)])).resources
+    return owned.error_code
+
+
+async def claim_until_granted(client: OwnClient, topic: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while (code := await claim(client, topic)) != NONE:
+            assert code == REQUEST_TIMED_OUT
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site(
+    real_kafka: RealKafka, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Site]:
+    async with AsyncExitStack() as stack:
+        site = Site(real_kafka, etcd.endpoint, tmp_path_factory.mktemp("unfenced"), stack)
+        await site.start()
+        yield site
+
+
+async def closes(owner: OwnClient) -> None:
+    await owner.close()
+
+
+async def is_severed(owner: OwnClient) -> None:
+    """By the claim."""
+
+
+@pytest.mark.parametrize(("acks", "ends"), [(-1, is_severed), (0, closes)])
+async def test_what_is_under_way_comes_before_the_next_owners(
+    site: Site, acks: int, ends: Callable[[OwnClient], Coroutine[Any, Any, None]]
+) -> None:
+    topic = site.topic()
+    owner, successor = await site.writer(site.owners, topic), await site.client(site.successors)
+    site.hold()
+    owner.send_produce(topic, 0, b"last", acks)
+    await site.until_under_way()
+    await ends(owner)
+    assert await claim(successor, topic) == REQUEST_TIMED_OUT
+    assert await owner.wait_closed(OWN_TIMEOUT_S)
+    assert (await successor.produce(topic, 0, b"too early")).error_code == POLICY_VIOLATION
+    site.release()
+    await claim_until_granted(successor, topic)
+    assert (await successor.produce(topic, 0, b"next")).error_code == NONE
+    assert await site.log(topic, 3) == [b"first", b"last", b"next"]
+
+
+async def test_what_was_lost_on_its_way_is_waited_for_for_a_time(site: Site) -> None:
+    topic = site.topic()
+    owner, successor = await site.writer(site.owners, topic), await site.client(site.successors)
+    site.hold()
+    lost = owner.send_produce(topic, 0, b"lost")
+    await site.until_under_way()
+    began = asyncio.get_running_loop().time()
+    for way in site.ways.values():
+        await way.cut()
+    # Not recognisable to the broker, so it is not sent again.
+    assert (await lost).error_code == REQUEST_TIMED_OUT
+    assert await claim(successor, topic) == REQUEST_TIMED_OUT
+    await claim_until_granted(successor, topic)
+    assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
+    assert (await successor.produce(topic, 0, b"next")).error_code == NONE
+    assert await site.log(topic, 2) == [b"first", b"next"]
+
+
+async def test_what_a_proxy_that_died_had_under_way_comes_before_the_next_owners(site: Site) -> None:
+    topic = site.topic()
+    proxy = await site.proxy({node_id: way.port for node_id, way in site.ways.items()})
+    owner, successor = await site.writer(proxy, topic), await site.client(site.successors)
+    site.hold()
+    owner.send_produce(topic, 0, b"last")
+    await site.until_under_way()
+    os.kill(proxy.pid, signal.SIGKILL)
+    began = asyncio.get_running_loop().time()
+    # For as long as its lease lives, and then for what it may have written.
+    while asyncio.get_running_loop().time() - began < TTL_S + OWN_TIMEOUT_S:
+        assert await claim(successor, topic) == REQUEST_TIMED_OUT
+    site.release()
+    await claim_until_granted(successor, topic)
+    assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
+    assert (await successor.produce(topic, 0, b"next")).error_code == NONE
+    assert await site.log(topic, 3) == [b"first", b"last", b"next"]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def etcd_here(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
+    client = EtcdClient([etcd.endpoint])
+    await client.connect()
+    yield client
+    await client.close()
+
+
+@pytest.mark.long
+async def test_what_all_proxies_had_under_way_when_they_died_is_waited_for(site: Site, etcd_here: EtcdClient) -> None:
+    topic, prefix = site.topic(), f"/alone-{uuid.uuid4().hex}"
+    proxy = await site.proxy(None, prefix)
+    await site.writer(proxy, topic)
+    os.kill(proxy.pid, signal.SIGKILL)
+    async with asyncio.timeout(PATIENCE_S):
+        # Nobody is left who saw it die.
+        while (await etcd_here.get_prefix(OwnKeys(prefix).members)).kvs:
+            await asyncio.sleep(0.1)
+    proxy = await site.proxy(None, prefix)
+    assert await claim(await site.client(proxy), topic) == REQUEST_TIMED_OUT
+    await site.writer(proxy, topic)
+    assert await asyncio.to_thread(proxy.stop) == 0
+    # One that ended in order leaves nothing behind.
+    proxy = await site.proxy(None, prefix)
+    assert await claim(await site.client(proxy), topic) == NONE
+
+
+async def test_owners_take_turns_on_the_partitions_that_the_cluster_names(site: Site) -> None:
+    """Nothing is under way when a claim is made: nobody waits."""
+    topic = site.topic()
+    proxy = await site.proxy(None)
+    written = [b"first"]
+    owner = await site.writer(proxy, topic)
+    for turn in range(6):
+        successor = await site.client(proxy if turn % 2 else site.successors)
+        assert (await successor.produce(topic, 0, b"too early")).error_code == POLICY_VIOLATION
+        written += [b"%d without acks" % turn, b"%d with all acks" % turn]
+        await owner.produce(topic, 0, written[-2], 0)
+        assert (await owner.produce(topic, 0, written[-1])).error_code == NONE
+        await claim_until_granted(successor, topic)
+        assert await owner.wait_closed(OWN_TIMEOUT_S)
+        owner = successor
+    assert (await owner.produce(topic, 0, b"end")).error_code == NONE
+    assert await site.log(topic, len(written) + 1) == [*written, b"end"]

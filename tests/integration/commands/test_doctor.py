@@ -1,0 +1,322 @@
+"""`kproxy doctor` finds what is wrong with an etcd and with a proxy, and nothing where all is well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.cli.doctor_checks import (
+    Finding,
+    _about_clock,
+    _about_version,
+    examine_etcd,
+    examine_kafka,
+    examine_proxy,
+)
+from kproxy.config import Address, parse_address
+from kproxy.config.etcd import EtcdOptions
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient, EtcdError
+from kproxy_codec.api_keys import API_VERSIONS, METADATA
+from kproxy_codec.control import decode_request
+from kproxy_codec.error_codes import UNKNOWN_TOPIC_OR_PARTITION
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
+from tests.support.clients.kafka_io import read_partition
+from tests.support.etcd.embedded import QUICK
+from tests.support.etcd.etcd_cluster import ETCD_VERSION, EtcdCluster
+from tests.support.etcd.etcd_secured import PASSWORD, Authority, enable_users, tls_etcd
+from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
+from tests.support.processes.ports import free_port
+
+PATIENCE_S = 40.0
+
+
+def marks(findings: list[Finding]) -> list[str]:
+    return [finding.mark for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("version", "fit"),
+    [
+        ("3.4.33", False),
+        ("3.5.1", False),
+        ("3.5.32", False),
+        ("3.5.33", True),
+        ("3.6.13", False),
+        ("3.6.14", True),
+        ("3.7.0", True),
+        ("3.7.0-rc.1", True),
+        ("4.0.0", True),
+        ("2.3.8", False),
+        ("unknown", False),
+    ],
+)
+def test_releases_with_known_faults_are_warned_of(version: str, fit: bool) -> None:
+    assert marks(_about_version("http://a", version)) == ([] if fit else ["warn"])
+
+
+async def test_three_sound_members_are_well_and_one_that_is_down_is_named(etcd_cluster: EtcdCluster) -> None:
+    findings = await examine_etcd(etcd_cluster.endpoints, EtcdOptions(), "/kafscale")
+    assert marks(findings) == ["ok", "ok", "ok"], findings
+    assert all(f"etcd {ETCD_VERSION}, no TLS, no user" in finding.text for finding in findings)
+    assert sum("leads" in finding.text for finding in findings) == 1
+    down = etcd_cluster.followers()[0]
+    down.kill()
+    findings = await examine_etcd(etcd_cluster.endpoints, EtcdOptions(), "/kafscale")
+    etcd_cluster.start_member(down)
+    await etcd_cluster.healthy()
+    assert sorted(marks(findings)) == ["FAIL", "ok", "ok"]
+    assert next(finding for finding in findings if finding.mark == "FAIL").text.count(down.endpoint) == 1
+
+
+async def test_members_that_do_not_belong_together_are_named(etcd: EmbeddedEtcd, etcd_cluster: EtcdCluster) -> None:
+    findings = await examine_etcd([etcd.endpoint, etcd_cluster.endpoints[0]], EtcdOptions(), "/kafscale")
+    (differ,) = (finding for finding in findings if finding.mark == "FAIL")
+    assert differ.text == "the members named belong to different clusters: name those of one."
+    assert (differ.check, differ.at) == ("etcd.members", f"{etcd.endpoint},{etcd_cluster.endpoints[0]}")
+    twice = await examine_etcd([etcd.endpoint, etcd.endpoint.replace("127.0.0.1", "localhost")], EtcdOptions(), "/a")
+    assert any("named twice" in finding.text for finding in twice)
+
+
+async def test_tls_and_users_are_looked_at(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    async with tls_etcd(tmp_path / "etcd", authority.issue("localhost")) as (server, port):
+        await enable_users(server.endpoint, prefix="/kafscale/")
+        options = EtcdOptions(ca=authority.ca, username="kproxy", password=PASSWORD)
+        url = f"https://localhost{port}"
+        findings = await examine_etcd([url], options, "/kafscale")
+        assert findings[0].mark == "ok"
+        assert "TLS, user kproxy, leads" in findings[0].text
+        # Its release is old, and it is alone.
+        assert marks(findings) == ["ok", "warn", "warn"]
+        assert marks(await examine_etcd([url], options, "/elsewhere")) == ["ok", "FAIL", "warn", "warn"]
+        wrong = await examine_etcd([url], EtcdOptions(username="kproxy", password=PASSWORD), "/kafscale")
+        assert wrong[0].mark == "FAIL"
+        assert "--etcd-ca" in wrong[0].text
+        assert PASSWORD not in str(findings + wrong)
+        assert marks(await _about_clock(url, options)) == []
+
+
+async def test_a_clock_that_differs_is_warned_of(etcd: EmbeddedEtcd) -> None:
+    assert await _about_clock(etcd.endpoint, EtcdOptions()) == []
+    (slow,) = await _about_clock(etcd.endpoint, EtcdOptions(), lambda: time.time() + 60)
+    assert "behind this machine's" in slow.text
+    (fast,) = await _about_clock(etcd.endpoint, EtcdOptions(), lambda: time.time() - 60)
+    assert "ahead of this machine's" in fast.text
+
+
+async def fill(client: EtcdClient) -> None:
+    """Until etcd is full: it compares with what it has committed to its file, which it does every now and then."""
+    for _ in range(1_000):
+        await client.put("/a", bytes(50_000))
+
+
+async def test_an_alarm_is_a_failure(tmp_path: Path) -> None:
+    arguments = [*QUICK, "--quota-backend-bytes", "100000"]
+    async with EmbeddedEtcd(tmp_path, extra_arguments=arguments) as server:
+        client = EtcdClient([server.endpoint])
+        await client.connect()
+        with pytest.raises(EtcdError, match="space exceeded"):
+            await fill(client)
+        await client.close()
+        findings = await examine_etcd([server.endpoint], EtcdOptions(), "/kafscale")
+        assert any(finding.mark == "FAIL" and "NOSPACE" in finding.text for finding in findings)
+
+
+async def test_a_proxy_is_asked_whether_it_is_ready(dev_cluster: KproxyProcess) -> None:
+    page = parse_address(dev_cluster.admin, "--admin")
+    assert await examine_proxy(page) == [Finding("ok", f"the proxy at {page}: ready", "proxy.ready", str(page))]
+    (nobody,) = await examine_proxy(Address("127.0.0.1", 1))
+    assert (nobody.mark, "--admin" in nobody.text) == ("FAIL", True)
+    (broker,) = await examine_proxy(parse_address(dev_cluster.etcd.removeprefix("http://"), "--admin"))
+    assert broker.mark == "FAIL"
+    assert "no admin page" in broker.text
+
+
+async def test_the_command_prints_a_line_for_each_and_fails_where_one_does(dev_cluster: KproxyProcess) -> None:
+    arguments = ["doctor", "--etcd", dev_cluster.etcd, "--admin", dev_cluster.admin]
+    well = await asyncio.to_thread(run_kproxy, *arguments)
+    assert (well.status, well.stderr) == (0, "")
+    # What is said of replicas depends on the topics that other tests have made: see test_replication_seen.
+    lines = [line for line in well.stdout.splitlines() if "in sync" not in line]
+    assert [line[:4].strip() for line in lines] == ["ok", "warn", "warn", "ok"]
+    bad = await asyncio.to_thread(run_kproxy, "doctor", "--etcd", "ftp://a")
+    assert bad.status == 1
+    assert bad.stdout.startswith("FAIL  etcd endpoint 'ftp://a'")
+
+
+def examined(*arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, list[dict[str, Any]]]:
+    """The exit status, and the findings as programs read them, which say what people read."""
+    ended = run_kproxy("doctor", *arguments, "--json", environ=environ)
+    told = json.loads(ended.stdout)
+    assert ended.stderr == ""
+    assert told["ok"] is (ended.status == 0)
+    assert all(set(finding) == {"result", "check", "at", "text", "facts"} for finding in told["findings"])
+    return ended.status, told["findings"]
+
+
+def results(findings: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(finding["check"], finding["result"]) for finding in findings]
+
+
+LOOKED = [("kafka.bootstrap", "ok"), ("kafka.named", "ok")]
+ALL_WELL = [*LOOKED, ("kafka.topic", "ok"), ("kafka.write", "ok"), ("kafka.read", "ok")]
+
+
+def test_a_record_is_written_where_clients_would_write_it_and_read_back(dev_cluster: KproxyProcess) -> None:
+    topic = f"probe-{uuid.uuid4().hex}"
+    before, nothing = examined("--bootstrap", dev_cluster.kafka, "--no-write", "--topic", topic)
+    assert (before, results(nothing)) == (0, LOOKED)
+    for offset, created in enumerate((True, False)):
+        status, findings = examined("--topic", topic, environ={"KPROXY_BOOTSTRAP": dev_cluster.kafka})
+        assert (status, results(findings)) == (0, ALL_WELL)
+        assert {finding["at"] for finding in findings} == {dev_cluster.kafka}
+        about_topic, written, read = (finding["facts"] for finding in findings[2:])
+        assert about_topic == {"topic": topic, "partitions": 1, "created": created}
+        assert (written["partition"], written["offset"]) == (read["partition"], read["offset"]) == (0, offset)
+        assert written["ms"] > 0
+        assert f"partition 0, offset {offset}" in findings[3]["text"]
+    values = read_partition(dev_cluster.kafka, topic, 0, 2)
+    assert [json.loads(value)["written by"] for value in values] == ["kproxy doctor"] * 2
+    said = run_kproxy("doctor", "--bootstrap", dev_cluster.kafka).stdout.splitlines()
+    assert [line[:6] for line in said] == ["ok    "] * 5
+    assert "kproxy-doctor" in said[2]
+
+
+def test_a_cluster_of_apache_kafka_is_looked_at_like_any_other(real_kafka: RealKafka) -> None:
+    status, findings = examined("--bootstrap", real_kafka.bootstrap, "--topic", f"probe-{uuid.uuid4().hex}")
+    assert (status, {finding["result"] for finding in findings}) == (0, {"ok"}), findings
+    assert [check for check, _ in results(findings)].count("kafka.named") == 3
+
+
+def test_an_address_where_nothing_speaks_kafka_is_named(dev_cluster: KproxyProcess) -> None:
+    dead = f"127.0.0.1:{free_port()}"
+    status, (nobody,) = examined("--bootstrap", dead)
+    assert (status, nobody["check"], nobody["result"], nobody["at"]) == (1, "kafka.bootstrap", "fail", dead)
+    assert f"{dead} cannot be reached" in nobody["text"]
+    assert "--bootstrap H:P" in nobody["text"]
+    # Beside one that is well: a client would manage, and whoever relies on both should know.
+    status, findings = examined("--bootstrap", f"{dead},{dev_cluster.kafka}")
+    assert (status, results(findings)) == (1, [("kafka.bootstrap", "fail"), *ALL_WELL])
+    status, (page,) = examined("--bootstrap", dev_cluster.admin)
+    assert (status, "it speaks HTTP, not Kafka" in page["text"]) == (1, True)
+
+
+def test_an_address_that_clients_are_told_and_cannot_reach_is_named(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+    advertised = f"127.0.0.1:{free_port()}"
+    serve = ["serve", "--etcd", dev_cluster.etcd, "--alone", "--listen", "127.0.0.1:0", "--advertise", advertised]
+    with serving(serve, tmp_path / "serve") as proxy:
+        status, findings = examined("--bootstrap", proxy.kafka)
+        assert (status, results(findings)) == (
+            1,
+            [("kafka.bootstrap", "ok"), ("kafka.named", "fail"), ("kafka.topic", "ok"), ("kafka.write", "fail")],
+        )
+        assert findings[1]["at"] == findings[3]["at"] == advertised
+        assert f"{proxy.kafka} tells clients to connect to it" in findings[1]["text"]
+        assert "--advertise" in findings[1]["text"]
+        assert "no record was written" in findings[3]["text"]
+
+
+def test_a_broker_that_is_down_is_felt_by_what_it_owns(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
+    there = ["--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--lease-ttl", "2"]
+    with ExitStack() as stack:
+
+        def start(number: int) -> KproxyProcess:
+            # One replica each: nobody takes over.
+            keeps = ["--replication-factor", "1", "--data-dir", str(tmp_path / f"data-{number}")]
+            arguments = ["broker", "--node-id", str(number), *keeps, *there]
+            return stack.enter_context(serving(arguments, tmp_path / f"broker-{number}"))
+
+        brokers = {number: start(number) for number in (1, 2)}
+        serve = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", *there]
+        proxy = stack.enter_context(serving(serve, tmp_path / "serve"))
+        assert examined("--bootstrap", proxy.kafka)[0] == 0
+        table = json.loads(run_kproxy("table", "--admin", proxy.admin, "--json").stdout)
+        ((partition,),) = (topic["partitions"] for topic in table["topics"])
+        brokers[partition["owner"]].signal(signal.SIGKILL)
+        brokers[partition["owner"]].wait()
+        status, findings = examined("--bootstrap", proxy.kafka)
+        assert (status, results(findings)[:2], findings[-1]["result"]) == (1, LOOKED, "fail")
+        assert findings[-1]["check"] in ("kafka.topic", "kafka.write")
+        assert re.search("(NOT_LEADER_OR_FOLLOWER|LEADER_NOT_AVAILABLE).*try again", findings[-1]["text"])
+        start(partition["owner"])
+        deadline = time.monotonic() + PATIENCE_S
+        while (found := examined("--bootstrap", proxy.kafka))[0] != 0:
+            assert time.monotonic() < deadline, found
+
+
+def test_a_topic_that_may_not_be_written_is_named_with_a_way_out(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+    owned = f"owned-{uuid.uuid4().hex}"
+    serve = ["serve", "--etcd", dev_cluster.etcd, "--alone", "--listen", "127.0.0.1:0", "--writer-group", f"{owned}=g"]
+    with serving(serve, tmp_path / "serve") as proxy:
+        status, findings = examined("--bootstrap", proxy.kafka, "--topic", owned)
+        assert (status, results(findings)) == (1, [*ALL_WELL[:3], ("kafka.write", "fail")])
+        assert "POLICY_VIOLATION" in findings[3]["text"]
+        assert "name another topic with --topic" in findings[3]["text"]
+    status, findings = examined("--bootstrap", dev_cluster.kafka, "--topic", "no such")
+    assert (status, results(findings)) == (1, [*LOOKED, ("kafka.topic", "fail")])
+    assert "INVALID_TOPIC_EXCEPTION" in findings[2]["text"]
+
+
+class OneOf(ScriptedUpstream):
+    """A broker of the cluster `named`, which has no topics and makes none; it names `brokers`."""
+
+    named = ""
+    brokers: Sequence[ScriptedUpstream] = ()
+
+    def take(self, asked: Asked) -> None:
+        if asked.header.api_key == API_VERSIONS:
+            highest = {METADATA: 12, API_VERSIONS: 4}
+            ranges = [{"api_key": key, "min_version": 0, "max_version": each} for key, each in highest.items()]
+            asked.answer_message(error_code=0, api_keys=ranges)
+            return
+        request = decode_request(METADATA, asked.header.api_version, asked.body)
+        missing = {"error_code": UNKNOWN_TOPIC_OR_PARTITION, "partitions": []}
+        asked.answer_message(
+            brokers=[{"node_id": each.node_id, "host": "127.0.0.1", "port": each.port} for each in self.brokers],
+            cluster_id=self.named,
+            controller_id=1,
+            topics=[{**missing, "name": topic.name} for topic in request.topics],
+        )
+
+
+@asynccontextmanager
+async def clusters(*named: str) -> AsyncIterator[list[Address]]:
+    """A broker of each; the first names all of them."""
+    brokers = [await OneOf(number).start() for number, _ in enumerate(named, 1)]
+    for broker, name in zip(brokers, named, strict=True):
+        broker.named, broker.brokers = name, brokers
+    try:
+        yield [Address("127.0.0.1", broker.port) for broker in brokers]
+    finally:
+        for broker in brokers:
+            await broker.stop()
+
+
+async def test_a_topic_that_is_not_there_and_is_not_made_is_named() -> None:
+    async with clusters("A") as (address,):
+        findings = await examine_kafka([address], "none")
+        assert marks(findings) == ["ok", "ok", "FAIL"]
+        assert "create it, or name one that is there with --topic" in findings[2].text
+
+
+async def test_an_address_that_leads_to_another_cluster_is_named() -> None:
+    """As where two clusters advertise one name, or an address was given to somebody else."""
+    async with clusters("A", "B") as (ours, theirs):
+        findings = await examine_kafka([ours], None)
+        assert marks(findings) == ["ok", "ok", "FAIL"]
+        assert findings[2].at == str(theirs)
+        assert "belongs to another cluster (B, not A)" in findings[2].text
+        findings = await examine_kafka([ours, theirs], None)
+        assert any("belong to different clusters" in finding.text for finding in findings)

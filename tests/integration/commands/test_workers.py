@@ -1,0 +1,446 @@
+"""`kproxy serve --workers N`: several processes that look like one proxy, and none of which is missed for long."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import msgspec
+import psutil
+import pytest
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient
+from kproxy.fleet.registration import encode_proxy, proxies_prefix
+from kproxy.fleet.view import named_in
+from kproxy.observe.table import TablePage
+from kproxy.routing.fleet import FIRST_NODE_ID, Proxy
+from tests.support.brokers.scripted_upstream import answers_everything
+from tests.support.clients.kafka_io import Record, read_topic
+from tests.support.clients.librdkafka_client import run_librdkafka
+from tests.support.clients.raw_client import RawClient, batch, produce_frame
+from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
+from tests.support.processes.served import ServedBroker, page, port_of, refused, samples, static_proxy
+from tests.support.processes.worker_processes import (
+    PATIENCE_S,
+    all_gone,
+    clients_of_each,
+    connections_of,
+    page_at,
+    page_sockets,
+    shown,
+    until,
+    worker_pids,
+)
+
+WORKERS = 3
+KILLS = 2
+T0 = ("t", 0)
+# Far below what a worker is granted to end, far above what it takes.
+SOON_S = 15.0
+TABLE = '[brokers]\n1 = "127.0.0.1:{port}"\n[[topics]]\nname = "t"\nowners = {owners}\n'
+
+
+def workers(count: int) -> list[str]:
+    return ["--workers", str(count)]
+
+
+async def produced(client: RawClient, n: int = 0) -> None:
+    client.send(produce_frame(records=batch(n, producer_id=-1)))
+    assert (await client.answer()).codes == {T0: 0}
+
+
+async def killed(process: KproxyProcess, number: int) -> None:
+    """kill -9 to one worker, until another one is in its place."""
+    victim = worker_pids(process)[number]
+    os.kill(victim, signal.SIGKILL)
+    await until(lambda: worker_pids(process).get(number, victim) != victim, process.stderr)
+
+
+async def test_connections_are_spread_and_all_that_clients_send_is_counted_once(tmp_path: Path) -> None:
+    upstream = await ServedBroker(1, answers_everything).start()
+    with static_proxy(tmp_path, {1: upstream.port}, more=workers(WORKERS)) as process:
+        port = port_of(process)
+        assert port > 0
+        clients = [await RawClient().connect(port) for _ in range(120)]
+        sent = received = 0
+        for n, client in enumerate(clients):
+            frames = [produce_frame(records=batch(n, producer_id=-1)), produce_frame(version=3)]
+            client.send(*frames)
+            sent += sum(map(len, frames))
+        for client in clients:
+            answer = await client.answer()
+            assert answer.codes == {T0: 0}
+            received += len(answer.frame) + len(await client.receive())
+        # Each of 120 falls to each of 3 by a hash: fewer than 10 would be six standard deviations off.
+        spread = {number: connections_of(pid, port) for number, pid in worker_pids(process).items()}
+        assert set(spread) == {1, 2, 3}
+        assert sum(spread.values()) == 120
+        assert min(spread.values()) >= 10, spread
+        read = await shown(process)
+        assert read["kproxy_requests_total", (("api", "PRODUCE"), ("version", "9"))] == 120
+        assert read["kproxy_requests_total", (("api", "PRODUCE"), ("version", "3"))] == 120
+        assert read["kproxy_produce_duration_seconds_count", ()] == 240
+        assert read["kproxy_produce_duration_seconds_bucket", (("le", "+Inf"),)] == 240
+        assert read["kproxy_client_connections", ()] == 120
+        assert read["kproxy_client_connections_accepted_total", ()] == 120
+        assert read["kproxy_client_received_bytes_total", ()] == sent
+        assert read["kproxy_client_sent_bytes_total", ()] == received
+        # Not sums: each of them looks at the same table.
+        assert read["kproxy_table_partitions", ()] == 1
+        assert read["kproxy_table_revision", ()] == 1
+        assert read["kproxy_workers", ()] == WORKERS
+        for who in ("1", "2", "3", "supervisor"):
+            assert read["process_resident_memory_bytes", (("worker", who),)] > 1 << 20
+        for client in clients:
+            client.close()
+    await upstream.stop()
+
+
+async def test_one_that_is_killed_is_replaced_and_what_it_counted_stays_counted(tmp_path: Path) -> None:
+    upstream = await ServedBroker(1, answers_everything).start()
+    with static_proxy(tmp_path, {1: upstream.port}, more=workers(2)) as process:
+        clients = await clients_of_each(process)
+        for held in clients.values():
+            await produced(held[0])
+        before = await shown(process)
+        assert before["kproxy_worker_restarts_total", ()] == 0
+        await killed(process, 1)
+        assert await clients[1][0].is_closed()
+        # The other one has noticed nothing.
+        await produced(clients[2][0], 1)
+        said: set[tuple[int, str]] = set()
+        while (200, "ready\n") not in said:
+            said.add(await asyncio.to_thread(page, process.admin, "/readyz"))
+        # One that is on its way is not said to hang, nor waited for.
+        assert {text for _, text in said} <= {
+            "ready\n",
+            "ready, degraded: worker 1: it has ended and is started again\n",
+            "ready, degraded: worker 1: it is starting\n",
+            "ready, degraded: worker 1: starting: the routing table is not loaded yet\n",
+        }
+        assert {status for status, _ in said} == {200}
+        assert "was ended by signal 9" in process.stderr()
+        for held in (await clients_of_each(process)).values():
+            await produced(held[0])
+        after = await shown(process)
+        assert after["kproxy_worker_restarts_total", ()] == 1
+        assert after["kproxy_workers", ()] == 2
+        # Two at first, one of the survivor, two at last.
+        assert after["kproxy_requests_total", (("api", "PRODUCE"), ("version", "9"))] == 5
+        assert after["kproxy_client_sent_bytes_total", ()] > before["kproxy_client_sent_bytes_total", ()]
+        assert after["kproxy_worker_up", (("worker", "1"),)] == 1
+    await upstream.stop()
+
+
+@pytest.mark.long
+async def test_one_that_hangs_is_named_and_holds_up_no_page(tmp_path: Path) -> None:
+    upstream = await ServedBroker(1, answers_everything).start()
+    with static_proxy(tmp_path, {1: upstream.port}, more=workers(2)) as process:
+        clients = await clients_of_each(process)
+        for held in clients.values():
+            await produced(held[0])
+        requests = ("kproxy_requests_total", (("api", "PRODUCE"), ("version", "9")))
+        assert (await shown(process))[requests] == 2
+        hung = worker_pids(process)[1]
+        os.kill(hung, signal.SIGSTOP)
+        try:
+            await produced(clients[2][0], 1)
+            read = await shown(process)
+            assert read["kproxy_worker_up", (("worker", "1"),)] == 0
+            assert read["kproxy_worker_up", (("worker", "2"),)] == 1
+            # What it counted last is still counted, or it would seem to begin anew.
+            assert read[requests] == 3
+            # Whoever looks again need not wait.
+            began = time.monotonic()
+            for _ in range(20):
+                status, text = await asyncio.to_thread(page, process.admin, "/readyz")
+            assert time.monotonic() - began < 10
+            assert (status, text) == (200, "ready, degraded: worker 1: it does not answer\n")
+            assert (await asyncio.to_thread(page, process.admin, "/table"))[0] == 200
+            assert await asyncio.to_thread(page, process.admin, "/livez") == (200, "alive\n")
+            assert (await asyncio.to_thread(page, process.admin, "/table?worker=1"))[0] == 503
+        finally:
+            os.kill(hung, signal.SIGCONT)
+        await until(lambda: page(process.admin, "/readyz") == (200, "ready\n"), process.stderr)
+        assert (await shown(process))["kproxy_worker_up", (("worker", "1"),)] == 1
+    await upstream.stop()
+
+
+@pytest.mark.long
+async def test_all_that_hang_are_no_life(tmp_path: Path) -> None:
+    with static_proxy(tmp_path, {1: 1}, more=workers(2)) as process:
+        pids = worker_pids(process).values()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        assert await asyncio.to_thread(page, process.admin, "/livez") == (503, "no worker answers\n")
+        assert await asyncio.to_thread(page, process.admin, "/readyz") == (503, "it does not answer\n")
+        # They would never drain; whoever insists does not wait for it.
+        process.signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        process.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, SOON_S) == 0
+        assert process.stderr().count("worker killed") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_is_handed_on_and_what_is_in_flight_is_answered(tmp_path: Path, number: int) -> None:
+    upstream = await ServedBroker(1).start()
+    with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 60}, more=workers(2)) as process:
+        clients = [held[0] for held in (await clients_of_each(process)).values()]
+        for client in clients:
+            client.send(produce_frame())
+        asked = [await upstream.next() for _ in clients]
+        family = [psutil.Process(process.pid), *process.descendants()]
+        pages = page_sockets(process)
+        process.signal(number)
+        await until(lambda: page(process.admin, "/readyz")[0] == 503, process.stderr)
+        assert (await asyncio.to_thread(page, process.admin, "/readyz"))[1].startswith("draining")
+        await refused(port_of(process))
+        for each in asked:
+            each.answer()
+        for client in clients:
+            assert (await client.answer()).codes == {T0: 0}
+            assert await client.is_closed()
+            client.close()
+        assert await asyncio.to_thread(process.wait, SOON_S) == 0, process.stderr()
+        assert all_gone(family)
+        assert not pages[1].parent.exists()
+    await upstream.stop()
+
+
+@pytest.mark.parametrize("more", [(), ("--drain-delay", "600")], ids=["", "with_a_delay"])
+async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
+    upstream = await ServedBroker(1, answers_everything).start()
+    arguments = ["serve", *static_arguments(tmp_path, upstream.port), *workers(2), *more]
+    process = KproxyProcess(arguments, tmp_path / "stderr")
+    try:
+        await asyncio.to_thread(process.wait_ready)
+        clients = [held[0] for held in (await clients_of_each(process)).values()]
+        family = process.descendants()
+        assert len(family) == 2
+        pages = page_sockets(process)
+        (directory,) = {each.parent for each in pages.values()}
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        for each in pages.values():
+            assert await asyncio.to_thread(page_at, each, "/readyz") == (200, "ready\n")
+        os.kill(process.pid, signal.SIGKILL)
+        assert await asyncio.to_thread(all_gone, family)
+        assert not directory.exists()
+        for client in clients:
+            assert await client.is_closed()
+    finally:
+        process.stop()
+    await upstream.stop()
+
+
+def static_arguments(directory: Path, port: int, owners: str = "[1]") -> list[str | Path]:
+    table = directory / "table.toml"
+    table.write_text(TABLE.format(port=port, owners=owners))
+    return ["--ownership", "static", "--table", table, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+
+
+def partitions(process: KproxyProcess, number: int) -> int:
+    """How many one worker's table holds."""
+    status, text = page(process.admin, f"/table?worker={number}")
+    if status != 200:
+        return -1
+    return sum(len(topic.partitions) for topic in msgspec.json.decode(text, type=TablePage).topics)
+
+
+@pytest.mark.long
+async def test_a_table_that_is_read_anew_reaches_all_and_those_that_come_later(tmp_path: Path) -> None:
+    arguments = static_arguments(tmp_path, 1)
+    with serving(["serve", *arguments, *workers(2)], tmp_path / "stderr") as process:
+        assert [partitions(process, number) for number in (1, 2)] == [1, 1]
+        static_arguments(tmp_path, 1, owners="[1, 1, 1]")
+        process.signal(signal.SIGHUP)
+        await until(lambda: [partitions(process, number) for number in (1, 2)] == [3, 3], process.stderr)
+        # One that will not do is said once, and reaches nobody.
+        static_arguments(tmp_path, 1, owners="[1, 7]")
+        process.signal(signal.SIGHUP)
+        await until(lambda: "not in [brokers]" in process.stderr(), process.stderr)
+        await killed(process, 2)
+        await until(lambda: partitions(process, 2) >= 0, process.stderr)
+        assert [partitions(process, number) for number in (1, 2)] == [3, 3]
+        assert process.stderr().count("not in [brokers]") == 1
+        assert await asyncio.to_thread(page, process.admin, "/table?worker=3") == (
+            400,
+            "there is no worker 3: there are 1 to 2\n",
+        )
+        shown_by_command = await asyncio.to_thread(run_kproxy, "table", "--admin", process.admin)
+        assert "3 partitions owned" in shown_by_command.stdout
+
+
+async def test_limits_on_all_connections_are_shared_out(tmp_path: Path) -> None:
+    upstream = await ServedBroker(1, answers_everything).start()
+    limits = {"max_connections": 5, "max_in_flight_bytes_total": 1_000_001}
+    with static_proxy(tmp_path, {1: upstream.port}, limits=limits, more=workers(2)) as process:
+        clients = [await RawClient().connect(port_of(process)) for _ in range(60)]
+
+        refused = ("kproxy_client_connections_refused_total", ())
+        await until(lambda: samples(page(process.admin, "/metrics")[1])[refused] == 55, process.stderr)
+        spread = Counter(connections_of(pid, port_of(process)) for pid in worker_pids(process).values())
+        assert spread == {2: 1, 3: 1}
+        for client in clients:
+            client.abort()
+    await upstream.stop()
+
+
+def refusal(*arguments: str | Path) -> str:
+    """The one sentence of a command that cannot start."""
+    ended = run_kproxy("serve", *arguments)
+    assert (ended.status, ended.stdout) == (2, ""), ended
+    (sentence,) = ended.stderr.splitlines()
+    return sentence
+
+
+@pytest.mark.long
+async def test_a_port_that_somebody_has_is_not_shared(tmp_path: Path) -> None:
+    """Neither with another program, nor with workers whose port could be shared."""
+    arguments = static_arguments(tmp_path, 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        sentence = await asyncio.to_thread(refusal, *arguments, *workers(2), "--listen", address)
+        assert f"cannot listen on {address}" in sentence
+        assert "--listen" in sentence
+    with serving(["serve", *arguments, *workers(2)], tmp_path / "stderr") as process:
+        for count in (1, 2):
+            said = await asyncio.to_thread(refusal, *arguments, *workers(count), "--listen", process.kafka)
+            assert f"cannot listen on {process.kafka}" in said
+        said = await asyncio.to_thread(refusal, *arguments, *workers(2), "--admin", process.admin)
+        assert "--admin" in said
+
+
+async def test_workers_that_cannot_start_say_why_once() -> None:
+    """What answers there is no etcd: no waiting mends that, and all of them find out."""
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    endpoint = f"http://127.0.0.1:{port}"
+    said = await asyncio.to_thread(refusal, "--listen", "127.0.0.1:0", "--etcd", endpoint, *workers(3))
+    assert said.startswith(f"kproxy: What answers at {endpoint} is not etcd")
+    await server.stop(None)
+
+
+@pytest.mark.long
+async def test_workers_that_wait_for_their_source_say_so_once_and_hold_their_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        etcd_at, address = (f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other))
+    arguments = ["--etcd", etcd_at, "--listen", address, *workers(2)]
+    process = KproxyProcess(["serve", *arguments], tmp_path / "stderr")
+    try:
+        await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
+        family = process.descendants()
+        assert len(family) == 2
+        # Nobody listens yet, and the port is taken all the same.
+        assert f"cannot listen on {address}" in await asyncio.to_thread(refusal, *arguments)
+        assert process.stderr().count("Waiting for it") == 1, process.stderr()
+        process.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, SOON_S) == 0
+        assert all_gone(family)
+    finally:
+        process.stop()
+
+
+def proxies(process: KproxyProcess, number: int) -> list[int]:
+    """The ports of the proxies that one worker tells clients of; empty where it does not answer."""
+    status, text = page(process.admin, f"/table?worker={number}")
+    return [each.port for each in msgspec.json.decode(text, type=TablePage).proxies] if status == 200 else []
+
+
+@pytest.mark.long
+async def test_workers_are_one_among_several_proxies(
+    etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
+) -> None:
+    upstream = await ServedBroker(1).start()
+    fleet = ["--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--lease-ttl", "5"]
+    with serving(
+        ["serve", *static_arguments(tmp_path, upstream.port), *fleet, *workers(2)], tmp_path / "stderr"
+    ) as process:
+        port = port_of(process)
+        mine = Proxy(FIRST_NODE_ID, "127.0.0.1", port)
+        assert await named_in(etcd_client, etcd_prefix) == [mine]
+        key = f"{proxies_prefix(etcd_prefix)}{FIRST_NODE_ID}"
+        entry = await etcd_client.get(key)
+        await etcd_client.put(
+            f"{proxies_prefix(etcd_prefix)}{FIRST_NODE_ID + 1}", encode_proxy(Proxy(FIRST_NODE_ID + 1, "other", 1))
+        )
+        await killed(process, 1)
+        for number in (1, 2):
+            await until(lambda number=number: proxies(process, number) == [port, 1], process.stderr)
+        assert await etcd_client.get(key) == entry, "one that is replaced changes nothing about it"
+        read = await shown(process)
+        assert (read["kproxy_fleet_registered", ()], read["kproxy_fleet_proxies", ()]) == (1, 2)
+        assert '"registration":"registered"' in page(process.admin, "/table")[1]
+        client = await RawClient().connect(port)
+        client.send(produce_frame())
+        asked = await upstream.next()
+        process.signal(signal.SIGTERM)
+        await refused(port)
+        # The others send nobody here any more, while what is in flight is not answered yet.
+        assert [each.host for each in await named_in(etcd_client, etcd_prefix)] == ["other"]
+        asked.answer()
+        assert (await client.answer()).codes == {T0: 0}
+        client.close()
+        assert await asyncio.to_thread(process.wait, SOON_S) == 0
+    await upstream.stop()
+
+
+def busy(process: KproxyProcess) -> int:
+    """The worker with the most connections, as soon as both are there: nobody has to be without any."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        held = {pid: connections_of(pid, port_of(process)) for pid in worker_pids(process).values()}
+        if len(held) == 2 and any(held.values()):
+            return max(held, key=lambda pid: held[pid])
+        assert time.monotonic() < deadline, process.stderr()
+        time.sleep(0.05)
+
+
+def test_nothing_acknowledged_is_lost_or_doubled_when_workers_are_killed(
+    dev_cluster: KproxyProcess, tmp_path: Path
+) -> None:
+    """Under an idempotent client, before brokers whose owners are in etcd."""
+    topic = f"workers-{uuid.uuid4().hex[:8]}"
+    arguments = ["serve", "--etcd", dev_cluster.etcd, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--alone"]
+    with serving([*arguments, *workers(2)], tmp_path / "stderr") as process:
+        assert process.etcd == dev_cluster.etcd
+
+        sent: list[bytes] = []
+
+        def records(count: int) -> Iterator[Record]:
+            for _ in range(count):
+                sent.append(b"%d" % len(sent))
+                yield Record(sent[-1], bytes(4 << 10))
+
+        def under_fire() -> Iterator[Record]:
+            yield from records(100)
+            for _ in range(KILLS):
+                victim = psutil.Process(busy(process))
+                # More than is sent in the meantime, in many requests: some are in flight when it is killed.
+                yield from records(2_000)
+                victim.kill()
+                yield from records(500)
+                # Or it would be taken for the next victim while the system is still clearing it away.
+                assert all_gone([victim])
+
+        settings = {"enable.idempotence": True, "linger.ms": 0, "batch.num.messages": 10}
+        run = run_librdkafka(topic, under_fire(), {"bootstrap.servers": process.kafka, **settings})
+        assert run.errors == {}
+        assert len(run.acknowledged) == len(sent)
+        lying = read_topic(dev_cluster.kafka, topic, 1, len(sent))
+        assert sorted(each.key or b"" for each in lying) == sorted(sent)
+        at = {(each.partition, each.offset): each.key for each in lying}
+        assert all(at[place] == sent[number] for number, place in run.acknowledged.items())
+        # The last one may not have been replaced yet.
+        assert samples(page(process.admin, "/metrics")[1])["kproxy_worker_restarts_total", ()] >= KILLS - 1

@@ -1,0 +1,288 @@
+"""The client against a real etcd: what each call does, and what is said when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import (
+    Compacted,
+    EtcdClient,
+    EtcdUnavailable,
+    LeaseLost,
+    TooLarge,
+    TxnCompare,
+    create_revision_is,
+    delete_op,
+    get_op,
+    key_absent,
+    lease_is,
+    mod_revision_is,
+    put_op,
+    value_is,
+)
+from kproxy.etcd import client as client_module
+from tests.support.etcd.embedded import compact, freeze, kill, own_etcd, put_many
+
+
+async def test_a_key_is_put_read_changed_and_deleted(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    key = f"{etcd_prefix}/key"
+    assert await etcd_client.get(key) is None
+    created = await etcd_client.put(key, b"one")
+    changed = await etcd_client.put(key, b"two")
+    found = await etcd_client.get(key)
+    assert found is not None
+    assert found == (key, b"two", created, changed, 2, 0)
+    assert changed > created
+    assert await etcd_client.delete(key)
+    assert not await etcd_client.delete(key)
+    assert await etcd_client.get(key) is None
+
+
+async def test_keys_and_values_are_bytes(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    key = f"{etcd_prefix}/\udcff\udc80é"
+    await etcd_client.put(key, b"\x00\xff")
+    found = await etcd_client.get(key)
+    assert found is not None
+    assert (found.key, found.value) == (key, b"\x00\xff")
+
+
+async def test_a_prefix_is_read_at_one_revision_however_many_pages_it_takes(
+    etcd_client: EtcdClient, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "PAGE_KEYS", 7)
+    items = [(f"{etcd_prefix}/k/{n:04d}", b"%d" % n) for n in range(100)]
+    revision = await put_many(etcd_client, items)
+    await etcd_client.put(f"{etcd_prefix}/k0", b"not under the prefix")
+    await etcd_client.delete(items[50][0])
+    await etcd_client.put(items[51][0], b"changed")
+    then = await etcd_client.get_prefix(f"{etcd_prefix}/k/", revision=revision)
+    assert [(kv.key, kv.value) for kv in then.kvs] == items
+    assert then.revision == revision
+    now = await etcd_client.get_prefix(f"{etcd_prefix}/k/")
+    assert len(now.kvs) == 99
+    assert now.revision >= revision + 3
+
+
+async def test_later_pages_do_not_see_what_changes_while_earlier_ones_are_read(
+    etcd_client: EtcdClient, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "PAGE_KEYS", 2)
+    items = [(f"{etcd_prefix}/{n:03d}", b"old") for n in range(60)]
+    await put_many(etcd_client, items)
+    reading = asyncio.ensure_future(etcd_client.get_prefix(f"{etcd_prefix}/"))
+    await asyncio.sleep(0.003)
+    await put_many(etcd_client, [(key, b"new") for key, _ in items])
+    snapshot = await reading
+    assert len({kv.value for kv in snapshot.kvs}) == 1
+
+
+@pytest.mark.parametrize(("late", "reads"), [({3}, 6), ({3, 4, 5, 6}, None), ({1}, None)])
+async def test_a_late_page_is_asked_for_again_and_what_was_read_is_kept(
+    etcd_client: EtcdClient, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch, late: set[int], reads: int | None
+) -> None:
+    class Late(EtcdClient):
+        """Some of its reads are not answered in time."""
+
+        # Counted from the end of `connect` on.
+        reads = -1_000
+
+        async def _call(self, name: str, request: Any, *, write: bool) -> Any:
+            self.reads += 1
+            if self.reads in late:
+                raise EtcdUnavailable("not in time")
+            return await super()._call(name, request, write=write)
+
+    monkeypatch.setattr(client_module, "PAGE_KEYS", 2)
+    items = [(f"{etcd_prefix}/{n}", b"") for n in range(10)]
+    await put_many(etcd_client, items)
+    client = Late(etcd_client.endpoints.split(","))
+    await client.connect()
+    try:
+        client.reads = 0
+        if reads is None:
+            with pytest.raises(EtcdUnavailable):
+                await client.get_prefix(f"{etcd_prefix}/")
+            assert client.reads == max(late)
+        else:
+            found = (await client.get_prefix(f"{etcd_prefix}/")).kvs
+            assert ([(kv.key, kv.value) for kv in found], client.reads) == (items, reads)
+    finally:
+        await client.close()
+
+
+async def test_a_page_too_large_for_a_message_is_read_in_smaller_ones(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    client = EtcdClient(etcd_client.endpoints.split(","), max_message_bytes=50_000)
+    await client.connect()
+    items = [(f"{etcd_prefix}/{n:03d}", bytes(10_000)) for n in range(100)]
+    await put_many(client, items)
+    assert [(kv.key, kv.value) for kv in (await client.get_prefix(f"{etcd_prefix}/")).kvs] == items
+    await client.put(f"{etcd_prefix}/100", bytes(60_000))
+    with pytest.raises(TooLarge):
+        await client.get(f"{etcd_prefix}/100")
+    with pytest.raises(TooLarge):
+        await client.get_prefix(f"{etcd_prefix}/")
+    await client.close()
+
+
+async def test_a_transaction_takes_one_branch_and_tells_what_each_operation_did(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    key = f"{etcd_prefix}/key"
+    lease = await etcd_client.lease_grant(60)
+    first = await etcd_client.txn([key_absent(key)], [put_op(key, b"a", lease.lease_id)], [get_op(key)])
+    second = await etcd_client.txn(
+        [key_absent(key)], [put_op(key, b"b")], [get_op(key), get_op(key + "x"), delete_op(key)]
+    )
+    assert (first.succeeded, second.succeeded) == (True, False)
+    [found], [], [] = (response.kvs for response in second.responses)
+    assert (found.value, found.lease_id, found.mod_revision) == (b"a", lease.lease_id, first.revision)
+    assert [response.deleted for response in second.responses] == [0, 0, 1]
+    assert second.revision == first.revision + 1
+    await etcd_client.lease_revoke(lease.lease_id)
+
+
+async def test_each_comparison_holds_only_where_it_should(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    key = f"{etcd_prefix}/key"
+    lease = await etcd_client.lease_grant(60)
+    created = await etcd_client.put(key, b"1", lease_id=lease.lease_id)
+    changed = await etcd_client.put(key, b"2", lease_id=lease.lease_id)
+
+    async def holds(compare: TxnCompare) -> bool:
+        return (await etcd_client.txn([compare], [])).succeeded
+
+    assert not await holds(key_absent(key))
+    assert await holds(key_absent(key + "x"))
+    assert await holds(create_revision_is(key, created))
+    assert not await holds(create_revision_is(key, changed))
+    assert await holds(mod_revision_is(key, changed))
+    assert not await holds(mod_revision_is(key, created))
+    assert await holds(value_is(key, b"2"))
+    assert not await holds(value_is(key, b"1"))
+    assert await holds(lease_is(key, lease.lease_id))
+    assert not await holds(lease_is(key, 0))
+    await etcd_client.lease_revoke(lease.lease_id)
+
+
+async def test_of_many_who_create_one_key_one_wins(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    key = f"{etcd_prefix}/key"
+    tries = [etcd_client.txn([key_absent(key)], [put_op(key, b"%d" % n)], [get_op(key)]) for n in range(20)]
+    results = await asyncio.gather(*tries)
+    winners = [n for n, result in enumerate(results) if result.succeeded]
+    assert len(winners) == 1
+    losers_saw = {result.responses[0].kvs[0].value for result in results if not result.succeeded}
+    assert losers_saw == {b"%d" % winners[0]}
+
+
+async def test_a_compacted_revision_is_told_apart_from_other_refusals(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (_, client):
+        revisions = [await client.put("/a", b"%d" % n) for n in range(5)]
+        await compact(client, revisions[-1])
+        with pytest.raises(Compacted):
+            await client.get_prefix("/", revision=revisions[0])
+
+
+async def test_a_key_on_an_unknown_lease_is_refused(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    with pytest.raises(LeaseLost):
+        await etcd_client.put(f"{etcd_prefix}/key", b"", lease_id=12345)
+    with pytest.raises(LeaseLost):
+        await etcd_client.txn([], [put_op(f"{etcd_prefix}/key", b"", 12345)])
+    assert await etcd_client.get(f"{etcd_prefix}/key") is None
+
+
+async def test_reads_survive_a_restart_and_a_write_that_met_it_says_that_it_may_have_happened(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (server, client):
+        await client.put("/a", b"1")
+        await freeze(server)
+        writing = asyncio.ensure_future(client.put("/b", b"1"))
+        reading = asyncio.ensure_future(client.get("/a"))
+        await asyncio.sleep(0.1)
+        await kill(server)
+        with pytest.raises(EtcdUnavailable) as raised:
+            await writing
+        assert raised.value.maybe_applied
+        assert server.endpoint in str(raised.value)
+        await server.start()
+        found = await reading
+        assert found is not None
+        assert found.value == b"1"
+        # A call begun while nobody listens waits, unsent, for etcd to come back: that is no ambiguity.
+        await server.stop()
+        waiting = asyncio.ensure_future(client.put("/c", b"1"))
+        await asyncio.sleep(0.3)
+        await server.start()
+        assert await waiting > 0
+
+
+async def test_an_etcd_that_hangs_is_unavailable_within_the_deadline(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (server, _):
+        client = EtcdClient([server.endpoint], timeout_s=0.5)
+        await client.connect()
+        await freeze(server)
+        try:
+            with pytest.raises(EtcdUnavailable, match="did not answer Put in time") as raised:
+                await client.put("/a", b"")
+            assert raised.value.maybe_applied
+            # Now it is known to hang: nothing is handed over before it says that it is there.
+            with pytest.raises(EtcdUnavailable, match="did not answer Put in time") as raised:
+                await client.put("/a", b"")
+            assert not raised.value.maybe_applied
+            with pytest.raises(EtcdUnavailable, match="did not answer Range in time") as raised:
+                await client.get("/a")
+            assert not raised.value.maybe_applied
+            # Closing ends a call in flight with an error, not with a cancellation that nobody asked for.
+            hanging = asyncio.ensure_future(client.get("/a"))
+            await asyncio.sleep(0.05)
+            await client.close()
+            with pytest.raises(EtcdUnavailable, match="closed"):
+                await hanging
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+
+
+async def test_any_of_several_members_will_do(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+    client = EtcdClient(["127.0.0.1:1", etcd.endpoint], timeout_s=5)
+    await client.connect()
+    for _ in range(20):
+        await client.put(f"{etcd_prefix}/a", b"")
+    await client.close()
+
+
+async def test_something_else_on_the_port_is_not_taken_for_etcd() -> None:
+    async def not_etcd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(not_etcd, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = EtcdClient([f"127.0.0.1:{port}"], timeout_s=0.5)
+    with pytest.raises(EtcdUnavailable, match=str(port)):
+        await client.connect()
+    await client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
+def test_it_works_on_both_event_loops(
+    etcd: EmbeddedEtcd, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def talk() -> bytes:
+        client = EtcdClient([etcd.endpoint])
+        await client.connect()
+        await client.put(f"{etcd_prefix}/a", b"both")
+        found = await client.get(f"{etcd_prefix}/a")
+        await client.close()
+        return found.value if found else b""
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        assert runner.run(talk()) == b"both"

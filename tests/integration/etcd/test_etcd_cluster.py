@@ -1,0 +1,107 @@
+"""A mirror and a lease table before three real etcd members that fail in every way members fail.
+
+What is heard is compared with etcd's own history, event by event, as a watcher reads it afterwards who met no trouble.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kproxy.etcd import PrefixMirror
+from kproxy.ownership.leases import LeaseTable
+from kproxy.routing.topology import Topology
+from tests.support.etcd.embedded import eventually, running
+from tests.support.etcd.etcd_cluster import EtcdCluster, Member, running_cluster
+from tests.support.etcd.etcd_history import Churn, Hearing, connected, history
+
+# The longest time without an answer from etcd that a table may go without saying so.
+STALE_WITHIN_S = 5.0
+
+
+async def killed(cluster: EtcdCluster, member: Member, during: Callable[[], Awaitable[None]]) -> None:
+    member.kill()
+    await during()
+    cluster.start_member(member)
+
+
+@pytest.mark.parametrize("trouble", [killed])
+async def test_no_change_is_lost_whichever_member_fails(
+    etcd_cluster: EtcdCluster, etcd_prefix: str, trouble: Callable[..., Awaitable[None]]
+) -> None:
+    prefix = f"{etcd_prefix}/"
+    async with connected(etcd_cluster) as client, connected(etcd_cluster, timeout_s=1.0) as writer:
+        hearing = Hearing()
+        began = await client.put(f"{prefix}first", b"")
+        mirror = PrefixMirror(client, [prefix], hearing)
+        churn = Churn(writer, prefix, seed=7)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            async with running(churn.run()) as writing:
+                # The leader first, then the others: each election may make another one the leader.
+                for member in (etcd_cluster.leader(), *etcd_cluster.followers()):
+                    await churn.goes_on()
+                    await trouble(etcd_cluster, member, churn.goes_on)
+                    await etcd_cluster.healthy()
+                await churn.goes_on()
+                churn.stop()
+                await writing
+            ended = await client.put(f"{prefix}last", b"")
+            await eventually(lambda: hearing.changes[-1][0] == ended, timeout_s=30, what="it has caught up")
+        truth = await history(client, prefix, began, ended)
+    # The revision that a break cut in two may be heard twice; nothing else, and nothing out of order.
+    once = [change for n, change in enumerate(hearing.changes) if n == 0 or change != hearing.changes[n - 1]]
+    assert once == truth
+    assert set(churn.acknowledged) <= set(truth)
+    assert (hearing.snapshots, hearing.restores) == (1, 0), "it went on where it was, and did not begin anew"
+
+
+async def take_down(member: Member, *, hangs: bool) -> None:
+    if hangs:
+        await member.freeze()
+    else:
+        member.kill()
+
+
+@pytest.mark.parametrize(
+    "hang", [pytest.param(True, id="hung"), pytest.param(False, id="killed", marks=pytest.mark.long)]
+)
+async def test_without_a_majority_the_table_is_stale_within_5_s_and_recovers_by_itself(
+    tmp_path: Path, hang: bool
+) -> None:
+    """The member that is left answers whatever it can answer alone: it must not pass for etcd."""
+    async with running_cluster(tmp_path) as cluster, connected(cluster) as client:
+        await client.put("/p/partition-leases/t/0", b"1")
+        topology = Topology()
+        table = LeaseTable(client, "/p", topology)
+        async with running(table.run()):
+            await table.wait_synced()
+            # Long enough for every rhythm in it to have come round.
+            await asyncio.sleep(3)
+            assert not table.stale
+            down = [cluster.leader(), cluster.followers()[0]]
+            lost_at = time.monotonic()
+            for member in down:
+                await take_down(member, hangs=hang)
+            await eventually(lambda: table.stale, timeout_s=60, what="stale")
+            assert time.monotonic() - lost_at < STALE_WITHIN_S + 5
+            age = table.age_s
+            await asyncio.sleep(2)
+            assert table.stale
+            assert table.age_s > age + 1.5, "nobody is heard, so it grows older"
+            assert topology.owner(b"t", 0) == 1, "what was known serves on"
+            for member in down:
+                if hang:
+                    member.thaw()
+                else:
+                    cluster.start_member(member)
+            await cluster.healthy()
+            async with connected(cluster) as other:
+                await other.put("/p/partition-leases/t/0", b"2")
+            await eventually(lambda: topology.owner(b"t", 0) == 2, timeout_s=30, what="it follows again")
+            await eventually(lambda: not table.stale, timeout_s=30, what="not stale")
+            assert table.restores == 0

@@ -1,0 +1,218 @@
+"""The embedded etcd: starts, says why it cannot, stops, and does not outlive who started it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kproxy.dev import embedded_etcd
+from kproxy.dev.embedded_etcd import EmbeddedEtcd, find_etcd
+from kproxy.errors import StartupError
+from kproxy.etcd import EtcdClient
+from kproxy.installed import install_command
+from tests.support.etcd.embedded import QUICK, kill
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A child whose parent died and which nobody reaped is dead all the same.
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def gone_within(pid: int, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while alive(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+async def put_and_close(endpoint: str) -> None:
+    client = EtcdClient([endpoint])
+    await client.connect()
+    await client.put("/a", b"kept")
+    await client.close()
+
+
+async def read_and_close(endpoint: str) -> bytes:
+    client = EtcdClient([endpoint])
+    await client.connect()
+    found = await client.get("/a")
+    await client.close()
+    return found.value if found else b""
+
+
+async def test_it_keeps_its_data_and_its_address_over_a_stop_and_over_a_kill(tmp_path: Path) -> None:
+    server = EmbeddedEtcd(tmp_path / "new" / "directory", extra_arguments=QUICK)
+    await server.start()
+    endpoint, first_pid = server.endpoint, server.pid
+    await put_and_close(endpoint)
+    await server.stop()
+    assert not alive(first_pid)
+    await server.start()
+    assert server.endpoint == endpoint
+    assert await read_and_close(endpoint) == b"kept"
+    await kill(server)
+    await server.start()
+    assert server.endpoint == endpoint
+    assert await read_and_close(endpoint) == b"kept"
+    await server.stop()
+    await server.stop()
+
+
+async def test_its_end_is_noticed(tmp_path: Path) -> None:
+    async with EmbeddedEtcd(tmp_path, extra_arguments=QUICK) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        assert await server.wait() == -signal.SIGKILL
+
+
+async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_etcd, "STOP_TIMEOUT_S", 0.2)
+    server = EmbeddedEtcd(tmp_path, extra_arguments=QUICK)
+    await server.start()
+    pid = server.pid
+    os.kill(pid, signal.SIGSTOP)
+    await server.stop()
+    assert not alive(pid)
+
+
+async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"127.0.0.1:{port}: another program"):
+            await EmbeddedEtcd(tmp_path, client_port=port, extra_arguments=QUICK).start()
+
+
+async def test_another_etcd_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
+    async with EmbeddedEtcd(tmp_path / "one", extra_arguments=QUICK) as server:
+        port = int(server.endpoint.rpartition(":")[2])
+        with pytest.raises(StartupError, match="another program has that port"):
+            await EmbeddedEtcd(tmp_path / "two", client_port=port, extra_arguments=QUICK).start()
+
+
+async def test_a_free_port_that_somebody_took_meanwhile_is_replaced_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = embedded_etcd._free_ports
+        races = iter([(port, found()[1]), found()])
+        monkeypatch.setattr(embedded_etcd, "_free_ports", lambda: next(races))
+        async with EmbeddedEtcd(tmp_path, extra_arguments=QUICK) as server:
+            assert server.endpoint != f"http://127.0.0.1:{port}"
+
+
+async def test_a_data_directory_in_use_is_refused_at_once(tmp_path: Path) -> None:
+    async with EmbeddedEtcd(tmp_path, extra_arguments=QUICK):
+        with pytest.raises(StartupError, match="in use by another program"):
+            await EmbeddedEtcd(tmp_path, extra_arguments=QUICK).start()
+
+
+async def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match=str(tmp_path / "file")):
+        await EmbeddedEtcd(tmp_path / "file" / "data", extra_arguments=QUICK).start()
+
+
+async def test_an_etcd_that_ends_at_once_is_explained_by_its_log(tmp_path: Path) -> None:
+    server = EmbeddedEtcd(tmp_path, extra_arguments=["--no-such-flag"])
+    with pytest.raises(StartupError, match=str(tmp_path / "etcd.log")):
+        await server.start()
+    assert b"no-such-flag" in (tmp_path / "etcd.log").read_bytes()
+    assert server.pid == 0
+    # Nothing is left that would keep a good one from starting.
+    async with EmbeddedEtcd(tmp_path, extra_arguments=QUICK):
+        pass
+
+
+async def test_settings_of_another_etcd_in_the_environment_do_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "http://127.0.0.1:1")
+    monkeypatch.setenv("ETCD_INITIAL_CLUSTER_STATE", "existing")
+    async with EmbeddedEtcd(tmp_path, extra_arguments=QUICK):
+        pass
+
+
+def test_no_etcd_anywhere_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    packaged = find_etcd()
+    assert packaged.name == "etcd"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(StartupError, match=re.escape(install_command("dev"))):
+        find_etcd()
+
+
+def test_an_etcd_on_path_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = tmp_path / "etcd"
+    mine.write_text("#!/bin/sh\n")
+    mine.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_etcd() == mine
+
+
+PARENT = """
+import asyncio, pathlib, sys
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+
+async def main():
+    async with EmbeddedEtcd(pathlib.Path(sys.argv[1])) as server:
+        print("pids", server.pid, server._guard.pid, flush=True)
+        await server.wait()
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def parent_of_etcd(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+    """A process that runs an etcd, as the leader of a group of its own; with it the ids of etcd and of its guard."""
+    command = [sys.executable, "-c", PARENT, str(data_dir)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert parent.stdout is not None
+        pids = next(line.split()[1:] for line in parent.stdout if line.startswith("pids "))
+        yield parent, int(pids[0]), int(pids[1])
+    finally:
+        parent.kill()
+        parent.wait()
+        if parent.stdout is not None:
+            parent.stdout.close()
+
+
+def test_etcd_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    with parent_of_etcd(tmp_path) as (parent, etcd_pid, guard_pid):
+        assert alive(etcd_pid)
+        assert alive(guard_pid)
+        parent.kill()
+        assert gone_within(etcd_pid, 10)
+        assert gone_within(guard_pid, 10)
+
+
+def test_ctrl_c_in_the_terminal_reaches_etcd_only_through_who_runs_it(tmp_path: Path) -> None:
+    with parent_of_etcd(tmp_path) as (parent, etcd_pid, guard_pid):
+        assert os.getpgid(etcd_pid) not in (parent.pid, os.getpgid(guard_pid))
+        # What a terminal does: the signal goes to the whole foreground group.
+        os.killpg(parent.pid, signal.SIGINT)
+        parent.wait(10)
+        assert not alive(etcd_pid), "it was stopped in order, before its parent ended"
+        assert not alive(guard_pid)

@@ -1,0 +1,241 @@
+"""Three members, one of which is killed, stopped or cut off: calls, renewals and watches go on with the others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+
+from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent, get_op, put_op
+from kproxy.etcd import members as members_module
+from tests.support.etcd.embedded import Relay, eventually, running
+from tests.support.etcd.etcd_cluster import EtcdCluster
+
+# What a member's failure may cost a call that meets it, or that an election meets; with slack for a busy machine.
+PATIENCE_S = 4.0
+
+
+class Copy:
+    """A mirror's listener: the revision of each key, and that none went back."""
+
+    def __init__(self) -> None:
+        self.revisions: dict[str, int] = {}
+
+    def on_restored(self) -> None:
+        raise AssertionError("nothing was restored")
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self.revisions = {kv.key: kv.mod_revision for kv in snapshot.kvs}
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        for event in events:
+            assert event.kv.mod_revision >= self.revisions.get(event.kv.key, 0)
+            self.revisions[event.kv.key] = event.kv.mod_revision
+
+
+class Failures:
+    """The cluster behind relays, and the three ways in which its member `n` fails and comes back."""
+
+    def __init__(self, cluster: EtcdCluster, relays: list[Relay]) -> None:
+        self.cluster = cluster
+        self.relays = relays
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [relay.endpoint for relay in self.relays]
+
+    async def fail(self, how: str, n: int) -> None:
+        member = self.cluster.members[n]
+        if how == "killed":
+            member.kill()
+        elif how == "stopped":
+            await member.freeze()
+        else:
+            self.relays[n].blackhole()
+
+    async def mend(self, how: str, n: int) -> None:
+        member = self.cluster.members[n]
+        if how == "killed":
+            self.cluster.start_member(member)
+        elif how == "stopped":
+            member.thaw()
+        else:
+            await self.relays[n].restore()
+        await self.cluster.healthy()
+
+
+@asynccontextmanager
+async def failures(cluster: EtcdCluster) -> AsyncIterator[Failures]:
+    relays = [Relay(endpoint) for endpoint in cluster.endpoints]
+    for relay in relays:
+        await relay.open()
+    try:
+        yield Failures(cluster, relays)
+    finally:
+        for relay in relays:
+            await relay.shut()
+
+
+def used_by(client: EtcdClient) -> int:
+    """Which of its endpoints the client goes to."""
+    endpoint = client._open_members().in_order()[0].endpoint
+    return [int(text.rpartition(":")[2]) for text in client.endpoints.split(",")].index(endpoint.port)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "cut off"])
+async def test_calls_renewals_and_watches_go_on_without_the_member_they_used(
+    etcd_cluster: EtcdCluster, etcd_prefix: str, how: str
+) -> None:
+    async with failures(etcd_cluster) as members:
+        client = EtcdClient(members.endpoints)
+        await client.connect()
+        key = f"{etcd_prefix}/seen"
+        await client.put(key, b"")
+        lease = await client.lease_grant(8)
+        await client.put(f"{etcd_prefix}/leased", b"", lease_id=lease.lease_id)
+        renewed: list[float] = []
+        keeping = client.lease_keep_alive(
+            lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, _: renewed.append(sent_at)
+        )
+        copy = Copy()
+        mirror = PrefixMirror(client, [f"{etcd_prefix}/"], copy)
+        async with running(keeping), running(mirror.run()):
+            await asyncio.wait_for(mirror.wait_synced(), 30)
+            await eventually(lambda: bool(renewed))
+            failing = used_by(client)
+            await members.fail(how, failing)
+            failed_at = time.monotonic()
+            try:
+                assert await client.get(key) is not None
+                assert time.monotonic() - failed_at < PATIENCE_S
+                # From now on nothing is held up, and so not every third call.
+                took, revision = [], 0
+                for n in range(30):
+                    began = time.monotonic()
+                    revision = await client.put(key, b"%d" % n)
+                    took.append(time.monotonic() - began)
+                assert used_by(client) != failing
+                held_up = [each for each in took if each >= members_module.PATIENCE_S]
+                # The machine itself may hold one up.
+                assert len(held_up) <= 2, "a member that is known to have failed holds nothing up"
+                await eventually(lambda: copy.revisions[key] == revision, timeout_s=6, what="the watch has moved")
+                await eventually(lambda: renewed[-1] > failed_at, timeout_s=7.2, what="the renewals have moved")
+            finally:
+                await members.mend(how, failing)
+            assert await client.get(f"{etcd_prefix}/leased") is not None
+        await client.close()
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
+def test_it_fails_over_on_both_event_loops(
+    etcd_cluster: EtcdCluster, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def fail_over() -> None:
+        async with failures(etcd_cluster) as members:
+            client = EtcdClient(members.endpoints)
+            await client.connect()
+            used = used_by(client)
+            members.relays[used].blackhole()
+            assert await client.get(f"{etcd_prefix}/a") is None
+            assert used_by(client) != used
+            await client.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(fail_over())
+
+
+async def test_a_transaction_that_met_a_failure_runs_once_or_not_at_all(
+    etcd_cluster: EtcdCluster, etcd_prefix: str
+) -> None:
+    """Each adds one to the version of one key, so the version tells how often all of them ran."""
+    async with failures(etcd_cluster) as members:
+        client = EtcdClient(members.endpoints)
+        await client.connect()
+        key = f"{etcd_prefix}/count"
+        done = unknown = refused = 0
+
+        async def write(until: float) -> None:
+            nonlocal done, unknown, refused
+            while time.monotonic() < until:
+                try:
+                    await client.txn([], [put_op(key, b"")], [get_op(key)])
+                except EtcdUnavailable as error:
+                    unknown += error.maybe_applied
+                    refused += not error.maybe_applied
+                else:
+                    done += 1
+                await asyncio.sleep(0.002)
+
+        async def disturb() -> None:
+            for _ in range(6):
+                await asyncio.sleep(0.25)
+                await members.relays[used_by(client)].cut()
+
+        until = time.monotonic() + 2
+        await asyncio.gather(disturb(), *(write(until) for _ in range(8)))
+        found = await client.get(key)
+        assert found is not None
+        assert done <= found.version <= done + unknown
+        assert unknown > 0, "no transaction met a failure"
+        assert done > 100
+        assert refused == 0, "where nothing was done it is done at another member"
+        await client.close()
+
+
+async def test_a_write_that_an_election_met_is_known_to_be_uncertain_soon(
+    etcd_cluster: EtcdCluster, etcd_prefix: str
+) -> None:
+    leader, follower = etcd_cluster.leader(), etcd_cluster.followers()[0]
+    client = EtcdClient([follower.endpoint], timeout_s=20)
+    await client.connect()
+    await leader.freeze()
+    began = time.monotonic()
+    try:
+        # The follower hands it to the leader it knows, and hears no more of it; etcd itself gives up after 6 s.
+        with pytest.raises(EtcdUnavailable) as raised:
+            await client.put(f"{etcd_prefix}/a", b"")
+        assert time.monotonic() - began < 5
+        assert raised.value.maybe_applied
+        assert await client.put(f"{etcd_prefix}/a", b"again") > 0
+    finally:
+        leader.thaw()
+        await etcd_cluster.healthy()
+    await client.close()
+
+
+async def test_without_a_majority_calls_end_in_time_and_go_on_afterwards(etcd_cluster: EtcdCluster) -> None:
+    client = EtcdClient(etcd_cluster.endpoints, timeout_s=3)
+    await client.connect()
+    stopped = etcd_cluster.members[:2]
+    for member in stopped:
+        await member.freeze()
+    try:
+        for call in (client.put("/a", b""), client.get("/a")):
+            began = time.monotonic()
+            with pytest.raises(EtcdUnavailable):
+                await call
+            assert time.monotonic() - began < 5
+    finally:
+        for member in stopped:
+            member.thaw()
+        await etcd_cluster.healthy()
+    assert await client.put("/a", b"") > 0
+    await client.close()
+
+
+async def test_a_member_that_is_slow_and_alive_is_waited_for(
+    etcd_cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So short that no call is answered within it: each time the member is asked how it is, and says so.
+    monkeypatch.setattr(members_module, "PATIENCE_S", 0.0)
+    client = EtcdClient(etcd_cluster.endpoints)
+    await client.connect()
+    used = used_by(client)
+    for _ in range(20):
+        await client.get("/a")
+    assert used_by(client) == used
+    await client.close()

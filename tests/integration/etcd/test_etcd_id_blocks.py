@@ -1,0 +1,108 @@
+"""Numbers from one key in etcd: nobody gets one twice, whatever becomes of the swap."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kproxy.etcd import EtcdClient, EtcdError, EtcdUnavailable, IdBlocks, TxnCompare, TxnOp, TxnResult
+from kproxy.etcd.id_blocks import BLOCK
+from tests.support.etcd.embedded import Relay
+
+
+class Meddled(EtcdClient):
+    """A client whose transactions meet what the test wants."""
+
+    fails = 0
+    applies = False
+
+    async def txn(
+        self, compares: Sequence[TxnCompare], success: Sequence[TxnOp], failure: Sequence[TxnOp] = ()
+    ) -> TxnResult:
+        if self.fails == 0:
+            return await super().txn(compares, success, failure)
+        self.fails -= 1
+        if self.applies:
+            await super().txn(compares, success, failure)
+        raise EtcdUnavailable("the answer was lost", maybe_applied=True)
+
+
+@pytest.fixture
+def key(etcd_prefix: str) -> str:
+    return f"{etcd_prefix}/producer-ids"
+
+
+async def test_many_takers_at_once_get_different_numbers(etcd_client: EtcdClient, key: str) -> None:
+    takers = [IdBlocks(etcd_client, key) for _ in range(4)]
+    taken = await asyncio.gather(*(taker.allocate() for taker in takers for _ in range(BLOCK + 5)))
+    assert len(set(taken)) == len(taken) == 4 * (BLOCK + 5)
+    for n in range(4):
+        mine = taken[n * (BLOCK + 5) : (n + 1) * (BLOCK + 5)]
+        assert mine == sorted(mine), "they only grow"
+    found = await etcd_client.get(key)
+    # Byte for byte what the reference brokers read: the first number that nobody has.
+    assert found is not None
+    assert found.value == b"8000"
+
+
+@pytest.mark.parametrize("applies", [True, False])
+async def test_a_block_that_may_have_been_taken_is_left_alone(etcd_client: EtcdClient, key: str, applies: bool) -> None:
+    client = Meddled(etcd_client.endpoints.split(","))
+    await client.connect()
+    blocks, other = IdBlocks(client, key), IdBlocks(etcd_client, key)
+    client.fails, client.applies = 1, applies
+    with pytest.raises(EtcdUnavailable):
+        await blocks.allocate()
+    # Where the swap was made nobody gets its block.
+    assert [await other.allocate(), await blocks.allocate()] == [BLOCK * applies, BLOCK * (applies + 1)]
+    await client.close()
+
+
+async def test_who_waits_for_an_attempt_that_fails_fails_with_it(etcd_client: EtcdClient, key: str) -> None:
+    async with Relay(etcd_client.endpoints) as relay:
+        client = EtcdClient([relay.endpoint], timeout_s=1.0)
+        await client.connect()
+        await relay.shut()
+        blocks = IdBlocks(client, key)
+        started = asyncio.get_running_loop().time()
+        outcomes = await asyncio.gather(*(blocks.allocate() for _ in range(100)), return_exceptions=True)
+        assert all(isinstance(outcome, EtcdError) for outcome in outcomes)
+        assert asyncio.get_running_loop().time() - started < 10, "a hundred attempts of a second each"
+        await relay.open()
+        assert await blocks.allocate() == 0
+        await client.close()
+
+
+async def test_who_is_cancelled_holds_up_nobody(etcd_client: EtcdClient, key: str) -> None:
+    async with Relay(etcd_client.endpoints) as relay:
+        client = EtcdClient([relay.endpoint], timeout_s=60.0)
+        await client.connect()
+        blocks = IdBlocks(client, key)
+        relay.freeze()
+        waiting = [asyncio.create_task(blocks.allocate()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        waiting[0].cancel()
+        # The connection that says nothing is replaced by one that does.
+        await relay.cut()
+        assert await asyncio.wait_for(waiting[1], 20) % BLOCK == 0
+        await client.close()
+
+
+@pytest.mark.parametrize("value", [b"", b"x", b"-1", b" 1", b"1.0", b"9" * 19, b"1" * 4000, b"\xff"])
+async def test_a_key_without_a_number_gives_none(etcd_client: EtcdClient, key: str, value: bytes) -> None:
+    await etcd_client.put(key, value)
+    with pytest.raises(EtcdError, match="holds no number"):
+        await IdBlocks(etcd_client, key).allocate()
+    found = await etcd_client.get(key)
+    assert found is not None
+    assert found.value == value
+
+
+async def test_a_key_that_went_back_takes_nobody_back(etcd_client: EtcdClient, key: str) -> None:
+    blocks = IdBlocks(etcd_client, key)
+    await etcd_client.put(key, b"5000")
+    taken = [await blocks.allocate() for _ in range(BLOCK)]
+    await etcd_client.put(key, b"3000")
+    assert await blocks.allocate() == taken[-1] + 1

@@ -1,0 +1,155 @@
+"""Leases: what keeps them, what ends them, and what a holder is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient, LeaseLost
+from kproxy.etcd import lease as lease_module
+from tests.support.etcd.embedded import Relay, freeze, kill, own_etcd, running
+
+
+class Renewals:
+    def __init__(self) -> None:
+        self.sent_at: list[float] = []
+        self.ttls: set[int] = set()
+
+    def __call__(self, sent_at: float, ttl_s: int) -> None:
+        self.sent_at.append(sent_at)
+        self.ttls.add(ttl_s)
+
+    async def next(self) -> None:
+        count = len(self.sent_at)
+        while len(self.sent_at) == count:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_lease_without_renewals_ends_and_takes_its_keys(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    lease = await etcd_client.lease_grant(1)
+    assert lease.ttl_s >= 2, "etcd grants no less than this; whoever counts on 1 s is wrong"
+    await etcd_client.put(f"{etcd_prefix}/a", b"", lease_id=lease.lease_id)
+    deadline = time.monotonic() + lease.ttl_s + 30
+    while await etcd_client.get(f"{etcd_prefix}/a") is not None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def test_renewals_keep_a_lease_and_report_the_time_they_were_sent(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (_, client):
+        lease, left_alone = await client.lease_grant(1), await client.lease_grant(1)
+        assert lease.ttl_s == 1
+        await client.put("/kept", b"", lease_id=lease.lease_id)
+        await client.put("/left-alone", b"", lease_id=left_alone.lease_id)
+        renewals = Renewals()
+        started = time.monotonic()
+        async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
+            while await client.get("/left-alone") is not None:
+                assert time.monotonic() < started + 30
+                await asyncio.sleep(0.05)
+            ended = time.monotonic()
+            assert await client.get("/kept") is not None
+    assert renewals.ttls == {lease.ttl_s}
+    assert all(started <= sent_at <= ended for sent_at in renewals.sent_at)
+    gaps = [later - earlier for earlier, later in zip(renewals.sent_at, renewals.sent_at[1:], strict=False)]
+    # A sleep ends up to a clock's tick early, and times are noted on either side of it: no gap is exact.
+    assert min(gaps) >= 0.9 * lease.ttl_s / lease_module.RENEWALS_PER_TTL
+    assert max(gaps) < lease.ttl_s
+
+
+async def test_a_connection_that_dies_without_a_word_does_not_cost_the_lease(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (server, direct), Relay(server.endpoint) as relay:
+        client = EtcdClient([relay.endpoint])
+        await client.connect()
+        lease = await client.lease_grant(3)
+        await direct.put("/kept", b"", lease_id=lease.lease_id)
+        renewals = Renewals()
+        async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
+            await renewals.next()
+            relay.freeze()
+            frozen = time.monotonic()
+            await asyncio.wait_for(renewals.next(), lease.ttl_s)
+            assert renewals.sent_at[-1] > frozen
+            assert await direct.get("/kept") is not None
+        await client.close()
+
+
+async def test_the_send_time_is_from_before_the_question_and_not_from_the_answer(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (server, client):
+        lease = await client.lease_grant(4)
+        renewals = Renewals()
+        async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
+            await renewals.next()
+            # etcd sleeps over the next question; its answer comes late, and is worth no more for that.
+            await freeze(server)
+            stopped = time.monotonic()
+            interval_s = lease.ttl_s / lease_module.RENEWALS_PER_TTL
+            await asyncio.sleep(interval_s + 0.6)
+            os.kill(server.pid, signal.SIGCONT)
+            woken = time.monotonic()
+            await renewals.next()
+        assert stopped < renewals.sent_at[-1] < woken
+
+
+async def test_a_revoked_lease_ends_the_renewals(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    lease = await etcd_client.lease_grant(2)
+    await etcd_client.put(f"{etcd_prefix}/a", b"", lease_id=lease.lease_id)
+    renewals = Renewals()
+    keep_alive = asyncio.ensure_future(
+        etcd_client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)
+    )
+    await renewals.next()
+    await etcd_client.lease_revoke(lease.lease_id)
+    assert await etcd_client.get(f"{etcd_prefix}/a") is None
+    before = len(renewals.sent_at)
+    with pytest.raises(LeaseLost, match=f"{lease.lease_id:x}"):
+        await asyncio.wait_for(keep_alive, 5)
+    assert len(renewals.sent_at) == before, "no renewal of a lease that is gone is reported"
+    await etcd_client.lease_revoke(lease.lease_id)
+
+
+async def test_renewals_go_on_after_etcd_was_killed_and_came_back(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (server, client):
+        lease = await client.lease_grant(5)
+        renewals = Renewals()
+        async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)) as task:
+            await renewals.next()
+            await kill(server)
+            during = len(renewals.sent_at)
+            await asyncio.sleep(0.3)
+            assert not task.done(), "an etcd that is away says nothing about the lease"
+            assert len(renewals.sent_at) == during
+            await server.start()
+            await asyncio.wait_for(renewals.next(), 30)
+
+
+async def test_a_lease_that_ended_while_etcd_was_out_of_reach_is_lost_when_it_is_back(etcd: EmbeddedEtcd) -> None:
+    client = EtcdClient([etcd.endpoint])
+    await client.connect()
+    lease = await client.lease_grant(2)
+    await client.lease_revoke(lease.lease_id)
+    renewals = Renewals()
+    with pytest.raises(LeaseLost):
+        await client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)
+    assert renewals.sent_at == []
+    await client.close()
+
+
+async def test_cancelling_the_renewals_leaves_the_lease_to_end_by_itself(etcd_client: EtcdClient) -> None:
+    lease = await etcd_client.lease_grant(60)
+    renewals = Renewals()
+    task = asyncio.ensure_future(
+        etcd_client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)
+    )
+    await renewals.next()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await etcd_client.put("/still-there", b"", lease_id=lease.lease_id)
+    await etcd_client.lease_revoke(lease.lease_id)

@@ -1,0 +1,494 @@
+"""The mirror against a real etcd: nothing is lost from load to watch, over breaks, compaction, fragments, silence."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent
+from kproxy.etcd import mirror as mirror_module
+from kproxy.etcd.messages import Pages
+from kproxy.etcd.mirror import MirrorState, WatchMessage, WatchStream
+from tests.support.etcd.embedded import Relay, compact, eventually, kill, own_etcd, put_many, running
+
+
+class Copy:
+    """A listener that keeps what it is told, and checks the promises about order on the way."""
+
+    def __init__(self, *prefixes: str) -> None:
+        self.kvs: dict[str, tuple[bytes, int]] = {}
+        self.snapshots: list[int] = []
+        self.batches: list[tuple[int, int, int]] = []
+        self.restored = 0
+        self._last = dict.fromkeys(prefixes, 0)
+        self._told = dict.fromkeys(prefixes, 0)
+
+    def on_restored(self) -> None:
+        self.restored += 1
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self.kvs = {kv.key: (kv.value, kv.mod_revision) for kv in snapshot.kvs}
+        self.snapshots.append(snapshot.revision)
+        for prefix in self._last:
+            self._last[prefix] = self._told[prefix] = snapshot.revision
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        [prefix] = {prefix for prefix in self._last for event in events if event.kv.key.startswith(prefix)}
+        for event in events:
+            assert event.kv.mod_revision >= self._last[prefix], "never back in time"
+            assert event.kv.mod_revision > self._told[prefix], "never again what was said to be complete"
+            self._last[prefix] = event.kv.mod_revision
+            if event.deleted:
+                self.kvs.pop(event.kv.key, None)
+            else:
+                self.kvs[event.kv.key] = (event.kv.value, event.kv.mod_revision)
+        assert revision >= self._told[prefix]
+        self._told[prefix] = revision
+        self.batches.append((len(events), events[-1].kv.mod_revision, revision))
+
+
+async def content(client: EtcdClient, *prefixes: str) -> dict[str, tuple[bytes, int]]:
+    found = [kv for prefix in prefixes for kv in (await client.get_prefix(prefix)).kvs]
+    return {kv.key: (kv.value, kv.mod_revision) for kv in found}
+
+
+async def test_the_snapshot_comes_first_and_changes_follow(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    ours, other = f"{etcd_prefix}/ours/", f"{etcd_prefix}/other/"
+    await etcd_client.put(f"{ours}a", b"1")
+    copy = Copy(ours)
+    mirror = PrefixMirror(etcd_client, [ours], copy)
+    assert not copy.snapshots
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+        assert list(copy.kvs) == [f"{ours}a"]
+        await etcd_client.put(f"{ours}b", b"2")
+        await etcd_client.put(f"{other}c", b"3")
+        await etcd_client.delete(f"{ours}a")
+        last = await etcd_client.put(f"{ours}b", b"4")
+        await eventually(lambda: copy.kvs == {f"{ours}b": (b"4", last)})
+        assert len(copy.snapshots) == 1
+
+
+async def test_one_key_is_mirrored_without_its_neighbours(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    key, prefix = f"{etcd_prefix}/one", f"{etcd_prefix}/ours/"
+    neighbours = [f"{key}2", f"{key}/below"]
+    await put_many(etcd_client, [(each, b"before") for each in (key, *neighbours)])
+    copy = Copy(key, prefix)
+    mirror = PrefixMirror(etcd_client, [prefix], copy, keys=[key])
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+        assert set(copy.kvs) == {key}
+        await put_many(etcd_client, [(each, b"after") for each in (*neighbours, key, f"{prefix}a")])
+        wanted = {key: b"after", f"{prefix}a": b"after"}
+        await eventually(lambda: {each: value for each, (value, _) in copy.kvs.items()} == wanted)
+        assert len(copy.batches) == 2
+        await etcd_client.delete(key)
+        await eventually(lambda: set(copy.kvs) == {f"{prefix}a"})
+
+
+async def test_what_changes_between_load_and_watch_is_not_lost(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    first, second = f"{etcd_prefix}/1/", f"{etcd_prefix}/2/"
+
+    class Meddling(EtcdClient):
+        """A client before whose every answer somebody changes both prefixes."""
+
+        reads = 0
+
+        async def get_prefix(self, prefix: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
+            snapshot = await super().get_prefix(prefix, revision=revision, into=into)
+            self.reads += 1
+            for each in (first, second):
+                await self.put(f"{each}during-{self.reads}", b"")
+                await self.delete(f"{each}old")
+            return snapshot
+
+    for each in (first, second):
+        await etcd_client.put(f"{each}old", b"")
+    client = Meddling(etcd_client.endpoints.split(","))
+    await client.connect()
+    copy = Copy(first, second)
+    mirror = PrefixMirror(client, [first, second], copy)
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+        assert set(copy.kvs) >= {f"{first}old", f"{second}old"}, "both prefixes are read at one revision"
+        wanted = {f"{each}during-{n}" for each in (first, second) for n in (1, 2)}
+        await eventually(lambda: set(copy.kvs) == wanted)
+    await client.close()
+
+
+class Churn:
+    """Puts and deletes under some prefixes until told to stop, over every outage."""
+
+    def __init__(self, client: EtcdClient, prefixes: list[str], seed: int) -> None:
+        self._client = client
+        self._prefixes = prefixes
+        self._random = random.Random(seed)
+        self.writes = 0
+        self.stopped = False
+
+    async def run(self) -> None:
+        while not self.stopped:
+            key = f"{self._random.choice(self._prefixes)}{self._random.randrange(50)}"
+            try:
+                if self._random.random() < 0.3:
+                    await self._client.delete(key)
+                else:
+                    await self._client.put(key, b"%d" % self.writes)
+                self.writes += 1
+            except EtcdUnavailable:
+                await asyncio.sleep(0.02)
+
+
+async def test_the_copy_equals_a_final_read_after_etcd_was_killed_under_churn(tmp_path: Path) -> None:
+    prefixes = ["/one/", "/two/"]
+    async with own_etcd(tmp_path) as (server, client):
+        copy = Copy(*prefixes)
+        mirror = PrefixMirror(client, prefixes, copy)
+        churn = Churn(client, prefixes, seed=1)
+        async with running(mirror.run()), running(churn.run()) as writing:
+            await mirror.wait_synced()
+            for _ in range(3):
+                reached = churn.writes + 100
+                await eventually(lambda at=reached: churn.writes >= at, what="churn")  # type: ignore[misc]
+                await kill(server)
+                await server.start()
+            reached = churn.writes + 100
+            await eventually(lambda: churn.writes >= reached, what="churn")
+            churn.stopped = True
+            await writing
+            final = await content(client, *prefixes)
+            await eventually(lambda: copy.kvs == final, what="the copy equals the final read")
+        assert len(copy.snapshots) == 1, "it resumed, and did not load again"
+        assert copy.restored == 0
+
+
+async def test_changes_made_while_it_was_cut_off_come_afterwards(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    prefix = f"{etcd_prefix}/"
+    async with Relay(etcd_client.endpoints) as relay:
+        client = EtcdClient([relay.endpoint], timeout_s=1)
+        await client.connect()
+        copy = Copy(prefix)
+        mirror = PrefixMirror(client, [prefix], copy)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            await eventually(lambda: mirror.state is MirrorState.WATCHING)
+            await relay.shut()
+            await eventually(lambda: mirror.state is MirrorState.RESUMING)
+            await put_many(etcd_client, [(f"{prefix}{n}", b"x") for n in range(50)])
+            await asyncio.sleep(0.2)
+            assert copy.kvs == {}
+            assert isinstance(mirror.last_error, EtcdUnavailable)
+            await relay.open()
+            await eventually(lambda: len(copy.kvs) == 50)
+            assert len(copy.snapshots) == 1
+            await eventually(lambda: mirror.last_error is None)
+        await client.close()
+
+
+async def test_compaction_while_it_was_cut_off_makes_it_load_again(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (server, writer), Relay(server.endpoint) as relay:
+        client = EtcdClient([relay.endpoint], timeout_s=1)
+        await client.connect()
+        await put_many(writer, [(f"/a/{n}", b"old") for n in range(10)])
+        copy = Copy("/a/", "/b/")
+        mirror = PrefixMirror(client, ["/a/", "/b/"], copy)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            await relay.shut()
+            for n in range(5):
+                await writer.delete(f"/a/{n}")
+                revision = await writer.put(f"/b/{n}", b"new")
+            await compact(writer, revision)
+            await relay.open()
+            final = await content(writer, "/a/", "/b/")
+            await eventually(lambda: copy.kvs == final)
+            assert len(copy.snapshots) == 2
+            assert copy.restored == 0, "compaction is not a restore"
+            # And it watches on from there.
+            await writer.put("/a/after", b"")
+            await eventually(lambda: "/a/after" in copy.kvs)
+            assert len(copy.snapshots) == 2
+        await client.close()
+
+
+LONG = "t" * 200
+FRAGMENTS = ("--max-request-bytes", "65536")
+
+
+async def lease_with_many_keys(client: EtcdClient, prefix: str, count: int) -> int:
+    """etcd fragments above its request limit + 512 KiB: these keys' deletion at one revision is over a megabyte."""
+    lease = await client.lease_grant(60)
+    await put_many(client, [(f"{prefix}{LONG}/{n}", b"1") for n in range(count)], lease.lease_id)
+    return lease.lease_id
+
+
+async def test_a_revision_of_many_fragments_is_seen_only_after_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fragments: list[bool] = []
+
+    class Recording(WatchStream):
+        async def read(self, timeout_s: float) -> WatchMessage | None:
+            message = await super().read(timeout_s)
+            if message is not None and message.event_count():
+                fragments.append(message.fragment)
+            return message
+
+    monkeypatch.setattr(mirror_module, "WatchStream", Recording)
+    async with own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (_, client):
+        lease_id = await lease_with_many_keys(client, "/a/", 5000)
+        copy = Copy("/a/")
+        mirror = PrefixMirror(client, ["/a/"], copy, fragments=True)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            assert len(copy.kvs) == 5000
+            await client.lease_revoke(lease_id)
+            await eventually(lambda: copy.kvs == {})
+            assert fragments[:-1], "etcd sent it in one piece: this test has nothing to show"
+            assert fragments == [True] * (len(fragments) - 1) + [False]
+            [loaded] = copy.snapshots
+            *before, last = copy.batches
+            assert all(size <= mirror_module.CHUNK_EVENTS for size, _, _ in copy.batches)
+            assert {seen for _, _, seen in before} == {loaded}
+            assert last[2] == last[1] > loaded
+
+
+async def test_the_end_of_a_great_lease_is_heard_of_soon_and_in_small_portions(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (_, client):
+        lease = await client.lease_grant(60)
+        keys = [f"/a/topic-{n // 1000}/{n % 1000}" for n in range(40_000)]
+        await put_many(client, [(key, b"1") for key in keys], lease.lease_id)
+        copy = Copy("/a/")
+        mirror = PrefixMirror(client, ["/a/"], copy)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            assert len(copy.kvs) == 40_000
+            await client.lease_revoke(lease.lease_id)
+            # In fragments, etcd 3.5 would take 6 s for this.
+            await eventually(lambda: copy.kvs == {})
+            assert len(copy.snapshots) == 1
+            assert {size for size, _, _ in copy.batches} == {mirror_module.CHUNK_EVENTS}
+            *before, last = copy.batches
+            assert {seen for _, _, seen in before} == {copy.snapshots[0]}
+            assert last[2] == last[1]
+
+
+async def test_a_revision_too_large_for_a_message_is_answered_by_a_load(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    prefix = f"{etcd_prefix}/"
+    client = EtcdClient(etcd_client.endpoints.split(","), max_message_bytes=100_000)
+    await client.connect()
+    lease_id = await lease_with_many_keys(client, prefix, 1000)
+    await client.put(f"{prefix}kept", b"")
+    copy = Copy(prefix)
+    mirror = PrefixMirror(client, [prefix], copy)
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+        assert len(copy.kvs) == 1001
+        await client.lease_revoke(lease_id)
+        await eventually(lambda: list(copy.kvs) == [f"{prefix}kept"])
+        assert len(copy.snapshots) == 2
+        assert copy.restored == 0
+        await client.put(f"{prefix}after", b"")
+        await eventually(lambda: f"{prefix}after" in copy.kvs)
+        assert len(copy.snapshots) == 2
+    await client.close()
+
+
+class BreakingOnce(WatchStream):
+    """A stream that breaks, once, right after the first message for which `after` holds."""
+
+    after: Callable[[WatchMessage], bool]
+    broken = False
+
+    async def read(self, timeout_s: float) -> WatchMessage | None:
+        if getattr(self, "breaks_now", False):
+            raise EtcdUnavailable("the connection broke here")
+        message = await super().read(timeout_s)
+        if message is not None and type(self).after(message) and not type(self).broken:
+            type(self).broken = self.breaks_now = True
+        return message
+
+
+def breaking_once(monkeypatch: pytest.MonkeyPatch, after: Callable[[WatchMessage], bool]) -> type[BreakingOnce]:
+    stream = type("Breaking", (BreakingOnce,), {"after": staticmethod(after)})
+    monkeypatch.setattr(mirror_module, "WatchStream", stream)
+    return stream
+
+
+async def test_a_break_between_two_fragments_repeats_the_revision_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = breaking_once(monkeypatch, lambda message: message.fragment)
+    async with own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (_, client):
+        lease_id = await lease_with_many_keys(client, "/a/", 5000)
+        copy = Copy("/a/")
+        mirror = PrefixMirror(client, ["/a/"], copy, fragments=True)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            await client.lease_revoke(lease_id)
+            await eventually(lambda: copy.kvs == {})
+            assert stream.broken
+            assert sum(size for size, _, _ in copy.batches) > 5000
+            assert len(copy.snapshots) == 1
+
+
+@pytest.mark.parametrize(
+    ("value_bytes", "changes", "after"),
+    [
+        pytest.param(20_000, 60, lambda message: message.fragment, id="fragments of many revisions"),
+        # etcd sends at most 1,000 revisions in one message, under a header that names the newest of all.
+        pytest.param(1, 1500, lambda message: message.event_count() > 1, id="more revisions than one message holds"),
+    ],
+)
+async def test_a_break_while_catching_up_loses_nothing_and_never_goes_back(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    value_bytes: int,
+    changes: int,
+    after: Callable[[WatchMessage], bool],
+) -> None:
+    stream = breaking_once(monkeypatch, after)
+    async with own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (server, writer), Relay(server.endpoint) as relay:
+        client = EtcdClient([relay.endpoint], timeout_s=1)
+        await client.connect()
+        copy = Copy("/a/")
+        mirror = PrefixMirror(client, ["/a/"], copy, fragments=True)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            await relay.shut()
+            for n in range(changes):
+                await writer.put(f"/a/{n}", bytes(value_bytes))
+            final = await content(writer, "/a/")
+            await relay.open()
+            await eventually(lambda: copy.kvs == final)
+            assert stream.broken
+            assert len(copy.snapshots) == 1
+        await client.close()
+
+
+async def test_a_watch_that_goes_quiet_is_replaced(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    prefix = f"{etcd_prefix}/"
+    async with Relay(etcd_client.endpoints) as relay:
+        client = EtcdClient([relay.endpoint], timeout_s=0.5)
+        await client.connect()
+        copy = Copy(prefix)
+        mirror = PrefixMirror(client, [prefix], copy, progress_interval_s=0.1, quiet_limit_s=0.5)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            await eventually(lambda: mirror.state is MirrorState.WATCHING)
+            relay.freeze()
+            await etcd_client.put(f"{prefix}a", b"")
+            frozen = mirror.last_heard
+            await eventually(lambda: mirror.state is MirrorState.RESUMING, what="silence is noticed")
+            assert mirror.last_heard - frozen < 0.5
+            # The connection for calls is frozen as well; gRPC's own ping would end it in some seconds.
+            await relay.cut()
+            await eventually(lambda: f"{prefix}a" in copy.kvs)
+        await client.close()
+
+
+async def test_a_quiet_prefix_is_heard_of_all_the_same(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    mirror = PrefixMirror(etcd_client, [f"{etcd_prefix}/"], Copy(f"{etcd_prefix}/"), progress_interval_s=0.1)
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+        first = mirror.last_heard
+        await eventually(lambda: mirror.last_heard > first + 0.3)
+        assert mirror.state is MirrorState.WATCHING
+
+
+async def test_a_progress_notification_moves_a_quiet_prefix_past_a_compaction(tmp_path: Path) -> None:
+    arguments = ("--experimental-watch-progress-notify-interval", "200ms")
+    async with own_etcd(tmp_path, extra_arguments=arguments) as (server, writer), Relay(server.endpoint) as relay:
+        client = EtcdClient([relay.endpoint], timeout_s=1)
+        await client.connect()
+        copy = Copy("/quiet/")
+        mirror = PrefixMirror(client, ["/quiet/"], copy)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            for n in range(5):
+                revision = await writer.put("/other", b"%d" % n)
+            await eventually(lambda: mirror._watched[1].seen >= revision, what="progress")
+            await relay.shut()
+            await compact(writer, revision)
+            await writer.put("/quiet/a", b"")
+            await relay.open()
+            await eventually(lambda: "/quiet/a" in copy.kvs)
+            assert len(copy.snapshots) == 1, "it knew that it had missed nothing, and resumed"
+        await client.close()
+
+
+async def test_another_cluster_at_the_same_address_is_loaded_anew_and_told(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path / "1") as (first, one), own_etcd(tmp_path / "2") as (second, two):
+        await put_many(one, [(f"/a/{n}", b"one") for n in range(5)])
+        for n in range(50):
+            await two.put("/a/0", b"%d" % n)
+        async with Relay(first.endpoint) as relay:
+            client = EtcdClient([relay.endpoint], timeout_s=1)
+            await client.connect()
+            copy = Copy("/a/")
+            mirror = PrefixMirror(client, ["/a/"], copy)
+            async with running(mirror.run()):
+                await mirror.wait_synced()
+                relay.target(second.endpoint)
+                await relay.cut()
+                final = await content(two, "/a/")
+                await eventually(lambda: copy.kvs == final)
+                assert copy.restored == 1
+            await client.close()
+
+
+async def test_the_same_cluster_put_back_to_an_earlier_revision_is_loaded_anew_and_told(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (server, client):
+        await client.put("/a/kept", b"")
+        await server.stop()
+        shutil.copytree(tmp_path / "data", tmp_path / "backup")
+        await server.start()
+        copy = Copy("/a/")
+        mirror = PrefixMirror(client, ["/a/"], copy)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            for n in range(20):
+                await client.put("/a/lost", b"%d" % n)
+            await eventually(lambda: "/a/lost" in copy.kvs)
+            await kill(server)
+            shutil.rmtree(tmp_path / "data")
+            shutil.copytree(tmp_path / "backup", tmp_path / "data")
+            await server.start()
+            await eventually(lambda: list(copy.kvs) == ["/a/kept"])
+            assert copy.restored == 1
+
+
+async def test_cancelling_it_leaves_no_task_behind(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    before = asyncio.all_tasks()
+    mirror = PrefixMirror(etcd_client, [f"{etcd_prefix}/"], Copy(f"{etcd_prefix}/"))
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+    await asyncio.sleep(0.05)
+    assert asyncio.all_tasks() <= before
+
+
+async def test_a_mirror_that_starts_before_etcd_waits_for_it(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (server, client):
+        await client.put("/a/1", b"")
+        await server.stop()
+        copy = Copy("/a/")
+        mirror = PrefixMirror(client, ["/a/"], copy)
+        async with running(mirror.run()):
+            await asyncio.sleep(0.2)
+            assert not copy.snapshots
+            await server.start()
+            await asyncio.wait_for(mirror.wait_synced(), 10)
+            assert list(copy.kvs) == ["/a/1"]
+
+
+@pytest.mark.parametrize("prefixes", [[], ["/a/", "/a/"], ["/a/", ""]])
+def test_prefixes_that_cannot_be_told_apart_are_refused(prefixes: list[str]) -> None:
+    with pytest.raises(ValueError, match="prefixes"):
+        PrefixMirror(EtcdClient(["127.0.0.1"]), prefixes, Copy())

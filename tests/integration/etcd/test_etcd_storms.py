@@ -1,0 +1,227 @@
+"""What comes over a table at once: a stopped proxy's lost hours, a great lease's end, an etcd of yesterday."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kproxy.etcd import (
+    EtcdClient,
+    EtcdUnavailable,
+    PrefixMirror,
+    Snapshot,
+    WatchEvent,
+    delete_op,
+    put_op,
+)
+from kproxy.ownership.leases import LeaseTable
+from kproxy.routing.topology import Topology
+from kproxy_codec.api_keys import PRODUCE
+from tests.support.brokers.scripted_upstream import answers_everything
+from tests.support.clients.raw_client import RawClient, batch, produce_frame
+from tests.support.etcd.embedded import compact, eventually, put_many, running
+from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
+from tests.support.etcd.leases import Owners, lease_key, owners, owners_in_etcd
+from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.processes.served import ServedBroker, page, port_of
+
+# Longer than any time-out on the way: a watch is replaced after 8 s of silence, gRPC drops a connection after 9.
+STOPPED_S = 11.0
+GREAT = 100_000
+
+
+def told(process: KproxyProcess) -> tuple[Owners, bool]:
+    """The owners on the admin page, and whether it calls them stale."""
+    status, text = page(process.admin, "/table")
+    assert status == 200
+    table = json.loads(text)
+    rows = [(topic["name"], row) for topic in table["topics"] for row in topic["partitions"]]
+    return {(name, row["partition"]): row["owner"] for name, row in rows}, table["stale"]
+
+
+async def asked_of(process: KproxyProcess, *brokers: ServedBroker) -> int:
+    """The id of the broker that gets what a client produces to t-0."""
+    before = {broker.node_id: len(broker.log) for broker in brokers}
+    client = await RawClient().connect(port_of(process))
+    client.send(produce_frame(records=batch(0)))
+    assert (await client.answer()).codes == {("t", 0): 0}
+    client.close()
+    produced = {
+        broker.node_id: [each for each in broker.log[before[broker.node_id] :] if each.header.api_key == PRODUCE]
+        for broker in brokers
+    }
+    [owner] = [node_id for node_id, requests in produced.items() if requests]
+    return owner
+
+
+@pytest.mark.long
+async def test_a_proxy_that_was_stopped_for_long_knows_what_it_missed(
+    etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
+) -> None:
+    """SIGSTOP; meanwhile owners move, leave and come, and etcd compacts what it could have told of that."""
+    client = EtcdClient(etcd_cluster.endpoints)
+    await client.connect()
+    brokers = [await ServedBroker(node_id, answers_everything).start() for node_id in (1, 2)]
+    for broker in brokers:
+        value = {"node_id": broker.node_id, "host": "127.0.0.1", "port": broker.port}
+        await client.put(f"{etcd_prefix}/brokers/{broker.node_id}", json.dumps(value).encode())
+    await put_many(client, [(lease_key(etcd_prefix, "t", index), b"1") for index in range(100)])
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--prefix", etcd_prefix]
+    with serving([*arguments, "--etcd", ",".join(etcd_cluster.endpoints)], tmp_path / "stderr") as process:
+        assert await asked_of(process, *brokers) == 1
+        process.signal(signal.SIGSTOP)
+        try:
+            await client.txn([], [delete_op(lease_key(etcd_prefix, "t", index)) for index in range(50, 100)])
+            moved = [put_op(lease_key(etcd_prefix, "t", index), b"2") for index in range(0, 50, 2)]
+            revision = (await client.txn([], [*moved, put_op(lease_key(etcd_prefix, "new", 0), b"2")])).revision
+            await compact(client, revision)
+            await asyncio.sleep(STOPPED_S)
+        finally:
+            process.signal(signal.SIGCONT)
+        wanted = await owners_in_etcd(client, etcd_prefix)
+        assert len(wanted) == 51
+
+        async def catches_up() -> None:
+            while (await asyncio.to_thread(told, process)) != (wanted, False):
+                await asyncio.sleep(0.05)
+
+        async with asyncio.timeout(30):
+            await catches_up()
+        assert await asked_of(process, *brokers) == 2
+        assert "etcd restored" not in process.stderr()
+    for broker in brokers:
+        await broker.stop()
+    await client.close()
+
+
+class Deaf:
+    """A mirror's listener that does not care."""
+
+    def on_restored(self) -> None:
+        pass
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        pass
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        pass
+
+
+async def test_an_etcd_that_nobody_writes_to_is_heard_all_the_same(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
+    """etcd has no progress to tell of until a watcher's start revision, the one after the load's, exists."""
+    client = EtcdClient(etcd_cluster.endpoints)
+    await client.connect()
+    written = await client.put(f"{etcd_prefix}/a", b"")
+    mirror = PrefixMirror(client, [f"{etcd_prefix}/"], Deaf(), progress_interval_s=0.1)
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+        loaded = mirror.last_heard
+        await eventually(lambda: mirror.last_heard > loaded + 1, what="signs of life")
+        assert mirror.last_error is None
+    assert (await client.get_snapshot(f"{etcd_prefix}/a")).revision == written, "nobody wrote"
+    await client.close()
+
+
+class LongestStall:
+    """How long the event loop was kept from its other work, in seconds, be it by computing or by waiting.
+
+    Without the time for which its thread could have run and other processes had the processor.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            began, kept_waiting = time.monotonic(), self._kept_waiting()
+            await asyncio.sleep(0.005)
+            stalled = time.monotonic() - began - 0.005 - (self._kept_waiting() - kept_waiting)
+            self.seconds = max(self.seconds, stalled)
+
+    @staticmethod
+    def _kept_waiting() -> float:
+        """As Linux counts it; 0 on other systems."""
+        try:
+            return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        except OSError:
+            return 0.0
+
+
+@pytest.mark.timeout(180)
+async def test_a_hundred_thousand_leases_that_end_at_once(
+    etcd_cluster: EtcdCluster, etcd_prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = EtcdClient(etcd_cluster.endpoints, timeout_s=60)
+    await client.connect()
+    lease = await client.lease_grant(120)
+    items = [(lease_key(etcd_prefix, f"topic-{n // 1000}", n % 1000), b"1") for n in range(GREAT)]
+    await put_many(client, items, lease.lease_id)
+    topology = Topology()
+    table = LeaseTable(client, etcd_prefix, topology)
+    stall = LongestStall()
+    async with running(table.run()):
+        await asyncio.wait_for(table.wait_synced(), 30)
+        assert topology.owned_count == GREAT
+        async with running(stall.watch()):
+            began = time.monotonic()
+            with suppress(EtcdUnavailable):
+                # A busy machine may take longer than etcd lets a request wait; the lease ends all the same.
+                await client.lease_revoke(lease.lease_id)
+            # Who takes over right behind it must not be taken for what ended.
+            taken = [(lease_key(etcd_prefix, f"topic-{n}", n), b"2") for n in range(100)]
+            await put_many(client, taken)
+            await eventually(lambda: topology.owned_count == 100, timeout_s=60, what="all others are gone")
+            took = time.monotonic() - began
+        assert owners(topology) == {(f"topic-{n}", n): 2 for n in range(100)}
+        assert owners(topology) == await owners_in_etcd(client, etcd_prefix)
+        assert not table.skipped
+    with capsys.disabled():
+        print(f"\n{GREAT} leases gone after {took:.2f} s, longest stall of the loop {stall.seconds * 1000:.0f} ms")
+    # What one would notice; the figure itself is printed.
+    assert stall.seconds < 2
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("same_cluster", "bump_revision"),
+    [
+        pytest.param(True, 0, id="the-same-cluster-id"),
+        pytest.param(False, 0, id="another-cluster-id"),
+        # As etcd's own manual advises: nothing goes back but what the keys say.
+        pytest.param(True, 1_000_000, id="the-same-cluster-id-and-a-higher-revision"),
+    ],
+)
+async def test_an_etcd_restored_from_a_snapshot_takes_the_table_with_it(
+    tmp_path: Path, same_cluster: bool, bump_revision: int
+) -> None:
+    async with running_cluster(tmp_path / "etcd") as cluster:
+        client = EtcdClient(cluster.endpoints)
+        await client.connect()
+        await put_many(client, [(lease_key("/p", "t", index), b"1") for index in range(10)])
+        await cluster.snapshot(tmp_path / "snapshot")
+        topology = Topology()
+        table = LeaseTable(client, "/p", topology)
+        async with running(table.run()):
+            await asyncio.wait_for(table.wait_synced(), 10)
+            # A history that will not have been: moved, gone, new.
+            await put_many(client, [(lease_key("/p", "t", index), b"2") for index in range(5)])
+            await client.delete(lease_key("/p", "t", 9))
+            await client.put(lease_key("/p", "later", 0), b"3")
+            await eventually(lambda: topology.owner(b"later", 0) == 3)
+            later = topology.revision
+            await cluster.restore(tmp_path / "snapshot", same_cluster=same_cluster, bump_revision=bump_revision)
+            truth = await owners_in_etcd(client, "/p")
+            assert truth == {("t", index): 1 for index in range(10)}
+            await eventually(lambda: owners(topology) == truth, timeout_s=30, what="what etcd says now")
+            assert table.restores == 1
+            assert (topology.revision < later) is not bool(bump_revision)
+            # And it follows the new history.
+            await client.put(lease_key("/p", "t", 0), b"4")
+            await eventually(lambda: topology.owner(b"t", 0) == 4)
+        await client.close()

@@ -1,0 +1,241 @@
+"""Users and passwords in etcd: tokens that are had, run out and are lost; what is said to those who have none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from kproxy.config.etcd import EtcdOptions
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import (
+    EtcdClient,
+    EtcdDenied,
+    EtcdMisused,
+    EtcdUnavailable,
+    PrefixMirror,
+    get_op,
+    put_op,
+)
+from kproxy.etcd.lease import RENEWALS_PER_TTL
+from tests.support.etcd.embedded import QUICK, eventually, running, written
+from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
+from tests.support.etcd.etcd_secured import PASSWORD, ask_gateway, enable_users
+
+TOKEN_TTL_S = 1
+# The last: what a password costs, 4 being etcd's least.
+USERS = ("--auth-token", "simple", "--auth-token-ttl", str(TOKEN_TTL_S), "--bcrypt-cost", "4")
+OPTIONS = EtcdOptions(username="kproxy", password=PASSWORD)
+
+
+class Asked(EtcdClient):
+    """A client that counts how often it shows its password."""
+
+    def __init__(self, endpoints: list[str], options: EtcdOptions = OPTIONS, **arguments: Any) -> None:
+        super().__init__(endpoints, options, **arguments)
+        self.times = 0
+
+    async def _authenticate(self, name: str, password: str) -> str:
+        self.times += 1
+        return await super()._authenticate(name, password)
+
+
+class Changes:
+    """A mirror's listener that keeps the keys."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+
+    def on_restored(self) -> None:
+        raise AssertionError("nothing was restored")
+
+    def on_snapshot(self, snapshot: Any) -> None:
+        self.keys |= {kv.key for kv in snapshot.kvs}
+
+    def on_events(self, events: list[Any], revision: int) -> None:
+        self.keys |= {event.kv.key for event in events}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EmbeddedEtcd]:
+    """An etcd whose user `kproxy` may touch what begins with /kproxy."""
+    directory = tmp_path_factory.mktemp("guarded")
+    async with EmbeddedEtcd(directory, extra_arguments=[*QUICK, *USERS]) as server:
+        await enable_users(server.endpoint, prefix="/kproxy")
+        yield server
+
+
+async def test_a_token_that_ran_out_is_replaced_and_nobody_notices(guarded: EmbeddedEtcd) -> None:
+    client = Asked([guarded.endpoint])
+    await client.connect()
+    assert client.times == 1
+    await client.put("/kproxy/a", b"1")
+    assert client.times == 1
+    await asyncio.sleep(TOKEN_TTL_S + 1.5)
+    # Many at once need a new one; one of them asks. None of the transactions ran twice.
+    counts = [client.txn([], [put_op("/kproxy/count", b"")], [get_op("/kproxy/count")]) for _ in range(20)]
+    await asyncio.gather(*counts)
+    found = await client.get("/kproxy/count")
+    assert found is not None
+    assert found.version == 20
+    assert client.times == 2
+    await client.close()
+
+
+async def test_renewals_and_watches_go_on_with_tokens_that_run_out(guarded: EmbeddedEtcd) -> None:
+    client, writer = Asked([guarded.endpoint]), Asked([guarded.endpoint])
+    await client.connect()
+    await writer.connect()
+    lease = await client.lease_grant(2)
+    await client.put("/kproxy/leased", b"", lease_id=lease.lease_id)
+    changes = Changes()
+    mirror = PrefixMirror(client, ["/kproxy/seen/"], changes)
+    keeping = client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=lambda *_: None)
+    async with running(keeping), running(mirror.run()):
+        await asyncio.wait_for(mirror.wait_synced(), 30)
+        for n in range(3):
+            await asyncio.sleep(TOKEN_TTL_S + 0.5)
+            await writer.put(f"/kproxy/seen/{n}", b"")
+            await eventually(lambda n=n: f"/kproxy/seen/{n}" in changes.keys)  # type: ignore[misc]
+        assert await writer.get("/kproxy/leased") is not None
+    for each in (client, writer):
+        await each.close()
+
+
+async def test_a_change_of_users_makes_signed_tokens_old_and_new_ones_are_had(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a key for signing tokens, long enough")
+    arguments = [*QUICK, "--bcrypt-cost", "4", "--auth-token", f"jwt,priv-key={secret},sign-method=HS256"]
+    async with EmbeddedEtcd(tmp_path / "etcd", extra_arguments=arguments) as server:
+        await enable_users(server.endpoint, prefix="/kproxy")
+        client = Asked([server.endpoint])
+        await client.connect()
+        root = await ask_gateway(server.endpoint, "auth/authenticate", {"name": "root", "password": PASSWORD})
+        await ask_gateway(server.endpoint, "auth/role/add", {"name": "another"}, root["token"])
+        assert await client.put("/kproxy/a", b"2") > 0
+        assert client.times == 2
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (EtcdOptions(), "does not take this user .*empty.*: give the name with --etcd-username"),
+        (EtcdOptions(username="kproxy", password="hunter2"), "does not take this user .*authentication failed"),
+        (EtcdOptions(username="nobody", password="hunter2"), "does not take this user .*authentication failed"),
+        (EtcdOptions(username="kproxy", password_file=Path("/nowhere/hunter2")), "password_file .* cannot be read"),
+    ],
+)
+async def test_a_user_that_etcd_does_not_take_is_told_at_once(
+    guarded: EmbeddedEtcd, options: EtcdOptions, says: str
+) -> None:
+    client = EtcdClient([guarded.endpoint], options)
+    with pytest.raises(EtcdMisused, match=says) as raised:
+        await client.connect()
+    assert "hunter2" not in str(raised.value).replace("/nowhere/hunter2", "")
+    assert "hunter2" not in repr(options).replace("/nowhere/hunter2", "")
+    await client.close()
+
+
+async def test_what_a_user_may_not_do_is_named(guarded: EmbeddedEtcd) -> None:
+    client = Asked([guarded.endpoint])
+    await client.connect()
+    with pytest.raises(EtcdDenied, match="does not permit Put"):
+        await client.put("/elsewhere", b"")
+    with pytest.raises(EtcdDenied, match="does not permit Range"):
+        await client.get_prefix("/")
+    assert client.times == 1
+    await client.close()
+
+
+async def test_a_password_where_none_is_needed_does_no_harm(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+    client = Asked([etcd.endpoint])
+    await client.connect()
+    await client.put(f"{etcd_prefix}/a", b"")
+    assert client.times == 1
+    await client.close()
+
+
+async def test_a_password_that_became_wrong_is_tried_ever_more_rarely_until_it_is_mended(
+    guarded: EmbeddedEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "password"
+    file.write_text(f"{PASSWORD}\n")
+    client = Asked([guarded.endpoint], EtcdOptions(username="kproxy", password_file=file))
+    await client.connect()
+    file.write_text("outdated\n")
+    await asyncio.sleep(TOKEN_TTL_S + 1.5)
+    began = time.monotonic()
+    refused = 0
+    while time.monotonic() < began + 1.5:
+        with pytest.raises(EtcdMisused, match="authentication failed"):
+            await client.get("/kproxy/a")
+        refused += 1
+        await asyncio.sleep(0.01)
+    assert refused > 3 * client.times
+    assert client.times <= 6
+    file.write_text(f"{PASSWORD}\n")
+
+    async def taken() -> None:
+        while True:
+            try:
+                await client.get("/kproxy/a")
+            except EtcdMisused:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+    await asyncio.wait_for(taken(), 10)
+    await client.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def etcd_users(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EtcdCluster]:
+    """Three members of a current release, with the same users."""
+    async with running_cluster(tmp_path_factory.mktemp("users"), USERS) as cluster:
+        await enable_users(cluster.endpoints[0], prefix="/kproxy")
+        yield cluster
+
+
+async def test_tokens_that_members_forgot_are_replaced_whichever_member_is_asked(etcd_users: EtcdCluster) -> None:
+    client = Asked(etcd_users.endpoints)
+    await client.connect()
+    for member in etcd_users.members:
+        member.kill()
+        assert await written(client, "/kproxy/a")
+        etcd_users.start_member(member)
+        while not await takes(member.endpoint):
+            await asyncio.sleep(0.05)
+    await client.close()
+
+
+async def test_renewals_whose_token_runs_out_between_two_of_them_go_on(etcd_users: EtcdCluster) -> None:
+    """A current etcd looks at the token of a stream again with each renewal."""
+    client = Asked(etcd_users.endpoints)
+    await client.connect()
+    # So rare that nothing keeps the token alive.
+    lease = await client.lease_grant(round((TOKEN_TTL_S + 2) * RENEWALS_PER_TTL))
+    renewed: list[float] = []
+    keeping = client.lease_keep_alive(
+        lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, _: renewed.append(sent_at)
+    )
+    async with running(keeping):
+        await eventually(lambda: len(renewed) >= 2)
+    assert client.times == 2
+    await client.close()
+
+
+async def takes(endpoint: str) -> bool:
+    alone = EtcdClient([endpoint], OPTIONS, timeout_s=2)
+    try:
+        await alone.connect()
+    except EtcdUnavailable:
+        return False
+    finally:
+        await alone.close()
+    return True

@@ -1,0 +1,355 @@
+"""A proxy's entry in etcd and its view of the others, against a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from structlog.testing import capture_logs
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult
+from kproxy.fleet.registration import Registrar, RegistrarState, proxies_prefix
+from kproxy.fleet.view import FleetView, alone
+from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
+from tests.support.etcd.embedded import Relay, eventually, own_etcd, running
+
+TTL_S = 2
+HOST = "proxy.test"
+
+
+class Member:
+    """A registrar and a view under one address."""
+
+    def __init__(self, client: EtcdClient, prefix: str, port: int) -> None:
+        self.fleet = Fleet([alone(HOST, port)])
+        self.counters = Counter[str]()
+        self.view = FleetView(client, prefix, self.fleet, HOST, port, counters=self.counters)
+        self.registrar = Registrar(client, prefix, HOST, port, ttl_s=TTL_S)
+
+    @property
+    def named(self) -> dict[int, int]:
+        """Ports by id."""
+        return {each.node_id: each.port for each in self.fleet.proxies}
+
+
+@asynccontextmanager
+async def member(client: EtcdClient, prefix: str, port: int) -> AsyncIterator[Member]:
+    one = Member(client, prefix, port)
+    async with running(one.view.run()), running(one.registrar.run()):
+        async with asyncio.timeout(10):
+            await one.registrar.wait_entered()
+            await one.view.wait_named()
+        yield one
+
+
+async def entries(client: EtcdClient, prefix: str) -> dict[int, int]:
+    """Ports by id, as they stand in etcd."""
+    kvs = (await client.get_prefix(proxies_prefix(prefix))).kvs
+    return {int(kv.key.rpartition("/")[2]): json.loads(kv.value)["port"] for kv in kvs}
+
+
+def entry(node_id: int, port: int, **more: Any) -> bytes:
+    return json.dumps({"node_id": node_id, "host": HOST, "port": port, **more}).encode()
+
+
+FIRST, SECOND, THIRD = range(FIRST_NODE_ID, FIRST_NODE_ID + 3)
+
+
+async def test_all_are_named_by_each_and_one_that_ends_by_none_at_once(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    async with AsyncExitStack() as stack:
+        members = [await stack.enter_async_context(member(etcd_client, etcd_prefix, port)) for port in (1, 2)]
+        expected = {FIRST: 1, SECOND: 2}
+        async with member(etcd_client, etcd_prefix, 3) as third:
+            for each in (*members, third):
+                await eventually(lambda each=each: each.named == {**expected, THIRD: 3})
+        # The lease has been revoked when a registrar's end has come.
+        assert await entries(etcd_client, etcd_prefix) == expected
+        for each in members:
+            await eventually(lambda each=each: each.named == expected)
+
+
+async def test_the_key_and_the_value_are_as_documented(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    async with member(etcd_client, etcd_prefix, 9092):
+        found = await etcd_client.get(f"{etcd_prefix}/kproxy/proxies/1000000")
+        assert found is not None
+        assert json.loads(found.value) == {"node_id": 1_000_000, "host": HOST, "port": 9092}
+        assert found.lease_id != 0, "it stands on a lease"
+
+
+async def test_proxies_that_start_at_the_same_instant_get_different_ids(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+    clients = [EtcdClient([etcd.endpoint]) for _ in range(3)]
+    try:
+        for client in clients:
+            await client.connect()
+        for attempt in range(20):
+            prefix = f"{etcd_prefix}/{attempt}"
+            registrars = [
+                Registrar(client, prefix, HOST, port, ttl_s=60) for port, client in enumerate(clients, start=1)
+            ]
+            async with AsyncExitStack() as stack:
+                for registrar in registrars:
+                    await stack.enter_async_context(running(registrar.run()))
+                async with asyncio.timeout(10):
+                    await asyncio.gather(*(registrar.wait_entered() for registrar in registrars))
+                assert sorted(str(registrar.node_id) for registrar in registrars) == [
+                    str(FIRST_NODE_ID + number) for number in range(3)
+                ]
+                assert await entries(clients[0], prefix) == {
+                    registrar.node_id: port for port, registrar in enumerate(registrars, start=1)
+                }
+    finally:
+        for client in clients:
+            await client.close()
+
+
+async def left_behind(client: EtcdClient, prefix: str, node_id: int, port: int) -> None:
+    """The entry of a proxy that was killed: its lease lives on for a while."""
+    lease = await client.lease_grant(600)
+    await client.put(f"{proxies_prefix(prefix)}{node_id}", entry(node_id, port), lease_id=lease.lease_id)
+
+
+async def test_a_proxy_that_comes_back_has_its_id_again_before_its_lease_has_ended(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    await left_behind(etcd_client, etcd_prefix, FIRST, 1)
+    await left_behind(etcd_client, etcd_prefix, SECOND, 2)
+    async with member(etcd_client, etcd_prefix, 2) as back:
+        assert back.registrar.state is RegistrarState.REGISTERED
+        assert back.registrar.node_id == SECOND
+    assert await entries(etcd_client, etcd_prefix) == {FIRST: 1}, "the entry stood on the new lease and went with it"
+
+
+async def test_an_id_that_is_held_goes_to_no_other_address(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    await left_behind(etcd_client, etcd_prefix, FIRST, 1)
+    await etcd_client.put(f"{proxies_prefix(etcd_prefix)}{SECOND}", b"no sense")
+    async with member(etcd_client, etcd_prefix, 7) as other:
+        assert other.registrar.node_id == THIRD
+        assert other.named == {FIRST: 1, THIRD: 7}
+
+
+async def test_of_two_live_proxies_of_one_address_the_later_has_the_entry_and_both_say_so(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    with capture_logs() as logs:
+        async with member(etcd_client, etcd_prefix, 1) as earlier:
+            async with member(etcd_client, etcd_prefix, 1) as later:
+                assert later.registrar.node_id == FIRST
+                await eventually(lambda: earlier.registrar.state is RegistrarState.STANDING_BY)
+                # They do not fight: three more looks change nothing.
+                held = await etcd_client.get(f"{proxies_prefix(etcd_prefix)}{FIRST}")
+                await asyncio.sleep(3 * TTL_S / 4)
+                assert await etcd_client.get(f"{proxies_prefix(etcd_prefix)}{FIRST}") == held
+                assert later.registrar.state is RegistrarState.REGISTERED
+                assert earlier.named == later.named == {FIRST: 1}
+            # The later one has ended, the earlier one is registered again, under the same id.
+            await eventually(lambda: earlier.registrar.state is RegistrarState.REGISTERED)
+            assert await entries(etcd_client, etcd_prefix) == {FIRST: 1}
+    said = [(each["log_level"], each["address"]) for each in logs if "--advertise" in each.get("advice", "")]
+    assert [level for level, _ in said] == ["warning", "error"]
+    assert all(address == "proxy.test:1" for _, address in said)
+
+
+async def test_an_entry_that_somebody_deletes_is_put_back(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    async with member(etcd_client, etcd_prefix, 1) as one:
+        await etcd_client.delete(f"{proxies_prefix(etcd_prefix)}{FIRST}")
+        assert one.named == {FIRST: 1}, "a proxy does not drop itself"
+        async with asyncio.timeout(10):
+            while await entries(etcd_client, etcd_prefix) != {FIRST: 1}:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_proxy_whose_id_became_anothers_is_left_out_until_it_has_one(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    one = Member(etcd_client, etcd_prefix, 1)
+    key = f"{proxies_prefix(etcd_prefix)}{FIRST}"
+    async with running(one.view.run()):
+        await etcd_client.put(key, entry(FIRST, 1))
+        await one.view.wait_synced()
+        await eventually(lambda: one.named == {FIRST: 1})
+        await etcd_client.put(key, entry(FIRST, 2))
+        await eventually(lambda: one.named == {FIRST: 2})
+        await etcd_client.put(f"{proxies_prefix(etcd_prefix)}{SECOND}", entry(SECOND, 1))
+        await eventually(lambda: one.named == {FIRST: 2, SECOND: 1})
+
+
+async def test_a_proxy_does_not_drop_itself(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    prefix = proxies_prefix(etcd_prefix)
+    await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 2))
+    await etcd_client.put(f"{prefix}{SECOND}", entry(SECOND, 1))
+    one = Member(etcd_client, etcd_prefix, 1)
+    async with running(one.view.run()):
+        await eventually(lambda: one.named == {FIRST: 2, SECOND: 1})
+        await etcd_client.delete(f"{prefix}{SECOND}")
+        # What comes after it has been heard of, and so has its end.
+        await etcd_client.put(f"{prefix}{THIRD}", entry(THIRD, 3))
+        await eventually(lambda: one.named == {FIRST: 2, SECOND: 1, THIRD: 3})
+
+
+class Outrun(EtcdClient):
+    """Something happens between each look at the entries and the first claim that follows."""
+
+    def __init__(self, endpoint: str, happens: Callable[[], Awaitable[object]]) -> None:
+        super().__init__([endpoint])
+        self._happens: Callable[[], Awaitable[object]] | None = happens
+
+    async def txn(
+        self, compares: Sequence[TxnCompare], success: Sequence[TxnOp], failure: Sequence[TxnOp] = ()
+    ) -> TxnResult:
+        happens, self._happens = self._happens, None
+        if happens is not None:
+            await happens()
+        return await super().txn(compares, success, failure)
+
+
+@pytest.mark.parametrize("before", [None, entry(FIRST, 1)], ids=["was free", "was its own"])
+async def test_an_entry_that_another_took_meanwhile_is_left_alone(
+    etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, before: bytes | None
+) -> None:
+    key = f"{proxies_prefix(etcd_prefix)}{FIRST}"
+    if before is not None:
+        await etcd_client.put(key, before)
+    client = Outrun(etcd.endpoint, lambda: etcd_client.put(key, entry(FIRST, 2)))
+    await client.connect()
+    try:
+        async with member(client, etcd_prefix, 1) as one:
+            assert one.registrar.node_id == SECOND
+            assert await entries(etcd_client, etcd_prefix) == {FIRST: 2, SECOND: 1}
+    finally:
+        await client.close()
+
+
+async def test_one_that_leaves_names_the_others_and_itself_only_where_there_is_none(
+    etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    prefix = proxies_prefix(etcd_prefix)
+    await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 1))
+    await etcd_client.put(f"{prefix}{SECOND}", entry(SECOND, 2))
+    one = Member(etcd_client, etcd_prefix, 2)
+    async with running(one.view.run()):
+        await eventually(lambda: one.named == {FIRST: 1, SECOND: 2})
+        one.view.leave()
+        await etcd_client.delete(f"{prefix}{SECOND}")
+        await eventually(lambda: one.named == {FIRST: 1})
+        await etcd_client.delete(f"{prefix}{FIRST}")
+        await eventually(lambda: one.named == {SECOND: 2})
+
+
+SENSELESS = {
+    "no id": ("x", b"{}"),
+    "an id of a broker": ("1", entry(1, 5)),
+    "not JSON": (str(THIRD), b"{"),
+    "another id": (str(THIRD), entry(SECOND, 5)),
+    "no port": (str(THIRD), json.dumps({"node_id": THIRD, "host": HOST}).encode()),
+    "a port out of range": (str(THIRD), entry(THIRD, 70_000)),
+    "no host": (str(THIRD), json.dumps({"node_id": THIRD, "host": "", "port": 5}).encode()),
+    "too long": (str(THIRD), entry(THIRD, 5, more="x" * 5_000)),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), SENSELESS.values(), ids=SENSELESS)
+async def test_entries_that_make_no_sense_are_passed_over_and_counted(
+    etcd_client: EtcdClient, etcd_prefix: str, key: str, value: bytes
+) -> None:
+    prefix = proxies_prefix(etcd_prefix)
+    await etcd_client.put(f"{prefix}{key}", value)
+    await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 1, rack="later versions may say more"))
+    one = Member(etcd_client, etcd_prefix, 9)
+    async with running(one.view.run()):
+        await one.view.wait_synced()
+        assert one.named == {FIRST: 1}
+        assert one.counters.total() == 1
+        # What makes none any more takes the entry away.
+        if key == str(THIRD):
+            await etcd_client.put(f"{prefix}{THIRD}", entry(THIRD, 3))
+            await eventually(lambda: one.named == {FIRST: 1, THIRD: 3})
+            await etcd_client.put(f"{prefix}{THIRD}", value)
+            await eventually(lambda: one.named == {FIRST: 1})
+            assert one.counters.total() == 2
+
+
+async def test_an_address_that_stands_twice_is_named_once(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    prefix = proxies_prefix(etcd_prefix)
+    one = Member(etcd_client, etcd_prefix, 9)
+    async with running(one.view.run()):
+        await one.view.wait_synced()
+        await etcd_client.put(f"{prefix}{SECOND}", entry(SECOND, 1))
+        await eventually(lambda: one.named == {SECOND: 1})
+        await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 1))
+        await eventually(lambda: one.named == {FIRST: 1})
+        await etcd_client.delete(f"{prefix}{FIRST}")
+        await eventually(lambda: one.named == {SECOND: 1})
+
+
+@pytest_asyncio.fixture
+async def relay(etcd: EmbeddedEtcd) -> AsyncIterator[tuple[Relay, EtcdClient]]:
+    """A client whose way to etcd can be cut."""
+    async with Relay(etcd.endpoint) as one:
+        client = EtcdClient([one.endpoint])
+        await client.connect()
+        try:
+            yield one, client
+        finally:
+            await client.close()
+
+
+async def test_cut_off_from_etcd_past_its_ttl_a_proxy_names_on_and_comes_back(
+    relay: tuple[Relay, EtcdClient], etcd_client: EtcdClient, etcd_prefix: str
+) -> None:
+    way, client = relay
+    async with member(etcd_client, etcd_prefix, 1) as other, member(client, etcd_prefix, 2) as one:
+        everyone = {FIRST: 1, SECOND: 2}
+        await eventually(lambda: one.named == other.named == everyone)
+        await way.shut()
+        await eventually(lambda: other.named == {FIRST: 1}, what="the end of its lease")
+        assert one.named == everyone
+        await way.open()
+        await eventually(lambda: other.named == everyone, timeout_s=20)
+        assert one.named == everyone
+        await eventually(lambda: one.registrar.state is RegistrarState.REGISTERED)
+
+
+async def test_a_proxy_that_starts_before_etcd_registers_when_it_comes(tmp_path: Path) -> None:
+    async with own_etcd(tmp_path) as (server, client), Relay(server.endpoint) as way:
+        await way.shut()
+        late = EtcdClient([way.endpoint], timeout_s=0.5)
+        one = Member(late, "/late", 1)
+        async with running(one.view.run()), running(one.registrar.run()):
+            await asyncio.sleep(0.3)
+            assert one.fleet.proxies == (Proxy(FIRST, HOST, 1),)
+            assert one.registrar.state is RegistrarState.OUT
+            await way.open()
+            await late.connect()
+            async with asyncio.timeout(20):
+                await one.view.wait_named()
+            assert await entries(client, "/late") == {FIRST: 1}
+        await late.close()
+
+
+async def test_a_restored_etcd_that_knows_of_nobody_is_told_again(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        old, old_client = await stack.enter_async_context(own_etcd(tmp_path / "old"))
+        new, new_client = await stack.enter_async_context(own_etcd(tmp_path / "new"))
+        way = await stack.enter_async_context(Relay(old.endpoint))
+        client = EtcdClient([way.endpoint])
+        stack.push_async_callback(client.close)
+        await client.connect()
+        one = await stack.enter_async_context(member(client, "/k", 1))
+        await old_client.put(f"{proxies_prefix('/k')}{SECOND}", entry(SECOND, 2))
+        await eventually(lambda: one.named == {FIRST: 1, SECOND: 2})
+        way.target(new.endpoint)
+        await way.cut()
+        async with asyncio.timeout(20):
+            while await entries(new_client, "/k") != {FIRST: 1}:
+                await asyncio.sleep(0.05)
+        await eventually(lambda: one.named == {FIRST: 1}, what="nobody knows of the other any more")

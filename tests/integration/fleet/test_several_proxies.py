@@ -1,0 +1,484 @@
+"""Several `kproxy serve` on one etcd, before reference brokers: whom they name, and what clients see as they go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import confluent_kafka
+import kafka
+import msgspec
+import pytest
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient
+from kproxy.fleet.registration import proxies_prefix
+from kproxy.observe.table import TablePage
+from kproxy_codec import api_keys as keys
+from tests.support.brokers.kafka_jars import kafka_classpath
+from tests.support.brokers.real_kafka import CLUSTER_ID, RealKafka
+from tests.support.brokers.reference_broker import RawClient, start_brokers, wait_for
+from tests.support.clients.java_client import run_java_client
+from tests.support.clients.kafka_io import Placed, Record, produce, read_topic
+from tests.support.clients.raw_client import RawClient as AsyncRawClient
+from tests.support.clients.raw_client import produce_frame
+from tests.support.etcd.embedded import Relay, own_etcd, running
+from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
+from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
+
+PARTITIONS = 12
+# Clients follow what they are told of while requests of theirs are on their way.
+METADATA_AGE_MS = 100
+TTL_S = 2
+FIRST = 1_000_000
+# Others notice that a lease has ended within a moment of its end.
+PATIENCE_S = 3 * TTL_S + 5
+
+
+class Site:
+    """Brokers on one prefix of an etcd, and proxies in front of them."""
+
+    def __init__(self, etcd: str, prefix: str, directory: Path) -> None:
+        self.etcd = etcd
+        self.prefix = prefix
+        self.directory = directory
+        self._started = 0
+
+    @contextmanager
+    def proxy(self, port: int = 0, *more: str) -> Iterator[KproxyProcess]:
+        self._started += 1
+        arguments = ["serve", "--listen", f"127.0.0.1:{port}", "--admin", "127.0.0.1:0", "--lease-ttl", str(TTL_S)]
+        arguments += ["--etcd", self.etcd, "--prefix", self.prefix, *more]
+        with serving(arguments, self.directory / f"proxy-{self._started}") as process:
+            yield process
+
+    @contextmanager
+    def proxies(self, count: int) -> Iterator[list[KproxyProcess]]:
+        with ExitStack() as stack:
+            yield [stack.enter_context(self.proxy()) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory, prefix = tmp_path_factory.mktemp("site"), f"/fleet-{os.getpid()}"
+    with start_brokers((1, 2), directory, etcd.endpoint, prefix, num_partitions=PARTITIONS):
+        yield Site(etcd.endpoint, prefix, directory)
+
+
+def asked(proxy: KproxyProcess, key: int, version: int, **fields: Any) -> Any:
+    with RawClient("127.0.0.1", port_of(proxy)) as client:
+        return client.request(key, version, **fields)
+
+
+def named(proxy: KproxyProcess) -> dict[int, int]:
+    """Whom it names: ports by id."""
+    brokers = asked(proxy, keys.METADATA, 9, topics=[]).brokers
+    assert {each.host for each in brokers} == {"127.0.0.1"}
+    return {each.node_id: each.port for each in brokers}
+
+
+def ports(proxies: Sequence[KproxyProcess]) -> dict[int, int]:
+    """What is expected of proxies that were started one after the other."""
+    return {FIRST + number: port_of(proxy) for number, proxy in enumerate(proxies)}
+
+
+def leaders(proxy: KproxyProcess, topic: str) -> dict[int, int]:
+    found = asked(proxy, keys.METADATA, 9, topics=[{"name": topic}], allow_auto_topic_creation=True).topics[0]
+    return {each.partition_index: each.leader_id for each in found.partitions}
+
+
+def agree(proxies: Sequence[KproxyProcess], expected: dict[int, int]) -> None:
+    for proxy in proxies:
+        wait_for(lambda proxy=proxy: named(proxy) == expected, PATIENCE_S, f"{proxy.kafka} names {named(proxy)}")
+
+
+def end(proxy: KproxyProcess, number: int) -> None:
+    proxy.signal(number)
+    proxy.wait()
+
+
+def test_each_names_all_and_partitions_spread(site: Site) -> None:
+    with site.proxies(3) as proxies, site.proxy(0, "--alone") as sidecar:
+        expected = ports(proxies)
+        agree(proxies, expected)
+        assert named(sidecar) == {FIRST: port_of(sidecar)}, "it tells of nobody, and nobody of it"
+        wait_for(lambda: len(leaders(proxies[0], "spread")) == PARTITIONS)
+        answers = [leaders(proxy, "spread") for proxy in proxies]
+        assert answers[0] == answers[1] == answers[2]
+        assert set(answers[0].values()) == set(expected)
+        clusters = [asked(proxy, keys.DESCRIBE_CLUSTER, 0) for proxy in proxies]
+        assert {each.controller_id for each in clusters} == {FIRST}
+        assert len({each.cluster_id for each in clusters}) == 1
+        assert all({each.broker_id: each.port for each in answer.brokers} == expected for answer in clusters)
+        # On the admin page, in the metrics and by `kproxy table`.
+        table = msgspec.json.decode(page(proxies[1].admin, "/table")[1], type=TablePage)
+        assert [(each.id, each.port, each.this) for each in table.proxies] == [
+            (node_id, port, port == port_of(proxies[1])) for node_id, port in expected.items()
+        ]
+        found = samples(page(proxies[1].admin, "/metrics")[1])
+        assert found["kproxy_fleet_proxies", ()] == 3
+        assert found["kproxy_fleet_registered", ()] == 1
+        for of in (["--admin", proxies[1].admin], ["--etcd", site.etcd, "--prefix", site.prefix]):
+            said = run_kproxy("table", *of).stdout
+            assert all(f"{node_id} at 127.0.0.1:{port}" in said for node_id, port in expected.items()), said
+
+
+def test_one_that_is_killed_is_gone_within_its_ttl_and_has_its_id_again_when_it_is_back(site: Site) -> None:
+    with site.proxies(3) as proxies:
+        expected = ports(proxies)
+        agree(proxies, expected)
+        before = leaders(proxies[0], "spread")
+        end(proxies[1], signal.SIGKILL)
+        others = [proxies[0], proxies[2]]
+        agree(others, {node_id: port for node_id, port in expected.items() if node_id != FIRST + 1})
+        after = leaders(proxies[2], "spread")
+        kept = {index for index, leader in before.items() if leader != FIRST + 1}
+        assert {index for index in before if after[index] == before[index]} == kept, "only its share moves"
+        with site.proxy(port_of(proxies[1])) as back:
+            agree([*others, back], expected)
+            assert leaders(back, "spread") == before
+            end(back, signal.SIGKILL)
+        # Whether the lease of the one that was killed has ended by now or not.
+        with site.proxy(port_of(proxies[1])) as back_at_once:
+            agree([*others, back_at_once], expected)
+            # If not, it ends now, and takes nothing with it.
+            time.sleep(TTL_S + 1)
+            agree([*others, back_at_once], expected)
+
+
+@pytest.mark.long
+def test_one_that_hangs_registers_again_when_it_wakes_and_one_that_ends_is_gone_at_once(site: Site) -> None:
+    with site.proxies(2) as proxies:
+        expected = ports(proxies)
+        agree(proxies, expected)
+        proxies[1].signal(signal.SIGSTOP)
+        try:
+            agree(proxies[:1], {FIRST: port_of(proxies[0])})
+        finally:
+            proxies[1].signal(signal.SIGCONT)
+        agree(proxies, expected)
+        end(proxies[1], signal.SIGTERM)
+        # Its lease would live on: it has been given up.
+        assert named(proxies[0]) == {FIRST: port_of(proxies[0])}
+
+
+async def entries(client: EtcdClient, prefix: str) -> list[str]:
+    return [kv.key for kv in (await client.get_prefix(proxies_prefix(prefix))).kvs]
+
+
+async def test_the_entry_goes_before_what_is_in_flight_is_answered(
+    etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
+) -> None:
+    upstream = await ServedBroker(1).start()
+    more = ("--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--lease-ttl", "600")
+    with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 60}, more=more) as process:
+        assert await entries(etcd_client, etcd_prefix) == [f"{etcd_prefix}/kproxy/proxies/{FIRST}"]
+        client = await AsyncRawClient().connect(port_of(process))
+        client.send(produce_frame())
+        waiting = await upstream.next()
+        process.signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            while await entries(etcd_client, etcd_prefix):
+                await asyncio.sleep(0.02)
+        waiting.answer()
+        assert (await client.answer()).frame, "it was still answering"
+        client.close()
+    await upstream.stop()
+
+
+async def test_no_entry_before_the_table_is_loaded(
+    etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        admin = f"127.0.0.1:{server.getsockname()[1]}"
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--ownership", "kafka", "--bootstrap", "127.0.0.1:1"]
+    arguments += ["--admin", admin, "--etcd", etcd.endpoint, "--prefix", etcd_prefix]
+    process = KproxyProcess(arguments, tmp_path / "stderr")
+    try:
+        await asyncio.to_thread(wait_for, lambda: is_up(admin), 30)
+        # A registration takes some milliseconds.
+        await asyncio.sleep(1)
+        assert await entries(etcd_client, etcd_prefix) == []
+        status, text = await asyncio.to_thread(page, admin, "/readyz")
+        assert (status, text.partition(":")[0]) == (503, "starting")
+    finally:
+        await asyncio.to_thread(process.stop)
+
+
+def is_up(admin: str) -> bool:
+    try:
+        return page(admin, "/livez")[0] == 200
+    except ConnectionError:
+        return False
+
+
+@pytest.mark.long
+async def test_before_a_fixed_table_too_and_while_etcd_is_away(tmp_path: Path) -> None:
+    table = tmp_path / "owners.toml"
+    table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')
+    static = ("--ownership", "static", "--table", str(table))
+    async with own_etcd(tmp_path / "etcd") as (server, client), Relay(server.endpoint) as way:
+        away, is_back = Door(), Door()
+        site = Site(way.endpoint, "/static", tmp_path)
+
+        def blocking() -> None:
+            with site.proxy(0, *static) as one, site.proxy(0, *static) as other:
+                assert other.etcd == site.etcd
+                everyone = ports([one, other])
+                agree([one, other], everyone)
+                away.pass_through()
+                # Their leases have ended, and each names the other on: it may well be there.
+                assert [named(proxy) for proxy in (one, other)] == [everyone] * 2
+                with site.proxy(0, *static) as late:
+                    assert named(late) == {FIRST: port_of(late)}, "it serves, alone as far as it knows"
+                    is_back.pass_through()
+                    wait_for(lambda: sorted(named(late).values()) == sorted(ports([one, other, late]).values()), 30)
+                    agree([one, other], named(late))
+
+        async with running(asyncio.to_thread(blocking)) as work:
+            await away.reached()
+            await way.shut()
+            while await entries(client, "/static"):
+                await asyncio.sleep(0.05)
+            away.open()
+            await is_back.reached()
+            await way.open()
+            is_back.open()
+            await work
+
+
+class Door:
+    """Where a thread waits for the event loop."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._open = threading.Event()
+
+    def pass_through(self) -> None:
+        self._reached.set()
+        assert self._open.wait(30)
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, 60)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Writer:
+    """A client of its kind, idempotent, writing until told to stop; every value is unique."""
+
+    kind = ""
+
+    def __init__(self, bootstrap: str, topic: str) -> None:
+        self.topic = topic
+        self.sent = 0
+        self.acknowledged: set[bytes] = set()
+        self.errors: list[str] = []
+        self._bootstrap = bootstrap
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._write)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(90)
+        assert not self._thread.is_alive()
+
+    @property
+    def progress(self) -> int:
+        return len(self.acknowledged)
+
+    def more(self, count: int) -> None:
+        """Until so many more are acknowledged."""
+        goal = self.progress + count
+        wait_for(lambda: self.progress >= goal or self.errors, 60, f"{self.kind} goes on")
+
+    def _write(self) -> None:
+        raise NotImplementedError
+
+    def _records(self) -> Iterator[Record]:
+        while not self._stop.is_set():
+            yield Record(None, b"%s-%d" % (self.kind.encode(), self.sent), self.sent % PARTITIONS)
+            self.sent += 1
+            time.sleep(0.001)
+
+
+class LibrdkafkaWriter(Writer):
+    kind = "librdkafka"
+
+    def _write(self) -> None:
+        producer = confluent_kafka.Producer(
+            {
+                "bootstrap.servers": self._bootstrap,
+                "enable.idempotence": True,
+                "linger.ms": 2,
+                "topic.metadata.refresh.interval.ms": METADATA_AGE_MS,
+                "log_level": 0,
+            }
+        )
+        for record in self._records():
+            producer.produce(self.topic, record.value, partition=record.partition, on_delivery=self._delivered)
+            producer.poll(0)
+        assert producer.flush(60) == 0
+
+    def _delivered(self, error: Any, message: Any) -> None:
+        if error is not None:
+            self.errors.append(str(error))
+        else:
+            self.acknowledged.add(message.value())
+
+
+class KafkaPythonWriter(Writer):
+    kind = "kafka-python"
+
+    def _write(self) -> None:
+        producer = kafka.KafkaProducer(
+            bootstrap_servers=self._bootstrap, linger_ms=2, metadata_max_age_ms=METADATA_AGE_MS
+        )
+        for record in self._records():
+            future = producer.send(self.topic, record.value, partition=record.partition)
+            future.add_callback(lambda _, value=record.value: self.acknowledged.add(value))
+            future.add_errback(lambda error: self.errors.append(repr(error)))
+        producer.close(timeout=60)
+
+
+class JavaWriter(Writer):
+    """What became of its records it says in the end."""
+
+    kind = "java"
+
+    @property
+    def progress(self) -> int:
+        return self.sent
+
+    def _write(self) -> None:
+        settings = {
+            "bootstrap.servers": self._bootstrap,
+            "acks": "all",
+            "enable.idempotence": "true",
+            "linger.ms": 2,
+            "metadata.max.age.ms": METADATA_AGE_MS,
+        }
+        run = run_java_client(kafka_classpath(), self.topic, self._records(), settings)
+        assert run.sent == self.sent
+        self.errors += run.errors.values()
+        self.acknowledged.update(b"java-%d" % number for number in run.acknowledged)
+
+
+def check(read: list[Placed], writer: Writer) -> None:
+    """Everything was acknowledged. Acknowledged and lost: 0. Duplicates: 0. In order in each partition."""
+    assert writer.errors == []
+    assert len(writer.acknowledged) == writer.sent
+    mine = [each for each in read if each.value is not None and each.value.startswith(writer.kind.encode())]
+    assert {each.value for each in mine} == writer.acknowledged
+    assert len(mine) == writer.sent
+    for partition in range(PARTITIONS):
+        numbers = [int((each.value or b"").rpartition(b"-")[2]) for each in mine if each.partition == partition]
+        assert numbers == sorted(numbers), f"partition {partition}"
+
+
+def served(proxy: KproxyProcess) -> float:
+    """Produce requests that it has answered."""
+    return samples(page(proxy.admin, "/metrics")[1])["kproxy_produce_duration_seconds_count", ()]
+
+
+@pytest.mark.java
+@pytest.mark.timeout(900)
+def test_clients_write_on_as_proxies_die_stop_and_come(site: Site) -> None:
+    topic = "through-the-fleet"
+    with site.proxies(3) as proxies, ExitStack() as stack:
+        agree(proxies, ports(proxies))
+        wait_for(lambda: len(leaders(proxies[0], topic)) == PARTITIONS)
+        # They are told of the first one alone, which is the first to go; of the others they learn from it.
+        writers: list[Writer] = [
+            stack.enter_context(kind(proxies[0].kafka, topic))
+            for kind in (JavaWriter, LibrdkafkaWriter, KafkaPythonWriter)
+        ]
+
+        def go_on() -> None:
+            for writer in writers:
+                writer.more(300)
+
+        go_on()
+        assert [served(proxy) > 0 for proxy in proxies] == [True] * 3, "they spread"
+        end(proxies[0], signal.SIGKILL)
+        go_on()
+        back = stack.enter_context(site.proxy(port_of(proxies[0])))
+        new = stack.enter_context(site.proxy())
+        go_on()
+        end(proxies[1], signal.SIGTERM)
+        go_on()
+        wait_for(lambda: served(back) and served(new), 30, "they follow what they are told of")
+        for writer in writers:
+            writer.__exit__()
+        read = read_topic(new.kafka, topic, PARTITIONS, sum(writer.sent for writer in writers))
+        for writer in writers:
+            check(read, writer)
+
+
+@pytest.mark.java
+@pytest.mark.timeout(900)
+def test_a_group_goes_on_as_the_proxy_that_is_said_to_coordinate_it_dies(
+    site: Site, real_kafka: RealKafka, tmp_path: Path
+) -> None:
+    topic = real_kafka.create_topic(f"fleet-{uuid.uuid4().hex[:10]}", 3)
+    kafka_source = ("--ownership", "kafka", "--bootstrap", real_kafka.bootstrap, "--prefix", f"{site.prefix}/kafka")
+    with site.proxy(0, *kafka_source) as one, site.proxy(0, *kafka_source) as other:
+        agree([one, other], ports([one, other]))
+        # One cluster to clients: the brokers' own id, the same leaders and coordinators.
+        metadata = [asked(proxy, keys.METADATA, 9, topics=[{"name": topic}]) for proxy in (one, other)]
+        assert [each.cluster_id for each in metadata] == [CLUSTER_ID] * 2
+        assert leaders(one, topic) == leaders(other, topic)
+        group = f"group-{topic}"
+        named_first = wait_for(lambda: coordinator_port(one, group), 60, "the cluster has a coordinator")
+        assert coordinator_port(other, group) == named_first
+        coordinator, survivor = (one, other) if named_first == port_of(one) else (other, one)
+        consumer = confluent_kafka.Consumer(
+            {
+                "bootstrap.servers": coordinator.kafka,
+                "group.id": group,
+                "auto.offset.reset": "earliest",
+                "enable.auto.commit": False,
+                "log_level": 0,
+            }
+        )
+        try:
+            consumer.subscribe([topic])
+            assert produce(one.kafka, topic, [b"a-%d" % number for number in range(10)]) == consume(consumer, 10)
+            consumer.commit(asynchronous=False)
+            end(coordinator, signal.SIGKILL)
+            assert produce(survivor.kafka, topic, [b"b-%d" % number for number in range(10)]) == consume(consumer, 10)
+            consumer.commit(asynchronous=False)
+        finally:
+            consumer.close()
+
+
+def coordinator_port(proxy: KproxyProcess, group: str) -> int:
+    """Where it sends the members of a group; 0 where nobody coordinates it yet."""
+    (found,) = asked(proxy, keys.FIND_COORDINATOR, 4, key_type=0, coordinator_keys=[group]).coordinators
+    if found.error_code:
+        return 0
+    assert named(proxy)[found.node_id] == found.port
+    return int(found.port)
+
+
+def consume(consumer: confluent_kafka.Consumer, count: int) -> list[bytes]:
+    values: list[bytes] = []
+    deadline = time.monotonic() + 60
+    while len(values) < count:
+        assert time.monotonic() < deadline, f"{len(values)} of {count} records"
+        values += [each.value() or b"" for each in consumer.consume(count - len(values), 0.2) if each.error() is None]
+    return values

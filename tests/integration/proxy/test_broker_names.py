@@ -1,0 +1,235 @@
+"""Host names of brokers: one that a name server does not answer for delays no dial to another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kproxy.routing.topology import Address
+from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
+from tests.support.clients.raw_client import RawClient, batch, produce_frame
+from tests.support.processes.dev import KPROXY, serving
+from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+from tests.support.processes.served import ServedBroker, port_of
+
+NOT_LEADER = 6
+PLAIN = batch(producer_id=-1)
+# More than any event loop has threads for names.
+SLOW = [f"slow{n}.test" for n in range(40)]
+QUICK = "quick.test"
+# A dial is given up after a second; a lookup that waits for one of the slow names takes far longer.
+SOON_S = 4.0
+
+
+class Names:
+    """The system's resolver with names of its own: `slow…` wait for `answer`, and every other is this machine."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+        self.asked = Counter[str]()
+        self._real = socket.getaddrinfo
+
+    def getaddrinfo(self, host: Any, *arguments: Any, **options: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else str(host)
+        if not name.endswith(".test"):
+            return self._real(host, *arguments, **options)
+        self.asked[name] += 1
+        if name in SLOW:
+            self.answer.wait(60)
+        return self._real("127.0.0.1", *arguments, **options)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    names = Names()
+    monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
+    yield names
+    names.answer.set()
+
+
+async def code_of(client: RawClient, topic: str = "t", partition_index: int = 0) -> int:
+    client.send(produce_frame({topic: [partition_index]}, records=PLAIN))
+    return (await client.answer()).codes[topic, partition_index]
+
+
+@both_loops
+async def test_names_that_are_slow_to_resolve_delay_no_dial_to_another_broker(names: Names) -> None:
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.topology.set_broker(1, Address(QUICK, upstream.port))
+        proxy.own(1)
+        for broker, host in enumerate(SLOW, 100):
+            proxy.topology.set_broker(broker, Address(host, upstream.port))
+            proxy.own(broker, "slow", [broker])
+        unlucky = [await proxy.client() for _ in SLOW]
+        asking = [asyncio.ensure_future(code_of(client, "slow", broker)) for broker, client in enumerate(unlucky, 100)]
+        await eventually(lambda: len(names.asked) == len(SLOW), "each name is asked for")
+        began = time.monotonic()
+        assert await code_of(await proxy.client()) == 0
+        assert time.monotonic() - began < SOON_S
+        assert await asyncio.gather(*asking) == [NOT_LEADER] * len(SLOW)
+        # One thread a name, however often it was wanted.
+        assert {names.asked[host] for host in SLOW} == {1}
+        # Once there is an answer they are brokers like others.
+        names.answer.set()
+        await eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("resolve")])
+        await asyncio.sleep(1.1)
+        assert await code_of(unlucky[0], "slow", 100) == 0
+
+
+@both_loops
+async def test_a_name_is_looked_up_once_for_all_connections_that_need_it(names: Names) -> None:
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.topology.set_broker(1, Address(QUICK, upstream.port))
+        proxy.own(1)
+        clients = [await proxy.client() for _ in range(20)]
+        assert await asyncio.gather(*map(code_of, clients)) == [0] * 20
+        assert names.asked == {QUICK: 1}
+        # Not for long: it may lead elsewhere by now.
+        await asyncio.sleep(1.1)
+        assert await code_of(await proxy.client()) == 0
+        assert names.asked == {QUICK: 2}
+
+
+@both_loops
+async def test_an_address_of_a_name_that_does_not_serve_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = iter(["127.0.0.2", "127.0.0.1"])
+    real = socket.getaddrinfo
+
+    def moves(host: Any, *arguments: Any, **options: Any) -> Any:
+        return real(next(addresses) if host == QUICK else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", moves)
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.topology.set_broker(1, Address(QUICK, upstream.port))
+        proxy.own(1)
+        # The second try is at the other one: what did not serve is not used again.
+        assert await code_of(await proxy.client()) == 0
+
+
+@both_loops
+async def test_a_name_is_looked_up_again_when_the_system_has_threads_again() -> None:
+    upstream = await ScriptedUpstream(1, answers_everything).start()
+    async with running_proxy(upstream) as proxy:
+        proxy.topology.set_broker(1, Address("localhost", upstream.port))
+        proxy.own(1)
+        client = await proxy.client()
+        size = threading.stack_size(1 << 46)
+        try:
+            assert await code_of(client) == NOT_LEADER
+        finally:
+            threading.stack_size(size)
+        assert await code_of(client) == 0
+
+
+@both_loops
+async def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+
+    def several(host: Any, *arguments: Any, **options: Any) -> Any:
+        found = ("127.0.0.2", "127.0.0.1") if host == QUICK else (host,)
+        return [row for each in found for row in real(each, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", several)
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.topology.set_broker(1, Address(QUICK, upstream.port))
+        proxy.own(1)
+        assert await code_of(await proxy.client()) == 0
+        assert proxy.retries(1 << 16) == 0
+
+
+# A real name server
+
+
+class _NameServer(asyncio.DatagramProtocol):
+    """Says that QUICK is this machine, and nothing of any other name."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.DatagramTransport, transport)
+        self.asked = Counter[str]()
+
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        labels, at = [], 12
+        while data[at]:
+            labels.append(data[at + 1 : at + 1 + data[at]].decode())
+            at += 1 + data[at]
+        question, name = data[12 : at + 5], ".".join(labels)
+        self.asked[name] += 1
+        if name != QUICK:
+            return
+        is_address = question[-4:-2] == b"\x00\x01"
+        answer = b"\xc0\x0c\x00\x01\x00\x01" + struct.pack(">ih", 0, 4) + bytes([127, 0, 0, 1])
+        head = data[:2] + struct.pack(">HHHHH", 0x8180, 1, is_address, 0, 0)
+        self._transport.sendto(head + question + (answer if is_address else b""), addr)
+
+
+@contextmanager
+def _port_53() -> Iterator[socket.socket]:
+    """A name server's own port, at an address that nobody else uses; skips the test where it cannot be had."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
+        try:
+            bound.bind((f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() % 254 + 1}", 53))
+        except OSError as error:
+            pytest.skip(f"no name server can be had: {error}")
+        bound.setblocking(False)
+        yield bound
+
+
+def _with_name_server(address: str, directory: Path) -> list[str]:
+    """What a command is to be started by, to ask the name server there; skips the test where that cannot be done."""
+    resolv = directory / "resolv.conf"
+    resolv.write_text(f"nameserver {address}\n")
+    script = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
+    if shutil.which("unshare") is None or not sys.platform.startswith("linux"):
+        pytest.skip("there are no mount namespaces")
+    prefix = ["unshare", "-m", "sh", "-c", script, str(resolv)]
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mount namespaces need rights that are not given here")
+    return prefix
+
+
+async def test_a_name_server_that_does_not_answer_for_some_brokers_takes_nothing_from_the_others(
+    tmp_path: Path,
+) -> None:
+    with _port_53() as bound:
+        prefix = _with_name_server(bound.getsockname()[0], tmp_path)
+        transport, server = await asyncio.get_running_loop().create_datagram_endpoint(_NameServer, sock=bound)
+        upstream = await ServedBroker(1, answers_everything).start()
+        lines = ["[ownership]", 'ownership = "static"', "[brokers]", f'1 = "{QUICK}:{upstream.port}"']
+        lines += [f'{broker} = "{host}:{upstream.port}"' for broker, host in enumerate(SLOW[:8], 100)]
+        lines += ["[[topics]]", 'name = "t"', f"owners = [1, {', '.join(map(str, range(100, 108)))}]"]
+        (tmp_path / "kproxy.toml").write_text("\n".join(lines))
+        arguments = ["serve", "--config", tmp_path / "kproxy.toml", "--listen", "127.0.0.1:0"]
+        with serving(arguments, tmp_path / "stderr", [*prefix, *KPROXY]) as process:
+            clients = [await RawClient().connect(port_of(process)) for _ in range(8)]
+            asking = [asyncio.ensure_future(code_of(each, "t", at)) for at, each in enumerate(clients, 1)]
+            await eventually(lambda: len(server.asked) >= 4, "the slow names are asked for")
+            client = await RawClient().connect(port_of(process))
+            began = time.monotonic()
+            assert await code_of(client) == 0
+            assert time.monotonic() - began < SOON_S
+            assert await asyncio.gather(*asking) == [NOT_LEADER] * 8
+            for each in (client, *clients):
+                each.close()
+            began = time.monotonic()
+        # Nor does the end of the process wait for threads that wait for names.
+        assert time.monotonic() - began < SOON_S
+        await upstream.stop()
+        transport.close()

@@ -1,0 +1,70 @@
+"""A command that serves logs a bounded number of lines of one kind, whatever is sent to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.clients.raw_client import RawClient
+from tests.support.processes.served import port_of, static_proxy
+
+LINES = 60
+
+
+async def test_nonsense_from_hundreds_of_connections_leaves_a_short_log(tmp_path: Path) -> None:
+    with static_proxy(tmp_path, {1: 1}) as process:
+        for n in range(300):
+            client = await RawClient().connect(port_of(process))
+            client.send(b"\xff" * (8 + n))
+            with contextlib.suppress(ConnectionError):
+                assert await client.is_closed()
+            client.abort()
+        said = process.stderr()
+        assert said.count("client connection closed") == LINES, f"{len(said)} bytes"
+    # It has ended, before the minute was over.
+    said = process.stderr()
+    told = [line for line in said.splitlines() if "similar lines left out" in line]
+    assert ["lines=240" in line and "of='client connection closed'" in line for line in told] == [True]
+    assert len(said) < 20_000
+
+
+def test_tracebacks_and_what_libraries_log_are_bounded_as_well() -> None:
+    script = """
+import logging, structlog
+from kproxy.observe.logging import configure_logging
+configure_logging("info", "text")
+structlog.contextvars.bind_contextvars(worker=3)
+for n in range(100):
+    try:
+        raise ValueError(n)
+    except ValueError:
+        structlog.get_logger().exception("failed", number=n)
+        logging.getLogger("asyncio").error("out of %s", n, exc_info=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stderr.splitlines()
+    assert done.stderr.count("Traceback") == 2 * LINES
+    assert sum("failed" in line and "number=" in line for line in lines) == LINES
+    assert sum("out of" in line and "[asyncio]" in line for line in lines) == LINES
+    told = [line for line in lines if "similar lines left out" in line]
+    assert ["of=failed" in told[0], "of='out of %s'" in told[1]] == [True, True]
+    assert all("lines=40" in line and "worker=3" in line for line in told)
+
+
+async def test_a_command_whose_stderr_is_no_terminal_logs_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KPROXY_LOG_FORMAT")
+    with static_proxy(tmp_path, {1: 1}) as process:
+        client = await RawClient().connect(port_of(process))
+        client.send(b"\xff" * 8)
+        with contextlib.suppress(ConnectionError):
+            assert await client.is_closed()
+    lines = [json.loads(line) for line in process.stderr().splitlines()]
+    closed = [line for line in lines if line["event"] == "client connection closed"]
+    assert [line["level"] for line in closed] == ["warning"]
+    assert closed[0]["client"].startswith("127.0.0.1:")
+    assert all(line["timestamp"].endswith("Z") for line in lines)

@@ -1,0 +1,487 @@
+"""No client and no broker keeps the event loop, and so all other clients, waiting.
+
+A proxy process is put through the worst that the limits allow, API by API, and says how long its longest turn was:
+its CPU time, as a multiple of what decoding one large request takes there and then. What is random (cases,
+versions, shapes, numbers) comes from a seed that is new in each run and printed. KPROXY_TURNS_S=600 goes on for so
+many seconds with each group of cases, KPROXY_FIRST_SEED=7 begins at that seed, KPROXY_TURNS_ONLY="answered with 29"
+takes only cases whose names have that in them; `-rP` shows the figures, `--runxfail -rA` those of cases that are
+known to fail as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import pytest
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.proxy.apis import KEY_TYPES, SERVED
+from kproxy_codec import api_keys as keys
+from kproxy_codec import own
+from tests.support.brokers.scripted_upstream import Asked
+from tests.support.clients.raw_client import (
+    RawClient,
+    batch,
+    control_frame,
+    fetch_frame,
+    list_offsets_frame,
+    produce_frame,
+)
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import ServedBroker, port_of
+from tests.support.wire.fattest import arrays, body_of, control_answer, control_request, fattest, many_tags
+
+# Of decodings of a produce request of 4,096 partitions, 1.3 ms each on a core of its own: the loss of the brokers of as
+# many partitions takes 35 to 55 of them.
+LONGEST_TURN: Final = 80.0
+# So many seconds each group of cases is tried for; none longer than its cases last, each ROUNDS times.
+BOX_S: Final = float(os.environ.get("KPROXY_TURNS_S", "1.5"))
+ROUNDS: Final = 1 if BOX_S < 60 else 1000
+ONLY: Final = os.environ.get("KPROXY_TURNS_ONLY", "")
+FIRST_SEED: Final = int(os.environ.get("KPROXY_FIRST_SEED", secrets.randbelow(1 << 31)))
+PATIENCE_S: Final = 20.0
+
+MEASURED: Final = (sys.executable, "-P", "-m", "tests.support.processes.measured_proxy_main")
+BROKERS: Final = 3
+MAX_PARTITIONS: Final = 4096
+MAX_CONTROL_BYTES: Final = 1 << 20
+CONTROL_TIMEOUT_S: Final = 1.5
+LEAST_DEADLINE_S: Final = 1.0
+NO_ERROR: Final = 0
+# Their answers may take minutes.
+WAIT_FOR_OTHERS: Final = (keys.JOIN_GROUP, keys.SYNC_GROUP)
+# NOT_LEADER, NOT_ENOUGH_REPLICAS, TOPIC_AUTHORIZATION_FAILED, REQUEST_TIMED_OUT, OUT_OF_ORDER_SEQUENCE_NUMBER,
+# KAFKA_STORAGE_ERROR, one that nobody knows.
+CODES: Final = (6, 19, 29, 7, 45, 56, 999)
+
+
+class Broker(ServedBroker):
+    """Answers as it is told to, from bytes made once: it is not to be slower than the proxy."""
+
+    def __init__(self, node_id: int) -> None:
+        super().__init__(node_id, self._answer)
+        self.conduct = "answers"
+        self.error_code = NO_ERROR
+        # Whole answers to control requests, but for their correlation ids.
+        self.prepared: dict[int, bytes] = {}
+        self.held: list[Asked] = []
+        self._replies: dict[bytes, bytes] = {}
+        # Where in a reply the offsets stand that it gives out, and the highest of all.
+        self._offsets_at: dict[bytes, list[int]] = {}
+        self._next_offset = 0
+
+    def begin(self, conduct: str, error_code: int = NO_ERROR) -> None:
+        """Forget what was; from now on hold what is asked, drop its connection, or answer at once."""
+        self.conduct, self.error_code = conduct, error_code
+        self.prepared.clear()
+        self.held.clear()
+        self._replies.clear()
+        self._offsets_at.clear()
+        self.log.clear()
+        for connection in self.connections:
+            if not connection.is_open:
+                connection.got.clear()
+
+    def release(self) -> None:
+        """Answer all that was held, in one go."""
+        held, self.held = self.held, []
+        self.conduct = "answers"
+        for asked in held:
+            self._answer(asked)
+
+    def cut(self) -> None:
+        """End all connections."""
+        self.held.clear()
+        for connection in self.connections:
+            connection.abort()
+
+    def _answer(self, asked: Asked) -> None:
+        key = asked.header.api_key
+        if key == keys.FIND_COORDINATOR and key not in self.prepared:
+            asked.answer_message(error_code=0, node_id=self.node_id, host="127.0.0.1", port=self.port)
+        elif self.conduct == "holds":
+            self.held.append(asked)
+        elif self.conduct == "drops":
+            asked.connection.abort()
+        elif (reply := self._reply(asked)) is not None:
+            answer = bytearray(reply)
+            struct.pack_into(">i", answer, 4, asked.header.correlation_id)
+            # No offset is given out twice, or the proxy would have to say so of each.
+            self._next_offset += 1_000
+            for place in self._offsets_at.get(reply, ()):
+                struct.pack_into(">q", answer, place, self._next_offset)
+            asked.connection.write(answer)
+
+    def _reply(self, asked: Asked) -> bytes | None:
+        key, version = asked.header.api_key, asked.header.api_version
+        if key not in PARTITIONED:
+            return self.prepared.get(key)
+        what = struct.pack(">hh", key, version) + asked.body
+        if what not in self._replies:
+            reply = asked.reply(results=dict.fromkeys(asked.partitions, self.error_code))
+            self._replies[what] = reply
+            if key == keys.PRODUCE and self.error_code == NO_ERROR:
+                others = asked.reply(results={partition: {"base_offset": -1} for partition in asked.partitions})
+                # Of an offset all eight bytes differ, and of nothing else any.
+                places = [place for place, (one, other) in enumerate(zip(reply, others, strict=True)) if one != other]
+                self._offsets_at[reply] = places[::8]
+        return self._replies[what]
+
+
+@dataclass
+class Site:
+    """A proxy, its brokers, and what a case's clients do to it."""
+
+    process: KproxyProcess
+    brokers: list[Broker]
+    random: Random
+    clients: list[RawClient] = field(default_factory=list)
+    longest: float = 0.0
+    cpu_s: float = 0.0
+
+    async def client(self) -> RawClient:
+        client = await RawClient().connect(port_of(self.process))
+        self.clients.append(client)
+        return client
+
+    def begin(self, conduct: str, error_code: int = NO_ERROR) -> None:
+        for broker in self.brokers:
+            broker.begin(conduct, error_code)
+
+    async def until_held(self, requests: int) -> None:
+        """Until brokers have pieces of so many requests."""
+        deadline = time.monotonic() + PATIENCE_S
+        while max(len(broker.held) for broker in self.brokers) < requests:
+            assert time.monotonic() < deadline, [len(broker.held) for broker in self.brokers]
+            await asyncio.sleep(0.01)
+
+    def prepare(self, key: int, body: bytes, version: int) -> None:
+        for broker in self.brokers:
+            broker.prepared[key] = control_answer(key, version, body)
+
+    async def longest_turn(self) -> float:
+        """Since this was asked last (tests.support.processes.measured_proxy_main). The proxy is at rest afterwards."""
+        while True:
+            self.process.signal(signal.SIGUSR1)
+            said = json.loads(await asyncio.to_thread(self.process.read_line, PATIENCE_S))
+            self.cpu_s += said["cpu_s"]
+            self.longest = max(self.longest, said["longest"])
+            # Looks at deadlines and the like come ten times a second.
+            if said["turns"] < 40:
+                longest, self.longest = self.longest, 0.0
+                return longest
+            await asyncio.sleep(0.25)
+
+    def part(self) -> None:
+        """Nothing more comes of the clients."""
+        for client in self.clients:
+            client.abort()
+        self.clients.clear()
+
+
+Case = Callable[[Site], Awaitable[str]]
+CASES: dict[str, Case] = {}
+GROUPS: dict[str, list[str]] = {}
+
+
+def add(group: str, name: str, case: Case) -> None:
+    CASES[name] = case
+    GROUPS.setdefault(group, []).append(name)
+
+
+PARTITIONED: Final = (keys.PRODUCE, keys.FETCH, keys.LIST_OFFSETS)
+
+
+def shape(site: Site) -> tuple[int, int]:
+    """How many requests, of how many partitions each."""
+    return site.random.choice([(8, MAX_PARTITIONS), (100, 400), (900, 20)])
+
+
+def partitioned_frames(site: Site, key: int, requests: int, partitions: int, **fields: Any) -> list[bytes]:
+    random = site.random
+    indexes = {"t": random.sample(range(MAX_PARTITIONS), partitions)}
+    if key == keys.PRODUCE:
+        version = random.randint(3, 12)
+        kinds = [b"", batch(0), batch(0, producer_id=-1)]
+        frame = produce_frame(indexes, records=random.choice(kinds), version=version, **fields)
+    elif key == keys.FETCH:
+        frame = fetch_frame(indexes, version=random.randint(4, 12), max_wait_ms=500, max_bytes=1000)
+    else:
+        frame = list_offsets_frame(indexes, version=random.randint(1, 9))
+    frames = []
+    for correlation_id in range(requests):
+        each = bytearray(frame)
+        struct.pack_into(">i", each, 8, correlation_id)
+        frames.append(bytes(each))
+    return frames
+
+
+def partitioned_case(key: int, event: str, error_code: int = NO_ERROR) -> Case:
+    async def run(site: Site) -> str:
+        requests, partitions = shape(site)
+        timeout_ms = 500 if event == "reach their deadline" else 5_000
+        frames = partitioned_frames(site, key, requests, partitions, timeout_ms=timeout_ms)
+        site.begin("holds", error_code)
+        client = await site.client()
+        client.send(*frames)
+        await client.sent()
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            if event == "reach their deadline":
+                for _ in frames:
+                    await client.receive(PATIENCE_S)
+                return f"{requests} requests of {partitions} partitions"
+            await site.until_held(1)
+            await asyncio.sleep(0.3)
+            if event == "are answered":
+                for broker in site.brokers:
+                    broker.release()
+            elif event == "lose their brokers":
+                for broker in site.brokers:
+                    broker.conduct = "answers"
+                    broker.cut()
+            else:
+                client.abort()
+                await asyncio.sleep(0.3)
+                return f"{requests} requests of {partitions} partitions"
+            for _ in frames:
+                await client.receive(PATIENCE_S)
+        return f"{requests} requests of {partitions} partitions"
+
+    return run
+
+
+for _key in PARTITIONED:
+    _name = keys.name_of(_key)
+    for _code in (NO_ERROR, *CODES):
+        add(f"{_name} answered", f"{_name} answered with {_code}", partitioned_case(_key, "are answered", _code))
+    for _event in ("lose their brokers", "lose their client", "reach their deadline"):
+        if _key == keys.PRODUCE or "deadline" not in _event:
+            add(f"{_name} unanswered", f"{_name} requests {_event}", partitioned_case(_key, _event))
+
+
+def control_values(key: int, version: int) -> dict[str, Any]:
+    """What a request needs in order to be one."""
+    values: dict[str, Any] = {"group_id": "g", "key_type": 0}
+    if SERVED[key].handling in KEY_TYPES:
+        values["transactional_id"] = values["v3_and_below_transactional_id"] = "x"
+    return values
+
+
+def fat_request(site: Site, key: int, version: int) -> tuple[str, bytes]:
+    """The largest request with one array, or one section of tagged fields, as long as can be."""
+    random, size, values = site.random, MAX_CONTROL_BYTES - 40, control_values(key, version)
+    paths = arrays("request", key, version)
+    kind = random.choice([*paths, *paths, None])
+    if kind is None:
+        return "tagged fields", body_of("request", key, version, (), 0, tags=many_tags(size - 100), **values)
+    tags = random.choice([b"\x00", b"\x01\x64\x00"])
+    return ".".join(kind), fattest("request", key, version, kind, size, tags=tags, **values)
+
+
+def control_case(key: int, conduct: str) -> Case:
+    async def run(site: Site) -> str:
+        random, offer = site.random, SERVED[key]
+        version = random.choice([random.randint(offer.min_version, offer.max_version), offer.max_version])
+        array, body = fat_request(site, key, version)
+        requests = random.choice([1, 30])
+        frames = [control_request(key, version, body, correlation_id=each) for each in range(requests)]
+        site.begin(conduct)
+        answer_paths = arrays("response", key, version)
+        answered = random.choice(answer_paths) if answer_paths else ()
+        if conduct == "answers":
+            size = random.choice([1 << 12, 1 << 20, 4 << 20])
+            made = (
+                fattest("response", key, version, answered, size)
+                if answered
+                else body_of("response", key, version, (), 0)
+            )
+            site.prepare(key, made, version)
+        client = await site.client()
+        client.send(*frames)
+        waits_long = key in WAIT_FOR_OTHERS and conduct == "holds"
+        leaves = waits_long or random.random() < 0.2
+        # What takes long as a whole need not be waited for.
+        with suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            async with asyncio.timeout(random.random() if leaves else 2 * CONTROL_TIMEOUT_S):
+                await client.sent()
+                for _ in frames:
+                    await client.receive(PATIENCE_S)
+        client.abort()
+        return f"v{version}, {requests} x {array}, answered {'.'.join(answered)}"
+
+    return run
+
+
+for _key, _offer in SERVED.items():
+    if _key not in PARTITIONED and _key != keys.OWN:
+        for _conduct in ("answers", "holds", "drops"):
+            add(_offer.handling.name, f"{keys.name_of(_key)}, its broker {_conduct}", control_case(_key, _conduct))
+
+
+async def metadata_of_all_topics(site: Site) -> str:
+    """A cluster of 50,000 partitions, and clients that ask again and again."""
+    topics = site.random.choice([1, 50, 1000, 10_000])
+    version = site.random.randint(0, 12)
+    partition = {
+        "error_code": 0,
+        "leader_id": 1,
+        "leader_epoch": 0,
+        "replica_nodes": [1, 2, 3],
+        "isr_nodes": [1, 2, 3],
+        "offline_replicas": [],
+    }
+    partitions = [{**partition, "partition_index": index} for index in range(50_000 // topics)]
+    named = [
+        {"error_code": 0, "name": f"topic-{n}", "is_internal": False, "partitions": partitions} for n in range(topics)
+    ]
+    site.begin("answers")
+    asked = Asked(None, control_frame(keys.METADATA, version, topics=None if version else []))  # type: ignore[arg-type]
+    made = asked.message(brokers=[{"node_id": 1, "host": "h", "port": 1}], controller_id=1, topics=named)
+    for broker in site.brokers:
+        broker.prepared[keys.METADATA] = made
+    frames = [
+        control_frame(keys.METADATA, version, correlation_id=n, topics=None if version else []) for n in range(20)
+    ]
+    clients = [await site.client() for _ in range(4)]
+    for client in clients:
+        client.send(*frames)
+    for client in clients:
+        for _ in frames:
+            # Two numbers at least of each partition.
+            assert len(await client.receive(PATIENCE_S)) > 50_000 * 8
+    return f"v{version}, {len(clients) * len(frames)} requests, {topics} topics"
+
+
+add("METADATA", "METADATA of all topics", metadata_of_all_topics)
+
+
+def claims_case(event: str) -> Case:
+    async def run(site: Site) -> str:
+        site.begin("answers")
+        version = site.random.randint(own.OWN_MIN_VERSION, own.OWN_MAX_VERSION)
+        resources = site.random.choice([own.MAX_RESOURCES, 400, 1])
+        group, generation = f"g{site.random.randrange(1 << 30)}", 1
+        clients = [await site.client() for _ in range(4)]
+        with suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            async with asyncio.timeout(4.0):
+                for client in clients:
+                    generation += event == "are contested"
+                    claimed = tuple(own.OwnResource(f"t/{n}", generation) for n in range(resources))
+                    body = own.encode_own_request(own.OwnRequest(group, claimed))
+                    client.send(*(control_request(keys.OWN, version, body) for _ in range(3)))
+                if event == "lose their client":
+                    await asyncio.sleep(site.random.random())
+                    return f"v{version}, of {resources} resources"
+                for client in clients:
+                    for _ in range(3):
+                        await client.receive(PATIENCE_S)
+        return f"v{version}, of {resources} resources"
+
+    return run
+
+
+for _event in ("are contested", "are repeated", "lose their client"):
+    add("OWN", f"OWN claims {_event}", claims_case(_event))
+
+
+@asynccontextmanager
+async def measured_site(directory: Path, random: Random, more: Sequence[str]) -> AsyncIterator[Site]:
+    brokers = [Broker(node_id) for node_id in range(1, BROKERS + 1)]
+    for broker in brokers:
+        await broker.start()
+    owners = [random.randint(1, BROKERS) for _ in range(MAX_PARTITIONS)]
+    lines = ["[ownership]", 'ownership = "static"', "[limits]", f"control_timeout_s = {CONTROL_TIMEOUT_S}"]
+    lines += ["[brokers]", *(f'{broker.node_id} = "{broker.address}"' for broker in brokers)]
+    lines += ["[[topics]]", 'name = "t"', f"owners = {owners}"]
+    config = directory / "kproxy.toml"
+    config.write_text("\n".join(lines))
+    arguments = ["serve", "--config", config, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", *more]
+    process = await asyncio.to_thread(KproxyProcess, arguments, directory / "stderr", MEASURED)
+    site = Site(process, brokers, random)
+    try:
+        await asyncio.to_thread(process.wait_ready)
+        await site.longest_turn()
+        yield site
+    finally:
+        site.part()
+        await asyncio.to_thread(process.stop)
+        for broker in brokers:
+            await broker.stop()
+
+
+async def figure(site: Site, name: str) -> tuple[float, str]:
+    """The longest turn that a case led to, and the line that tells of it."""
+    what = ""
+    site.cpu_s = 0.0
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            what = await CASES[name](site)
+            longest = await site.longest_turn()
+    except (TimeoutError, AssertionError) as error:
+        # It is not going to stop by itself either.
+        site.process.signal(signal.SIGKILL)
+        longest, what = inf, f"{type(error).__name__} {error}"
+    site.part()
+    return longest, f"{longest:8.1f}  {name}: {what} ({site.cpu_s:.1f} s in all)"
+
+
+async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
+    """Try cases of a group for as long as there is time; `more` are arguments of the proxy."""
+    lines = [f"seed {FIRST_SEED}"]
+    is_well = True
+    random = Random(FIRST_SEED)
+    names = [name for name in GROUPS[group] for _ in range(ROUNDS) if ONLY in name]
+    random.shuffle(names)
+    deadline = time.monotonic() + BOX_S
+    async with measured_site(directory, random, more) as site:
+        for name in names:
+            before = site.random.getstate()
+            longest, line = await figure(site, name)
+            lines.append(line)
+            if LONGEST_TURN < longest < inf:
+                # Once may be the first touch of memory, 16 us a page in a new virtual machine: the median of three
+                # counts.
+                again = []
+                for _ in range(2):
+                    site.random.setstate(before)
+                    figures = await figure(site, name)
+                    again.append(figures[0])
+                    lines.append(figures[1])
+                longest = sorted((longest, *again))[1]
+            is_well = is_well and longest <= LONGEST_TURN
+            if longest == inf or time.monotonic() > deadline:
+                break
+    print("\n".join(lines))
+    assert is_well, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(each, marks=[pytest.mark.long] if each.endswith("unanswered") else [])
+        for each in GROUPS
+        if each != "OWN"
+    ],
+)
+async def test_no_turn_of_the_event_loop_is_long(group: str, tmp_path: Path) -> None:
+    await judge(group, tmp_path)
+
+
+async def test_no_turn_of_the_event_loop_is_long_for_claims(
+    etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
+) -> None:
+    await judge("OWN", tmp_path, ["--etcd", etcd.endpoint, "--prefix", etcd_prefix])

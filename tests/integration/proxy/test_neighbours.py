@@ -1,0 +1,179 @@
+"""What went wrong in the nearest neighbours, and the test here that would catch each of it.
+
+KafScale's Go proxy and broker unless another one is named. Every entry names tests as module:function; that they exist
+is what is tested here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+import psutil
+import pytest
+
+from kproxy.routing.rendezvous import preferred
+from kproxy_codec.errors import FrameTooLarge
+from kproxy_codec.framing import FrameReader
+from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
+from tests.support.clients.raw_client import produce_frame
+from tests.support.processes.running_proxy import both_loops, running_proxy
+
+WIRE, UNIT, PROPERTY = "tests.integration.", "tests.unit.", "tests.property."
+
+CAUGHT_BY: dict[str, list[str]] = {
+    "watch opened without a revision": [WIRE + "test_etcd_mirror:test_what_changes_between_load_and_watch_is_not_lost"],
+    "no require-leader": [WIRE + "test_etcd_mirror:test_a_watch_that_goes_quiet_is_replaced"],
+    "retries shared between the groups of one attempt: one partition stalled": [
+        UNIT + "test_fanout_retries:test_partitions_retry_each_by_itself"
+    ],
+    "a valid route deleted by an invalidation": [
+        WIRE + "test_lease_table:test_a_refusal_is_answered_by_what_etcd_says_now",
+        UNIT + "test_fanout_retries:test_an_owner_that_was_told_of_since_is_not_looked_up",
+        WIRE + "test_neighbours:test_refusals_do_not_cost_the_route",
+    ],
+    "acks=0 lost after an invalidation": [
+        WIRE + "test_neighbours:test_acks_0_after_a_refusal_goes_where_it_went_before"
+    ],
+    "one hung broker starved the others' partitions": [
+        WIRE + "test_proxy_breaker:test_one_hung_broker_does_not_starve_the_others_partitions_for_as_long_as_it_hangs",
+        WIRE + "test_proxy_forwarding:test_a_slow_owner_does_not_delay_what_others_are_sent",
+        WIRE + "test_proxy_clients:test_a_broker_that_does_not_read_slows_down_its_own_client_alone",
+    ],
+    "all unowned partitions piled on one broker": [
+        WIRE + "test_neighbours:test_partitions_without_an_owner_are_spread_over_the_brokers",
+        WIRE + "test_broker_ownership:test_partitions_whose_first_replica_is_dead_are_spread_over_the_living",
+    ],
+    "correlation ids not checked": [
+        WIRE + "test_proxy_forwarding:test_a_broker_out_of_protocol_loses_that_connection_alone",
+        WIRE + "test_proxy_forwarding:test_an_answer_that_nobody_asked_for_closes_that_connection",
+    ],
+    "a frame header of 2 GiB allocated unread": [
+        WIRE + "test_proxy_clients:test_a_length_of_2_gib_costs_no_memory",
+        UNIT + "test_framing:test_what_is_announced_is_allocated_only_as_it_arrives",
+        WIRE + "test_neighbours:test_a_great_length_costs_a_process_no_memory",
+    ],
+    "no InitProducerId": [
+        WIRE + "test_broker_apis:test_producer_ids_are_given_out_once",
+        WIRE + "test_kafscale_layout:test_two_proxies_never_give_out_the_same_producer_id",
+    ],
+    "SIGTERM ignored while a client is connected": [
+        WIRE + "test_dev:test_ctrl_c_in_a_terminal_stops_it_cleanly_though_a_client_is_connected",
+        WIRE + "test_proxy_clients:test_stopping_does_not_wait_longer_than_it_was_told_to",
+        WIRE + "test_broker_ownership:test_sigterm_with_a_client_waiting_in_a_fetch_stops_all_the_same",
+    ],
+    "released a successor's lease key": [WIRE + "test_broker_ownership:test_releasing_leaves_a_successors_key_alone"],
+    "ownership A, B, A reused offsets": [
+        WIRE + "test_broker_leases:test_a_partition_lost_and_taken_again_reads_its_log_anew"
+    ],
+    "a broker stopped past its TTL acknowledged": [
+        WIRE + "test_broker_ownership:test_a_broker_stopped_past_its_ttl_acknowledges_nothing_when_it_wakes"
+    ],
+    "two processes under one id both owned": [
+        WIRE + "test_broker_ownership:test_of_two_processes_under_one_id_the_second_gives_up_and_touches_nothing"
+    ],
+    "synthesised errors carried offset 0 and a bogus leader": [
+        UNIT + "test_fanout_retries:test_every_row_is_followed",
+        UNIT + "test_fanout_retries:test_what_is_handed_on_is_the_brokers_own_entry",
+        WIRE + "test_proxy_control:test_no_answer_with_data_names_a_broker",
+    ],
+    "a re-encoded request carried its length twice": [
+        PROPERTY + "test_codec_messages:test_the_parts_of_a_request_are_the_request",
+        WIRE + "test_proxy_forwarding:test_a_request_over_three_owners_is_split_and_its_answer_merged_in_its_order",
+    ],
+    "a partition out of range span a core for ever": [
+        UNIT + "test_topology:test_a_partition_index_out_of_range_is_refused_and_costs_nothing",
+        WIRE + "test_neighbours:test_a_partition_that_does_not_exist_is_asked_for_a_bounded_number_of_times",
+    ],
+    "Shotover: a killed broker closes the whole client connection": [
+        WIRE + "test_proxy_resets:test_a_broker_that_breaks_off_after_any_byte",
+        UNIT + "test_fanout_retries:test_a_refusal_after_an_unknown_outcome_does_not_make_it_known",
+    ],
+    "Shotover: no frame limit": [
+        UNIT + "test_framing:test_an_illegal_length_costs_nothing",
+        WIRE + "test_proxy_clients:test_bad_input_closes_that_connection_and_no_other",
+    ],
+    "Kroxylicious, kafka-proxy: health says OK with the broker dead": [
+        WIRE + "test_readiness:test_a_proxy_whose_brokers_are_all_gone_is_not_ready_until_one_is_back"
+    ],
+    "Kroxylicious, kafka-proxy: no proxy latency metric": [
+        WIRE + "test_metrics:test_produce_is_timed_from_its_first_byte_to_its_answer",
+        WIRE + "test_metrics:test_a_process_that_comes_late_says_so",
+    ],
+}
+
+
+@pytest.mark.parametrize("bug", CAUGHT_BY)
+def test_a_neighbours_bug_has_its_test(bug: str) -> None:
+    assert CAUGHT_BY[bug]
+    for name in CAUGHT_BY[bug]:
+        module, _, function = name.partition(":")
+        test: Callable[..., object] = getattr(import_module(module), function)
+        assert callable(test)
+
+
+@both_loops
+async def test_refusals_do_not_cost_the_route() -> None:
+    """A refusal makes the owner be looked up; it deletes nothing, and what the table says is used again."""
+    upstream, other = ScriptedUpstream(1), ScriptedUpstream(2, answers_everything)
+    async with running_proxy(upstream, other) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame())
+        (await upstream.next()).answer(results={("t", 0): 6})
+        upstream.script = answers_everything
+        assert (await client.answer()).codes == {("t", 0): 0}
+        for number in range(20):
+            client.send(produce_frame(correlation_id=number))
+            assert (await client.answer()).codes == {("t", 0): 0}
+        assert proxy.retries(6) == 1
+        assert other.log == []
+
+
+@both_loops
+async def test_acks_0_after_a_refusal_goes_where_it_went_before() -> None:
+    upstream, other = ScriptedUpstream(1), ScriptedUpstream(2)
+    async with running_proxy(upstream, other) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame())
+        (await upstream.next()).answer(results={("t", 0): 6})
+        (await upstream.next()).answer()
+        await client.answer()
+        client.send(*(produce_frame(acks=0) for _ in range(40)))
+        for _ in range(40):
+            assert (await upstream.next()).fields["acks"] == 0
+        assert other.log == []
+        assert proxy.counters["acks0.undeliverable"] == 0
+
+
+def test_partitions_without_an_owner_are_spread_over_the_brokers() -> None:
+    chosen = [preferred(b"t/%d" % partition, (1, 2, 3)) for partition in range(300)]
+    assert all(60 < chosen.count(broker) < 140 for broker in (1, 2, 3))
+
+
+@pytest.mark.parametrize("partition", [-1, -(2**31), 999_999, 1_000_000, 2**31 - 1])
+@both_loops
+async def test_a_partition_that_does_not_exist_is_asked_for_a_bounded_number_of_times(partition: int) -> None:
+    upstream = ScriptedUpstream(1, lambda asked: asked.answer(results=dict.fromkeys(asked.partitions, 3)))
+    async with running_proxy(upstream) as proxy:
+        client = await proxy.client()
+        client.send(produce_frame({"t": [partition]}))
+        assert (await client.answer()).codes == {("t", partition): 3}
+        assert len(upstream.log) == 1
+
+
+def test_a_great_length_costs_a_process_no_memory() -> None:
+    """Within the limit as well: what is announced is allocated as it arrives."""
+    process = psutil.Process()
+    readers = [FrameReader(2**31 - 1) for _ in range(20)]
+    before = process.memory_info().rss
+    for reader in readers:
+        reader.get_buffer()[:8] = (2**31 - 1).to_bytes(4, "big") + b"more"
+        assert reader.buffer_updated(8) == []
+        reader.get_buffer()
+    assert process.memory_info().rss - before < 64 << 20
+    limited = FrameReader(100 << 20)
+    limited.get_buffer()[:4] = (2**31 - 1).to_bytes(4, "big")
+    with pytest.raises(FrameTooLarge):
+        limited.buffer_updated(4)

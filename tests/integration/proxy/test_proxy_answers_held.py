@@ -1,0 +1,326 @@
+"""Memory is bounded by what clients do not read as well: answers that brokers send count until the client has them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import struct
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kproxy.proxy import server
+from kproxy.proxy.answer_room import AnswerBuffer, AnswerRoom, Share
+from kproxy.proxy.memory_budget import USUAL, Budget
+from kproxy_codec.api_keys import FETCH
+from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
+from tests.support.clients.raw_client import RawClient, batch, fetch_frame, produce_frame
+from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
+
+MIB = 1 << 20
+SHORT_TICK_S = 0.02
+
+
+@pytest.fixture
+def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that `passing` moves is looked at sooner."""
+    monkeypatch.setattr(server, "DEADLINE_TICK_S", SHORT_TICK_S)
+
+
+class Feeder:
+    """The script of a broker that answers each fetch with so many bytes a partition, and takes what is produced."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._answers: dict[object, bytearray] = {}
+
+    def __call__(self, asked: Asked) -> None:
+        if asked.header.api_key != FETCH:
+            answers_everything(asked)
+            return
+        of = (tuple(asked.partitions), asked.header.api_version)
+        if of not in self._answers:
+            results = {place: {"records": records_of(place, self.size), "high_watermark": 1} for place in of[0]}
+            self._answers[of] = bytearray(asked.reply(results=results))
+        # Made once: it is large, and many ask for it.
+        struct.pack_into(">i", self._answers[of], 4, asked.header.correlation_id)
+        asked.connection.write(bytes(self._answers[of]))
+
+
+def records_of(place: tuple[str, int], size: int) -> bytes:
+    return bytes([65 + place[1]]) * size
+
+
+def asks(n: int = 1, partitions: tuple[int, ...] = (0,), max_bytes: int = 50 * MIB) -> bytes:
+    return fetch_frame(
+        {"t": partitions}, version=11, correlation_id=n, max_wait_ms=100, min_bytes=1, max_bytes=max_bytes
+    )
+
+
+async def fetched(client: RawClient, patience_s: float = 30.0) -> dict[int, bytes]:
+    """The records of the next answer, by partition."""
+    answer = await client.answer(FETCH, 11, patience_s)
+    assert set(answer.codes.values()) == {0}, answer.codes
+    return {result.partition_index: bytes(result.fields["records"]) for result in answer.results}
+
+
+async def test_what_clients_do_not_read_stays_within_the_limit_and_others_are_served(tmp_path: Path) -> None:
+    size, limit, count = 8 * MIB, 32 * MIB, 24
+    upstream = await ServedBroker(1, Feeder(size)).start()
+    with static_proxy(tmp_path, {1: upstream.port}, limits={"max_in_flight_bytes_total": limit}) as process:
+        proxy = psutil.Process(process.pid)
+        reader, producer = [await RawClient().connect(port_of(process)) for _ in range(2)]
+        reader.send(asks())
+        assert await fetched(reader) == {0: records_of(("t", 0), size)}
+        before, peak = proxy.memory_info().rss, 0
+        idle = [await RawClient().connect(port_of(process)) for _ in range(count)]
+        for client in idle:
+            client.pause_reading()
+            client.send(asks())
+        until = time.monotonic() + 3
+        n = 0
+        while time.monotonic() < until:
+            # Who reads goes on, and so does who writes.
+            producer.send(produce_frame(records=batch(n, producer_id=-1) + bytes(2 * MIB), correlation_id=n))
+            assert (await producer.answer()).correlation_id == n
+            reader.send(asks(n))
+            assert await fetched(reader) == {0: records_of(("t", 0), size)}
+            peak = max(peak, proxy.memory_info().rss)
+            n += 1
+        shown = samples((await asyncio.to_thread(page, process.admin, "/metrics"))[1])
+        assert n > 5
+        assert peak - before < 2 * limit, f"{(peak - before) >> 20} MiB more than before"
+        # All of it is counted.
+        assert size <= shown["kproxy_in_flight_bytes", ()] <= limit + size
+        for client in idle:
+            client.abort()
+        for _ in range(100):
+            shown = samples((await asyncio.to_thread(page, process.admin, "/metrics"))[1])
+            if shown["kproxy_in_flight_bytes", ()] == 0:
+                break
+            await asyncio.sleep(0.05)
+        assert shown["kproxy_in_flight_bytes", ()] == 0
+    await upstream.stop()
+
+
+@asynccontextmanager
+async def fed(
+    *feeders: Feeder, total: int, now: list[float] | None = None, **limits: int
+) -> AsyncIterator[RunningProxy]:
+    """A proxy before such brokers, each of which owns one partition; `now` is its clock."""
+    upstreams = [ScriptedUpstream(n + 1, feeder) for n, feeder in enumerate(feeders)]
+    clock = time.monotonic if now is None else lambda: now[0]
+    limits = {"max_in_flight_bytes_total": total, **limits}
+    async with running_proxy(*upstreams, limits=limits, clock=clock) as proxy:
+        for n in range(len(feeders)):
+            proxy.own(n + 1, partitions=(n,))
+        yield proxy
+        for client in proxy._clients:
+            client.abort()
+        await eventually(lambda: proxy.listener.vitals.in_flight_bytes == 0, "all is given back")
+
+
+async def passing(now: list[float], seconds: float) -> None:
+    """So much time passes for the proxy, quickly, but not in leaps."""
+    for _ in range(round(seconds * 2)):
+        now[0] += 0.5
+        await asyncio.sleep(1.1 * SHORT_TICK_S)
+
+
+@both_loops
+async def test_all_who_read_get_what_they_asked_for_however_little_room_there_is() -> None:
+    async with fed(Feeder(3 * MIB), total=4 * MIB) as proxy:
+        clients = [await proxy.client() for _ in range(12)]
+        for client in clients:
+            client.send(*(asks(n) for n in range(4)))
+
+        async def read_all(client: RawClient) -> None:
+            for _ in range(4):
+                assert await fetched(client) == {0: records_of(("t", 0), 3 * MIB)}
+
+        await asyncio.gather(*(read_all(client) for client in clients))
+        assert proxy.counters["clients.refused"] == 0
+
+
+@both_loops
+async def test_answers_that_are_put_together_from_several_brokers_do_not_wait_for_one_another() -> None:
+    """Each client holds one part and needs two more; the room that newcomers get is full of first parts."""
+    rounds = 5
+    async with fed(*(Feeder(2 * MIB) for _ in range(3)), total=8 * MIB) as proxy:
+        clients = [await proxy.client() for _ in range(8)]
+        for client in clients:
+            client.send(*(asks(n, partitions=(0, 1, 2)) for n in range(rounds)))
+
+        async def read_all(client: RawClient) -> None:
+            for _ in range(rounds):
+                assert await fetched(client) == {n: records_of(("t", n), 2 * MIB) for n in range(3)}
+
+        await asyncio.gather(*(read_all(client) for client in clients))
+        assert proxy.counters["clients.refused"] == 0
+
+
+@pytest.mark.usefixtures("short_ticks")
+@both_loops
+async def test_who_reads_does_not_wait_for_those_who_never_do_however_long_these_wait() -> None:
+    now = [1000.0]
+    async with fed(Feeder(12 * MIB), total=16 * MIB, now=now) as proxy:
+        reader = await proxy.client()
+        reader.send(asks())
+        await fetched(reader)
+        for n in range(8):
+            idle = await proxy.client()
+            idle.pause_reading()
+            idle.send(asks(n))
+        late = await proxy.client()
+        late.send(asks(99))
+        first = asyncio.create_task(fetched(late))
+        for n in range(12):
+            await passing(now, 1.5)
+            reader.send(asks(n))
+            assert await fetched(reader, patience_s=2.0) == {0: records_of(("t", 0), 12 * MIB)}
+            assert not reader.is_gone
+        # Nor does one who comes after them wait until they are all gone.
+        assert await first == {0: records_of(("t", 0), 12 * MIB)}
+        # One after another of them had to go.
+        assert 1 < proxy.counters["clients.refused"] < 8
+
+
+@both_loops
+async def test_an_answer_larger_than_the_total_is_delivered() -> None:
+    async with fed(Feeder(20 * MIB), total=MIB) as proxy:
+        clients = [await proxy.client() for _ in range(3)]
+        for client in clients:
+            client.send(asks())
+        for client in clients:
+            assert await fetched(client) == {0: records_of(("t", 0), 20 * MIB)}
+
+
+@pytest.mark.usefixtures("short_ticks")
+@both_loops
+async def test_who_does_not_read_is_closed_when_others_wait_and_not_before() -> None:
+    now = [1000.0]
+    async with fed(Feeder(12 * MIB), total=16 * MIB, now=now) as proxy:
+        idle = await proxy.client()
+        idle.pause_reading()
+        idle.send(asks())
+        await eventually(lambda: proxy.listener.vitals.in_flight_bytes > 12 * MIB)
+        await passing(now, 2 * USUAL.window_s)
+        # It costs nobody anything.
+        assert proxy.counters["clients.refused"] == 0
+        waiting = await proxy.client()
+        waiting.send(asks(7))
+        await passing(now, USUAL.window_s - 2)
+        assert proxy.counters["clients.refused"] == 0
+        answer = asyncio.create_task(fetched(waiting))
+        await passing(now, 4)
+        assert await answer == {0: records_of(("t", 0), 12 * MIB)}
+        assert proxy.counters["clients.refused"] == 1
+
+
+@both_loops
+async def test_acknowledgements_get_through_while_others_hold_all_there_is() -> None:
+    async with fed(Feeder(12 * MIB), total=16 * MIB) as proxy:
+        for n in range(4):
+            idle = await proxy.client()
+            idle.pause_reading()
+            idle.send(asks(n))
+        await eventually(lambda: proxy.listener.vitals.in_flight_bytes > 12 * MIB)
+        producer = await proxy.client()
+        for n in range(50):
+            producer.send(produce_frame(records=batch(n) + bytes(MIB), correlation_id=n))
+            assert (await producer.answer()).correlation_id == n
+
+
+@both_loops
+async def test_many_small_answers_that_nobody_reads_are_bounded_and_counted_too() -> None:
+    """One after another on each connection: what one of them brings is far below what waits for room."""
+    size, count = 60_000, 800
+    async with fed(Feeder(size), total=16 * MIB) as proxy:
+        clients = [await proxy.client() for _ in range(3)]
+        for client in clients:
+            client.pause_reading()
+            client.send(*(asks(n, max_bytes=size) for n in range(count)))
+        await eventually(lambda: proxy.listener.vitals.in_flight_bytes > 0)
+        await asyncio.sleep(0.5)
+        # Of 140 MiB that they have asked for.
+        assert 0 < proxy.listener.vitals.in_flight_bytes < 16 * MIB
+        for client in clients:
+            client.resume_reading()
+        for client in clients:
+            for n in range(count):
+                assert (await client.answer(FETCH, 11)).correlation_id == n
+
+
+@both_loops
+async def test_a_broker_that_stops_in_the_midst_of_a_large_answer_keeps_no_room() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 4 * MIB}) as proxy:
+        proxy.own(1)
+        first, second = await proxy.client(), await proxy.client()
+        first.send(asks(1))
+        asked = await upstream.next()
+        whole = asked.reply(results={("t", 0): {"records": bytes(3 * MIB)}})
+        asked.connection.write(whole[: 2 * MIB])
+        await eventually(lambda: proxy.listener.vitals.in_flight_bytes > 3 * MIB)
+        second.send(asks(2))
+        other = await upstream.next()
+        other.answer(results={("t", 0): {"records": bytes(3 * MIB)}})
+        await asyncio.sleep(0.2)
+        asked.connection.abort()
+        assert await fetched(second) == {0: bytes(3 * MIB)}
+        first.abort()
+        await eventually(lambda: proxy.listener.vitals.in_flight_bytes == 0)
+
+
+@both_loops
+async def test_a_client_that_leaves_gives_the_room_of_its_answers_back_at_once() -> None:
+    """Whatever its brokers still owe it, and without Python's cycle collector: in a proxy that comes by seldom."""
+    fed_one, silent = ScriptedUpstream(1, Feeder(3 * MIB)), ScriptedUpstream(2)
+    async with running_proxy(fed_one, silent, limits={"max_in_flight_bytes_total": 16 * MIB}) as proxy:
+        proxy.own(1, partitions=(0,))
+        proxy.own(2, partitions=(1,))
+        gc.collect()
+        gc.disable()
+        try:
+            # One answer of two parts; and one that waits its turn behind another.
+            for asked in ([asks(1, (0, 1))], [asks(1, (1,), 4 * MIB), asks(2, (0,), 4 * MIB)]):
+                client = await proxy.client()
+                client.send(*asked)
+                await eventually(lambda: proxy.listener.vitals.in_flight_bytes > 3 * MIB)
+                await silent.next()
+                await asyncio.sleep(0.05)
+                client.abort()
+                await eventually(lambda: proxy.listener.vitals.in_flight_bytes == 0, patience_s=3)
+        finally:
+            gc.enable()
+
+
+class Waits:
+    """Who waits for room, and gets it."""
+
+    def __init__(self) -> None:
+        self.room: AnswerBuffer | None = None
+
+    def give_room(self, room: AnswerBuffer) -> None:
+        self.room = room
+
+
+@both_loops
+async def test_room_that_is_found_free_on_another_thread_is_given_on() -> None:
+    """Python's cycle collector runs on whichever thread makes an object, that of a timer or of a name's lookup."""
+    room = AnswerRoom(Budget(4 * MIB), time.monotonic)
+    first, second = (Share(room, lambda holds: None) for _ in range(2))
+    held, waiter = [room.take(Waits(), first, 3 * MIB)], Waits()
+    assert room.take(waiter, second, 3 * MIB) is None
+    await asyncio.sleep(0.01)
+    collector = threading.Thread(target=held.clear)
+    collector.start()
+    collector.join()
+    await eventually(lambda: waiter.room is not None, patience_s=3)
+    assert room.held == 3 * MIB

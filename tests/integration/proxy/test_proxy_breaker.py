@@ -1,0 +1,501 @@
+"""A broker that hangs: its own requests end soon, nobody else notices, and it is used again once it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.proxy import broker_health
+from kproxy.routing.rendezvous import preferred
+from kproxy.routing.topology import Address
+from kproxy_codec import api_keys
+from kproxy_codec.api_keys import FETCH
+from tests.support.brokers.scripted_upstream import HOST, Asked, DeafListener, ScriptedUpstream, answers_everything
+from tests.support.clients.raw_client import RawClient, batch, control_frame, fetch_frame, produce_frame
+from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+
+NOT_LEADER = 6
+TIMED_OUT = 7
+T0, T1 = ("t", 0), ("t", 1)
+PLAIN = batch(producer_id=-1)
+PROBE_TIMEOUT_S = 0.3
+LIMITS = {"probe_timeout_s": PROBE_TIMEOUT_S}
+# Half a second until it is suspected, the probe, and the ticks between; the deadlines here are far behind that.
+SOON_S = 10.0
+LONG_MS = 30_000
+
+
+def hung(node_id: int) -> ScriptedUpstream:
+    """Accepts and reads, and answers nothing."""
+    upstream = ScriptedUpstream(node_id)
+    upstream.answers_probes = False
+    return upstream
+
+
+async def opens(proxy: RunningProxy, times: int = 1) -> None:
+    await eventually(lambda: proxy.counters["breaker.opened"] == times)
+
+
+async def open_breaker(proxy: RunningProxy, upstream: ScriptedUpstream, client: RawClient) -> None:
+    """Let a batch of ("t", 0) run into the hang."""
+    client.send(produce_frame(records=PLAIN, correlation_id=999))
+    await upstream.next()
+    assert (await client.answer()).codes == {T0: TIMED_OUT}
+    assert proxy.counters["breaker.opened"] == 1
+
+
+@both_loops
+async def test_one_hung_broker_does_not_starve_the_others_partitions_for_as_long_as_it_hangs() -> None:
+    stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
+    async with running_proxy(stuck, healthy) as proxy:
+        proxy.own(1)
+        proxy.own(2, partitions=[1])
+        client = await proxy.client()
+        began = time.monotonic()
+        client.send(produce_frame({"t": [0, 1]}, timeout_ms=LONG_MS))
+        answer = await client.answer()
+        # With the limits as they are by default.
+        assert 2.0 < time.monotonic() - began < SOON_S
+        assert answer.codes == {T0: TIMED_OUT, T1: 0}
+        for n in range(1, 20):
+            began = time.monotonic()
+            client.send(produce_frame({"t": [0, 1]}, records=batch(n), timeout_ms=LONG_MS))
+            assert (await client.answer()).codes == {T0: NOT_LEADER, T1: 0}
+            assert time.monotonic() - began < 2
+        assert [asked.partitions for asked in stuck.log] == [[T0]]
+
+
+@both_loops
+async def test_what_nobody_owns_is_offered_to_others_while_a_broker_hangs() -> None:
+    stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
+    async with running_proxy(stuck, healthy, limits=LIMITS) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        await open_breaker(proxy, stuck, client)
+        partitions = [n for n in range(1, 40) if preferred(b"t/%d" % n, (1, 2)) == 1][:3]
+        for partition_index in partitions[:2]:
+            client.send(produce_frame({"t": [partition_index]}))
+            assert (await client.answer()).codes == {("t", partition_index): 0}
+        assert len(healthy.log) == 2
+        # Once it answers it is offered what is its share.
+        stuck.wake()
+        stuck.script = answers_everything
+        await eventually(lambda: proxy.listener.vitals.hung_brokers == 0)
+        client.send(produce_frame({"t": [partitions[2]]}))
+        assert (await client.answer()).codes == {("t", partitions[2]): 0}
+        assert stuck.log[-1].partitions == [("t", partitions[2])]
+
+
+@pytest.mark.parametrize(
+    ("request_frame", "api", "expected"),
+    [
+        (produce_frame(records=batch()), (api_keys.PRODUCE, 9), TIMED_OUT),
+        (fetch_frame(), (FETCH, 12), NOT_LEADER),
+    ],
+    ids=["produce", "fetch"],
+)
+@both_loops
+async def test_what_was_written_to_a_broker_that_hangs_is_answered_and_not_sent_again(
+    request_frame: bytes, api: tuple[int, int], expected: int
+) -> None:
+    upstream = hung(1)
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        revision = proxy.own(1)
+        client = await proxy.client()
+        began = time.monotonic()
+        client.send(request_frame)
+        await upstream.next()
+        assert (await client.answer(*api)).codes == {T0: expected}
+        assert time.monotonic() - began < SOON_S
+        assert await upstream.is_silent()
+        await upstream.connections[0].until_closed()
+        # Somebody else may own it by now.
+        assert proxy.source.refreshed == [("t", 0, revision)]
+
+
+@pytest.mark.parametrize(
+    ("request_frame", "api"),
+    [
+        (produce_frame(records=batch()), (api_keys.PRODUCE, 9)),
+        (fetch_frame(), (FETCH, 12)),
+    ],
+    ids=["produce", "fetch"],
+)
+@both_loops
+async def test_while_it_hangs_nothing_is_written_to_it_nor_sent_elsewhere(
+    request_frame: bytes, api: tuple[int, int]
+) -> None:
+    upstream, other = hung(1), ScriptedUpstream(2)
+    async with running_proxy(upstream, other, limits=LIMITS) as proxy:
+        proxy.own(1)
+        first, second = await proxy.client(), await proxy.client()
+        await open_breaker(proxy, upstream, first)
+        dialled = len(upstream.connections)
+        for client in (first, second):
+            began = time.monotonic()
+            client.send(request_frame)
+            assert (await client.answer(*api)).codes == {T0: NOT_LEADER}
+            assert time.monotonic() - began < 4
+        assert await upstream.is_silent()
+        assert await other.is_silent()
+        assert len(upstream.connections) == dialled
+
+
+@both_loops
+async def test_connections_that_had_nothing_under_way_stop_using_it_as_well() -> None:
+    upstream = hung(1)
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        proxy.own(1)
+        idle, busy = await proxy.client(), await proxy.client()
+        idle.send(produce_frame(records=PLAIN))
+        (await upstream.next()).answer()
+        assert (await idle.answer()).codes == {T0: 0}
+        await open_breaker(proxy, upstream, busy)
+        idle.send(produce_frame(records=PLAIN))
+        assert (await idle.answer()).codes == {T0: NOT_LEADER}
+        assert await upstream.is_silent()
+
+
+@both_loops
+async def test_its_first_answer_to_a_probe_closes_the_breaker() -> None:
+    upstream = hung(1)
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        await open_breaker(proxy, upstream, client)
+        # Each on a connection of its own: the network may have lost what was sent on the one before.
+        await eventually(lambda: len(upstream.probes) == 3)
+        assert len({probe.connection for probe in upstream.probes}) == 3
+        assert all(not probe.connection.is_open for probe in upstream.probes[:-1])
+        upstream.wake()
+        await eventually(lambda: not proxy.context.health.is_open(upstream.address))
+        client.send(produce_frame(records=batch(1)))
+        (await upstream.next()).answer()
+        assert (await client.answer()).codes == {T0: 0}
+        # Once there is nothing left to wonder about, the probing ends, and its connection.
+        await eventually(lambda: not proxy.context.health.watching)
+        await upstream.probes[-1].connection.until_closed()
+
+
+@both_loops
+async def test_a_broker_that_answers_probes_is_slow_and_does_not_hang() -> None:
+    """A shrinking ISR, a long poll, a throttle: the answer comes when it comes."""
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(timeout_ms=LONG_MS))
+        asked = await upstream.next()
+        # Asked more than once, over one connection.
+        await eventually(lambda: len(upstream.probes) == 3)
+        assert len({probe.connection for probe in upstream.probes}) == 1
+        asked.answer(results={T0: {"base_offset": 5}})
+        answer = await client.answer()
+        assert answer.results[0].fields["base_offset"] == 5
+        assert proxy.counters["breaker.opened"] == 0
+        await eventually(lambda: not proxy.context.health.watching)
+
+
+@both_loops
+async def test_a_broker_that_answers_other_requests_does_not_hang_though_it_leaves_the_probe_waiting() -> None:
+    """Its port may be full while the connections that it has are served."""
+    upstream = hung(1)
+    async with running_proxy(upstream, limits={"probe_timeout_s": 1.0}) as proxy:
+        proxy.own(1, partitions=[0, 1])
+        slow, quick = await proxy.client(), await proxy.client()
+        slow.send(produce_frame(timeout_ms=LONG_MS))
+        asked = await upstream.next()
+        n = 0
+        while len(upstream.probes) < 3:
+            quick.send(produce_frame({"t": [1]}, records=batch(n)))
+            await asyncio.sleep(0.02)
+            (await upstream.next()).answer()
+            assert (await quick.answer()).codes == {T1: 0}
+            n += 1
+        assert proxy.counters["breaker.opened"] == 0
+        asked.answer()
+        assert (await slow.answer()).codes == {T0: 0}
+
+
+@both_loops
+async def test_nobody_probes_a_broker_that_is_idle_or_answers_promptly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_health, "SUSPICIOUS_S", 1.3)
+
+    def answers_in_a_while(asked: Asked) -> None:
+        asyncio.get_running_loop().call_later(0.15, asked.answer)
+
+    upstream = ScriptedUpstream(1, answers_in_a_while)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=batch(0)))
+        assert (await client.answer()).codes == {T0: 0}
+        # There is always something under way, though never the same thing for long.
+        for n in range(1, 41):
+            client.send(produce_frame(records=batch(n)))
+            await asyncio.sleep(0.05)
+        for _ in range(1, 41):
+            assert (await client.answer()).codes == {T0: 0}
+        await asyncio.sleep(1.5)
+        assert upstream.probes == []
+
+
+@both_loops
+async def test_a_fetch_that_waits_for_data_makes_nobody_wonder_until_its_time_is_up() -> None:
+    upstream = hung(1)
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(fetch_frame(max_wait_ms=2500))
+        await upstream.next()
+        await asyncio.sleep(1.3)
+        assert upstream.probes == []
+        assert (await client.answer(FETCH, 12)).codes == {T0: NOT_LEADER}
+        await opens(proxy)
+
+
+@both_loops
+async def test_clients_of_other_brokers_never_notice() -> None:
+    stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
+    # Long enough to tell who waits for that broker from who waits for a busy machine.
+    async with running_proxy(stuck, healthy, limits={"probe_timeout_s": 2.0}) as proxy:
+        proxy.own(1)
+        proxy.own(2, partitions=[1])
+        unlucky, lucky = await proxy.client(), await proxy.client()
+        unlucky.send(produce_frame(records=PLAIN))
+        slowest = 0.0
+        n = 0
+        while not proxy.counters["breaker.opened"] or n < 100:
+            began = time.monotonic()
+            lucky.send(produce_frame({"t": [1]}, records=batch(n)))
+            assert (await lucky.answer()).codes == {T1: 0}
+            slowest = max(slowest, time.monotonic() - began)
+            n += 1
+            await asyncio.sleep(0.005)
+        assert slowest < 1.5
+        assert (await unlucky.answer()).codes == {T0: TIMED_OUT}
+        assert len([each for each in healthy.connections if each.is_open]) == 1
+
+
+@both_loops
+async def test_a_dial_that_hangs_opens_the_breaker_and_one_that_is_refused_does_not() -> None:
+    refusing = ScriptedUpstream(2)
+    with DeafListener() as listener:
+        async with running_proxy(refusing, limits=LIMITS) as proxy:
+            await refusing.stop_listening()
+            proxy.topology.set_broker(1, listener.address)
+            proxy.own(1)
+            proxy.own(2, partitions=[1])
+            client = await proxy.client()
+            began = time.monotonic()
+            client.send(produce_frame({"t": [0, 1]}, records=PLAIN))
+            assert (await client.answer()).codes == {T0: NOT_LEADER, T1: NOT_LEADER}
+            assert time.monotonic() - began < SOON_S
+            assert proxy.context.health.is_open(listener.address)
+            assert not proxy.context.health.is_open(refusing.address)
+            assert proxy.counters["breaker.opened"] == 1
+
+
+@pytest.mark.parametrize("ends", ["refused", "closed"])
+@both_loops
+async def test_a_broker_whose_probe_is_refused_or_cut_off_is_not_one_that_hangs(ends: str) -> None:
+    upstream = hung(1)
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(timeout_ms=LONG_MS))
+        asked = await upstream.next()
+        if ends == "refused":
+            await upstream.stop_listening()
+            await asyncio.sleep(1.5)
+        else:
+            await eventually(lambda: upstream.probes)
+            upstream.probes[-1].connection.abort()
+            # The next one is answered, over a new connection.
+            upstream.answers_probes = True
+            await eventually(lambda: len(upstream.probes) == 2)
+        asked.answer()
+        assert (await client.answer()).codes == {T0: 0}
+        assert proxy.counters["breaker.opened"] == 0
+
+
+@contextmanager
+def broker_process() -> Iterator[tuple[int, Address]]:
+    """The process id and address of a healthy broker."""
+    command = (sys.executable, "-m", "tests.support.brokers.upstream_main")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
+        try:
+            assert process.stdout is not None
+            yield process.pid, Address(HOST, int(process.stdout.readline()))
+        finally:
+            process.kill()
+
+
+@both_loops
+async def test_a_broker_process_that_is_stopped_and_continued() -> None:
+    with broker_process() as (pid, address):
+        await _stop_and_continue(pid, address)
+
+
+async def _stop_and_continue(pid: int, address: Address) -> None:
+    async with running_proxy(limits=LIMITS) as proxy:
+        proxy.topology.set_broker(1, address)
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=PLAIN))
+        assert (await client.answer()).codes == {T0: 0}
+        for times in (1, 2):
+            os.kill(pid, signal.SIGSTOP)
+            client.send(produce_frame(records=PLAIN), produce_frame(records=PLAIN))
+            assert (await client.answer()).codes == {T0: TIMED_OUT}
+            assert (await client.answer()).codes == {T0: TIMED_OUT}
+            await opens(proxy, times)
+            client.send(produce_frame(records=PLAIN))
+            assert (await client.answer()).codes == {T0: NOT_LEADER}
+            os.kill(pid, signal.SIGCONT)
+            await eventually(lambda: not proxy.context.health.is_open(address))
+            client.send(produce_frame(records=PLAIN))
+            assert (await client.answer()).codes == {T0: 0}
+
+
+# Order
+
+
+@both_loops
+async def test_a_partition_that_has_left_a_hung_broker_is_tried_at_its_new_owner() -> None:
+    stuck, new = hung(1), ScriptedUpstream(2, answers_everything)
+    async with running_proxy(stuck, new, limits=LIMITS) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=batch(0)))
+        await stuck.next()
+        proxy.own(2)
+        # Waits for the one before: it is under way elsewhere.
+        client.send(produce_frame(records=batch(1)))
+        assert [(await client.answer()).codes[T0] for _ in range(2)] == [0, 0]
+        assert len(new.log) == 2
+
+
+# acks=0
+
+
+@both_loops
+async def test_acks_0_for_a_broker_that_hangs_is_counted_and_closes_the_connection() -> None:
+    upstream = hung(1)
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        proxy.own(1, partitions=[0, 1])
+        client, victim = await proxy.client(), await proxy.client()
+        await open_breaker(proxy, upstream, victim)
+        client.send(produce_frame({"t": [0, 1]}, acks=0))
+        assert await client.is_closed()
+        assert proxy.counters["acks0.undeliverable"] == 2
+        assert await upstream.is_silent()
+
+
+@both_loops
+async def test_acks_0_that_the_hung_broker_does_not_read_does_not_hold_up_its_client() -> None:
+    upstream = hung(1)
+    upstream.reads_nothing = True
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        # More than the kernel's buffers take.
+        client.send(produce_frame(records=bytes(24 << 20), acks=0))
+        await opens(proxy)
+        assert await client.is_closed()
+        assert proxy.counters["acks0.undeliverable"] == 1
+
+
+# The control plane
+
+
+@both_loops
+async def test_requests_about_the_cluster_are_not_asked_of_a_broker_that_hangs() -> None:
+    asked_of: list[int] = []
+
+    def answers_metadata(asked: Asked) -> None:
+        asked_of.append(asked.connection.upstream.node_id)
+        asked.answer_message(brokers=[], topics=[], controller_id=2, cluster_id="c")
+
+    stuck, healthy = hung(1), ScriptedUpstream(2, answers_metadata)
+    async with running_proxy(stuck, healthy, limits=LIMITS) as proxy:
+        proxy.own(1)
+        await open_breaker(proxy, stuck, await proxy.client())
+        # Each connection asks the brokers in an order of its own.
+        for _ in range(8):
+            client = await proxy.client()
+            began = time.monotonic()
+            client.send(control_frame(api_keys.METADATA, 12, topics=None))
+            await client.answer(api_keys.METADATA, 12)
+            assert time.monotonic() - began < 4
+        assert asked_of == [2] * 8
+        assert await stuck.is_silent()
+
+
+@both_loops
+async def test_what_a_hung_broker_was_asked_about_the_cluster_is_asked_elsewhere() -> None:
+    stuck = hung(1)
+    healthy = ScriptedUpstream(2, lambda asked: asked.answer_message(brokers=[], topics=[], cluster_id="c"))
+    async with running_proxy(stuck, healthy, limits={**LIMITS, "control_attempt_s": 30.0}) as proxy:
+        proxy.own(1)
+        clients = [await proxy.client() for _ in range(8)]
+        for client in clients:
+            client.send(control_frame(api_keys.METADATA, 12, topics=None))
+        await stuck.next()
+        client = await proxy.client()
+        client.send(produce_frame(records=PLAIN))
+        for each in clients:
+            await each.answer(api_keys.METADATA, 12)
+        assert (await client.answer()).codes == {T0: TIMED_OUT}
+
+
+# Ending
+
+
+@both_loops
+async def test_probing_ends_with_the_proxy() -> None:
+    upstream = hung(1)
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        proxy.own(1)
+        await open_breaker(proxy, upstream, await proxy.client())
+    # `both_loops` finds tasks that are left.
+    for probe in upstream.probes:
+        await probe.connection.until_closed()
+
+
+@both_loops
+async def test_a_broker_that_has_left_is_not_probed_any_longer() -> None:
+    upstream = hung(1)
+    async with running_proxy(upstream, limits=LIMITS) as proxy:
+        proxy.own(1)
+        await open_breaker(proxy, upstream, await proxy.client())
+        proxy.topology.remove_broker(1)
+        await eventually(lambda: not proxy.context.health.watching)
+        assert not proxy.context.health.is_open(upstream.address)
+
+
+@both_loops
+async def test_a_drain_does_not_wait_for_a_broker_that_hangs() -> None:
+    upstream = hung(1)
+    options: dict[str, Any] = {"limits": {**LIMITS, "drain_s": 20.0}}
+    async with running_proxy(upstream, **options) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=PLAIN, timeout_ms=LONG_MS))
+        await upstream.next()
+        began = time.monotonic()
+        stopping = asyncio.ensure_future(proxy.listener.stop())
+        assert (await client.answer()).codes == {T0: TIMED_OUT}
+        client.close()
+        await stopping
+        assert time.monotonic() - began < SOON_S

@@ -1,0 +1,319 @@
+"""Memory is bounded whatever clients do, by not reading; nobody waits for ever, and who comes too slowly is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kproxy.proxy.memory_budget import USUAL
+from kproxy_codec.api_keys import FETCH, PRODUCE
+from kproxy_codec.error_codes import INVALID_REQUEST, NOT_LEADER_OR_FOLLOWER
+from kproxy_codec.partitioned import MAX_PARTITIONS
+from tests.support.brokers.scripted_upstream import PATIENCE_S, ScriptedUpstream, answers_everything
+from tests.support.clients.raw_client import RawClient, batch, fetch_frame, produce_frame
+from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
+
+MIB = 1 << 20
+T0 = ("t", 0)
+
+
+def big(n: int, size: int = MIB) -> bytes:
+    return produce_frame(records=batch(n) + bytes(size), correlation_id=n)
+
+
+@both_loops
+async def test_all_connections_together_hold_no_more_than_the_total() -> None:
+    """Brokers answer nothing; then they do, and every client is served in the end."""
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 8 * MIB}) as proxy:
+        proxy.own(1)
+        clients = [await proxy.client() for _ in range(40)]
+        for n, client in enumerate(clients):
+            client.send(big(n))
+        held = []
+        for _ in range(30):
+            await asyncio.sleep(0.01)
+            held.append(proxy.context.budget.held)
+        # A half more, a frame, and 64 KiB for each that was reading.
+        assert 8 * MIB <= max(held) < 16 * MIB
+        assert proxy.listener.vitals.paused_connections > 20
+        for _ in clients:
+            (await upstream.next()).answer()
+            assert proxy.context.budget.held < 16 * MIB
+        assert [(await client.answer()).correlation_id for client in clients] == list(range(40))
+        assert proxy.context.budget.held == 0
+
+
+@both_loops
+async def test_those_who_wait_are_let_go_in_the_order_of_their_coming() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 200_000}) as proxy:
+        proxy.own(1, partitions=range(24))
+        clients = [await proxy.client() for _ in range(24)]
+        for n, client in enumerate(clients):
+            client.send(produce_frame({"t": [n]}, records=batch(n) + bytes(40_000), correlation_id=n))
+            await asyncio.sleep(0.02)
+        order = []
+        for _ in clients:
+            asked = await upstream.next()
+            order.append(asked.partitions[0][1])
+            asked.answer()
+        assert sorted(order) == list(range(24))
+        # One or two are read at once; who came long before another is not overtaken by it.
+        assert all(abs(place - n) <= 2 for place, n in enumerate(order)), str(order)
+
+
+@both_loops
+async def test_halves_of_frames_fill_the_total_and_each_is_still_finished() -> None:
+    """Every connection is in the midst of a frame when there is no more room: one at a time reads on."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 6 * MIB}) as proxy:
+        proxy.own(1)
+        clients = [await proxy.client() for _ in range(20)]
+        frames = [big(n, 3 * MIB) for n in range(20)]
+        for client, frame in zip(clients, frames, strict=True):
+            client.send(frame[: 2 * MIB])
+        await eventually(lambda: proxy.listener.vitals.paused_connections > 0)
+        await asyncio.sleep(0.1)
+        assert len(upstream.log) == 0
+        assert proxy.context.budget.held < 16 * MIB
+        for client, frame in zip(clients, frames, strict=True):
+            client.send(frame[2 * MIB :])
+        assert [(await client.answer()).correlation_id for client in clients] == list(range(20))
+
+
+@both_loops
+async def test_who_reads_on_without_room_does_so_for_one_frame() -> None:
+    """Its next one has begun with the end of the first; the others come first."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 1}) as proxy:
+        proxy.own(1)
+        greedy, modest = await proxy.client(), await proxy.client()
+        frames = [big(n, 300_000) for n in range(60)]
+        greedy.send(*frames)
+        modest.send(big(99, 300_000))
+        answers = asyncio.create_task(modest.answer())
+        before = 60
+        for n in range(60):
+            assert (await greedy.answer()).correlation_id == n
+            if answers.done():
+                before = min(before, n)
+        assert (await answers).correlation_id == 99
+        assert before < 40
+
+
+@both_loops
+async def test_a_request_larger_than_the_total_is_served() -> None:
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": MIB}) as proxy:
+        proxy.own(1)
+        for _ in range(2):
+            clients = [await proxy.client() for _ in range(3)]
+            for n, client in enumerate(clients):
+                client.send(big(n, 20 * MIB))
+            assert [(await client.answer()).correlation_id for client in clients] == [0, 1, 2]
+
+
+@both_loops
+async def test_one_who_leaves_in_the_midst_makes_room() -> None:
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 4 * MIB}) as proxy:
+        proxy.own(1)
+        leaving = [await proxy.client() for _ in range(8)]
+        for n, client in enumerate(leaving):
+            client.send(big(n, 3 * MIB)[: 2 * MIB] if n % 2 else big(n, 3 * MIB))
+        await eventually(lambda: proxy.listener.vitals.paused_connections > 0)
+        waiting = await proxy.client()
+        waiting.send(produce_frame(records=batch(7), correlation_id=77))
+        for client in leaving:
+            client.abort()
+        await eventually(lambda: any(batch(7) in asked.records.values() for asked in upstream.log))
+        next(asked for asked in upstream.log if batch(7) in asked.records.values()).answer()
+        assert (await waiting.answer()).correlation_id == 77
+
+
+@both_loops
+async def test_requests_are_served_although_others_hold_the_total_with_halves_of_frames() -> None:
+    """Who has stood still is cut off after seconds when others wait for what it holds."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 8 * MIB}) as proxy:
+        proxy.own(1)
+        hoarders = [await proxy.client() for _ in range(12)]
+        for client in hoarders:
+            client.send(struct.pack(">i", 100 * MIB) + bytes(MIB))
+        await eventually(lambda: proxy.context.budget.held >= 8 * MIB)
+        honest = await proxy.client()
+        # More than what is read in any case.
+        honest.send(produce_frame(records=batch() + bytes(100_000), correlation_id=5))
+        assert (await honest.answer(patience_s=USUAL.window_s - 2)).correlation_id == 5
+
+
+# Too slow
+
+
+@both_loops
+async def test_a_frame_that_does_not_get_on_closes_its_connection_and_no_other() -> None:
+    now = [1000.0]
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream, clock=lambda: now[0]) as proxy:
+        proxy.own(1)
+        frame = produce_frame(correlation_id=3)
+        length_alone, trickling, idle, steady = [await proxy.client() for _ in range(4)]
+        length_alone.send(frame[:4])
+        trickling.send(frame[:1])
+        steady.send(produce_frame(records=batch() + bytes(MIB), correlation_id=4)[:100])
+        rest = produce_frame(records=batch() + bytes(MIB), correlation_id=4)[100:]
+        seconds = int(USUAL.window_s) - 1
+        for second in range(seconds + 2):
+            if second < seconds:
+                trickling.send(frame[1 + second : 2 + second])
+            steady.send(rest[second * 2000 : (second + 1) * 2000])
+            for _ in range(3):
+                await asyncio.sleep(0.12)
+                now[0] += 1 / 3
+        assert await length_alone.is_closed()
+        assert await trickling.is_closed()
+        assert proxy.counters["clients.refused"] == 2
+        idle.send(frame)
+        assert (await idle.answer()).correlation_id == 3
+        steady.send(rest[(second + 1) * 2000 :])
+        assert (await steady.answer()).correlation_id == 4
+
+
+@both_loops
+async def test_a_frame_that_we_do_not_read_is_not_too_slow() -> None:
+    """The client sends as fast as it can; it is we who wait for a broker."""
+    now = [1000.0]
+    upstream = ScriptedUpstream(1)
+    limits = {"max_in_flight_bytes": 1000, "deadline_cap_ms": 1_000_000}
+    async with running_proxy(upstream, clock=lambda: now[0], limits=limits) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        second = produce_frame(records=batch(2) + bytes(50_000), correlation_id=2, timeout_ms=900_000)
+        client.send(produce_frame(records=batch(1) + bytes(2000), timeout_ms=900_000), second[:-10])
+        asked = await upstream.next()
+        for _ in range(40):
+            await asyncio.sleep(0.02)
+            now[0] += 2.5
+        asked.answer()
+        assert (await client.answer()).correlation_id == 1
+        # It is read again, and looked at.
+        await asyncio.sleep(0.3)
+        client.send(second[-10:])
+        (await upstream.next()).answer()
+        assert (await client.answer()).correlation_id == 2
+
+
+# A real process
+
+
+@pytest.mark.parametrize("kind", ["half of 100 MiB", "a length", "whole requests"])
+async def test_memory_stays_flat_under_clients_who_send_more_than_there_is_room_for(tmp_path: Path, kind: str) -> None:
+    clients, limit = 100 if kind == "whole requests" else 300, 64 * MIB
+    upstream = await ServedBroker(1).start()
+    with static_proxy(tmp_path, {1: upstream.port}, limits={"max_in_flight_bytes_total": limit}) as process:
+        proxy = psutil.Process(process.pid)
+        before = proxy.memory_info().rss
+        if kind == "whole requests":
+            data = produce_frame(records=batch(1, producer_id=-1) + bytes(4 * MIB))
+        else:
+            want = 4 if kind == "a length" else 20 * MIB
+            data = struct.pack(">i", 100 * MIB) + bytes(min(want, 20 * MIB))
+        flood = asyncio.create_task(asyncio.to_thread(send_from_many, port_of(process), clients, data, 4.0))
+        peak_rss = 0
+        while not flood.done():
+            peak_rss = max(peak_rss, proxy.memory_info().rss)
+            await asyncio.sleep(0.05)
+        taken = await flood
+        # Unbounded it would be all that they want to send.
+        assert peak_rss - before < 4 * limit, f"{(peak_rss - before) >> 20} MiB; {taken >> 20} MiB taken"
+        # A client that is not read cannot be seen to have left; when its broker has, there is nothing to wait for.
+        await upstream.stop()
+        # The process lives, tells what it does, and is free again when they are gone.
+        for _ in range(100):
+            _, text = await asyncio.to_thread(page, process.admin, "/metrics")
+            shown = samples(text)
+            if shown["kproxy_in_flight_bytes", ()] == 0 and shown["kproxy_client_connections", ()] == 0:
+                break
+            await asyncio.sleep(0.1)
+        assert shown["kproxy_in_flight_bytes", ()] == 0
+        assert shown["kproxy_paused_connections", ()] == 0
+        assert shown["kproxy_client_connections_accepted_total", ()] == clients
+        await upstream.start(upstream.port)
+        client = await RawClient().connect(port_of(process))
+        upstream.script = answers_everything
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            # A broker that was down is dialled again within a second; until then clients are told to try again.
+            client.send(produce_frame(records=batch(9), correlation_id=9))
+            answer = await client.answer()
+            assert answer.correlation_id == 9
+            if answer.codes == {T0: 0} or time.monotonic() > deadline:
+                break
+        assert answer.codes == {T0: 0}
+        assert upstream.log[-1].records == {T0: batch(9)}
+        client.abort()
+    await upstream.stop()
+
+
+def send_from_many(port: int, clients: int, data: bytes, seconds: float) -> int:
+    """Each client sends `data` as far as it is taken, for so long; how many bytes were taken in all."""
+    sockets = []
+    for _ in range(clients):
+        client = socket.create_connection(("127.0.0.1", port))
+        client.setblocking(False)
+        sockets.append(client)
+    sent = dict.fromkeys(sockets, 0)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for client, done in sent.items():
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                sent[client] += client.send(data[done : done + (256 << 10)]) if done < len(data) else 0
+        time.sleep(0.002)
+    for client in sockets:
+        client.close()
+    return sum(sent.values())
+
+
+@pytest.mark.parametrize("api_key", [PRODUCE, FETCH])
+@both_loops
+async def test_more_partitions_than_are_served_each_get_an_error_code(api_key: int) -> None:
+    """A connection that is closed instead makes a client send the same for ever."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        for count, code in ((MAX_PARTITIONS, 0), (MAX_PARTITIONS + 1, INVALID_REQUEST)):
+            partitions = {"t": range(count)}
+            if api_key == PRODUCE:
+                client.send(produce_frame(partitions, records=b""))
+                answer = await client.answer()
+            else:
+                client.send(fetch_frame(partitions, max_wait_ms=0))
+                answer = await client.answer(FETCH, 12)
+            assert answer.codes == dict.fromkeys((("t", index) for index in range(count)), code), count
+
+
+@both_loops
+async def test_a_request_that_arrives_after_its_deadline_is_not_sent_and_says_so() -> None:
+    """Sent all the same it would be appended, answered with REQUEST_TIMED_OUT, and sent again by its client."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        late = produce_frame(records=batch(0, producer_id=-1), timeout_ms=1000)
+        client.send(late[:30])
+        # The shortest deadline there is, and some more.
+        await asyncio.sleep(1.3)
+        client.send(late[30:], produce_frame(records=batch(1, producer_id=-1), correlation_id=9))
+        assert (await client.answer()).codes == {("t", 0): NOT_LEADER_OR_FOLLOWER}
+        assert (await client.answer()).codes == {("t", 0): 0}
+        assert [asked.records[("t", 0)] for asked in upstream.log] == [batch(1, producer_id=-1)]

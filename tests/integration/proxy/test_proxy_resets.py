@@ -1,0 +1,201 @@
+"""A connection that ends at every single byte: of a request or an answer, at a broker's end or at a client's.
+
+All offsets run at once through one proxy, each with a client and a broker of its own, one half of them reset (RST), the
+other half closed (FIN); what is reset where the request goes to one broker is closed where it is split over two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.support.brokers.cutting_broker import RESET_AT_CLOSE, Cut, CuttingBroker
+from tests.support.brokers.scripted_upstream import HOST, ScriptedUpstream, answers_everything
+from tests.support.clients.raw_client import RawClient, batch, produce_frame
+from tests.support.processes.at_rest import what_is_left
+from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+
+TIMED_OUT = 7
+# On a busy machine any dial and any answer may take a second. Brokers here have nothing to say to a probe.
+PATIENT = {"connect_timeout_s": 60.0}
+NOT_SUSPICIOUS_S = 60.0
+WELL = 1_000
+WELL_PARTITION = 999_999
+# acks=1 is acks=all for all that happens here; what may be sent again is in the scripts (tests/unit).
+KINDS = [(-1, 7), (-1, -1), (0, -1)]
+KIND_NAMES = [f"acks {acks}, {'idempotent' if producer_id >= 0 else 'plain'}" for acks, producer_id in KINDS]
+
+
+@pytest.fixture(autouse=True)
+def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy.proxy.broker_health.SUSPICIOUS_S", NOT_SUSPICIOUS_S)
+
+
+def request_to(partition: int, number: int, acks: int, producer_id: int, *, split: bool) -> bytes:
+    partitions = [partition, WELL_PARTITION] if split else [partition]
+    return produce_frame({"t": partitions}, records=batch(number, producer_id=producer_id), acks=acks, correlation_id=7)
+
+
+def cuts(acks: int, producer_id: int) -> list[Cut]:
+    """Every offset, the whole request included; of the answer all but its end."""
+    request = len(request_to(0, 1, acks, producer_id, split=False))
+    answer = 0 if acks == 0 else 4 + 4 + 1 + 1 + 2 + 1 + 4 + 2 + 3 * 8 + 1 + 1 + 1 + 1 + 4 + 1
+    return [Cut(False, at, at % 2 == 0) for at in range(request + 1)] + [
+        Cut(True, at, at % 2 == 0) for at in range(answer)
+    ]
+
+
+@asynccontextmanager
+async def brokers_that_cut(proxy: RunningProxy, cuts: list[Cut]) -> AsyncIterator[list[CuttingBroker]]:
+    """A broker and a partition for each of `cuts`."""
+    brokers = [CuttingBroker(cut) for cut in cuts]
+    try:
+        for place, broker in enumerate(brokers):
+            broker.start()
+            proxy.topology.set_broker(place, broker.address)
+            proxy.own(place, partitions=[place])
+        await proxy.context.versions.current()
+        yield brokers
+    finally:
+        for broker in brokers:
+            await broker.stop()
+
+
+class Case:
+    """One client, the broker that breaks off on it, and what must come of it."""
+
+    def __init__(self, place: int, broker: CuttingBroker, acks: int, producer_id: int, *, split: bool) -> None:
+        self.place, self.broker = place, broker
+        self.acks, self.producer_id, self.split = acks, producer_id, split
+
+    def __str__(self) -> str:
+        return f"{self.broker.cut}, split: {self.split}"
+
+    async def run(self, client: RawClient) -> None:
+        await self._produce(client, 0, [0])
+        # A second time after a failure would be a resend: the proxy knows batches again only where the broker does.
+        await self._produce(client, 1, [0] if self.producer_id >= 0 else [TIMED_OUT])
+        await self._produce(client, 2, [0], acks=-1)
+        self._judge()
+
+    async def _produce(self, client: RawClient, number: int, expected: list[int], acks: int | None = None) -> None:
+        acks = self.acks if acks is None else acks
+        client.send(request_to(self.place, number, acks, self.producer_id, split=self.split))
+        if acks == 0:
+            # Until it is there or can no more come.
+            await eventually(lambda: self.broker.has_done_with(number), str(self))
+            return
+        answer = await client.answer()
+        assert answer.correlation_id == 7
+        codes = {("t", self.place): expected[0]} | ({("t", WELL_PARTITION): 0} if self.split else {})
+        assert answer.codes == codes, str(self)
+        for result in answer.results:
+            is_success = result.error_code == 0
+            assert (result.fields["base_offset"] >= 0) is is_success, str(self)
+            if is_success and result.partition_index == self.place:
+                place = self.broker.appended.index(batch(number, producer_id=self.producer_id))
+                assert result.fields["base_offset"] == place, str(self)
+
+    def _judge(self) -> None:
+        first, cut, last = (batch(number, producer_id=self.producer_id) for number in range(3))
+        appended = self.broker.appended
+        assert appended in ([first, cut, last], [first, last]), str(self)
+        if self.producer_id >= 0:
+            assert cut in appended, str(self)
+        else:
+            assert self.broker.arrived.count(cut) <= 1, str(self)
+
+
+@pytest.mark.parametrize(("acks", "producer_id"), KINDS, ids=KIND_NAMES)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@both_loops
+async def test_a_broker_that_breaks_off_after_any_byte(acks: int, producer_id: int, split: bool) -> None:
+    well = ScriptedUpstream(WELL, answers_everything)
+    async with running_proxy(well, limits=PATIENT) as proxy:
+        proxy.own(WELL, partitions=[WELL_PARTITION])
+        chosen = [cut._replace(resets=cut.resets is not split) for cut in cuts(acks, producer_id)]
+        async with brokers_that_cut(proxy, chosen) as brokers:
+            cases = [Case(place, broker, acks, producer_id, split=split) for place, broker in enumerate(brokers)]
+            clients = [await proxy.client() for _ in cases]
+            bystander = await proxy.client()
+            running = asyncio.gather(*(case.run(client) for case, client in zip(cases, clients, strict=True)))
+            while not running.done():
+                bystander.send(produce_frame({"t": [WELL_PARTITION]}))
+                assert (await bystander.answer()).codes == {("t", WELL_PARTITION): 0}
+                await asyncio.sleep(0.01)
+            await running
+            assert what_is_left(proxy) == []
+            for client in clients:
+                client.close()
+            await eventually(lambda: len(proxy.listener._sessions) == 1, "only the bystander left")
+            await eventually(lambda: all(broker.is_idle for broker in brokers), "broker connections closed")
+
+
+def ended(client: socket.socket, *, resets: bool) -> None:
+    if resets:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+    client.close()
+
+
+async def connected(proxy: RunningProxy) -> socket.socket:
+    client = socket.socket()
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, (HOST, proxy.port))
+    return client
+
+
+@pytest.mark.parametrize("acks", [-1, 1, 0])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@both_loops
+async def test_a_client_that_breaks_off_after_any_byte_of_its_request(acks: int, split: bool) -> None:
+    """What is not whole never reaches a broker; what is may, once."""
+    own, well = ScriptedUpstream(1, answers_everything), ScriptedUpstream(WELL, answers_everything)
+    async with running_proxy(own, well, limits=PATIENT) as proxy:
+        proxy.own(1)
+        proxy.own(WELL, partitions=[WELL_PARTITION])
+        loop = asyncio.get_running_loop()
+        length = len(request_to(0, 0, acks, -1, split=split))
+        for at in range(length + 1):
+            client = await connected(proxy)
+            await loop.sock_sendall(client, request_to(0, at, acks, -1, split=split)[:at])
+            ended(client, resets=(at % 2 == 0) is not split)
+        await eventually(lambda: not proxy.listener._sessions, "no client connection left")
+        arrived = [asked.records for broker in (own, well) for asked in broker.log]
+        whole = batch(length, producer_id=-1)
+        assert all(set(records.values()) == {whole} for records in arrived)
+        assert len(own.log) <= 1
+        assert len(well.log) <= 1
+        await eventually(lambda: not any(each.is_open for broker in (own, well) for each in broker.connections))
+        assert proxy.counters["clients.refused"] == 0
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@both_loops
+async def test_a_client_that_breaks_off_after_any_byte_of_its_answer(split: bool) -> None:
+    own, well = ScriptedUpstream(1, answers_everything), ScriptedUpstream(WELL, answers_everything)
+    async with running_proxy(own, well, limits=PATIENT) as proxy:
+        proxy.own(1)
+        proxy.own(WELL, partitions=[WELL_PARTITION])
+        bystander = await proxy.client()
+        bystander.send(produce_frame())
+        length = len((await bystander.answer()).frame)
+        loop = asyncio.get_running_loop()
+
+        async def break_off(at: int) -> None:
+            client = await connected(proxy)
+            await loop.sock_sendall(client, request_to(0, at, -1, -1, split=split) * 3)
+            for _ in range(at):
+                await loop.sock_recv(client, 1)
+            ended(client, resets=(at % 2 == 0) is not split)
+
+        await asyncio.gather(*(break_off(at) for at in range(length + 1)))
+        await eventually(lambda: len(proxy.listener._sessions) == 1, "only the bystander left")
+        bystander.send(produce_frame())
+        assert (await bystander.answer()).codes == {("t", 0): 0}
+        assert what_is_left(proxy) == []
+        arrived = [bytes(asked.records["t", 0]) for asked in own.log]
+        assert all(arrived.count(batch(at, producer_id=-1)) <= 3 for at in range(length + 1))

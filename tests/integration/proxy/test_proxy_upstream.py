@@ -1,0 +1,106 @@
+"""A broker connection at the moments where it changes its state."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+
+import pytest
+
+from kproxy.proxy.broker_connection import Upstream
+from kproxy.proxy.dialling import Dialler
+from kproxy.routing.topology import Address
+from kproxy_codec.framing import ReceiveArena
+from tests.support.brokers.scripted_upstream import HOST, ScriptedUpstream, answers_everything
+from tests.support.clients.raw_client import produce_frame
+from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+
+CONNECT_TIMEOUT_S = 0.05
+
+
+@both_loops
+async def test_a_connection_that_was_made_is_not_taken_away_by_the_dials_time_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """uvloop closes the handle under such a connection and never says that it is lost: whoever waits for that hangs."""
+    connection_made = Upstream.connection_made
+
+    def made_by_a_busy_process(self: Upstream, transport: asyncio.BaseTransport) -> None:
+        connection_made(self, transport)
+        time.sleep(2 * CONNECT_TIMEOUT_S)
+
+    monkeypatch.setattr(Upstream, "connection_made", made_by_a_busy_process)
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream, limits={"connect_timeout_s": CONNECT_TIMEOUT_S}) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame())
+        assert (await client.answer()).codes == {("t", 0): 0}
+        assert len(upstream.connections) == 1
+        client.close()
+        await eventually(lambda: not proxy.listener._sessions, "the client's connection is let go")
+
+
+@both_loops
+async def test_a_connection_that_is_made_after_the_dials_time_out_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection_made = Upstream.connection_made
+
+    def made_too_late(self: Upstream, transport: asyncio.BaseTransport) -> None:
+        # What the timer does when it is due before this in the same step of the loop.
+        self._dial.cancel()
+        connection_made(self, transport)
+        assert self._transport is None
+
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        monkeypatch.setattr(Upstream, "connection_made", made_too_late)
+        client.send(produce_frame())
+        await eventually(lambda: upstream.connections, "a dial")
+        await eventually(lambda: not upstream.connections[0].is_open, "that connection is closed")
+        assert upstream.log == []
+        client.close()
+        await eventually(lambda: not proxy.listener._sessions, "the client's connection is let go")
+
+
+class Silent:
+    """A ticket of acks=0."""
+
+    expects_answer = False
+    is_sent = False
+
+    def sent(self) -> None:
+        self.is_sent = True
+
+    def answered(self, frame: memoryview) -> None:
+        raise AssertionError("acks=0 has no answer")
+
+    def lost(self, *, written: bool) -> None:
+        raise AssertionError("what is sent is not lost any more")
+
+
+@both_loops
+async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
+    """The kernel knows of it and the event loop does not yet: closing one half of such a connection is an error."""
+    with socket.create_server((HOST, 0)) as listener:
+        upstream = Upstream(
+            1,
+            Address(*listener.getsockname()[:2]),
+            dialler=Dialler(),
+            arena=ReceiveArena(),
+            max_answer_bytes=1 << 20,
+            connect_timeout_s=5.0,
+            on_pressure=lambda slow: None,
+        )
+        ticket = Silent()
+        upstream.send(ticket, 1, [b"request"])
+        await eventually(lambda: ticket.is_sent)
+        broker, _ = listener.accept()
+        await asyncio.sleep(0.01)
+        broker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        broker.close()
+        await upstream.close()
+        assert upstream.closed

@@ -1,0 +1,453 @@
+"""Versions: what is offered follows the brokers, and what was offered binds what is then sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from kproxy.proxy import api_versions as module
+from kproxy.proxy.apis import SERVED
+from kproxy_codec import api_keys as keys
+from kproxy_codec.produce import TOPIC_IDS_FROM
+from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
+from tests.support.clients.raw_client import RawClient, control_frame, fetch_frame, list_offsets_frame, produce_frame
+from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually
+from tests.support.processes.running_proxy import running_among_strangers as running_proxy
+
+NEWEST = SERVED[keys.PRODUCE].max_version
+OLD = 9
+Script = Callable[[Asked], None]
+
+
+def serves(produce: int, *, answers: Script = answers_everything, fences: range = range(0), **features: Any) -> Script:
+    """A broker that serves Produce up to this version, everything else in all versions, and these of BindFences."""
+    listed = [{"api_key": key, "min_version": offer.min_version, "max_version": 99} for key, offer in SERVED.items()]
+    listed[0] = {"api_key": keys.PRODUCE, "min_version": 0, "max_version": produce}
+    if fences:
+        listed.append({"api_key": keys.BIND_FENCES, "min_version": fences[0], "max_version": fences[-1]})
+
+    def script(asked: Asked) -> None:
+        if asked.header.api_key == keys.API_VERSIONS:
+            told = features if asked.header.api_version >= 3 else {}
+            asked.answer_message(api_keys=listed, **told)
+        else:
+            answers(asked)
+
+    return script
+
+
+def holds(asked: Asked) -> None:
+    """Requests wait in `log` for the test."""
+
+
+async def api_versions(client: RawClient, version: int = 4) -> Any:
+    client.send(control_frame(keys.API_VERSIONS, version))
+    return (await client.answer(keys.API_VERSIONS, version)).message
+
+
+async def offered_produce(client: RawClient) -> int:
+    message = await api_versions(client)
+    return next(each.max_version for each in message.api_keys if each.api_key == keys.PRODUCE)
+
+
+def current_produce(proxy: RunningProxy) -> int:
+    return proxy.context.versions.offered.ranges[keys.PRODUCE][1]
+
+
+async def is_served(client: RawClient, version: int) -> bool:
+    client.send(produce_frame(version=version))
+    if version == OLD:
+        return (await client.answer(keys.PRODUCE, version)).codes == {("t", 0): 0}
+    try:
+        return (await client.answer(keys.PRODUCE, version)).codes == {("t", 0): 0}
+    except (EOFError, ConnectionError):
+        return False
+
+
+async def join(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
+    if not upstream.port:
+        await upstream.start()
+    proxy.topology.set_broker(upstream.node_id, upstream.address)
+
+
+# A broker joins that serves less
+
+
+@both_loops
+async def test_a_client_that_was_told_of_more_is_answered_and_then_closed_when_an_old_broker_joins() -> None:
+    new, old = ScriptedUpstream(1, serves(NEWEST, answers=holds)), ScriptedUpstream(2, serves(OLD))
+    async with running_proxy(new, follows_versions=True) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        assert await offered_produce(client) == NEWEST
+        client.send(produce_frame(version=NEWEST, correlation_id=5))
+        await eventually(lambda: new.log[-1].header.api_key == keys.PRODUCE)
+        await join(proxy, old)
+        await eventually(lambda: current_produce(proxy) == OLD)
+        assert await client.is_silent()
+        new.log[-1].answer()
+        assert (await client.answer(keys.PRODUCE, NEWEST)).correlation_id == 5
+        assert await client.is_closed()
+        assert await offered_produce(await proxy.client()) == OLD
+        await old.stop()
+
+
+@both_loops
+async def test_what_a_client_sent_too_late_does_not_cost_it_its_last_answers() -> None:
+    """Closing upon bytes that nobody has read resets a connection; the client closes first."""
+    new, old = ScriptedUpstream(1, serves(NEWEST, answers=holds)), ScriptedUpstream(2, serves(OLD))
+    async with running_proxy(new, follows_versions=True) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        await api_versions(client)
+        client.send(produce_frame(version=NEWEST, correlation_id=5))
+        await eventually(lambda: new.log[-1].header.api_key == keys.PRODUCE)
+        await join(proxy, old)
+        await eventually(lambda: current_produce(proxy) == OLD)
+        for number in range(100):
+            client.send(produce_frame(version=NEWEST, correlation_id=100 + number))
+        await client.sent()
+        new.log[-1].answer()
+        assert (await client.answer(keys.PRODUCE, NEWEST)).correlation_id == 5
+        # A reset would raise here.
+        assert await client._reader.read() == b""
+        assert sum(each.header.api_key == keys.PRODUCE for each in new.log) == 1
+        client.close()
+        await eventually(lambda: not proxy.listener._sessions)
+        await old.stop()
+
+
+@both_loops
+async def test_an_idle_client_that_was_told_of_more_is_closed_when_an_old_broker_joins() -> None:
+    old = ScriptedUpstream(2, serves(OLD))
+    async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
+        client = await proxy.client()
+        await api_versions(client)
+        await join(proxy, old)
+        assert await client.is_closed()
+        assert proxy.counters["clients.refused"] == 0
+        await old.stop()
+
+
+@both_loops
+async def test_a_client_that_never_asked_is_held_to_what_is_offered_at_the_moment() -> None:
+    """kafka-python 2.0.2 with a pinned version sends no ApiVersions at all."""
+    old = ScriptedUpstream(2, serves(OLD))
+    async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        # By name: one connection calls a topic one thing.
+        assert await is_served(client, TOPIC_IDS_FROM - 1)
+        await join(proxy, old)
+        await eventually(lambda: current_produce(proxy) == OLD)
+        assert await is_served(client, OLD)
+        with capture_logs() as logs:
+            client.send(produce_frame(version=NEWEST))
+            assert await client.is_closed()
+        assert [each["reason"] for each in logs if each["event"] == "client connection closed"] == [
+            f"PRODUCE v{NEWEST}: versions 0 to {OLD} are offered"
+        ]
+        proxy.topology.remove_broker(2)
+        await eventually(lambda: current_produce(proxy) == NEWEST)
+        assert await is_served(await proxy.client(), NEWEST)
+        await old.stop()
+
+
+@both_loops
+async def test_a_client_that_was_told_of_less_stays_and_is_held_to_it_when_the_old_broker_leaves() -> None:
+    upstreams = ScriptedUpstream(1, serves(NEWEST)), ScriptedUpstream(2, serves(OLD))
+    async with running_proxy(*upstreams, follows_versions=True) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        assert await offered_produce(client) == OLD
+        proxy.topology.remove_broker(2)
+        await eventually(lambda: current_produce(proxy) == NEWEST)
+        assert await is_served(client, OLD)
+        assert not await is_served(client, NEWEST)
+        # Asked again it is told of more.
+        other = await proxy.client()
+        assert await offered_produce(other) == NEWEST
+        assert await is_served(other, NEWEST)
+
+
+@both_loops
+async def test_a_broker_that_serves_as_much_as_was_told_closes_nobody() -> None:
+    second = ScriptedUpstream(2, serves(NEWEST))
+    async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        await api_versions(client)
+        await join(proxy, second)
+        await eventually(lambda: second.log)
+        assert await is_served(client, NEWEST)
+        await second.stop()
+
+
+# Learning, and learning again
+
+
+@both_loops
+async def test_an_old_broker_that_comes_back_as_a_new_one_is_asked_again() -> None:
+    upstream = ScriptedUpstream(1, serves(OLD))
+    async with running_proxy(upstream, follows_versions=True) as proxy:
+        await eventually(lambda: current_produce(proxy) == OLD)
+        upstream.script = serves(NEWEST)
+        for connection in upstream.connections:
+            connection.abort()
+        await eventually(lambda: current_produce(proxy) == NEWEST)
+
+
+@both_loops
+async def test_a_broker_that_goes_is_told_of_and_so_is_each_vain_attempt_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "UNREACHABLE_FOR_S", 0.3)
+    upstream = ScriptedUpstream(1, serves(NEWEST))
+    async with running_proxy(upstream, follows_versions=True) as proxy:
+        told: list[float] = []
+        proxy.context.versions.on_lost = lambda: told.append(proxy.context.clock())
+        await eventually(lambda: upstream.log)
+        await eventually(lambda: proxy.context.versions.offered.ranges)
+        assert told == [], "it is there"
+        # No client is connected: nobody else would notice.
+        await upstream.stop()
+        await eventually(lambda: len(told) >= 3)
+        assert told[-1] - told[1] >= 0.28, "not at every look"
+
+
+@both_loops
+async def test_a_broker_with_another_address_is_asked_there() -> None:
+    first, second = ScriptedUpstream(1, serves(NEWEST)), ScriptedUpstream(1, serves(OLD))
+    async with running_proxy(first, follows_versions=True) as proxy:
+        await eventually(lambda: first.log)
+        await join(proxy, second)
+        await eventually(lambda: current_produce(proxy) == OLD)
+        await second.stop()
+
+
+@both_loops
+async def test_a_broker_that_cannot_be_asked_counts_with_what_it_last_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
+    old = ScriptedUpstream(2, serves(OLD))
+    async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), old, follows_versions=True) as proxy:
+        await eventually(lambda: current_produce(proxy) == OLD)
+        proxy.topology.remove_broker(2)
+        await eventually(lambda: current_produce(proxy) == NEWEST)
+        await old.stop()
+        proxy.topology.set_broker(2, old.address)
+        await eventually(lambda: current_produce(proxy) == OLD)
+        assert await offered_produce(await proxy.client()) == OLD
+
+
+@both_loops
+async def test_a_broker_that_has_never_answered_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
+    hung = ScriptedUpstream(2)
+    async with running_proxy(ScriptedUpstream(1, serves(OLD)), hung) as proxy:
+        assert await offered_produce(await proxy.client()) == OLD
+        assert len(hung.log) == 1
+
+
+def says_35(asked: Asked) -> None:
+    """KIP-511: in version 0, whatever was asked."""
+    head = asked.header.correlation_id.to_bytes(4, "big")
+    body = (35).to_bytes(2, "big") + (1).to_bytes(4, "big") + b"\x00\x12\x00\x00\x00\x00"
+    asked.connection.write((len(head) + len(body)).to_bytes(4, "big") + head + body)
+
+
+@pytest.mark.parametrize("refuses", [says_35, lambda asked: asked.connection.close()], ids=["error 35", "closes"])
+@both_loops
+async def test_a_broker_that_knows_no_newer_version_of_the_question_is_asked_in_version_0(refuses: Script) -> None:
+    known = serves(OLD)
+
+    def script(asked: Asked) -> None:
+        (refuses if asked.header.api_version > 0 else known)(asked)
+
+    upstream = ScriptedUpstream(1, script)
+    async with running_proxy(upstream) as proxy:
+        assert await offered_produce(await proxy.client()) == OLD
+        assert [each.header.api_version for each in upstream.log] == [4, 0]
+
+
+# What is then sent
+
+
+@pytest.mark.parametrize(
+    ("key", "version"), [(keys.PRODUCE, OLD + 1), (keys.METADATA, 14), (keys.DELETE_RECORDS, 0), (keys.FETCH, 99)]
+)
+@both_loops
+async def test_what_was_not_offered_is_refused_by_closing(key: int, version: int) -> None:
+    upstream = ScriptedUpstream(1, serves(OLD))
+    async with running_proxy(upstream) as proxy:
+        client = await proxy.client()
+        await api_versions(client)
+        client.send(produce_frame(version=version) if key == keys.PRODUCE else head_only(key, version))
+        assert await client.is_closed()
+        assert proxy.counters["clients.refused"] == 1
+        assert len(upstream.log) == 1
+
+
+def head_only(key: int, version: int) -> bytes:
+    message = key.to_bytes(2, "big") + version.to_bytes(2, "big") + bytes(4) + b"\xff\xff" + bytes(40)
+    return len(message).to_bytes(4, "big") + message
+
+
+# Features
+
+
+FEATURES: Mapping[str, Any] = {
+    "supported_features": [
+        {"name": "transaction.version", "min_version": 0, "max_version": 2},
+        {"name": "metadata.version", "min_version": 7, "max_version": 27},
+    ],
+    "finalized_features": [
+        {"name": "transaction.version", "min_version_level": 2, "max_version_level": 2},
+        {"name": "metadata.version", "min_version_level": 27, "max_version_level": 27},
+    ],
+    "finalized_features_epoch": 40,
+}
+
+
+@pytest.mark.parametrize("version", range(5))
+@both_loops
+async def test_features_are_handed_on_as_the_offered_versions_allow(version: int) -> None:
+    async with running_proxy(ScriptedUpstream(1, serves(11, **FEATURES))) as proxy:
+        message = await api_versions(await proxy.client(), version)
+        supported = {each.name: (each.min_version, each.max_version) for each in message.supported_features}
+        finalized = {each.name: (each.min_version_level, each.max_version_level) for each in message.finalized_features}
+        if version < 3:
+            assert (supported, finalized) == ({}, {})
+            return
+        # Support from level 0 on can be said from version 4 on.
+        lowest = {"transaction.version": (0, 1)} if version >= 4 else {}
+        assert supported == {**lowest, "metadata.version": (7, 27)}
+        assert finalized == {"transaction.version": (1, 1), "metadata.version": (27, 27)}
+        assert message.finalized_features_epoch == 81
+
+
+# What brokers say among themselves
+
+
+# Kafka's keys of requests between brokers, controllers and coordinators; the names are Kafka's.
+INTERNAL = {
+    "LeaderAndIsr": 4,
+    "StopReplica": 5,
+    "UpdateMetadata": 6,
+    "ControlledShutdown": 7,
+    "WriteTxnMarkers": keys.WRITE_TXN_MARKERS,
+    "Vote": 52,
+    "BeginQuorumEpoch": 53,
+    "EndQuorumEpoch": 54,
+    "AlterPartition": 56,
+    "Envelope": keys.ENVELOPE,
+    "FetchSnapshot": 59,
+    "BrokerRegistration": 62,
+    "BrokerHeartbeat": 63,
+    "UnregisterBroker": 64,
+    "AllocateProducerIds": 67,
+    "ControllerRegistration": 70,
+    "AssignReplicasToDirs": 73,
+    "AddRaftVoter": 80,
+    "RemoveRaftVoter": 81,
+    "UpdateRaftVoter": 82,
+    "InitializeShareGroupState": 83,
+    "ReadShareGroupState": 84,
+    "WriteShareGroupState": 85,
+    "DeleteShareGroupState": 86,
+    "ReadShareGroupStateSummary": 87,
+}
+
+
+def serves_all(asked: Asked) -> None:
+    """A broker that offers what brokers say among themselves as well."""
+    if asked.header.api_key == keys.API_VERSIONS:
+        asked.answer_message(api_keys=[{"api_key": key, "min_version": 0, "max_version": 99} for key in range(100)])
+
+
+@pytest.mark.parametrize("negotiates", [True, False], ids=["asked", "never asked"])
+@pytest.mark.parametrize(("name", "version"), [*((name, 0) for name in INTERNAL), ("AddPartitionsToTxn of brokers", 4)])
+@both_loops
+async def test_what_brokers_say_among_themselves_is_refused(name: str, version: int, negotiates: bool) -> None:
+    """It would use the proxy's rights at the brokers."""
+    key = INTERNAL.get(name, keys.ADD_PARTITIONS_TO_TXN)
+    upstream = ScriptedUpstream(1, serves_all)
+    async with running_proxy(upstream) as proxy:
+        client = await proxy.client()
+        if negotiates:
+            offered = {each.api_key: each.max_version for each in (await api_versions(client)).api_keys}
+            assert offered.get(key, -1) < version
+        client.send(head_only(key, version))
+        assert await client.is_closed()
+        assert [each.header.api_key for each in upstream.log] == [keys.API_VERSIONS] * negotiates
+
+
+REPLICA_READS = [
+    *((keys.FETCH, version) for version in range(SERVED[keys.FETCH].min_version, SERVED[keys.FETCH].max_version + 1)),
+    *((keys.LIST_OFFSETS, version) for version in range(1, SERVED[keys.LIST_OFFSETS].max_version + 1)),
+]
+
+
+@pytest.mark.parametrize(("key", "version"), REPLICA_READS)
+@both_loops
+async def test_a_read_in_the_name_of_a_replica_is_refused(key: int, version: int) -> None:
+    """A follower's Fetch moves the high watermark, and its reads go beyond it."""
+    upstream = ScriptedUpstream(1)
+    frame = fetch_frame if key == keys.FETCH else list_offsets_frame
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        for replica_id in (0, 1, 2**31 - 1):
+            client = await proxy.client()
+            client.send(frame(version=version, replica_id=replica_id))
+            assert await client.is_closed()
+        assert upstream.log == []
+        client = await proxy.client()
+        client.send(frame(version=version, replica_id=-1))
+        asked = await upstream.next()
+        asked.answer()
+        assert (await client.answer(key, version)).codes == {("t", 0): 0}
+
+
+# Fences
+
+
+@pytest.mark.parametrize(
+    ("brokers", "fenced"),
+    [
+        ([], False),
+        ([range(1)], True),
+        ([range(3)], True),
+        ([range(1), range(1)], True),
+        ([range(0)], False),
+        ([range(1), range(0)], False),
+        # Only a version that the proxy does not speak.
+        ([range(1), range(1, 3)], False),
+        # One that has not said anything: where it leads, it is asked to keep a fence, and says then.
+        ([range(1), None], True),
+        ([range(0), None], False),
+        ([None], False),
+    ],
+)
+async def test_an_upstream_has_fences_where_all_that_said_so_have(
+    brokers: list[range | None], fenced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.3)
+    async with running_proxy() as proxy:
+        upstreams = [
+            ScriptedUpstream(number, holds if fences is None else serves(NEWEST, fences=fences))
+            for number, fences in enumerate(brokers, 1)
+        ]
+        for upstream in upstreams:
+            await join(proxy, upstream)
+        versions = proxy.context.versions
+        assert not versions.fenced
+        assert [versions.has_fences(upstream.node_id) for upstream in upstreams] == [None] * len(brokers)
+        await versions.current()
+        assert versions.fenced is fenced
+        assert [versions.has_fences(upstream.node_id) for upstream in upstreams] == [
+            None if fences is None else 0 in fences for fences in brokers
+        ]
+        for upstream in upstreams:
+            proxy.topology.remove_broker(upstream.node_id)
+            assert versions.has_fences(upstream.node_id) is None
+            await upstream.stop()

@@ -1,0 +1,209 @@
+"""`kproxy serve` starts before what it learns owners from, and reads it anew on SIGHUP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient
+from tests.support.clients.raw_client import RawClient, batch, produce_frame
+from tests.support.etcd.embedded import QUICK, put_many
+from tests.support.processes.dev import KPROXY, KproxyProcess
+from tests.support.processes.ports import free_port, free_ports
+from tests.support.processes.served import ServedBroker, page, port_of, static_proxy
+
+PATIENCE_S = 30.0
+T0 = ("t", 0)
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port where connections are accepted and nothing is ever said."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+async def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def started(stderr: Path, *arguments: str) -> AsyncIterator[KproxyProcess]:
+    """A proxy that may not be ready for long."""
+    process = KproxyProcess(["serve", "--listen", "127.0.0.1:0", *arguments], stderr)
+    try:
+        yield process
+    finally:
+        await asyncio.to_thread(process.stop)
+
+
+async def until_ready(admin: str) -> None:
+    """A proxy may have loaded its table before anything was in it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (said := await asyncio.to_thread(page, admin, "/readyz")) != (200, "ready\n"):
+        assert time.monotonic() < deadline, said
+        await asyncio.sleep(0.05)
+
+
+async def test_a_proxy_waits_for_an_etcd_that_is_started_later(tmp_path: Path) -> None:
+    etcd_port, admin_port = free_ports(2)
+    endpoint, admin = f"http://127.0.0.1:{etcd_port}", f"127.0.0.1:{admin_port}"
+    async with started(tmp_path / "stderr", "--etcd", endpoint, "--admin", admin) as process:
+        await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
+        assert process.stderr().count(f"kproxy: etcd at {endpoint} does not answer") == 1
+        assert "--etcd" in process.stderr()
+        assert await asyncio.to_thread(page, admin, "/livez") == (200, "alive\n")
+        status, text = await asyncio.to_thread(page, admin, "/readyz")
+        assert status == 503
+        assert text.startswith(f"starting: etcd at {endpoint} does not answer")
+        broker = await ServedBroker(1).start()
+        async with EmbeddedEtcd(tmp_path / "etcd", client_port=etcd_port, extra_arguments=QUICK) as etcd:
+            client = EtcdClient([etcd.endpoint])
+            await client.connect()
+            address = b'{"node_id": 1, "host": "127.0.0.1", "port": %d}' % broker.port
+            await put_many(client, [("/kafscale/brokers/1", address), ("/kafscale/partition-leases/t/0", b"1")])
+            await asyncio.to_thread(process.wait_ready)
+            await until_ready(admin)
+            assert await produced(process, broker) == 1
+            await client.close()
+        await broker.stop()
+
+
+async def produced(process: KproxyProcess, *brokers: ServedBroker) -> int:
+    """The id of the one among `brokers` that gets what is produced to t-0."""
+    client = await RawClient().connect(port_of(process))
+    client.send(produce_frame(records=batch(0)))
+    asking = {asyncio.ensure_future(broker.next()): broker for broker in brokers}
+    done, pending = await asyncio.wait(asking, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    (task,) = done
+    task.result().answer()
+    assert (await client.answer()).codes == {T0: 0}
+    client.close()
+    return asking[task].node_id
+
+
+async def reloaded(process: KproxyProcess, outcome: str) -> None:
+    """SIGHUP, until it says that this came of it."""
+    seen = process.stderr().count(outcome)
+    process.signal(signal.SIGHUP)
+    await until(lambda: process.stderr().count(outcome) > seen, process.stderr)
+
+
+async def test_a_proxy_waits_for_a_kafka_cluster_and_says_which(tmp_path: Path, silent_port: int) -> None:
+    bootstrap = f"nowhere.invalid:9092,127.0.0.1:{silent_port}"
+    async with started(tmp_path / "stderr", "--ownership", "kafka", "--bootstrap", bootstrap) as process:
+        await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
+        said = process.stderr()
+        assert f"no Kafka cluster answers at nowhere.invalid:9092, 127.0.0.1:{silent_port} (" in said
+        assert "--bootstrap" in said
+        process.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+
+
+@pytest.mark.long
+async def test_of_two_that_wait_on_one_port_the_later_is_told_that_it_is_taken(tmp_path: Path) -> None:
+    port, etcd_port = free_ports(2)
+    listen = ["--listen", f"127.0.0.1:{port}", "--etcd", f"127.0.0.1:{etcd_port}"]
+    async with (
+        started(tmp_path / "one", *listen) as one,
+        started(tmp_path / "two", *listen) as two,
+    ):
+        for process in (one, two):
+            await until(lambda process=process: "Waiting for it" in process.stderr(), process.stderr)  # type: ignore[misc]
+        async with EmbeddedEtcd(tmp_path / "etcd", client_port=etcd_port, extra_arguments=QUICK):
+            lines = await asyncio.gather(*(asyncio.to_thread(process.read_line) for process in (one, two)))
+            assert sorted(line.partition(" ")[0].strip() for line in lines) == ["", "ready"]
+            refused = one if not lines[0] else two
+            assert await asyncio.to_thread(refused.wait, PATIENCE_S) == 2
+            assert f"kproxy: cannot listen on 127.0.0.1:{port} (" in refused.stderr()
+
+
+@pytest.mark.parametrize(
+    "silent", [pytest.param(False, id="refused", marks=pytest.mark.long), pytest.param(True, id="silent")]
+)
+async def test_a_proxy_that_waits_ends_when_it_is_told_to(tmp_path: Path, silent: bool, silent_port: int) -> None:
+    port = silent_port if silent else free_port()
+    async with started(tmp_path / "stderr", "--etcd", f"127.0.0.1:{port}") as process:
+        await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
+        # Nothing to read anew yet, and no reason to end.
+        process.signal(signal.SIGHUP)
+        await asyncio.sleep(0.2)
+        process.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+        assert process.stderr().count("Waiting for it") == 1
+
+
+async def test_a_static_table_is_read_anew_on_sighup(tmp_path: Path) -> None:
+    first, second = await ServedBroker(1).start(), await ServedBroker(2).start()
+    with static_proxy(tmp_path, {1: first.port}) as process:
+        file = tmp_path / "kproxy.toml"
+        before = file.read_text()
+        assert await produced(process, first, second) == 1
+        # What will not do changes nothing, and is said.
+        for wrong in ("[brokers]\n1 = ", before.replace("owners = [1]", "owners = [3]"), "[brokres]\n"):
+            file.write_text(wrong)
+            await reloaded(process, "ownership not reloaded")
+            assert await produced(process, first, second) == 1
+        file.write_text(before.replace("owners = [1]", "owners = [2]").replace("1 = ", "2 = ", 1))
+        file.write_text(file.read_text().replace(str(first.port), str(second.port)))
+        await reloaded(process, "ownership reloaded")
+        assert "1 partitions and 1 brokers" in process.stderr()
+        assert await produced(process, first, second) == 2
+        table = await asyncio.to_thread(page, process.admin, "/table")
+        assert f'"port":{first.port}' not in table[1].replace(" ", "")
+    await first.stop()
+    await second.stop()
+
+
+async def test_a_proxy_whose_terminal_is_closed_ends(tmp_path: Path) -> None:
+    """SIGHUP is also what a closed terminal sends, and then nobody wants the process any more."""
+    file = tmp_path / "owners.toml"
+    file.write_text('[brokers]\n1 = "127.0.0.1:1"\n[[topics]]\nname = "t"\nowners = [1]\n')
+    master, terminal = pty.openpty()
+    with (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(
+            [*KPROXY, "serve", "--ownership", "static", "--table", str(file), "--listen", "127.0.0.1:0"],
+            stdin=terminal,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    os.close(terminal)
+    try:
+        await until(lambda: "ready " in (tmp_path / "out").read_text(), (tmp_path / "out").read_text)
+        os.close(master)
+        process.send_signal(signal.SIGHUP)
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_an_etcd_that_turns_out_to_be_none_ends_a_proxy_with_a_sentence(tmp_path: Path) -> None:
+    etcd_port = free_port()
+    """It serves without one; no waiting mends what answers there then."""
+    arguments = ["--etcd", f"http://127.0.0.1:{etcd_port}"]
+    with static_proxy(tmp_path, {1: 1}, more=arguments) as process:
+        server = grpc.aio.server()
+        server.add_insecure_port(f"127.0.0.1:{etcd_port}")
+        await server.start()
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 2, process.stderr()
+        assert f"kproxy: What answers at http://127.0.0.1:{etcd_port} is not etcd" in process.stderr()
+        await server.stop(None)

@@ -1,0 +1,60 @@
+"""What there is to audit is asked for by name before it is said not to be there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.run import existing
+from kproxy_codec import error_codes
+from kproxy_codec.control import decode_request
+from tests.support.brokers.scripted_upstream import Asked
+from tests.support.processes.served import ServedBroker
+
+TOLD_OF = "orders"
+
+
+def script(named: Mapping[str, int]) -> ServedBroker:
+    """A broker that tells of one topic, and of the others only what is in `named` when it is asked for them."""
+    broker = ServedBroker(1)
+
+    def answer(asked: Asked) -> None:
+        request = decode_request(asked.header.api_key, asked.header.api_version, asked.body)
+        names = [TOLD_OF] if request.topics is None else [topic.name for topic in request.topics]
+        topics = [
+            {
+                "error_code": named.get(name, 0),
+                "name": name,
+                "partitions": [] if name in named else [{"partition_index": 0, "leader_id": 1}],
+            }
+            for name in names
+        ]
+        asked.answer_message(brokers=[{"node_id": 1, "host": "127.0.0.1", "port": broker.port}], topics=topics)
+
+    broker.script = answer
+    return broker
+
+
+async def existing_among(*topics: str, **named: int) -> tuple[str, ...]:
+    broker = await script(named).start()
+    try:
+        return await asyncio.to_thread(existing, str(broker.address), set(topics))
+    finally:
+        await broker.stop()
+
+
+async def test_a_topic_that_nobody_tells_of_is_there_when_it_is_asked_for() -> None:
+    assert await existing_among(TOLD_OF, "hidden") == ("hidden", TOLD_OF)
+
+
+async def test_a_topic_that_is_gone_is_not_there_and_no_name_of_one_is_asked_for() -> None:
+    gone = await existing_among(TOLD_OF, "gone", "no topic's name", gone=error_codes.UNKNOWN_TOPIC_OR_PARTITION)
+    assert gone == (TOLD_OF,)
+
+
+async def test_a_topic_that_may_not_be_read_is_no_topic_that_is_gone() -> None:
+    with pytest.raises(LogReadFailed, match=r"^Topic secret cannot be read: TOPIC_AUTHORIZATION_FAILED.$"):
+        await existing_among(TOLD_OF, "secret", secret=error_codes.TOPIC_AUTHORIZATION_FAILED)

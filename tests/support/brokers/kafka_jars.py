@@ -1,0 +1,35 @@
+"""Apache Kafka's own jars for tests; a test that asks for them is skipped where they can be had in no way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kproxy.errors import StartupError
+from tests.support.brokers import jars
+from tests.support.brokers.jars import CLIENT_VERSIONS, KAFKA_VERSION
+
+__all__ = ["CLIENT_VERSIONS", "KAFKA_VERSION", "client_classpath", "kafka_classpath", "pyspark_jars"]
+
+
+def kafka_classpath() -> str:
+    """As `jars.kafka_classpath`, or a skip."""
+    return _or_skip(jars.kafka_classpath)
+
+
+def client_classpath(version: str) -> str:
+    """As `jars.client_classpath`, or a skip."""
+    return _or_skip(jars.client_classpath, version)
+
+
+def pyspark_jars(*patterns: str) -> str:
+    """As `jars.pyspark_jars`, or a skip."""
+    return _or_skip(jars.pyspark_jars, *patterns)
+
+
+def _or_skip(find: Callable[..., str], *arguments: str) -> str:
+    try:
+        return find(*arguments)
+    except StartupError as error:
+        pytest.skip(str(error))

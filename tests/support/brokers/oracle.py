@@ -1,0 +1,316 @@
+"""Two clusters that are told the same: Apache Kafka, which is right by definition, and the reference brokers.
+
+A side is three brokers, each topic on all of them, spoken to over the protocol alone: how topics are made, who leads
+and who is in sync is asked in the same words of both. What differs is how a process is started and ended.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, LIST_OFFSETS, METADATA, PRODUCE
+from kproxy_codec.record_batch import iterate_batches
+from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.reference_broker import BrokerProcess, Closed, RawClient, wait_for
+from tests.support.wire.record_batches import build_batch
+
+NODES = (1, 2, 3)
+PATIENCE_S = 60.0
+_Result = TypeVar("_Result")
+_Answer = TypeVar("_Answer", "Outcome", "Read")
+
+
+class Side(ABC):
+    """One cluster. Nodes are named by their broker ids."""
+
+    name: str
+
+    @abstractmethod
+    def port(self, node_id: int) -> int: ...
+
+    @abstractmethod
+    def is_running(self, node_id: int) -> bool: ...
+
+    @abstractmethod
+    def start(self, *node_ids: int) -> None:
+        """Start them side by side, until they serve."""
+
+    @abstractmethod
+    def stop(self, node_id: int) -> None:
+        """SIGTERM, until it has ended."""
+
+    @abstractmethod
+    def kill(self, node_id: int) -> None: ...
+
+    @abstractmethod
+    def pause(self, node_id: int) -> None: ...
+
+    @abstractmethod
+    def resume(self, node_id: int) -> None: ...
+
+    def client(self, node_id: int) -> RawClient:
+        return RawClient("127.0.0.1", self.port(node_id))
+
+    def create(self, topic: str, leader: int = NODES[0], **configs: str) -> None:
+        """One partition with a replica on every node, led by that one, all of them in sync."""
+        # The records of these tests are from 2023: at Kafka's default they would be gone in between.
+        kept = {"retention_ms": "-1", **configs}
+        named = [{"name": name.replace("_", "."), "value": value} for name, value in kept.items()]
+        replicas = [{"partition_index": 0, "broker_ids": sorted(NODES, key=lambda node_id: node_id != leader)}]
+        asked = {"name": topic, "num_partitions": -1, "replication_factor": -1, "assignments": replicas}
+        with self.client(NODES[0]) as client:
+            [created] = client.request(CREATE_TOPICS, 7, topics=[{**asked, "configs": named}], timeout_ms=10_000).topics
+        assert created.error_code == 0, f"{self.name}: {created}"
+        self.wait_in_sync(topic, len(NODES))
+
+    def described(self, topic: str, node_id: int) -> Any:
+        """What one node tells of the partition; None where it knows of none."""
+        with self.client(node_id) as client:
+            answer = client.request(METADATA, 12, topics=[{"name": topic}], allow_auto_topic_creation=False)
+        partitions = answer.topics[0].partitions
+        return partitions[0] if partitions else None
+
+    def leader(self, topic: str) -> int:
+        """The leader that every running node names, as soon as they do."""
+
+        def agreed() -> int | None:
+            told = [self.described(topic, node_id) for node_id in NODES if self.is_running(node_id)]
+            leaders = {each.leader_id if each is not None else -1 for each in told}
+            leader = leaders.pop()
+            return leader if not leaders and leader != -1 and self.is_running(leader) else None
+
+        found: int = wait_for(agreed, PATIENCE_S, f"{self.name}: a leader of {topic}")
+        return found
+
+    def wait_in_sync(self, topic: str, count: int) -> None:
+        """Until the leader, and everybody, says that exactly so many replicas are in sync."""
+
+        def in_sync() -> bool:
+            told = [self.described(topic, node_id) for node_id in NODES if self.is_running(node_id)]
+            return all(each is not None and each.leader_id != -1 and len(each.isr_nodes) == count for each in told)
+
+        wait_for(in_sync, PATIENCE_S, f"{self.name}: {count} replicas of {topic} in sync")
+
+
+class RealSide(Side):
+    name = "Apache Kafka"
+
+    def __init__(self, kafka: RealKafka) -> None:
+        self._brokers = {broker.node_id: broker for broker in kafka.brokers}
+
+    def port(self, node_id: int) -> int:
+        return self._brokers[node_id].port
+
+    def is_running(self, node_id: int) -> bool:
+        return self._brokers[node_id].running
+
+    def start(self, *node_ids: int) -> None:
+        for node_id in node_ids:
+            self._brokers[node_id].start()
+        for node_id in node_ids:
+            self._brokers[node_id].wait_started()
+
+    def stop(self, node_id: int) -> None:
+        self._brokers[node_id].stop()
+
+    def kill(self, node_id: int) -> None:
+        self._brokers[node_id].kill()
+
+    def pause(self, node_id: int) -> None:
+        self._brokers[node_id].pause()
+
+    def resume(self, node_id: int) -> None:
+        self._brokers[node_id].resume()
+
+
+class ReferenceSide(Side):
+    name = "the reference brokers"
+
+    def __init__(self, brokers: Sequence[BrokerProcess]) -> None:
+        self._brokers = {broker.node_id: broker for broker in brokers}
+
+    def port(self, node_id: int) -> int:
+        return self._brokers[node_id].port
+
+    def is_running(self, node_id: int) -> bool:
+        return self._brokers[node_id].process.poll() is None
+
+    def start(self, *node_ids: int) -> None:
+        for node_id in node_ids:
+            self._brokers[node_id].start(wait=False)
+        for node_id in node_ids:
+            self._brokers[node_id].wait_ready()
+
+    def stop(self, node_id: int) -> None:
+        self._brokers[node_id].terminate()
+
+    def kill(self, node_id: int) -> None:
+        self._brokers[node_id].kill()
+
+    def pause(self, node_id: int) -> None:
+        self._brokers[node_id].signal(signal.SIGSTOP)
+
+    def resume(self, node_id: int) -> None:
+        self._brokers[node_id].signal(signal.SIGCONT)
+
+
+# What is sent
+
+ONE = bytes(build_batch([b"v" * 50]))
+LAST_SEQUENCE = (1 << 31) - 1
+
+
+class Step(NamedTuple):
+    """One request; `options` are those of `produce`."""
+
+    what: str
+    records: bytes
+    options: Mapping[str, Any] = {}
+
+
+def batch(sequence: int, *, count: int = 2, epoch: int = 0, producer_id: int = 77) -> bytes:
+    values = [b"%d" % (sequence + position) for position in range(count)]
+    return bytes(build_batch(values, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence))
+
+
+# What comes of it
+
+
+class Outcome(NamedTuple):
+    """What came of a step, with the error code by its name."""
+
+    error: str
+    offset: int = -1
+
+
+SILENT = Outcome("no answer")
+CLOSED = Outcome("connection closed")
+
+
+def outcome(error_code: int, offset: int) -> Outcome:
+    return Outcome(error_codes.name_of(error_code), offset)
+
+
+def produce(
+    client: RawClient,
+    records: bytes,
+    *,
+    topic: str = "",
+    topic_id: uuid.UUID | None = None,
+    partition: int = 0,
+    acks: int = -1,
+    version: int = 9,
+    timeout_ms: int = 10_000,
+) -> Outcome:
+    """One produce request for one partition. For acks=0, whether the connection lives on."""
+    named = {"name": topic} if topic_id is None else {"topic_id": topic_id}
+    data = [{**named, "partition_data": [{"index": partition, "records": records}]}]
+    fields: dict[str, Any] = {"acks": acks, "timeout_ms": timeout_ms, "topic_data": data}
+    try:
+        if acks == 0:
+            client.send(PRODUCE, version, answered=False, **fields)
+            client.request(API_VERSIONS, 0)
+            return SILENT
+        [answered] = client.request(PRODUCE, version, **fields).responses
+    except Closed:
+        return CLOSED
+    [result] = answered.partition_responses
+    return outcome(result.error_code, result.base_offset)
+
+
+class Read(NamedTuple):
+    """What a fetch brought: the error by its name, the high watermark, and the offsets at which batches begin."""
+
+    error: str
+    high_watermark: int
+    base_offsets: list[int]
+
+
+def fetch(client: RawClient, topic: str, offset: int) -> Read:
+    """What there is from an offset on, without waiting for more."""
+    asked = [{"topic": topic, "partitions": [{"partition": 0, "fetch_offset": offset, "partition_max_bytes": 1 << 20}]}]
+    answer = client.request(FETCH, 11, max_wait_ms=0, min_bytes=0, max_bytes=1 << 20, topics=asked)
+    found = answer.responses[0].partitions[0]
+    base_offsets = [batch.base_offset for batch in iterate_batches(found.records or b"")]
+    return Read(error_codes.name_of(found.error_code), found.high_watermark, base_offsets)
+
+
+def latest(client: RawClient, topic: str) -> Outcome:
+    """The offset that ListOffsets tells for the log's end, as consumers see it."""
+    asked = [{"name": topic, "partitions": [{"partition_index": 0, "timestamp": -1}]}]
+    found = client.request(LIST_OFFSETS, 6, replica_id=-1, topics=asked).topics[0].partitions[0]
+    return outcome(found.error_code, found.offset)
+
+
+class ToLeader:
+    """Requests to whoever leads a topic's partition, made again where the lead has moved: on a busy machine it does.
+
+    CLOSED is what comes of a request where the leader is still the same.
+    """
+
+    def __init__(self, side: Side, topic: str) -> None:
+        self._side = side
+        self._topic = topic
+        self._client: RawClient | None = None
+        self._leader = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._disconnect()
+
+    def produce(self, records: bytes, **options: Any) -> Outcome:
+        return self._ask(lambda client: produce(client, records, **{"topic": self._topic, **options}))
+
+    def latest(self) -> Outcome:
+        return self._ask(lambda client: latest(client, self._topic))
+
+    def fetch(self, offset: int) -> Read:
+        return self._ask(lambda client: fetch(client, self._topic, offset))
+
+    def _ask(self, ask: Callable[[RawClient], _Answer]) -> _Answer:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            answer = ask(self._client or self._connect())
+            if answer != CLOSED and answer.error != "NOT_LEADER_OR_FOLLOWER":
+                return answer
+            asked = self._leader
+            self._disconnect()
+            self._connect()
+            if answer == CLOSED and self._leader == asked:
+                return answer
+            assert time.monotonic() < deadline, f"{self._side.name}: {answer}"
+
+    def _connect(self) -> RawClient:
+        self._leader = self._side.leader(self._topic)
+        self._client = self._side.client(self._leader)
+        return self._client
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+def on_both(sides: Mapping[str, Side], script: Callable[[Side], _Result]) -> tuple[_Result, _Result]:
+    """The same script on both at once: what came of it at Apache Kafka, and at the reference brokers."""
+    with ThreadPoolExecutor(len(sides)) as threads:
+        real, ours = (threads.submit(script, sides[name]) for name in ("real", "ours"))
+        return real.result(), ours.result()
+
+
+def differing(real: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The steps that did not come to the same: what came of them at Kafka, and here."""
+    assert list(real) == list(ours)
+    return {what: (real[what], ours[what]) for what in real if real[what] != ours[what]}

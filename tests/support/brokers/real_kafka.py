@@ -1,0 +1,306 @@
+"""A real Apache Kafka cluster: KRaft, every node broker and controller, on free ports of this machine.
+
+`real_kafka` is one cluster of three for the whole run; tests keep apart by their topics, and a test that takes a broker
+down brings it back. `pytest_plugins = ["tests.support.brokers.real_kafka"]` brings it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import kafka
+import pytest
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
+
+from tests.support.brokers.kafka_jars import kafka_classpath
+from tests.support.clients.java import java_executable
+from tests.support.processes.ports import free_port, free_ports
+
+CLUSTER_ID = "a3Byb3h5LXRlc3RzLTAwMQ"
+START_TIMEOUT_S = 180.0
+ADMIN_TIMEOUT_S = 30.0
+# The port listens before the broker serves.
+_STARTED = "Kafka Server started"
+_LOG4J = """\
+status = error
+appender.console.type = Console
+appender.console.name = console
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d %p %m (%c)%n%throwable
+rootLogger.level = info
+rootLogger.appenderRef.console.ref = console
+"""
+
+
+class RealBroker:
+    """One node; what it logs goes to `{directory}/log`."""
+
+    def __init__(self, node_id: int, port: int, directory: Path, options: Mapping[str, str]) -> None:
+        self.node_id = node_id
+        self.port = port
+        self.log_path = directory / "log"
+        self._data = Path(options["log.dirs"])
+        self._properties = directory / "server.properties"
+        self._log4j = directory / "log4j2.properties"
+        self._process: subprocess.Popen[bytes] | None = None
+        directory.mkdir(parents=True)
+        self._log4j.write_text(_LOG4J)
+        self._properties.write_text("".join(f"{key}={value}\n" for key, value in options.items()))
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def log_directory(self, topic: str, partition: int) -> Path:
+        """Where this broker keeps a partition's segments."""
+        return self._data / f"{topic}-{partition}"
+
+    def stored(self, topic: str, partition: int) -> bytes:
+        """What lies on this broker's disk of a partition that it has never removed anything of."""
+        segments = sorted(self.log_directory(topic, partition).glob("*.log"))
+        return b"".join(segment.read_bytes() for segment in segments)
+
+    def format(self) -> None:
+        """Make the data directory what a broker will start on."""
+        done = subprocess.run(
+            [*self._java(), "kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c", str(self._properties)],
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def start(self) -> None:
+        """Start without waiting."""
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*self._java(), "kafka.Kafka", str(self._properties)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait_started(self) -> None:
+        assert self._process is not None, "not started"
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while _STARTED not in self.log():
+            assert self._process.poll() is None, f"broker {self.node_id} ended: {self.log()[-3000:]}"
+            assert time.monotonic() < deadline, f"broker {self.node_id} has not started: {self.log()[-3000:]}"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """kill -9; nothing where it does not run."""
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait(10)
+
+    def stop(self) -> None:
+        """SIGTERM, upon which a broker hands its leaderships over and ends; until it has."""
+        assert self._process is not None, "not started"
+        self._process.terminate()
+        self._process.wait(START_TIMEOUT_S)
+
+    def move(self) -> None:
+        """Have clients come to another port of this machine from the next start on."""
+        moved = free_port()
+        before, self.port = self.port, moved
+        properties = self._properties.read_text()
+        self._properties.write_text(
+            properties.replace(f"PLAINTEXT://127.0.0.1:{before}", f"PLAINTEXT://127.0.0.1:{moved}")
+        )
+
+    def pause(self) -> None:
+        """Hang: the process keeps its connections and does nothing."""
+        assert self._process is not None, "not started"
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None, "not started"
+        self._process.send_signal(signal.SIGCONT)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _java(self) -> list[str]:
+        # A small machine's broker: one kind of collector, few threads, and no more memory than it needs.
+        options = ["-Xms96m", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:ActiveProcessorCount=2"]
+        return [
+            java_executable(),
+            *options,
+            f"-Dlog4j2.configurationFile={self._log4j}",
+            "-cp",
+            kafka_classpath(),
+        ]
+
+
+class RealKafka:
+    """The nodes of one cluster."""
+
+    def __init__(self, brokers: list[RealBroker]) -> None:
+        self.brokers = brokers
+        self._admin: AdminClient | None = None
+
+    @property
+    def bootstrap(self) -> str:
+        return ",".join(broker.address for broker in self.brokers)
+
+    def admin(self) -> AdminClient:
+        """A client that talks to the brokers themselves."""
+        if self._admin is None:
+            self._admin = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
+        return self._admin
+
+    def create_topic(self, name: str, partitions: int, *, leader: int | None = None, **config: str) -> str:
+        """A topic with a replica on every node, and for each partition a leader that has its log.
+
+        `leader` is to lead all partitions, if given.
+        """
+        named = {k.replace("_", "."): v for k, v in config.items()}
+        if leader is None:
+            topic = NewTopic(name, partitions, len(self.brokers), config=named)
+        else:
+            replicas = sorted((broker.node_id for broker in self.brokers), key=lambda node_id: node_id != leader)
+            topic = NewTopic(name, partitions, replica_assignment=[replicas] * partitions, config=named)
+        self.admin().create_topics([topic])[name].result(ADMIN_TIMEOUT_S)
+        deadline = time.monotonic() + ADMIN_TIMEOUT_S
+        while not self.takes_writes(name, partitions):
+            assert time.monotonic() < deadline, f"{name} has no leaders: {self.leaders(name)}"
+            time.sleep(0.05)
+        return name
+
+    def takes_writes(self, topic: str, partitions: int) -> bool:
+        """Whether all partitions have leaders, and these have their logs.
+
+        A broker takes the second batch of a producer that it knows nothing of. Where the first one came before the log
+        was there, it has no place any more, and is refused until the producer gives up.
+        """
+        try:
+            return len(self.leaders(topic)) == partitions and len(self.end_offsets(topic, partitions)) == partitions
+        except KafkaException:
+            return False
+
+    def end_offsets(self, topic: str, partitions: int) -> dict[int, int]:
+        """By partition, as the leaders tell. Raises KafkaException."""
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        asked = {TopicPartition(topic, index): latest for index in range(partitions)}
+        ends = self.admin().list_offsets(asked)
+        return {place.partition: int(end.result(ADMIN_TIMEOUT_S).offset) for place, end in ends.items()}
+
+    def delete_records(self, topic: str, partition: int, before: int) -> None:
+        """As retention does: the log begins at that offset from here on."""
+        place = TopicPartition(topic, partition, before)
+        self.admin().delete_records([place])[place].result(ADMIN_TIMEOUT_S)
+
+    def delete_topic(self, name: str) -> None:
+        self.admin().delete_topics([name])[name].result(ADMIN_TIMEOUT_S)
+
+    def move_leaders(self, topic: str) -> None:
+        """Every partition's leadership to the next of its replicas; the data stays where it is."""
+        found = self.admin().list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions
+        rotated = {
+            kafka.TopicPartition(topic, index): [*partition.replicas[1:], partition.replicas[0]]
+            for index, partition in found.items()
+        }
+        admin = kafka.KafkaAdminClient(bootstrap_servers=self.bootstrap)
+        try:
+            refused = {place: error for place, error in admin.alter_partition_reassignments(rotated).items() if error}
+            assert refused == {}
+            wanted = {place.partition: replicas[0] for place, replicas in rotated.items()}
+            deadline = time.monotonic() + ADMIN_TIMEOUT_S
+            while self.leaders(topic) != wanted:
+                assert time.monotonic() < deadline, f"{topic}: {self.leaders(topic)} instead of {wanted}"
+                admin.elect_leaders(0, {topic: sorted(wanted)}, raise_errors=False)
+        finally:
+            admin.close()
+
+    def leaders(self, topic: str) -> dict[int, int]:
+        """The leaders by partition, of those that have one."""
+        found = self.admin().list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions
+        return {index: partition.leader for index, partition in found.items() if partition.leader >= 0}
+
+    def wait_until_in_sync(self, topics: Sequence[str], timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until every node has all of these topics again."""
+        deadline = time.monotonic() + timeout_s
+        while any(self.replicas_in_sync(topic) < len(self.brokers) for topic in topics):
+            assert time.monotonic() < deadline, "a broker is not in sync again"
+            time.sleep(0.1)
+
+    def replicas_in_sync(self, topic: str) -> int:
+        """The smallest number over the partitions of a topic."""
+        found = self.admin().list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions
+        return min(len(partition.isrs) for partition in found.values())
+
+
+@contextmanager
+def start_real_kafka(directory: Path, nodes: int) -> Iterator[RealKafka]:
+    """A cluster of `nodes` that serves, until the block ends."""
+    ports = free_ports(2 * nodes)
+    kafka_ports, controller_ports = ports[:nodes], ports[nodes:]
+    voters = ",".join(f"{number}@127.0.0.1:{port}" for number, port in enumerate(controller_ports, 1))
+    brokers = []
+    for number in range(1, nodes + 1):
+        listeners = {"PLAINTEXT": kafka_ports[number - 1], "CONTROLLER": controller_ports[number - 1]}
+        options = {
+            "process.roles": "broker,controller",
+            "node.id": number,
+            "controller.quorum.voters": voters,
+            "controller.listener.names": "CONTROLLER",
+            "listeners": ",".join(f"{name}://127.0.0.1:{port}" for name, port in listeners.items()),
+            "log.dirs": directory / str(number) / "data",
+            "default.replication.factor": nodes,
+            "min.insync.replicas": max(1, nodes - 1),
+            "num.partitions": 3,
+            "offsets.topic.replication.factor": nodes,
+            "offsets.topic.num.partitions": 1,
+            "transaction.state.log.replication.factor": nodes,
+            "transaction.state.log.min.isr": 1,
+            "transaction.state.log.num.partitions": 1,
+            "num.network.threads": 2,
+            "num.io.threads": 4,
+            "log.cleaner.dedupe.buffer.size": 8 << 20,
+            # Left alone it looks for work every 15 s.
+            "log.cleaner.backoff.ms": 500,
+            "broker.session.timeout.ms": 3000,
+            "broker.heartbeat.interval.ms": 500,
+            "replica.lag.time.max.ms": 5000,
+            # A replica that asks its next leader too early would wait for a second.
+            "replica.fetch.backoff.ms": 100,
+            "group.initial.rebalance.delay.ms": 0,
+        }
+        text = {key: str(value) for key, value in options.items()}
+        brokers.append(RealBroker(number, kafka_ports[number - 1], directory / str(number), text))
+    try:
+        for broker in brokers:
+            broker.format()
+        for broker in brokers:
+            broker.start()
+        for broker in brokers:
+            broker.wait_started()
+        yield RealKafka(brokers)
+    finally:
+        for broker in brokers:
+            broker.kill()
+
+
+@pytest.fixture(scope="session")
+def real_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKafka]:
+    """Three brokers for the whole run, each topic on all of them, two of which have to have what is acknowledged."""
+    with start_real_kafka(tmp_path_factory.mktemp("kafka"), 3) as cluster:
+        yield cluster

@@ -1,0 +1,339 @@
+"""Reference brokers as child processes, and a client that says exactly what a test wants said.
+
+`start_broker` runs a broker for one test; the fixture `cluster` shares three between the tests that only use them, and
+comes with `pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]`.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec import control
+from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, METADATA, PRODUCE, is_flexible
+from kproxy_codec.framing import request_header
+from kproxy_codec.own import (
+    BIND_FENCES_VERSION,
+    BoundFence,
+    FenceBinding,
+    encode_bind_fences_request,
+    parse_bind_fences_response,
+)
+from kproxy_codec.produce import TOPIC_IDS_FROM
+
+READY_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 30.0
+
+
+class Closed(Exception):
+    """The broker closed the connection."""
+
+
+class BrokerProcess:
+    """One broker; what it logs goes to `{data_dir}.stderr`."""
+
+    def __init__(self, node_id: int, data_dir: Path, etcd: str, prefix: str, **options: Any) -> None:
+        self.node_id = node_id
+        self.data_dir = data_dir
+        self.arguments = [
+            str(node_id),
+            str(data_dir),
+            etcd,
+            prefix,
+            *(f"{key}={value}" for key, value in options.items()),
+        ]
+        self.stderr_path = data_dir.with_name(f"{data_dir.name}.stderr")
+        self.host, self.port = "127.0.0.1", 0
+        self.admin = ""
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, *, wait: bool = True) -> Self:
+        with self.stderr_path.open("a") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.brokers.broker_main", *self.arguments],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                cwd=Path(__file__).parents[3],
+            )
+        return self.wait_ready() if wait else self
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None, "not started"
+        return self._process
+
+    def wait_ready(self) -> Self:
+        """Wait for the ready line and take the address from it."""
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            ready = selector.select(READY_TIMEOUT_S)
+        line = self.process.stdout.readline() if ready else ""
+        assert line.startswith("ready kafka="), f"{line!r}; {self.log()[-2000:]}"
+        fields = dict(field.partition("=")[::2] for field in line.split()[1:])
+        host, _, port = fields["kafka"].rpartition(":")
+        self.host, self.port, self.admin = host, int(port), fields.get("admin", "")
+        return self
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def log(self) -> str:
+        return self.stderr_path.read_text()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit status."""
+        self.process.terminate()
+        return self.process.wait(15)
+
+    def stop(self) -> None:
+        """Whatever state it is in, it is gone afterwards."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGCONT)
+            self.kill()
+        if self._process is not None and self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def client(self) -> RawClient:
+        return RawClient(self.host, self.port)
+
+
+@contextmanager
+def start_broker(node_id: int, data_dir: Path, etcd: str, prefix: str, **options: Any) -> Iterator[BrokerProcess]:
+    """A broker that serves, until the block ends."""
+    broker = BrokerProcess(node_id, data_dir, etcd, prefix, **options)
+    try:
+        yield broker.start()
+    finally:
+        broker.stop()
+
+
+@contextmanager
+def start_brokers(
+    node_ids: Sequence[int], directory: Path, etcd: str, prefix: str, **options: Any
+) -> Iterator[list[BrokerProcess]]:
+    """Brokers that start side by side and serve, until the block ends."""
+    brokers = [BrokerProcess(node_id, directory / str(node_id), etcd, prefix, **options) for node_id in node_ids]
+    try:
+        for broker in brokers:
+            broker.start(wait=False)
+        yield [broker.wait_ready() for broker in brokers]
+    finally:
+        for broker in brokers:
+            broker.stop()
+
+
+class RawClient:
+    """One connection; requests are encoded and answers decoded by kafka-python's codecs."""
+
+    def __init__(self, host: str, port: int, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._socket = socket.create_connection((host, port), timeout=timeout_s)
+        self._correlation_id = 0
+        self._expected: list[tuple[int, int, int]] = []
+        self._topic_ids: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._socket.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def request(self, api_key: int, api_version: int, **fields: Any) -> control.Message:
+        """One request and its answer. Raises Closed."""
+        self.send(api_key, api_version, **fields)
+        return self.receive()
+
+    def send(self, api_key: int, api_version: int, *, answered: bool = True, **fields: Any) -> None:
+        """A request whose answer is fetched later, in order."""
+        body = control.encode_request(control.build_request(api_key, api_version, **fields))
+        self._correlation_id += 1
+        if answered:
+            self._expected.append((api_key, api_version, self._correlation_id))
+        self.send_bytes(request_header(api_key, api_version, self._correlation_id, b"raw") + body)
+
+    def send_bytes(self, message: bytes) -> None:
+        """A frame with these bytes in it."""
+        self._socket.sendall(struct.pack(">i", len(message)) + message)
+
+    def send_raw(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def receive(self) -> control.Message:
+        """The answer to the oldest request that has none yet. Raises Closed."""
+        api_key, api_version, correlation_id = self._expected.pop(0)
+        frame = self.receive_frame()
+        assert struct.unpack_from(">i", frame)[0] == correlation_id, "an answer to another request"
+        tagged = is_flexible(api_key, api_version) and api_key != API_VERSIONS
+        return control.decode_response(api_key, api_version, frame[5 if tagged else 4 :])
+
+    def receive_frame(self) -> bytes:
+        return self._exactly(struct.unpack(">i", self._exactly(4))[0])
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            try:
+                more = self._socket.recv(count - len(data))
+            except ConnectionError as error:
+                raise Closed(str(error)) from error
+            if not more:
+                raise Closed("end of stream")
+            data += more
+        return bytes(data)
+
+    def silent_for(self, seconds: float) -> bool:
+        """Whether nothing arrives for so long."""
+        self._socket.settimeout(seconds)
+        try:
+            return not self._socket.recv(1)
+        except TimeoutError:
+            return True
+        finally:
+            self._socket.settimeout(self._timeout_s)
+
+    def is_closed(self) -> bool:
+        """Whether the broker has closed the connection, or does within the answer timeout; no byte may come first."""
+        try:
+            return self._socket.recv(1) == b""
+        except ConnectionError:
+            return True
+
+    # What most tests say
+
+    def produce(
+        self,
+        topic: str,
+        partition: int,
+        records: bytes | bytearray,
+        *,
+        version: int = 9,
+        acks: int = -1,
+        answered: bool = True,
+        timeout_ms: int = 5000,
+    ) -> Any:
+        """The partition's result; None for acks=0."""
+        self.send_produce(
+            topic, partition, records, version=version, acks=acks, answered=answered, timeout_ms=timeout_ms
+        )
+        return self.produced() if answered else None
+
+    def send_produce(
+        self,
+        topic: str,
+        partition: int,
+        records: bytes | bytearray,
+        *,
+        version: int = 9,
+        acks: int = -1,
+        answered: bool = True,
+        timeout_ms: int = 5000,
+    ) -> None:
+        named: dict[str, Any] = {"name": topic}
+        if version >= TOPIC_IDS_FROM:
+            named = {"topic_id": self.topic_id(topic)}
+        data = [{**named, "partition_data": [{"index": partition, "records": bytes(records)}]}]
+        self.send(PRODUCE, version, acks=acks, timeout_ms=timeout_ms, topic_data=data, answered=answered)
+
+    def produced(self) -> Any:
+        return self.receive().responses[0].partition_responses[0]
+
+    def bind_fences(self, *bindings: FenceBinding) -> list[BoundFence]:
+        """What became of each."""
+        self.send_bind_fences(*bindings)
+        return self.bound()
+
+    def send_bind_fences(self, *bindings: FenceBinding) -> None:
+        self._correlation_id += 1
+        self._expected.append((BIND_FENCES, BIND_FENCES_VERSION, self._correlation_id))
+        header = request_header(BIND_FENCES, BIND_FENCES_VERSION, self._correlation_id, b"raw")
+        self.send_bytes(header + encode_bind_fences_request(bindings))
+
+    def bound(self) -> list[BoundFence]:
+        api_key, _, correlation_id = self._expected.pop(0)
+        assert api_key == BIND_FENCES, "another answer comes first"
+        frame = self.receive_frame()
+        assert struct.unpack_from(">i", frame)[0] == correlation_id, "an answer to another request"
+        return list(parse_bind_fences_response(struct.pack(">i", len(frame)) + frame))
+
+    def metadata(self, *topics: str, version: int = 12, create: bool = True) -> control.Message:
+        fields: dict[str, Any] = {"topics": [{"name": topic} for topic in topics]}
+        if version >= 4:
+            fields["allow_auto_topic_creation"] = create
+        return self.request(METADATA, version, **fields)
+
+    def topic_id(self, topic: str) -> Any:
+        """As the broker tells it; asked once for each topic."""
+        if topic not in self._topic_ids:
+            self._topic_ids[topic] = self.metadata(topic).topics[0].topic_id
+        return self._topic_ids[topic]
+
+    def leaders(self, topic: str) -> dict[int, int]:
+        """Partition -> leader id, of one topic."""
+        found = self.metadata(topic).topics[0]
+        return {each.partition_index: each.leader_id for each in found.partitions}
+
+
+def wait_for(condition: Any, timeout_s: float = 30.0, what: str = "") -> Any:
+    """Poll, blocking, until `condition()` is true; its value."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
+        time.sleep(0.02)
+
+
+class Cluster:
+    """Brokers 1, 2 and 3."""
+
+    def __init__(self, brokers: list[BrokerProcess]) -> None:
+        self.brokers = brokers
+
+    @property
+    def bootstrap(self) -> str:
+        return ",".join(broker.address for broker in self.brokers)
+
+    def leader(self, topic: str, partition: int = 0) -> BrokerProcess:
+        """The broker that leads a partition, the topic created if need be."""
+        with self.brokers[0].client() as client:
+            return self.brokers[client.leaders(topic)[partition] - 1]
+
+
+@pytest.fixture(scope="session")
+def cluster(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three brokers for the whole run; topics created without a number get three partitions."""
+    directory, prefix = tmp_path_factory.mktemp("brokers"), f"/cluster-{os.getpid()}"
+    with start_brokers((1, 2, 3), directory, etcd.endpoint, prefix, num_partitions=3) as brokers:
+        yield Cluster(brokers)

@@ -1,0 +1,136 @@
+"""Three replicas of one partition that fetch from one another by plain calls; what etcd would say, the test says."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path
+
+from kproxy.broker.keys import ReplicaKey
+from kproxy.broker.leader_epochs import Leadership
+from kproxy.broker.log import Log
+from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
+from kproxy.broker.replication.partition_replication import Isr
+from kproxy.broker.replication.reconciliation import Reconciliation
+from kproxy.broker.writer_fence import KeptFence
+from kproxy_codec.fetch import PartitionFetched
+from kproxy_codec.record_batch import parse_batch
+from tests.support.wire.record_batches import build_batch
+
+REPLICAS = (1, 2, 3)
+ISR_LAG_S = 10.0
+TOPIC_ID = uuid.uuid4()
+
+
+def on_disk(node_id: int, disk: int = 0) -> ReplicaKey:
+    """A broker's replica, on its first disk or another one."""
+    return ReplicaKey(node_id, uuid.UUID(int=100 * disk + node_id))
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Fence:
+    def __init__(self) -> None:
+        self.live = True
+
+    def is_live(self) -> bool:
+        return self.live
+
+
+class Group:
+    """Three replicas of one partition; who leads is what the test says, as etcd would."""
+
+    def __init__(
+        self, directory: Path, *, isr_lag_s: float = ISR_LAG_S, reconciliation: Reconciliation | None = None
+    ) -> None:
+        self.directory = directory
+        self.isr_lag_s = isr_lag_s
+        self._reconciliation = reconciliation
+        self.clock = Clock()
+        self.epoch = -1
+        self.isr = Isr(frozenset(map(on_disk, REPLICAS)), 1)
+        self.live = set(REPLICAS)
+        self.gone: set[int] = set()
+        self.fences: dict[int, Fence] = {}
+        self.replicas = {node_id: self.open(node_id) for node_id in REPLICAS}
+
+    @property
+    def leadership(self) -> Leadership:
+        return Leadership(self.epoch, 10 + self.epoch)
+
+    def open(self, node_id: int, disk: int = 0) -> Partition:
+        settings = ReplicaSettings(node_id, self.clock, self.isr_lag_s, min_insync_replicas=2)
+        log = Log.open(self.directory / str(node_id))
+        log_id = on_disk(node_id, disk).log_id
+        return Partition("t", 0, TOPIC_ID, log, settings, log_id, reconciliation=self._reconciliation)
+
+    def restart(self, node_id: int) -> Partition:
+        """Killed and started again: what was in memory is gone."""
+        self.replicas[node_id].close()
+        self.replicas[node_id] = self.open(node_id)
+        return self.replicas[node_id]
+
+    def replace_disk(self, node_id: int) -> Partition:
+        """It is started again with an empty disk, and follows who leads."""
+        self.replicas[node_id].close()
+        shutil.rmtree(self.directory / str(node_id))
+        replica = self.replicas[node_id] = self.open(node_id, disk=1)
+        leader = next(each for each in self.replicas.values() if each.replication.is_leading)
+        replica.become_follower(leader.leader_id, self.leadership)
+        return replica
+
+    def elect(self, node_id: int) -> Partition:
+        """`node_id` takes the partition, and whoever is a follower follows it."""
+        self.epoch += 1
+        assert self.replicas[node_id].replica in self.isr.members, "only who is in sync may take it"
+        fence = self.fences[node_id] = Fence()
+        leader = self.replicas[node_id]
+        leader.become_leader(self.leadership, REPLICAS, self.isr, fence, KeptFence())
+        for follower in self.replicas.values():
+            if follower is not leader and not follower.replication.is_leading:
+                follower.become_follower(node_id, self.leadership)
+        return leader
+
+    def depose(self, node_id: int) -> Partition:
+        """It learns that it does not lead any more: it opens its log anew and follows."""
+        follower = self.restart(node_id)
+        leader = next(each for each in self.replicas.values() if each.replication.is_leading)
+        follower.become_follower(leader.leader_id, self.leadership)
+        return follower
+
+    def fetch(self, node_id: int) -> PartitionFetched:
+        """One question and its answer."""
+        follower = self.replicas[node_id]
+        asked = follower.next_fetch()
+        assert asked is not None
+        fetched = self.replicas[follower.leader_id].fetch_as_replica(node_id, asked, 1 << 20)
+        follower.take_fetched(asked, fetched)
+        return fetched
+
+    def look_at_isr(self) -> set[int]:
+        """What the ISR keeper does, etcd answering at once; the brokers in sync."""
+        leader = next(each for each in self.replicas.values() if each.replication.is_leading)
+        wanted = leader.replication.wanted_isr(self.live, self.gone)
+        if wanted is not None:
+            leader.replication.isr_proposed(wanted)
+            self.isr = Isr(wanted, self.isr.revision + 1)
+            leader.replication.isr_settled(self.isr)
+        return {replica.node_id for replica in self.isr.members}
+
+    def close(self) -> None:
+        for replica in self.replicas.values():
+            replica.close()
+
+    def contents(self, node_id: int) -> bytes:
+        log = self.replicas[node_id].log
+        return log.read(log.log_start_offset, 1 << 30) if log.log_end_offset else b""
+
+
+def append(partition: Partition, value: bytes = b"v", *, acks: int = ACKS_ALL, **producer: int) -> AppendResult:
+    view = memoryview(build_batch([value], **producer))
+    return partition.append_as_leader(view, parse_batch(view), acks)

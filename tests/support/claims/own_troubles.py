@@ -1,0 +1,121 @@
+"""What befalls proxies, brokers and the ways between them while histories of ownership run, at random from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from tests.support.claims.own_site import BROKERS, PROXIES, TTL_S, OwnSite
+
+# In seconds: well below the leases' TTL, just below, and beyond it.
+HOLDS: Final = (0.3, TTL_S * 0.75, TTL_S * 1.6)
+OF_A_PROXY: Final = (
+    *("stopped",) * 3,
+    *("killed",) * 2,
+    *("terminated", "refused by etcd", "silent to etcd", "its lease is revoked"),
+)
+OF_A_BROKER: Final = (*("killed",) * 2, "stopped")
+HELD_TO_THE_LAST: Final = "held up until all is over"
+OF_WAYS: Final = (*("held up",) * 2, *(HELD_TO_THE_LAST,) * 2, "cut")
+
+
+class Trouble(NamedTuple):
+    """One of them: it begins so many seconds after the histories and lasts for so many, at most until they end for inf.
+
+    `number` is a proxy's place, a broker's id, or which of the ways' connections it concerns.
+    """
+
+    what: str
+    who: str
+    number: int
+    after_s: float
+    hold_s: float
+
+    def __str__(self) -> str:
+        return f"{self.who} {self.number} {self.what} after {self.after_s:.1f} s for {self.hold_s} s"
+
+
+def troubles(seed: int) -> Iterator[list[Trouble]]:
+    """What befalls one batch of histories after another, without end; the same for the same seed."""
+    chance = random.Random(seed)
+    # Each of a proxy at least once before any comes again, so that a short run has seen most.
+    of_a_proxy: list[str] = []
+    while True:
+        found = []
+        if chance.random() < 0.5:
+            found.append(_trouble(chance, chance.choice(OF_WAYS), "way", chance.randrange(1_000)))
+        for number in chance.sample(range(PROXIES), chance.choice((0, 1, 1, 2)) if found else chance.choice((1, 1, 2))):
+            if not of_a_proxy:
+                of_a_proxy = chance.sample(OF_A_PROXY, len(OF_A_PROXY))
+            found.append(_trouble(chance, of_a_proxy.pop(), "proxy", number))
+        if chance.random() < 0.25:
+            found.append(_trouble(chance, chance.choice(OF_A_BROKER), "broker", chance.choice(BROKERS)))
+        yield found
+
+
+def _trouble(chance: random.Random, what: str, who: str, number: int) -> Trouble:
+    return Trouble(what, who, number, chance.uniform(0.2, 1.2), chance.choice(HOLDS))
+
+
+class Troublemaker:
+    """Makes them happen; `faults` has of each proxy since when it may have lost its lease."""
+
+    def __init__(self, site: OwnSite) -> None:
+        self._site = site
+        self.faults: dict[int, float] = {}
+
+    async def make(self, trouble: Trouble) -> None:
+        """Until it is over."""
+        await asyncio.sleep(trouble.after_s)
+        if trouble.who == "broker":
+            await self._befall_broker(trouble)
+        elif trouble.who == "way":
+            await self._befall_ways(trouble)
+        else:
+            self.faults[trouble.number] = time.monotonic()
+            await self._befall_proxy(trouble)
+
+    async def _befall_broker(self, trouble: Trouble) -> None:
+        broker = self._site.brokers[trouble.number]
+        if trouble.what == "killed":
+            await broker.down()
+        else:
+            broker.signal(signal.SIGSTOP)
+        await asyncio.sleep(trouble.hold_s)
+        await broker.heal()
+
+    async def _befall_ways(self, trouble: Trouble) -> None:
+        """More and more of the connections, those that are made meanwhile too: each client writes on one of its own."""
+        chance = random.Random(trouble.number)
+        ways = [each.way for each in self._site.brokers.values()]
+        if trouble.what == "cut":
+            await asyncio.gather(*(way.cut(lambda _: chance.random() < 0.5) for way in ways))
+            return
+        until = time.monotonic() + trouble.hold_s
+        while time.monotonic() < until:
+            for way in ways:
+                way.hold(lambda _: chance.random() < 0.2)
+            await asyncio.sleep(0.25)
+        if trouble.what != HELD_TO_THE_LAST:
+            self._site.release()
+
+    async def _befall_proxy(self, trouble: Trouble) -> None:
+        proxy = self._site.proxies[trouble.number]
+        if trouble.what == "stopped":
+            proxy.process.signal(signal.SIGSTOP)
+        elif trouble.what == "killed":
+            await proxy.down()
+        elif trouble.what == "terminated":
+            await proxy.terminate()
+        elif trouble.what == "its lease is revoked":
+            await self._site.revoke_lease(proxy)
+        elif trouble.what == "refused by etcd":
+            await proxy.way.shut()
+        else:
+            proxy.way.blackhole()
+        await asyncio.sleep(trouble.hold_s)
+        await proxy.heal()

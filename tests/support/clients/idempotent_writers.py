@@ -1,0 +1,123 @@
+"""librdkafka with enable.idempotence and acks=all, which writes until told to stop; everything must come out right."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import confluent_kafka
+
+from tests.support.clients.attempts import Stored, ThreadedClient
+
+SETTLE_S = 60
+PER_SECOND = 400
+# How many may wait for their acknowledgement, so that an outage does not pile up what then has to be read.
+MOST_WAITING = 300
+
+
+class IdempotentWriter(ThreadedClient):
+    """Numbers 0, 1, 2 … to each of a topic's partitions, on a thread of its own.
+
+    `log`: where librdkafka writes why it took another epoch.
+    """
+
+    def __init__(
+        self, bootstrap: str, topic: str, partitions: int, *, per_second: int = PER_SECOND, log: Path | None = None
+    ) -> None:
+        super().__init__(f"idempotent {topic}")
+        self.acked: dict[int, dict[int, int | None]] = defaultdict(dict)
+        self.failed: list[str] = []
+        self.topic = topic
+        self._partitions = partitions
+        self._pause_s = partitions / per_second
+        self._waiting = 0
+        self._settle_s = SETTLE_S
+        self._producer = confluent_kafka.Producer(
+            {
+                "bootstrap.servers": bootstrap,
+                "enable.idempotence": True,
+                "linger.ms": 0,
+                **({"log_level": 0} if log is None else {"log_level": 7, "debug": "eos", "logger": _file_logger(log)}),
+                # A broker that is away for a moment is asked again soon.
+                "reconnect.backoff.max.ms": 500,
+                "retry.backoff.max.ms": 200,
+                "topic.metadata.refresh.interval.ms": 1000,
+            }
+        )
+
+    def abandon(self) -> None:
+        self._settle_s = 0
+        super().abandon()
+
+    def wait_for_more(self, count: int, timeout_s: float = SETTLE_S) -> None:
+        """Until so many more are acknowledged."""
+        wanted = self._count() + count
+        deadline = time.monotonic() + timeout_s
+        while self._count() < wanted:
+            assert time.monotonic() < deadline, f"{self.topic}: {self._count()} of {wanted}; {self.failed[:3]}"
+            time.sleep(0.02)
+
+    def judge(self, partition: int, log: Sequence[Stored]) -> None:
+        """Everything acknowledged, there once, in order, where it was said to be."""
+        assert self.failed == []
+        assert self._waiting == 0, f"{self._waiting} never acknowledged"
+        count = len(self.acked[partition])
+        assert [value for _, value in log] == [b"%d" % number for number in range(count)], self._differences(log, count)
+        has = {int(value): offset for offset, value in log}
+        told = self.acked[partition]
+        # Of what it knows to be there by an answer to a later batch alone, librdkafka tells no offset.
+        wrong = {number: (told[number], offset) for number, offset in has.items() if told[number] not in (None, offset)}
+        few = dict(islice(wrong.items(), 10))
+        assert not wrong, (
+            f"{self.topic}-{partition}: told other offsets than it has, {len(wrong)}, (told, has) by number: {few}"
+        )
+
+    def _differences(self, log: Sequence[Stored], count: int) -> str:
+        """How a log differs from the numbers 0 to `count`, each once and in order."""
+        offsets: dict[int, list[int]] = defaultdict(list)
+        for offset, value in log:
+            offsets[int(value)].append(offset)
+        numbers = list(offsets)
+        found = {
+            "lost": [each for each in range(count) if each not in offsets],
+            "never acknowledged": [each for each in numbers if each >= count],
+            "more than once (number, offsets)": [each for each in offsets.items() if len(each[1]) > 1],
+            "behind a later one": [each for earlier, each in pairwise(numbers) if each < earlier],
+        }
+        told = {name: f"{len(each)}, first {each[:10]}" for name, each in found.items() if each}
+        return f"{self.topic}: {count} acknowledged; {told}"
+
+    def _count(self) -> int:
+        return sum(map(len, list(self.acked.values())))
+
+    def run(self) -> None:
+        number = 0
+        while not self._stopping.is_set():
+            if self._waiting < MOST_WAITING:
+                for partition in range(self._partitions):
+                    self._producer.produce(self.topic, b"%d" % number, partition=partition, on_delivery=self._delivered)
+                    self._waiting += 1
+                number += 1
+            self._producer.poll(0)
+            time.sleep(self._pause_s)
+        self._producer.flush(self._settle_s)
+
+    def _delivered(self, error: Any, message: Any) -> None:
+        self._waiting -= 1
+        if error is None:
+            self.acked[message.partition()][int(message.value())] = message.offset()
+        else:
+            self.failed.append(f"{message.partition()}/{message.value()}: {error}")
+
+
+def _file_logger(path: Path) -> logging.Logger:
+    logger = logging.Logger(path.name)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    return logger

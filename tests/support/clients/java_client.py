@@ -1,0 +1,25 @@
+"""Kafka's own Java client of any release since 0.11; see JavaClient.java."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tests.support.brokers.kafka_jars import pyspark_jars
+from tests.support.clients.client_process import ClientRun, run_client
+from tests.support.clients.java import SHORT_JAVA, java_executable
+from tests.support.clients.kafka_io import Record
+
+_SOURCE = Path(__file__).with_name("JavaClient.java")
+
+
+def run_java_client(
+    classpath: str, topic: str, records: Iterable[Record], settings: Mapping[str, object], *, read_back: int = 0
+) -> ClientRun:
+    """Write all of `records`; with `read_back`, the topic's number of partitions, read as many by the same client."""
+    compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
+    command: list[str | Path] = [java_executable(), *SHORT_JAVA, "-cp", f"{compiler}{os.pathsep}{classpath}"]
+    command += ["org.codehaus.janino.SimpleCompiler", _SOURCE, "JavaClient"]
+    command += ["both" if read_back else "produce", topic, str(read_back)]
+    return run_client([*command, *(f"{name}={value}" for name, value in settings.items())], records)

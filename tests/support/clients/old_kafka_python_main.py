@@ -1,0 +1,61 @@
+"""Run by tests.support.clients.old_kafka_python without this project on its path.
+
+tests.support.clients.client_process tells what it reads and prints.
+Arguments: WHEEL BOOTSTRAP TOPIC API-VERSION CLIENT-ID.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+import zipimport
+from importlib.util import module_from_spec
+from typing import Any
+
+PATIENCE_S = 60.0
+
+
+def load_kafka(wheel: str) -> Any:
+    """The package in the wheel. The `six` that it carries finds its own parts in no Python since 3.12."""
+    spec = zipimport.zipimporter(f"{wheel}/kafka/vendor").find_spec("six")
+    assert spec is not None
+    assert spec.loader is not None
+    six = module_from_spec(spec)
+    spec.loader.exec_module(six)
+    sys.modules["kafka.vendor.six"] = six
+    sys.modules["kafka.vendor.six.moves"] = six.moves
+    sys.path.insert(0, wheel)
+    import kafka
+
+    return kafka
+
+
+def decode(field: str) -> bytes | None:
+    return None if field == "-" else base64.b64decode(field[1:])
+
+
+def main(wheel: str, bootstrap: str, topic: str, api_version: str, client_id: str) -> None:
+    kafka = load_kafka(wheel)
+    assert kafka.__version__ == "2.0.2", kafka.__version__
+    version = tuple(map(int, api_version.split(".")))
+    producer = kafka.KafkaProducer(bootstrap_servers=bootstrap, api_version=version, client_id=client_id, linger_ms=5)
+    futures = []
+    for line in sys.stdin:
+        partition, key, value, *headers = line.split()
+        pairs = [(headers[at], decode(headers[at + 1])) for at in range(0, len(headers), 2)]
+        where = None if partition == "-" else int(partition)
+        futures.append(producer.send(topic, decode(value), decode(key), pairs, where))
+    producer.flush(PATIENCE_S)
+    print("sent", len(futures))
+    for number, future in enumerate(futures):
+        try:
+            placed = future.get(PATIENCE_S)
+        except kafka.errors.KafkaError as error:
+            print("error", number, repr(error))
+        else:
+            print("ack", number, placed.partition, placed.offset)
+    producer.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,107 @@
+"""Spark for tests: one session for all of them, and its Kafka sink, one batch after another."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pytest
+
+from kproxy.pipeline.java import user_cache_dir
+from kproxy.pipeline.spark import SparkDriver
+from tests.support.clients.java import require_java
+
+# Left alone Spark's idle producers and consumers stay for minutes and look for their brokers, which are gone when a
+# test is over, at addresses that another test may have been given since.
+SETTINGS: Final = {
+    "spark.kafka.producer.cache.timeout": "2s",
+    "spark.kafka.producer.cache.evictorThreadRunInterval": "1s",
+    "spark.kafka.consumer.cache.timeout": "2s",
+    "spark.kafka.consumer.cache.evictorThreadRunInterval": "1s",
+    "spark.sql.shuffle.partitions": "4",
+    # Of what tests ask for each is asked once: to compile it costs more than to interpret it.
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+}
+# For a Spark of its own that has little to do: it spends its time on planning and compiling.
+QUICK: Final = (
+    "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.sql.shuffle.partitions=2",
+    "spark.sql.adaptive.enabled=false",
+    "spark.sql.codegen.wholeStage=false",
+    "spark.sql.codegen.factoryMode=NO_CODEGEN",
+)
+
+
+_ANY_SESSION: Final = """
+from kproxy.pipeline.session import SessionOptions, open_session
+
+with open_session(SessionOptions("jars", master="local[1]")):
+    pass
+"""
+
+
+@contextmanager
+def _nobody_else_downloads() -> Iterator[bool]:
+    """Whether the jars of Spark's Kafka connector are there: Ivy must not fetch them twice at a time."""
+    cache = user_cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "ivy.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield any((cache / "ivy" / "jars").glob("*spark-sql-kafka*.jar"))
+
+
+@pytest.fixture(scope="session")
+def spark_jars() -> None:
+    """For commands that start a Spark of their own: the first Spark of all downloads jars."""
+    require_java()
+    with _nobody_else_downloads() as are_there:
+        if not are_there:
+            subprocess.run([sys.executable, "-c", _ANY_SESSION], check=True, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture(autouse=True)
+def _jars_before_commands(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("spark") and "spark_driver" not in request.fixturenames:
+        request.getfixturevalue("spark_jars")
+
+
+@pytest.fixture(scope="session")
+def spark_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkDriver]:
+    """Spark for the whole run: a process can have one, and it takes half a dozen seconds to start."""
+    driver = SparkDriver(require_java(), tmp_path_factory.mktemp("spark"), settings=SETTINGS)
+    try:
+        with _nobody_else_downloads():
+            driver.start()
+        yield driver
+    finally:
+        driver.stop()
+
+
+@pytest.fixture(scope="session")
+def spark(spark_driver: SparkDriver) -> Any:
+    """The SparkSession that all tests share: who starts a query stops it, who changes a setting sets it back."""
+    return spark_driver.session
+
+
+def write_batches(
+    session: Any, topic: str, partitions: int, settings: Mapping[str, str], *, rows: int, goes_on: Callable[[], bool]
+) -> int:
+    """Write the numbers from 0 on, as text, in batches of `rows` for each partition while it `goes_on`.
+
+    In each partition the numbers rise. Returns how many were written, all of them acknowledged.
+    """
+    written = 0
+    while goes_on():
+        # One Spark partition, and so one producer, for each of the topic's: rows of one task go out in their order.
+        numbers = session.range(written, written + rows * partitions, 1, partitions)
+        partition = f"cast((id - {written}) div {rows} as int) as partition"
+        messages = numbers.selectExpr(partition, "cast(id as string) as value")
+        messages.write.format("kafka").options(**settings, topic=topic).save()
+        written += rows * partitions
+    return written

@@ -1,0 +1,272 @@
+"""A real etcd for tests, as fixtures: `pytest_plugins = ["tests.support.etcd.embedded"]` brings them.
+
+`etcd` is one server for the whole run; tests keep apart by `etcd_prefix`. A test that stops, kills or compacts etcd
+takes one of its own: `async with own_etcd(tmp_path)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Self
+
+import grpc.aio
+import psutil
+import pytest
+import pytest_asyncio
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient, EtcdUnavailable, put_op
+from kproxy.etcd.messages import rpc
+
+# A single member need not wait a second to elect itself. Not for `etcd`: the shortest TTL granted hangs on it too.
+QUICK = ("--heartbeat-interval", "20", "--election-timeout", "200", "--unsafe-no-fsync")
+
+_prefixes = itertools.count(1)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def etcd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EmbeddedEtcd]:
+    """A running etcd with fsync off: nobody kills this one."""
+    async with EmbeddedEtcd(tmp_path_factory.mktemp("etcd"), extra_arguments=["--unsafe-no-fsync"]) as server:
+        yield server
+
+
+@pytest.fixture
+def etcd_prefix() -> str:
+    """A prefix that no other test uses."""
+    return f"/test-{os.getpid()}-{next(_prefixes)}"
+
+
+@pytest_asyncio.fixture
+async def etcd_client(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
+    client = EtcdClient([etcd.endpoint])
+    await client.connect()
+    yield client
+    await client.close()
+
+
+@asynccontextmanager
+async def own_etcd(
+    data_dir: Path, *, extra_arguments: Sequence[str] = ()
+) -> AsyncIterator[tuple[EmbeddedEtcd, EtcdClient]]:
+    """An etcd that the test may treat as it likes, and a client of it."""
+    async with EmbeddedEtcd(data_dir, extra_arguments=[*QUICK, *extra_arguments]) as server:
+        client = EtcdClient([server.endpoint])
+        await client.connect()
+        try:
+            yield server, client
+        finally:
+            await client.close()
+
+
+async def kill(server: EmbeddedEtcd) -> None:
+    """kill -9, so that etcd has no chance to say goodbye."""
+    os.kill(server.pid, signal.SIGKILL)
+    assert await server.wait() == -signal.SIGKILL
+    await server.stop()
+
+
+async def freeze(server: EmbeddedEtcd) -> None:
+    """SIGSTOP, and return when it has stopped: a thread that was running may run on for a moment."""
+    os.kill(server.pid, signal.SIGSTOP)
+    process = psutil.Process(server.pid)
+    await eventually(lambda: process.status() == psutil.STATUS_STOPPED)
+    # What it had written to its sockets before is on its way all the same.
+    await asyncio.sleep(0.05)
+
+
+async def compact(client: EtcdClient, revision: int) -> None:
+    """The product never compacts, so its client has no call for it."""
+    async with grpc.aio.insecure_channel(client.endpoints.split(",")[0].removeprefix("http://")) as channel:
+        call = channel.unary_unary(
+            "/etcdserverpb.KV/Compact",
+            request_serializer=rpc.CompactionRequest.SerializeToString,
+            response_deserializer=rpc.CompactionResponse.FromString,
+        )
+        await call(rpc.CompactionRequest(revision=revision, physical=True))
+
+
+async def put_many(client: EtcdClient, items: Sequence[tuple[str, bytes]], lease_id: int = 0) -> int:
+    """Put all, as many in one transaction as etcd allows; the last revision."""
+    revision = 0
+    for start in range(0, len(items), 128):
+        chunk = items[start : start + 128]
+        revision = (await client.txn([], [put_op(key, value, lease_id) for key, value in chunk])).revision
+    return revision
+
+
+async def written(client: EtcdClient, key: str, value: bytes = b"") -> bool:
+    """Whether a put succeeds; one that an election met is tried again, as it does the same."""
+    for _ in range(4):
+        with suppress(EtcdUnavailable):
+            return await client.put(key, value) > 0
+    return False
+
+
+class Relay:
+    """A TCP relay before etcd, on a port of its own: refuses and cuts connections, or silently stops carrying."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.target(endpoint)
+        self._server: asyncio.Server | None = None
+        self._connections: dict[asyncio.Task[None], asyncio.Event] = {}
+        self._answering: dict[asyncio.Task[None], asyncio.Event] = {}
+        self._asking = asyncio.Event()
+        self._asking.set()
+        # On how many connections something that was sent waits to be carried.
+        self.held = 0
+        self.port = 0
+        self._dead = False
+        self._is_shut = False
+        # How much later everything arrives than it was sent, each way.
+        self.delay_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shut()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def target_port(self) -> int:
+        return self._target[1]
+
+    @property
+    def is_open(self) -> bool:
+        return self._server is not None and self._server.is_serving()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is a black hole."""
+        return self._dead
+
+    def target(self, endpoint: str) -> None:
+        """Where connections made from now on lead."""
+        host, _, port = endpoint.removeprefix("http://").rpartition(":")
+        self._target = (host, int(port))
+
+    async def open(self) -> None:
+        """Listen, on the same port as before."""
+        self._is_shut = False
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def shut(self) -> None:
+        """Refuse new connections and cut those there are."""
+        self._is_shut = True
+        if self._server is not None:
+            self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        connections = list(self._connections)
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+    def freeze(self) -> None:
+        """Carry nothing more on the connections there are, and do not end them; those made later do carry."""
+        for carrying in self._connections.values():
+            carrying.clear()
+
+    def deafen(self) -> None:
+        """Carry no more answers on the connections there are; what is asked still arrives."""
+        for answering in self._answering.values():
+            answering.clear()
+
+    def hold_questions(self) -> None:
+        """Keep what is asked from here on, also when whoever asked is gone; on connections made later carry nothing."""
+        self._asking.clear()
+        self._dead = True
+
+    def release_questions(self) -> None:
+        """Carry what was kept. Connections made meanwhile stay as they are until `restore`."""
+        self._asking.set()
+
+    def blackhole(self) -> None:
+        """Carry nothing on any connection, of now or later, and end none: a network that drops every packet."""
+        self.freeze()
+        self._dead = True
+
+    async def restore(self) -> None:
+        """Carry again; connections from before are cut."""
+        self._dead = False
+        await self.cut()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_shut:
+            # Made in the moment before the listening socket was closed.
+            writer.transport.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        carrying = self._connections[task] = asyncio.Event()
+        answering = self._answering[task] = asyncio.Event()
+        answering.set()
+        if not self._dead:
+            carrying.set()
+        writers = [writer]
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection(*self._target)
+            writers.append(upstream_writer)
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(self._carry(reader, upstream_writer, [carrying, self._asking]))
+                ways.create_task(self._carry(upstream_reader, writer, [carrying, answering]))
+        except (asyncio.CancelledError, OSError, ExceptionGroup):
+            # However a connection ends, the other side learns of it by its own ending.
+            pass
+        finally:
+            for each in writers:
+                each.transport.abort()
+            del self._connections[task], self._answering[task]
+
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, open_ways: Sequence[asyncio.Event]
+    ) -> None:
+        while data := await reader.read(65536):
+            self.held += 1
+            try:
+                for way in open_ways:
+                    await way.wait()
+            finally:
+                self.held -= 1
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            writer.write(data)
+            await writer.drain()
+        raise ConnectionResetError("one side ended")
+
+
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 30.0, what: str = "") -> None:
+    """Wait until `condition` holds; a test that waits in vain says for what."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Run `work` beside the test; what it raises before the test ends fails the test."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task  # type: ignore[misc]
+    finally:
+        ended_itself = task.done()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait((task,))
+        if ended_itself and not task.cancelled() and task.exception() is not None:
+            raise AssertionError("what ran beside the test failed") from task.exception()

@@ -1,0 +1,355 @@
+"""Scripts for the fan-out's core (kproxy.routing.fanout): this event, then these actions.
+
+A Playbook is one core with a real topology, real frames, and a clock that only the script moves. Its methods are
+events. Each returns what the core wants done, in order, as texts:
+
+  send #3 b2/c1: 1 t-0 t-1     piece 3 to broker 2 on connection 1, these partitions of request 1
+  send #3 b2/c1: 1 t-0 behind t-0=7     the same behind a fence
+  answer 1: t-0@17 t-1=6       what the client reads, in the notation of tests.support.models.playbook_words
+  done 1                       the same for a client that gets no answer (acks=0)
+  drop 1, withdraw #3 from c1, hold #3: t-0, let go #3, lost t-0, close c1, distrust c1, undeliverable t=6
+
+What is counted, noted, looked up and waited for is in `aside`, of the last event alone:
+
+  note 1 t-0@17 of b1, retried CONNECTION_LOST of b1, failed Produce 6 of b1, reread t-0, wake in 21 ms,
+  count splits 1, unconfirmed t 2
+
+A broker's success has ten times the number of its piece as base offset, where the script gives none: an answer shows
+which piece its results are from.
+
+After each event the rules that always hold are checked (tests.support.models.playbook_rules).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from kproxy.routing import actions
+from kproxy.routing.actions import Action
+from kproxy.routing.events import Loss
+from kproxy.routing.fanout import Fanout
+from kproxy.routing.in_flight import ConnectionState, Piece
+from kproxy.routing.merge import Exchange
+from kproxy.routing.retry import LEASED, Conduct
+from kproxy.routing.split import Entry, split_whole
+from kproxy.routing.topology import NO_OWNER, Address
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
+from kproxy_codec.partitioned import PartitionedRequest
+from tests.support.models.playbook_plain import PlainRequests, is_plain
+from tests.support.models.playbook_rules import Rules
+from tests.support.models.playbook_view import View, topology_of
+from tests.support.models.playbook_words import (
+    ASIDE,
+    NO_OFFSET,
+    Answer,
+    Producer,
+    action_text,
+    answer_frame,
+    batch_of,
+    name_of,
+    partition,
+    produce_request,
+    read,
+    read_answer,
+    read_request,
+    selection_text,
+)
+from tests.support.wire.messages import APIS, topic_id
+
+DEADLINE_S = 10.0
+_ANSWER = re.compile(r"(?:answer|done|drop) (\d+)")
+
+
+class Playbook:
+    """`owners` are the owners of a topic's partitions by index, brokers 1 to 3 or None; broker 4 is there for spare.
+
+    `gated` are the topics with a writer group, `hung` the brokers known not to answer. `dials`: connections open by
+    `opens` and not at once.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, Sequence[int | None]] | None = None,
+        conduct: Conduct = LEASED,
+        *,
+        knows_batches_again: bool = True,
+        gated: Collection[str] = (),
+        fenced: bool = False,
+        hung: Iterable[int] = (),
+        dials: bool = False,
+        offers_unowned: bool = True,
+        jitter: float = 0.0,
+    ) -> None:
+        self.topology = topology_of(owners or {"t": [1, 2, 3]}, offers_unowned=offers_unowned)
+        self.view = View(self.topology, conduct)
+        self.view.knows_batches_again = knows_batches_again
+        self.view.gated = frozenset(topic.encode() for topic in gated)
+        self.view.fenced = fenced
+        self.view.hung = set(hung)
+        self.core = Fanout(self.view)
+        self.now = 100.0
+        self.jitter = jitter
+        self.aside: list[str] = []
+        # By request: its exchange, and what its client got.
+        self.exchanges: dict[int, Exchange] = {}
+        self.answered: dict[int, Answer] = {}
+        # By piece: what was sent.
+        self.sent: dict[int, actions.Send] = {}
+        self._dials = dials
+        self._plain = PlainRequests(self.core)
+        self._wakes_at: float | None = None
+        self._rules = Rules(self)
+
+    # Requests
+
+    def submits(
+        self,
+        sequence: int,
+        partitions: str,
+        *,
+        producer: Producer = (7, 0, None),
+        is_transactional: bool = False,
+        acks: int = -1,
+        by_id: bool = False,
+        silent: bool | None = None,
+        deadline_s: float = DEADLINE_S,
+        refused: Mapping[str, int] | None = None,
+    ) -> list[str]:
+        """A produce request; its batches are the producer's at this base sequence, the request's own where it is None.
+
+        No `producer` for a plain one. `refused` has the error codes of partitions that are not to be sent.
+
+        `silent`: its client gets no answer, as with acks=0, whatever the brokers are asked for.
+        """
+        batch = batch_of(producer, sequence)
+        request = produce_request(partitions, producer=batch, is_transactional=is_transactional, acks=acks, by_id=by_id)
+        exchange = self._exchange(sequence, request, deadline_s)
+        exchange.is_silent = acks == 0 if silent is None else silent
+        codes = {self._entry(exchange, text): code for text, code in (refused or {}).items()}
+        return self._submit(exchange, codes)
+
+    def fetches(
+        self,
+        sequence: int,
+        partitions: str,
+        *,
+        until_s: float = 0.0,
+        deadline_s: float = DEADLINE_S,
+        min_bytes: int = 1,
+    ) -> list[str]:
+        """A fetch; `until_s`: seconds for which it is asked again while it finds too little."""
+        exchange = self._exchange(sequence, read_request(FETCH, partitions, min_bytes=min_bytes), deadline_s)
+        exchange.look_until = self.now + until_s if until_s else 0.0
+        return self._submit(exchange, {})
+
+    def lists_offsets(self, sequence: int, partitions: str) -> list[str]:
+        return self._submit(self._exchange(sequence, read_request(LIST_OFFSETS, partitions), DEADLINE_S), {})
+
+    def _exchange(self, sequence: int, request: PartitionedRequest, deadline_s: float) -> Exchange:
+        exchange = Exchange(APIS[request.header.api_key], request, sequence, self.now + deadline_s)
+        self.exchanges[sequence] = exchange
+        self.core.name_topics(request)
+        return exchange
+
+    def _submit(self, exchange: Exchange, refused: Mapping[Entry, int]) -> list[str]:
+        return self._bring(lambda: self.core.submitted(exchange, refused, self.now, self.jitter), adopts=False)
+
+    def _entry(self, exchange: Exchange, text: str) -> Entry:
+        wanted = partition(text)
+        return next(entry for entry in exchange.open_entries() if exchange.partition(entry) == wanted)
+
+    # The plain path
+
+    def passes(self, sequence: int, partitions: str, *, producer: Producer = (7, 0, None)) -> list[str]:
+        """A request goes the plain path: all of its routes have to be proven. It enters with the next event."""
+        exchange = self._exchange(
+            sequence, produce_request(partitions, producer=batch_of(producer, sequence)), DEADLINE_S
+        )
+        return self._plain.send(exchange, self.topology.version)
+
+    def passes_back(self, sequence: int, connection: int, text: str) -> None:
+        """A success on the plain path, for one part of several."""
+        self._rules.noted_plainly(self._plain.answer(sequence, connection, text), text)
+
+    def adopts(self) -> list[int]:
+        """All on the plain path enters; the numbers of its pieces. Events that concern it do the same before."""
+        return self._plain.enter() if self._plain else []
+
+    # Brokers
+
+    def opens(self, connection: int) -> None:
+        """A dial has succeeded."""
+        self.core.opened(connection)
+        self._rules.check([])
+
+    def answers(self, piece: int, text: str, *, throttle_ms: int = 0, error_code: int = 0) -> list[str]:
+        """A broker's answer to a piece; `error_code` is that of the whole, for a fetch."""
+        of_piece = self.pieces[piece].exchange
+        results = [
+            each._replace(offset=10 * piece if not each.code and each.offset == NO_OFFSET else each.offset)
+            for each in read(text)
+        ]
+        words = " ".join(map(str, results))
+        frame = answer_frame(of_piece.request, words, throttle_ms=throttle_ms, error_code=error_code)
+        return self.answers_bytes(piece, frame)
+
+    def answers_bytes(self, piece: int, frame: memoryview) -> list[str]:
+        adopts = not is_plain(self.pieces[piece], frame)
+        return self._bring(lambda: self.core.answered(piece, frame, self.now, self.jitter), adopts=adopts)
+
+    def leaves(self, *pieces: int) -> list[str]:
+        """Pieces that have no answer (acks=0) have left."""
+        return self._bring(lambda: self.core.left(pieces, self.now, self.jitter), adopts=False)
+
+    def loses(
+        self, connection: int, *, unwritten: Collection[int] = (), left: Collection[int] = (), unconfirmed: bool = False
+    ) -> list[str]:
+        """A connection has ended: its pieces were written, but for these, or all unwritten where it never opened."""
+        self.adopts()
+        ended = self.core._in_flight.connections[connection]
+        never_opened = ended.state is ConnectionState.DIALLING
+        losses = [
+            (each, Loss.LEFT if each in left else Loss.UNWRITTEN if never_opened or each in unwritten else Loss.WRITTEN)
+            for each in ended.pieces
+        ]
+        return self._bring(
+            lambda: self.core.lost(connection, losses, self.now, self.jitter, is_unconfirmed=unconfirmed)
+        )
+
+    def unsent(self, piece: int) -> None:
+        """A piece was not written, for its client is about to be severed."""
+        self.core.unsent(piece)
+
+    # The topology and time
+
+    def moves(self, text: str, *owners: int | None, revision: int | None = None) -> list[str]:
+        """A partition gets these owners one after another, None for no owner; all of it is one event.
+
+        `revision` is that of a single change, the next one where it is not given.
+        """
+        topic, index = partition(text)
+        for owner in owners:
+            at = self.topology.revision + 1 if revision is None else revision
+            self.topology.set_owner(topic, index, NO_OWNER if owner is None else owner, at)
+        return self._follow()
+
+    def removes(self, broker: int) -> list[str]:
+        self.topology.remove_broker(broker)
+        return self._follow()
+
+    def readdresses(self, broker: int) -> list[str]:
+        """A broker is somewhere else."""
+        self.topology.set_broker(broker, Address("moved", broker))
+        return self._follow()
+
+    def names(self, topic: str) -> list[str]:
+        """The topology learns the id of a topic."""
+        self.topology.set_topic_id(topic.encode(), topic_id(topic).bytes)
+        return self._follow()
+
+    def _follow(self) -> list[str]:
+        if self._plain and self.core.is_concerned:
+            self.adopts()
+        return self._carry_out(self.core.topology_changed(self.now, self.jitter))
+
+    def waits(self, seconds: float) -> None:
+        """Time passes, and nothing happens."""
+        self.now += seconds
+
+    def wakes(self) -> list[str]:
+        """Time passes until the core wants to be woken, and it is."""
+        assert self._wakes_at is not None, "the core waits for no time"
+        self.now, self._wakes_at = max(self.now, self._wakes_at), None
+        return self._bring(lambda: self.core.woken(self.now, self.jitter), adopts=False)
+
+    def wakes_in_ms(self) -> int | None:
+        """How soon the core wants to be woken."""
+        return None if self._wakes_at is None else round((self._wakes_at - self.now) * 1000)
+
+    def ticks(self, after_s: float = 0.0) -> list[str]:
+        """The tick that looks for what is over, after so many seconds."""
+        self.now += after_s
+        if self.core.is_due(self.now) or self._plain.is_due(self.now):
+            self.adopts()
+        oldest = {}
+        for number, connection in self.core._in_flight.connections.items():
+            written = [each for each in connection.pieces.values() if each.exchange.request.acks]
+            if written and connection.state is ConnectionState.OPEN:
+                oldest[number] = written[0].number
+        return self._bring(lambda: self.core.tick(oldest, self.now, self.jitter), adopts=False)
+
+    # The client's end
+
+    def parts(self) -> list[str]:
+        return self._bring(lambda: self.core.parted(self.now, self.jitter))
+
+    def severs(self) -> list[str]:
+        return self._bring(lambda: self.core.severed(self.now, self.jitter))
+
+    def closes(self) -> list[str]:
+        return self._bring(lambda: self.core.closing(self.now, self.jitter))
+
+    def ends(self) -> list[str]:
+        return self._bring(lambda: self.core.ended(self.now, self.jitter))
+
+    # What is there
+
+    @property
+    def pieces(self) -> Mapping[int, Piece]:
+        """What is under way."""
+        return self.core._in_flight.pieces
+
+    @property
+    def lanes(self) -> list[str]:
+        """The partitions that have a lane, each with its state."""
+        keys: dict[Any, Any] = self.core.lanes.table
+        return [f"{name_of(key[0])}-{key[1]} {lane.state.name.lower()}" for key, lane in keys.items()]
+
+    def proven(self, partitions: str) -> bool:
+        """Whether the routes of all of these are proven."""
+        return bool(self.core.routes.plan(produce_request(partitions)))
+
+    # One event
+
+    def _bring(self, event: Callable[[], list[Action]], *, adopts: bool = True) -> list[str]:
+        texts = self._follow() if self.topology.version != self.core.version else []
+        if adopts:
+            self.adopts()
+        return texts + self._carry_out(event())
+
+    def _carry_out(self, done: list[Action]) -> list[str]:
+        self.aside = []
+        texts: list[str] = []
+        for action in done:
+            if isinstance(action, ASIDE):
+                self.aside.append(action_text(action, self.now))
+                if isinstance(action, actions.WakeAt):
+                    self._wakes_at = action.at
+            else:
+                texts.append(self._told(action))
+        self._rules.check(done)
+        # Answers leave in the order of requests, whatever the order in which an event finds them.
+        found = [_ANSWER.match(each) for each in texts]
+        ordered = iter(sorted((int(each[1]), each.string) for each in found if each))
+        return [next(ordered)[1] if each else text for each, text in zip(found, texts, strict=True)]
+
+    def _told(self, action: Action) -> str:
+        if isinstance(action, actions.Send):
+            self.sent[action.piece] = action
+            connection = self.core._in_flight.connections[action.connection]
+            if connection.state is ConnectionState.DIALLING and not self._dials:
+                self.core.opened(action.connection)
+            exchange = action.exchange
+            asked = selection_text(exchange, action.part or split_whole(exchange.request.topics))
+            fences = " ".join(f"{name_of(topic)}-{index}={fence}" for (topic, index), fence in action.fences)
+            behind = f" behind {fences}" if fences else ""
+            return f"send #{action.piece} b{action.broker}/c{action.connection}: {exchange.sequence} {asked}{behind}"
+        if isinstance(action, actions.Respond):
+            if not action.answer:
+                return f"done {action.sequence}"
+            answer = read_answer(self.exchanges[action.sequence], action.answer)
+            self.answered[action.sequence] = answer
+            return f"answer {action.sequence}: {answer}"
+        return action_text(action, self.now)

@@ -1,0 +1,48 @@
+"""What the core of a Playbook (tests.support.models.playbook) looks at besides its events."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from kproxy.routing.retry import Conduct
+from kproxy.routing.topology import Address, Topology
+
+BROKERS = (1, 2, 3, 4)
+
+
+class View:
+    """A script may change any of it. `hung` are the brokers known not to answer."""
+
+    max_nameless = 100
+
+    def __init__(self, topology: Topology, conduct: Conduct) -> None:
+        self.topology = topology
+        self.conduct = conduct
+        self.knows_batches_again = True
+        self.gated: Collection[bytes] = ()
+        self.fenced = False
+        self.hung: set[int] = set()
+        # The client's claims, as tests.support.models.playbook_words names partitions.
+        self.fences: dict[tuple[bytes, int], int] = {}
+
+    @property
+    def has_claims(self) -> bool:
+        return bool(self.fences)
+
+    def write_fence(self, topic: bytes, partition_index: int) -> int:
+        return self.fences.get((topic, partition_index), 0)
+
+    def is_hung(self, address: Address | None) -> bool:
+        return address is not None and address.port in self.hung
+
+
+def topology_of(owners: Mapping[str, Sequence[int | None]], *, offers_unowned: bool) -> Topology:
+    """Brokers 1 to 4, and the owners of each topic's partitions by index."""
+    topology = Topology(offers_unowned=offers_unowned)
+    for broker in BROKERS:
+        topology.set_broker(broker, Address("brokers", broker))
+    for topic, brokers in owners.items():
+        for index, owner in enumerate(brokers):
+            if owner is not None:
+                topology.set_owner(topic.encode(), index, owner, topology.revision + 1)
+    return topology

@@ -1,0 +1,755 @@
+"""A partition on several brokers, and everything that can befall them: what `test_replication_model` drives.
+
+The brokers are `simulated_broker`s around one `simulated_etcd`; they fetch from one another over a `simulated_network`,
+on which a question and its answer lie until somebody lets them arrive or lose them, be it after the broker that asked
+was restarted; who is killed leaves one behind, and its calls to etcd. Of what producers and a consumer were told
+`replication_clients` keeps account, and after every step `replication_checks` compares it with every replica.
+
+There is one partition. What several have in common, a lease and its loss, a key each and turns at the work, takes no
+decision of one on the strength of another; with two of them every run would take nearly twice as long.
+
+A step is a method of World whose name stands in STEPS, with small numbers for arguments: `world.step("crash", 1)`. A
+number that names one of several things counts round, so that every sequence of steps can be replayed, shortened too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import structlog
+
+from kproxy.broker.config import LogOptions
+from kproxy.broker.disk import read_json
+from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
+from kproxy.broker.partition import ACKS_ALL, Partition
+from kproxy.broker.replication.partition_replication import Role
+from kproxy.broker.replication.reconciliation import Inconsistent, validate_consistency
+from kproxy.etcd import put_op
+from kproxy_codec import error_codes
+from kproxy_codec.record_batch import assign_offsets, parse_header
+from tests.support.models.fenced_writers import FencedWriters
+from tests.support.models.replication_checks import Judge, Replica, Rule, Violation, replica_at
+from tests.support.models.replication_clients import Clients
+from tests.support.models.simulated_broker import ISR_LAG_S, PARTITION, PARTITION_INDEX, TOPIC, SimulatedProcess, State
+from tests.support.models.simulated_etcd import EtcdStore, KeepAlives, Link
+from tests.support.models.simulated_network import Network
+from tests.support.wire.record_batches import build_batch
+
+FETCH_INTERVAL_S = 0.5
+MAX_FETCH_BYTES = 1 << 20
+# A few batches of one record.
+SEGMENT_BYTES = 300
+RECOVERY_S = 90.0
+RECOVERY_CHECK_S = 3.0
+# Until a leader is found, and all are in sync.
+FIRST_STEPS_S = 2.0
+START_TIME_S = 1000.0
+# As a broker's number: the leader.
+LEADER = 5
+# Where there is memory to keep files in, they are kept there.
+_SCRATCH = Path("/dev/shm")
+_KEYS = Keys("/p")
+_TOPIC_ID = uuid.UUID(int=7)
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+class Setting(NamedTuple):
+    """How the cluster of one run is made."""
+
+    brokers: int = 3
+    min_insync_replicas: int = 2
+    retention_bytes: int = -1
+    # How fast each broker's clock goes; within what a lease's margin allows.
+    rates: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    # When the lead goes back to the first replica; never in most runs, or it would always lead.
+    hand_over_after_s: float = float("inf")
+
+
+Taken = tuple[Any, ...]
+"""A step's name and its numbers."""
+
+
+class Step(NamedTuple):
+    """How many numbers a step takes, whether it could do anything now, and how often it comes beside others."""
+
+    arguments: int
+    could: Callable[[World], bool]
+    weight: int
+
+
+STEPS: dict[str, Step] = {}
+# Of writers that claim the partition. Who does not is refused, so that in runs with these little else is written.
+FENCE_STEPS = ("claim", "bind", "write_fenced", "release", "hang_up")
+
+
+def _step(
+    arguments: int, could: Callable[[World], bool] = lambda world: True, *, weight: int = 1
+) -> Callable[[_Method], _Method]:
+    def note(method: _Method) -> _Method:
+        STEPS[method.__name__] = Step(arguments, could, weight)
+        return method
+
+    return note
+
+
+def _any_is(state: State) -> Callable[[World], bool]:
+    return lambda world: any(process.state is state for process in world.processes.values())
+
+
+def _any_waits(*, applied: bool) -> Callable[[World], bool]:
+    return lambda world: any(process.client.count_pending(applied=applied) for process in world.processes.values())
+
+
+_Thing = TypeVar("_Thing")
+
+
+def _one_of(things: Sequence[_Thing], number: int) -> _Thing:
+    return things[number % len(things)]
+
+
+def _is_claimed(world: World) -> bool:
+    return world.writers.is_claimed
+
+
+class World:
+    """Use it as a context manager. Steps raise Violation where something watched does not hold."""
+
+    def __init__(self, setting: Setting, watched: frozenset[Rule] = frozenset(Rule)) -> None:
+        self.setting = setting
+        self.now = START_TIME_S
+        self.judge = Judge(watched)
+        self.store = EtcdStore(lambda: self.now)
+        self.clients = Clients(self.judge, lambda: self.now)
+        self.writers = FencedWriters(self.judge, self.clients, self.store)
+        self.taken: list[Taken] = []
+        self.is_over = False
+        # The same, with what the brokers logged.
+        self.trace: list[str] = []
+        self._log_config = structlog.get_config()
+        structlog.configure(processors=[self._note_log])
+        self._directory = Path(tempfile.mkdtemp(prefix="kproxy-model-", dir=_SCRATCH if _SCRATCH.is_dir() else None))
+        self._graveyard = self._directory / "graveyard"
+        self._graveyard.mkdir()
+        self._interrupted: set[int] = set()
+        ids = list(range(1, setting.brokers + 1))
+        self._create_topic(ids)
+        self._all: list[SimulatedProcess] = []
+        self.processes = {node_id: self._start(node_id) for node_id in ids}
+        self.store.on_change = self._check_ids
+        self.network = Network(self.processes)
+        self.pass_time(FIRST_STEPS_S)
+        self.check()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        try:
+            for process in self._all:
+                process.bury()
+        finally:
+            shutil.rmtree(self._directory)
+            structlog.configure(**self._log_config)
+
+    def _note_log(self, logger: object, level: str, event: MutableMapping[str, Any]) -> NoReturn:
+        self.trace.append(f"    {self.now:.2f} {event.pop('event')} {dict(event)}")
+        raise structlog.DropEvent
+
+    def _create_topic(self, replicas: list[int]) -> None:
+        key, value = _KEYS.topic(TOPIC), encode_value(TopicValue(_TOPIC_ID, [replicas]))
+        self.store.apply("Put", put_op(key, value).message.request_put)
+
+    def _start(self, node_id: int) -> SimulatedProcess:
+        process = SimulatedProcess(
+            node_id,
+            self._directory / str(node_id),
+            self.store,
+            min_insync_replicas=self.setting.min_insync_replicas,
+            log_options=LogOptions(SEGMENT_BYTES, retention_bytes=self.setting.retention_bytes),
+            hand_over_after_s=self.setting.hand_over_after_s,
+            now=lambda: self.now,
+            rate=self.setting.rates[node_id - 1],
+            on_left_behind=self.judge.broker_lost,
+        )
+        self._all.append(process)
+        return process
+
+    # Taking steps
+
+    def step(self, name: str, *arguments: int) -> None:
+        """Take one step, let everybody do what follows from it at once, and see whether all holds."""
+        if not self.is_over:
+            self.taken.append((name, *arguments))
+        self.trace.append(f"{name}({', '.join(map(str, arguments))})")
+        getattr(self, name)(*arguments)
+        self.settle()
+        self.check()
+
+    def replay(self, steps: Iterable[Taken]) -> None:
+        for name, *arguments in steps:
+            self.step(name, *arguments)
+
+    def settle(self) -> None:
+        """Let everybody do what there is to do at the present time."""
+        while True:
+            before = self.store.revision
+            for process in self.processes.values():
+                process.run()
+            if self.store.revision == before:
+                return
+
+    def pass_time(self, seconds: float) -> None:
+        """Time goes by, and everybody who is not stopped acts; those who do not lag fetch."""
+        end = self.now + seconds
+        fetch_at = self.now
+        while True:
+            if self.store.expire_leases():
+                self.judge.broker_lost()
+            if fetch_at <= self.now:
+                self._fetch_all()
+                fetch_at = self.now + FETCH_INTERVAL_S
+            self.settle()
+            self._check_leaders()
+            if self.now >= end:
+                return
+            timers = [process.next_timer for process in self.processes.values()]
+            upcoming = [when for when in (*timers, self.store.next_expiry(), fetch_at) if when is not None]
+            # A clock that goes at another rate may round a timer to just after the present.
+            self.now = min(end, max(min(upcoming), self.now + 1e-6))
+
+    def _fetch_all(self) -> None:
+        for node_id, process in self.processes.items():
+            if node_id not in self.network.lagging and process.state is State.RUNNING:
+                self.network.round_trip(process)
+
+    def broker(self, number: int) -> SimulatedProcess:
+        """The broker of that place."""
+        return self.processes[number % len(self.processes) + 1]
+
+    def process(self, number: int) -> SimulatedProcess:
+        """The broker of that place or, from LEADER on, whoever leads: what befalls it matters most."""
+        if number >= LEADER:
+            for each in self.processes.values():
+                if each.state is not State.DEAD and self._leads(each):
+                    return each
+        return self.broker(number)
+
+    # Time, and processes
+
+    @_step(1, weight=4)
+    def advance(self, number: int) -> None:
+        """Time passes: too little for anything but an ISR change, or up to more than a lease lives."""
+        seconds = (0.3, 1.0, 4.0, 12.5)[number % 4]
+        leader = self._leader_that_is_well()
+        going = self._out_of_sync_after(seconds) if leader is not None else set()
+        self.pass_time(seconds)
+        if leader is not None and leader is self._leader_that_is_well():
+            lingering = going.intersection(self.isr()) - {leader.leader_id}
+            if lingering:
+                self.judge.violated(Rule.LINGERS, f"{sorted(lingering)}, {seconds} s later")
+
+    @_step(1, weight=2)
+    def crash(self, number: int) -> None:
+        """kill -9."""
+        process = self.process(number)
+        if process.state is not State.DEAD:
+            self._kill(process)
+
+    def _kill(self, process: SimulatedProcess) -> None:
+        # A follower has a question under way nearly always.
+        self.network.ask(process)
+        process.kill(self._graveyard)
+        self.judge.broker_lost()
+
+    @_step(2)
+    def crash_in_write(self, number: int, kept_bytes: int) -> None:
+        """kill -9 in the middle of a write: the log ends with a part of a batch that nobody was told of."""
+        process = self.process(number)
+        if process.state is State.DEAD or process.partition is None:
+            return
+        log = process.partition.log
+        torn = build_batch([b"torn"])
+        assign_offsets(torn, parse_header(torn), log.log_end_offset, max(process.partition.leader_epoch, 0))
+        directory = log.directory
+        self._kill(process)
+        with max(directory.glob("*.log")).open("ab") as file:
+            file.write(torn[: 1 + kept_bytes % (len(torn) - 1)])
+
+    @_step(1, _any_is(State.DEAD), weight=3)
+    def restart(self, number: int) -> None:
+        """A broker that is dead is started again."""
+        process = self.broker(number)
+        if process.state is State.DEAD:
+            self.processes[process.node_id] = self._start(process.node_id)
+            self.processes[process.node_id].client.inherit(process.client)
+            self.network.lagging.discard(process.node_id)
+
+    @_step(1, _any_is(State.DEAD))
+    def wipe(self, number: int) -> None:
+        """A dead broker's disk is lost; never the last that holds what was promised."""
+        process = self.broker(number)
+        others = set(self.isr()) - {process.node_id}
+        if process.state is State.DEAD and others:
+            shutil.rmtree(process.directory, ignore_errors=True)
+
+    @_step(1, _any_is(State.DEAD))
+    def replace(self, number: int) -> None:
+        """A dead broker comes back without its disk, and has fetched nothing yet."""
+        self.wipe(number)
+        process = self.broker(number)
+        if not process.directory.exists():
+            self.restart(number)
+            self.lag(number)
+
+    @_step(1)
+    def fail_disk(self, number: int) -> None:
+        """The disk takes no more writes to the open log, until that is opened anew; nor can they be undone."""
+        process = self.process(number)
+        if process.state is not State.DEAD and process.partition is not None and not process.partition.log.is_closed:
+            segment = process.partition.log._segments[-1]
+            readable = os.open(segment.path, os.O_RDONLY)
+            os.dup2(readable, segment._fd, inheritable=False)
+            os.close(readable)
+            self.judge.broker_lost()
+
+    @_step(1)
+    def stop(self, number: int) -> None:
+        """SIGTERM: the broker leaves in good order, as far as that takes no time."""
+        process = self.process(number)
+        if process.state is State.RUNNING:
+            process.begin_stop()
+
+    @_step(1)
+    def freeze(self, number: int) -> None:
+        """SIGSTOP."""
+        process = self.process(number)
+        if process.state is State.RUNNING:
+            process.state = State.STOPPED
+
+    @_step(1, _any_is(State.STOPPED))
+    def thaw(self, number: int) -> None:
+        """SIGCONT."""
+        process = self.broker(number)
+        if process.state is State.STOPPED and process.node_id not in self._interrupted:
+            process.state = State.RUNNING
+
+    @_step(3, weight=2)
+    def freeze_within(self, number: int, readings: int, duration: int) -> None:
+        """SIGSTOP at some place within what the broker does next where it reads its clock, and SIGCONT later."""
+        process = self.process(number)
+        if process.state is State.RUNNING:
+            process.interrupt_at(readings % 4, lambda: self._frozen(process, (1.0, 12.5)[duration % 2]))
+
+    def _frozen(self, process: SimulatedProcess, seconds: float) -> None:
+        if process.state is not State.RUNNING:
+            return
+        self._interrupted.add(process.node_id)
+        process.state = State.STOPPED
+        self.pass_time(seconds)
+        self._interrupted.discard(process.node_id)
+        if process.state is State.STOPPED:
+            process.state = State.RUNNING
+
+    # Links to etcd
+
+    @_step(2, weight=3)
+    def link(self, number: int, kind: int) -> None:
+        """A broker's link to etcd becomes fast, slow, deaf or cut."""
+        process = self.process(number)
+        process.client.link = (Link.FAST, Link.SLOW, Link.DEAF, Link.CUT)[kind % 4]
+        process.watches = process.client.link in (Link.FAST, Link.DEAF)
+
+    @_step(2, _any_waits(applied=False), weight=3)
+    def etcd_applies(self, number: int, position: int) -> None:
+        """etcd gets one of the calls that are on their way from a broker."""
+        client = self.process(number).client
+        count = client.count_pending(applied=False)
+        if count:
+            client.apply_pending(position % count)
+
+    @_step(2, _any_waits(applied=True), weight=2)
+    def etcd_answers(self, number: int, position: int) -> None:
+        """A broker gets one of the answers that are on their way to it."""
+        process = self.process(number)
+        count = process.client.count_pending(applied=True)
+        if count and process.client.link is not Link.CUT and process.state is State.RUNNING:
+            process.client.answer_pending(position % count)
+
+    @_step(3, lambda world: any(process.client.pending for process in world.processes.values()))
+    def etcd_loses(self, number: int, position: int, answer: int) -> None:
+        """A call to etcd, or its answer, is lost."""
+        client = self.process(number).client
+        count = client.count_pending(applied=bool(answer % 2))
+        if count and answer % 2:
+            client.answer_pending(position % count, lost=True)
+        elif count:
+            client.lose_pending(position % count)
+
+    @_step(2, lambda world: any(process.client.link is Link.SLOW for process in world.processes.values()))
+    def watch(self, number: int, revisions: int) -> None:
+        """A broker whose link is slow hears of the next changes in etcd."""
+        process = self.process(number)
+        if process.client.link is Link.SLOW and process.state is State.RUNNING:
+            process.watch(1 + revisions % 3)
+
+    @_step(3, lambda world: any(process.client.link is Link.SLOW for process in world.processes.values()))
+    def watch_one(self, number: int, prefix: int, changes: int) -> None:
+        """A broker whose link is slow hears of the next changes under one prefix, before those under others."""
+        process = self.process(number)
+        if process.client.link is Link.SLOW and process.state is State.RUNNING:
+            process.watch_one(_one_of(process.view.prefixes, prefix), 1 + changes % 3)
+
+    @_step(3)
+    def delay_watch(self, number: int, prefix: int, delay: int) -> None:
+        """From now on a broker hears so late of changes under one prefix."""
+        process = self.process(number)
+        process.watch_delays[_one_of(process.view.prefixes, prefix)] = (0.0, 0.3, 1.0, 4.0)[delay % 4]
+
+    @_step(2)
+    def reload(self, number: int, delay: int) -> None:
+        """A broker's watch is told what there is, as after a compaction, and gets that so late."""
+        process = self.process(number)
+        if process.state is State.RUNNING:
+            process.reload((0.0, 0.3, 1.0, 4.0)[delay % 4])
+
+    @_step(2)
+    def keepalives(self, number: int, fate: int) -> None:
+        """What becomes of a broker's keepalives from now on."""
+        self.process(number).client.keepalives = _one_of(list(KeepAlives), fate)
+
+    # The network between brokers
+
+    @_step(2)
+    def block(self, one: int, other: int) -> None:
+        """Nothing gets through between two brokers."""
+        self.network.blocked.add(frozenset((self.process(one).node_id, self.process(other).node_id)))
+
+    @_step(0, lambda world: bool(world.network.blocked))
+    def unblock_all(self) -> None:
+        self.network.blocked.clear()
+
+    @_step(1)
+    def lag(self, number: int) -> None:
+        """A follower fetches no more by itself."""
+        self.network.lagging.add(self.broker(number).node_id)
+
+    @_step(1, lambda world: bool(world.network.lagging))
+    def catch_up(self, number: int) -> None:
+        self.network.lagging.discard(self.broker(number).node_id)
+
+    @_step(1, weight=2)
+    def fetch(self, number: int) -> None:
+        """A follower's question and the leader's answer, without delay."""
+        process = self.broker(number)
+        if process.state is State.RUNNING:
+            self.network.round_trip(process)
+
+    @_step(1, weight=2)
+    def ask(self, number: int) -> None:
+        """A follower sends its question."""
+        process = self.broker(number)
+        if process.state is State.RUNNING:
+            self.network.ask(process)
+
+    @_step(1, lambda world: bool(world.network.flights), weight=3)
+    def arrive(self, position: int) -> None:
+        """A question reaches its leader, or an answer its asker."""
+        if self.network.flights:
+            flight = self.network.flights[position % len(self.network.flights)]
+            if flight.fetched is None:
+                self.network.serve(flight)
+            else:
+                self.network.flights.remove(flight)
+                self.network.take(flight)
+
+    @_step(1, lambda world: bool(world.network.flights))
+    def lose(self, position: int) -> None:
+        if self.network.flights:
+            del self.network.flights[position % len(self.network.flights)]
+
+    # Producers
+
+    @_step(2, weight=3)
+    def produce(self, number: int, acks: int) -> None:
+        """A producer that is not idempotent sends a new batch."""
+        self.clients.attempt(self.clients.new_batch(-1, -1), self.process(number), (ACKS_ALL, 1, 0)[acks % 3])
+
+    @_step(2, weight=4)
+    def produce_idempotent(self, number: int, which: int) -> None:
+        """An idempotent producer sends its next batch, or the last one again as long as its fate is unknown."""
+        producer = self.clients.producers[which % len(self.clients.producers)]
+        self.clients.resolve(producer)
+        if producer.current is None:
+            producer.current = self.clients.new_batch(producer.producer_id, producer.sequence)
+            producer.sequence += 1
+        attempt = self.clients.attempt(producer.current, self.process(number), ACKS_ALL)
+        producer.attempts.append(attempt)
+
+    @_step(3)
+    def resend(self, number: int, which: int, position: int) -> None:
+        """A batch that was acknowledged arrives once more: the network had kept it."""
+        producer = self.clients.producers[which % len(self.clients.producers)]
+        self.clients.resolve(producer)
+        recent = producer.done[-5:] if producer.current is None else producer.done[-4:]
+        if recent:
+            acks = ACKS_ALL if position < 5 else 1
+            self.clients.attempt(recent[position % len(recent)], self.process(number), acks)
+
+    # Writers that claim the partition
+
+    @_step(2, weight=3)
+    def claim(self, number: int, which: int) -> None:
+        """A writer is granted the partition in etcd, and a broker is told, on a connection of the writer's."""
+        self.writers.claim(which)
+        self.writers.bind(which, self.process(number))
+
+    @_step(2, _is_claimed, weight=3)
+    def bind(self, number: int, which: int) -> None:
+        """A broker is told of a writer's latest claim, perhaps once more."""
+        self.writers.bind(which, self.process(number))
+
+    @_step(3, lambda world: world.writers.is_granted, weight=6)
+    def write_fenced(self, number: int, which: int, acks: int) -> None:
+        """A writer whose claim was answered writes, whoever has claimed the partition since."""
+        self.writers.write(which, self.process(number), (ACKS_ALL, 1, 0)[acks % 3])
+
+    @_step(2, _is_claimed)
+    def release(self, number: int, anew: int) -> None:
+        """The claims are given up, or a broker is told so once more."""
+        self.writers.release(self.process(number), anew=anew % 3 == 0)
+
+    @_step(2, _is_claimed)
+    def hang_up(self, number: int, which: int) -> None:
+        """A writer's connection to a broker is closed."""
+        self.writers.hang_up(which, self.process(number))
+
+    # A consumer
+
+    @_step(1, weight=2)
+    def consume(self, number: int) -> None:
+        """The consumer reads on, from whichever broker serves reads."""
+        self.clients.consume(self.process(number))
+
+    # Keeping logs
+
+    @_step(1)
+    def keep(self, number: int) -> None:
+        """What a broker does to its logs every few seconds, it does now: checkpoints and retention."""
+        process = self.process(number)
+        if process.state is State.RUNNING:
+            process.loop.create_task(process.keeper.checkpoint())
+            process.loop.create_task(process.keeper.remove_old_segments())
+
+    # Checking
+
+    def check(self) -> None:
+        """Compare everything with everything."""
+        if self.clients.found_meanwhile is not None:
+            raise self.clients.found_meanwhile
+        self._check_leaders()
+        in_sync = self.isr()
+        for node_id, process in self.processes.items():
+            if process.failure:
+                self.judge.violated(Rule.CRASHED, f"broker {node_id}: {process.failure}")
+            if node_id in self._interrupted:
+                continue  # in the midst of something
+            partition = process.partition if process.state is not State.DEAD else None
+            replica = self.replica(node_id)
+            if self.setting.retention_bytes >= 0:
+                self.judge.removed_below = max(self.judge.removed_below, replica.log_start_offset)
+            if partition is not None:
+                self._check_open(process, partition, replica)
+            self.judge.fences_rise(replica)
+            if node_id in in_sync:
+                self.judge.holds_what_was_promised(replica, "in sync as etcd has it")
+                self.judge.holds_what_is_committed(replica)
+
+    def _check_open(self, process: SimulatedProcess, partition: Partition, replica: Replica) -> None:
+        label = f"broker {process.node_id}, {partition.role.value} in epoch {partition.leader_epoch}"
+        try:
+            validate_consistency(partition.log, partition.high_watermark)
+        except Inconsistent as error:
+            self.judge.violated(Rule.BACKWARDS, f"{label}: {error}")
+        if partition.failure:
+            self.judge.violated(Rule.LOST, f"{label}: {partition.failure}")
+        self.judge.high_watermark(partition, label, partition.high_watermark, partition.log_end_offset)
+        self.judge.replica_is_like_others(replica, partition.high_watermark)
+        if process.state is State.RUNNING and self._leads(process):
+            self.judge.holds_what_was_promised(replica, "the leader")
+            self.judge.holds_what_gave_way(replica)
+            self.judge.has_no_doubles(replica)
+
+    def _check_leaders(self) -> None:
+        leading = [each for each in self.processes.values() if each.state is not State.DEAD and self._leads(each)]
+        self.judge.leaders(f"broker {each.node_id}" for each in leading)
+
+    def _check_ids(self) -> None:
+        """At every change in etcd: who has lost its key is about to learn it."""
+        for process in self.processes.values():
+            key = self.store.get(_KEYS.broker(process.node_id)) if process.lease_id else None
+            if process.state is not State.DEAD and key is not None and key.lease_id != process.lease_id:
+                try:
+                    self.judge.violated(Rule.USURPED, f"broker {process.node_id}")
+                except Violation as violation:
+                    self.clients.found_meanwhile = violation
+
+    @staticmethod
+    def _leads(process: SimulatedProcess) -> bool:
+        return process.leases.led(*PARTITION) is not None and not process.is_fenced()
+
+    def _leader_that_is_well(self) -> Partition | None:
+        """Where nothing keeps it from changing the ISR, neither now nor as time passes."""
+        partitions = [each.partition for each in self.processes.values() if each.hears_at_once and self._leads(each)]
+        for partition in partitions:
+            if partition is not None and partition.role is Role.LEADER and partition.replication.proposed is None:
+                return partition if self.setting.hand_over_after_s == float("inf") else None
+        return None
+
+    def _out_of_sync_after(self, seconds: float) -> set[int]:
+        """Whom a leader that is well has taken out of the ISR by then: nobody of these comes back by itself."""
+        away = {node_id for node_id, process in self.processes.items() if process.state is not State.RUNNING}
+        if seconds > ISR_LAG_S * 1.1:
+            return away | self.network.lagging
+        return {node_id for node_id in away if self.store.get(_KEYS.broker(node_id)) is None} if seconds > 1 else set()
+
+    def state_value(self) -> StateValue | None:
+        """What etcd says of the partition."""
+        found = self.store.get(_KEYS.state(TOPIC, PARTITION_INDEX))
+        return decode_value(found.value, StateValue) if found is not None else None
+
+    def isr(self) -> list[int]:
+        """The brokers that have the very logs on their disks which are in sync as etcd has it."""
+        state = self.state_value()
+        replicas = state.isr if state is not None else []
+        return [each.node_id for each in replicas if self._log_id(each.node_id) == each.log_id]
+
+    def _log_id(self, node_id: int) -> uuid.UUID | None:
+        found = read_json(self._directory / str(node_id) / "log-ids" / f"{_TOPIC_ID}-{PARTITION_INDEX}")
+        return None if found is None else uuid.UUID(str(found["log_id"]))
+
+    def replica(self, node_id: int) -> Replica:
+        return replica_at(node_id, self._directory / str(node_id) / f"{TOPIC}-{PARTITION_INDEX}")
+
+    # The end
+
+    def _is_whole(self) -> bool:
+        """Whether everybody is there, and in sync."""
+        everybody = self.processes.values()
+        has_begun = all(
+            each.state is State.RUNNING and each.partition is not None and not each.leases.stopping
+            for each in everybody
+        )
+        return has_begun and sum(each.leads for each in everybody) == 1 and sorted(self.isr()) == list(self.processes)
+
+    def recover(self) -> None:
+        """All is well again: whatever happened, the partition must come back, with all that was promised."""
+        if Rule.STUCK not in self.judge.watched:
+            return
+        self.is_over = True
+        self.trace.append("recover()")
+        self.network.mend()
+        self._mend_brokers()
+        leaders = [each.node_id for each in self.processes.values() if each.leads]
+        if len(leaders) != 1 or sorted(self.isr()) != list(self.processes):
+            self.judge.violated(Rule.STUCK, f"leaders are {leaders}, in sync are {self.isr()}")
+        if self.writers.is_claimed:
+            self._claim_and_release()
+        self._produce_until_acknowledged()
+        self._consume_to_the_end()
+
+    def _mend_brokers(self) -> None:
+        end = self.now + RECOVERY_S
+        while self.now < end:
+            for number in range(len(self.processes)):
+                self.thaw(number)
+                self.restart(number)
+                self.link(number, 0)
+                self.broker(number).interrupt_never()
+                self.broker(number).hear_at_once()
+            self.pass_time(RECOVERY_CHECK_S)
+            if self._is_whole():
+                break
+        self.check()
+
+    def _claim_and_release(self) -> None:
+        self.step("claim", LEADER, 0)
+        end, result = self.now + RECOVERY_S, None
+        while self.now < end and (result is None or result.error_code != error_codes.NONE):
+            self.step("bind", LEADER, 0)
+            self.step("advance", 1)
+            if self.writers.writer(0).is_granted:
+                attempt = self.writers.write(0, self.process(LEADER), ACKS_ALL)
+                self.step("advance", 1)
+                result = attempt.result if attempt is not None else None
+        if result is None or result.error_code != error_codes.NONE:
+            self.judge.violated(Rule.STUCK, f"the latest claimant was told {result}")
+        while self.now < end and not self.writers.is_released:
+            self.step("release", LEADER, 0)
+            self.step("advance", 1)
+        if not self.writers.is_released:
+            self.judge.violated(Rule.STUCK, "the claim is not released")
+
+    def _produce_until_acknowledged(self) -> None:
+        for which in range(len(self.clients.producers)):
+            self.step("produce_idempotent", LEADER, which)
+        end = self.now + RECOVERY_S
+        while self.now < end and self.clients.unresolved():
+            self.step("advance", 1)
+            for producer in self.clients.unresolved():
+                if producer.attempts[-1].result is not None:
+                    self.step("produce_idempotent", LEADER, self.clients.producers.index(producer))
+        for producer in self.clients.unresolved():
+            results = [attempt.result for attempt in producer.attempts]
+            self.judge.violated(Rule.STUCK, f"producer {producer.producer_id} got no acknowledgement: {results}")
+
+    def _consume_to_the_end(self) -> None:
+        end, ends = self.now + RECOVERY_S, {}
+        while self.now < end:
+            self.step("consume", LEADER)
+            ends = {node_id: self.replica(node_id).log_end_offset for node_id in self.processes}
+            if set(ends.values()) == {self.clients.position}:
+                return
+            self.step("advance", 0)
+        self.judge.violated(Rule.STUCK, f"logs end at {ends}, the consumer is at {self.clients.position}")
+
+
+def broken_by(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> Violation | None:
+    """What the steps, and recovery after them, show to be wrong."""
+    with World(setting, watched) as world:
+        try:
+            world.replay(steps)
+            world.recover()
+        except Violation as violation:
+            return violation
+    return None
+
+
+def shortened(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> list[Taken]:
+    """As few of the steps as still break the rule that all of them break: none can be left out, nor any eight."""
+    found = broken_by(setting, steps, watched)
+    if found is None:
+        raise ValueError("nothing is broken by these steps")
+    left, size = list(steps), 8
+    while size:
+        position = 0
+        while position < len(left):
+            fewer = left[:position] + left[position + size :]
+            again = broken_by(setting, fewer, watched)
+            if again is not None and again.rule is found.rule:
+                left = fewer
+            else:
+                position += size
+        size //= 2
+    return left

@@ -1,0 +1,360 @@
+"""One reference broker as a simulated process: its lease, its view, its replicas; no sockets, no threads.
+
+Its watch on etcd is four watchers, one for each prefix of its view: each tells in order of revision, as late as
+`watch_delays` says, and nothing is said of the order between them. A reload puts a snapshot in the place of all that is
+on its way.
+
+What decides is the product's: BrokerLease, ClusterView, ReplicaManager, IsrKeeper, LogMaintenance, Partition, and
+Log on a disk. Simulated are the loop it runs on, its clock, its link to etcd and the watch on it; and what
+`kproxy.broker.server` does, which wires these together.
+
+States
+  running    `run` does what there is to do
+  stopped    nothing runs and time passes (SIGSTOP, a virtual machine that is moved)
+  dead       it was killed, or ended: never run again; its open files lie in a directory that nobody looks at
+
+Its clock may stop the process at any place where it is read, for as long as `interrupt` takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+from kproxy.broker.broker_lease import BrokerLease, IdInUse
+from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.config import BrokerConfig, LogOptions
+from kproxy.broker.context import Bindings, Broker
+from kproxy.broker.data_dir import DataDir
+from kproxy.broker.fence_keeper import FenceKeeper
+from kproxy.broker.keys import BrokerValue, Keys
+from kproxy.broker.log_maintenance import LogMaintenance
+from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
+from kproxy.broker.replica_manager import ReplicaManager
+from kproxy.broker.replication.isr_keeper import IsrKeeper
+from kproxy.broker.writer_fence import UNBOUND
+from kproxy.etcd import EtcdError
+from kproxy.etcd.lease import LeaseFence
+from kproxy_codec import error_codes
+from kproxy_codec.own import FenceBinding
+from kproxy_codec.record_batch import parse_batch
+from tests.support.models.simulated_etcd import EtcdStore, KeepAlives, Link, SimulatedEtcdClient
+from tests.support.models.simulated_loop import SimulatedLoop
+
+TOPIC, PARTITION_INDEX = "t", 0
+PARTITION = (TOPIC.encode(), PARTITION_INDEX)
+LEASE_TTL_S = 10
+ISR_LAG_S = 10.0
+PRODUCE_TIMEOUT_S = 30.0
+KEEP_INTERVAL_S = 5.0
+DRAIN_TIMEOUT_S = 3.0
+
+
+class State(Enum):
+    RUNNING = "running"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+class SimulatedProcess:
+    """One run of a broker. `now` is the model's time; `rate` is how fast this broker's clock goes.
+
+    `on_left_behind` is called where it stops in good order, and has waited in vain for followers to have all it has.
+    """
+
+    def __init__(
+        self,
+        node_id: int,
+        directory: Path,
+        store: EtcdStore,
+        *,
+        min_insync_replicas: int,
+        log_options: LogOptions,
+        hand_over_after_s: float,
+        now: Callable[[], float],
+        rate: float,
+        on_left_behind: Callable[[], None],
+    ) -> None:
+        self.node_id = node_id
+        self.directory = directory
+        self.state = State.RUNNING
+        self.failure = ""
+        # (how many readings of the clock from now, what happens then)
+        self._interruption: tuple[int, Callable[[], None]] | None = None
+        self._now = now
+        self._rate = rate
+        self._store = store
+        self._min_insync_replicas = min_insync_replicas
+        self._log_options = log_options
+        self.loop = SimulatedLoop(lambda: self.time)
+        self.client = SimulatedEtcdClient(store)
+        self.view = ClusterView(Keys("/p"))
+        self.watches = True
+        # By prefix, in seconds.
+        self.watch_delays: dict[str, float] = {}
+        # By prefix: up to where etcd has told, be that on its way still, and when the last of it arrives.
+        self._told: dict[str, int] = {}
+        self._arrives_at: dict[str, float] = {}
+        # A reload begins another one; what is on its way on an earlier one is dropped.
+        self._stream = 0
+        self._on_left_behind = on_left_behind
+        self._data_dir = DataDir.open(directory, node_id, log_options=log_options)
+        self.leases = ReplicaManager(
+            self.client,
+            self.view,
+            self._data_dir,
+            node_id,
+            settings_of=self._settings_of,
+            on_identity_lost=self._on_identity_lost,
+            hand_over_after_s=hand_over_after_s,
+        )
+        self._isr_keeper = IsrKeeper(
+            self.client,
+            self.view,
+            self.leases.partitions.values,
+            isr_lag_s=ISR_LAG_S,
+            on_deposed=self.leases.deposed,
+        )
+        nobody = cast(Any, None)
+        self.broker = Broker(
+            BrokerConfig(node_id, directory, ()),
+            "cluster",
+            self.view,
+            self.leases,
+            nobody,
+            nobody,
+            FenceKeeper(self.client, self.view, on_deposed=self.leases.deposed),
+        )
+        self.keeper = LogMaintenance(
+            self.leases.hosted.values,
+            flush_interval_s=KEEP_INTERVAL_S,
+            retention_check_interval_s=KEEP_INTERVAL_S,
+            now_ms=lambda: int(now() * 1000),
+        )
+        self._lease = BrokerLease(
+            self.client,
+            self.view.keys,
+            BrokerValue(node_id, f"broker-{node_id}", 9092, log_id=self._data_dir.log_id),
+            ttl_s=LEASE_TTL_S,
+            clock=self.clock,
+            on_claimed=self._on_claimed,
+        )
+        self.loop.create_task(self._serve())
+
+    # What the server does
+
+    async def _serve(self) -> None:
+        fence = await self._establish()
+        self._load()
+        parts = (self.leases.run(), self._isr_keeper.run(), self.keeper.run())
+        keeping = [asyncio.create_task(part) for part in parts]
+        try:
+            while True:
+                self.leases.begin(fence)
+                reason = await self._lease.hold()
+                self.leases.drop_all(reason)
+                fence = await self._establish()
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+    async def _establish(self) -> LeaseFence:
+        while True:
+            try:
+                return await self._lease.establish(LEASE_TTL_S)
+            except (IdInUse, EtcdError):
+                await asyncio.sleep(1.0)
+
+    def _settings_of(self, topic: Topic, partition_index: int) -> ReplicaSettings:
+        return ReplicaSettings(self.node_id, self.clock, ISR_LAG_S, self._min_insync_replicas, self._log_options)
+
+    def _on_claimed(self, key: str, value: bytes, fence: LeaseFence) -> None:
+        self.view.apply_put(key, value, lease_id=fence.lease_id, revision=fence.claim_revision)
+
+    def _on_identity_lost(self, reason: str) -> None:
+        self._lease.declare_lost(reason)
+
+    def begin_stop(self) -> None:
+        """SIGTERM. The process is dead once it is through."""
+        if not self.leases.stopping:
+            self.loop.create_task(self._stop())
+
+    async def _stop(self) -> None:
+        self.leases.resign_all()
+        began_at = self.loop.time()
+        await self.leases.drain(DRAIN_TIMEOUT_S)
+        if self.loop.time() >= began_at + DRAIN_TIMEOUT_S:
+            self._on_left_behind()
+        await self.keeper.flush(whatever_the_policy=True)
+        await self.keeper.checkpoint()
+        await self._lease.revoke()
+        await self.leases.close()
+        self._data_dir.close()
+        self.state = State.DEAD
+
+    # Its place in the simulated world
+
+    def clock(self) -> float:
+        """Seconds on this broker's clock. Reading it may take long: see `interrupt_at`."""
+        if self._interruption is not None:
+            left, happen = self._interruption
+            if left > 0:
+                self._interruption = (left - 1, happen)
+            else:
+                self._interruption = None
+                happen()
+        return self.time
+
+    @property
+    def time(self) -> float:
+        return self._now() * self._rate
+
+    def interrupt_at(self, readings: int, happen: Callable[[], None]) -> None:
+        """At a reading of the clock, after `readings` others, the process stops and `happen` runs in its place."""
+        self._interruption = (readings, happen)
+
+    def interrupt_never(self) -> None:
+        self._interruption = None
+
+    @property
+    def next_timer(self) -> float | None:
+        """When this process has something to do, in the model's time."""
+        when = self.loop.next_timer if self.state is State.RUNNING else None
+        return None if when is None else when / self._rate
+
+    def run(self) -> None:
+        """Do all that can be done now."""
+        if self.state is State.RUNNING and not self.loop.is_running():
+            if self.is_behind:
+                self.watch()
+            self.loop.run_ready()
+            for error in self.loop.errors:
+                self.failure = f"{error.get('message')}: {error.get('exception')!r}"
+
+    def _load(self) -> None:
+        snapshot = self._store.snapshot(self.view.prefixes)
+        self._told = dict.fromkeys(self.view.prefixes, snapshot.revision)
+        self.view.on_snapshot(snapshot)
+
+    def reload(self, delay_s: float) -> None:
+        """All that stands in etcd now comes after `delay_s`, in the place of what was on its way."""
+        if not self._told or self.client.link is Link.CUT:
+            return
+        snapshot, arrives_at = self._store.snapshot(self.view.prefixes), self.loop.time() + delay_s
+        self._stream += 1
+        self._told = dict.fromkeys(self.view.prefixes, snapshot.revision)
+        self._arrives_at = dict.fromkeys(self.view.prefixes, arrives_at)
+        self.loop.call_at(arrives_at, self._tell, self._stream, self.view.on_snapshot, snapshot)
+
+    def watch(self, revisions: int | None = None) -> None:
+        """Take in what has changed in etcd: all of it where watches are up, else the next `revisions`."""
+        if self._told and (self.watches or revisions):
+            least = min(self._told.values())
+            self._send(self.view.prefixes, min(self._store.revision, least + (revisions or self._store.revision)))
+
+    def watch_one(self, prefix: str, changes: int) -> None:
+        """Take in the next `changes` under one prefix, whatever has changed under others before."""
+        if self._told:
+            later = self._store.events_after(self._told[prefix])
+            mine = [revision for revision, events in later if any(each.kv.key.startswith(prefix) for each in events)]
+            if mine:
+                self._send([prefix], mine[:changes][-1])
+
+    def _send(self, prefixes: list[str], up_to: int) -> None:
+        for revision, events in self._store.events_after(min(self._told[each] for each in prefixes), up_to):
+            for prefix in prefixes:
+                mine = [event for event in events if event.kv.key.startswith(prefix)]
+                if mine and revision > self._told[prefix]:
+                    arrives_at = self.loop.time() + self.watch_delays.get(prefix, 0.0)
+                    arrives_at = self._arrives_at[prefix] = max(arrives_at, self._arrives_at.get(prefix, 0.0))
+                    self.loop.call_at(arrives_at, self._tell, self._stream, self.view.on_events, mine, revision)
+        for prefix in prefixes:
+            self._told[prefix] = max(self._told[prefix], up_to)
+
+    def _tell(self, stream: int, tell: Callable[..., None], *what: object) -> None:
+        if stream == self._stream:
+            tell(*what)
+
+    @property
+    def is_behind(self) -> bool:
+        return bool(self._told) and min(self._told.values()) < self._store.revision
+
+    @property
+    def hears_at_once(self) -> bool:
+        """Whether it runs on, and nothing between it and etcd is late."""
+        is_on_time = not any(self.watch_delays.values()) and max(self._arrives_at.values(), default=0.0) <= self.time
+        keeps_alive = self.client.link is Link.FAST and self.client.keepalives is KeepAlives.ANSWERED
+        return self.state is State.RUNNING and self._interruption is None and is_on_time and keeps_alive
+
+    def hear_at_once(self) -> None:
+        """Nothing that etcd says is late any more."""
+        self.watch_delays.clear()
+        self.client.keepalives = KeepAlives.ANSWERED
+
+    def kill(self, graveyard: Path) -> None:
+        """kill -9: what is on the disk stays, as it is; what this process still does goes to a copy."""
+        self.state = State.DEAD
+        moved = graveyard / f"{self.node_id}-{len(list(graveyard.iterdir()))}"
+        self.directory.rename(moved)
+        shutil.copytree(moved, self.directory)
+
+    def bury(self) -> None:
+        """Let go of everything, at the very end."""
+        self.state = State.DEAD
+        self._interruption = None
+        self.loop.finish()
+        self.keeper.close()
+        for partition in self.partitions():
+            partition.close()
+        self._data_dir.close()
+
+    # What clients and other brokers do with it
+
+    def partitions(self) -> list[Partition]:
+        return list(self.leases.hosted.values())
+
+    @property
+    def partition(self) -> Partition | None:
+        """Its replica, where it is open."""
+        return self.leases.hosted.get(PARTITION)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it leads, as it thinks and as its fence says."""
+        partition = self.leases.led(*PARTITION)
+        return partition is not None and partition.serves_reads()
+
+    def is_fenced(self) -> bool:
+        """Whether its fence is dead; reads the clock as it is, uninterrupted."""
+        fence = self._lease.fence
+        return fence is None or self.time >= fence._deadline
+
+    @property
+    def lease_id(self) -> int:
+        """Of the lease that it holds, as it thinks and as its fence says; 0 for none."""
+        return 0 if self.is_fenced() or self._lease.fence is None else self._lease.fence.lease_id
+
+    async def produce(self, records: bytearray, acks: int, bindings: Bindings) -> AppendResult:
+        """What the Produce API does for one partition, from the checked batch on."""
+        partition = self.leases.led(*PARTITION)
+        if partition is None:
+            return AppendResult(error_codes.NOT_LEADER_OR_FOLLOWER)
+        bound = bindings.get(PARTITION, UNBOUND)
+        if partition.writers.is_above(bound):
+            await self.broker.fences.settle(partition, FenceBinding(TOPIC, PARTITION_INDEX, bound))
+        view = memoryview(records)
+        result = partition.append_as_leader(view, parse_batch(view), acks, bound)
+        if (
+            acks == ACKS_ALL
+            and result.error_code == error_codes.NONE
+            and not partition.is_committed(result.last_offset)
+        ):
+            error_code = await partition.wait_for_isr(result.last_offset, PRODUCE_TIMEOUT_S)
+            if error_code != error_codes.NONE:
+                return AppendResult(error_code)
+        return result

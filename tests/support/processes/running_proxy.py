@@ -1,0 +1,212 @@
+"""A proxy in this process, without etcd, for upstreams and clients that a test drives.
+
+`both_loops` runs a test on asyncio's own event loop and on uvloop, and fails it for an exception that nobody caught and
+for a task of the proxy that is left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+import uvloop
+
+from kproxy.claims.service import OwnService
+from kproxy.config import Limits
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.server import Listener
+from kproxy.routing.fleet import Fleet, Proxy
+from kproxy.routing.topology import NO_OWNER, Topology
+from kproxy.trail.rows import Range, decode_page
+from kproxy.trail.trail import Trail
+from tests.support.brokers.scripted_upstream import HOST, PATIENCE_S, ScriptedUpstream
+from tests.support.clients.raw_client import RawClient
+from tests.support.wire.messages import topic_id
+
+# One test of each file runs on asyncio's own loop, too; make test-all runs them all on both.
+_ON_BOTH = pytest.mark.parametrize(
+    "loop_factory",
+    [
+        pytest.param(asyncio.SelectorEventLoop, id="asyncio", marks=pytest.mark.long(but_one=True)),
+        pytest.param(uvloop.new_event_loop, id="uvloop"),
+    ],
+)
+IDENTITY = Proxy(1_000_000, "proxy.test", 19092)
+_PROXY_MODULES = ("kproxy.proxy", "kproxy.routing")
+
+
+def both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a coroutine test on both event loops."""
+
+    @functools.wraps(test)
+    def run(loop_factory: Callable[[], asyncio.AbstractEventLoop], **arguments: Any) -> None:
+        run_on(loop_factory, test(**arguments))
+
+    signature = inspect.signature(test)
+    loop = inspect.Parameter("loop_factory", inspect.Parameter.KEYWORD_ONLY)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), loop])  # type: ignore[attr-defined]
+    del run.__wrapped__  # type: ignore[attr-defined]  # or pytest-asyncio would find the coroutine
+    return _ON_BOTH(run)
+
+
+def run_on(loop_factory: Callable[[], asyncio.AbstractEventLoop], work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; whatever escapes into the event loop fails it, and so do tasks of the proxy that it leaves."""
+    escaped: list[dict[str, Any]] = []
+
+    async def watched() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: escaped.append(context))
+        await work
+        # A callback or two may still be on their way.
+        await asyncio.sleep(0)
+        left = [task for task in asyncio.all_tasks() if _is_the_proxys(task)]
+        assert not left, f"tasks left running: {left}"
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(watched())
+    assert not escaped, f"escaped into the event loop: {escaped}"
+
+
+def _is_the_proxys(task: asyncio.Task[Any]) -> bool:
+    frame = getattr(task.get_coro(), "cr_frame", None)
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(_PROXY_MODULES)
+
+
+class Owners:
+    """An ownership source that tells nothing new by itself: it records what it was asked to look up again.
+
+    `on_refresh` may change the topology, as a re-read does.
+    """
+
+    def __init__(self) -> None:
+        self.refreshed: list[tuple[str, int, int]] = []
+        self.on_refresh: Callable[[str, int, int], None] = lambda topic, index, revision: None
+
+    async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
+        # An id that nobody knows is no text.
+        name = topic.decode(errors="backslashreplace")
+        self.refreshed.append((name, partition_index, seen_revision))
+        self.on_refresh(name, partition_index, seen_revision)
+
+
+class RunningProxy:
+    """A proxy on a free port, before upstreams that the test drives."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float], own: OwnService | None = None) -> None:
+        self.topology = Topology()
+        self.source = Owners()
+        self.pages: list[bytes] = []
+        # As in every proxy that serves; but nobody looks unless a test does.
+        self.trail = Trail(
+            "proxy.test:19092",
+            "0123456789abcdef",
+            clock=clock,
+            wall_ms=lambda: round(clock() * 1000),
+            deadline_cap_ms=limits.deadline_cap_ms,
+            interval_s=1.0,
+            offer=lambda page, first_sequence, last_sequence: self.pages.append(page),
+            left_out=[b"left-out"],
+        )
+        self.context = ProxyContext(
+            self.topology, self.source, Fleet([IDENTITY]), limits, clock, Random(7), own=own, trail=self.trail
+        )
+        self.listener = Listener(limits)
+        self.port = 0
+        self._revision = 0
+        self._clients: list[RawClient] = []
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self.context.counters
+
+    def retries(self, event: int) -> int:
+        """How often a partition was to be sent again for this cause (kproxy.routing.retry)."""
+        return sum(count for (cause, _), count in self.context.tally.retries.items() if cause == event)
+
+    def ranges(self) -> list[Range]:
+        """What the trail says was acknowledged, all of it; call it once, after `trail.begin`."""
+        self.trail.end()
+        return [row for page in self.pages for row in decode_page(page) if isinstance(row, Range)]
+
+    def own(self, owner: int, topic: str = "t", partitions: Sequence[int] = (0,)) -> int:
+        """Make `owner` (NO_OWNER: nobody) the owner of a topic with an id; the revision of that."""
+        self.topology.set_topic_id(topic.encode(), topic_id(topic).bytes)
+        for partition_index in partitions:
+            self._revision += 1
+            self.topology.set_owner(topic.encode(), partition_index, owner, self._revision)
+        return self._revision
+
+    def disown(self, topic: str = "t", partitions: Sequence[int] = (0,)) -> int:
+        return self.own(NO_OWNER, topic, partitions)
+
+    async def client(self) -> RawClient:
+        client = await RawClient().connect(self.port)
+        self._clients.append(client)
+        return client
+
+    async def stop(self) -> None:
+        for client in self._clients:
+            client.abort()
+        async with asyncio.timeout(2 * PATIENCE_S):
+            await self.listener.stop()
+        budget = self.context.budget
+        assert (budget.held, budget.arriving) == (0, 0), "what was counted for requests was not taken off again"
+        assert not budget.waiting
+        assert budget.passing is None
+
+
+@asynccontextmanager
+async def running_proxy(
+    *upstreams: ScriptedUpstream,
+    limits: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    follows_versions: bool = False,
+    introduced: bool = True,
+    own: OwnService | None = None,
+) -> AsyncIterator[RunningProxy]:
+    """A proxy that knows these upstreams, which are started where they are not; all is stopped in the end.
+
+    Upstreams are asked what they serve at the start, unless they are not to be `introduced`, and then only when a
+    client asks, so that nothing arrives that a test has not sent.
+    """
+    async with AsyncExitStack() as stack:
+        proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock, own)
+        for upstream in upstreams:
+            stack.push_async_callback(upstream.stop)
+            if not upstream.port:
+                await upstream.start()
+            proxy.topology.set_broker(upstream.node_id, upstream.address)
+        proxy.port = await proxy.listener.bind(HOST, 0)
+        await proxy.listener.serve(proxy.context, follows_versions=follows_versions)
+        stack.push_async_callback(proxy.stop)
+        if introduced and not follows_versions:
+            await introduce(proxy, upstreams)
+        yield proxy
+
+
+running_among_strangers = functools.partial(running_proxy, introduced=False)
+"""The same with brokers that have not said yet what they serve: whatever a test is about that."""
+
+
+async def introduce(proxy: RunningProxy, upstreams: Sequence[ScriptedUpstream]) -> None:
+    """Have the proxy learn what these upstreams serve."""
+    for upstream in upstreams:
+        upstream.introduces_itself = True
+    await proxy.context.versions.current()
+    for upstream in upstreams:
+        upstream.introduces_itself = False
+
+
+async def eventually(condition: Callable[[], Any], what: str = "", patience_s: float = PATIENCE_S) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {patience_s} s: {what or condition}"
+        await asyncio.sleep(0.005)

@@ -1,0 +1,124 @@
+"""A real `kproxy serve` before brokers that the test drives, and what its admin page says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kproxy.proxy.apis import SERVED
+from kproxy_codec.api_keys import API_VERSIONS
+from tests.support.brokers.scripted_upstream import PATIENCE_S, Asked, ScriptedUpstream
+from tests.support.clients.raw_client import RawClient
+from tests.support.processes.dev import KproxyProcess, serving
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+@contextmanager
+def static_proxy(
+    directory: Path,
+    brokers: Mapping[int, int],
+    *,
+    limits: Mapping[str, Any] | None = None,
+    more: Sequence[str] = (),
+    rooms: str = "",
+) -> Iterator[KproxyProcess]:
+    """A proxy process that knows brokers by id and port; partition n of the topic `t` belongs to the n-th of them.
+
+    `rooms` are more of its configuration.
+    """
+    lines = ["[ownership]", 'ownership = "static"', "[limits]"]
+    lines += [f"{key} = {str(value).lower()}" for key, value in (limits or {}).items()]
+    lines += ["[brokers]", *(f'{broker} = "127.0.0.1:{port}"' for broker, port in brokers.items())]
+    lines += ["[[topics]]", 'name = "t"', f"owners = {list(brokers)}"]
+    file = directory / "kproxy.toml"
+    file.write_text("\n".join(lines) + "\n" + rooms)
+    arguments = ["serve", "--config", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", *more]
+    with serving(arguments, directory / "serve.stderr") as process:
+        yield process
+
+
+@contextmanager
+def kafka_proxy(directory: Path, bootstrap: str, *more: str) -> Iterator[KproxyProcess]:
+    """A proxy process that learns the owners from a Kafka cluster's metadata."""
+    directory.mkdir(parents=True, exist_ok=True)
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    arguments += ["--ownership", "kafka", "--bootstrap", bootstrap, *more]
+    with serving(arguments, directory / "serve.stderr") as process:
+        yield process
+
+
+@asynccontextmanager
+async def beside(process: AbstractContextManager[KproxyProcess]) -> AsyncIterator[KproxyProcess]:
+    """Start and stop a process while this event loop goes on, which may have to answer it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            yield await asyncio.to_thread(stack.enter_context, process)
+        finally:
+            await asyncio.to_thread(stack.close)
+
+
+class ServedBroker(ScriptedUpstream):
+    """One that says what it serves by itself: a proxy process asks, and the test need not care."""
+
+    def take(self, asked: Asked) -> None:
+        if asked.header.api_key == API_VERSIONS:
+            ranges = [
+                {"api_key": key, "min_version": offer.min_version, "max_version": offer.max_version}
+                for key, offer in SERVED.items()
+            ]
+            asked.answer_message(error_code=0, api_keys=ranges)
+        else:
+            super().take(asked)
+
+
+def port_of(process: KproxyProcess) -> int:
+    return int(process.kafka.rpartition(":")[2])
+
+
+def page(admin: str, path: str, **headers: str) -> tuple[int, str]:
+    """Status and text of a page."""
+    host, _, port = admin.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def counted(admin: str, beginning: str) -> float:
+    """The sum of what /metrics counts in the lines that begin so."""
+    lines = page(admin, "/metrics")[1].splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(beginning))
+
+
+def samples(text: str) -> Samples:
+    """Every sample of a `/metrics` page as Prometheus' own parser reads it, by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def refused(port: int) -> None:
+    """Until no connection is taken any more."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            client = await RawClient().connect(port)
+        except ConnectionError:
+            return
+        client.abort()
+        await asyncio.sleep(0.02)
+    raise AssertionError("connections are still taken")

@@ -1,0 +1,250 @@
+"""The data directory: one broker at a time, its own broker only, and logs that belong to the very topic asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from kproxy.broker.data_dir import DataDir
+from kproxy.broker.disk import DiskError, read_json
+from kproxy.broker.keys import ReplicaKey, StateValue, decode_value
+from kproxy.broker.leader_epochs import NO_LEADERSHIP
+from kproxy.broker.segment import LogFailed
+from kproxy.errors import StartupError
+from tests.support.brokers.broker_logs import append_values
+
+FIRST, SECOND = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+def test_a_directory_serves_one_broker_at_a_time(tmp_path: Path) -> None:
+    first = DataDir.open(tmp_path / "data", 1)
+    with pytest.raises(StartupError, match="another broker uses"):
+        DataDir.open(tmp_path / "data", 1)
+    first.close()
+    DataDir.open(tmp_path / "data", 1).close()
+
+
+def test_a_directory_belongs_to_one_node_id(tmp_path: Path) -> None:
+    DataDir.open(tmp_path, 1).close()
+    with pytest.raises(StartupError, match="belongs to broker 1, not 2"):
+        DataDir.open(tmp_path, 2)
+    DataDir.open(tmp_path, 1).close()
+
+
+def test_a_log_is_found_again_for_its_topic_alone(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    log = data_dir.open_log("t", 0, FIRST)
+    append_values(log, 10)
+    log.close()
+    again = data_dir.open_log("t", 0, FIRST)
+    assert again.log_end_offset == 1
+    again.close()
+    other = data_dir.open_log("t", 0, SECOND)
+    assert other.log_end_offset == 0, "a topic of the same name got another's records"
+    other.close()
+    assert len(list(tmp_path.glob("#stray-*/*.log"))) == 1, "the earlier records were destroyed"
+    data_dir.close()
+
+
+def test_a_directory_has_one_log_id_for_life_and_another_one_has_another(tmp_path: Path) -> None:
+    ids = []
+    for name in ("a", "a", "b"):
+        data_dir = DataDir.open(tmp_path / name, 1)
+        data_dir.open_log("t", 0, FIRST).close()
+        assert data_dir.log_id_of(FIRST, 0) == data_dir.log_id
+        ids.append(data_dir.log_id)
+        data_dir.close()
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_log_that_was_removed_has_another_id_when_it_is_begun_anew(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    data_dir.open_log("t", 1, FIRST).close()
+    shutil.rmtree(tmp_path / "t-0")
+    data_dir.open_log("t", 0, FIRST).close()
+    begun_anew = data_dir.log_id_of(FIRST, 0)
+    assert begun_anew != data_dir.log_id == data_dir.log_id_of(FIRST, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    assert data_dir.log_id_of(FIRST, 0) == begun_anew
+    data_dir.delete_log("t", 0, FIRST)
+    assert data_dir.log_id_of(FIRST, 0) is None
+    data_dir.close()
+
+
+def test_a_log_that_could_not_be_begun_was_never_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no room")))
+        with pytest.raises(DiskError):
+            data_dir.open_log("t", 0, FIRST)
+    data_dir.open_log("t", 0, FIRST).close()
+    assert data_dir.log_id_of(FIRST, 0) == data_dir.log_id
+    data_dir.close()
+
+
+@pytest.mark.parametrize("is_only_replica", [False, True], ids=["others have more", "nobody has more"])
+def test_a_log_that_ends_below_what_was_committed_has_another_id_where_others_have_more(
+    tmp_path: Path, is_only_replica: bool
+) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    log = data_dir.open_log("t", 0, FIRST)
+    append_values(log, 10)
+    log.checkpoint(1, NO_LEADERSHIP)
+    log.close()
+    segment = next((tmp_path / "t-0").glob("*.log"))
+    segment.write_bytes(b"")
+    log = data_dir.open_log("t", 0, FIRST, is_only_replica=is_only_replica)
+    assert log.log_end_offset == 0
+    assert (data_dir.log_id_of(FIRST, 0) == data_dir.log_id) is is_only_replica
+    log.close()
+    data_dir.close()
+
+
+@pytest.mark.parametrize("is_whole", [1, 0])
+def test_a_directory_of_the_first_release_keeps_its_place_in_the_isr(tmp_path: Path, is_whole: int) -> None:
+    """That had no log ids: in etcd, too, its broker's id stands for what is here. A log that it knew to lack something
+    does not count."""
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    data_dir.close()
+    (tmp_path / "broker.json").write_text('{"node_id": 1}')
+    shutil.rmtree(tmp_path / "log-ids")
+    (tmp_path / "t-0" / "checkpoint.json").write_text(
+        '{"high_watermark": 0, "obeyed_epoch": 0, "fencing_token": 7, "log_end_offset": 0, "leader_epoch": -1,'
+        f' "is_whole": {is_whole}}}'
+    )
+    for _ in range(2):
+        data_dir = DataDir.open(tmp_path, 1)
+        data_dir.open_log("t", 0, FIRST).close()
+        state = decode_value(f'{{"leader_epoch": 3, "isr": [2, 1], "topic_id": "{FIRST}"}}'.encode(), StateValue)
+        log_id = data_dir.log_id_of(FIRST, 0)
+        assert log_id is not None
+        assert (ReplicaKey(1, log_id) in state.isr) is bool(is_whole)
+        data_dir.close()
+
+
+def test_a_directory_of_a_later_release_is_refused(tmp_path: Path) -> None:
+    tmp_path.joinpath("broker.json").write_text('{"node_id": 1, "version": 3}')
+    with pytest.raises(StartupError, match="is of version 3, which a later release has made"):
+        DataDir.open(tmp_path, 1)
+
+
+def test_a_disk_that_hangs_takes_no_threads_of_others(tmp_path: Path) -> None:
+    """The files of etcd's TLS are read in the loop's own threads."""
+    release = threading.Event()
+
+    async def run() -> None:
+        data_dir = DataDir.open(tmp_path, 1)
+        hanging = [asyncio.create_task(data_dir.in_thread(release.wait)) for _ in range(64)]
+        await asyncio.sleep(0)
+        try:
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 10) == 7
+            assert not any(task.done() for task in hanging)
+        finally:
+            release.set()
+            await asyncio.gather(*hanging)
+            data_dir.close()
+
+    asyncio.run(run())
+
+
+def test_only_the_very_topics_log_is_deleted(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, SECOND).close()
+    data_dir.delete_log("t", 0, FIRST)
+    assert (tmp_path / "t-0").exists()
+    data_dir.delete_log("t", 0, SECOND)
+    assert not (tmp_path / "t-0").exists()
+    data_dir.delete_log("t", 0, SECOND)
+    assert not list(tmp_path.glob("#*"))
+    data_dir.close()
+
+
+def test_a_topic_that_is_created_again_while_it_is_being_removed_keeps_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    looked, created = threading.Event(), threading.Event()
+
+    def look_slowly(path: Path) -> dict[str, object] | None:
+        found = read_json(path)
+        if threading.current_thread() is removing:
+            looked.set()
+            created.wait(0.3)
+        return found
+
+    monkeypatch.setattr("kproxy.broker.data_dir.read_json", look_slowly)
+    removing = threading.Thread(target=data_dir.delete_log, args=("t", 0, FIRST))
+    removing.start()
+    assert looked.wait(10)
+    log = data_dir.open_log("t", 0, SECOND)
+    created.set()
+    removing.join()
+    append_values(log, 10)
+    log.close()
+    again = data_dir.open_log("t", 0, SECOND)
+    assert again.log_end_offset == 1
+    again.close()
+    data_dir.close()
+
+
+def test_of_a_deleted_topic_nothing_is_set_aside_though_another_of_its_name_comes_first(tmp_path: Path) -> None:
+    """Its partitions are removed one by one; whoever creates it again does not wait for the last."""
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    data_dir.mark_deleted(FIRST)
+    data_dir.open_log("t", 0, SECOND).close()
+    data_dir.delete_log("t", 0, FIRST)
+    data_dir.unmark_deleted(FIRST)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["log-ids", "t-0"]
+    data_dir.open_log("t", 0, FIRST).close()
+    assert len(list(tmp_path.glob("#stray-*"))) == 1, "who was not deleted is kept"
+    data_dir.close()
+
+
+def test_topics_that_differ_in_case_alone_are_kept_apart_where_the_file_system_cannot(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("Flights", 0, FIRST).close()
+    (tmp_path / "Flights-0").rename(tmp_path / "flights-0")  # as a file system that ignores case would find it
+    with pytest.raises(LogFailed, match="ignores case"):
+        data_dir.open_log("flights", 0, SECOND)
+    data_dir.close()
+
+
+def test_what_a_crash_left_half_removed_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "#deleted-x").mkdir()
+    (tmp_path / "#deleted-x" / "00000000000000000000.log").write_bytes(b"x")
+    DataDir.open(tmp_path, 1).close()
+    assert not list(tmp_path.glob("#*"))
+
+
+def test_what_a_crash_left_half_written_beside_a_small_file_is_removed(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    leftovers = (tmp_path / "broker.json.0123.new", tmp_path / "t-0" / "checkpoint.json.0123.new")
+    for leftover in leftovers:
+        leftover.write_text('{"high_wat')
+    data_dir.close()
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    assert not any(leftover.exists() for leftover in leftovers)
+    data_dir.close()
+
+
+def test_logs_of_topics_that_are_not_known_are_found(tmp_path: Path) -> None:
+    known, unknown = uuid.uuid4(), uuid.uuid4()
+    data_dir = DataDir.open(tmp_path / "data", 1)
+    for topic, topic_id in (("kept", known), ("gone", unknown)):
+        data_dir.open_log(topic, 0, topic_id).close()
+    data_dir.open_log("gone", 1, unknown).close()
+    assert data_dir.logs_of_others([known]) == [data_dir.partition_path("gone", index) for index in (0, 1)]
+    assert data_dir.logs_of_others([known, unknown]) == []
+    data_dir.close()

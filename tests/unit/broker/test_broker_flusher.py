@@ -1,0 +1,319 @@
+"""Replicas whose records are to be on the disk (`--flush always`), with a disk that takes as long as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kproxy.broker import segment
+from kproxy.broker.config import LogOptions
+from kproxy.broker.leader_epochs import Leadership
+from kproxy.broker.log import Log
+from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
+from kproxy.broker.replication.partition_replication import Isr
+from kproxy.broker.writer_fence import KeptFence
+from kproxy_codec import error_codes
+from kproxy_codec.record_batch import parse_batch
+from tests.support.brokers.replica_group import on_disk
+from tests.support.wire.record_batches import build_batch
+
+LEADER, FOLLOWER = 1, 2
+PATIENCE_S = 30.0
+OPTIONS = LogOptions(segment_bytes=1000, flush="always")
+
+
+class Disk:
+    """`waiting` is set while somebody waits for a disk that hangs; with `fails` it ends in an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.syncs = 0
+        self.fails = False
+        self.waiting = threading.Event()
+        self._goes_on = threading.Event()
+        self._goes_on.set()
+        self._sync = segment._sync_data
+        monkeypatch.setattr(segment, "_sync_data", self._wait)
+
+    def _wait(self, fd: int) -> None:
+        self.waiting.set()
+        assert self._goes_on.wait(PATIENCE_S)
+        if self.fails:
+            raise OSError(errno.EIO, "Input/output error")
+        self._sync(fd)
+        self.syncs += 1
+
+    def hang(self) -> None:
+        self.waiting.clear()
+        self._goes_on.clear()
+
+    async def is_waited_for(self) -> None:
+        assert await asyncio.to_thread(self.waiting.wait, PATIENCE_S)
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk(monkeypatch)
+    yield disk
+    disk.go_on()
+
+
+class Fence:
+    lives = True
+
+    def is_live(self) -> bool:
+        return self.lives
+
+
+@pytest.fixture
+def fence() -> Fence:
+    return Fence()
+
+
+def replica(directory: Path, node_id: int) -> Partition:
+    log = Log.open(directory / str(node_id) / "t-0", options=OPTIONS)
+    return Partition("t", 0, uuid.UUID(int=1), log, ReplicaSettings(node_id, time.monotonic), on_disk(node_id).log_id)
+
+
+def lead(partition: Partition, fence: Fence, *isr: int) -> Partition:
+    replicas = (LEADER, FOLLOWER)
+    partition.become_leader(Leadership(3, 1), replicas, Isr(frozenset(map(on_disk, isr)), 1), fence, KeptFence())
+    return partition
+
+
+@pytest.fixture
+async def leader(tmp_path: Path, disk: Disk, fence: Fence) -> AsyncIterator[Partition]:
+    partition = lead(replica(tmp_path, LEADER), fence, LEADER)
+    yield partition
+    disk.go_on()
+    partition.close()
+
+
+def append(partition: Partition, records: bytearray | None = None, acks: int = 1) -> AppendResult:
+    view = memoryview(records or build_batch([b"v"]))
+    return partition.append_as_leader(view, parse_batch(view), acks)
+
+
+async def answered(waits: Awaitable[int]) -> int:
+    async with asyncio.timeout(PATIENCE_S):
+        return await waits
+
+
+def waits_for(partition: Partition, acks: int) -> Callable[[int, float], Awaitable[int]]:
+    return partition.wait_for_isr if acks == ACKS_ALL else partition.wait_for_disk
+
+
+@pytest.mark.parametrize("acks", [1, ACKS_ALL])
+async def test_no_answer_leaves_before_the_disk_has_it_and_nobody_else_waits(
+    leader: Partition, disk: Disk, acks: int
+) -> None:
+    disk.hang()
+    result = append(leader, acks=acks)
+    assert (result.error_code, result.last_offset) == (0, 0)
+    answer = asyncio.ensure_future(waits_for(leader, acks)(0, PATIENCE_S))
+    await disk.is_waited_for()
+    again = append(leader, acks=acks)
+    assert (again.base_offset, leader.log_end_offset) == (1, 2), "others go on"
+    assert (leader.is_on_disk(0), leader.is_committed(0), leader.high_watermark) == (False, False, 0)
+    assert leader.read(0, 1000).records == b"", "what is not on the disk is read"
+    assert not answer.done()
+    disk.go_on()
+    assert await answered(answer) == error_codes.NONE
+    assert leader.is_on_disk(0)
+    assert await answered(waits_for(leader, acks)(1, PATIENCE_S)) == error_codes.NONE
+    assert await answered(leader.wait_for_isr(1, PATIENCE_S)) == error_codes.NONE
+
+
+async def test_however_many_wait_it_is_for_two_turns_of_the_disk(leader: Partition, disk: Disk) -> None:
+    disk.hang()
+    append(leader)
+    await disk.is_waited_for()
+    before = disk.syncs
+    results = [append(leader) for _ in range(5)]
+    segments = len(list(leader.log.directory.glob("*.log")))
+    assert segments == 1
+    answers = [asyncio.ensure_future(leader.wait_for_disk(each.last_offset, PATIENCE_S)) for each in results]
+    disk.go_on()
+    assert [await answered(answer) for answer in answers] == [error_codes.NONE] * 5
+    assert disk.syncs - before == 2
+
+
+async def test_segments_begin_while_the_disk_hangs(leader: Partition, disk: Disk) -> None:
+    disk.hang()
+    for offset in range(5):
+        assert append(leader, build_batch([b"x" * 900])).base_offset == offset
+    answer = asyncio.ensure_future(leader.wait_for_disk(4, PATIENCE_S))
+    await disk.is_waited_for()
+    disk.go_on()
+    assert await answered(answer) == error_codes.NONE
+    assert len(list(leader.log.directory.glob("*.log"))) == 5
+    assert (leader.log.flushed_offset, leader.log.is_dirty) == (5, False)
+
+
+@pytest.mark.parametrize("acks", [1, ACKS_ALL])
+async def test_a_batch_that_may_not_be_on_the_disk_is_not_called_refused(
+    leader: Partition, disk: Disk, acks: int
+) -> None:
+    """It stands in the file, and is served once the log has been opened anew: who sent it again would have it twice."""
+    disk.hang()
+    results = [append(leader, acks=acks) for _ in range(3)]
+    answers = [asyncio.ensure_future(waits_for(leader, acks)(each.last_offset, PATIENCE_S)) for each in results]
+    disk.fails = True
+    disk.go_on()
+    assert [await answered(answer) for answer in answers] == [error_codes.REQUEST_TIMED_OUT] * 3
+    assert append(leader).error_code == error_codes.KAFKA_STORAGE_ERROR, "of this one nothing was written"
+    assert (leader.high_watermark, leader.log.flushed_offset) == (0, 0)
+    leader.close()
+    with contextlib.closing(Log.open(leader.log.directory)) as log:
+        assert log.log_end_offset == 3
+
+
+@pytest.mark.parametrize("acks", [1, ACKS_ALL])
+async def test_a_disk_that_takes_longer_than_the_producer_waits(leader: Partition, disk: Disk, acks: int) -> None:
+    disk.hang()
+    append(leader, acks=acks)
+    assert await answered(waits_for(leader, acks)(0, 0.05)) == error_codes.REQUEST_TIMED_OUT
+    disk.go_on()
+    assert await answered(waits_for(leader, acks)(0, PATIENCE_S)) == error_codes.NONE
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("acks", [1, ACKS_ALL])
+async def test_who_has_lost_its_lease_while_the_disk_was_at_work_says_nothing(
+    leader: Partition, disk: Disk, fence: Fence, acks: int, closed: bool
+) -> None:
+    disk.hang()
+    append(leader, acks=acks)
+    answer = asyncio.ensure_future(waits_for(leader, acks)(0, PATIENCE_S))
+    await disk.is_waited_for()
+    fence.lives = False
+    if closed:
+        leader.close()
+        assert await answered(answer) == error_codes.REQUEST_TIMED_OUT, "it waits for the disk"
+    disk.go_on()
+    assert await answered(answer) == error_codes.REQUEST_TIMED_OUT
+
+
+async def test_a_resend_of_what_is_still_on_its_way_to_the_disk_waits_as_well(leader: Partition, disk: Disk) -> None:
+    def batch() -> bytearray:
+        return build_batch([b"v"], producer_id=1, producer_epoch=0, base_sequence=0)
+
+    disk.hang()
+    results = [append(leader, batch()) for _ in range(2)]
+    assert results[0] == results[1] == (0, 0, None, 0)
+    assert not leader.is_on_disk(results[1].last_offset)
+
+
+async def test_a_write_during_which_the_fence_died_is_taken_back_while_the_disk_hangs(
+    leader: Partition, disk: Disk, fence: Fence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.hang()
+    append(leader)
+    await disk.is_waited_for()
+    lives = iter((True, False))
+    with monkeypatch.context() as patch:
+        patch.setattr(fence, "is_live", lambda: next(lives))
+        assert append(leader, build_batch([b"slipped"])).error_code == error_codes.NOT_LEADER_OR_FOLLOWER
+    assert leader.log_end_offset == 1
+    assert append(leader, build_batch([b"other"])).base_offset == 1
+    answer = asyncio.ensure_future(leader.wait_for_disk(1, PATIENCE_S))
+    disk.go_on()
+    assert await answered(answer) == error_codes.NONE
+
+
+async def test_what_a_killed_broker_has_left_is_on_the_disk_before_it_counts(tmp_path: Path, disk: Disk) -> None:
+    log = Log.open(tmp_path / "t-0", options=LogOptions())
+    view = memoryview(build_batch([b"v"]))
+    log.append(view, parse_batch(view))
+    log.close()
+    before = disk.syncs
+    with contextlib.closing(Log.open(tmp_path / "t-0", options=OPTIONS)) as again:
+        assert (disk.syncs, again.counted_end_offset) == (before + 1, 1)
+
+
+# Followers
+
+
+async def test_a_follower_claims_and_asks_for_nothing_before_its_disk_has_what_it_took(
+    leader: Partition, tmp_path: Path, disk: Disk, fence: Fence
+) -> None:
+    leader.close()
+    leader = lead(replica(tmp_path / "other", LEADER), fence, LEADER, FOLLOWER)
+    follower = replica(tmp_path, FOLLOWER)
+    follower.become_follower(LEADER, Leadership(3, 1))
+    try:
+        append(leader, acks=ACKS_ALL)
+        assert await answered(leader.wait_for_disk(0, PATIENCE_S)) == error_codes.NONE
+        asked = follower.next_fetch()
+        assert asked is not None
+        disk.hang()
+        assert follower.take_fetched(asked, leader.fetch_as_replica(FOLLOWER, asked, 1 << 20))
+        assert (follower.log_end_offset, follower.is_flushing, follower.next_fetch()) == (1, True, None)
+        assert leader.high_watermark == 0, "it counts what the follower may lose"
+        flushed = asyncio.Event()
+        follower.when_flushed(flushed.set)
+        disk.go_on()
+        await asyncio.wait_for(flushed.wait(), PATIENCE_S)
+        asked = follower.next_fetch()
+        assert asked is not None
+        assert (asked.fetch_offset, follower.is_flushing) == (1, False)
+        leader.fetch_as_replica(FOLLOWER, asked, 1 << 20)
+        assert leader.high_watermark == 1
+    finally:
+        follower.close()
+        leader.close()
+
+
+async def test_a_leader_whose_own_disk_is_the_slow_one_does_not_count_itself(
+    tmp_path: Path, disk: Disk, fence: Fence
+) -> None:
+    leader = lead(replica(tmp_path, LEADER), fence, LEADER, FOLLOWER)
+    follower = replica(tmp_path, FOLLOWER)
+    follower.become_follower(LEADER, Leadership(3, 1))
+    follower.log.options = LogOptions(flush="interval")
+    try:
+        disk.hang()
+        append(leader, acks=ACKS_ALL)
+        for _ in range(2):
+            asked = follower.next_fetch()
+            assert asked is not None
+            assert follower.take_fetched(asked, leader.fetch_as_replica(FOLLOWER, asked, 1 << 20))
+        assert (follower.log_end_offset, leader.replication.follower_progress()[FOLLOWER][0]) == (1, 1)
+        assert leader.high_watermark == 0
+        answer = asyncio.ensure_future(leader.wait_for_isr(0, PATIENCE_S))
+        disk.go_on()
+        assert await answered(answer) == error_codes.NONE
+        assert leader.high_watermark == 1
+    finally:
+        follower.close()
+        leader.close()
+
+
+async def test_a_follower_whose_disk_fails_asks_for_nothing_more(tmp_path: Path, disk: Disk, fence: Fence) -> None:
+    leader = lead(replica(tmp_path, LEADER), fence, LEADER, FOLLOWER)
+    follower = replica(tmp_path, FOLLOWER)
+    follower.become_follower(LEADER, Leadership(3, 1))
+    try:
+        append(leader)
+        assert await answered(leader.wait_for_disk(0, PATIENCE_S)) == error_codes.NONE
+        asked = follower.next_fetch()
+        assert asked is not None
+        disk.fails = True
+        flushed = asyncio.Event()
+        follower.when_flushed(flushed.set)
+        assert follower.take_fetched(asked, leader.fetch_as_replica(FOLLOWER, asked, 1 << 20))
+        await asyncio.wait_for(flushed.wait(), PATIENCE_S)
+        assert (follower.next_fetch(), follower.is_flushing, follower.log.failure is None) == (None, False, False)
+    finally:
+        follower.close()
+        leader.close()

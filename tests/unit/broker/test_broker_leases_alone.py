@@ -1,0 +1,291 @@
+"""What a broker makes of what etcd tells: which partitions it leads, and in which epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kproxy.broker import election, replica_manager
+from kproxy.broker.apis import bind_fences, produce
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.config import BrokerConfig
+from kproxy.broker.context import Bindings, Broker, Request
+from kproxy.broker.data_dir import DataDir
+from kproxy.broker.fence_keeper import FenceKeeper
+from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, ReplicaKey, StateValue, TopicValue, encode_value
+from kproxy.broker.leader_epochs import Leadership
+from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.broker.replica_manager import ReplicaManager
+from kproxy.broker.replication.reconciliation import Inconsistent
+from kproxy.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
+from kproxy.etcd.lease import LeaseFence
+from kproxy_codec.api_keys import BIND_FENCES
+from kproxy_codec.framing import parse_request_header, request_header
+from kproxy_codec.own import FenceBinding, encode_bind_fences_request
+from kproxy_codec.primitives import INT32
+from tests.support.brokers.replica_group import on_disk
+from tests.support.clients.raw_client import produce_frame
+from tests.support.etcd.embedded import eventually
+from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
+from tests.support.wire.messages import topic_id
+from tests.support.wire.record_batches import build_batch
+
+KEYS = Keys("/p")
+KEY = PartitionKey("t", 0)
+TTL_S = 10
+
+
+class Stage:
+    """Broker 1's lease manager before a simulated etcd. What etcd has is told when the test says so."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = EtcdStore(lambda: 0.0)
+        self.client = SimulatedEtcdClient(self.store)
+        self.view = ClusterView(KEYS)
+        self.data_dir = DataDir.open(directory, 1)
+        self.lost = ""
+        self.leases = ReplicaManager(
+            self.client,
+            self.view,
+            self.data_dir,
+            1,
+            settings_of=lambda *_: ReplicaSettings(1, lambda: 0.0),
+            on_identity_lost=self._on_identity_lost,
+        )
+        self._told = 0
+
+    def _on_identity_lost(self, reason: str) -> None:
+        self.lost = reason
+
+    async def put(self, key: str, value: BrokerValue | TopicValue | StateValue, lease_id: int = 0) -> None:
+        await self.client.txn([], [put_op(key, encode_value(value), lease_id)])
+
+    async def begin(self) -> None:
+        """Broker 1 comes up."""
+        lease = await self.client.lease_grant(TTL_S)
+        fence = LeaseFence(lease.lease_id, lambda: 0.0)
+        fence.renew(0.0, TTL_S)
+        await self.put(KEYS.broker(1), BrokerValue(1, "h", 1), lease.lease_id)
+        fence.claim_revision = self._told = self.store.revision
+        self.view.on_snapshot(self.store.snapshot(self.view.prefixes))
+        self.leases.begin(fence)
+
+    def tell(self) -> None:
+        """Hand over what has changed since."""
+        for revision, events in self.store.events_after(self._told):
+            self._told = revision
+            self.view.on_events(events, revision)
+
+    def restore(self) -> None:
+        """Etcd is what it was at the very beginning."""
+        self.store = self.client.store = EtcdStore(lambda: 0.0)
+
+    async def recreate_topic(self) -> uuid.UUID:
+        """Deleted, and created again; what the new one's id is."""
+        topic_id = uuid.uuid4()
+        await self.client.txn([], [delete_op(KEYS.topic("t")), delete_op(KEYS.state("t", 0))])
+        await self.put(KEYS.topic("t"), TopicValue(topic_id, [[1]]))
+        return topic_id
+
+    def tell_snapshot(self) -> None:
+        """As after a watch that was broken for longer than etcd keeps its history."""
+        self._told = self.store.revision
+        self.view.on_snapshot(self.store.snapshot(self.view.prefixes))
+
+    def leads(self, topic_id: uuid.UUID) -> bool:
+        """Whether it leads this very topic, once it has been told what there is."""
+        self.tell()
+        led = self.leases.led(b"t", 0)
+        return led is not None and led.topic_id == topic_id
+
+    async def take(self) -> Partition | None:
+        await self.leases.take([KEY], 5.0)
+        return self.leases.led(b"t", 0)
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    stage = Stage(tmp_path)
+    yield stage
+    await stage.leases.close()
+    stage.data_dir.close()
+
+
+async def test_a_topic_that_came_and_went_while_the_watch_was_broken_is_no_error(stage: Stage) -> None:
+    """A watch that is taken up again tells of both at once: the mirror, and the broker with it, ended at that."""
+    stage.view.on_snapshot(Snapshot(1, 1, []))
+    value = encode_value(TopicValue(uuid.uuid4(), [[1]]))
+    put = WatchEvent(False, KeyValue(KEYS.topic("t"), value, 2, 2, 1, 0))
+    gone = WatchEvent(True, KeyValue(KEYS.topic("t"), b"", 0, 3, 0, 0))
+    stage.view.on_events([put, gone], 3)
+    assert not stage.view.topics
+
+
+async def test_a_new_epoch_is_above_all_that_were_obeyed_here(stage: Stage) -> None:
+    """A restored etcd remembers an earlier one, in which nothing was written: who obeyed it refuses this leader."""
+    topic_id = uuid.uuid4()
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]]))
+    await stage.put(KEYS.state("t", 0), StateValue(5, [ReplicaKey(1, stage.data_dir.log_id), on_disk(2)], topic_id))
+    log = stage.data_dir.open_log("t", 0, topic_id)
+    log.checkpoint(0, Leadership(8, 100))
+    log.close()
+    await stage.begin()
+    led = await stage.take()
+    assert led is not None
+    assert led.leader_epoch == 9
+
+
+@pytest.mark.parametrize("tell", [Stage.tell_snapshot, Stage.tell])
+async def test_a_lease_key_of_a_deleted_topic_does_not_keep_a_new_one_from_being_led(
+    stage: Stage, tell: Callable[[Stage], None]
+) -> None:
+    """Whether the deletion was seen or not: nobody else can take it as long as the old key is there."""
+    await stage.put(KEYS.topic("t"), TopicValue(uuid.uuid4(), [[1]]))
+    await stage.begin()
+    running = asyncio.create_task(stage.leases.run())
+    assert await stage.take() is not None
+    topic_id = await stage.recreate_topic()
+    tell(stage)
+
+    await eventually(lambda: stage.leads(topic_id), timeout_s=10.0, what="a leader of the new topic")
+    lease, topic = stage.store.get(KEYS.lease(*KEY)), stage.store.get(KEYS.topic("t"))
+    assert lease is not None
+    assert topic is not None
+    assert lease.create_revision > topic.create_revision, "led behind the key of the old one"
+    running.cancel()
+
+
+async def test_a_topic_that_is_created_after_etcd_was_restored_is_not_missed_here(stage: Stage) -> None:
+    """Its revisions are lower than those of before; a replica that is taken for another would not lead."""
+    for _ in range(20):
+        await stage.put(KEYS.broker(9), BrokerValue(9, "h", 1))
+    await stage.begin()
+    stage.view.on_restored()
+    assert stage.lost == "etcd was restored"
+    stage.leases.drop_all(stage.lost)
+    stage.restore()
+    await stage.begin()
+    topic_id = uuid.uuid4()
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[2, 1]]))
+    await stage.put(KEYS.state("t", 0), StateValue(0, [on_disk(2), ReplicaKey(1, stage.data_dir.log_id)], topic_id))
+    stage.tell()
+    running = asyncio.create_task(stage.leases.run())
+    led = await stage.take()
+    assert led is not None
+    running.cancel()
+
+
+async def test_a_log_that_is_not_the_one_in_sync_does_not_lead(stage: Stage) -> None:
+    """Its disk was replaced: what was committed is with others, or on the old disk."""
+    topic_id = uuid.uuid4()
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]]))
+    await stage.put(KEYS.state("t", 0), StateValue(5, [on_disk(1), on_disk(2)], topic_id))
+    await stage.begin()
+    assert await stage.take() is None
+    await stage.put(KEYS.state("t", 0), StateValue(5, [ReplicaKey(1, stage.data_dir.log_id)], topic_id))
+    stage.tell()
+    assert await stage.take() is not None
+
+
+async def test_where_the_first_replica_does_not_take_a_new_partition_the_next_one_does(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, and its disk takes no new log: nobody led the partition as long as that was so."""
+    monkeypatch.setattr(election, "START_GRACE_S", 0.0)
+    monkeypatch.setattr(election, "UNWRITTEN_DELAY_S", 0.2)
+    topic_id = uuid.uuid4()
+    await stage.put(KEYS.broker(2), BrokerValue(2, "h", 1))
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[2, 1]]))
+    await stage.begin()
+    running = asyncio.create_task(stage.leases.run())
+    assert await stage.take() is None, "a client's touch took what is wanted elsewhere"
+    await eventually(lambda: stage.leads(topic_id), timeout_s=10.0, what="the next one's turn")
+    running.cancel()
+
+
+async def test_a_partition_that_nobody_ever_took_is_taken_by_who_binds_a_fence(stage: Stage) -> None:
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id("t"), [[1]]))
+    await stage.begin()
+    fence = stage.store.revision
+    nobody = cast(Any, None)
+    keeper = FenceKeeper(stage.client, stage.view, on_deposed=stage.leases.deposed)
+    broker = Broker(BrokerConfig(1, Path(), ()), "cluster", stage.view, stage.leases, nobody, nobody, keeper)
+    message = request_header(BIND_FENCES, 0, 1, b"") + encode_bind_fences_request([FenceBinding("t", 0, fence)])
+    frame = memoryview(INT32.pack(len(message)) + message)
+    bindings: Bindings = {}
+    answer = bind_fences.handle(broker, Request(frame, parse_request_header(frame), bindings))
+    assert isinstance(answer, Awaitable)
+    await answer
+    led = stage.leases.led(b"t", 0)
+    assert led is not None
+    assert (led.writers.fence, led.writers.is_owned) == (fence, True)
+    assert bindings == {(b"t", 0): fence}
+
+
+async def test_a_fence_that_cannot_be_read_keeps_everybody_from_leading(stage: Stage) -> None:
+    await stage.put(KEYS.topic("t"), TopicValue(uuid.uuid4(), [[1]]))
+    await stage.client.txn([], [put_op(KEYS.fence("t", 0), b"what?")])
+    await stage.begin()
+    assert await stage.take() is None
+    await stage.client.txn([], [delete_op(KEYS.fence("t", 0))])
+    stage.tell()
+    assert await stage.take() is not None
+
+
+async def test_records_for_a_deleted_topics_id_do_not_go_to_its_namesake(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was deleted and created again while the request waited for it to be taken (KIP-516)."""
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id("t"), [[1]]))
+    await stage.begin()
+    take = stage.leases.take
+
+    async def take_late(keys: Iterable[PartitionKey], timeout_s: float) -> None:
+        await stage.recreate_topic()
+        stage.tell()
+        await asyncio.sleep(0.2)  # the old one's log is removed
+        await take(keys, timeout_s)
+        assert stage.leases.led(b"t", 0) is not None
+
+    monkeypatch.setattr(stage.leases, "take", take_late)
+    nobody = cast(Any, None)
+    broker = Broker(BrokerConfig(1, Path(), ()), "cluster", stage.view, stage.leases, nobody, nobody, nobody)
+    frame = memoryview(produce_frame(records=bytes(build_batch([b"v"])), version=13, acks=1))
+    answer = produce.handle(broker, Request(frame, parse_request_header(frame), {}))
+    assert isinstance(answer, Awaitable)
+    await answer
+    led = stage.leases.led(b"t", 0)
+    assert led is not None
+    assert led.log_end_offset == 0
+
+
+@pytest.mark.parametrize("error", [OSError("no room"), Inconsistent("beyond the end"), RuntimeError("unforeseen")])
+async def test_a_leader_that_cannot_begin_gives_its_key_back_and_tries_again_later(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Its transaction has made the key: nobody would lead, for as long as the broker lives."""
+    topic_id = uuid.uuid4()
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1]]))
+    await stage.begin()
+    tried: list[int] = []
+
+    def fail(partition: Partition, leadership: Leadership, *_: Any) -> None:
+        tried.append(leadership.fencing_token)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Partition, "become_leader", fail)
+        assert await stage.take() is None
+        await eventually(lambda: stage.store.get(KEYS.lease(*KEY)) is None, what="the key is given back")
+        stage.tell()
+        assert await stage.take() is None
+        assert len(tried) == 1, "it is not tried again at once"
+    monkeypatch.setattr(replica_manager, "SWEEP_INTERVAL_S", 0.01)
+    running = asyncio.create_task(stage.leases.run())
+    await eventually(lambda: stage.leads(topic_id), what="another try, after the next sweep")
+    running.cancel()

@@ -1,0 +1,502 @@
+"""What is done to logs from time to time, on real files: flushing, checkpoints, retention, and what may go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from kproxy.broker import log_maintenance, segment
+from kproxy.broker.config import FLUSH_POLICIES, FlushPolicy, LogOptions
+from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
+from kproxy.broker.log import Log, write_checkpoint
+from kproxy.broker.log_maintenance import LogMaintenance
+from kproxy.broker.segment import LogFailed
+from tests.support.brokers.broker_logs import append_values, leader_batches
+from tests.support.brokers.small_disk import small_disk
+
+NOW_MS = 1_000_000
+
+
+@dataclass
+class Hosted:
+    """A partition, as far as its log's keeper is concerned."""
+
+    log: Log
+    high_watermark: int = 0
+    leadership: Leadership = NO_LEADERSHIP
+    topic: str = "t"
+    partition_index: int = 0
+
+
+class Disk:
+    """What is asked of the disk goes through to it, and is counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.syncs = 0
+        self.before_sync: Callable[[], None] = lambda: None
+        self._sync = segment._sync_data
+        monkeypatch.setattr(segment, "_sync_data", self._count)
+
+    def _count(self, fd: int) -> None:
+        self.before_sync()
+        self._sync(fd)
+        self.syncs += 1
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+class Broker:
+    """Logs and their keeper."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.hosted: list[Hosted] = []
+        self.told: Sequence[Mapping[str, Any]] = []
+        self.keeper = LogMaintenance(
+            lambda: self.hosted,
+            flush_interval_s=0.01,
+            retention_check_interval_s=0.01,
+            now_ms=lambda: NOW_MS,
+        )
+
+    @property
+    def failed(self) -> list[str]:
+        """The topics of which it was told that their log has failed."""
+        return [event["topic"] for event in self.told if event["event"] == "log failed"]
+
+    def host(self, topic: str = "t", **options: object) -> Hosted:
+        log = Log.open(self.directory / topic, options=LogOptions(**{"segment_bytes": 5000, **options}))
+        self.hosted.append(Hosted(log, topic=topic))
+        return self.hosted[-1]
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    broker = Broker(tmp_path)
+    with capture_logs() as broker.told:
+        yield broker
+    broker.keeper.close()
+    for hosted in broker.hosted:
+        hosted.log.close()
+
+
+def break_disk_of(log: Log) -> None:
+    """Put something into the place of the log's last file that takes writes and cannot be brought to any disk."""
+    path = max(log.directory.glob("*.log"))
+    (fd,) = (int(each.name) for each in Path("/proc/self/fd").iterdir() if each.resolve() == path)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)
+
+
+# Flushing
+
+
+@pytest.mark.parametrize(("flush", "by_keeper"), [("always", 0), ("interval", 1), ("never", 0)])
+async def test_when_records_are_on_the_disk(broker: Broker, disk: Disk, flush: FlushPolicy, by_keeper: int) -> None:
+    """With `always` the partition sees to it, which has others wait for it: see test_broker_flusher."""
+    log = broker.host(flush=flush).log
+    append_values(log, 10, 10)
+    log.append_replicated(leader_batches(2, 1, 1))
+    assert (disk.syncs, log.flushed_offset) == (0, 0)
+    await broker.keeper.flush()
+    await broker.keeper.flush()
+    assert (disk.syncs, log.flushed_offset) == (by_keeper, 4 * by_keeper)
+    log.flush()
+    assert (disk.syncs, log.flushed_offset, log.is_dirty) == (1, 4, False)
+
+
+@pytest.mark.parametrize("flush", FLUSH_POLICIES)
+def test_no_append_waits_for_the_disk_not_even_one_that_begins_a_segment(
+    broker: Broker, disk: Disk, flush: FlushPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what else is done to a log on the event loop."""
+    log = broker.host(flush=flush, retention_ms=1000).log
+    append_values(log, *[4000] * 3, timestamp=NOW_MS - 2000)
+    log.flush()
+
+    def hang(_: object = None) -> None:
+        raise AssertionError("the disk is waited for")
+
+    disk.before_sync = hang
+    monkeypatch.setattr("os.fsync", hang)
+    append_values(log, 4000, 4000, timestamp=NOW_MS - 2000)
+    log.undo_append()
+    log.append_replicated(leader_batches(4, 70, 70))
+    assert len(list(log.directory.glob("*.log"))) > 4
+    assert log.remove_old_segments(NOW_MS, log.log_end_offset) > 0
+    log.advance_log_start(3)
+    log.truncate_to(4)
+    log.reset_to(1000)
+    log.close()
+
+
+async def test_of_what_was_cut_off_nothing_counts_as_flushed(broker: Broker, disk: Disk) -> None:
+    """What is written in its place while the disk was at work is not there yet."""
+    log = broker.host(flush="always").log
+    append_values(log, 10, 10, 10)
+    log.flush()
+    append_values(log, 10)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        at_work.set()
+        assert go_on.wait(10)
+
+    disk.before_sync = wait
+    flushing = asyncio.create_task(asyncio.to_thread(log.flush))
+    await asyncio.to_thread(at_work.wait, 10)
+    log.truncate_to(2)
+    append_values(log, 10, 10, 10, leader_epoch=1)
+    assert log.flushed_offset == 2
+    go_on.set()
+    await flushing
+    assert (log.flushed_offset, log.counted_end_offset, log.log_end_offset) == (2, 2, 5)
+    log.flush()
+    assert log.flushed_offset == 5
+    log.reset_to(3)
+    assert log.flushed_offset == 0, "of the new segment not even the name is there"
+    log.flush()
+    assert log.flushed_offset == 3
+
+
+async def test_the_names_of_segments_are_brought_to_the_disk(
+    broker: Broker, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted, synced = broker.host(), []
+    sync = os.fsync
+    monkeypatch.setattr("os.fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").resolve()), sync(fd)))
+    append_values(hosted.log, 4000)
+    await broker.keeper.flush()
+    assert synced == []
+    append_values(hosted.log, 4000, 4000)
+    assert hosted.log.is_dirty
+    for _ in range(2):
+        await broker.keeper.flush()
+        assert (synced, hosted.log.is_dirty) == ([hosted.log.directory], False)
+
+
+def test_names_that_cannot_be_brought_to_the_disk_fail_the_log(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = broker.host().log
+    append_values(log, 4000, 4000)
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(LogFailed):
+        log.flush()
+    assert (log.failure is not None, log.flushed_offset) == (True, 0)
+
+
+async def test_what_is_appended_while_the_disk_is_at_work_is_flushed_next_time(broker: Broker, disk: Disk) -> None:
+    log = broker.host().log
+    append_values(log, 10)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        at_work.set()
+        assert go_on.wait(10)
+
+    disk.before_sync = wait
+    flushing = asyncio.create_task(broker.keeper.flush())
+    await asyncio.to_thread(at_work.wait, 10)
+    append_values(log, 10)
+    go_on.set()
+    await flushing
+    assert log.is_dirty
+    await broker.keeper.flush()
+    assert (disk.syncs, log.is_dirty) == (2, False)
+
+
+@pytest.mark.parametrize("policy", FLUSH_POLICIES)
+async def test_a_broker_that_stops_brings_every_log_to_the_disk(
+    broker: Broker, disk: Disk, policy: FlushPolicy
+) -> None:
+    log = broker.host(flush=policy).log
+    append_values(log, 10)
+    await broker.keeper.flush(whatever_the_policy=True)
+    assert (disk.syncs, log.is_dirty) == (1, False)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_log_that_is_closed_while_the_disk_is_at_work_is_no_failure(
+    broker: Broker, disk: Disk, removed: bool
+) -> None:
+    hosted, other = broker.host("t"), broker.host("u")
+    append_values(hosted.log, 10)
+    append_values(other.log, 10)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        at_work.set()
+        assert go_on.wait(10)
+
+    disk.before_sync = wait
+    flushing = asyncio.create_task(broker.keeper.flush())
+    await asyncio.to_thread(at_work.wait, 10)
+    hosted.log.close()
+    if removed:
+        broker.hosted.remove(hosted)
+        hosted.log.directory.rename(broker.directory / "#deleted")
+    go_on.set()
+    await flushing
+    await broker.keeper.flush()
+    assert (broker.failed, disk.syncs, other.log.is_dirty) == ([], 2, False)
+
+
+async def test_a_segment_that_is_removed_while_the_disk_is_at_work_is_no_failure(broker: Broker, disk: Disk) -> None:
+    log = broker.host(flush="never").log
+    append_values(log, 4000, 4000)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        at_work.set()
+        assert go_on.wait(10)
+
+    disk.before_sync = wait
+    flushing = asyncio.create_task(asyncio.to_thread(log.flush))
+    await asyncio.to_thread(at_work.wait, 10)
+    log.truncate_to(1)
+    go_on.set()
+    await flushing
+    assert (log.failure, disk.syncs) == (None, 1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_one_thread_is_still_bringing_to_the_disk_is_not_there_for_another(
+    broker: Broker, disk: Disk, fails: bool
+) -> None:
+    """Or an append that is to be on the disk is acknowledged before it is."""
+    log = broker.host().log
+    append_values(log, 10)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        at_work.set()
+        assert go_on.wait(10)
+        if fails:
+            raise OSError(errno.EIO, "Input/output error")
+
+    disk.before_sync = wait
+    first = asyncio.create_task(asyncio.to_thread(log.flush))
+    await asyncio.to_thread(at_work.wait, 10)
+    second = asyncio.create_task(asyncio.to_thread(log.flush))
+    too_early, _ = await asyncio.wait([second], timeout=0.2)
+    go_on.set()
+    outcomes = await asyncio.gather(first, second, return_exceptions=True)
+    assert not too_early
+    assert [isinstance(outcome, LogFailed) for outcome in outcomes] == [fails, fails]
+
+
+def test_a_process_without_descriptors_to_spare_loses_no_log(broker: Broker, disk: Disk) -> None:
+    log = broker.host().log
+    append_values(log, 4000, 4000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        log.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (disk.syncs, log.is_dirty, log.failure) == (2, False, None)
+
+
+@pytest.mark.parametrize("closed_meanwhile", [False, True])
+async def test_a_log_that_was_closed_holds_no_file_once_the_disk_is_done(
+    broker: Broker, disk: Disk, closed_meanwhile: bool
+) -> None:
+    log = broker.host().log
+    append_values(log, 10)
+    disk.before_sync = log.close if closed_meanwhile else lambda: None
+    with pytest.raises(LogFailed) if closed_meanwhile else nullcontext():
+        await asyncio.to_thread(log.flush)
+    log.close()
+    held = [path for each in Path("/proc/self/fd").iterdir() if (path := each.resolve()).is_relative_to(log.directory)]
+    assert (disk.syncs, held) == (1, [])
+
+
+async def test_what_a_killed_broker_has_left_is_brought_to_the_disk(broker: Broker, disk: Disk) -> None:
+    append_values(broker.host().log, 10)
+    broker.hosted.clear()
+    log = broker.host().log
+    assert log.is_dirty, "who else would have done it?"
+    await broker.keeper.flush()
+    assert disk.syncs == 1
+
+
+async def test_a_log_whose_flush_fails_takes_and_tells_nothing_more(broker: Broker) -> None:
+    """The kernel may take what it could not write for written: nobody may ask it twice."""
+    broken, well = broker.host("broken"), broker.host("well")
+    for hosted in (broken, well):
+        append_values(hosted.log, 10)
+    break_disk_of(broken.log)
+    for _ in range(3):
+        await broker.keeper.flush()
+    assert broker.failed == ["broken"], "not told, or told more than once"
+    assert str(broken.log.directory) in str(broken.log.failure)
+    with pytest.raises(LogFailed, match="does not take what is written"):
+        append_values(broken.log, 10)
+    with pytest.raises(LogFailed):
+        broken.log.read(0, 100)
+    assert (well.log.is_dirty, well.log.failure) == (False, None)
+
+
+# Checkpoints
+
+
+async def test_high_watermarks_are_written_down_when_they_have_moved(broker: Broker) -> None:
+    moved, still = broker.host("moved"), broker.host("still")
+    append_values(moved.log, 10, 10)
+    moved.high_watermark = 2
+    moved.log.checkpoint(1, NO_LEADERSHIP)
+    led = broker.host("led")
+    led.leadership = Leadership(0, 7)
+    await broker.keeper.checkpoint()
+    assert not (still.log.directory / "checkpoint.json").exists()
+    moved.log.close()
+    again = Log.open(moved.log.directory)
+    assert (again.high_watermark_checkpoint, again.leadership) == (2, NO_LEADERSHIP)
+    again.close()
+    assert led.log.leadership == (0, 7), "whom a replica obeys is written down too"
+
+
+@pytest.mark.parametrize(("flush", "written"), [("always", 2), ("interval", 2), ("never", 0)])
+async def test_a_high_watermark_is_written_down_only_over_records_that_are_on_the_disk(
+    broker: Broker, flush: FlushPolicy, written: int
+) -> None:
+    """Or a power cut at all replicas at once would leave each of them lacking what was committed, and none to lead."""
+    hosted = broker.host(flush=flush)
+    append_values(hosted.log, 10, 10)
+    hosted.high_watermark = 2
+    await broker.keeper.checkpoint()
+    assert (hosted.log.high_watermark_checkpoint, hosted.log.is_dirty) == (written, flush == "never")
+    hosted.log.flush()
+    await broker.keeper.checkpoint()
+    assert hosted.log.high_watermark_checkpoint == 2
+
+
+async def test_a_checkpoint_at_work_does_not_end_in_the_log_that_has_taken_the_place(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A topic is deleted and created again, while the disk is slow."""
+    log = broker.host().log
+    at_work, go_on = threading.Event(), threading.Event()
+    sync = os.fsync
+
+    def wait(fd: int) -> None:
+        at_work.set()
+        assert go_on.wait(10)
+        sync(fd)
+
+    monkeypatch.setattr("kproxy.broker.disk.os.fsync", wait)
+    writing = asyncio.create_task(asyncio.to_thread(log.checkpoint, 0, Leadership(9, 77)))
+    await asyncio.to_thread(at_work.wait, 10)
+    log.close()
+    go_on.set()
+    with pytest.raises(LogFailed):
+        await writing
+    assert [path.suffix for path in log.directory.iterdir()] == [".log"]
+
+
+async def test_a_topic_that_is_deleted_while_its_checkpoint_is_begun_is_no_error(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted = broker.host()
+    hosted.high_watermark = 1
+
+    def delete_first(*args: Any) -> None:
+        hosted.log.close()
+        hosted.log.directory.rename(broker.directory / "#deleted")
+        write_checkpoint(*args)
+
+    monkeypatch.setattr("kproxy.broker.log.write_checkpoint", delete_first)
+    await broker.keeper.checkpoint()
+    assert broker.told == []
+
+
+async def test_a_log_that_has_gone_does_not_keep_others_from_their_checkpoints(broker: Broker) -> None:
+    gone, well = broker.host("gone"), broker.host("well")
+    for hosted in (gone, well):
+        append_values(hosted.log, 10)
+        hosted.high_watermark = 1
+    gone.log.directory.rename(broker.directory / "#deleted")
+    await broker.keeper.checkpoint()
+    assert (gone.log.high_watermark_checkpoint, well.log.high_watermark_checkpoint) == (0, 1)
+    assert (broker.failed, gone.log.failure) == ([], None)
+
+
+# Retention
+
+
+async def test_retention_is_applied_below_the_high_watermark_and_an_emptied_log_keeps_its_epoch(broker: Broker) -> None:
+    hosted = broker.host(retention_ms=1000)
+    append_values(hosted.log, *[2000] * 6, timestamp=NOW_MS - 1001, leader_epoch=4)
+    await broker.keeper.flush()
+    hosted.high_watermark = 4
+    await broker.keeper.remove_old_segments()
+    assert (hosted.log.log_start_offset, hosted.log.log_end_offset) == (4, 6)
+    hosted.high_watermark = 6
+    for start in (4, 6):
+        await broker.keeper.remove_old_segments()
+        assert (hosted.log.log_start_offset, hosted.log.log_end_offset) == (start, 6)
+        await broker.keeper.flush()
+    hosted.log.close()
+    again = Log.open(hosted.log.directory)
+    assert (again.log_start_offset, again.leader_epochs.entries()) == (6, [(4, 6)])
+    again.close()
+
+
+async def test_a_topics_options_may_change_while_it_is_kept(broker: Broker) -> None:
+    hosted = broker.host()
+    append_values(hosted.log, *[2000] * 6)
+    hosted.high_watermark = 6
+    await broker.keeper.flush()
+    await broker.keeper.remove_old_segments()
+    assert hosted.log.log_start_offset == 0
+    hosted.log.options = LogOptions(5000, retention_bytes=5000)
+    await broker.keeper.remove_old_segments()
+    assert hosted.log.log_start_offset == 2
+
+
+async def test_a_full_disk_stops_no_round(broker: Broker, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 128 << 10) as small:
+        broker.directory = small.path
+        full = broker.host("full", retention_ms=1000)
+        append_values(full.log, *[2000] * 4, timestamp=NOW_MS - 2000)
+        full.high_watermark = 4
+        small.fill()
+        await broker.keeper.checkpoint()
+        small.free()
+        assert (full.log.high_watermark_checkpoint, full.log.failure, broker.failed) == (0, None, [])
+        await broker.keeper.checkpoint()
+        assert full.log.high_watermark_checkpoint == 4
+        full.log.close()
+
+
+async def test_all_of_it_happens_by_itself(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_maintenance, "CHECKPOINT_INTERVAL_S", 0.01)
+    hosted = broker.host(retention_bytes=5000)
+    running = asyncio.create_task(broker.keeper.run())
+    append_values(hosted.log, *[2000] * 6)
+    hosted.high_watermark = 6
+    async with asyncio.timeout(20):
+        while hosted.log.is_dirty or not hosted.log.log_start_offset or not hosted.log.high_watermark_checkpoint:
+            assert not running.done()
+            await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running

@@ -1,0 +1,228 @@
+"""What a broker's `/metrics` and its page for people say, moves with what it tells of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kproxy.broker import admin
+from kproxy.broker.admin import BrokerPages, BrokerStatus
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.disk import FLUSH_BOUNDS_S, FLUSHES, FlushTimes
+from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
+from kproxy.broker.leader_epochs import Leadership
+from kproxy.broker.log import Log
+from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.etcd.lease import LeaseFence
+from tests.support.brokers.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, on_disk
+from tests.support.processes.served import samples
+
+WELL = BrokerStatus("", 8.7, 1, 0, 0.4, 3, 2)
+T0 = {"topic": "t", "partition": "0"}
+
+
+class Page:
+    """The page of broker 1 of a group; its parts are as a server has them."""
+
+    def __init__(self, group: Group) -> None:
+        self.status = WELL
+        self.view = ClusterView(Keys("/test"))
+        self.hosted = {(b"t", 0): group.replicas[1]}
+        self.ended = Counter[str]()
+        self.isr_keeper = SimpleNamespace(shrinks=0, expansions=0)
+        self.not_opened = SimpleNamespace(not_opened=0)
+        leases = SimpleNamespace(hosted=self.hosted, ended=self.ended, replicas=self.not_opened)
+        keeper = cast(Any, self.isr_keeper)
+        self.pages = BrokerPages(1, self.view, cast(Any, leases), keeper, lambda: self.status)
+        self._revision = 0
+
+    def tell(self, key: str, value: Any) -> None:
+        self._revision += 1
+        self.view.apply_put(key, encode_value(value), lease_id=1, revision=self._revision)
+
+    async def __call__(self, name: str, **labels: str) -> float | None:
+        """The value of `kproxy_broker_{name}` with just these labels, None where there is no such series."""
+        body, _ = await self.pages.metrics("")
+        return samples(body.decode()).get((f"kproxy_broker_{name}", tuple(sorted(labels.items()))))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    group = Group(tmp_path)
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def page(group: Group) -> Page:
+    return Page(group)
+
+
+async def test_a_leader_tells_of_its_log_and_its_replicas(group: Group, page: Page) -> None:
+    leader = group.elect(1)
+    append(leader, producer_id=5, producer_epoch=0, base_sequence=0)
+    append(leader)
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    append(leader)
+    wanted = {"high_watermark": 2, "log_start_offset": 0, "log_end_offset": 3, "leader_epoch": 0, "is_leader": 1}
+    wanted |= {"replicas": 3, "isr_size": 3, "min_insync_replicas": 2}
+    for name, value in wanted.items():
+        assert await page(f"partition_{name}", **T0) == value, name
+    totals = {"partitions": 1, "led_partitions": 1, "producer_ids": 1, "dirty_logs": 1, "failed_logs": 0}
+    totals |= {"under_replicated_partitions": 0, "under_min_isr_partitions": 0, "partitions_without_series": 0}
+    for name, value in totals.items():
+        assert await page(name) == value, name
+
+
+async def test_a_follower_tells_of_its_log_alone(group: Group, page: Page) -> None:
+    append(group.elect(2))
+    group.fetch(1)
+    assert await page("partition_log_end_offset", **T0) == 1
+    assert await page("partition_is_leader", **T0) == 0
+    assert await page("led_partitions") == 0
+    for name in ("isr_size", "replicas", "min_insync_replicas"):
+        assert await page(f"partition_{name}", **T0) is None, name
+
+
+async def test_a_follower_that_stays_behind_is_told_by_its_lag_and_then_by_the_isr(group: Group, page: Page) -> None:
+    leader = group.elect(1)
+    append(leader)
+    assert await page("follower_lag_records", **T0, follower="2") == 1, "it has told nothing yet"
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    assert await page("max_follower_lag_records") == 0
+    append(leader)
+    append(leader)
+    group.clock.now += 4
+    for _ in range(2):
+        group.fetch(2)
+    assert await page("follower_lag_records", **T0, follower="2") == 0
+    assert await page("follower_behind_seconds", **T0, follower="2") == 0
+    assert await page("follower_lag_records", **T0, follower="3") == 2
+    assert await page("follower_behind_seconds", **T0, follower="3") == 4
+    assert await page("max_follower_lag_records") == 2
+    group.clock.now += ISR_LAG_S
+    group.fetch(2)
+    group.look_at_isr()
+    assert await page("partition_isr_size", **T0) == 2
+    assert (await page("under_replicated_partitions"), await page("under_min_isr_partitions")) == (1, 0)
+    group.clock.now += ISR_LAG_S + 1
+    group.look_at_isr()
+    assert (await page("under_replicated_partitions"), await page("under_min_isr_partitions")) == (1, 1)
+    lines = (await page.pages.summary()).splitlines()
+    assert lines[:4] == [
+        "kproxy broker 1: ready",
+        "",
+        "lease    8.7 s left; lapsed once, lost never",
+        "leads    1 of the 1 partitions that it keeps",
+    ]
+    assert lines[-1] == (
+        "         t/0: 1 of 3 in sync: broker 2 lacks 0 records, not caught up for 11 s; "
+        "broker 3 lacks 2 records, not caught up for 25 s"
+    )
+
+
+async def test_a_leader_whose_lease_may_have_ended_leads_nothing(group: Group, page: Page) -> None:
+    group.elect(1)
+    group.fences[1].live = False
+    assert await page("led_partitions") == 0
+    assert await page("partition_is_leader", **T0) == 0
+    assert await page("partition_isr_size", **T0) is None
+
+
+async def test_a_partition_that_was_led_and_that_nobody_leads_is_offline(group: Group, page: Page) -> None:
+    keys = page.view.keys
+    assert await page("offline_partitions") == 0, "its topic is not known"
+    page.tell(keys.topic("t"), TopicValue(TOPIC_ID, [[1, 2, 3]]))
+    assert await page("offline_partitions") == 0, "it was never led"
+    page.tell(keys.state("t", 0), StateValue(0, [], TOPIC_ID))
+    assert await page("offline_partitions") == 1
+    page.view.apply_put(keys.lease("t", 0), b"2", lease_id=1, revision=9)
+    assert await page("offline_partitions") == 1, "its owner is dead"
+    page.view.apply_put(keys.broker(2), encode_value(BrokerValue(2, "h", 9)), lease_id=1, revision=10)
+    assert (await page("offline_partitions"), await page("live_brokers")) == (0, 1)
+
+
+async def test_leases_are_counted_that_are_this_process_s_own(group: Group, page: Page) -> None:
+    keys = page.view.keys
+    page.view.apply_put(keys.lease("t", 0), b"1", lease_id=7, revision=3)
+    assert await page("leases") == 0, "it has no lease"
+    page.view.apply_put(keys.broker(1), encode_value(BrokerValue(1, "h", 9)), lease_id=8, revision=4)
+    assert await page("leases") == 0, "a predecessor's"
+    page.view.apply_put(keys.lease("t", 0), b"1", lease_id=8, revision=5)
+    assert await page("leases") == 1
+
+
+async def test_losses_and_changes_are_counted(group: Group, page: Page) -> None:
+    page.ended["its lease key is gone"] += 2
+    page.isr_keeper.shrinks, page.isr_keeper.expansions = 3, 4
+    page.not_opened.not_opened = 1
+    page.status = BrokerStatus("no live lease", 0.0, 2, 5, 12.5, 3, 2)
+    assert await page("leaderships_ended_total", reason="its lease key is gone") == 2
+    assert (await page("isr_shrinks_total"), await page("isr_expansions_total")) == (3, 4)
+    assert await page("failed_logs") == 1
+    assert (await page("lease_losses_total"), await page("lease_remaining_seconds")) == (5, 0)
+    assert (await page("ready"), await page("etcd_age_seconds")) == (0, 12.5)
+    assert (await page("client_connections"), await page("follower_connections")) == (3, 2)
+    assert await page("lease_lapses_total") == 2
+    assert "lapsed 2 times, lost 5 times" in (await page.pages.summary())
+    readiness = await page.pages.readiness()
+    assert (readiness.ready, readiness.text) == (False, "no live lease")
+    assert (await page.pages.liveness()).ready
+
+
+async def test_flushes_are_timed_those_that_fail_as_well(tmp_path: Path, group: Group, page: Page) -> None:
+    before, seconds = sum(FLUSHES.buckets), FLUSHES.seconds
+    leader = group.elect(1)
+    append(leader)
+    leader.log.flush()
+    assert sum(FLUSHES.buckets) == before + 1
+    assert FLUSHES.seconds > seconds
+    assert await page("flush_duration_seconds_count") == before + 1
+    assert await page("dirty_logs") == 0
+    times = FlushTimes()
+    with pytest.raises(OSError, match="worn out"), times.timed():
+        raise OSError("worn out")
+    assert times.buckets == [1] + [0] * len(FLUSH_BOUNDS_S)
+
+
+async def test_series_of_single_partitions_have_an_end_and_totals_have_none(
+    group: Group, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "MAX_PARTITION_SERIES", 2)
+    others = []
+    for index in range(1, 5):
+        settings = ReplicaSettings(1, group.clock)
+        other = Partition("t", index, TOPIC_ID, Log.open(tmp_path / f"t-{index}"), settings, on_disk(1).log_id)
+        other.become_follower(2, Leadership(0, 1))
+        page.hosted[b"t", index] = other
+        others.append(other)
+    assert (await page("partitions"), await page("partitions_without_series")) == (5, 3)
+    found = [await page("partition_log_end_offset", topic="t", partition=str(index)) for index in range(5)]
+    assert found == [0, 0, None, None, None]
+    for other in others:
+        other.close()
+
+
+def test_a_lease_tells_how_long_it_lives_and_how_often_it_was_renewed_late() -> None:
+    now = 100.0
+    fence = LeaseFence(1, lambda: now)
+    assert fence.remaining_s == 0
+    fence.renew(100.0, 10)
+    assert fence.remaining_s == pytest.approx(9)
+    now = 108.0
+    fence.renew(107.0, 10)
+    assert fence.lapses == 0
+    now = 116.0
+    assert (fence.is_live(), fence.remaining_s) == (False, 0)
+    fence.renew(116.0, 10)
+    assert (fence.is_live(), fence.lapses) == (True, 1)
+    fence.break_for_good()
+    fence.renew(130.0, 10)
+    assert (fence.remaining_s, fence.lapses) == (0, 1)

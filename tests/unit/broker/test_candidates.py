@@ -1,0 +1,72 @@
+"""Who may take a partition, and who goes first."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from kproxy.broker.cluster import ClusterView, Topic
+from kproxy.broker.election import NOT_A_CANDIDATE, candidate_place, initial_replicas, keeps_replica
+from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
+from kproxy.etcd import KeyValue, Snapshot
+from tests.support.brokers.replica_group import on_disk
+
+KEYS = Keys("/candidates")
+TOPIC_ID = uuid.uuid4()
+
+
+def view_of(
+    live: list[int], replicas: list[int], isr: list[int] | None = None, moved_to: list[int] | None = None
+) -> tuple[ClusterView, Topic]:
+    """One partition of these replicas; never written where `isr` is None."""
+    kvs = [KeyValue(KEYS.broker(each), encode_value(BrokerValue(each, "h", 1)), 1, 1, 1, 7) for each in live]
+    kvs.append(KeyValue(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [replicas])), 2, 2, 1, 0))
+    if isr is not None:
+        state = encode_value(StateValue(3, [on_disk(each) for each in isr], TOPIC_ID, moved_to))
+        kvs.append(KeyValue(KEYS.state("t", 0), state, 3, 3, 1, 0))
+    view = ClusterView(KEYS)
+    view.on_snapshot(Snapshot(3, 1, kvs))
+    return view, view.topics["t"]
+
+
+@pytest.mark.parametrize(
+    ("live", "replicas", "isr", "places", "with_dead"),
+    [
+        # What was written is its in-sync replicas' alone, in the order of the replicas.
+        ([1, 2, 3], [2, 3, 1], [1, 2, 3], {1: 2, 2: 0, 3: 1, 4: -1}, {1: 2, 2: 0, 3: 1}),
+        ([1, 3], [2, 3, 1], [1, 2, 3], {1: 1, 3: 0}, {1: 2, 3: 1}),
+        ([1, 2, 3], [2, 3, 1], [1], {1: 0, 2: -1, 3: -1}, {1: 0, 2: -1, 3: -1}),
+        ([2, 3], [2, 3, 1], [1], {2: -1, 3: -1}, {2: -1, 3: -1}),
+        # What was never written is its live replicas', the first one's first.
+        ([1, 2, 3], [2, 3, 1], None, {1: 2, 2: 0, 3: 1, 4: -1}, {1: 2, 2: 0, 3: 1}),
+        ([1, 3], [2, 3, 1], None, {1: 1, 3: 0}, {1: 2, 3: 1}),
+        ([3, 4], [2, 3, 1], None, {3: 0, 4: -1}, {3: 1, 4: -1}),
+    ],
+)
+def test_place_in_line(
+    live: list[int], replicas: list[int], isr: list[int] | None, places: dict[int, int], with_dead: dict[int, int]
+) -> None:
+    view, topic = view_of(live, replicas, isr)
+    assert {each: candidate_place(view, topic, 0, each, count_dead=False) for each in places} == places
+    assert {each: candidate_place(view, topic, 0, each, count_dead=True) for each in with_dead} == with_dead
+
+
+def test_where_no_replica_lives_all_brokers_line_up_in_one_order() -> None:
+    view, topic = view_of([4, 5, 6], [1, 2, 3])
+    places = [candidate_place(view, topic, 0, each, count_dead=False) for each in (4, 5, 6)]
+    assert sorted(places) == [0, 1, 2]
+    first = (4, 5, 6)[places.index(0)]
+    replicas = initial_replicas(view, topic, 0, first)
+    assert (replicas[0], sorted(replicas)) == (first, [4, 5, 6])
+
+
+def test_a_stand_in_brings_no_more_replicas_than_there_are_brokers() -> None:
+    view, topic = view_of([4, 5], [1, 2, 3])
+    assert initial_replicas(view, topic, 0, 5) == [5, 4]
+
+
+def test_a_partition_that_moved_is_hosted_where_it_went() -> None:
+    view, topic = view_of([1, 4], [1], [4], moved_to=[4])
+    assert [keeps_replica(view, topic, 0, each) for each in (1, 4)] == [False, True]
+    assert candidate_place(view, topic, 0, 1, count_dead=False) == NOT_A_CANDIDATE

@@ -1,0 +1,416 @@
+"""Partitions that replicate to each other, without a network: what one asks, the other answers, in one call."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from kproxy.broker.leader_epochs import Leadership
+from kproxy.broker.partition import Partition
+from kproxy.broker.replication.partition_replication import Isr, Role, WrongRole
+from kproxy.broker.writer_fence import KeptFence
+from kproxy_codec import error_codes
+from kproxy_codec.fetch import PartitionFetched
+from tests.support.brokers.replica_group import ISR_LAG_S, Fence, Group, append, on_disk
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    group = Group(tmp_path)
+    yield group
+    group.close()
+
+
+def test_the_high_watermark_waits_for_every_replica_in_sync(group: Group) -> None:
+    leader = group.elect(1)
+    assert append(leader) == (0, 0, None, 0)
+    group.fetch(2)
+    group.fetch(2)
+    group.fetch(3)
+    assert (leader.log_end_offset, leader.high_watermark) == (1, 0), "3 has been sent it, and has not said that it has"
+    group.fetch(3)
+    assert leader.high_watermark == 1
+    assert [each.high_watermark for each in group.replicas.values()] == [1, 0, 1], "2 learns it with its next answer"
+    assert group.contents(1) == group.contents(2) == group.contents(3)
+
+
+def test_a_new_leader_keeps_what_its_own_high_watermark_has_not_reached(group: Group) -> None:
+    """The StreamBus rule would cut it off here: acknowledged, and gone (KIP-101)."""
+    leader = group.elect(1)
+    append(leader, b"acknowledged")
+    for node_id in (2, 3, 3, 2):
+        group.fetch(node_id)
+    assert leader.high_watermark == 1
+    assert group.replicas[3].high_watermark == 0
+    group.restart(1)
+    leader = group.elect(3)
+    assert (leader.high_watermark, leader.log_end_offset) == (0, 1)
+    assert leader.latest_offset() is None
+    assert leader.read(0, 100) == (error_codes.NONE, b""), "not yet, but not out of range either"
+    group.depose(1)
+    for node_id in (1, 2):
+        group.fetch(node_id)
+    assert leader.latest_offset() == 1
+    assert b"acknowledged" in leader.read(0, 1000).records
+
+
+def test_what_only_a_dead_leader_had_is_cut_off_when_it_returns(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader, b"both")
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    append(leader, b"alone", acks=1)
+    old, leader = group.replicas[1], group.elect(2)
+    assert old.log_end_offset == 2
+    append(leader, b"other")
+    append(leader, b"words")
+    follower = group.depose(1)
+    first = group.fetch(1)
+    assert first.diverging_epoch == (0, 1)
+    assert follower.log_end_offset == 1
+    group.fetch(1)
+    assert group.contents(1) == group.contents(2)
+    assert b"alone" not in group.contents(1)
+
+
+def test_a_follower_that_lags_leaves_the_isr_and_comes_back(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    append(leader)
+    group.clock.now += ISR_LAG_S
+    group.fetch(2)
+    group.clock.now += 1
+    group.fetch(2)
+    assert leader.high_watermark == 1
+    assert group.look_at_isr() == {1, 2}
+    assert leader.high_watermark == 2, "it goes on with those who are left"
+    group.fetch(3)
+    assert group.look_at_isr() == {1, 2}
+    group.fetch(3)
+    assert group.look_at_isr() == {1, 2, 3}
+
+
+def test_a_dead_follower_leaves_the_isr_at_once_and_with_too_few_nothing_is_taken(group: Group) -> None:
+    leader = group.elect(1)
+    group.live.remove(2)
+    assert group.look_at_isr() == {1, 3}
+    assert append(leader).error_code == error_codes.NONE
+    group.live.remove(3)
+    assert group.look_at_isr() == {1}
+    refused = append(leader)
+    assert refused.error_code == error_codes.NOT_ENOUGH_REPLICAS
+    assert refused.error_message == "t-0: in sync are [1], min.insync.replicas is 2"
+    assert append(leader, acks=1).error_code == error_codes.NONE
+    assert leader.high_watermark == 0, "it does not move while too few are in sync"
+
+
+def test_whose_connection_broke_leaves_the_isr_where_enough_stay(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 2):
+        group.fetch(node_id)
+    assert leader.high_watermark == 0, "3 is in sync, and has not fetched"
+    group.gone.add(3)
+    assert group.look_at_isr() == {1, 2}
+    assert leader.high_watermark == 1
+    group.gone.add(2)
+    assert group.look_at_isr() == {1, 2}, "min.insync.replicas is 2: nothing is won without it"
+    group.gone.clear()
+    for node_id in (3, 3):
+        group.fetch(node_id)
+    assert group.look_at_isr() == {1, 2, 3}
+
+
+def test_a_broker_that_came_back_with_another_disk_is_another_replica(group: Group) -> None:
+    """What its predecessor had says nothing, and neither does what of that one arrives late (KIP-903)."""
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2):
+        group.fetch(node_id)
+    late = group.replicas[3].next_fetch()
+    assert late is not None
+    group.live.remove(3)
+    assert group.look_at_isr() == {1, 2}
+    group.live.add(3)
+    group.replace_disk(3)
+    group.fetch(3)
+    assert group.look_at_isr() == {1, 2}, "its log is empty"
+    leader.fetch_as_replica(3, late, 1 << 20)
+    group.look_at_isr()
+    assert group.replicas[3].replica not in group.isr.members
+    append(leader)
+    group.fetch(2)
+    group.fetch(2)
+    assert leader.high_watermark == 1, "the dead one may be in the ISR, and does not get there"
+    for _ in range(3):
+        group.fetch(3)
+    group.look_at_isr()
+    assert group.isr.members == {on_disk(1), on_disk(2), on_disk(3, disk=1)}
+    assert leader.high_watermark == 2
+
+
+def test_a_member_that_turns_out_to_lack_what_is_committed_leaves_at_once(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    group.replicas[3].log.reset_to(0)
+    group.fetch(3)
+    assert group.look_at_isr() == {1, 2}
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["idle", "written to"])
+def test_a_replaced_disk_is_in_sync_with_all_that_was_committed_and_not_before(group: Group, goes_on: bool) -> None:
+    """The new leader does not know yet how much that is: its high watermark lags (KIP-101)."""
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    append(leader)
+    for node_id in (2, 3, 3):
+        group.fetch(node_id)
+    group.fences[1].live = False
+    group.replicas[1].close()
+    del group.replicas[1]
+    group.live.remove(1)
+    leader = group.elect(2)
+    assert leader.high_watermark < leader.log_end_offset == 2
+    replica = group.replace_disk(3)
+    asked = replica.next_fetch()
+    assert asked is not None
+    first = leader.log.read(0, 1)
+    replica.take_fetched(asked, PartitionFetched(0, error_codes.NONE, leader.high_watermark, 0, None, first))
+    assert replica.log_end_offset == leader.high_watermark == 1
+    if goes_on:
+        append(leader)
+    group.fetch(3)
+    assert group.look_at_isr() == {2}, "it said that it has all below the high watermark, not all that was committed"
+    group.fetch(3)
+    assert group.look_at_isr() == {2, 3}
+
+
+def test_a_follower_that_does_not_name_its_log_is_told_to_stay_away(group: Group) -> None:
+    leader = group.elect(1)
+    asked = group.replicas[2].next_fetch()
+    assert asked is not None
+    refused = leader.fetch_as_replica(2, asked._replace(replica_directory_id=b""), 1 << 20)
+    assert refused.error_code == error_codes.REPLICA_NOT_AVAILABLE
+
+
+def test_an_expansion_counts_from_the_moment_it_is_proposed_and_a_shrink_when_it_is_so(group: Group) -> None:
+    leader = group.elect(1)
+    group.live.remove(3)
+    group.look_at_isr()
+    group.live.add(3)
+    group.fetch(3)
+    replication = leader.replication
+    wanted = replication.wanted_isr(group.live)
+    assert wanted == frozenset(map(on_disk, (1, 2, 3)))
+    replication.isr_proposed(wanted)
+    append(leader)
+    for node_id in (2, 2):
+        group.fetch(node_id)
+    assert leader.high_watermark == 0, "3 may be in the ISR by now, and may be elected"
+    replication.isr_settled(Isr(frozenset({on_disk(1), on_disk(2)}), 5))
+    assert leader.high_watermark == 1
+    append(leader)
+    for node_id in (2, 2):
+        group.fetch(node_id)
+    replication.isr_proposed(frozenset({on_disk(1)}))
+    append(leader)
+    assert leader.high_watermark == 2, "2 may still be elected"
+
+
+def test_a_dead_fence_serves_neither_clients_nor_followers(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    group.fences[1].live = False
+    assert not leader.serves_reads()
+    assert group.fetch(2).error_code == error_codes.NOT_LEADER_OR_FOLLOWER
+    assert leader.replication.follower_progress()[2][0] == -1
+
+
+def test_a_late_answer_changes_nothing(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    follower = group.replicas[2]
+    asked = follower.next_fetch()
+    assert asked is not None
+    late = leader.fetch_as_replica(2, asked, 1 << 20)
+    group.fetch(2)
+    assert follower.take_fetched(asked, late)
+    assert follower.log_end_offset == 1
+    group.restart(1)
+    group.elect(3)
+    assert follower.take_fetched(asked, late)
+    assert follower.log_end_offset == 1
+
+
+def test_a_follower_of_another_epoch_is_told_so(group: Group) -> None:
+    leader = group.elect(1)
+    asked = group.replicas[2].next_fetch()
+    assert asked is not None
+    for epoch, error_code in ((-1, error_codes.REPLICA_NOT_AVAILABLE), (1, error_codes.UNKNOWN_LEADER_EPOCH)):
+        told = leader.fetch_as_replica(2, asked._replace(current_leader_epoch=epoch), 100)
+        assert told.error_code == error_code
+    assert leader.fetch_as_replica(9, asked, 100).error_code == error_codes.REPLICA_NOT_AVAILABLE
+
+
+def test_a_leader_that_lacks_what_is_committed_here_is_not_followed(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    for node_id in (2, 3, 2, 3, 2):
+        group.fetch(node_id)
+    group.restart(1)
+    emptied = group.replicas[3]
+    emptied.log.reset_to(0)
+    group.restart(3)
+    leader = group.elect(3)
+    append(leader, b"instead", acks=1)
+    follower = group.replicas[2]
+    group.fetch(2)
+    assert "records that were acknowledged are not there" in follower.failure
+    assert follower.log_end_offset == 1
+    assert follower.next_fetch() is None
+
+
+def test_an_older_leader_is_not_followed_again(group: Group) -> None:
+    group.elect(1)
+    group.elect(2)
+    follower = group.replicas[3]
+    follower.become_follower(1, Leadership(0, 10))
+    assert follower.next_fetch() is None
+    follower.log.checkpoint(0, follower.leadership)
+    reopened = group.restart(3)
+    reopened.become_follower(1, Leadership(0, 10))
+    assert reopened.next_fetch() is None, "the token is remembered with the log"
+    reopened.become_follower(1, Leadership(9, 3))
+    assert reopened.next_fetch() is not None, "a restored etcd counts from lower revisions, but its epochs go on"
+
+
+def test_a_resend_to_the_next_leader_is_recognised_and_waits_like_the_first(group: Group) -> None:
+    leader = group.elect(1)
+    producer = {"producer_id": 4, "producer_epoch": 0, "base_sequence": 0}
+    append(leader, b"once", **producer)
+    for node_id in (2, 3):
+        group.fetch(node_id)
+    group.restart(1)
+    leader = group.elect(2)
+    assert append(leader, b"once", **producer) == (0, 0, None, 0)
+    assert not leader.is_committed(0)
+    group.depose(1)
+    for node_id in (1, 3):
+        group.fetch(node_id)
+    assert leader.is_committed(0)
+    assert leader.log_end_offset == 1
+
+
+async def test_producers_wait_until_all_have_it_or_too_few_are_left(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader)
+    assert await leader.wait_for_isr(0, 0.01) == error_codes.REQUEST_TIMED_OUT
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    assert await leader.wait_for_isr(0, 0.01) == error_codes.NONE
+    append(leader)
+    group.live.clear()
+    group.look_at_isr()
+    assert await leader.wait_for_isr(1, 5) == error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND
+    group.fences[1].live = False
+    assert await leader.wait_for_isr(0, 5) == error_codes.REQUEST_TIMED_OUT, "a zombie says nothing"
+
+
+def test_an_epoch_in_which_a_former_leader_wrote_nothing_does_not_keep_it_from_following(group: Group) -> None:
+    """Its log is empty, and its epoch known only from beside it; the one before wrote what this replica never saw."""
+    append(group.elect(1), b"never seen elsewhere", acks=1)
+    group.restart(1)
+    idle = group.elect(2)
+    idle.log.checkpoint(idle.high_watermark, idle.leadership)
+    group.restart(2)
+    leader = group.elect(1)
+    for _ in range(3):
+        group.fetch(2)
+    assert group.contents(2) == group.contents(1) != b""
+    assert group.replicas[2].log_end_offset == leader.log_end_offset == 1
+
+
+def test_timestamps_lead_to_nothing_that_is_not_committed(group: Group) -> None:
+    leader = group.elect(1)
+    append(leader, timestamp=1000)
+    assert (leader.max_timestamp(), leader.find_timestamp(0)) == ((-1, -1), None)
+    for node_id in (2, 3, 2, 3):
+        group.fetch(node_id)
+    assert (leader.max_timestamp(), leader.find_timestamp(0)) == ((1000, 0), (1000, 0))
+
+
+def test_what_cannot_be_taken_is_told_once_until_something_could_be(group: Group) -> None:
+    """A follower asks again ten times a second, for each of perhaps a thousand partitions."""
+    leader, follower = group.elect(1), group.replicas[2]
+    group.fetch(2)
+    with capture_logs() as logs:
+        for told in (1, 2):
+            for _ in range(3):
+                asked = follower.next_fetch()
+                assert asked is not None
+                assert not follower.take_fetched(asked, PartitionFetched(0, 0, 0, 0, None, bytes(100)))
+            assert [each["event"] for each in logs] == ["leader's records refused"] * told
+            append(leader)
+            group.fetch(2)
+
+
+def test_what_cannot_be_appended_is_told_once_until_something_could_be(group: Group) -> None:
+    leader = group.elect(1)
+    with file_size_limited(10_000), capture_logs() as logs:
+        for told in (1, 2):
+            for _ in range(3):
+                assert append(leader, bytes(100_000), acks=1).error_code == error_codes.KAFKA_STORAGE_ERROR
+            assert [each["event"] for each in logs] == ["append failed"] * told
+            assert append(leader, acks=1).error_code == error_codes.NONE
+
+
+@contextmanager
+def file_size_limited(size_in_bytes: int) -> Iterator[None]:
+    """The system refuses what would make a file larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_in_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _lead(replica: Partition) -> None:
+    replica.become_leader(Leadership(9, 99), (1, 2, 3), replica.replication.isr, Fence(), KeptFence())
+
+
+@pytest.mark.parametrize("role", [Role.LEADER, Role.RESIGNED, Role.CLOSED])
+@pytest.mark.parametrize(
+    "become",
+    [
+        _lead,
+        lambda replica: replica.become_follower(2, Leadership(9, 99)),
+        lambda replica: replica.replication.become_leader(9, 1, (1, 2, 3), replica.replication.isr),
+        lambda replica: replica.replication.become_follower(2, 9),
+    ],
+    ids=["lead", "follow", "the manager leads", "the manager follows"],
+)
+def test_only_a_follower_may_take_another_role(group: Group, role: Role, become: Callable[[Partition], None]) -> None:
+    """One role at a time: a leader that followed would lead with another's id, and what it held in memory."""
+    replica = group.elect(1)
+    append(replica, b"record")
+    if role is Role.RESIGNED:
+        replica.resign()
+    elif role is Role.CLOSED:
+        replica.close()
+    before = (replica.role, replica.leader_id, replica.leadership, replica.log.leader_epochs.entries())
+    with pytest.raises(WrongRole):
+        become(replica)
+    assert (replica.role, replica.leader_id, replica.leadership, replica.log.leader_epochs.entries()) == before
+    assert replica.replication.leader_epoch == group.leadership.leader_epoch

@@ -1,0 +1,96 @@
+"""A take-over that finds its own key: what etcd has changed meanwhile is not overwritten by it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+
+from kproxy.broker.cluster import Topic
+from kproxy.broker.keys import Keys, PartitionKey, StateValue, TopicValue, decode_value, encode_value
+from kproxy.broker.lease_txn import Taken, TakeOver
+from kproxy.etcd import delete_op, put_op
+from tests.support.brokers.replica_group import on_disk
+from tests.support.models.simulated_etcd import EtcdStore, Link, SimulatedEtcdClient
+
+KEYS = Keys("/p")
+KEY = PartitionKey("t", 0)
+TOPIC_ID = uuid.UUID(int=7)
+ALL = [on_disk(1), on_disk(2)]
+LAST_EPOCH = 4
+
+
+class Stage:
+    """Broker 1's lease key and state are in etcd, of an epoch that it has led in before."""
+
+    def __init__(self) -> None:
+        self.store = EtcdStore(lambda: 0.0)
+        self.client = SimulatedEtcdClient(self.store)
+        self.lease_id = 0
+        self.state = StateValue(LAST_EPOCH, ALL, TOPIC_ID)
+
+    async def begin(self) -> None:
+        self.lease_id = (await self.client.lease_grant(10)).lease_id
+        await self.client.txn([], [put_op(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [[1, 2]])))])
+        await self.client.txn([], [put_op(KEYS.lease(*KEY), b"1", self.lease_id)])
+        await self.client.txn([], [put_op(KEYS.state(*KEY), encode_value(self.state))])
+
+    async def take_over(self, meanwhile: Callable[[], None] | None = None) -> Taken | None:
+        """An attempt; `meanwhile` happens when it has seen the key and its next transaction is on its way."""
+        found = self.store.get(KEYS.topic("t"))
+        assert found is not None
+        topic = Topic("t", TOPIC_ID, [[1, 2]], {}, found.create_revision, found.mod_revision)
+        attempt = TakeOver(self.client, KEYS, 1, KEY, topic).attempt
+        next_state = StateValue(LAST_EPOCH + 1, ALL, TOPIC_ID)
+        self.client.link = Link.SLOW
+        task = asyncio.create_task(attempt(self.lease_id, next_state, 0, known_epoch=LAST_EPOCH))
+        await self._let_through()
+        await self._let_through(meanwhile)
+        return await task
+
+    async def _let_through(self, before: Callable[[], None] | None = None) -> None:
+        while not self.client.count_pending(applied=False):
+            await asyncio.sleep(0)
+        if before is not None:
+            before()
+        self.client.apply_pending(0)
+        self.client.answer_pending(0)
+
+    def stored(self) -> StateValue:
+        found = self.store.get(KEYS.state(*KEY))
+        assert found is not None
+        return decode_value(found.value, StateValue)
+
+    def change(self, key: str, value: bytes | None) -> None:
+        """What another broker does."""
+        operation = delete_op(key) if value is None else put_op(key, value)
+        kind = operation.message.WhichOneof("request")
+        name = {"request_put": "Put", "request_delete_range": "DeleteRange"}[kind]
+        self.store.apply(name, getattr(operation.message, kind))
+
+
+async def test_an_epoch_is_begun_under_a_key_that_was_led_under_before() -> None:
+    stage = Stage()
+    await stage.begin()
+    taken = await stage.take_over()
+    assert taken is not None
+    assert taken.state == stage.stored()
+    assert stage.stored().leader_epoch == LAST_EPOCH + 1
+
+
+async def test_an_isr_that_was_changed_meanwhile_stays() -> None:
+    """What came before a shrink must not bring back who has left."""
+    stage = Stage()
+    await stage.begin()
+    shrunk = StateValue(LAST_EPOCH, ALL[:1], TOPIC_ID)
+    taken = await stage.take_over(lambda: stage.change(KEYS.state(*KEY), encode_value(shrunk)))
+    assert taken is None
+    assert stage.stored() == shrunk
+
+
+async def test_no_epoch_is_begun_without_the_key() -> None:
+    stage = Stage()
+    await stage.begin()
+    taken = await stage.take_over(lambda: stage.change(KEYS.lease(*KEY), None))
+    assert taken is None
+    assert stage.stored() == stage.state

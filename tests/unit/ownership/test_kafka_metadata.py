@@ -1,0 +1,571 @@
+"""What the table makes of a cluster's Metadata, answer by answer, from a broker that says what the test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from kproxy.ownership.kafka_client import MAX_ANSWER_BYTES
+from kproxy.ownership.kafka_leaders import PORTION
+from kproxy.ownership.kafka_metadata import BURST, MAX_DOUBTED, RATE_PER_S, WHOLE_APART_S, KafkaMetadata
+from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Topology
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import build_response, decode_request, encode_response
+from kproxy_codec.error_codes import (
+    LEADER_NOT_AVAILABLE,
+    REPLICA_NOT_AVAILABLE,
+    TOPIC_AUTHORIZATION_FAILED,
+    UNKNOWN_TOPIC_ID,
+    UNKNOWN_TOPIC_OR_PARTITION,
+)
+from kproxy_codec.framing import RequestHeader, parse_request_header, response_header
+from kproxy_codec.metadata import HIGHEST_VERSION as METADATA_VERSION
+from kproxy_codec.metadata import MetadataReader
+from tests.support.etcd.embedded import eventually, running
+
+# Versions of Metadata.
+TOPIC_IDS_FROM = 10
+TOPIC_ID = uuid.UUID(int=1)
+ANOTHER_ID = uuid.UUID(int=2)
+# Nobody listens there, which whoever dials is told at once.
+BROKERS = {1: "127.0.0.11", 2: "127.0.0.12", 3: "127.0.0.13"}
+PORT = 1
+
+
+def partition(index: int, leader: int, epoch: int, error_code: int = 0) -> dict[str, Any]:
+    return {"error_code": error_code, "partition_index": index, "leader_id": leader, "leader_epoch": epoch}
+
+
+def topic(*partitions: dict[str, Any], name: str = "t", topic_id: uuid.UUID | None = TOPIC_ID) -> dict[str, Any]:
+    return {"error_code": 0, "name": name, "topic_id": topic_id, "partitions": list(partitions)}
+
+
+class ScriptedBroker:
+    """Serves ApiVersions, and of `topics` and `brokers` in Metadata what it is asked for, changed by `distort`."""
+
+    def __init__(self) -> None:
+        self.topics: Sequence[dict[str, Any]] = ()
+        self.brokers = BROKERS
+        self.cluster_id = "one"
+        # Names and ids by request; None for all topics.
+        self.asked_for: list[list[str | uuid.UUID] | None] = []
+        self.distort: Callable[[bytes], bytes] | None = None
+        self.holds = asyncio.Event()
+        self.holds.set()
+        self.newest_metadata = METADATA_VERSION + 1
+        self.port = 0
+        self._writers: list[asyncio.StreamWriter] = []
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[None]:
+        server = await asyncio.start_server(self._converse, "127.0.0.1", self.port)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield
+        finally:
+            server.close()
+            self.cut()
+
+    @property
+    def asked(self) -> int:
+        return len(self.asked_for)
+
+    def _metadata(self, frame: memoryview, header: RequestHeader) -> bytes:
+        version = header.api_version
+        request = decode_request(keys.METADATA, version, frame[header.body_offset :])
+        wanted = None if request.topics is None else [each.name or each.topic_id for each in request.topics]
+        self.asked_for.append(wanted)
+        found = [each for each in self.topics if wanted is None or {each["name"], each.get("topic_id")} & {*wanted}]
+        for each in wanted or ():
+            if not any(each in (topic["name"], topic.get("topic_id")) for topic in found):
+                missing = {"name": each, "error_code": UNKNOWN_TOPIC_OR_PARTITION}
+                by_id = {"name": None, "topic_id": each, "error_code": UNKNOWN_TOPIC_ID}
+                found.append({**(missing if isinstance(each, str) else by_id), "partitions": []})
+        if version < TOPIC_IDS_FROM:
+            found = [{key: value for key, value in each.items() if key != "topic_id"} for each in found]
+        named = [{"node_id": number, "host": host, "port": PORT} for number, host in self.brokers.items()]
+        fields = {"brokers": named, "topics": found, "cluster_id": self.cluster_id}
+        return encode_response(build_response(keys.METADATA, version, **fields))
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        try:
+            while True:
+                prefix = await reader.readexactly(4)
+                frame = memoryview(prefix + await reader.readexactly(struct.unpack(">i", prefix)[0]))
+                header = parse_request_header(frame)
+                if header.api_key == keys.API_VERSIONS:
+                    served = [(keys.API_VERSIONS, 4), (keys.METADATA, self.newest_metadata)]
+                    ranges = [{"api_key": key, "min_version": 0, "max_version": highest} for key, highest in served]
+                    body = encode_response(build_response(keys.API_VERSIONS, 0, api_keys=ranges))
+                else:
+                    body = self._metadata(frame, header)
+                    await self.holds.wait()
+                answer = response_header(header.api_key, header.api_version, header.correlation_id) + body
+                answer = struct.pack(">i", len(answer)) + answer
+                if self.distort is not None and header.api_key == keys.METADATA:
+                    answer = self.distort(answer)
+                writer.write(answer)
+        except (OSError, EOFError):
+            writer.close()
+
+
+class Followed:
+    """A source that follows a scripted broker, read anew on demand; `now` is what its clock says."""
+
+    def __init__(self, broker: ScriptedBroker, *others: ScriptedBroker, interval_s: float = 3600) -> None:
+        self.broker = broker
+        self.topology = Topology(offers_unowned=False)
+        self.now = 100.0
+        self.clock: Callable[[], float] = lambda: self.now
+        self.source = KafkaMetadata(
+            [Address("127.0.0.1", each.port) for each in (broker, *others)],
+            self.topology,
+            clock=lambda: self.clock(),
+            interval_s=interval_s,
+            timeout_s=2,
+            stale_after_s=90,
+        )
+
+    async def read(self, *topics: dict[str, Any], brokers: dict[int, str] | None = None) -> dict[int, int]:
+        """Have this answered, and return topic t's owners by partition."""
+        self.broker.topics, self.broker.brokers = topics, brokers or BROKERS
+        await self.reread()
+        return self.owners()
+
+    async def reread(self) -> None:
+        # So that one read need not wait for the pace that the others before it would set.
+        self.now += 1
+        await asyncio.wait_for(self.source.reload(), 10)
+
+    def owners(self, name: bytes = b"t") -> dict[int, int]:
+        return {row.partition_index: row.owner for row in self.topology.ownerships() if row.topic == name}
+
+
+@asynccontextmanager
+async def followed(interval_s: float = 3600) -> AsyncIterator[Followed]:
+    broker = ScriptedBroker()
+    async with broker.serve():
+        following = Followed(broker, interval_s=interval_s)
+        async with running(following.source.run()):
+            await asyncio.wait_for(following.source.wait_synced(), 10)
+            yield following
+
+
+async def test_leaders_are_owners_and_brokers_have_addresses() -> None:
+    async with followed() as table:
+        assert await table.read(topic(partition(0, 1, 5), partition(1, 3, 0))) == {0: 1, 1: 3}
+        assert table.topology.brokers == {number: Address(host, PORT) for number, host in BROKERS.items()}
+
+
+async def test_a_leader_of_an_earlier_epoch_is_not_brought_back() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5)))
+        assert await table.read(topic(partition(0, 2, 6))) == {0: 2}
+        revision = table.topology.owner_revision(b"t", 0)
+        assert await table.read(topic(partition(0, 1, 5))) == {0: 2}, "a broker that lags behind"
+        assert await table.read(topic(partition(0, -1, 5, LEADER_NOT_AVAILABLE))) == {0: 2}
+        assert table.topology.owner_revision(b"t", 0) == revision
+        assert await table.read(topic(partition(0, 1, 5))) == {0: 2}, "what lagged is not the new measure"
+        assert await table.read(topic(partition(0, 1, 7))) == {0: 1}
+        assert table.topology.owner_revision(b"t", 0) > revision
+
+
+async def test_an_unchanged_owner_keeps_its_revision() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5), partition(1, 1, 5)))
+        revision, version = table.topology.owner_revision(b"t", 0), table.topology.version
+        # Elected again under a higher epoch: still where requests go.
+        await table.read(topic(partition(0, 1, 6), partition(1, 1, 5)))
+        assert (table.topology.owner_revision(b"t", 0), table.topology.version) == (revision, version)
+        await table.read(topic(partition(0, 1, 6), partition(1, 2, 6)))
+        assert table.topology.owner_revision(b"t", 0) == revision
+        assert table.topology.owner_revision(b"t", 1) > revision
+
+
+async def test_a_topic_made_anew_begins_anew() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 50), partition(1, 1, 50)))
+        assert await table.read(topic(partition(0, 2, 0), topic_id=ANOTHER_ID)) == {0: 2}
+        assert await table.read(topic(partition(0, 3, 1), topic_id=ANOTHER_ID)) == {0: 3}
+
+
+async def test_a_topic_grows() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5)))
+        revision = table.topology.owner_revision(b"t", 0)
+        assert await table.read(topic(partition(0, 1, 5), partition(1, 2, 0), partition(2, 3, 0))) == {0: 1, 1: 2, 2: 3}
+        assert table.topology.owner_revision(b"t", 0) == revision
+        assert await table.read(topic(partition(0, 1, 5), partition(1, 3, 1), partition(2, 2, 1))) == {0: 1, 1: 3, 2: 2}
+
+
+async def test_brokers_change_places() -> None:
+    async with followed() as table:
+        rows = topic(partition(0, 1, 5), partition(1, 2, 5))
+        await table.read(rows)
+        swapped = {1: BROKERS[2], 2: BROKERS[1], 3: BROKERS[3]}
+        assert await table.read(rows, brokers=swapped) == {0: 1, 1: 2}
+        assert table.topology.brokers == {number: Address(host, PORT) for number, host in swapped.items()}
+
+
+async def test_topics_are_found_by_their_ids() -> None:
+    async with followed() as table:
+        other = topic(partition(0, 3, 1), name="u", topic_id=ANOTHER_ID)
+        await table.read(topic(partition(0, 1, 5)), other)
+        assert (table.topology.owner(TOPIC_ID.bytes, 0), table.topology.owner(ANOTHER_ID.bytes, 0)) == (1, 3)
+        # Deleted, the one; made anew, under the id of neither, the other.
+        third = uuid.UUID(int=3)
+        await table.read(topic(partition(0, 2, 0), name="u", topic_id=third))
+        assert table.topology.topic_ids == {b"u": third.bytes}
+        assert table.topology.owner(third.bytes, 0) == 2
+        # An id that is none, and one that two topics have: those go by their names, and nothing else is the worse.
+        none, twice = topic(partition(0, 1, 5), topic_id=uuid.UUID(int=0)), topic(partition(0, 2, 1), name="v")
+        await table.read(none, twice, {**twice, "name": "w"})
+        assert (table.owners(), table.owners(b"v"), table.owners(b"w")) == ({0: 1}, {0: 2}, {0: 2})
+        assert list(table.topology.topic_ids.values()) == [TOPIC_ID.bytes]
+
+
+async def test_a_topic_with_an_error_stays_as_it_was_known() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5), partition(1, 2, 5)))
+        for error_code in (LEADER_NOT_AVAILABLE, TOPIC_AUTHORIZATION_FAILED):
+            assert await table.read({**topic(), "error_code": error_code}) == {0: 1, 1: 2}
+            assert table.topology.topic_ids == {b"t": TOPIC_ID.bytes}
+        assert await table.read(topic(partition(0, 2, 4), partition(1, 2, 5))) == {0: 1, 1: 2}, "its epochs are known"
+        assert await table.read({**topic(), "error_code": UNKNOWN_TOPIC_OR_PARTITION}) == {}
+        assert table.topology.topic_ids == {}
+
+
+async def test_without_topic_ids_epochs_are_kept_apart_by_name() -> None:
+    async with followed() as table:
+        table.broker.newest_metadata = 9
+        table.broker.cut()
+        for answers in (
+            [topic(partition(0, 1, 9), topic_id=None), topic(partition(0, 1, 2), name="u", topic_id=None)],
+            [topic(partition(0, 2, 10), topic_id=None), topic(partition(0, 2, 3), name="u", topic_id=None)],
+        ):
+            table.broker.topics = answers
+            await table.reread()
+        assert (table.owners(b"t"), table.owners(b"u")) == ({0: 2}, {0: 2})
+
+
+async def test_a_partition_without_a_leader_has_no_owner() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5), partition(1, 2, 5)))
+        assert await table.read(topic(partition(0, -1, 6, LEADER_NOT_AVAILABLE), partition(1, 2, 5))) == {1: 2}
+        assert await table.read(topic(partition(0, 1, 5), partition(1, 2, 5))) == {1: 2}, "the earlier leader lags"
+        assert await table.read(topic(partition(0, 3, 7), partition(1, 2, 5))) == {0: 3, 1: 2}
+        # A replica that is down is none of a producer's business; a leader that the broker does not stand by is.
+        assert await table.read(topic(partition(0, 1, 8, REPLICA_NOT_AVAILABLE))) == {0: 1}
+        assert await table.read(topic(partition(0, 1, 8, UNKNOWN_TOPIC_OR_PARTITION))) == {}
+
+
+async def test_what_an_answer_does_not_name_is_gone() -> None:
+    async with followed() as table:
+        rows = topic(partition(0, 1, 5), partition(1, 2, 5)), topic(partition(0, 3, 1), name="u", topic_id=ANOTHER_ID)
+        await table.read(*rows)
+        assert table.owners(b"u") == {0: 3}
+        assert await table.read(topic(partition(0, 1, 5)), brokers={1: BROKERS[1], 2: "127.0.0.14"}) == {0: 1}
+        assert table.owners(b"u") == {}
+        assert table.topology.brokers == {1: Address(BROKERS[1], PORT), 2: Address("127.0.0.14", PORT)}
+        await table.read(*rows)
+        assert (table.owners(), table.owners(b"u")) == ({0: 1, 1: 2}, {0: 3})
+        assert await table.read({**rows[0], "error_code": UNKNOWN_TOPIC_OR_PARTITION}) == {}
+
+
+async def test_a_partition_index_out_of_range_costs_nothing() -> None:
+    async with followed() as table:
+        wild = [partition(index, 1, 1) for index in (-1, -(2**31), MAX_PARTITION_INDEX + 1, 2**31 - 1)]
+        assert await table.read(topic(*wild, partition(2, 1, 1))) == {2: 1}
+
+
+async def test_a_broker_that_knows_no_brokers_yet_is_not_believed() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5)))
+        table.broker.topics, table.broker.brokers = [], {}
+        await table.reread()
+        assert table.owners() == {0: 1}
+        assert "no brokers" in str(table.source.last_error)
+        assert await table.read(topic(partition(0, 2, 6))) == {0: 2}
+        assert table.source.last_error is None
+
+
+DISTORTED: dict[str, Callable[[bytes], bytes]] = {
+    "another correlation id": lambda answer: answer[:4] + b"\x7f\xff\xff\xff" + answer[8:],
+    "cut short": lambda answer: struct.pack(">i", len(answer) - 12) + answer[4:-8],
+    "bytes left over": lambda answer: struct.pack(">i", len(answer) - 1) + answer[4:] + b"abc",
+    "a negative length": lambda answer: struct.pack(">i", -1),
+    "a length of gigabytes": lambda answer: struct.pack(">i", 2**31 - 1),
+    "just too long": lambda answer: struct.pack(">i", MAX_ANSWER_BYTES + 1),
+    "nothing": lambda answer: b"",
+}
+
+
+@pytest.mark.parametrize("distortion", DISTORTED)
+async def test_an_answer_that_is_none_is_not_believed_and_the_next_connection_is_a_new_one(distortion: str) -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5)))
+        table.broker.distort = DISTORTED[distortion]
+        began = time.monotonic()
+        assert await table.read(topic(partition(0, 2, 6))) == {0: 1}
+        assert time.monotonic() - began < 5
+        wanted = f"127.0.0.1:{table.broker.port} did not answer {keys.name_of(keys.METADATA)} ("
+        assert str(table.source.last_error).startswith(wanted)
+        table.broker.distort = None
+        await eventually(lambda: table.owners() == {0: 2}, what="read again by itself")
+
+
+async def test_wishes_at_one_time_share_a_read_that_begins_after_them() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5)))
+        asked = table.broker.asked
+        table.broker.holds.clear()
+        early = asyncio.ensure_future(table.reread())
+        await eventually(lambda: table.broker.asked == asked + 1)
+        late = [asyncio.ensure_future(table.reread()) for _ in range(50)]
+        await asyncio.sleep(0)
+        late[0].cancel()
+        table.broker.topics = [topic(partition(0, 2, 6))]
+        table.broker.holds.set()
+        await asyncio.gather(early, *late, return_exceptions=True)
+        assert table.broker.asked == asked + 2
+        assert [each.cancelled() for each in late] == [True] + [False] * 49
+        assert table.owners() == {0: 2}
+
+
+async def test_who_knows_an_older_entry_need_not_wait() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5)))
+        seen = table.topology.owner_revision(b"t", 0)
+        await table.read(topic(partition(0, 2, 6)))
+        asked = table.broker.asked
+        await table.source.refresh(b"t", 0, seen)
+        assert table.broker.asked == asked
+        await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+        assert table.broker.asked == asked + 1
+
+
+async def test_without_a_broker_the_last_known_table_serves_on_and_tells_its_age() -> None:
+    broker = ScriptedBroker()
+    async with broker.serve():
+        table = Followed(broker)
+        assert table.source.stale
+        async with running(table.source.run()):
+            await asyncio.wait_for(table.source.wait_synced(), 10)
+            await table.read(topic(partition(0, 1, 5)))
+            assert (table.source.age_s, table.source.stale) == (0, False)
+            broker.holds.clear()
+            table.now += 91
+            waiting = asyncio.ensure_future(table.source.reload())
+            await asyncio.sleep(0.05)
+            broker.cut()
+            await waiting
+            assert (table.source.age_s, table.source.stale) == (91, True)
+            assert table.owners() == {0: 1}
+            broker.holds.set()
+            await eventually(lambda: not table.source.stale)
+            assert table.owners() == {0: 1}
+
+
+async def test_nobody_waits_for_a_source_that_has_ended() -> None:
+    async with followed() as table:
+        asked = table.broker.asked
+        table.broker.holds.clear()
+        during = asyncio.ensure_future(table.reread())
+        await eventually(lambda: table.broker.asked == asked + 1)
+        behind = asyncio.ensure_future(table.reread())
+        await asyncio.sleep(0)
+    await asyncio.wait_for(asyncio.gather(during, behind), 5)
+    await asyncio.wait_for(table.source.refresh(b"t", 0, 0), 5)
+
+
+async def test_only_what_is_in_doubt_is_asked_for() -> None:
+    async with followed() as table:
+        other = topic(partition(0, 3, 1), name="u", topic_id=ANOTHER_ID)
+        await table.read(topic(partition(0, 1, 5)), other)
+        table.broker.topics = [topic(partition(0, 2, 6)), topic(partition(0, 2, 2), name="u", topic_id=ANOTHER_ID)]
+        await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+        assert table.broker.asked_for[-1] == ["t"]
+        assert (table.owners(), table.owners(b"u")) == ({0: 2}, {0: 3}), "of the other one nothing was said"
+        await asyncio.wait_for(table.source.refresh(b"new", 7, 0), 10)
+        assert table.broker.asked_for[-1] == ["new"]
+        # Gone from the cluster is gone, whoever asked.
+        table.broker.topics = [other]
+        await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+        assert (table.owners(), table.owners(b"u")) == ({}, {0: 3})
+        assert table.topology.topic_ids == {b"u": ANOTHER_ID.bytes}
+
+
+async def test_an_id_that_nobody_knows_is_asked_for_by_id() -> None:
+    async with followed() as table:
+        made = uuid.uuid4()
+        table.broker.topics = [topic(partition(0, 2, 0), name="made", topic_id=made)]
+        await asyncio.wait_for(table.source.refresh(made.bytes, 0, 0), 10)
+        assert table.broker.asked_for[-1] == [made]
+        assert table.topology.owner(made.bytes, 0) == 2
+        strange = uuid.uuid4()
+        await asyncio.wait_for(table.source.refresh(strange.bytes, 0, 0), 10)
+        assert table.topology.owner(strange.bytes, 0) == NO_OWNER
+        assert table.owners(b"made") == {0: 2}
+        # Brokers before that version of Metadata would take the id for an empty name.
+        table.broker.newest_metadata = METADATA_VERSION - 1
+        table.broker.cut()
+        await table.reread()
+        await asyncio.wait_for(table.source.refresh(strange.bytes, 0, 0), 10)
+        assert table.broker.asked_for[-1] is None
+
+
+async def test_what_is_no_topic_is_not_asked_for() -> None:
+    async with followed() as table:
+        asked = table.broker.asked
+        for name in (b"", b"\xff\x00", b"x" * 250):
+            await asyncio.wait_for(table.source.refresh(name, 0, 0), 10)
+        assert table.broker.asked == asked
+
+
+async def test_a_storm_of_wishes_costs_a_few_questions_a_second() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5)))
+        table.clock = time.monotonic
+        asked, rounds, began = table.broker.asked, 0, time.monotonic()
+        while time.monotonic() - began < 2:
+            # As from clients that ask again and again; each waits for a read that began after its wish.
+            await asyncio.wait_for(asyncio.gather(*(table.source.refresh(b"t%d" % n, 0, 0) for n in range(20))), 10)
+            rounds += 1
+        assert asked < table.broker.asked <= asked + BURST + 3 * RATE_PER_S
+        assert rounds <= table.broker.asked - asked
+
+
+async def test_where_too_much_is_in_doubt_all_is_asked_for() -> None:
+    async with followed() as table:
+        for count, named in ((MAX_DOUBTED, True), (MAX_DOUBTED + 1, False)):
+            wishes = [table.source.refresh(b"topic-%d" % number, 0, 0) for number in range(count)]
+            await asyncio.wait_for(asyncio.gather(*wishes), 10)
+            assert (table.broker.asked_for[-1] is not None) is named
+
+
+async def test_a_lost_broker_has_all_read_anew_and_many_cost_no_more_than_one() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5)))
+        asked = table.broker.asked
+        table.broker.topics = [topic(partition(0, 2, 6))]
+        table.now += WHOLE_APART_S
+        for _ in range(100):
+            table.source.broker_lost()
+        await eventually(lambda: table.owners() == {0: 2})
+        assert table.broker.asked_for[asked:] == [None]
+        table.source.broker_lost()
+        await asyncio.sleep(0.05)
+        assert table.broker.asked == asked + 1, "there was one a moment ago"
+        table.now += WHOLE_APART_S
+        table.source.broker_lost()
+        await eventually(lambda: table.broker.asked == asked + 2)
+
+
+async def test_a_broker_that_has_gone_since_costs_no_wish() -> None:
+    first, second = ScriptedBroker(), ScriptedBroker()
+    async with second.serve():
+        async with first.serve():
+            first.topics, second.topics = [topic(partition(0, 1, 5))], [topic(partition(0, 2, 6))]
+            table = Followed(first, second)
+            following = asyncio.ensure_future(table.source.run())
+            await asyncio.wait_for(table.source.wait_synced(), 10)
+            assert table.owners() == {0: 1}
+        try:
+            await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+            assert table.owners() == {0: 2}, "by the first read, of the other broker"
+            assert table.source.last_error is None
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_all_is_read_anew_at_the_interval() -> None:
+    async with followed(interval_s=0.1) as table:
+        table.now += 1
+        table.broker.topics = [topic(partition(0, 2, 6))]
+        for _ in range(20):
+            table.now += 0.1
+            await asyncio.sleep(0.01)
+        await eventually(lambda: table.owners() == {0: 2})
+
+
+async def test_another_cluster_begins_anew() -> None:
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 50)), topic(partition(0, 3, 1), name="u", topic_id=ANOTHER_ID))
+        before = table.topology.owner_revision(b"t", 0)
+        table.broker.cluster_id = "another"
+        # The same id under a lower epoch, which within one cluster would be a broker that lags behind.
+        with capture_logs() as logs:
+            assert await table.read(topic(partition(0, 2, 0)), brokers={2: "127.0.0.15"}) == {0: 2}
+        assert [(each["before"], each["now"]) for each in logs if each["log_level"] == "error"] == [("one", "another")]
+        assert table.owners(b"u") == {}
+        assert table.topology.brokers == {2: Address("127.0.0.15", PORT)}
+        assert table.topology.owner_revision(b"t", 0) > before, "what was routed before is told from what is now"
+
+
+async def test_a_broker_that_lags_behind_is_not_asked_again_and_again() -> None:
+    """One that is cut off from the controllers answers for ever what was true once."""
+    cut_off, current = ScriptedBroker(), ScriptedBroker()
+    cut_off.topics, current.topics = [topic(partition(0, 1, 5))], [topic(partition(0, 2, 6))]
+    async with cut_off.serve(), current.serve():
+        cut_off.brokers = current.brokers = {1: "127.0.0.1"}
+        table = Followed(cut_off, current)
+        async with running(table.source.run()):
+            await asyncio.wait_for(table.source.wait_synced(), 10)
+            assert table.owners() == {0: 1}
+            for _ in range(2):
+                await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+            assert table.owners() == {0: 2}
+            # Nor does it bring back what was.
+            for _ in range(4):
+                await table.reread()
+                assert table.owners() == {0: 2}
+            assert cut_off.asked >= 3, "nobody is asked about everything twice in a row"
+
+
+async def test_a_large_cluster_is_read_in_many_short_turns_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once it would take a second, in which no client is served."""
+    sizes, turn = [5_000, *[50] * 300, 5_000], 0
+    read_in: list[int] = []
+    changed_in: list[int] = []
+    async with followed() as table:
+        read_some, set_owner = MetadataReader.read_some, table.topology.set_owner
+        monkeypatch.setattr(MetadataReader, "read_some", lambda *given: read_in.append(turn) or read_some(*given))
+        monkeypatch.setattr(table.topology, "set_owner", lambda *given: changed_in.append(turn) or set_owner(*given))
+        table.broker.topics = [
+            topic(*(partition(n, 1, 0) for n in range(size)), name=f"t{number}", topic_id=uuid.uuid4())
+            for number, size in enumerate(sizes)
+        ]
+        reading = asyncio.ensure_future(table.reread())
+        while not reading.done():
+            turn += 1
+            await asyncio.sleep(0)
+        await reading
+        assert table.topology.owned_count == sum(sizes)
+        assert max(Counter(read_in).values()) == 1
+        assert max(Counter(changed_in).values()) < 2 * PORTION
+        table.broker.topics = []
+        read_in.clear()
+        changed_in.clear()
+        reading = asyncio.ensure_future(table.reread())
+        while not reading.done():
+            turn += 1
+            await asyncio.sleep(0)
+        await reading
+        assert table.topology.owned_count == 0
+        assert max(Counter(changed_in).values()) < 2 * PORTION

@@ -1,0 +1,88 @@
+"""The table of APIs: it is complete, and the code and the documentation agree with it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from kproxy.proxy.api_versions import BrokerApis, offer
+from kproxy.proxy.apis import APIS, KEY_TYPES, NOT_SERVED, SERVED, Handling, proxy_ranges
+from kproxy.proxy.client_session import _PARTITIONED
+from kproxy_codec import api_keys as keys
+from kproxy_codec import cluster, coordination, fetch, list_offsets, produce
+from kproxy_codec.control import version_range
+
+REPOSITORY = Path(__file__).parents[3]
+NAMED = {value for name, value in vars(keys).items() if name.isupper() and isinstance(value, int)}
+NATIVE = {keys.OWN, keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR}
+
+
+def keys_of(*handlings: Handling) -> set[int]:
+    return {key for key, api in APIS.items() if api.handling in handlings}
+
+
+def test_every_api_key_with_a_name_has_a_row() -> None:
+    """So whatever the code handles or refuses by name has one."""
+    assert set(APIS) == NAMED - {keys.NEVER_FLEXIBLE}
+
+
+def test_the_code_handles_what_the_table_says() -> None:
+    assert keys_of(Handling.SPLIT) == set(_PARTITIONED)
+    assert {key for key, api in APIS.items() if api.names_brokers} == {*cluster.RENAMED, keys.FIND_COORDINATOR}
+    assert keys_of(*KEY_TYPES) >= coordination.TELL_ERRORS | set(coordination.REFUSED_BY_PARTITION)
+    assert keys_of(Handling.PROXY) == {keys.API_VERSIONS, keys.OWN}
+    assert {key for key, api in APIS.items() if api.ends_here is not None} == NATIVE
+
+
+@pytest.mark.parametrize("can_answer", [(), (keys.OWN,)])
+def test_the_versions_offered_before_a_broker_of_everything_are_those_of_the_table(can_answer: tuple[int, ...]) -> None:
+    everything = BrokerApis(dict.fromkeys(range(1 << 15), (0, 1 << 10)))
+    offered = offer([everything], can_answer=can_answer).ranges
+    assert offered == {key: api.versions for key, api in SERVED.items() if key != keys.OWN or can_answer}
+    assert offer([], can_answer=can_answer).ranges == offered
+
+
+def test_what_is_refused_is_not_offered_and_needs_no_permission() -> None:
+    for key, api in APIS.items():
+        if api.handling is Handling.REFUSED:
+            assert api.versions == NOT_SERVED
+            assert not api.needs
+            assert key not in proxy_ranges()
+
+
+def test_every_api_that_concerns_a_resource_needs_a_permission() -> None:
+    assert {key for key, api in SERVED.items() if not api.needs} == {keys.API_VERSIONS}
+
+
+def test_the_codec_reads_every_version_of_the_table() -> None:
+    # Produce 0 to 2 are offered and not read: with a higher minimum librdkafka drops gzip and lz4.
+    read = {
+        keys.PRODUCE: (0, produce.MAX_VERSION),
+        keys.FETCH: (fetch.MIN_VERSION, fetch.MAX_VERSION),
+        keys.LIST_OFFSETS: (list_offsets.MIN_VERSION, list_offsets.MAX_VERSION),
+    }
+    for key in SERVED.keys() - {keys.OWN}:
+        lowest, highest = read.get(key) or version_range(key)
+        assert lowest <= SERVED[key].min_version <= SERVED[key].max_version <= highest
+
+
+def test_a_request_that_changes_something_is_not_repeated() -> None:
+    changes = {keys.CREATE_TOPICS, keys.DELETE_TOPICS, keys.CREATE_PARTITIONS, keys.OWN}
+    assert {key for key, api in APIS.items() if not api.repeatable} == changes
+
+
+def test_the_page_names_every_api_once_with_its_versions() -> None:
+    spec = importlib.util.spec_from_file_location("protocol_support", REPOSITORY / "scripts/protocol_support.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = script.PAGE.read_text()
+    assert page == "\n".join(script.lines()) + "\n", "run make docs"
+    for key, api in APIS.items():
+        if api.handling is Handling.REFUSED:
+            assert page.count(f"- {script.kafka_name(key)} ({key})") == 1
+        else:
+            assert page.count(f"| {script.kafka_name(key)} | {key} | {api.min_version}") == 1

@@ -1,0 +1,411 @@
+"""Scripts for the fan-out: brokers' answers, how they are merged and handed on, and reads that look again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kproxy.routing.actions import Action, Respond
+from kproxy.routing.merge import Exchange, ExchangeState
+from kproxy.routing.open_exchanges import LOOK_PAUSES_S
+from kproxy_codec.api_keys import FETCH, PRODUCE
+from kproxy_codec.produce import PRODUCE_API
+from tests.support.models.playbook import Playbook
+from tests.support.models.playbook_words import answer_frame, parse
+from tests.support.wire.messages import frame_of, response_body, response_frame, sample_response, tag_section
+
+
+def parts_of(play: Playbook) -> list[tuple[int, int]]:
+    """Of each piece that was sent: the partitions in it, or -1 for all of its request, and the number of parts."""
+    return [
+        (-1 if send.part is None else sum(len(ordinals) for _, ordinals in send.part), send.shares)
+        for send in play.sent.values()
+    ]
+
+
+# Parts
+
+
+def test_a_request_with_one_owner_goes_whole_and_others_in_parts() -> None:
+    play = Playbook({"t": [1, 1, 2], "u": [2]})
+    assert play.submits(1, "t-0 t-1") == ["send #1 b1/c1: 1 t-0 t-1"]
+    assert play.aside == []
+    assert play.lists_offsets(2, "t-0 t-2 u-0") == ["send #2 b1/c1: 2 t-0", "send #3 b2/c2: 2 t-2 u-0"]
+    assert play.aside == ["count splits 1"]
+    assert parts_of(play) == [(-1, 1), (1, 2), (2, 2)]
+
+
+def test_what_is_sent_again_is_one_part_among_others() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0")
+    play.answers(1, "t-0=6")
+    play.wakes()
+    assert parts_of(play) == [(-1, 1), (1, 2)]
+
+
+def test_a_part_says_among_how_many_it_shares_what_a_read_may_bring() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0 t-1 t-2")
+    play.fetches(2, "t-0 t-1 t-2")
+    part = [(0, [1])]
+    among = [b"".join(play.exchanges[1].splitter(pieces).part(part, 9)) for pieces in (3, 2)]
+    assert among[0] != among[1]
+    assert among[1] == b"".join(play.exchanges[2].splitter(2).part(part, 9))
+    # It is made once for all parts.
+    assert play.exchanges[2].splitter(2) is play.exchanges[2].splitter(2)
+
+
+def test_an_answer_has_the_partitions_in_the_order_of_the_request() -> None:
+    play = Playbook({"t": [1, 2, 1], "u": [2]})
+    play.submits(1, "t-2 t-1 u-0 t-0")
+    assert play.answers(2, "u-0 t-1") == []
+    # What a broker lists in another order is brought in order as well.
+    assert play.answers(1, "t-0 t-2") == ["answer 1: t-2@10 t-1@20 u-0@20 t-0@10"]
+
+
+def test_a_whole_answer_in_another_order_is_brought_in_order() -> None:
+    play = Playbook({"t": [1, 1]})
+    play.submits(1, "t-0 t-1")
+    assert play.answers(1, "t-1@5 t-0@4") == ["answer 1: t-0@4 t-1@5"]
+    # On proven routes a success is handed on as it came, if it is in order.
+    play.submits(2, "t-0 t-1")
+    assert play.answers(2, "t-1@7 t-0@6") == ["answer 2: t-0@6 t-1@7"]
+
+
+def test_a_whole_success_is_handed_on_as_it_came_but_for_its_number() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0")
+    exchange = play.exchanges[1]
+    frame = answer_frame(exchange.request, "t-0:100", throttle_ms=40)
+    frame[4:8] = (1234).to_bytes(4, "big")
+    assert play.answers_bytes(1, frame) == ["answer 1: t-0 throttle 40"]
+    # The very bytes, with the number that the client gave.
+    assert frame[4:8] == exchange.request.header.correlation_id.to_bytes(4, "big")
+    assert exchange._results is None
+
+
+def test_a_whole_success_that_names_a_broker_is_not_handed_on_as_it_came() -> None:
+    """KIP-951: what a read may say beside its topics is where brokers are."""
+    play = Playbook()
+    play.fetches(1, "t-0")
+    fields = sample_response(FETCH, {"t": [0]}, throttle_time_ms=0, error_code=0, tags=[(0, b"where a broker is")])
+    frame = response_frame(FETCH, 12, response_body(FETCH, 12, fields))
+    assert play.answers_bytes(1, frame) == ["answer 1: t-0"]
+    assert play.exchanges[1]._results is not None
+    assert play.exchanges[1]._tags is None
+
+
+def test_the_proxys_throttle_time_is_the_brokers_longest() -> None:
+    play = Playbook()
+    play.submits(1, "t-0 t-1 t-2")
+    play.answers(1, "t-0", throttle_ms=20)
+    play.answers(2, "t-1", throttle_ms=50)
+    assert play.answers(3, "t-2", throttle_ms=30) == ["answer 1: t-0@10 t-1@20 t-2@30 throttle 50"]
+
+
+def test_a_throttle_time_said_with_a_refusal_is_not_forgotten() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0=6", throttle_ms=20)
+    play.wakes()
+    assert play.answers(2, "t-0") == ["answer 1: t-0@20 throttle 20"]
+
+
+def test_tagged_fields_that_nobody_knows_survive_the_merge() -> None:
+    play = Playbook()
+    play.submits(1, "t-0 t-1")
+    for piece, partition, tags in ((1, 0, [(100, b"a"), (102, b"b")]), (2, 1, [(100, b"c"), (101, b"d")])):
+        fields = sample_response(PRODUCE, {"t": [partition]}, throttle_time_ms=0, tags=tags)
+        play.answers_bytes(piece, response_frame(PRODUCE, 9, response_body(PRODUCE, 9, fields)))
+    assert play.exchanges[1]._tags == [(100, b"a"), (101, b"d"), (102, b"b")]
+
+
+def test_an_acknowledgement_is_noted_with_its_broker_before_its_answer_and_an_error_is_not() -> None:
+    play = Playbook({"t": [1, 1, 2]})
+    play.submits(1, "t-0 t-1 t-2")
+    assert play.answers(1, "t-0 t-1=87") == []
+    assert play.aside == ["note 1 t-0@10 of b1", "failed Produce 87 of b1"]
+    assert play.answers(2, "t-2") == ["answer 1: t-0@10 t-1=87 t-2@20"]
+    assert play.aside == ["note 1 t-2@20 of b2"]
+
+
+@pytest.mark.parametrize("asks", ["a read", "acks=0"])
+def test_what_nobody_is_told_of_or_appended_is_not_noted(asks: str) -> None:
+    play = Playbook()
+    if asks == "a read":
+        play.fetches(1, "t-0 t-1")
+    else:
+        play.submits(1, "t-0 t-1", acks=1, silent=True)
+    play.answers(1, "t-0")
+    assert play.aside == []
+    play.answers(2, "t-1")
+    assert play.aside == []
+
+
+# Answers that are none
+
+
+UNREADABLE = {
+    "nothing": "",
+    "one is missing": "t-0",
+    "another one": "t-0 t-7",
+    "one too many": "t-0 t-1 t-7",
+    "twice": "t-0 t-0",
+    "twice beside the other": "t-0 t-1 t-1",
+    "another topic": "t-0 u-1",
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_an_answer_that_is_none_to_its_piece_ends_the_connection(kind: str) -> None:
+    play = Playbook({"t": [1, 1]})
+    play.submits(1, "t-0 t-1", producer=None)
+    assert play.answers(1, UNREADABLE[kind]) == ["answer 1: t-0=7 t-1=7", "distrust c1"]
+    assert play.loses(1) == []
+
+
+def test_what_was_behind_an_unreadable_answer_is_lost_with_the_connection() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    for n in (2, 3):
+        play.submits(n, "t-0")
+    assert play.answers_bytes(2, frame_of(b"\0\0\0\7", b"no answer")) == ["distrust c1"]
+    # Nothing is sent before it is known what became of the others.
+    assert play.wakes_in_ms() is None
+    assert play.submits(4, "t-1") == ["send #4 b2/c2: 4 t-1"]
+    assert play.loses(1) == []
+    assert play.wakes() == ["send #5 b1/c3: 2 t-0"]
+    assert play.answers(5, "t-0") == ["answer 2: t-0@50", "send #6 b1/c3: 3 t-0"]
+
+
+def test_a_read_whose_answer_cannot_be_read_is_asked_again() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0")
+    assert play.answers(1, "u-0=1") == ["distrust c1"]
+    play.loses(1)
+    assert play.wakes() == ["send #2 b1/c2: 1 t-0"]
+
+
+# Reads
+
+
+@pytest.mark.parametrize("event", [5, 6])
+def test_a_read_that_is_refused_is_asked_three_times(event: int) -> None:
+    play = Playbook()
+    play.fetches(1, "t-0")
+    for piece in (1, 2):
+        assert play.answers(piece, f"t-0={event}") == []
+        assert play.wakes() == [f"send #{piece + 1} b1/c1: 1 t-0"]
+    assert play.answers(3, f"t-0={event}") == [f"answer 1: t-0={event}"]
+    assert play.aside[-1] == f"failed Fetch {event} of b1"
+
+
+def test_a_read_that_is_lost_is_asked_three_times_and_gets_6() -> None:
+    play = Playbook()
+    play.lists_offsets(1, "t-0")
+    for connection in (1, 2):
+        assert play.loses(connection) == []
+        play.wakes()
+    assert play.loses(3) == ["answer 1: t-0=6"]
+
+
+def test_reads_of_one_partition_do_not_wait_for_one_another_nor_for_what_is_produced() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0")
+    play.answers(1, "t-0=6")
+    assert play.fetches(2, "t-0") == ["send #2 b1/c1: 2 t-0"]
+    assert play.submits(3, "t-0") == ["send #3 b1/c1: 3 t-0"]
+    assert play.wakes() == ["send #4 b1/c1: 1 t-0"]
+    assert play.answers(2, "t-0") == ["answer 2: t-0"]
+
+
+@pytest.mark.parametrize("partitions", ["t-0 t-1", ""])
+def test_an_error_of_the_whole_answer_counts_for_each_partition(partitions: str) -> None:
+    """Kafka names no partitions then."""
+    play = Playbook({"t": [1, 1]})
+    play.fetches(1, "t-0 t-1")
+    told = play.answers(1, partitions, error_code=29, throttle_ms=20)
+    assert told == ["answer 1: t-0=29 t-1=29 throttle 20"]
+
+
+def looking(until_s: float = 1.0) -> Playbook:
+    """A fetch of two brokers that have nothing yet."""
+    play = Playbook()
+    assert play.fetches(1, "t-0 t-1", until_s=until_s) == ["send #1 b1/c1: 1 t-0", "send #2 b2/c2: 1 t-1"]
+    play.answers(1, "t-0")
+    return play
+
+
+def test_a_read_over_brokers_that_found_nothing_is_asked_again_after_a_pause() -> None:
+    play = looking()
+    assert play.answers(2, "t-1") == []
+    assert play.exchanges[1].state is ExchangeState.LOOKING
+    assert play.wakes_in_ms() == 5
+    assert play.wakes() == ["send #3 b1/c1: 1 t-0", "send #4 b2/c2: 1 t-1"]
+    play.answers(3, "t-0")
+    assert play.answers(4, "t-1:100") == ["answer 1: t-0 t-1"]
+
+
+def test_the_pauses_grow_and_the_read_is_answered_when_its_time_is_up() -> None:
+    play = looking(until_s=0.2)
+    play.answers(2, "t-1")
+    pauses = []
+    while 1 not in play.answered:
+        pauses.append(play.wakes_in_ms())
+        sent = play.wakes()
+        assert len(sent) == 2
+        for piece in list(play.pieces):
+            play.answers(piece, "t-0" if piece % 2 else "t-1")
+    assert pauses == [1000 * pause for pause in (*LOOK_PAUSES_S, 0.04, 0.04, 0.04)]
+    assert str(play.answered[1]) == "t-0 t-1"
+
+
+def test_enough_is_what_the_fetch_says() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0 t-1", until_s=1, min_bytes=150)
+    play.answers(1, "t-0:100")
+    assert play.answers(2, "t-1:10") == []
+    play.wakes()
+    # What was found before is found again, and does not count twice.
+    play.answers(3, "t-0:100")
+    assert play.answers(4, "t-1:40") == []
+    play.wakes()
+    play.answers(5, "t-0:100")
+    assert play.answers(6, "t-1:50") == ["answer 1: t-0 t-1"]
+
+
+def test_an_error_is_not_waited_upon() -> None:
+    assert looking().answers(2, "t-1=1") == ["answer 1: t-0 t-1=1"]
+
+
+def test_an_error_of_the_proxys_own_is_not_waited_upon_either() -> None:
+    play = Playbook({"t": [1, 42]})
+    assert play.fetches(1, "t-0 t-1", until_s=5) == ["send #1 b1/c1: 1 t-0"]
+    assert play.answers(1, "t-0") == []
+    assert play.wakes() == []
+    assert play.wakes() == ["answer 1: t-0 t-1=6"]
+
+
+def test_a_read_of_one_broker_waits_there_and_does_not_look_again() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0", until_s=1)
+    assert play.answers(1, "t-0") == ["answer 1: t-0"]
+
+
+def test_a_read_that_looks_again_goes_to_the_owner_of_then() -> None:
+    play = looking()
+    play.answers(2, "t-1")
+    play.moves("t-1", 3)
+    assert play.wakes() == ["send #3 b1/c1: 1 t-0", "send #4 b3/c3: 1 t-1"]
+
+
+def test_a_throttle_time_is_not_forgotten_by_a_read_that_looks_again_in_one_piece() -> None:
+    play = looking()
+    play.answers(2, "t-1", throttle_ms=50)
+    play.moves("t-1", 1)
+    assert play.wakes() == ["send #3 b1/c1: 1 t-0 t-1"]
+    assert parts_of(play)[-1] == (-1, 1)
+    assert play.answers(3, "t-0 t-1:100") == ["answer 1: t-0 t-1 throttle 50"]
+
+
+def test_a_read_that_looks_again_has_all_of_its_attempts_again() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0 t-1", until_s=5)
+    play.answers(1, "t-0")
+    for piece in (2, 3, 4):
+        play.answers(piece, "t-1=6" if piece < 4 else "t-1")
+        play.wakes()
+    assert list(play.pieces) == [5, 6]
+    play.answers(5, "t-0")
+    for piece in (6, 7):
+        assert play.answers(piece, "t-1=6") == []
+        play.wakes()
+    assert play.answers(8, "t-1=6") == ["answer 1: t-0 t-1=6"]
+
+
+def test_a_deadline_ends_the_looking_with_what_was_found() -> None:
+    play = looking(until_s=60)
+    play.answers(2, "t-1")
+    assert play.ticks(after_s=10) == ["answer 1: t-0 t-1"]
+    assert play.aside == ["count deadlines 1"]
+    assert play.wakes() == []
+
+
+def test_a_client_that_leaves_ends_the_looking() -> None:
+    play = looking()
+    play.answers(2, "t-1")
+    assert play.closes() == ["drop 1"]
+    assert play.wakes() == []
+
+
+def test_of_several_reads_that_look_the_next_is_woken_for() -> None:
+    play = looking()
+    play.answers(2, "t-1")
+    play.waits(0.002)
+    play.fetches(2, "t-0 t-1", until_s=1)
+    play.answers(3, "t-0")
+    assert play.answers(4, "t-1") == []
+    assert play.wakes_in_ms() == 3
+    assert play.wakes() == ["send #5 b1/c1: 1 t-0", "send #6 b2/c2: 1 t-1"]
+    assert play.wakes_in_ms() == 2
+    assert play.wakes() == ["send #7 b1/c1: 2 t-0", "send #8 b2/c2: 2 t-1"]
+
+
+def test_a_read_that_looks_is_woken_for_though_one_before_it_is_over() -> None:
+    play = Playbook()
+    for n, deadline_s in ((1, 0.003), (2, 10)):
+        play.fetches(n, "t-0 t-1", until_s=1, deadline_s=deadline_s)
+        play.answers(2 * n - 1, "t-0")
+        play.answers(2 * n, "t-1")
+        play.waits(0.001)
+    assert play.ticks(after_s=0.001) == ["answer 1: t-0 t-1"]
+    assert play.wakes() == []
+    assert play.wakes() == ["send #5 b1/c1: 2 t-0", "send #6 b2/c2: 2 t-1"]
+
+
+def test_time_alone_changes_something_only_while_something_is_open() -> None:
+    play = Playbook()
+    idle = [play.core.is_idle]
+    play.submits(1, "t-0")
+    idle.append(play.core.is_idle)
+    play.ticks(after_s=10)
+    # It is answered, and its broker may yet hang.
+    idle.append(play.core.is_idle)
+    play.answers(1, "t-0")
+    idle.append(play.core.is_idle)
+    play.submits(2, "t-0")
+    play.answers(2, "t-0=6")
+    # Nothing is under way, and something waits for its retry.
+    idle.append(play.core.is_idle)
+    assert idle == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("version", [8, 9])
+def test_a_request_that_names_a_topic_without_partitions_is_answered_at_once(version: int) -> None:
+    """No broker is asked; the answer names the topic."""
+    play = Playbook()
+    fields = {
+        "transactional_id": None,
+        "acks": -1,
+        "timeout_ms": 20_000,
+        "topic_data": [{"name": "t", "partition_data": []}],
+    }
+    exchange = Exchange(PRODUCE_API, parse(PRODUCE, version, fields, 7), 1, play.now + 10)
+    (answered,) = play.core.submitted(exchange, {}, play.now, 0.0)
+    assert isinstance(answered, Respond)
+    frame = memoryview(b"".join(answered.answer))
+    (topic,) = PRODUCE_API.parse_response(frame, version).topics
+    assert (topic.name, topic.partitions) == (b"t", [])
+
+
+def test_fields_that_nobody_knows_of_are_handed_on_in_order_and_once() -> None:
+    """Whichever part of the answer they come with (KIP-482)."""
+    play = Playbook()
+    play.submits(1, "t-0 t-1")
+    done: list[Action] = []
+    for piece, tags in ((1, [(50, b"a"), (60, b"b")]), (2, [(40, b"c"), (50, b"d")])):
+        frame = answer_frame(play.pieces[piece].exchange.request, f"t-{piece - 1}")
+        assert frame[-1] == 0
+        done += play.core.answered(piece, frame_of(bytes(frame[4:-1]), tag_section(tags)), play.now, 0.0)
+    (answered,) = (each for each in done if isinstance(each, Respond))
+    assert b"".join(answered.answer).endswith(tag_section([(40, b"c"), (50, b"a"), (60, b"b")]))

@@ -1,0 +1,539 @@
+"""Scripts for the fan-out: the order of one partition's batches, and the routes on which they may be pipelined."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.models.playbook import Playbook
+
+NOT_LEADER, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER = 6, 19, 45
+
+
+def proven() -> Playbook:
+    """Broker 1 has accepted a batch of t-0, request 1: what follows may be pipelined."""
+    play = Playbook()
+    assert play.submits(1, "t-0") == ["send #1 b1/c1: 1 t-0"]
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10"]
+    return play
+
+
+def piped(*requests: int) -> Playbook:
+    """The same, and these requests are under way: request n is piece n."""
+    play = proven()
+    for n in requests:
+        assert play.submits(n, "t-0") == [f"send #{n} b1/c1: {n} t-0"]
+    return play
+
+
+# Routes
+
+
+def test_on_a_new_route_one_batch_goes_first_and_the_rest_follows_its_success_in_order() -> None:
+    play = Playbook()
+    assert play.submits(1, "t-0") == ["send #1 b1/c1: 1 t-0"]
+    assert [play.submits(n, "t-0") for n in (2, 3)] == [[], []]
+    assert play.lanes == ["t-0 probing"]
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0", "send #3 b1/c1: 3 t-0"]
+    assert play.lanes == []
+
+
+def test_on_a_proven_route_batches_are_pipelined() -> None:
+    play = piped(2, 3, 4)
+    assert play.lanes == []
+    assert [play.answers(n, "t-0") for n in (2, 3, 4)] == [[f"answer {n}: t-0@{n}0"] for n in (2, 3, 4)]
+
+
+def test_another_partition_does_not_wait_for_a_route_to_be_proven() -> None:
+    play = Playbook({"t": [1, 1]})
+    play.submits(1, "t-0")
+    assert play.submits(2, "t-0 t-1") == ["send #2 b1/c1: 2 t-1"]
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #3 b1/c1: 2 t-0"]
+    assert play.answers(2, "t-1") == []
+    assert play.answers(3, "t-0") == ["answer 2: t-0@30 t-1@20"]
+
+
+@pytest.mark.parametrize("owners", [(2, 1), (None, 1), (1,)], ids=["left", "lost", "again"])
+def test_a_route_is_new_again_when_ownership_has_moved_and_come_back(owners: tuple[int | None, ...]) -> None:
+    play = proven()
+    assert play.proven("t-0")
+    play.moves("t-0", *owners)
+    assert not play.proven("t-0")
+    assert play.submits(2, "t-0") == ["send #2 b1/c1: 2 t-0"]
+    assert play.submits(3, "t-0") == []
+
+
+def test_a_route_is_new_again_on_another_connection() -> None:
+    play = proven()
+    assert play.loses(1) == []
+    assert not play.proven("t-0")
+    assert play.submits(2, "t-0") == ["send #2 b1/c2: 2 t-0"]
+    assert play.submits(3, "t-0") == []
+
+
+def test_a_route_is_proven_by_a_success_of_what_went_first_and_by_nothing_else() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    assert play.answers(1, "t-0=87") == ["answer 1: t-0=87"]
+    assert not play.proven("t-0")
+    play.submits(2, "t-0")
+    assert play.submits(3, "t-0") == []
+    play.answers(2, "t-0=6")
+    assert not play.proven("t-0")
+    play.wakes()
+    assert not play.proven("t-0")
+    play.answers(3, "t-0")
+    assert play.proven("t-0")
+
+
+def test_a_read_proves_no_route() -> None:
+    """A broker that is not the owner may serve it, and it says nothing of what the broker knows of the producer."""
+    play = Playbook()
+    play.fetches(1, "t-0 t-1")
+    play.answers(1, "t-0")
+    play.answers(2, "t-1")
+    assert not play.proven("t-0")
+
+
+def test_a_success_on_a_proven_route_leaves_plans_as_they_are() -> None:
+    play = Playbook()
+    for first in (1, 3):
+        play.submits(first, "t-0 t-1")
+        before = play.core.routes.generation
+        play.answers(first, "t-0")
+        play.answers(first + 1, "t-1")
+    assert play.core.routes.generation == before
+
+
+def test_a_read_that_was_sent_again_proves_no_route_either() -> None:
+    play = Playbook()
+    play.lists_offsets(1, "t-0")
+    play.answers(1, "t-0=6")
+    assert play.wakes() == ["send #2 b1/c1: 1 t-0"]
+    play.answers(2, "t-0")
+    assert play.submits(2, "t-0") == ["send #3 b1/c1: 2 t-0"]
+    assert play.submits(3, "t-0") == [], "one batch goes first"
+
+
+def test_a_success_under_an_earlier_ownership_proves_no_route() -> None:
+    """Its broker may have lost the partition since, together with all that it knew of the producer."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.moves("t-0", 2, 1)
+    assert play.submits(2, "t-0") == []
+    assert play.submits(3, "t-0") == []
+    # What goes next goes first on the new route, alone.
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
+    assert not play.proven("t-0")
+    assert play.answers(2, "t-0") == ["answer 2: t-0@20", "send #3 b1/c1: 3 t-0"]
+    assert play.proven("t-0")
+
+
+def test_of_two_brokers_one_route_is_proven_at_a_time() -> None:
+    play = proven()
+    before = play.core.routes.generation
+    play.moves("t-0", 2)
+    assert play.core.routes.generation > before
+    play.submits(2, "t-0")
+    play.answers(2, "t-0")
+    (part,) = play.core.routes.plan(play.exchanges[2].request)
+    assert part.connection == 2
+
+
+@pytest.mark.parametrize("change", ["moves", "removes", "loses"])
+def test_plans_are_told_to_be_wrong_when_a_route_is_forgotten(change: str) -> None:
+    play = proven()
+    before = play.core.routes.generation
+    assert play.core.routes.plan(play.exchanges[1].request)
+    if change == "moves":
+        play.moves("t-0", 2)
+    elif change == "removes":
+        play.removes(3)
+    else:
+        play.loses(1)
+    assert play.core.routes.generation > before
+
+
+# What is refused on a proven route, and what was piped behind it
+
+
+@pytest.mark.parametrize("behind", [NOT_LEADER, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER])
+def test_what_was_piped_behind_a_refused_batch_is_sent_again_behind_it(behind: int) -> None:
+    play = piped(2, 3, 4)
+    play.moves("t-0", 2)
+    assert play.answers(2, "t-0=6") == []
+    # Not before the others are known to be refused as well.
+    assert play.lanes == ["t-0 blocked"]
+    assert play.wakes_in_ms() is None
+    assert play.answers(3, f"t-0={behind}") == []
+    assert play.answers(4, f"t-0={behind}") == []
+    assert play.wakes() == ["send #5 b2/c2: 2 t-0"]
+    # Alone, until it has succeeded; what comes meanwhile waits behind.
+    assert play.submits(5, "t-0") == []
+    assert play.answers(5, "t-0") == [
+        "answer 2: t-0@50",
+        "send #6 b2/c2: 3 t-0",
+        "send #7 b2/c2: 4 t-0",
+        "send #8 b2/c2: 5 t-0",
+    ]
+
+
+def test_a_batch_refused_again_while_it_goes_first_goes_first_again() -> None:
+    play = piped(2, 3)
+    assert [play.answers(n, "t-0=6") for n in (2, 3)] == [[], []]
+    assert play.wakes() == ["send #4 b1/c1: 2 t-0"]
+    assert play.answers(4, "t-0=6") == []
+    assert play.wakes_in_ms() == 101
+    assert play.wakes() == ["send #5 b1/c1: 2 t-0"]
+    assert play.answers(5, "t-0") == ["answer 2: t-0@50", "send #6 b1/c1: 3 t-0"]
+
+
+def test_the_codes_of_what_was_piped_behind_do_not_count_as_its_attempts() -> None:
+    play = piped(2, 3)
+    for piece in (2, 3):
+        play.answers(piece, "t-0=6")
+    play.wakes()
+    assert play.answers(4, "t-0") == ["answer 2: t-0@40", "send #5 b1/c1: 3 t-0"]
+    assert play.answers(5, "t-0=6") == []
+    assert play.wakes() == ["send #6 b1/c1: 3 t-0"]
+    assert play.answers(6, "t-0=6") == []
+    assert play.wakes() == ["send #7 b1/c1: 3 t-0"]
+    assert play.answers(7, "t-0=6") == ["answer 3: t-0=6"]
+
+
+def test_when_a_later_batch_was_appended_after_all_the_first_ones_own_code_is_handed_on() -> None:
+    play = piped(2, 3, 4, 5)
+    assert play.answers(2, "t-0=6") == []
+    assert play.answers(3, "t-0=45") == []
+    assert play.answers(4, "t-0") == ["answer 2: t-0=6", "answer 3: t-0=6", "answer 4: t-0@40"]
+    assert play.lanes == ["t-0 blocked"]
+    # It was not sent to prove the route that the refusal before it had made new.
+    assert not play.proven("t-0")
+    assert play.answers(5, "t-0") == ["answer 5: t-0@50"]
+
+
+def test_a_later_batch_that_fails_for_good_was_not_appended_and_the_first_one_goes_again() -> None:
+    play = piped(2, 3, 4)
+    assert play.answers(2, "t-0=6") == []
+    assert play.answers(3, "t-0=87") == ["answer 3: t-0=87"]
+    assert play.answers(4, "t-0=45") == []
+    assert play.wakes() == ["send #5 b1/c1: 2 t-0"]
+
+
+def test_what_was_refused_behind_it_by_itself_gets_its_own_code_too() -> None:
+    play = piped(2, 3, 4)
+    for piece, code in ((2, 6), (3, 19)):
+        assert play.answers(piece, f"t-0={code}") == []
+    assert play.answers(4, "t-0") == ["answer 2: t-0=6", "answer 3: t-0=19", "answer 4: t-0@40"]
+
+
+def test_what_comes_while_a_refused_batch_waits_goes_behind_it() -> None:
+    play = piped(2)
+    assert play.answers(2, "t-0=19") == []
+    assert play.submits(3, "t-0") == []
+    assert play.wakes() == ["send #3 b1/c1: 2 t-0"]
+    assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b1/c1: 3 t-0"]
+
+
+def test_what_was_piped_behind_adds_nothing_to_the_back_off_of_the_first() -> None:
+    play = piped(2, 3)
+    play.answers(2, "t-0=6")
+    assert play.wakes_in_ms() is None
+    play.waits(0.5)
+    play.answers(3, "t-0=6")
+    # The back-off of the first has been over for long.
+    assert play.wakes_in_ms() == 1
+    assert play.wakes() == ["send #4 b1/c1: 2 t-0"]
+
+
+# Giving up
+
+
+def test_when_the_first_is_given_up_so_is_what_waits_behind_it() -> None:
+    play = piped(2, 3, 4)
+    for piece in (2, 3, 4):
+        play.answers(piece, "t-0=6")
+    assert play.wakes() == ["send #5 b1/c1: 2 t-0"]
+    play.answers(5, "t-0=6")
+    assert play.wakes() == ["send #6 b1/c1: 2 t-0"]
+    assert play.answers(6, "t-0=6") == ["answer 2: t-0=6", "answer 3: t-0=6", "answer 4: t-0=6"]
+    # And nothing is stuck: the client sends them again.
+    assert play.submits(5, "t-0", producer=(7, 0, 2)) == ["send #7 b1/c1: 5 t-0"]
+
+
+@pytest.mark.parametrize(("code", "waiting"), [(56, "given up"), (3, "given up"), (2, "given up"), (87, "sent")])
+def test_what_waits_behind_a_batch_that_its_client_sends_again_is_not_sent_before_it(code: int, waiting: str) -> None:
+    """On a new route, to a broker that knows nothing of the producer: it would accept the later batch as the first."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.submits(2, "t-0")
+    assert play.answers(1, f"t-0={code}") == [
+        f"answer 1: t-0={code}",
+        "answer 2: t-0=6" if waiting == "given up" else "send #2 b1/c1: 2 t-0",
+    ]
+
+
+def test_what_is_under_way_behind_a_batch_that_is_given_up_is_not_sent_again() -> None:
+    play = piped(2, 3, 4)
+    play.answers(2, "t-0=6")
+    assert play.ticks(after_s=10) == ["answer 2: t-0=6", "answer 3: t-0=7", "answer 4: t-0=7"]
+
+
+def test_what_waits_for_its_retry_behind_a_batch_whose_time_is_over_is_given_up_with_it() -> None:
+    """Appended alone, the later batch would be first at a broker that knows nothing of the producer."""
+    play = proven()
+    play.submits(2, "t-0", deadline_s=1)
+    play.submits(3, "t-0")
+    assert [play.answers(n, "t-0=19") for n in (2, 3)] == [[], []]
+    assert play.ticks(after_s=1) == ["answer 2: t-0=19", "answer 3: t-0=19"]
+    assert play.lanes == []
+
+
+def test_what_came_before_the_client_could_know_is_given_up_and_what_comes_later_is_not() -> None:
+    """Requests 3 to 5 were there when 2 was answered; 6 comes behind the answer and is in order again."""
+    play = proven()
+    play.submits(2, "t-0", deadline_s=1)
+    for n in (3, 4, 5):
+        play.submits(n, "t-0")
+    play.answers(2, "t-0=19")
+    assert play.ticks(after_s=1) == ["answer 2: t-0=19"]
+    assert play.submits(6, "t-0", producer=(7, 0, 2)) == []
+    # Each would be sent again behind another one.
+    assert [play.answers(n, "t-0=45") for n in (3, 4)] == [["answer 3: t-0=6"], ["answer 4: t-0=6"]]
+    assert play.answers(5, "t-0=45") == ["answer 5: t-0=6"]
+    assert play.wakes() == ["send #6 b1/c1: 6 t-0"]
+
+
+def test_what_was_before_a_batch_that_is_given_up_is_sent_again_all_the_same() -> None:
+    play = piped(2)
+    play.submits(3, "t-0", deadline_s=1)
+    play.submits(4, "t-0", deadline_s=2)
+    assert play.ticks(after_s=1) == ["answer 3: t-0=7"]
+    assert play.ticks(after_s=1) == ["answer 4: t-0=7"]
+    assert play.answers(2, "t-0=6") == []
+    assert [play.answers(n, "t-0=45") for n in (3, 4)] == [[], []]
+    assert play.wakes() == ["send #5 b1/c1: 2 t-0"]
+
+
+def test_what_came_before_the_client_could_know_is_not_begun_either() -> None:
+    """It waits for a route to be proven by the batch that is given up."""
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=1)
+    play.submits(2, "t-0")
+    assert play.ticks(after_s=1) == ["answer 1: t-0=7", "answer 2: t-0=6"]
+    assert play.lanes == ["t-0 probing"]
+    # It is in the log now, and its client sends it again; what the broker knows again is no new batch.
+    assert play.submits(3, "t-0", producer=(7, 0, 1)) == []
+    assert play.answers(1, "t-0") == ["send #2 b1/c1: 3 t-0"]
+
+
+# One owner after another
+
+
+def test_a_later_batch_waits_while_an_earlier_one_is_unanswered_at_the_former_owner() -> None:
+    play = piped(2, 3)
+    play.moves("t-0", 2)
+    assert [play.submits(n, "t-0") for n in (4, 5)] == [[], []]
+    assert play.answers(2, "t-0") == ["answer 2: t-0@20"]
+    assert play.answers(3, "t-0") == ["answer 3: t-0@30"]
+    assert play.wakes() == ["send #4 b2/c2: 4 t-0"]
+    assert play.answers(4, "t-0") == ["answer 4: t-0@40", "send #5 b2/c2: 5 t-0"]
+
+
+def test_what_the_former_owner_refuses_goes_before_what_waits_for_the_new_one() -> None:
+    play = piped(2, 3)
+    play.moves("t-0", 2)
+    play.submits(4, "t-0")
+    play.answers(2, "t-0")
+    assert play.answers(3, "t-0=6") == []
+    assert play.wakes() == ["send #4 b2/c2: 3 t-0"]
+    assert play.answers(4, "t-0") == ["answer 3: t-0@40", "send #5 b2/c2: 4 t-0"]
+
+
+def test_a_batch_waits_for_one_that_its_broker_was_sent_under_an_earlier_ownership() -> None:
+    """The broker refuses the first because it is not the owner, becomes it again, and would take the second one."""
+    play = piped(2)
+    play.moves("t-0", 2, 1)
+    assert play.lanes == ["t-0 blocked"]
+    assert play.submits(3, "t-0") == []
+    assert play.answers(2, "t-0=6") == []
+    assert play.wakes() == ["send #3 b1/c1: 2 t-0"]
+    assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b1/c1: 3 t-0"]
+
+
+def test_ownership_that_moves_while_a_batch_goes_first_leaves_nothing_stuck() -> None:
+    play = piped(2, 3, 4)
+    for piece in (2, 3, 4):
+        play.answers(piece, "t-0=6")
+    assert play.wakes() == ["send #5 b1/c1: 2 t-0"]
+    play.moves("t-0", 2)
+    play.submits(5, "t-0")
+    # The new owner's route is not proven by the former owner's success.
+    assert play.answers(5, "t-0") == ["answer 2: t-0@50", "send #6 b2/c2: 3 t-0"]
+    assert play.answers(6, "t-0") == ["answer 3: t-0@60", "send #7 b2/c2: 4 t-0", "send #8 b2/c2: 5 t-0"]
+
+
+def test_a_lane_waits_for_all_that_is_unanswered_however_long_its_time_is_over() -> None:
+    """Two of an earlier route, one refused: its back-off ends while the other is still at the former owner."""
+    play = piped(2, 3)
+    play.moves("t-0", 2)
+    play.answers(2, "t-0=6")
+    play.waits(5)
+    assert play.submits(4, "t-0") == []
+    assert play.ticks() == []
+    assert play.wakes_in_ms() is None
+    play.answers(3, "t-0=6")
+    assert play.wakes() == ["send #4 b2/c2: 2 t-0"]
+
+
+def test_a_request_in_parts_waits_only_for_the_partition_that_is_blocked() -> None:
+    play = piped(2)
+    play.moves("t-0", 2)
+    assert play.submits(3, "t-0 t-1") == ["send #3 b2/c2: 3 t-1"]
+    assert play.answers(3, "t-1") == []
+    assert play.answers(2, "t-0") == ["answer 2: t-0@20"]
+    assert play.wakes() == ["send #4 b2/c2: 3 t-0"]
+    assert play.answers(4, "t-0") == ["answer 3: t-0@40 t-1@30"]
+
+
+def test_what_nobody_owns_is_offered_to_a_live_broker_and_no_batch_overtakes() -> None:
+    """First touch: the broker may refuse one batch, become the owner, and then accept the next."""
+    play = Playbook({"t": [None]})
+    (first,) = play.submits(1, "t-0")
+    assert play.submits(2, "t-0") == []
+    broker = play.sent[1].broker
+    assert play.answers(1, "t-0=6") == []
+    play.moves("t-0", broker)
+    assert play.wakes() == [f"send #2 b{broker}/c1: 1 t-0"]
+    assert play.answers(2, "t-0") == ["answer 1: t-0@20", f"send #3 b{broker}/c1: 2 t-0"]
+    assert first == f"send #1 b{broker}/c1: 1 t-0"
+
+
+def test_what_nobody_owns_is_not_offered_again_to_a_broker_that_refused_it() -> None:
+    play = Playbook({"t": [None]})
+    brokers = []
+    play.submits(1, "t-0")
+    for piece in (1, 2, 3):
+        brokers.append(play.sent[piece].broker)
+        if piece < 3:
+            play.answers(piece, "t-0=6")
+            play.wakes()
+    assert len(set(brokers)) == 3
+
+
+def test_what_nobody_owns_is_offered_again_to_a_broker_that_would_take_it_later() -> None:
+    play = Playbook({"t": [None]})
+    play.submits(1, "t-0")
+    play.answers(1, "t-0=19")
+    play.wakes()
+    assert play.sent[2].broker == play.sent[1].broker
+
+
+def test_what_nobody_owns_goes_on_to_the_broker_that_has_taken_it() -> None:
+    play = Playbook({"t": [None]})
+    play.submits(1, "t-0")
+    first = play.sent[1].broker
+    play.answers(1, "t-0=6")
+    play.wakes()
+    second = play.sent[2].broker
+    assert second != first
+    play.answers(2, "t-0")
+    play.submits(2, "t-0")
+    play.submits(3, "t-0")
+    assert [each.broker for each in play.sent.values()] == [first, second, second, second]
+    assert play.lanes == []
+    play.removes(second)
+    play.submits(4, "t-0")
+    assert 5 not in play.sent
+    play.answers(3, "t-0")
+    play.answers(4, "t-0")
+    play.wakes()
+    assert play.sent[5].broker != second
+
+
+def test_a_broker_that_says_it_is_no_owner_gets_one_batch_first_afterwards() -> None:
+    """Whether or not the refused batch is its client's to send again."""
+    play = piped(2)
+    assert play.proven("t-0")
+    for piece in (2, 3, 4):
+        told = play.answers(piece, "t-0=6")
+        if piece < 4:
+            assert play.wakes() == [f"send #{piece + 1} b1/c1: 2 t-0"]
+    assert told == ["answer 2: t-0=6"]
+    assert not play.proven("t-0")
+    assert play.submits(3, "t-0") == ["send #5 b1/c1: 3 t-0"]
+    assert play.submits(4, "t-0") == []
+
+
+def test_a_read_that_is_refused_leaves_a_route_proven_and_the_plain_path_is_waited_for_after_a_move() -> None:
+    play = proven()
+    play.passes(2, "t-0")
+    play.lists_offsets(3, "t-0")
+    (read,) = play.pieces
+    play.answers(read, "t-0=6")
+    assert play.proven("t-0")
+    play.moves("t-0", 2)
+    assert [each for each in play.submits(4, "t-0") if each.startswith("send")] == []
+
+
+def test_a_late_refusal_by_another_broker_leaves_a_route_proven() -> None:
+    play = piped(2)
+    play.moves("t-0", 2)
+    assert play.submits(3, "t-0") == []
+    play.answers(2, "t-0")
+    assert play.wakes() == ["send #3 b2/c2: 3 t-0"]
+    play.answers(3, "t-0")
+    assert play.proven("t-0")
+
+
+def test_of_what_nobody_owns_no_two_batches_are_under_way_at_two_brokers() -> None:
+    play = Playbook({"t": [None]})
+    for n in (1, 2, 3, 4):
+        play.submits(n, "t-0")
+        if n == 1:
+            play.answers(1, "t-0")
+    play.answers(2, "t-0=6")
+    play.answers(3, "t-0=45")
+    play.answers(4, "t-0=6")
+    play.wakes()
+    # The third goes to the first broker, and not by a proven route any more; the fourth waits, whoever refused it.
+    assert play.answers(5, "t-0=87")[0] == "answer 2: t-0=87"
+    assert play.sent[6].exchange.sequence == 3
+    assert play.lanes == ["t-0 probing"]
+    assert len(play.answers(6, "t-0")) == 2
+    assert play.sent[7].broker == play.sent[6].broker
+
+
+# Events that concern several
+
+
+def test_an_event_changes_all_lanes_before_anything_is_sent() -> None:
+    """One answer releases one partition of request 2 and gives up the other: the first goes, and not for both."""
+    play = Playbook({"t": [1, 1]})
+    play.submits(1, "t-0 t-1")
+    play.submits(2, "t-0 t-1")
+    assert play.answers(1, "t-0 t-1=56") == ["answer 1: t-0@10 t-1=56", "send #2 b1/c1: 2 t-0"]
+    assert play.answers(2, "t-0") == ["answer 2: t-0@20 t-1=6"]
+
+
+def test_what_is_released_together_goes_in_one_piece_for_each_broker() -> None:
+    play = Playbook({"t": [1, 1, 2]})
+    play.submits(1, "t-0 t-1")
+    play.submits(2, "t-2")
+    play.submits(3, "t-0 t-1 t-2")
+    assert play.answers(1, "t-0 t-1") == ["answer 1: t-0@10 t-1@10", "send #3 b1/c1: 3 t-0 t-1"]
+
+
+def test_what_is_released_together_goes_in_the_order_of_requests() -> None:
+    play = Playbook({"t": [1, 1]})
+    play.submits(1, "t-0 t-1")
+    for n in (2, 3):
+        assert play.submits(n, "t-0 t-1") == []
+    assert play.answers(1, "t-0 t-1")[1:] == ["send #2 b1/c1: 2 t-0 t-1", "send #3 b1/c1: 3 t-0 t-1"]
+
+
+def test_after_a_lost_connection_nothing_new_overtakes_what_is_sent_again() -> None:
+    play = piped(2, 3)
+    assert play.loses(1) == []
+    assert play.submits(4, "t-0") == []
+    assert play.wakes() == ["send #4 b1/c2: 2 t-0"]
+    assert play.answers(4, "t-0") == ["answer 2: t-0@40", "send #5 b1/c2: 3 t-0", "send #6 b1/c2: 4 t-0"]

@@ -1,0 +1,571 @@
+"""Scripts for the fan-out: what is sent again after a failure, how often, for how long, and what the client is told."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from kproxy.routing import retry
+from kproxy.routing.retry import CONNECTION_LOST, KAFKA, LEASED, NOT_WRITTEN, UNREADABLE, Conduct
+from tests.support.models.playbook import Playbook
+from tests.support.models.playbook_words import Producer
+from tests.support.wire.messages import frame_of
+
+PLAIN: Producer = None
+IDEMPOTENT: Producer = (7, 0, None)
+KINDS = ("plain", "idempotent", "transactional")
+ALL, KNOWN_AGAIN, NONE = frozenset(KINDS), frozenset({"idempotent"}), frozenset[str]()
+# Attempts where every answer comes at once: by their number, within one second, and within three.
+THRICE, A_SECOND, SOME_SECONDS = 3, 5, 9
+
+
+class Expected(NamedTuple):
+    """How often a batch of these kinds is tried, others once, and what the client gets in the end."""
+
+    tried: int
+    final: int
+    kinds: frozenset[str]
+
+
+REFUSED = {
+    NOT_WRITTEN: Expected(THRICE, 6, ALL),
+    6: Expected(THRICE, 6, ALL),
+    100: Expected(THRICE, 100, ALL),
+    5: Expected(A_SECOND, 5, ALL),
+    19: Expected(A_SECOND, 19, ALL),
+}
+UNKNOWN = dict.fromkeys((7, 13, 20, CONNECTION_LOST, UNREADABLE), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
+UNCLEAR = dict.fromkeys((3, 6, 56), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
+HANDED_ON = {code: Expected(1, code, NONE) for code in (-1, 2, 3, 10, 17, 29, 45, 46, 47, 56, 87, 999)}
+# Of brokers of this conduct, to requests with these acks, in answers with this base offset.
+TABLES: dict[str, tuple[Conduct, int, int, dict[int, Expected]]] = {
+    "leased, all": (LEASED, -1, 5, HANDED_ON | REFUSED | UNKNOWN),
+    "leased, one": (LEASED, 1, -1, HANDED_ON | REFUSED | UNKNOWN),
+    "kafka, one": (KAFKA, 1, 5, HANDED_ON | REFUSED | UNKNOWN),
+    "kafka, all, appended": (KAFKA, -1, 5, HANDED_ON | REFUSED | UNKNOWN | UNCLEAR),
+    "kafka, all, refused": (
+        KAFKA,
+        -1,
+        -1,
+        HANDED_ON | UNKNOWN | UNCLEAR | REFUSED | {3: Expected(THRICE, 3, ALL)},
+    ),
+}
+ROWS = [(table, event) for table, (_, _, _, rows) in TABLES.items() for event in rows]
+# Of reads, whatever the conduct: what the client gets in the end, after three attempts.
+READS = {NOT_WRITTEN: 6, 6: 6, 5: 5, CONNECTION_LOST: 6, UNREADABLE: 6}
+DOUBTS_THE_OWNER = {NOT_WRITTEN, CONNECTION_LOST, UNREADABLE, 3, 5, 6, 9, 13, 56, 74, 75, 100}
+
+
+def test_every_row_of_every_table_is_spelt_out_here() -> None:
+    """The tables are whatever is one in the module, and the rows what they have beside codes that are handed on."""
+    found = {
+        name: set(value)
+        for name, value in vars(retry).items()
+        if isinstance(value, dict) and value and all(isinstance(row, retry.Row) for row in value.values())
+    }
+    assert found == {
+        "PRODUCE": set(REFUSED | UNKNOWN),
+        "PRODUCE_UNCLEAR": set(REFUSED | UNKNOWN | UNCLEAR),
+        "PRODUCE_REFUSED": set(REFUSED | UNKNOWN | UNCLEAR),
+        "READ": set(READS),
+    }
+
+
+def meets(play: Playbook, event: int, offset: int = -1) -> list[str]:
+    """The event meets what is under way, one piece."""
+    (piece,) = play.pieces.values()
+    connection = piece.connection.number
+    if event == CONNECTION_LOST:
+        return play.loses(connection)
+    if event == NOT_WRITTEN:
+        return play.loses(connection, unwritten={piece.number})
+    if event == UNREADABLE:
+        return play.answers_bytes(piece.number, frame_of(b"\0\0\0\7", b"no answer"))
+    return play.answers(piece.number, f"t-0={event}" + (f"@{offset}" if offset >= 0 else ""))
+
+
+def until_answered(play: Playbook, event: int, offset: int = -1) -> tuple[int, int]:
+    """How often request 1 was tried, where this event meets every attempt, and the code that its client gets."""
+    for _ in range(20):
+        told = meets(play, event, offset)
+        if 1 in play.answered:
+            break
+        if event == UNREADABLE:
+            told += play.loses(max(play.core._in_flight.connections))
+        if not play.pieces:
+            play.wakes()
+    (result,) = play.answered[1].results
+    return len(play.sent), result.code
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("table", "event"), ROWS)
+def test_every_row_is_followed(table: str, event: int, kind: str) -> None:
+    conduct, acks, offset, rows = TABLES[table]
+    play = Playbook(conduct=conduct)
+    play.submits(
+        1, "t-0", producer=PLAIN if kind == "plain" else IDEMPOTENT, is_transactional=kind == "transactional", acks=acks
+    )
+    expected = rows[event]
+    tried = expected.tried if kind in expected.kinds else 1
+    assert until_answered(play, event, offset) == (tried, expected.final)
+    assert play.lanes == []
+
+
+@pytest.mark.parametrize("event", [*READS, 1, 3, 29])
+@pytest.mark.parametrize("conduct", [LEASED, KAFKA], ids=["leased", "kafka"])
+def test_every_row_of_reads_is_followed(event: int, conduct: Conduct) -> None:
+    play = Playbook(conduct=conduct)
+    play.lists_offsets(1, "t-0")
+    assert until_answered(play, event) == ((THRICE, READS[event]) if event in READS else (1, event))
+
+
+@pytest.mark.parametrize("event", sorted({event for _, event in ROWS} | DOUBTS_THE_OWNER))
+def test_the_owner_is_looked_up_after_what_casts_doubt_on_it(event: int) -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    meets(play, event)
+    assert ("reread t-0" in play.aside) is (event in DOUBTS_THE_OWNER)
+
+
+def test_an_owner_that_was_told_of_since_is_not_looked_up() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.moves("t-0", 2)
+    play.answers(1, "t-0=6")
+    assert play.aside == ["retried NOT_LEADER_OR_FOLLOWER of b1", "wake in 1 ms"]
+
+
+@pytest.mark.parametrize("code", [2, 10, 87])
+def test_what_is_handed_on_is_the_brokers_own_entry(code: int) -> None:
+    play = Playbook()
+    play.submits(1, "t-0 t-1")
+    play.answers(2, "t-1")
+    assert play.answers(1, f"t-0={code}@33") == [f"answer 1: t-0={code}@33 t-1@20"]
+    assert play.aside == [f"failed Produce {code} of b1"]
+
+
+def test_what_is_retried_and_what_fails_is_counted_with_its_broker() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0=6")
+    assert play.aside == ["reread t-0", "retried NOT_LEADER_OR_FOLLOWER of b1", "wake in 21 ms"]
+    play.moves("t-0", 2)
+    play.wakes()
+    play.loses(2)
+    assert play.aside == ["reread t-0", "retried CONNECTION_LOST of b2", "wake in 21 ms"]
+    play.wakes()
+    play.answers(3, "t-0=87")
+    assert play.aside == ["failed Produce 87 of b2"]
+
+
+def test_only_what_was_refused_is_sent_again() -> None:
+    play = Playbook({"t": [1, 1, 2]})
+    play.submits(1, "t-0 t-1 t-2")
+    assert play.answers(1, "t-0=6 t-1") == []
+    assert play.answers(2, "t-2=19") == []
+    assert play.wakes() == ["send #3 b1/c1: 1 t-0", "send #4 b2/c2: 1 t-2"]
+    assert play.answers(3, "t-0") == []
+    assert play.answers(4, "t-2") == ["answer 1: t-0@30 t-1@10 t-2@40"]
+
+
+def test_partitions_retry_each_by_itself() -> None:
+    """One partition in trouble does not use up the attempts of another."""
+    play = Playbook()
+    play.submits(1, "t-0 t-1")
+    for piece in (1, 3, 4):
+        play.answers(piece, "t-0=6")
+        if piece < 4:
+            play.wakes()
+    assert play.answers(2, "t-1=6") == []
+    play.wakes()
+    assert play.answers(5, "t-1=6") == []
+    play.wakes()
+    assert play.answers(6, "t-1") == ["answer 1: t-0=6 t-1@60"]
+
+
+# Bounds
+
+
+@pytest.mark.parametrize(("event", "bound_s"), [(19, retry.WAIT_S), (6, retry.WAIT_S), (20, retry.AMBIGUOUS_WAIT_S)])
+def test_a_slow_refusal_is_handed_on_when_the_time_for_waiting_is_over(event: int, bound_s: float) -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, f"t-0={event}")
+    play.wakes()
+    # One more is possible yet, and then none.
+    play.waits(bound_s - 0.2)
+    assert play.answers(2, f"t-0={event}") == []
+    play.wakes()
+    assert play.answers(3, f"t-0={event}") == [f"answer 1: t-0={7 if event == 20 else event}"]
+
+
+@pytest.mark.parametrize(("event", "tried"), [(6, retry.MAX_ATTEMPTS_IN_ALL), (19, 50), (20, 150)])
+def test_a_partition_that_moves_on_and_on_is_not_followed_for_ever(event: int, tried: int) -> None:
+    """The first move is followed at once, the others at a pace of 20 ms, and so by the timer's 21."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    while 1 not in play.answered:
+        play.moves("t-0", 3 - play.topology.owner(b"t", 0))
+        meets(play, event)
+        if 1 not in play.answered:
+            play.wakes()
+    # Of those that are bounded by time as many as the pace allows; each wake is a millisecond late.
+    assert len(play.sent) in ({tried} if event == 6 else range(int(tried * 0.9), tried + 1))
+
+
+def test_attempts_count_at_one_owner() -> None:
+    """Kafka's leader learns of its election a little later than the cluster's metadata tells."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0=6")
+    play.wakes()
+    play.answers(2, "t-0=6")
+    play.moves("t-0", 2)
+    for piece in (3, 4):
+        play.wakes()
+        assert play.answers(piece, "t-0=6") == []
+    assert play.wakes() == ["send #5 b2/c2: 1 t-0"]
+    assert play.answers(5, "t-0=6") == ["answer 1: t-0=6"]
+
+
+@pytest.mark.parametrize("event", [6, 19, 20, CONNECTION_LOST, NOT_WRITTEN])
+def test_what_could_go_again_only_past_the_deadline_is_answered_at_once(event: int) -> None:
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=0.1)
+    assert meets(play, event) == []
+    play.wakes()
+    final = {20: 7, CONNECTION_LOST: 7, NOT_WRITTEN: 6}.get(event, event)
+    # The next back-off ends 20 ms behind the deadline.
+    assert meets(play, event) == [f"answer 1: t-0={final}"]
+
+
+def test_what_could_go_again_just_at_the_deadline_is_answered_at_once() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=retry.BACKOFF_S[0])
+    assert play.answers(1, "t-0=19") == ["answer 1: t-0=19"]
+
+
+def test_a_move_to_another_owner_sends_nothing_again_past_the_deadline() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=0.5)
+    play.moves("t-0", 2)
+    play.waits(0.5)
+    assert play.answers(1, "t-0=6") == ["answer 1: t-0=6"]
+
+
+def test_what_waits_for_its_retry_at_the_deadline_is_not_sent_any_more() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=0.3)
+    play.answers(1, "t-0=6")
+    play.wakes()
+    play.answers(2, "t-0=6")
+    assert play.ticks(after_s=0.3) == ["answer 1: t-0=6"]
+    assert play.aside == ["count deadlines 1", "failed Produce 6 of b1"]
+    assert play.lanes == []
+    assert play.wakes() == []
+
+
+def test_what_waits_for_others_past_its_deadline_is_not_sent_when_they_are_answered_before_the_tick() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    play.submits(2, "t-0", deadline_s=1)
+    play.submits(3, "t-0")
+    play.answers(2, "t-0=6")
+    play.waits(1.05)
+    play.answers(3, "t-0=6")
+    assert play.wakes() == ["answer 2: t-0=6", "answer 3: t-0=6"]
+    assert play.lanes == []
+
+
+def test_what_is_released_after_its_deadline_is_answered_and_not_sent() -> None:
+    """What stands behind it is given up with it, and what came before it is answered as it was."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.submits(2, "t-0")
+    play.submits(3, "t-0 t-1", deadline_s=1)
+    play.submits(4, "t-0")
+    play.waits(1)
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #3 b1/c1: 2 t-0", "answer 4: t-0=6"]
+    assert play.lanes == ["t-1 probing"]
+    assert play.answers(2, "t-1@8") == ["answer 3: t-0=6 t-1@8"]
+    assert play.ticks() == []
+
+
+def test_what_is_released_after_its_deadline_counts_once() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.submits(2, "t-0", deadline_s=1)
+    play.waits(1)
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "answer 2: t-0=6"]
+    assert play.aside.count("count deadlines 1") == 1
+    assert play.ticks() == []
+    assert play.aside == []
+
+
+def test_a_time_is_asked_for_once_unless_there_is_an_earlier_one() -> None:
+    play = Playbook()
+    play.submits(1, "t-0 t-1")
+    play.answers(1, "t-0=19")
+    assert play.aside[-1] == "wake in 21 ms"
+    play.waits(0.005)
+    play.answers(2, "t-1=19")
+    assert not [each for each in play.aside if each.startswith("wake")]
+    assert play.wakes() == ["send #3 b1/c1: 1 t-0"]
+    assert play.aside == ["wake in 5 ms"]
+    # Another owner is tried at once.
+    play.moves("t-1", 3)
+    assert play.aside == ["wake in 1 ms"]
+    assert play.wakes() == ["send #4 b3/c3: 1 t-1"]
+
+
+def test_jitter_lengthens_a_back_off_by_up_to_a_half() -> None:
+    play = Playbook(jitter=0.5)
+    play.submits(1, "t-0")
+    play.answers(1, "t-0=6")
+    assert play.wakes_in_ms() == 20 * 1.25 + 1
+
+
+# Whom it would be sent to
+
+
+@pytest.mark.parametrize(("event", "code"), [(6, 6), (20, 7), (CONNECTION_LOST, 7), (NOT_WRITTEN, 6)])
+def test_nothing_is_sent_again_to_a_broker_that_hangs(event: int, code: int) -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.view.hung.add(1)
+    assert meets(play, event) == [f"answer 1: t-0={code}"]
+
+
+def test_a_new_owners_state_counts_and_not_the_old_ones() -> None:
+    play = Playbook(hung=[1])
+    play.submits(1, "t-0")
+    play.moves("t-0", 2)
+    assert play.loses(1) == []
+    assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
+
+
+def test_what_waits_for_a_new_owner_behind_a_batch_that_is_left_to_its_client_is_left_to_it_as_well() -> None:
+    """The first may be in the log of the broker that hangs: sent alone, the second would come before it."""
+    play = Playbook(hung=[1])
+    play.submits(1, "t-0", producer=PLAIN)
+    play.moves("t-0", 2)
+    assert play.submits(2, "t-0", producer=PLAIN) == []
+    assert play.loses(1) == ["answer 1: t-0=7", "answer 2: t-0=6"]
+    assert play.submits(3, "t-0", producer=PLAIN) == ["send #2 b2/c2: 3 t-0"]
+
+
+def test_what_waits_behind_a_batch_at_a_broker_that_hangs_is_given_up_unwritten() -> None:
+    play = Playbook()
+    for n in (1, 2, 3):
+        play.submits(n, "t-0")
+    play.view.hung.add(1)
+    assert play.loses(1) == ["answer 1: t-0=7", "answer 2: t-0=6", "answer 3: t-0=6"]
+    assert list(play.sent) == [1]
+
+
+def test_all_that_a_broker_got_before_it_hung_is_in_doubt_and_the_lane_goes_on_in_order_afterwards() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    for n in (2, 3, 4):
+        play.submits(n, "t-0")
+    play.view.hung.add(1)
+    assert play.loses(1) == ["answer 2: t-0=7", "answer 3: t-0=7", "answer 4: t-0=7"]
+    assert play.lanes == []
+    play.view.hung.clear()
+    # The route is new again: one goes first.
+    assert play.submits(5, "t-0", producer=(7, 0, 2)) == ["send #5 b1/c2: 5 t-0"]
+    assert play.submits(6, "t-0", producer=(7, 0, 3)) == []
+    assert play.answers(5, "t-0") == ["answer 5: t-0@50", "send #6 b1/c2: 6 t-0"]
+
+
+def test_an_owner_without_an_address_is_not_replaced_by_another_broker() -> None:
+    play = Playbook({"t": [42]})
+    play.ticks()
+    play.waits(5)
+    assert play.submits(1, "t-0") == []
+    assert play.aside == ["reread t-0", "retried NOT_WRITTEN of nobody", "wake in 21 ms"]
+    assert play.wakes() == []
+    assert play.wakes() == ["answer 1: t-0=6"]
+
+
+def test_what_has_no_owner_and_no_time_to_wait_for_one_is_answered_at_once() -> None:
+    play = Playbook({"t": [42]})
+    assert play.submits(1, "t-0", deadline_s=0.01) == ["answer 1: t-0=6"]
+    assert play.lanes == []
+
+
+def test_a_client_that_sends_more_waits_behind_what_has_no_owner_to_go_to() -> None:
+    play = Playbook({"t": [42]})
+    play.submits(1, "t-0")
+    play.submits(2, "t-0")
+    play.moves("t-0", 1)
+    assert play.wakes() == ["send #1 b1/c1: 1 t-0"]
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
+
+
+# What may have been appended
+
+
+@pytest.mark.parametrize("event", [7, 13, 20, CONNECTION_LOST, UNREADABLE])
+def test_brokers_that_are_not_known_to_know_a_batch_again_get_it_once(event: int) -> None:
+    play = Playbook(knows_batches_again=False)
+    play.submits(1, "t-0")
+    told = meets(play, event)
+    assert "answer 1: t-0=7" in told
+    assert len(play.sent) == 1
+
+
+@pytest.mark.parametrize("refusal", [6, 19, 5, NOT_WRITTEN])
+def test_a_refusal_after_an_unknown_outcome_does_not_make_it_known(refusal: int) -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0=7")
+    play.wakes()
+    assert until_answered(play, refusal)[1] == 7
+
+
+def test_a_refusal_at_the_deadline_after_an_unknown_outcome_does_not_make_it_known() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=1)
+    play.answers(1, "t-0=7")
+    play.wakes()
+    assert play.answers(2, "t-0=19") == []
+    assert play.ticks(after_s=1) == ["answer 1: t-0=7"]
+
+
+def test_an_error_that_is_no_refusal_is_handed_on_after_an_unknown_outcome() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0=7")
+    play.wakes()
+    assert play.answers(2, "t-0=47") == ["answer 1: t-0=47"]
+
+
+@pytest.mark.parametrize(("producer", "sent_again"), [(PLAIN, False), (IDEMPOTENT, True)])
+def test_where_a_refusal_may_follow_an_append_a_lane_makes_no_second_sending_safe(
+    producer: Producer, sent_again: bool
+) -> None:
+    """Real Kafka's NOT_LEADER_OR_FOLLOWER to acks=all with an offset means that the batch is in its log."""
+    play = Playbook(conduct=KAFKA)
+    play.submits(1, "t-0", producer=producer)
+    play.answers(1, "t-0")
+    play.submits(2, "t-0", producer=producer)
+    play.submits(3, "t-0", producer=producer)
+    play.moves("t-0", 2)
+    told = play.answers(2, "t-0=6@5") + play.answers(3, "t-0=6@6")
+    if sent_again:
+        assert told == []
+        assert play.wakes() == ["send #4 b2/c2: 2 t-0"]
+        assert play.answers(4, "t-0") == ["answer 2: t-0@40", "send #5 b2/c2: 3 t-0"]
+    else:
+        assert told == ["answer 2: t-0=7", "answer 3: t-0=7"]
+        assert play.lanes == []
+
+
+@pytest.mark.parametrize("kind", ["plain", "transactional"])
+def test_what_is_behind_a_batch_that_is_left_to_its_client_is_left_to_it_as_well(kind: str) -> None:
+    """A leader is deposed with the first in its log and has refused the others: sent on, they would come before it."""
+    play = Playbook(conduct=KAFKA)
+    producer = PLAIN if kind == "plain" else IDEMPOTENT
+    for n in (1, 2, 3, 4):
+        play.submits(n, "t-0", producer=producer, is_transactional=kind == "transactional")
+        if n == 1:
+            play.answers(1, "t-0")
+    play.moves("t-0", 2)
+    assert play.answers(2, "t-0=6@9") == ["answer 2: t-0=7"]
+    assert [play.answers(n, "t-0=6") for n in (3, 4)] == [["answer 3: t-0=6"], ["answer 4: t-0=6"]]
+    assert play.submits(5, "t-0", producer=producer) == ["send #5 b2/c2: 5 t-0"]
+
+
+# Out of order (kproxy.routing.refused)
+
+
+@pytest.mark.parametrize("code", [56, 3])
+def test_out_of_order_behind_a_batch_that_its_client_sends_again_is_not_handed_on(code: int) -> None:
+    """librdkafka would begin a new epoch, and send again in it what is in doubt in its other partitions."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    for n in (2, 3):
+        play.submits(n, "t-0")
+    assert play.answers(2, f"t-0={code}") == [f"answer 2: t-0={code}"]
+    # Its client has not read that yet.
+    assert play.submits(4, "t-0") == []
+    assert play.answers(3, "t-0=45") == ["answer 3: t-0=6"]
+    play.wakes()
+    assert play.answers(4, "t-0=45") == ["answer 4: t-0=6"]
+    # Once it has come again, what is still out of order is so by itself.
+    play.submits(5, "t-0", producer=(7, 0, 2))
+    play.submits(6, "t-0", producer=(7, 0, 4))
+    assert play.answers(5, "t-0") == ["answer 5: t-0@50"]
+    assert play.answers(6, "t-0=45") == ["answer 6: t-0=45"]
+
+
+@pytest.mark.parametrize(
+    ("producer", "told"),
+    [((7, 1, 5), 45), ((8, 0, 5), 45), ((7, 0, 2), 45), (PLAIN, 45), ((7, 0, 5), 6)],
+    ids=["another epoch", "another producer", "an earlier batch", "no producer", "the next"],
+)
+def test_a_batch_is_misled_by_one_before_it_in_the_same_epoch_alone(producer: Producer, told: int) -> None:
+    play = Playbook()
+    play.submits(1, "t-0", producer=(7, 0, 0))
+    play.answers(1, "t-0")
+    play.submits(2, "t-0", producer=(7, 0, 4))
+    play.answers(2, "t-0=56")
+    play.submits(3, "t-0", producer=producer)
+    assert play.answers(3, "t-0=45") == [f"answer 3: t-0={told}"]
+
+
+def test_behind_a_batch_that_its_client_sends_again_nothing_is_sent_again() -> None:
+    """Another broker may know nothing of the producer, and would take the later batch first."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    for n in (2, 3):
+        play.submits(n, "t-0")
+    assert play.answers(2, "t-0=56") == ["answer 2: t-0=56"]
+    assert play.answers(3, "t-0=5") == ["answer 3: t-0=5"]
+    assert play.moves("t-0", 2) == []
+    assert play.lanes == []
+
+
+def test_a_batch_that_does_not_come_again_misleads_none() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    for n in (2, 3):
+        play.submits(n, "t-0")
+    assert play.answers(2, "t-0=87") == ["answer 2: t-0=87"]
+    assert play.answers(3, "t-0=45") == ["answer 3: t-0=45"]
+
+
+def test_the_plain_path_tells_of_what_comes_again() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    play.submits(2, "t-0")
+    play.answers(2, "t-0=56")
+    awaits = [play.core.awaits]
+    play.passes(3, "t-0", producer=(7, 0, 2))
+    assert [*awaits, play.core.awaits] == [True, False]
+    play.passes(4, "t-0", producer=(7, 0, 4))
+    (third, fourth) = play.adopts()
+    play.answers(third, "t-0")
+    assert play.answers(fourth, "t-0=45") == ["answer 4: t-0=45"]
+
+
+def test_out_of_order_behind_a_refused_batch_is_not_handed_on_at_the_deadline() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    play.submits(2, "t-0")
+    play.submits(3, "t-0", deadline_s=1)
+    play.answers(2, "t-0=19")
+    play.answers(3, "t-0=45")
+    assert play.wakes() == ["send #4 b1/c1: 2 t-0"]
+    assert play.ticks(after_s=1) == ["answer 3: t-0=6"]
+    assert play.answers(4, "t-0") == ["answer 2: t-0@40"]

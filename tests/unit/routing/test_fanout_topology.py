@@ -1,0 +1,489 @@
+"""Scripts for the fan-out: what a change of the topology means, and requests that enter from the plain path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kproxy.routing.merge import ExchangeState
+from tests.support.models.playbook import Playbook
+
+UNKNOWN_TOPIC_ID = 100
+
+
+def proven(partitions: str = "t-0") -> Playbook:
+    """Request 1 was accepted: the routes of these partitions are proven."""
+    play = Playbook()
+    play.submits(1, partitions)
+    for piece in list(play.pieces.values()):
+        words = [f"{topic.decode()}-{index}" for topic, index in map(piece.exchange.partition, piece.entries())]
+        play.answers(piece.number, " ".join(words))
+    assert play.proven(partitions)
+    return play
+
+
+# While something is under way
+
+
+def test_of_a_piece_only_the_partition_that_moves_waits_for_it() -> None:
+    play = Playbook({"t": [1, 1]})
+    play.submits(1, "t-0 t-1")
+    play.answers(1, "t-0 t-1")
+    play.submits(2, "t-0 t-1")
+    assert play.moves("t-0", 2) == []
+    assert play.lanes == ["t-0 blocked"]
+    assert play.submits(3, "t-0 t-1") == ["send #3 b1/c1: 3 t-1"]
+    assert play.answers(2, "t-0 t-1") == ["answer 2: t-0@20 t-1@20"]
+    assert play.wakes() == ["send #4 b2/c2: 3 t-0"]
+
+
+def test_news_at_a_revision_below_the_highest_seen_blocks_what_is_under_way() -> None:
+    play = proven()
+    play.moves("t-1", 1, revision=20)
+    play.submits(2, "t-0")
+    # A read of t-1 alone was faster than the watch, which has this only now.
+    play.moves("t-0", 1, revision=5)
+    assert play.lanes == ["t-0 blocked"]
+    assert play.submits(3, "t-0") == []
+    assert play.answers(2, "t-0") == ["answer 2: t-0@20"]
+    assert play.wakes() == ["send #3 b1/c1: 3 t-0"]
+
+
+def test_of_several_requests_each_is_looked_at_for_what_moves() -> None:
+    play = Playbook({"t": [1], "u": [1]})
+    play.submits(1, "t-0 u-0")
+    play.answers(1, "t-0 u-0")
+    for n, topic in enumerate("utu", 2):
+        play.submits(n, f"{topic}-0")
+    play.moves("t-0", 2)
+    assert play.lanes == ["t-0 blocked"]
+    assert play.submits(5, "t-0") == []
+    assert play.answers(3, "t-0") == ["answer 3: t-0@30"]
+    assert play.wakes() == ["send #5 b2/c2: 5 t-0"]
+
+
+def test_what_moves_that_nobody_asked_for_changes_nothing() -> None:
+    play = proven()
+    play.submits(2, "t-0")
+    assert play.moves("t-1", 1) == []
+    assert play.moves("u-0", 1) == []
+    assert play.lanes == []
+    assert play.proven("t-0")
+
+
+def test_reads_do_not_wait_for_what_is_unanswered_at_a_former_owner() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0")
+    play.moves("t-0", 2)
+    assert play.lanes == []
+    assert play.fetches(2, "t-0") == ["send #2 b2/c2: 2 t-0"]
+
+
+def test_a_partition_that_has_left_and_come_back_before_an_answer_is_blocked_as_well() -> None:
+    play = proven()
+    play.submits(2, "t-0")
+    for owner in (2, 1):
+        play.moves("t-0", owner)
+    assert play.lanes == ["t-0 blocked"]
+    assert play.submits(3, "t-0") == []
+    assert play.answers(2, "t-0") == ["answer 2: t-0@20"]
+    assert play.wakes() == ["send #3 b1/c1: 3 t-0"]
+    assert play.submits(4, "t-0") == []
+
+
+def test_a_broker_that_is_removed_is_sent_nothing_more_and_its_pieces_are_waited_for() -> None:
+    play = proven()
+    play.submits(2, "t-0")
+    assert play.removes(1) == []
+    assert play.lanes == ["t-0 blocked"]
+    assert play.submits(3, "t-0") == []
+    # Its connection is ended by the shell.
+    assert play.loses(1) == []
+    assert play.aside == ["reread t-0", "retried CONNECTION_LOST of b1", "wake in 21 ms"]
+    play.moves("t-0", 2)
+    assert play.wakes() == ["send #3 b2/c2: 2 t-0"]
+    assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b2/c2: 3 t-0"]
+
+
+def test_a_broker_that_is_removed_with_no_successor_ends_what_waits_in_its_time() -> None:
+    play = proven()
+    play.submits(2, "t-0", producer=None)
+    play.removes(1)
+    assert play.loses(1, unwritten=[2]) == []
+    assert play.wakes() == []
+    assert play.wakes() == ["answer 2: t-0=6"]
+
+
+def test_an_owner_that_changes_its_address_keeps_the_order() -> None:
+    play = proven()
+    for n in (2, 3):
+        play.submits(n, "t-0")
+    assert play.readdresses(1) == []
+    assert play.proven("t-0")
+    assert play.loses(1) == []
+    assert play.submits(4, "t-0") == []
+    assert play.wakes() == ["send #4 b1/c2: 2 t-0"]
+    assert play.answers(4, "t-0") == ["answer 2: t-0@40", "send #5 b1/c2: 3 t-0", "send #6 b1/c2: 4 t-0"]
+
+
+def test_a_change_is_followed_before_the_next_request_is_sent() -> None:
+    play = proven()
+    play.submits(2, "t-0")
+    play.topology.set_owner(b"t", 0, 2, play.topology.revision + 1)
+    assert play.submits(3, "t-0") == []
+    assert play.lanes == ["t-0 blocked"]
+
+
+def test_whether_a_change_concerns_what_goes_the_plain_path_is_known_before_it_is_followed() -> None:
+    play = proven()
+    concerned = []
+    for partition in (1, 0):
+        play.topology.set_owner(b"t", partition, 3, play.topology.revision + 1)
+        concerned.append(play.core.is_concerned)
+    assert concerned == [False, True]
+
+
+# While something waits out a back-off
+
+
+def test_a_first_back_off_ends_at_once_when_the_topology_names_another_owner() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0=6")
+    assert play.wakes_in_ms() == 21
+    play.waits(0.01)
+    play.moves("t-0", 2)
+    assert play.wakes_in_ms() == 1
+    assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
+
+
+def test_a_later_back_off_ends_at_the_pace_for_another_owner() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    for piece in (1, 2, 3):
+        play.answers(piece, "t-0=19")
+        if piece < 3:
+            play.wakes()
+    assert play.wakes_in_ms() == 251
+    play.moves("t-0", 2)
+    assert play.wakes_in_ms() == 21
+    assert play.wakes() == ["send #4 b2/c2: 1 t-0"]
+
+
+def test_the_same_owner_once_more_ends_a_back_off_too() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0=6")
+    play.moves("t-0", 2, 1)
+    assert play.wakes_in_ms() == 1
+
+
+def test_a_back_off_does_not_end_for_what_the_topology_says_of_others_or_of_no_owner() -> None:
+    play = Playbook(offers_unowned=False)
+    play.submits(1, "t-0")
+    for piece in (1, 2):
+        play.answers(piece, "t-0=19")
+        if piece == 1:
+            play.wakes()
+    for partition, owner in (("t-1", 1), ("u-0", 1), ("t-0", None)):
+        play.moves(partition, owner)
+        assert play.wakes_in_ms() == 101
+    play.moves("t-0", 2)
+    assert play.wakes_in_ms() == 21
+
+
+def test_the_owner_is_looked_up_when_a_batch_is_sent_again_and_not_when_it_was_refused() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0=6")
+    for owner in (2, 3):
+        play.moves("t-0", owner)
+    assert play.wakes() == ["send #2 b3/c2: 1 t-0"]
+
+
+def test_what_moves_while_a_lane_waits_for_an_answer_ends_no_back_off_before_that() -> None:
+    play = proven()
+    for n in (2, 3):
+        play.submits(n, "t-0")
+    play.answers(2, "t-0=6")
+    play.moves("t-0", 2)
+    assert play.wakes_in_ms() is None
+    play.answers(3, "t-0=6")
+    assert play.wakes() == ["send #4 b2/c2: 2 t-0"]
+
+
+# Topic ids
+
+
+def test_an_unknown_id_is_said_to_be_unknown_and_the_rest_goes_its_way() -> None:
+    play = Playbook({"u": [1]})
+    play.names("u")
+    assert play.submits(1, "t-0 t-4 u-0", by_id=True) == ["send #1 b1/c1: 1 u-0"]
+    assert [each for each in play.aside if "reread" in each] == ["reread t?-0", "reread t?-4"]
+    assert play.answers(1, "u-0") == []
+    play.wakes()
+    assert play.wakes() == ["answer 1: t?-0=100 t?-4=100 u-0@10"]
+
+
+def test_what_waits_for_an_id_goes_when_it_gets_a_name_and_is_not_overtaken_by_name() -> None:
+    play = Playbook()
+    assert play.submits(1, "t-0", by_id=True) == []
+    assert play.names("t") == []
+    assert [play.submits(n, "t-0", by_id=n == 2) for n in (2, 3)] == [[], []]
+    assert play.lanes == ["t-0 blocked"]
+    assert play.wakes() == ["send #1 b1/c1: 1 t-0"]
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0", "send #3 b1/c1: 3 t-0"]
+
+
+def test_a_partition_keeps_its_order_whatever_it_is_called() -> None:
+    """franz-go names topics by id where it knows all ids of a request, and by name where it does not."""
+    play = Playbook()
+    play.names("t")
+    play.submits(1, "t-0", by_id=True)
+    assert play.submits(2, "t-0") == []
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
+    assert play.submits(3, "t-0", by_id=True) == ["send #3 b1/c1: 3 t-0"]
+    play.moves("t-0", 2)
+    assert play.lanes == ["t-0 blocked"]
+    assert play.answers(2, "t-0=6") == []
+    assert play.answers(3, "t-0=6") == []
+    assert play.wakes() == ["send #4 b2/c2: 2 t-0"]
+
+
+def test_a_topic_named_by_id_and_by_name_before_its_id_is_known_keeps_one_order() -> None:
+    """Batches of one partition wait under two names; when these turn out to be one topic, they follow one another."""
+    play = Playbook()
+    assert play.submits(1, "t-0", by_id=True) == []
+    assert play.submits(2, "t-0") == ["send #1 b1/c1: 2 t-0"]
+    assert play.lanes == ["t?-0 blocked", "t-0 probing"]
+    play.names("t")
+    assert play.lanes == ["t-0 blocked"]
+    assert play.submits(3, "t-0") == []
+    # The second was appended before the first could be: what waits is the client's to send again, in its order.
+    assert play.answers(1, "t-0") == ["answer 1: t-0=100", "answer 2: t-0@10", "answer 3: t-0=6"]
+
+
+def test_two_lanes_that_become_one_wait_for_the_longer_of_their_times() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", by_id=True)
+    play.submits(2, "t-0")
+    play.answers(1, "t-0=19")
+    play.wakes()
+    # The one waits 100 ms, for want of a name; the other is refused again, and waits as long from now on.
+    assert play.answers(2, "t-0=19") == []
+    play.names("t")
+    assert play.lanes == ["t-0 blocked"]
+    assert play.wakes() == ["send #3 b1/c1: 1 t-0"]
+    assert play.answers(3, "t-0") == ["answer 1: t-0@30", "send #4 b1/c1: 2 t-0"]
+
+
+def test_two_lanes_that_become_one_give_up_what_either_would() -> None:
+    """What went by name was over at its deadline: what came behind it by id is not to come first."""
+    play = Playbook()
+    play.submits(1, "t-0", deadline_s=0.005)
+    play.submits(2, "t-0", by_id=True)
+    assert play.ticks(after_s=0.005) == ["answer 1: t-0=7"]
+    assert play.names("t") == ["answer 2: t-0=100"]
+    assert play.lanes == ["t-0 blocked"]
+    # The first never came to the broker, and its client sends both again.
+    assert play.loses(1, unwritten=[1]) == []
+    assert play.lanes == []
+
+
+def test_the_id_of_a_topic_made_again_leads_to_the_new_one_alone() -> None:
+    play = Playbook()
+    play.names("t")
+    play.submits(1, "t-0", by_id=True)
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10"]
+    play.topology.set_topic_id(b"t", bytes([255]) * 16)
+    assert play.submits(2, "t-0", by_id=True) == []
+    play.wakes()
+    assert play.wakes() == [f"answer 2: t?-0={UNKNOWN_TOPIC_ID}"]
+
+
+def test_no_more_ids_than_a_bound_are_remembered_and_the_others_end_all_the_same() -> None:
+    play = Playbook()
+    play.view.max_nameless = 1
+    play.submits(1, "t-0", by_id=True)
+    play.submits(2, "u-0", by_id=True)
+    play.moves("u-0", 1)
+    play.names("u")
+    play.names("t")
+    assert play.wakes() == ["send #1 b1/c1: 2 u?-0"]
+    assert play.wakes() == ["send #2 b1/c1: 1 t-0"]
+    assert play.answers(1, "u-0") == ["answer 2: u?-0@10"]
+
+
+def test_what_is_under_way_under_an_id_gets_its_name_when_that_is_told_again() -> None:
+    """It was one id too many to be remembered, and was sent under it."""
+    play = Playbook()
+    play.view.max_nameless = 1
+    play.submits(1, "t-0", by_id=True)
+    play.submits(2, "u-0", by_id=True)
+    play.moves("u-0", 1)
+    play.names("u")
+    play.names("t")
+    assert play.wakes() == ["send #1 b1/c1: 2 u?-0"]
+    play.topology.set_topic_id(b"u", None)
+    assert play.submits(3, "u-0", by_id=True) == []
+    play.names("u")
+    assert play.lanes == ["t-0 blocked", "u-0 probing"]
+    assert play.answers(1, "u-0") == ["answer 2: u-0@10", "send #2 b1/c1: 3 u-0"]
+
+
+def test_an_id_that_has_got_its_name_makes_room_for_another() -> None:
+    play = Playbook()
+    play.view.max_nameless = 1
+    for n, topic in enumerate("tu", 1):
+        play.submits(n, f"{topic}-0", by_id=True)
+        play.names(topic)
+    assert play.lanes == ["t-0 blocked", "u-0 blocked"]
+
+
+# From the plain path
+
+
+def with_a_lane(play: Playbook) -> None:
+    play.submits(3, "t-2")
+    assert not play.core.is_quiet
+
+
+def with_a_batch_that_may_come_again(play: Playbook) -> None:
+    play.submits(3, "t-0")
+    play.answers(3, "t-0=56")
+    assert play.core.awaits
+    assert play.core.is_quiet
+
+
+def with_partitions_that_count(play: Playbook) -> None:
+    play.fetches(3, "t-0 t-1")
+    assert play.core.open_partitions == 2
+    assert play.core.is_quiet
+
+
+@pytest.mark.parametrize("change", [with_a_lane, with_a_batch_that_may_come_again, with_partitions_that_count])
+def test_each_thing_that_the_core_must_know_of_keeps_a_request_from_the_compiled_path(
+    change: Callable[[Playbook], None],
+) -> None:
+    play = proven("t-0 t-1")
+    assert play.core.takes_plain
+    change(play)
+    assert not play.core.takes_plain
+
+
+def test_what_enters_takes_its_place_among_the_requests() -> None:
+    play = proven("t-0 t-1")
+    play.passes(2, "t-0")
+    assert play.submits(3, "t-2") == ["send #3 b3/c3: 3 t-2"]
+    assert [exchange.sequence for exchange in play.core._exchanges] == [3]
+    assert play.adopts() == [4]
+    assert [exchange.sequence for exchange in play.core._exchanges] == [2, 3]
+    assert play.answers(4, "t-0") == ["answer 2: t-0@40"]
+
+
+def test_pieces_that_enter_are_numbered_in_the_order_of_requests_and_connections() -> None:
+    play = proven("t-0 t-1")
+    assert play.passes(2, "t-0 t-1") == ["plain c1: 2 t-0", "plain c2: 2 t-1"]
+    assert play.passes(3, "t-1") == ["plain c2: 3 t-1"]
+    assert play.adopts() == [3, 4, 5]
+    assert [play.pieces[n].connection.number for n in (3, 4, 5)] == [1, 2, 2]
+
+
+def partly() -> Playbook:
+    """Request 2 has entered with the result of t-0, and t-1 is piece 3."""
+    play = proven("t-0 t-1")
+    play.passes(2, "t-0 t-1")
+    play.passes_back(2, 1, "t-0@77")
+    assert play.adopts() == [3]
+    assert play.exchanges[2].open_count == 1
+    return play
+
+
+def test_results_that_are_there_are_kept() -> None:
+    assert partly().answers(3, "t-1") == ["answer 2: t-0@77 t-1@30"]
+
+
+def test_what_has_entered_is_refused_and_sent_again() -> None:
+    play = partly()
+    assert play.answers(3, "t-1=6") == []
+    assert play.wakes() == ["send #4 b2/c2: 2 t-1"]
+    assert play.answers(4, "t-1") == ["answer 2: t-0@77 t-1@40"]
+
+
+def test_what_has_entered_is_lost_and_sent_again() -> None:
+    play = partly()
+    assert play.loses(2) == []
+    assert play.wakes() == ["send #4 b2/c3: 2 t-1"]
+    assert play.answers(4, "t-1") == ["answer 2: t-0@77 t-1@40"]
+
+
+def test_what_has_entered_is_waited_for_when_its_partition_moves() -> None:
+    play = partly()
+    play.moves("t-1", 3)
+    assert play.submits(3, "t-1") == []
+    assert play.answers(3, "t-1") == ["answer 2: t-0@77 t-1@30"]
+    assert play.wakes() == ["send #4 b3/c3: 3 t-1"]
+
+
+def test_what_has_entered_is_answered_at_its_deadline() -> None:
+    play = partly()
+    assert play.ticks(after_s=10) == ["answer 2: t-0@77 t-1=7"]
+    assert play.lanes == ["t-1 blocked"]
+    assert play.submits(3, "t-1") == []
+    assert play.answers(3, "t-1") == []
+    assert play.wakes() == ["send #4 b2/c2: 3 t-1"]
+
+
+def test_what_goes_the_plain_path_behind_a_batch_whose_time_is_over_enters_and_is_given_up_with_it() -> None:
+    """The first waited for its route to be proven, the second did not."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.submits(2, "t-0", deadline_s=1)
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
+    assert play.passes(3, "t-0") == ["plain c1: 3 t-0"]
+    assert play.ticks(after_s=1) == ["answer 2: t-0=7"]
+    assert play.loses(1) == ["answer 3: t-0=7"]
+    assert play.lanes == []
+
+
+def test_a_tick_with_nothing_to_answer_leaves_the_plain_path_alone() -> None:
+    play = proven()
+    play.fetches(2, "t-0")
+    play.passes(3, "t-0")
+    assert play.ticks(after_s=1) == []
+    assert list(play.pieces) == [2]
+
+
+def test_what_has_entered_is_dropped_when_its_client_leaves() -> None:
+    play = partly()
+    assert play.closes() == ["drop 2"]
+    assert play.exchanges[2].state is ExchangeState.DROPPED
+    assert play.answers(3, "t-1") == []
+
+
+def test_a_change_that_concerns_it_has_it_enter_first() -> None:
+    play = proven()
+    play.passes(2, "t-0")
+    assert play.moves("t-0", 2) == []
+    assert play.submits(3, "t-0") == []
+    assert play.answers(2, "t-0=6") == []
+    assert play.wakes() == ["send #3 b2/c2: 2 t-0"]
+    assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b2/c2: 3 t-0"]
+
+
+def test_whether_the_plain_path_is_open_is_said() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    quiet = [play.core.is_quiet]
+    play.answers(1, "t-0")
+    quiet.append(play.core.is_quiet)
+    play.submits(2, "t-0")
+    play.answers(2, "t-0=6")
+    quiet.append(play.core.is_quiet)
+    assert quiet == [False, True, False]
+
+
+@pytest.mark.parametrize("asked", ["t-0 t-2", "t-2", "u-0"])
+def test_there_is_no_plan_where_some_route_is_new(asked: str) -> None:
+    assert not proven("t-0 t-1").proven(asked)

@@ -1,0 +1,375 @@
+"""Every file of deploy/ names only flags, options, variables, metrics and ports that there are, and is of one version.
+
+The files are read as text: what checks them with tools of their own is `make check-deploy`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import click
+import pytest
+
+from kproxy.cli import cli
+from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, build_proxy_config, load_settings, parse_address
+from kproxy.config.proxy import SECTIONS
+
+REPOSITORY = Path(__file__).parents[3]
+DEPLOY = REPOSITORY / "deploy"
+CHART = DEPLOY / "helm/kproxy"
+FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix not in (".lock", ".tgz"))
+RENDERED = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+COMPOSE = (DEPLOY / "compose/kafka.yaml", DEPLOY / "compose/reference.yaml")
+KEYS = {f"{room}.{key}" for room, struct in SECTIONS.items() for key in struct.__struct_fields__}
+VARIABLES = {"KPROXY_" + key.replace(".", "__").upper() for key in KEYS}
+# Of the program itself, of commands that ask, and of the build.
+OTHER_VARIABLES = {
+    "KPROXY_LOG_LEVEL",
+    "KPROXY_LOG_FORMAT",
+    "KPROXY_DEBUG",
+    "KPROXY_ADMIN",
+    "KPROXY_BOOTSTRAP",
+    "KPROXY_COMMIT",
+}
+# Flags of other programs, by the file that has them.
+OTHERS_FLAGS = {
+    "compose/kafka.yaml": {"advertise-client-urls", "build", "data-dir", "listen-client-urls"},
+    "compose/reference.yaml": {"advertise-client-urls", "build", "listen-client-urls"},
+    "docker/Dockerfile": {
+        *("build-arg", "chown", "from", "help", "interval", "retries", "sbom", "start-period", "timeout"),
+        *("no-install-recommends", "yes"),
+    },
+    "docker/install.sh": {
+        *("disable-pip-version-check", "no-cache-dir", "no-build-isolation", "no-deps", "no-index", "only-binary"),
+        *("output-file", "output-format", "output-reproducible", "pyproject", "python", "quiet", "require-hashes"),
+        *("wheel-dir", "without-pip"),
+    },
+    "etcd/roles.sh": {"prefix"},
+    "helm/kproxy/README.md": {"create-namespace", "set"},
+    "systemd/kproxy-broker@.service": {"now"},
+}
+ADMIN_PATHS = {"/livez", "/metrics", "/readyz"}
+# Where something is listened on in these files: kproxy's own two ports first.
+KAFKA_PORT = parse_address(DEFAULT_LISTEN, "").port
+ADMIN_PORT = parse_address(DEFAULT_ADMIN, "").port
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(DEPLOY))
+
+
+def chart_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("chart", REPOSITORY / "scripts/chart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CHART_VALUES = [value.path for value in chart_script().values((CHART / "values.yaml").read_text().splitlines())]
+
+
+def command_named(name: str, group: click.Group = cli) -> click.Command:
+    command = group.get_command(click.Context(group), name)
+    assert command is not None, f"there is no command {name}"
+    return command
+
+
+def flags_of(command: click.Command) -> set[str]:
+    """Of a command and of those below it."""
+    found = {name for each in command.params for name in (*each.opts, *each.secondary_opts) if name.startswith("--")}
+    if not isinstance(command, click.Group):
+        return found
+    return found.union(*(flags_of(command_named(n, command)) for n in command.list_commands(click.Context(command))))
+
+
+FLAGS = {flag.removeprefix("--") for flag in flags_of(cli)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_flags_are_those_of_the_commands(path: Path) -> None:
+    named = set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", path.read_text()))
+    assert named - FLAGS - OTHERS_FLAGS.get(name_of(path), set()) == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_variables_and_keys_are_those_of_the_configuration(path: Path) -> None:
+    text = path.read_text()
+    assert set(re.findall(r"\bKPROXY_[A-Z0-9_]+", text)) - VARIABLES - OTHER_VARIABLES == set()
+    # As a value of the chart, an option stands below `config`.
+    text = re.sub(r"\bconfig\.(?=[a-z]+\.)", "", text)
+    named = set(re.findall(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z][A-Za-z0-9_]*)(?![\w/-]|\.[a-z])", text))
+    known = KEYS | set(CHART_VALUES) | {value.rpartition(".")[0] for value in CHART_VALUES}
+    assert named - known == set()
+
+
+def documented_labels() -> dict[str, set[str]]:
+    """Labels by name of a sample, as docs/metrics.md has them, which is held to real pages."""
+    labels: dict[str, set[str]] = {}
+    text = (REPOSITORY / "docs/metrics.md").read_text()
+    for name, listed, meaning in re.findall(r"^\| `(kproxy_\w+)` \| (.*?) ?\| (.*) \|$", text, re.MULTILINE):
+        found = set(re.findall(r"`(\w+)`", listed))
+        suffixes = ("_bucket", "_sum", "_count") if meaning.startswith("histogram") else ("",)
+        labels |= {name + suffix: found | ({"le"} if suffix == "_bucket" else set()) for suffix in suffixes}
+    return labels
+
+
+def expressions(path: Path) -> Iterator[str]:
+    if path.suffix == ".json":
+        text = json.loads(path.read_text())
+        for panel in text["panels"]:
+            yield from (target["expr"] for target in panel.get("targets", ()))
+        for variable in text["templating"]["list"]:
+            if variable["type"] == "query":
+                yield variable["query"]["query"]
+    else:
+        yield from re.findall(r"^ +expr: (.*)$", path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", sorted((CHART / "files").iterdir()), ids=name_of)
+def test_metrics_and_their_labels_are_those_of_the_admin_pages(path: Path) -> None:
+    labels_of = documented_labels()
+    every_job = {"job", "instance"}
+    found = list(expressions(path))
+    assert len(found) > 15
+    for expression in found:
+        names = set(re.findall(r"\bkproxy_\w+", expression))
+        assert names <= labels_of.keys(), expression
+        grouped = ",".join(re.findall(r"(?:by|on|without) \(([^)]*)\)", expression))
+        labels = set(re.findall(r"[a-z_]+", grouped)) | set(re.findall(r"[{,](\w+)=~?\"", expression)) - {"__name__"}
+        allowed = every_job.union(*(labels_of[name] for name in names))
+        assert labels <= allowed, expression
+
+
+def test_what_is_worth_an_alarm_has_an_alert() -> None:
+    documented = (REPOSITORY / "docs/metrics.md").read_text()
+    lists = documented.split("worth an alarm:")[1:]
+    worth = {name for each in lists for name in re.findall(r"kproxy_\w+", each.split("\n## ")[0].split("\n\n\n")[0])}
+    alarms = set(re.findall(r"kproxy_\w+", " ".join(expressions(CHART / "files/alerts.yaml"))))
+    named_beside = {"kproxy_acks0_unconfirmed_total", "kproxy_errors_total"}
+    assert worth - alarms - named_beside == set()
+
+
+def parsed(arguments: list[str]) -> dict[str, object]:
+    """What click makes of a command's name and arguments. Raises what it says of wrong ones."""
+    return dict(command_named(arguments[0]).make_context(arguments[0], arguments[1:]).params)
+
+
+def of_manifest(path: Path) -> tuple[list[str], str]:
+    """The container's arguments, and the configuration file in the ConfigMap."""
+    text = path.read_text()
+    block = re.findall(r"^( +)args:\n((?:\1  - .*\n)+)", text, re.MULTILINE)[0][1]
+    arguments = [line.strip().removeprefix("- ") for line in block.splitlines()]
+    toml = re.findall(r"^  kproxy.toml: \|\n((?:    .*\n)+)", text, re.MULTILINE)[0]
+    return arguments, "\n".join(line.strip() for line in toml.splitlines())
+
+
+@pytest.mark.parametrize("path", RENDERED, ids=name_of)
+def test_manifests_give_a_configuration_that_serve_takes(path: Path, tmp_path: Path) -> None:
+    arguments, toml = of_manifest(path)
+    # Secrets are not there to be read.
+    sections = tomllib.loads(toml)
+    text = toml.replace("[etcd]\n", "", 1).partition("[limits]") if "etcd" in sections else ("", "", toml)
+    file = tmp_path / "kproxy.toml"
+    file.write_text("".join(text[1:]))
+    flags = parsed([each.replace("$(POD_NAME)", "pod-0") for each in arguments])
+    assert str(flags.pop("config")) == "/etc/kproxy/kproxy.toml"
+    config = build_proxy_config(load_settings(file, flags=flags, environ={}))
+    assert set(sections.get("etcd", {})) <= set(SECTIONS["etcd"].__struct_fields__)
+    assert config.admin is not None
+    manifest = path.read_text()
+    assert {int(port) for port in re.findall(r"^ +containerPort: (\d+)$", manifest, re.MULTILINE)} <= {
+        config.listen.port,
+        config.admin.port,
+    }
+    probes = re.findall(r"httpGet:\n +path: (\S+)\n +port: (\d+)", manifest)
+    assert len(probes) == 2
+    assert {probe[0] for probe in probes} <= ADMIN_PATHS
+    assert {int(probe[1]) for probe in probes} == {config.admin.port}
+    grace_s = int(re.findall(r"terminationGracePeriodSeconds: (\d+)", manifest)[0])
+    assert grace_s >= config.limits.drain_delay + config.limits.drain_s + 20
+    if path.name.startswith("sidecar"):
+        assert config.alone
+        assert config.listen.host == "127.0.0.1"
+        assert re.search(r"initContainers:\n +- name: kproxy\n(?: +.*\n)*? +restartPolicy: Always\n", manifest)
+    else:
+        assert config.advertise is not None
+        assert config.advertise.host == "pod-0.kproxy-headless.kproxy.svc.cluster.local"
+        assert config.limits.drain_delay > 0
+
+
+def lines_of(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        stripped = line.strip().removeprefix("- ")
+        # toYaml writes lists a line for each.
+        listed = re.fullmatch(r"(\w+:) \[(.+)\]", stripped)
+        yield from (listed[1], *listed[2].split(", ")) if listed else (stripped,)
+
+
+@pytest.mark.parametrize("path", RENDERED, ids=name_of)
+def test_every_line_of_the_manifests_comes_from_a_line_of_the_chart(path: Path) -> None:
+    """Not that all lines of the chart are there: that takes Helm (`make check-deploy`)."""
+    sources = [*(CHART / "templates").rglob("*"), CHART / "values.yaml", CHART.parent / "examples/sidecar/values.yaml"]
+    sources += [CHART.parent / "examples/sidecar/templates/deployment.yaml"]
+    literal, patterns = set(), []
+    for line in (line for each in sources if each.is_file() for line in lines_of(each.read_text())):
+        text = re.sub(r"\{\{.*?\}\}", "\0", line)
+        if "\0" not in text:
+            literal.add(line)
+        elif text.strip("\0 "):
+            patterns.append(re.compile(".*".join(map(re.escape, text.split("\0")))))
+    literal |= {"app.kubernetes.io/name: kproxy", f'app.kubernetes.io/version: "{version()}"'}
+    manifest = re.sub(r"(?m)^(  kproxy.toml: \|\n)(?:    .*\n)+", r"\1", path.read_text())
+    for line in lines_of("\n".join(manifest.splitlines()[2:])):
+        assert line in literal or any(each.fullmatch(line) for each in patterns), line
+
+
+def services(path: Path) -> dict[str, str]:
+    """The text of each service of a compose file."""
+    block = path.read_text().partition("\nservices:\n")[2].partition("\nvolumes:")[0]
+    parts = re.split(r"^  ([a-z0-9-]+):\n", block, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def command_of(service: str) -> list[str]:
+    inline = re.findall(r"^ +command: \[(.*)\]$", service, re.MULTILINE)
+    if inline:
+        return [each.strip().strip('"') for each in inline[0].split(", ")]
+    block = re.findall(r"^    command:\n((?:      - .*\n)+)", service, re.MULTILINE)
+    return [line.strip().removeprefix("- ") for line in block[0].splitlines()] if block else []
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=name_of)
+def test_compose_gives_options_that_the_commands_take(path: Path) -> None:
+    text = path.read_text()
+    environ = dict(re.findall(r'^ +(KPROXY_\w+): "?([^"\n]+)"?$', text, re.MULTILINE))
+    proxies = brokers = 0
+    for name, service in services(path).items():
+        arguments = command_of(service)
+        if arguments[:1] == ["serve"]:
+            proxies += 1
+            config = build_proxy_config(load_settings(None, flags=parsed_flags(arguments), environ=environ))
+            assert config.admin is not None
+            published = re.findall(r'"127\.0\.0\.1:(\d+):(\d+)"', service)
+            assert {int(inner) for _, inner in published} == {config.listen.port, config.admin.port}
+            # What clients are told leads to the proxy from this machine.
+            assert config.advertise is not None
+            assert (str(config.advertise.port), str(config.listen.port)) in published
+            assert float(re.findall(r"stop_grace_period: (\d+)s", text)[0]) >= (
+                config.limits.drain_delay + config.limits.drain_s + 20
+            )
+            assert config.admin.port == ADMIN_PORT, "where the image's health check looks"
+        elif arguments[:1] == ["broker"]:
+            brokers += 1
+            flags = parsed(arguments)
+            assert str(flags["advertise"]).startswith(f"{name}:")
+            assert str(flags["data_dir"]).startswith("/var/lib/kproxy/")
+    assert (proxies, brokers) == ((2, 3) if path.name == "reference.yaml" else (2, 0))
+
+
+def parsed_flags(arguments: list[str]) -> dict[str, object]:
+    flags = parsed(arguments)
+    flags.pop("config")
+    return flags
+
+
+def test_compose_mounts_and_scrapes_what_is_there() -> None:
+    path = DEPLOY / "compose/kafka.yaml"
+    mounted = re.findall(r"- (\.[^:]+):", path.read_text())
+    assert len(mounted) == 5
+    assert all((path.parent / each).is_file() for each in mounted)
+    scraped = re.findall(r'"([a-z0-9-]+):(\d+)"', (path.parent / "prometheus.yaml").read_text())
+    assert {name for name, _ in scraped} == {name for name in services(path) if name.startswith("proxy-")}
+    assert {int(port) for _, port in scraped} == {ADMIN_PORT}
+
+
+def test_the_image_exposes_and_looks_at_the_ports_of_the_examples() -> None:
+    text = (DEPLOY / "docker/Dockerfile").read_text()
+    assert re.findall(r"^EXPOSE (\d+) (\d+)$", text, re.MULTILINE) == [(str(KAFKA_PORT), str(ADMIN_PORT))]
+    assert f"http://127.0.0.1:{ADMIN_PORT}/readyz" in text
+
+
+def unit(name: str) -> dict[str, str]:
+    lines = (DEPLOY / "systemd" / name).read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def environment_file(name: str, *, commented: bool = False) -> dict[str, str]:
+    lines = (DEPLOY / "systemd" / name).read_text().splitlines()
+    wanted = [line[1:] if commented and re.match(r"#[A-Z]", line) else line for line in lines]
+    return dict(line.split("=", 1) for line in wanted if re.match(r"[A-Z]", line))
+
+
+def test_the_unit_of_the_proxy_and_its_environment_are_taken() -> None:
+    service, environ = unit("kproxy.service"), environment_file("kproxy.env")
+    program, *arguments = shlex.split(service["ExecStart"])
+    assert program == "/opt/kproxy/bin/kproxy"
+    config = build_proxy_config(load_settings(None, flags=parsed_flags(arguments), environ=environ))
+    assert int(service["TimeoutStopSec"]) >= config.limits.drain_delay + config.limits.drain_s + 20
+    assert config.limits.drain_delay > 0
+    # What is commented out is no less real, even if its files are not there.
+    load_settings(None, environ=environment_file("kproxy.env", commented=True))
+
+
+def test_the_unit_of_a_broker_and_its_environment_are_taken() -> None:
+    service, environ = unit("kproxy-broker@.service"), environment_file("broker.env")
+    line = service["ExecStart"].replace("%i", "1").replace("$OPTIONS", environ["OPTIONS"])
+    for name, value in environ.items():
+        line = line.replace(f"${{{name}}}", value)
+    flags = parsed(shlex.split(line)[1:])
+    assert (flags["node_id"], flags["listen"], flags["prefix"]) == (1, environ["LISTEN"], "/kproxy")
+    assert "$" not in line
+
+
+@pytest.mark.parametrize("name", ["kproxy.service", "kproxy-broker@.service"])
+def test_units_rely_on_what_the_commands_tell_systemd(name: str) -> None:
+    service = unit(name)
+    assert service["Type"] == "notify"
+    # What refuses to start ends with it.
+    assert service["RestartPreventExitStatus"] == "2"
+    assert int(service["LimitNOFILE"]) >= 23_000
+
+
+def version() -> str:
+    return str(tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"])
+
+
+def test_all_are_of_the_version_of_the_project() -> None:
+    named = re.findall(r"^(?:appVersion|version): (\S+)$", (CHART / "Chart.yaml").read_text(), re.MULTILINE)
+    named += re.findall(r'image\.version="([^"]+)"', (DEPLOY / "docker/Dockerfile").read_text())
+    for path in (*FILES, REPOSITORY / "scripts/try_compose.sh"):
+        named += re.findall(r"\bkproxy:(\d[\w.]*)", path.read_text())
+    assert set(named) == {version()}
+
+
+def pins(path: Path) -> dict[str, str]:
+    """The lines of each package, hashes and all, by its name."""
+    parts = re.split(r"^(?=[a-z0-9])", path.read_text(), flags=re.MULTILINE)[1:]
+    return {part.partition("==")[0]: re.sub(r"\s+#.*", "", part) for part in parts}
+
+
+def test_the_image_has_the_versions_that_are_tested() -> None:
+    image, tested = pins(DEPLOY / "docker/requirements.lock"), pins(REPOSITORY / "requirements.lock")
+    assert len(image) > 15
+    assert {name: tested.get(name) for name in image} == image
+
+
+def test_a_value_that_nobody_describes_is_refused() -> None:
+    values = chart_script().values
+    lines = ["# -- What it is.", "a: 1", "b:", "  # -- More.", "  c: []"]
+    lines += ["# -- Last.", "# @default -- none", "d:", "  e: 1"]
+    assert [tuple(each) for each in values(lines)] == [
+        ("a", "`1`", "What it is."),
+        ("b.c", "`[]`", "More."),
+        ("d", "none", "Last."),
+    ]
+    with pytest.raises(ValueError, match="nothing describes b"):
+        list(values(["# -- What it is.", "a: 1", "", "b: 2"]))

@@ -1,0 +1,191 @@
+"""What is offered leaves in order and at least once, or is dropped whole and counted; nobody who offers ever waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+
+import pytest
+
+from kproxy.trail.shipper import PAGE_OVERHEAD_BYTES, Shipper
+from kproxy.trail.sink import Appetite, SinkFailed
+from tests.support.processes.running_proxy import eventually
+
+PAGE = bytes(1000)
+COST = len(PAGE) + PAGE_OVERHEAD_BYTES
+
+
+class Scripted:
+    """A sink that a test holds up, and lets fail."""
+
+    def __init__(self, appetite: Appetite = Appetite(10 * COST)) -> None:  # noqa: B008 - it is a constant
+        self.appetite = appetite
+        self.tried: list[list[bytes]] = []
+        self.taken: list[bytes] = []
+        self.failures: list[Exception] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.closed = False
+
+    async def write(self, pages: Sequence[bytes]) -> None:
+        self.tried.append(list(pages))
+        await self.open.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        self.taken += pages
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@asynccontextmanager
+async def shipping(sink: Scripted, max_bytes: int = 100 * COST) -> AsyncIterator[tuple[Shipper, Counter[str]]]:
+    counters = Counter[str]()
+    shipper = Shipper(sink, max_bytes=max_bytes, counters=counters, clock=time.monotonic, random=Random(1))
+    shipper.start()
+    try:
+        yield shipper, counters
+    finally:
+        await shipper.close(0.0)
+
+
+def page(number: int) -> bytes:
+    return b"%1000d" % number
+
+
+async def test_pages_leave_in_order_and_failures_are_tried_again() -> None:
+    sink = Scripted()
+    sink.failures = [SinkFailed("no"), SinkFailed("no"), ValueError("nobody thought of this")]
+    async with shipping(sink) as (shipper, counters):
+        for number in range(20):
+            shipper.offer(page(number), 2 * number, 2 * number + 1)
+        await eventually(lambda: len(sink.taken) == 20)
+        assert sink.taken == [page(number) for number in range(20)]
+        assert counters == {"audit.rows_shipped": 40, "audit.sink_failures": 3}
+        assert shipper.vitals.waiting_bytes == 0
+        # What failed was offered again as it was, and no more at once than the sink takes.
+        assert [len(tried) for tried in sink.tried[-2:]] == [10, 10]
+
+
+async def test_beyond_the_bound_whole_pages_are_dropped_and_their_rows_missing() -> None:
+    sink = Scripted()
+    sink.open.clear()
+    async with shipping(sink, max_bytes=5 * COST + 10) as (shipper, counters):
+        for number in range(8):
+            shipper.offer(page(number), 10 * number, 10 * number + 9)
+            assert shipper.vitals.waiting_bytes <= 5 * COST + 10
+        assert counters == {"audit.pages_dropped": 3, "audit.rows_dropped": 30}
+        sink.open.set()
+        await eventually(lambda: len(sink.taken) == 5)
+        shipper.offer(page(8), 80, 89)
+        await eventually(lambda: len(sink.taken) == 6)
+        assert sink.taken == [page(number) for number in (0, 1, 2, 3, 4, 8)]
+
+
+@pytest.mark.parametrize("number", [100, 100_000])
+async def test_a_sink_that_hangs_costs_those_who_offer_nothing(number: int) -> None:
+    """However much is offered, and the end comes in time too."""
+    sink = Scripted()
+    sink.open.clear()
+    async with shipping(sink, max_bytes=50 * COST) as (shipper, counters):
+        for n in range(number):
+            shipper.offer(PAGE, n, n)
+        assert shipper.vitals.waiting_bytes <= 50 * COST
+        began = time.monotonic()
+        await shipper.close(0.2)
+        assert 0.19 <= time.monotonic() - began < 20
+        assert sink.closed
+        assert counters["audit.rows_dropped"] == number
+        shipper.offer(PAGE, number, number)
+        assert shipper.vitals.waiting_bytes == 0
+
+
+async def test_the_first_page_is_not_kept_back_for_others() -> None:
+    sink = Scripted(Appetite(4 * COST, seconds=600))
+    async with shipping(sink) as (shipper, _):
+        shipper.offer(page(0), 0, 0)
+        await eventually(lambda: sink.taken == [page(0)])
+
+
+@asynccontextmanager
+async def under_way(sink: Scripted) -> AsyncIterator[Shipper]:
+    """Something has been shipped, and is forgotten here."""
+    async with shipping(sink) as (shipper, _):
+        shipper.offer(PAGE, 0, 0)
+        await eventually(lambda: len(sink.taken) == 1)
+        sink.tried.clear()
+        sink.taken.clear()
+        yield shipper
+
+
+async def test_pages_are_gathered_for_a_sink_that_wants_many() -> None:
+    sink = Scripted(Appetite(4 * COST, seconds=60))
+    async with under_way(sink) as shipper:
+        for number in range(3):
+            shipper.offer(page(number), number, number)
+        await asyncio.sleep(0.2)
+        assert sink.tried == [], "it was to wait for more"
+        for number in range(3, 6):
+            shipper.offer(page(number), number, number)
+        await eventually(lambda: len(sink.taken) == 4)
+        # The rest, because nothing more comes.
+        await shipper.close(5)
+        assert [len(tried) for tried in sink.tried] == [4, 2]
+        assert sink.taken == [page(number) for number in range(6)]
+
+
+async def test_pages_are_not_gathered_for_longer_than_the_sink_wants() -> None:
+    sink = Scripted(Appetite(100 * COST, seconds=2))
+    async with under_way(sink) as shipper:
+        began = time.monotonic()
+        shipper.offer(page(0), 0, 0)
+        await asyncio.sleep(0.1)
+        shipper.offer(page(1), 1, 1)
+        await eventually(lambda: len(sink.taken) == 2)
+        assert time.monotonic() - began >= 1.9
+        assert len(sink.tried) == 1
+
+
+async def test_what_is_left_is_shipped_at_the_end_even_if_the_sink_has_just_failed() -> None:
+    sink = Scripted()
+    sink.failures = [SinkFailed("no")] * 8
+    async with shipping(sink) as (shipper, counters):
+        shipper.offer(page(0), 0, 4)
+        # By now its pauses are long ones.
+        await eventually(lambda: len(sink.tried) >= 7, patience_s=20)
+        sink.failures.clear()
+        shipper.offer(page(1), 5, 9)
+        began = time.monotonic()
+        await shipper.close(30)
+        assert time.monotonic() - began < 20
+        assert sink.taken == [page(0), page(1)]
+        assert counters["audit.rows_dropped"] == 0
+
+
+async def test_what_was_never_shipped_is_counted_as_lost() -> None:
+    sink = Scripted()
+    sink.failures = [SinkFailed("no")] * 1000
+    async with shipping(sink) as (shipper, counters):
+        shipper.offer(page(0), 0, 4)
+        shipper.offer(page(1), 5, 6)
+        await shipper.close(0.5)
+        assert sink.taken == []
+        assert (counters["audit.pages_dropped"], counters["audit.rows_dropped"]) == (2, 7)
+        assert len(sink.tried) < 12, "it was tried without a pause"
+
+
+async def test_how_long_nothing_was_taken_is_known() -> None:
+    sink = Scripted()
+    sink.open.clear()
+    async with shipping(sink) as (shipper, _):
+        shipper.offer(page(0), 0, 0)
+        await asyncio.sleep(0.3)
+        assert shipper.vitals.age_s >= 0.25
+        opened = time.monotonic()
+        sink.open.set()
+        # However late anybody looks.
+        await eventually(lambda: shipper.vitals.age_s <= time.monotonic() - opened)

@@ -1,0 +1,555 @@
+"""Acknowledged batches, put together to rows: nothing is said that was not acknowledged, and nothing is left out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from struct import Struct
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kproxy.routing.merge import Exchange
+from kproxy.routing.topology import Topology
+from kproxy.trail import trail as trail_module
+from kproxy.trail.acknowledgements import MAX_SPANS, Acked, ConnectionAcks, NotedEntry
+from kproxy.trail.overlaps import Chunk, Origin, Overlap
+from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
+from kproxy.trail.trail import LOOK_S, MARK_S, Trail
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.produce import PRODUCE_API, parse_produce
+from tests.support.wire.messages import head_of, request_body, request_frame, sample_request
+
+MAX_SEQUENCE = 2**31 - 1
+# By the clock of a test that begins at 1,000 s: 2 ms after the first byte of a request with a timeout of 30 s.
+DEADLINE = 1_000 + 27 - 0.002
+_BATCH = Struct(">qiibIhiqqqhii")
+
+
+class Given(NamedTuple):
+    """A batch that was acknowledged: the offset it got, and what its header says."""
+
+    base: int
+    count: int = 1
+    producer_id: int = -1
+    epoch: int = -1
+    sequence: int = -1
+    size: int = 100
+
+
+class Place(NamedTuple):
+    """A partition's notes, and what they are woken by."""
+
+    trail: Trail
+    acked: Acked
+    part: NotedEntry
+
+
+def place(topology: Topology | None = None) -> Place:
+    trail = Trail(
+        "p", "i", clock=lambda: 0.0, wall_ms=lambda: 0, deadline_cap_ms=1_000, interval_s=1.0, offer=lambda *page: None
+    )
+    acked = Acked(trail, b"t", None, 0, Origin(1, 1, 1, ""), "", "")
+    return Place(trail, acked, NotedEntry(acked, 0, 0, 0))
+
+
+@functools.lru_cache
+def _frame(topic: str, acks: int, size: int) -> bytes:
+    """A request with `size` bytes of records, all ones."""
+    request = sample_request(PRODUCE, {topic: [0]}, timeout_ms=30_000, acks=acks)
+    request["topic_data"][0]["partition_data"][0]["records"] = b"\xff" * size
+    return bytes(request_frame(PRODUCE, 9, request_body(PRODUCE, 9, request)))
+
+
+def note(part: NotedEntry, batch: Given, *, magic: int = 2, acks: int = -1, topic: str = "t") -> None:
+    """As when a broker has answered a request that holds this batch alone."""
+    frame = bytearray(_frame(topic, acks, batch.size))
+    ids = batch.producer_id, batch.epoch, batch.sequence
+    _BATCH.pack_into(frame, frame.index(b"\xff" * batch.size), 0, 0, 0, magic, 0, 0, batch.count - 1, 0, 0, *ids, 0)
+    view = memoryview(frame)
+    exchange = Exchange(PRODUCE_API, parse_produce(view, head_of(view)), 1, DEADLINE)
+    part.note(exchange, memoryview(batch.base.to_bytes(8, "big", signed=True)))
+
+
+def folded(batches: Sequence[Given]) -> list[Chunk]:
+    one = place()
+    for each in batches:
+        note(one.part, each)
+    chunks, unread, _ = one.acked.take()
+    assert unread == 0
+    return chunks
+
+
+def idempotent(*batches: tuple[int, int], first_sequence: int = 0, producer_id: int = 7, epoch: int = 0) -> list[Given]:
+    """(offset, records) of one producer's batches, one after another."""
+    given = []
+    for base, count in batches:
+        given.append(Given(base, count, producer_id, epoch, first_sequence))
+        first_sequence = (first_sequence + count) & MAX_SEQUENCE
+    return given
+
+
+FOLDED = {
+    "one batch": ([Given(5, 3)], [(-1, [5, 3])]),
+    "batches without a gap": (idempotent((0, 2), (2, 3), (5, 1), (6, 4), (10, 1)), [(0, [0, 11])]),
+    "few of them": (idempotent((0, 2), (2, 3)), [(0, [0, 5])]),
+    "another producer's in between": (
+        idempotent((0, 2), (4, 3), (9, 1), (10, 1), (20, 2)),
+        [(0, [0, 2, 4, 3, 9, 2, 20, 2])],
+    ),
+    "few, with others in between": (idempotent((0, 2), (4, 3)), [(0, [0, 2, 4, 3])]),
+    "a sequence left out": (idempotent((0, 2)) + idempotent((2, 1), first_sequence=3), [(0, [0, 2]), (3, [2, 1])]),
+    "a sequence left out of many": (
+        idempotent((0, 1), (1, 1), (2, 1)) + idempotent((3, 1), (4, 1), first_sequence=4),
+        [(0, [0, 3]), (4, [3, 2])],
+    ),
+    "sequences that wrap": (idempotent((0, 2), (2, 3), first_sequence=MAX_SEQUENCE - 1), [(MAX_SEQUENCE - 1, [0, 5])]),
+    "sequences of many that wrap": (
+        idempotent((0, 2), (2, 3), (5, 1), (6, 1), first_sequence=MAX_SEQUENCE - 1),
+        [(MAX_SEQUENCE - 1, [0, 7])],
+    ),
+    "a new epoch": (idempotent((0, 1)) + idempotent((1, 1), epoch=1), [(0, [0, 1]), (0, [1, 1])]),
+    "without idempotence": ([Given(0, 1), Given(1, 4), Given(7, 1), Given(8, 1)], [(-1, [0, 5, 7, 2])]),
+    "a sequence that says nothing": ([Given(0, 1, sequence=0), Given(1, 1, sequence=0)], [(-1, [0, 2])]),
+    "answers in another order": (idempotent((4, 1), (5, 1), (2, 1), (9, 1)), [(0, [4, 2, 2, 1, 9, 1])]),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_batches_are_put_together(name: str) -> None:
+    batches, expected = FOLDED[name]
+    chunks = folded(batches)
+    assert [(chunk.first_sequence, chunk.spans) for chunk in chunks] == expected
+    assert sum(chunk.record_count for chunk in chunks) == sum(each.count for each in batches)
+    assert sum(chunk.batches for chunk in chunks) == len(batches)
+    assert sum(chunk.bytes for chunk in chunks) == sum(each.size for each in batches)
+
+
+@pytest.mark.parametrize(("magic", "count"), [(1, 1), (0, 1), (2, 0), (2, -5)])
+def test_what_is_no_batch_is_not_told_of_and_counted(magic: int, count: int) -> None:
+    one = place()
+    note(one.part, Given(3, count), magic=magic)
+    assert one.acked.take()[:2] == ([], 1)
+
+
+@pytest.mark.parametrize("first", [[], idempotent((3, 1))])
+def test_a_batch_without_an_offset_is_not_told_of(first: list[Given]) -> None:
+    """It is one that the broker had long ago."""
+    one = place()
+    for each in (*first, *idempotent((-1, 1), first_sequence=len(first))):
+        note(one.part, each)
+    assert [chunk.spans for chunk in one.acked.take()[0]] == [[3, 1]] * len(first)
+
+
+def test_an_entry_without_records_is_passed_over_however_much_stands_behind_it() -> None:
+    """Null records and tagged fields, at the very end of a request: there is no header to be read there."""
+    tags = b"\x01\x09" + bytes([70]) + bytes(70)
+    partitions = b"\x02" + bytes(4) + b"\x00" + tags
+    body = b"\x00" + bytes(2) + bytes(4) + b"\x02" + b"\x02t" + partitions + b"\x00" + b"\x00"
+    frame = request_frame(PRODUCE, 9, body)
+    exchange = Exchange(PRODUCE_API, parse_produce(frame, head_of(frame)), 1, DEADLINE)
+    one = place()
+    one.part.note(exchange, memoryview(bytes(8)))
+    assert one.acked.take() == ([], 0, [])
+
+
+def test_counts_that_make_no_sense_are_not_told_of() -> None:
+    """A batch that goes on by its sequence, and says that it has less than no record."""
+    one = place()
+    for each in (*idempotent((3, 4)), Given(9, -3, 7, 0, 4), Given(20, 1, 7, 0, 1)):
+        note(one.part, each)
+    chunks, unread, _ = one.acked.take()
+    assert unread > 0
+    assert all(min(chunk.spans[1::2]) > 0 for chunk in chunks)
+
+
+batches = st.lists(
+    st.builds(
+        Given,
+        base=st.integers(0, 30),
+        count=st.integers(1, 3),
+        producer_id=st.sampled_from([-1, 7, 7, 7, 8]),
+        epoch=st.sampled_from([0, 0, 0, 1]),
+        sequence=st.sampled_from([0, 1, 2, 3, MAX_SEQUENCE]),
+        size=st.sampled_from([80, 100]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def records_of(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
+    """Each record: (offset, producer_id, epoch, sequence)."""
+    records = []
+    for chunk in chunks:
+        sequence = chunk.first_sequence
+        for first, count in zip(chunk.spans[0::2], chunk.spans[1::2], strict=True):
+            for offset in range(first, first + count):
+                records.append((offset, chunk.producer_id, chunk.producer_epoch, sequence))
+                sequence = (sequence + 1) & MAX_SEQUENCE if chunk.producer_id >= 0 else -1
+    return records
+
+
+@given(batches)
+@settings(deadline=None, max_examples=300)
+def test_no_record_is_lost_or_made_up_by_putting_batches_together(given: list[Given]) -> None:
+    chunks = folded(given)
+    expected = []
+    for each in given:
+        for place in range(each.count):
+            sequence = (each.sequence + place) & MAX_SEQUENCE if each.producer_id >= 0 else -1
+            expected.append((each.base + place, each.producer_id, each.epoch, sequence))
+    assert records_of(chunks) == expected
+    assert sum(chunk.bytes for chunk in chunks) == sum(each.size for each in given)
+
+
+class Site:
+    """A trail on a clock of the test's, and one connection whose acknowledgements it notes."""
+
+    def __init__(self, *, begun: bool = True) -> None:
+        self.now = 1_000.0
+        self.wall = 0.0
+        self.pages: list[tuple[bytes, int, int]] = []
+        self.overlaps: list[Overlap] = []
+        self.trail = Trail(
+            "proxy:9092",
+            "cafe",
+            clock=lambda: self.now,
+            wall_ms=lambda: round((self.now + self.wall) * 1000),
+            deadline_cap_ms=120_000,
+            interval_s=2.0,
+            offer=lambda *page: self.pages.append(page),
+            left_out=[b"left-out"],
+            on_overlap=self.overlaps.append,
+        )
+        self.topology = Topology()
+        self.topology.set_owner(b"t", 0, 3, revision=40)
+        self.connection = self.trail.connection(self.topology)
+        self.connection.peer = "client:1"
+        if begun:
+            self.trail.begin()
+
+    def acknowledge(
+        self, *batches: Given, topic: str = "t", partition: int = 0, magic: int = 2, acks: int = -1
+    ) -> None:
+        acked = self.connection._find(_request(topic).frame, topic.encode(), partition, 3, 1 << 62)
+        if acked is not None:
+            for each in batches:
+                note(NotedEntry(acked, 0, 0, 0), each, magic=magic, acks=acks, topic=topic)
+
+    def look(self, after_s: float = LOOK_S) -> None:
+        self.now += after_s
+        self.trail.look()
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for page, _, _ in self.pages for row in decode_page(page)]
+
+    @property
+    def ranges(self) -> list[Range]:
+        return [row for row in self.rows if isinstance(row, Range)]
+
+    @property
+    def sequences(self) -> list[int]:
+        return [row.sequence for row in self.rows]
+
+
+def _request(topic: str) -> PartitionedRequest:
+    frame = request_frame(PRODUCE, 9, request_body(PRODUCE, 9, sample_request(PRODUCE, {topic: [0]})))
+    return parse_produce(frame, head_of(frame))
+
+
+def test_a_row_says_all_of_what_was_acknowledged() -> None:
+    site = Site()
+    site.acknowledge(*idempotent((10, 2), (12, 1)))
+    site.look()
+    site.acknowledge(*idempotent((13, 4), first_sequence=3))
+    site.look()
+    site.look(1.0)
+    (row,) = site.ranges
+    assert (row.proxy, row.incarnation, row.sequence) == ("proxy:9092", "cafe", 1)
+    assert (row.topic, row.topic_id, row.partition, row.owner, row.revision) == ("t", None, 0, 3, 40)
+    assert (row.peer, row.connection, row.acks, row.principal) == ("client:1", 1, -1, None)
+    assert (row.producer_id, row.producer_epoch, row.first_sequence) == (7, 0, 0)
+    assert (row.base_offset, row.record_count, row.batches, row.bytes) == (10, 7, 3, 300)
+    assert row.spans == [10, 7]
+    assert (row.first_acked_at, row.last_acked_at, row.at) == (1_000_000, 1_001_000, 1_002_000)
+    assert row.latency_us == [2_000, 502_000]
+
+
+def test_every_row_has_the_next_sequence_and_a_page_says_which_it_holds() -> None:
+    site = Site()
+    for base in (0, 5):
+        site.acknowledge(Given(base))
+        site.look(2.0)
+    site.trail.end()
+    assert [type(row) for row in site.rows] == [Begin, Range, Range, End]
+    assert site.sequences == [0, 1, 2, 3]
+    for page, first, last in site.pages:
+        sequences = [row.sequence for row in decode_page(page)]
+        assert (first, last) == (sequences[0], sequences[-1])
+
+
+def test_a_row_is_closed_within_the_interval_that_the_first_row_promises() -> None:
+    site = Site()
+    begin = site.rows[0]
+    assert isinstance(begin, Begin)
+    for base in range(40):
+        site.acknowledge(Given(base))
+        site.look()
+    assert len(site.ranges) > 5
+    assert all(row.at - row.first_acked_at <= begin.interval_ms for row in site.ranges)
+    assert all(row.first_acked_at < row.last_acked_at <= row.at for row in site.ranges)
+
+
+BREAKS = {
+    "another producer": idempotent((1, 1), producer_id=8),
+    "another epoch": idempotent((1, 1), epoch=1),
+    "a sequence left out": idempotent((1, 1), first_sequence=2),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_row_ends_where_its_producers_order_does(name: str) -> None:
+    site = Site()
+    site.acknowledge(*idempotent((0, 1)))
+    site.look()
+    site.acknowledge(*BREAKS[name])
+    site.look()
+    assert [row.spans for row in site.ranges] == [[0, 1]]
+    site.trail.end()
+    assert [row.spans for row in site.ranges] == [[0, 1], [1, 1]]
+
+
+def test_a_row_ends_where_acks_change_and_where_it_has_too_many_spans() -> None:
+    site = Site()
+    site.acknowledge(Given(0))
+    site.look()
+    site.acknowledge(Given(1), acks=1)
+    site.look()
+    assert [(row.acks, row.spans) for row in site.ranges] == [(-1, [0, 1])]
+    site.acknowledge(*(Given(2 * number) for number in range(1, MAX_SPANS + 1)), acks=1)
+    site.look()
+    site.acknowledge(Given(5_000), acks=1)
+    site.trail.end()
+    assert [row.record_count for row in site.ranges] == [1, MAX_SPANS + 1, 1]
+
+
+def test_what_one_look_finds_is_told_in_rows_of_a_bounded_size() -> None:
+    site = Site()
+    site.acknowledge(*idempotent(*((2 * number, 1) for number in range(3 * MAX_SPANS))))
+    site.trail.end()
+    assert max(len(row.spans) for row in site.ranges) <= 4 * MAX_SPANS
+    assert [row.first_sequence for row in site.ranges] == [0, MAX_SPANS, 2 * MAX_SPANS]
+    assert [offset for row in site.ranges for offset in row.spans[0::2]] == [*range(0, 6 * MAX_SPANS, 2)]
+
+
+def test_a_proxy_that_has_nothing_to_tell_says_so_now_and_then() -> None:
+    site = Site()
+    for _ in range(round(3.5 * MARK_S / LOOK_S)):
+        site.look()
+    assert [type(row) for row in site.rows] == [Begin, Mark, Mark, Mark]
+    # Everything before a mark has been told: so there is none while a row is open.
+    site.acknowledge(Given(0))
+    site.look(3 * MARK_S)
+    assert [type(row) for row in site.rows[4:]] == [Range]
+
+
+def test_that_there_is_no_more_to_tell_is_said_soon_and_once() -> None:
+    site = Site()
+    site.acknowledge(Given(0))
+    for _ in range(round(0.9 * MARK_S / LOOK_S)):
+        site.look()
+    begin, row, mark = site.rows
+    assert isinstance(begin, Begin)
+    assert isinstance(row, Range)
+    assert isinstance(mark, Mark)
+    assert mark.at - row.at <= begin.interval_ms
+
+
+def test_what_cannot_be_read_leaves_a_gap_and_ends_nothing() -> None:
+    site = Site()
+    site.acknowledge(Given(0))
+    site.look()
+    site.acknowledge(Given(1), magic=1)
+    site.look()
+    site.acknowledge(Given(2))
+    site.trail.end()
+    assert site.sequences == [0, 2, 3]
+    assert [row.spans for row in site.ranges] == [[0, 1, 2, 1]]
+
+
+def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = Site()
+
+    judge = site.trail._overlaps.add
+
+    def failing(topic: str, topic_id: bytes | None, partition: int, origin: Origin, chunk: Chunk) -> None:
+        if partition == 0:
+            raise ArithmeticError
+        judge(topic, topic_id, partition, origin, chunk)
+
+    monkeypatch.setattr(site.trail._overlaps, "add", failing)
+    site.acknowledge(Given(1))
+    site.acknowledge(Given(7), partition=1)
+    site.look()
+    site.trail.end()
+    assert site.sequences == [0, 2, 3]
+    assert [row.partition for row in site.ranges] == [1]
+
+
+async def test_a_look_that_goes_wrong_leaves_a_gap_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
+    site = Site()
+    mark = site.trail._mark
+
+    def failing() -> None:
+        monkeypatch.setattr(site.trail, "_mark", mark)
+        raise ArithmeticError
+
+    monkeypatch.setattr(site.trail, "_mark", failing)
+    looking = asyncio.create_task(site.trail.keep_looking())
+    while site.trail._mark is not mark:
+        await asyncio.sleep(0.001)
+    site.acknowledge(Given(0))
+    await asyncio.sleep(0.01)
+    looking.cancel()
+    site.trail.end()
+    assert site.sequences == [0, 2, 3]
+
+
+async def test_a_look_lets_clients_be_served_and_forgets_nothing_where_it_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(trail_module, "MAX_STEP", 2)
+    site = Site()
+    for partition in range(9):
+        site.acknowledge(Given(0), partition=partition)
+    looking = asyncio.create_task(site.trail.keep_looking())
+    while len(site.trail._taking) not in range(1, 8):
+        await asyncio.sleep(0)
+    # In the midst of a look; the first of these was taken already, and nothing says that all is told.
+    site.now += 20
+    for partition in (0, 8):
+        site.acknowledge(Given(1), partition=partition)
+    while site.trail._taking:
+        await asyncio.sleep(0)
+    assert not any(isinstance(row, Mark) for row in site.rows)
+    site.acknowledge(*(Given(number) for number in (2, 3)), partition=1)
+    looking.cancel()
+    site.trail.end()
+    told = Counter[int]()
+    for row in site.ranges:
+        told[row.partition] += row.record_count
+    assert told == {0: 2, 1: 3, 8: 2} | dict.fromkeys(range(2, 8), 1)
+    assert site.sequences == list(range(len(site.rows)))
+
+
+async def test_what_a_cancelled_look_has_not_taken_is_told_by_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(trail_module, "MAX_STEP", 2)
+    site = Site()
+    for partition in range(9):
+        site.acknowledge(Given(0), partition=partition)
+    looking = asyncio.create_task(site.trail.keep_looking())
+    while not site.trail._taking:
+        await asyncio.sleep(0)
+    looking.cancel()
+    site.trail.end()
+    assert sorted(row.partition for row in site.ranges) == list(range(9))
+
+
+def test_a_clock_that_is_set_back_does_not_make_times_fall() -> None:
+    site = Site()
+    site.acknowledge(Given(0))
+    site.look()
+    site.wall = -3_600.0
+    site.acknowledge(Given(1))
+    site.look(2.0)
+    site.trail.end()
+    times = [row.at for row in site.rows]
+    assert times == sorted(times)
+
+
+def test_a_clock_that_is_set_back_keeps_no_row_open_and_no_mark_from_coming() -> None:
+    site = Site()
+    site.look()
+    site.wall = -3_600.0
+    for base in range(12):
+        site.acknowledge(Given(base))
+        site.look()
+    assert len(site.ranges) >= 2
+    for _ in range(round(1.5 * MARK_S / LOOK_S)):
+        site.look()
+    assert sum(row.record_count for row in site.ranges) == 12
+    assert isinstance(site.rows[-1], Mark)
+
+
+def test_what_is_acknowledged_first_was_not_acknowledged_before_the_process_served() -> None:
+    site = Site(begun=False)
+    site.now += 300
+    site.trail.begin()
+    site.acknowledge(Given(0))
+    site.look()
+    site.trail.end()
+    begin, row, _ = site.rows
+    assert isinstance(row, Range)
+    assert row.first_acked_at >= begin.at
+
+
+def test_rows_that_nobody_closed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail_module, "MAX_OPEN_ROWS", 5)
+    site = Site()
+    for partition in range(8):
+        site.acknowledge(Given(0), partition=partition)
+    site.look()
+    assert [row.partition for row in site.ranges] == [0, 1, 2]
+
+
+def test_a_page_is_no_larger_than_a_record_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail_module, "MAX_PAGE_BYTES", 2_000)
+    site = Site()
+    for partition in range(20):
+        site.acknowledge(Given(0), partition=partition)
+    site.trail.end()
+    assert all(len(page) <= 2_000 for page, _, _ in site.pages)
+    assert site.sequences == list(range(22))
+    assert [first for _, first, _ in site.pages[1:]] == [last + 1 for _, _, last in site.pages[:-1]]
+
+
+def test_its_own_topic_is_not_in_the_trail() -> None:
+    site = Site()
+    site.acknowledge(Given(0), topic="left-out")
+    site.trail.end()
+    assert site.ranges == []
+
+
+def test_offsets_are_judged_before_the_trail_has_begun_and_not_told() -> None:
+    site = Site(begun=False)
+    for _ in range(2):
+        site.acknowledge(Given(1, 3))
+        site.look()
+    assert [(each.topic, each.first_offset, each.last_offset) for each in site.overlaps] == [("t", 1, 3)]
+    site.trail.end()
+    assert site.pages == []
+
+
+def test_a_connection_that_writes_to_very_many_partitions_is_not_remembered_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kproxy.trail.acknowledgements.MAX_PARTITIONS", 3)
+    site = Site()
+    for partition in range(10):
+        site.acknowledge(Given(0), partition=partition)
+    assert isinstance(site.connection, ConnectionAcks)
+    assert len(site.connection._acked) <= 3
+    site.trail.end()
+    assert [row.partition for row in site.ranges] == list(range(10))
