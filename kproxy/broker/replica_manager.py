@@ -45,6 +45,7 @@ from kproxy.broker.data_dir import DataDir
 from kproxy.broker.election import (
     NOT_A_CANDIDATE,
     ElectionQueue,
+    LeaderRebalance,
     candidate_place,
     initial_replicas,
     is_in_sync,
@@ -53,7 +54,6 @@ from kproxy.broker.election import (
 from kproxy.broker.hosted_replicas import HostedReplicas
 from kproxy.broker.keys import PartitionKey, ReplicaKey, StateValue, node_ids
 from kproxy.broker.leader_epochs import Leadership
-from kproxy.broker.leader_rebalance import LeaderRebalance
 from kproxy.broker.lease_txn import LeaseReleases, TakeOver
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.partition_replication import Isr, Role

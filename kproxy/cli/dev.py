@@ -79,8 +79,7 @@ def command(
     # The parts log to files of their own.
     start_logging(context, default="warning")
     max_connections = _max_connections(raise_open_file_limit())
-    from kproxy.dev.cluster import DEFAULT_REPLICATION_FACTOR, DevCluster
-    from kproxy.dev.data_dir import default_data_dir
+    from kproxy.dev.cluster import DEFAULT_REPLICATION_FACTOR, DevCluster, default_data_dir
 
     end_with_parent()
     directory = data_dir or default_data_dir()

@@ -1,4 +1,4 @@
-"""A whole kproxy on this machine: processes of etcd, brokers and a proxy.
+"""A whole kproxy on this machine: processes of etcd, brokers and a proxy, and their data directory.
 
 States: STOPPED --start()--> RUNNING --a process ends by itself--> BROKEN (which `wait` reports) --stop()--> STOPPED.
 A failed `start` stops everything it started before it raises. After `kill_broker` a cluster is still RUNNING, and
@@ -18,18 +18,102 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import IO, Literal, NamedTuple, Self
+
+import msgspec
 
 from kproxy.config import DEFAULT_PREFIX, WILDCARDS, Address, parse_address, parse_writer_groups
 from kproxy.dev.child import Child
-from kproxy.dev.data_dir import ClusterDir
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.errors import StartupError
 from kproxy.runtime.process import ParentPipe
+
+if sys.platform != "win32":
+    import fcntl
+
+
+class Layout(msgspec.Struct):
+    """`cluster.json`: later starts must agree with it, since each broker has partitions of its own."""
+
+    brokers: int
+
+
+def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Per user: in XDG_DATA_HOME if set, else ~/Library/Application Support on macOS, else ~/.local/share."""
+    configured = environ.get("XDG_DATA_HOME", "")
+    if configured and Path(configured).is_absolute():
+        return Path(configured) / "kproxy" / "dev"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "kproxy" / "dev"
+    return Path.home() / ".local" / "share" / "kproxy" / "dev"
+
+
+class ClusterDir:
+    """A locked data directory. `open` raises StartupError.
+
+    The lock ends with `close` or with the process.
+    """
+
+    def __init__(self, path: Path, lock: IO[bytes]) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path, brokers: int) -> ClusterDir:
+        """Create and lock it; check that all brokers with data in it are started."""
+        try:
+            (path / "logs").mkdir(parents=True, exist_ok=True)
+            lock = (path / "lock").open("ab")
+        except OSError as error:
+            raise StartupError(
+                f"the data directory {path} cannot be used ({error.strerror}): choose another --data-dir."
+            ) from error
+        opened = cls(path, lock)
+        try:
+            opened._take_lock()
+            opened._check_layout(brokers)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._lock.close()
+
+    def _take_lock(self) -> None:
+        if sys.platform == "win32":
+            return
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StartupError(
+                f"the data directory {self.path} is in use by another `kproxy dev`: "
+                f"stop that one, or choose another --data-dir."
+            ) from error
+
+    def _check_layout(self, brokers: int) -> None:
+        file = self.path / "cluster.json"
+        try:
+            before = msgspec.json.decode(file.read_bytes(), type=Layout).brokers if file.exists() else 0
+            if before > brokers:
+                raise StartupError(
+                    f"the data in {self.path} lies on {before} brokers: give --brokers {before} or another --data-dir."
+                )
+            if before < brokers:
+                aside = file.with_suffix(".new")
+                aside.write_bytes(msgspec.json.encode(Layout(brokers)))
+                aside.replace(file)
+        except (OSError, msgspec.DecodeError) as error:
+            raise StartupError(f"{file} cannot be used ({error}): choose another --data-dir.") from error
+
 
 MAX_BROKERS = 100
 DEFAULT_REPLICATION_FACTOR = 3

@@ -29,8 +29,15 @@ from typing import Any, Final, TypeVar
 from kproxy import installed
 from kproxy.errors import StartupError
 from kproxy.pipeline.java import find_java
-from kproxy.pipeline.spark import SparkDriver, SparkFailed, as_spark_failure, pyspark_home, quiet_pyspark
-from kproxy.pipeline.spark_settings import in_one_process, kafka_connector
+from kproxy.pipeline.spark import (
+    SparkDriver,
+    SparkFailed,
+    as_spark_failure,
+    in_one_process,
+    kafka_connector,
+    pyspark_home,
+    quiet_pyspark,
+)
 
 # All cores: unlike the demo, a job seldom shares the machine with the brokers.
 DEFAULT_MASTER: Final = "local[*]"

@@ -14,8 +14,7 @@ import pytest
 from kproxy.errors import StartupError
 from kproxy.pipeline.java import find_java
 from kproxy.pipeline.session import SessionOptions, open_session
-from kproxy.pipeline.spark import pyspark_home
-from kproxy.pipeline.spark_settings import LOCAL_MASTER, PACKAGE_ROOTS, spark_environment
+from kproxy.pipeline.spark import LOCAL_MASTER, PACKAGE_ROOTS, pyspark_home, spark_environment
 from tests.support.clients.java import require_java
 from tests.support.clients.spark import QUICK, SETTINGS
 

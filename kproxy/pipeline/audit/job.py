@@ -30,7 +30,7 @@ from kproxy.pipeline.audit.trail import JSON, PARQUET, TOPIC, TrailPlace
 from kproxy.pipeline.preflight import check_report
 from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session
-from kproxy.pipeline.spark_settings import on_this_machine
+from kproxy.pipeline.spark import on_this_machine
 
 NO_VERDICT: Final = 2
 PATIENCE_S: Final = 5.0

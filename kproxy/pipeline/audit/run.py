@@ -42,8 +42,7 @@ from kproxy.pipeline.audit.tables import (
     write_results,
 )
 from kproxy.pipeline.audit.trail import TOPIC, TrailPlace, read_files, read_topic
-from kproxy.pipeline.spark import as_spark_failure
-from kproxy.pipeline.spark_settings import in_one_process
+from kproxy.pipeline.spark import as_spark_failure, in_one_process
 
 # Spark's readers ignore names that begin with `_`, so readers of the results do not read intermediate tables.
 _WORK = "_work"

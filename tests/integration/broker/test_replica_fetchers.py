@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from kproxy.broker import segment
 from kproxy.broker.config import LogOptions
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication import authentication, fetchers, leader_connection, listener
+from kproxy.broker.replication import authentication, fetchers, listener
 from kproxy.broker.replication.authentication import ListenerHandshake, Secret
 from kproxy_codec import control, error_codes, partitioned
 from kproxy_codec.api_keys import FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE
@@ -419,7 +419,7 @@ async def _wants_no_proof(_: Liar, frame: memoryview) -> bytes:
 
 
 async def _announces_much(_: Liar, __: memoryview) -> bytes:
-    return struct.pack(">i", leader_connection.UNAUTHENTICATED_FRAME_BYTES + 1)
+    return struct.pack(">i", fetchers.UNAUTHENTICATED_FRAME_BYTES + 1)
 
 
 async def _speaks_another_mechanism(_: Liar, frame: memoryview) -> bytes:
@@ -627,7 +627,7 @@ async def _is_found_out_after(tmp_path: Path, hangs: Callable[[Liar], bool]) -> 
 
 
 async def test_a_listener_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_connection, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(fetchers, "CONNECT_TIMEOUT_S", 0.1)
 
     async def behave(_: Liar, __: memoryview) -> bytes:
         await asyncio.sleep(3600)

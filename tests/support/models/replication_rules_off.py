@@ -32,9 +32,9 @@ from kproxy.broker import data_dir, election, lease_txn, partition, replica_mana
 from kproxy.broker.apis import bind_fences
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.data_dir import DataDir
+from kproxy.broker.election import LeaderRebalance
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import ReplicaKey, log_id_of_version_1
-from kproxy.broker.leader_rebalance import LeaderRebalance
 from kproxy.broker.log import Log
 from kproxy.broker.partition import AppendResult, Partition, ReadResult
 from kproxy.broker.producer_state import Judgement, ProducerStates, Verdict

@@ -19,8 +19,7 @@ from kproxy.errors import StartupError
 from kproxy.installed import install_command
 from kproxy.pipeline.java import Java
 from kproxy.pipeline.preflight import check_reachable, check_report
-from kproxy.pipeline.spark import cause_in, no_master, pyspark_home
-from kproxy.pipeline.spark_settings import PACKAGE_ROOTS, spark_environment
+from kproxy.pipeline.spark import PACKAGE_ROOTS, cause_in, no_master, pyspark_home, spark_environment
 
 JAVA = Java(Path("/jvm/17"), Path("/jvm/17/bin/java"), 17, "PATH")
 

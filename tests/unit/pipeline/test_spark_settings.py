@@ -9,7 +9,7 @@ import pytest
 from kproxy.cli.pipeline import session_options
 from kproxy.errors import StartupError
 from kproxy.pipeline.java import Java
-from kproxy.pipeline.spark_settings import (
+from kproxy.pipeline.spark import (
     foreign_variables,
     in_one_process,
     on_this_machine,
