@@ -181,6 +181,17 @@ def test_a_client_that_was_gone_may_be_severed_yet_and_what_is_held_is_held_once
     assert play.answers(2, "u-0") == ["done 2"]
 
 
+def test_what_is_over_when_it_is_released_gives_up_nothing_that_waits_before_it() -> None:
+    """The last request asks for a topic with a writer group as well, so all of it is dropped with its client."""
+    play = Playbook({"t": [1], "g": [2]}, gated=["g"])
+    for sequence in (1, 2, 3):
+        play.submits(sequence, "t-0")
+    play.submits(4, "t-0 g-0")
+    assert play.parts() == ["hold #2: g-0", "drop 4"]
+    assert play.answers(1, "t-0=87") == ["answer 1: t-0=87", "send #3 b1/c1: 2 t-0"]
+    assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b1/c1: 3 t-0"]
+
+
 @pytest.mark.parametrize("again", [Playbook.parts, Playbook.severs])
 def test_a_client_that_is_severed_is_so_for_good(again: Callable[[Playbook], list[str]]) -> None:
     play = gated()
