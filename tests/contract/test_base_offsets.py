@@ -365,7 +365,7 @@ def test_a_leader_deposed_while_a_batch_waits_for_its_replicas_tells_the_offset(
     pytest.fail("no attempt was fast enough")
 
 
-def test_too_few_replicas_are_told_with_minus_one_before_the_append_and_with_the_offset_after_it(
+def test_too_few_replicas_are_told_with_an_offset_only_after_the_append(
     side: RealSide, real_kafka: RealKafka, guard: Topic
 ) -> None:
     """A frozen broker leaves the ISR while a batch waits; later, min.insync.replicas changes under the requests."""

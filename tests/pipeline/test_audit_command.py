@@ -64,7 +64,7 @@ def test_a_clean_run_audits_clean_from_the_command_line(dev_cluster: KproxyProce
 
 
 @pytest.mark.long
-def test_what_the_trail_of_a_killed_proxy_leaves_unproven_ends_with_1_where_one_is_strict(
+def test_a_killed_proxys_unproven_trail_ends_a_strict_audit_with_1(
     dev_cluster: KproxyProcess, topic: str, tmp_path: Path, spark: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trail = ForgedTrail("f" * 16)

@@ -275,9 +275,7 @@ def test_from_some_time_on_pages_of_a_slow_clock_are_read_as_well(since: Followe
 
 
 @pytest.mark.long
-def test_from_some_time_on_neither_what_is_missing_at_the_edge_nor_what_comes_late_is_passed_over(
-    since: Followed, spark: Any
-) -> None:
+def test_from_some_time_on_missing_rows_at_the_edge_and_late_rows_are_judged(since: Followed, spark: Any) -> None:
     produce(since.bootstrap, since.topic, [b"value"] * 10)
     assert since.job.from_ms is not None
     edge_ms = since.job.from_ms

@@ -86,7 +86,7 @@ def without_java(tmp_path: Path) -> dict[str, str]:
     return {**environment, "PATH": str(tools), "SPARK_HOME": "/nonexistent", "SPARK_REMOTE": "sc://nowhere.invalid"}
 
 
-def test_without_java_on_the_machine_it_takes_pips_and_with_an_owner_killed_ends_clean_with_nothing_left(
+def test_with_pips_java_and_an_owner_killed_it_ends_clean_and_leaves_nothing(
     tmp_path: Path, without_java: dict[str, str]
 ) -> None:
     demo = Demo(tmp_path / "data", "--rows", "2000", "--kill-owner", environment=without_java)

@@ -95,7 +95,7 @@ def course(tmp_path_factory: pytest.TempPathFactory, spark_driver: SparkDriver) 
         pytest.param(swap_two, {"out of order": 1}, ROWS, id="two of one key swapped", marks=pytest.mark.long),
     ],
 )
-def test_one_record_lost_doubled_or_swapped_on_the_wire_is_found_and_the_exit_status_is_1(
+def test_one_record_lost_doubled_or_swapped_on_the_wire_ends_with_status_1(
     course: Course,
     tmp_path: Path,
     change: Callable[[list[Record]], list[Record] | None] | None,

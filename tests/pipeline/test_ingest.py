@@ -213,9 +213,7 @@ def test_rows_that_cannot_be_written_go_to_a_topic_and_are_counted_by_reason(job
     }
 
 
-def test_a_micro_batch_that_is_written_again_has_the_same_names_and_replaces_its_dead_letters(
-    job: Job, tmp_path: Path
-) -> None:
+def test_a_micro_batch_written_again_keeps_its_names_and_replaces_its_dead_letters(job: Job, tmp_path: Path) -> None:
     letters = tmp_path / "dead"
     job.options = replace(
         job.options,
@@ -237,9 +235,7 @@ def test_a_micro_batch_that_is_written_again_has_the_same_names_and_replaces_its
     assert [row["record"] for row in job.spark.read.json(str(letters)).collect()] == ["2,b,x"]
 
 
-def test_without_a_place_for_dead_letters_the_first_one_ends_the_job_and_it_goes_on_with_one(
-    job: Job, tmp_path: Path
-) -> None:
+def test_without_a_place_for_dead_letters_the_first_one_ends_the_job(job: Job, tmp_path: Path) -> None:
     job.options = replace(job.options, source=FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT"))
     job.options = replace(job.options, key=("name",))
     write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,b,x")

@@ -68,7 +68,7 @@ def headers(record: Placed) -> tuple[str, str]:
     return found["row"].decode(), found["batch"].decode()
 
 
-async def test_killed_in_mid_stream_and_started_again_it_loses_nothing_and_repeats_one_micro_batch_at_most(
+async def test_killed_and_started_again_it_repeats_one_micro_batch_at_most_and_loses_none(
     tmp_path: Path,
 ) -> None:
     require_java()

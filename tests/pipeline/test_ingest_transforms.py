@@ -233,7 +233,7 @@ def test_a_line_has_the_same_name_however_many_tasks_read(spark: Any, tmp_path: 
     assert of_a == sorted(of_a), "the order of the lines is not that of the file"
 
 
-def test_all_rows_of_a_key_are_handed_over_by_one_task_in_order_and_rows_without_one_are_spread(spark: Any) -> None:
+def test_one_task_writes_a_keys_rows_in_order_and_rows_without_a_key_are_spread(spark: Any) -> None:
     # Numbers from high to low, in several tasks: what arrives in order was put there.
     table = spark.range(2_000, 0, -1, 6).selectExpr("id as value", "if(id % 2 = 0, cast(id % 10 as string), null) as k")
     options = replace(OPTIONS, key=("k",), value_column="value")

@@ -75,7 +75,7 @@ async def test_all_partitions_of_a_broker_are_on_one_lease_kept_alive_on_one_str
     assert seen[1] == seen[0], "more partitions cost more leases or streams"
 
 
-async def test_who_is_stopped_in_good_order_is_succeeded_long_before_its_lease_would_have_ended(
+async def test_a_broker_that_is_stopped_is_succeeded_before_its_lease_would_have_ended(
     etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
 ) -> None:
     ttl_s, keys = 60, Keys(etcd_prefix)

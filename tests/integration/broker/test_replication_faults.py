@@ -143,7 +143,7 @@ async def test_an_owner_that_is_one_again_after_another_was_reuses_no_offset(tri
 # Cut off
 
 
-async def test_a_leader_cut_off_from_its_followers_alone_acknowledges_nothing_that_they_have_not(trio: Trio) -> None:
+async def test_a_leader_cut_off_from_its_followers_acknowledges_nothing_that_they_lack(trio: Trio) -> None:
     topic = await trio.topic("lonely")
     leader = trio.site.brokers[1]
     async with trio.direct(topic) as writer, trio.direct(topic, acks=1) as hasty:

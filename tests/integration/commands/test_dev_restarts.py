@@ -153,7 +153,7 @@ def test_a_killed_proxy_is_started_again_where_it_was(dev: KproxyProcess) -> Non
 
 
 @pytest.mark.long
-def test_a_broker_that_cannot_start_is_tried_again_later_each_time_and_its_reason_is_told(tmp_path: Path) -> None:
+def test_a_broker_that_cannot_start_is_tried_again_later_and_its_reason_is_told(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     with serving(dev_arguments(data_dir, "--lease-ttl", "1", "--no-audit"), tmp_path / "stderr") as dev:
         told, directory = Told(dev), data_dir / "broker-2"

@@ -131,7 +131,7 @@ async def test_a_broker_that_is_known_to_be_down_is_dialled_by_one_at_a_time() -
 
 @linux
 @both_loops
-async def test_a_client_that_leaves_in_the_midst_of_the_dial_takes_nothing_from_those_who_wait_for_it() -> None:
+async def test_a_client_that_leaves_during_a_dial_takes_nothing_from_others_who_wait() -> None:
     limits = {"connect_timeout_s": 10.0, "probe_timeout_s": 60.0}
     upstream = ScriptedUpstream(1, answers_everything)
     async with AsyncExitStack() as stack:

@@ -205,7 +205,7 @@ def _with_name_server(address: str, directory: Path) -> list[str]:
     return prefix
 
 
-async def test_a_name_server_that_does_not_answer_for_some_brokers_takes_nothing_from_the_others(
+async def test_names_that_are_not_answered_take_nothing_from_other_brokers(
     tmp_path: Path,
 ) -> None:
     with _port_53() as bound:

@@ -203,7 +203,7 @@ async def test_an_address_that_cannot_be_dialled_counts_as_a_refused_dial(host: 
 
 
 @both_loops
-async def test_at_the_deadline_written_pieces_get_seven_unwritten_six_and_finished_keep_their_results() -> None:
+async def test_at_the_deadline_written_pieces_get_7_unwritten_6_and_finished_their_results() -> None:
     finished, silent = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(finished, silent) as proxy:
         proxy.own(1)

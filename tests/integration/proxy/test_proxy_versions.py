@@ -77,7 +77,7 @@ async def join(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
 
 
 @both_loops
-async def test_a_client_that_was_told_of_more_is_answered_and_then_closed_when_an_old_broker_joins() -> None:
+async def test_a_client_told_of_more_is_answered_and_closed_when_an_old_broker_joins() -> None:
     new, old = ScriptedUpstream(1, serves(NEWEST, answers=holds)), ScriptedUpstream(2, serves(OLD))
     async with running_proxy(new, follows_versions=True) as proxy:
         proxy.own(1)
@@ -157,7 +157,7 @@ async def test_a_client_that_never_asked_is_held_to_what_is_offered_at_the_momen
 
 
 @both_loops
-async def test_a_client_that_was_told_of_less_stays_and_is_held_to_it_when_the_old_broker_leaves() -> None:
+async def test_a_client_told_of_less_stays_and_is_held_to_it_when_the_old_broker_leaves() -> None:
     upstreams = ScriptedUpstream(1, serves(NEWEST)), ScriptedUpstream(2, serves(OLD))
     async with running_proxy(*upstreams, follows_versions=True) as proxy:
         proxy.own(1)

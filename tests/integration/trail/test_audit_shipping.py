@@ -266,7 +266,7 @@ async def test_an_idle_proxy_says_that_it_is_there(tmp_path: Path) -> None:
     await upstream.stop()
 
 
-async def test_what_is_acknowledged_while_the_proxy_stops_is_in_the_trail_and_what_is_cut_off_is_not(
+async def test_acknowledgements_during_a_stop_are_in_the_trail_and_cut_off_batches_are_not(
     tmp_path: Path,
 ) -> None:
     upstream = await ServedBroker(1).start()

@@ -442,7 +442,7 @@ async def test_a_log_that_has_gone_does_not_keep_others_from_their_checkpoints(b
 # Retention
 
 
-async def test_retention_is_applied_below_the_high_watermark_and_an_emptied_log_keeps_its_epoch(broker: Broker) -> None:
+async def test_retention_stays_below_the_high_watermark_and_an_emptied_log_keeps_its_epoch(broker: Broker) -> None:
     hosted = broker.host(retention_ms=1000)
     append_values(hosted.log, *[2000] * 6, timestamp=NOW_MS - 1001, leader_epoch=4)
     await broker.keeper.flush()

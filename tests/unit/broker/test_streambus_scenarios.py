@@ -150,7 +150,7 @@ def test_leader_fails_before_replication_with_acks_1_the_message_is_lost(group: 
     assert [log_of(group, node_id) for node_id in REPLICAS] == [[], [], []]
 
 
-async def test_leader_fails_before_replication_with_acks_all_the_producer_times_out_and_sends_again(
+async def test_leader_fails_before_replication_with_acks_all_the_producer_sends_again(
     group: Group,
 ) -> None:
     producer = {"producer_id": 9, "producer_epoch": 0, "base_sequence": 0}

@@ -31,7 +31,7 @@ class Site:
             call()
 
 
-def test_what_is_beyond_the_bound_is_told_when_the_minute_is_over_though_nothing_more_is_logged() -> None:
+def test_suppressed_lines_are_counted_at_the_minutes_end_without_another_line() -> None:
     site = Site()
     assert site.logged("a", MOST_A_MINUTE) == MOST_A_MINUTE
     site.pass_time(10)

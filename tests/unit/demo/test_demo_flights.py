@@ -63,7 +63,7 @@ def test_rows_are_numbered_from_one_through_all_files_in_the_order_of_the_source
     assert together == [[str(n), *row] for n, row in enumerate(source, start=1)]
 
 
-def test_modification_times_rise_by_whole_seconds_because_the_stream_orders_files_by_them(tmp_path: Path) -> None:
+def test_modification_times_of_files_rise_by_whole_seconds(tmp_path: Path) -> None:
     flights = write_files(_archive(tmp_path / "f.zip", [ROW] * 5), tmp_path / "out", rows=5, files=5)
 
     times = [path.stat().st_mtime for path in sorted(flights.directory.iterdir())]

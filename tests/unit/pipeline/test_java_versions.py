@@ -77,9 +77,7 @@ def test_one_on_path_that_is_a_link_is_run_from_its_own_home(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("home_name", ["jvm", "a home with 'quotes' and spaces"])
-def test_one_without_the_vector_module_runs_behind_a_wrapper_that_drops_that_option_alone(
-    tmp_path: Path, home_name: str
-) -> None:
+def test_a_java_without_the_vector_module_runs_behind_a_wrapper(tmp_path: Path, home_name: str) -> None:
     home = _java(tmp_path / home_name, "21.0.1", has_vector_module=False)
 
     java = find_java({"JAVA_HOME": str(home), "PATH": WITHOUT_JAVA}, cache_dir=tmp_path / "cache")

@@ -37,7 +37,7 @@ def test_a_master_says_where_tasks_run(master: str, here: bool, one_process: boo
     assert (on_this_machine(master), in_one_process(master)) == (here, one_process)
 
 
-def test_on_a_cluster_its_configuration_is_in_force_but_nothing_turns_our_session_into_another(tmp_path: Path) -> None:
+def test_on_a_cluster_its_configuration_is_in_force_but_the_session_is_ours(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     theirs = {"SPARK_HOME": str(tmp_path), "HADOOP_CONF_DIR": "/etc/hadoop", "PYSPARK_PYTHON": "/venv/bin/python"}
     never = {"SPARK_REMOTE": "sc://far.example", "PYSPARK_SUBMIT_ARGS": "--master local", "PYSPARK_GATEWAY_PORT": "1"}

@@ -8,7 +8,7 @@ from kproxy.routing.topology import Address, Topology
 from kproxy_codec.coordination import GROUP, TRANSACTION
 
 
-def test_the_holder_of_its_lease_coordinates_a_group_and_without_one_a_broker_that_answers() -> None:
+def test_a_group_is_coordinated_by_its_leases_holder_or_by_a_broker_that_answers() -> None:
     topology, leases = Topology(), GroupLeases()
     coordinators = LeasedCoordinators(leases, topology)
     assert coordinators.get(GROUP, "g") is None

@@ -46,7 +46,7 @@ def features_before(*brokers: BrokerApis, produce: int = 13) -> tuple[dict[str, 
     return dict(offered.finalized), offered.epoch
 
 
-def test_without_the_produce_versions_for_it_clients_are_told_of_transactions_of_the_first_kind() -> None:
+def test_without_their_produce_versions_transactions_of_the_first_kind_are_offered() -> None:
     """KIP-890: a client that is told level 2 and may not send Produce 12 aborts its transactions."""
     assert features_before(NEW, produce=11) == ({TRANSACTIONS: (1, 1), "x": (4, 4)}, 15)
     assert dict(offer([NEW], {keys.PRODUCE: 11}).supported) == {TRANSACTIONS: (0, 1), "x": (1, 5)}

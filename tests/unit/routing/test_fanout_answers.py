@@ -119,7 +119,7 @@ def test_tagged_fields_that_nobody_knows_survive_the_merge() -> None:
     assert play.exchanges[1]._tags == [(100, b"a"), (101, b"d"), (102, b"b")]
 
 
-def test_an_acknowledgement_is_noted_with_its_broker_before_its_answer_and_an_error_is_not() -> None:
+def test_an_acknowledgement_is_noted_with_its_broker_before_its_answer() -> None:
     play = Playbook({"t": [1, 1, 2]})
     play.submits(1, "t-0 t-1 t-2")
     assert play.answers(1, "t-0 t-1=87") == []

@@ -27,7 +27,7 @@ def proven() -> Playbook:
 # Deadlines
 
 
-def test_at_a_deadline_what_is_finished_keeps_its_results_what_is_written_gets_7_and_what_is_not_6() -> None:
+def test_at_a_deadline_finished_entries_keep_results_written_ones_get_7_others_6() -> None:
     play = Playbook({"t": [1, 2, 3]}, dials=True)
     play.submits(1, "t-0 t-1 t-2")
     for connection in (1, 2):
@@ -457,7 +457,7 @@ def test_confirmed_acks_0_keeps_its_order_and_its_client_hears_nothing() -> None
 
 
 @pytest.mark.parametrize("code", [10, 87])
-def test_confirmed_acks_0_that_is_refused_for_good_is_undeliverable_and_the_next_is_delivered(code: int) -> None:
+def test_confirmed_acks_0_refused_for_good_is_lost_and_the_next_is_delivered(code: int) -> None:
     play = Playbook()
     play.submits(1, "t-0 t-1", acks=1, silent=True)
     play.submits(2, "t-0", acks=1, silent=True)

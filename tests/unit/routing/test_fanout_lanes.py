@@ -464,7 +464,7 @@ def test_a_broker_that_says_it_is_no_owner_gets_one_batch_first_afterwards() -> 
     assert play.submits(4, "t-0") == []
 
 
-def test_a_read_that_is_refused_leaves_a_route_proven_and_the_plain_path_is_waited_for_after_a_move() -> None:
+def test_a_refused_read_leaves_a_route_proven_and_a_move_waits_for_the_plain_path() -> None:
     play = proven()
     play.passes(2, "t-0")
     play.lists_offsets(3, "t-0")

@@ -267,7 +267,7 @@ def test_what_waits_for_its_retry_at_the_deadline_is_not_sent_any_more() -> None
     assert play.wakes() == []
 
 
-def test_what_waits_for_others_past_its_deadline_is_not_sent_when_they_are_answered_before_the_tick() -> None:
+def test_a_batch_that_waits_past_its_deadline_is_not_sent_after_it() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -347,7 +347,7 @@ def test_a_new_owners_state_counts_and_not_the_old_ones() -> None:
     assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
 
 
-def test_what_waits_for_a_new_owner_behind_a_batch_that_is_left_to_its_client_is_left_to_it_as_well() -> None:
+def test_a_batch_behind_one_that_is_left_to_its_client_is_left_to_it_as_well() -> None:
     """The first may be in the log of the broker that hangs: sent alone, the second would come before it."""
     play = Playbook(hung=[1])
     play.submits(1, "t-0", producer=PLAIN)
@@ -366,7 +366,7 @@ def test_what_waits_behind_a_batch_at_a_broker_that_hangs_is_given_up_unwritten(
     assert list(play.sent) == [1]
 
 
-def test_all_that_a_broker_got_before_it_hung_is_in_doubt_and_the_lane_goes_on_in_order_afterwards() -> None:
+def test_batches_at_a_broker_that_hangs_are_in_doubt_and_the_lane_goes_on_in_order() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")

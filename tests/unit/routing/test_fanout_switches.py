@@ -243,7 +243,7 @@ SWITCHES: dict[str, Switch] = {
     ),
     "fanout 5: what came behind it on the plain path is given up with it": Switch(
         replaced(Fanout, "is_due", says(False)),
-        test_fanout_topology.test_what_goes_the_plain_path_behind_a_batch_whose_time_is_over_enters_and_is_given_up_with_it,
+        test_fanout_topology.test_the_plain_path_behind_a_batch_whose_time_is_over_is_given_up_with_it,
     ),
     "fanout 6: nothing more is sent for a client that is gone": Switch(
         replaced(ClientEnd, "forbids", says(False)),
@@ -267,7 +267,7 @@ SWITCHES: dict[str, Switch] = {
     ),
     "fanout 8: an acknowledgement is noted once": Switch(
         replaced(Fanout, "_note", note_twice),
-        test_fanout_answers.test_an_acknowledgement_is_noted_with_its_broker_before_its_answer_and_an_error_is_not,
+        test_fanout_answers.test_an_acknowledgement_is_noted_with_its_broker_before_its_answer,
     ),
     "fanout 8: an acknowledgement is noted": Switch(
         replaced(Fanout, "_note", nothing),
@@ -280,7 +280,7 @@ SWITCHES: dict[str, Switch] = {
     "fanout 9: what is not delivered is said last": Switch(
         replaced(Actions, "add_last", Actions.add),
         partial(
-            test_fanout_ends.test_confirmed_acks_0_that_is_refused_for_good_is_undeliverable_and_the_next_is_delivered,
+            test_fanout_ends.test_confirmed_acks_0_refused_for_good_is_lost_and_the_next_is_delivered,
             87,
         ),
     ),

@@ -135,7 +135,7 @@ def test_a_change_is_followed_before_the_next_request_is_sent() -> None:
     assert play.lanes == ["t-0 blocked"]
 
 
-def test_whether_a_change_concerns_what_goes_the_plain_path_is_known_before_it_is_followed() -> None:
+def test_a_change_that_concerns_the_plain_path_is_known_before_it_is_followed() -> None:
     play = proven()
     concerned = []
     for partition in (1, 0):
@@ -435,7 +435,7 @@ def test_what_has_entered_is_answered_at_its_deadline() -> None:
     assert play.wakes() == ["send #4 b2/c2: 3 t-1"]
 
 
-def test_what_goes_the_plain_path_behind_a_batch_whose_time_is_over_enters_and_is_given_up_with_it() -> None:
+def test_the_plain_path_behind_a_batch_whose_time_is_over_is_given_up_with_it() -> None:
     """The first waited for its route to be proven, the second did not."""
     play = Playbook()
     play.submits(1, "t-0")
