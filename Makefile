@@ -25,7 +25,7 @@ help:  ## list the targets
 
 install: $(STAMP)  ## make .venv with everything, from the lock files; does nothing where that is done
 
-$(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/install.sh scripts/build_plain.py kproxy/plain/_plain.pyx kproxy/plain/wire.h
+$(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/install.sh scripts/build_plain.py $(wildcard kproxy/plain/*.pyx kproxy/plain/*.pxi kproxy/plain/*.h)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh scripts/install.sh
 	@touch $@
 

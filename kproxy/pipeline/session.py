@@ -222,7 +222,7 @@ def _clear(work_dir: Path, *, keep_log: bool) -> None:
 PACKAGES: Final = ("kafka", "kproxy", "kproxy_codec")
 _LEFT_OUT: Final = ("__pycache__",)
 # The compiled plain path and what it is built from: an extension cannot be imported from a zip.
-_COMPILED: Final = (".so", ".c", ".h", ".pyx")
+_COMPILED: Final = (".so", ".c", ".h", ".pyx", ".pxi")
 # The earliest date that a zip can have: the archive depends only on its content.
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
 

@@ -1,9 +1,17 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
-"""Forward produce requests whose routes are all proven, compiled (kproxy.proxy.plain_path is the reference).
+"""Forward produce requests whose routes are all proven, compiled, with the loops around it that read and write.
 
-`CompiledPath.take` gets every whole frame of a client first. A request that meets the gate below is indexed, sent by
-the routes of its partitions, answered and noted here; everything else is left to the Python path from the same frame,
-with nothing changed. A request that was sent here and meets anything but success enters the core like one of the Python
+Each class has a twin in Python, its reference, which runs where this is not built:
+
+  frames.pxi    kproxy_codec.framing, kproxy_codec.correlation
+  outbox.pxi    kproxy.proxy.outbox
+  answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
+  path.pxi      kproxy.proxy.plain_path
+  readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
+
+`CompiledPath` gets every whole frame of a client first. A request that meets the gate below is indexed, sent by the
+routes of its partitions, answered and noted here; everything else is left to the Python path from the same frame, with
+nothing changed. A request that was sent here and meets anything but success enters the core like one of the Python
 plain path: its pieces and slot have the attributes that `PlainPath.leave` reads.
 
 The gate: a produce request that wire.h indexes, of an offered version, with acks 1 or all, no partition twice, and a
@@ -12,13 +20,17 @@ has a writer group. Every partition's route is proven.
 
 States of a slot
   open      some of its parts are unanswered
-  filled    its whole answer is known; kproxy.proxy.answer_order writes it in its turn
+  filled    its whole answer is known; `AnswerOrder` writes it in its turn
 
 Invariants
-1. `take` changes nothing before the gate is passed, and nothing can fail behind it but memory.
+1. Nothing is changed before the gate is passed, and nothing can fail behind it but memory.
 2. A route is kept only for the generation of the core's routes that it was found in (kproxy.routing.routes).
 3. At most MOST_PLACES partition indexes are kept, proven or not; then all are forgotten.
-4. A frame is kept until its slot is written: the answers, the trail and a hand-over to the core read it.
+4. A receive buffer is kept until the slots of its requests are written: the answers, the trail and a hand-over to the
+   core read it. A slot without open parts refers to nothing that refers to it, so that its buffer is free at once.
+5. The gate for all requests is looked at once for all frames of one read, and again after each that Python begins:
+   nothing else in between changes it.
+6. Here is no I/O: transports are called as Python calls them, so that TLS can be below.
 """
 
 cimport cython

@@ -87,9 +87,11 @@ cdef class RequestReader:
     cdef public bint closed, _reading, _is_let_go
     cdef public FrameReader _reader
     cdef public AnswerOrder _answers
-    cdef public CompiledPath _plain
     cdef public HeldBytes _budget
     cdef public object _backlog, _ranges
+    # What begins requests before `_take` is asked, and the same where it is the plain path itself.
+    cdef object taker
+    cdef CompiledPath path
     cdef public int64_t _arriving_bytes, _max_bytes, _max_requests
     cdef public double _first_byte_at
     cdef ProduceCounts tally
@@ -103,6 +105,15 @@ cdef class RequestReader:
         self._max_requests = context.limits.max_open_requests
         self._backlog = deque()
         self._reading = True
+
+    @property
+    def _plain(self):
+        return self.taker
+
+    @_plain.setter
+    def _plain(self, taker):
+        self.taker = taker
+        self.path = taker if type(taker) is CompiledPath else None
 
     def get_buffer(self, sizehint):
         cdef HeldBytes budget = self._budget
@@ -118,8 +129,8 @@ cdef class RequestReader:
         cdef FrameReader reader = self._reader
         self.tally.received_bytes += nbytes
         first_byte_at = self._first_byte_at if self._arriving_bytes else now
-        if self._plain is not None:
-            self._plain.has_looked = False
+        if self.path is not None:
+            self.path.has_looked = False
         try:
             view = reader.cut(nbytes)
             data, first, at, end = reader.cut_data, reader.cut_start, reader.cut_start, reader.cut_end
@@ -177,8 +188,8 @@ cdef class RequestReader:
         return 0
 
     def _begin(self, frame, double first_byte_at):
-        if self._plain is not None:
-            self._plain.has_looked = False
+        if self.path is not None:
+            self.path.has_looked = False
         self.begin(frame, data_of(frame), 0, len(frame), self.clock.now(), first_byte_at)
 
     cdef int begin(
@@ -186,15 +197,23 @@ cdef class RequestReader:
     ) except -1:
         """Begin the request of `size` bytes at `start` of `view`, whose bytes are at `data`."""
         cdef AnswerOrder answers = self._answers
-        if self._plain is None or not self._plain.take_span(
-            view, data, start, size, now, first_byte_at, self._ranges
-        ):
+        if not self.takes(view, data, start, size, now, first_byte_at):
             self._take(view[start:start + size], first_byte_at)
-            if self._plain is not None:
-                self._plain.has_looked = False
+            if self.path is not None:
+                self.path.has_looked = False
         if (
             answers.in_flight_bytes >= self._max_bytes
             or <int64_t>len(answers.slots) + answers.silent >= self._max_requests
         ):
             self.adjust_reading()
         return 0
+
+    cdef inline bint takes(
+        self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size, double now, double first_byte_at
+    ) except -1:
+        """Have `_plain` begin the request; False leaves it to `_take`."""
+        if self.path is not None:
+            return self.path.take_span(view, data, start, size, now, first_byte_at, self._ranges)
+        if self.taker is None:
+            return False
+        return self.taker.take(view[start:start + size], first_byte_at, self._ranges)

@@ -8,7 +8,7 @@ The compiled plain path (kproxy.plain) has a twin of the class here, which is us
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kproxy.plain import FrameReader, compiled
 from kproxy.proxy.answer_order import AnswerOrder
@@ -21,11 +21,20 @@ from kproxy_codec.errors import CodecError
 TURN_S = 0.01
 
 
+class Taker(Protocol):
+    """Begins some of the requests in the session's place."""
+
+    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
+        """Begin a request; False leaves it, with nothing changed, to the session."""
+        ...
+
+
 class RequestReader:
-    """The hot part of a client session."""
+    """The hot part of a client session. `_plain` gets every request first: the compiled plain path, where it runs."""
 
     _answers: AnswerOrder
     _ranges: Ranges
+    _plain: Taker | None
 
     def __init__(self, context: ProxyContext) -> None:
         self._clock = context.clock
@@ -94,7 +103,8 @@ class RequestReader:
 
     def _begin(self, frame: memoryview, first_byte_at: float) -> None:
         """Begin a request."""
-        self._take(frame, first_byte_at)
+        if self._plain is None or not self._plain.take(frame, first_byte_at, self._ranges):
+            self._take(frame, first_byte_at)
         answers = self._answers
         if answers.in_flight_bytes >= self._max_bytes or answers.open_count >= self._max_requests:
             self.adjust_reading()
@@ -122,7 +132,7 @@ class RequestReader:
         raise NotImplementedError
 
     def _take(self, frame: memoryview, first_byte_at: float) -> None:
-        """Begin a request that is not sent by the compiled plain path. Raises CodecError."""
+        """Begin a request that `_plain` leaves. Raises CodecError."""
         raise NotImplementedError
 
     def _rest(self) -> None:

@@ -24,14 +24,14 @@ brokers are asked without waiting, and again until there is enough or the fetch'
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
 from kproxy.plain import compiled
 from kproxy.proxy.answer_order import AnswerOrder, Slot
-from kproxy.proxy.apis import Ranges
 from kproxy.proxy.claims import ClientClaims, Respond, refused_writes
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import FanoutShell
+from kproxy.proxy.request_reader import Taker
 from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.split import NOTHING_REFUSED
@@ -180,15 +180,7 @@ class DataRequests:
         return not taken or taken + partitions <= MAX_OPEN_PARTITIONS
 
 
-class CompiledPath(Protocol):
-    """The compiled plain path of one client connection (kproxy.plain)."""
-
-    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
-        """Begin a request; False leaves it, with nothing changed, to DataRequests."""
-        ...
-
-
-def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder) -> CompiledPath | None:
+def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder) -> Taker | None:
     """The compiled plain path of a client; None where it is not built or switched off."""
     if compiled is None:
         return None
@@ -202,7 +194,7 @@ def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder)
     def make_exchange(request: PartitionedRequest, sequence: int, deadline: float) -> Exchange:
         return Exchange(PRODUCE_API, request, sequence, deadline)
 
-    path: CompiledPath = compiled.CompiledPath(fanout, answers, context, fanout.take_over, parse, make_exchange)
+    path: Taker = compiled.CompiledPath(fanout, answers, context, fanout.take_over, parse, make_exchange)
     return path
 
 
