@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import click
+import msgspec
 from msgspec import UNSET
 
 from kproxy.config import Owners, Setting, build_proxy_config, load_settings
-from kproxy.config.etcd import SECRETS
-from kproxy.config.proxy import OF_ONE_SOURCE
+from kproxy.config.listeners import SECTION as LISTENERS
+from kproxy.config.listeners import ListenerConfig
+from kproxy.config.proxy import OF_ONE_SOURCE, SECRETS, TABLES
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS
 from kproxy.errors import StartupError
 
@@ -34,13 +36,15 @@ def command(config: Path | None, as_json: bool) -> None:
     """
     try:
         settings = load_settings(config)
-        owners = build_proxy_config(settings).owners
+        config_in_force = build_proxy_config(settings)
     except StartupError as error:
         if as_json:
-            _echo_json({"ok": False, "problem": str(error), "settings": {}, "owners": None})
+            _echo_json({"ok": False, "problem": str(error), "settings": {}, "owners": None, "listeners": []})
         raise
+    owners = config_in_force.owners
     if as_json:
-        _echo_json({"ok": True, "problem": None, "settings": _as_json(settings), "owners": _owners_as_json(owners)})
+        told = {"ok": True, "problem": None, "settings": _as_json(settings), "owners": _owners_as_json(owners)}
+        _echo_json({**told, "listeners": [_listener_as_json(each) for each in config_in_force.listeners]})
     else:
         _echo_toml(settings, owners)
 
@@ -50,6 +54,8 @@ def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:
         return NOT_SET
     if setting.path in SECRETS:
         return NOT_SHOWN
+    if _is_about_one_listener(setting.path) and LISTENERS in settings:
+        return NOT_USED
     ownership = settings["ownership.ownership"].value
     return SET if OF_ONE_SOURCE.get(setting.path, ownership) == ownership else NOT_USED
 
@@ -57,7 +63,7 @@ def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:
 def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
     current = ""
     for path, setting in settings.items():
-        if path in STATIC_TABLE_SECTIONS:
+        if path in TABLES:
             continue
         section, _, key = path.partition(".")
         if section != current:
@@ -69,13 +75,47 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
         elif state == NOT_SHOWN:
             click.echo(f"{f'# {key} is set and not shown':<48}# {setting.source}")
         elif state == NOT_USED:
-            click.echo(f"# {key} is for --ownership {OF_ONE_SOURCE[path]}")
+            where = (
+                f"--ownership {OF_ONE_SOURCE[path]}"
+                if path in OF_ONE_SOURCE
+                else "a configuration without [[listeners]]"
+            )
+            click.echo(f"# {key} is for {where}")
         else:
             # Strings, numbers and lists of JSON are valid TOML.
             click.echo(f"{f'{key} = {json.dumps(setting.value)}':<48}# {setting.source}")
+    if LISTENERS in settings:
+        _echo_listeners(settings[LISTENERS])
     if owners is not None:
         inline = [settings[table].source for table in STATIC_TABLE_SECTIONS if table in settings]
         _echo_owners(owners, inline[0].partition(" in ")[2] if inline else "")
+
+
+def _is_about_one_listener(path: str) -> bool:
+    return path in ("listen.listen", "listen.advertise", "listen.proxy_protocol") or path.startswith("tls.")
+
+
+def _echo_listeners(setting: Setting) -> None:
+    """Print `[[listeners]]` as given; `build_proxy_config` has accepted it."""
+    for listener in msgspec.convert(setting.value, list[dict[str, object]]):
+        click.echo(f"\n{'[[listeners]]':<48}# {setting.source.partition(' in ')[2]}")
+        for key, value in listener.items():
+            lines = {f"{key}.{each}": what for each, what in value.items()} if isinstance(value, dict) else {key: value}
+            for name, what in lines.items():
+                click.echo(f"{name} = {json.dumps(what)}")
+
+
+def _listener_as_json(listener: ListenerConfig) -> dict[str, object]:
+    tls = listener.tls
+    return {
+        "name": listener.name,
+        "listen": str(listener.listen),
+        "advertise": None if listener.advertise is None else str(listener.advertise),
+        "proxy_protocol": listener.proxy_protocol,
+        "tls": None
+        if tls is None
+        else {"cert": str(tls.cert), "client_auth": tls.client_auth, "min_version": tls.min_version},
+    }
 
 
 def _echo_owners(owners: Owners, file: str) -> None:
@@ -91,7 +131,7 @@ def _echo_owners(owners: Owners, file: str) -> None:
 def _as_json(settings: Mapping[str, Setting]) -> dict[str, object]:
     told: dict[str, object] = {}
     for path, setting in settings.items():
-        if path not in STATIC_TABLE_SECTIONS:
+        if path not in TABLES:
             state = _state(setting, settings)
             value = None if state in (NOT_SET, NOT_SHOWN) else setting.value
             told[path] = {"value": value, "state": state, "source": setting.source}

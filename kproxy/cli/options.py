@@ -198,6 +198,52 @@ def audit_flags(command: Command) -> Command:
     return _with(command, _AUDIT_FLAGS)
 
 
+_SECURITY_FLAGS = (
+    click.option(
+        "--tls-cert", metavar="FILE", help="TLS for clients: the listener's certificate, with its chain. [none]"
+    ),
+    click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert."),
+    click.option("--tls-client-ca", metavar="FILE", help="The CA certificates that sign clients' certificates. [none]"),
+    click.option(
+        "--tls-client-auth",
+        metavar="none|optional|required",
+        help="Whether clients show a certificate. [required with --tls-client-ca]",
+    ),
+    click.option("--tls-client-crl", metavar="FILE", help="The revocation list of clients' certificates. [none]"),
+    click.option(
+        "--proxy-protocol",
+        is_flag=True,
+        default=None,
+        help="Expect the PROXY protocol, version 2, from a load balancer on every connection.",
+    ),
+    click.option("--broker-tls-enabled", is_flag=True, default=None, help="Speak TLS to the brokers."),
+    click.option(
+        "--broker-tls-ca", metavar="FILE", help="The CA certificates that sign brokers' certificates. [the machine's]"
+    ),
+    click.option(
+        "--broker-tls-cert", metavar="FILE", help="The client certificate for brokers, with its chain. [none]"
+    ),
+    click.option("--broker-tls-key", metavar="FILE", help="The private key of --broker-tls-cert."),
+    click.option(
+        "--broker-sasl-mechanism",
+        metavar="PLAIN|SCRAM-SHA-256|SCRAM-SHA-512|OAUTHBEARER",
+        help="Authenticate to brokers as the proxy itself. [none]",
+    ),
+    click.option("--broker-sasl-username", metavar="NAME", help="The proxy's user at the brokers."),
+    click.option(
+        "--broker-sasl-password-file",
+        metavar="FILE",
+        help="The file with its password, or set KPROXY_BROKER_SASL__PASSWORD.",
+    ),
+    click.option("--broker-sasl-token-file", metavar="FILE", help="For OAUTHBEARER: the file with the token."),
+)
+
+
+def security_flags(command: Command) -> Command:
+    """Add the flags of TLS and SASL of `kproxy serve`."""
+    return _with(command, _SECURITY_FLAGS)
+
+
 def _with(command: Command, flags: Sequence[Decorator]) -> Command:
     """Add `flags`, in order."""
     for flag in reversed(flags):

@@ -22,7 +22,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kproxy.config.etcd import SECRETS, EtcdOptions, EtcdSection, etcd_options
+from kproxy.config.broker_sasl import SECRETS as BROKER_SECRETS
+from kproxy.config.broker_sasl import BrokerSasl, BrokerSaslSection, broker_sasl
+from kproxy.config.etcd import SECRETS as ETCD_SECRETS
+from kproxy.config.etcd import EtcdOptions, EtcdSection, etcd_options
+from kproxy.config.listeners import SECTION as LISTENERS
+from kproxy.config.listeners import ListenerConfig, one_listener, parse_listeners
 from kproxy.config.parsing import (
     DEFAULT_LISTEN,
     TOPIC_NAME_RULE,
@@ -37,6 +42,7 @@ from kproxy.config.parsing import (
     unknown,
 )
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS, Owners, parse_owners, read_table
+from kproxy.config.tls import BrokerTls, BrokerTlsSection, TlsSection, broker_tls
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
 
@@ -54,6 +60,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight_bytes: _Count = 64 << 20
     max_in_flight_bytes_total: _Count = 512 << 20
     max_open_requests: _Count = 1_000
+    # Connections of a listener that have not finished their TLS handshake or PROXY protocol header.
+    max_half_open: _Count = 500
     connect_timeout_s: Seconds = 1.0
     probe_timeout_s: Seconds = 2.0
     control_timeout_s: Seconds = 30.0
@@ -180,6 +188,7 @@ class ListenSection(msgspec.Struct, kw_only=True):
 
     listen: str = DEFAULT_LISTEN
     advertise: str | UnsetType = UNSET
+    proxy_protocol: bool = False
     admin: str | UnsetType = UNSET
     workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] = 1
 
@@ -218,8 +227,11 @@ class Options(msgspec.Struct, kw_only=True):
     """The configuration as given: sections with types and defaults."""
 
     listen: ListenSection = msgspec.field(default_factory=ListenSection)
+    tls: TlsSection = msgspec.field(default_factory=TlsSection)
     ownership: OwnershipSection = msgspec.field(default_factory=OwnershipSection)
     etcd: EtcdSection = msgspec.field(default_factory=EtcdSection)
+    broker_tls: BrokerTlsSection = msgspec.field(default_factory=BrokerTlsSection)
+    broker_sasl: BrokerSaslSection = msgspec.field(default_factory=BrokerSaslSection)
     fleet: FleetSection = msgspec.field(default_factory=FleetSection)
     produce: ProduceSection = msgspec.field(default_factory=ProduceSection)
     own: OwnSection = msgspec.field(default_factory=OwnSection)
@@ -229,7 +241,9 @@ class Options(msgspec.Struct, kw_only=True):
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {field.name: field.type for field in msgspec.structs.fields(Options)}
 # The flags of these sections begin with the section's name: their keys alone say too little.
-_SECTIONS_IN_FLAGS = ("etcd", "audit")
+_SECTIONS_IN_FLAGS = ("etcd", "audit", "tls", "broker_tls", "broker_sasl")
+# Options that have no flag and are never shown.
+SECRETS = ETCD_SECRETS | BROKER_SECRETS
 # Keys that belong to one source of owners.
 OF_ONE_SOURCE = {"ownership.bootstrap": "kafka", "ownership.refresh_s": "kafka", "ownership.table": "static"}
 # key path -> (type, default)
@@ -238,6 +252,8 @@ _KEYS = {
     for section, struct in SECTIONS.items()
     for field in msgspec.structs.fields(struct)
 }
+# Sections without keys of their own: the static table, and several listeners.
+TABLES = (*STATIC_TABLE_SECTIONS, LISTENERS)
 # The only limits with a flag.
 _LIMITS_WITH_FLAGS = ("limits.drain_delay",)
 
@@ -259,19 +275,19 @@ _FLAG_PATHS = {
 class ProxyConfig:
     """The configuration of `kproxy serve`, checked.
 
-    `admin` None: no admin page. `advertise` None: the address listened on. `workers` is at least 1; they share the
-    `limits` of all connections together.
+    `listeners` has at least one. `admin` None: no admin page. `workers` is at least 1; they share the `limits` of all
+    connections together.
 
     `ownership` tells which of `etcd`, `bootstrap` and `owners` is set; the others are empty. `etcd` may be set beside
     any of them: all proxies that share one are named to clients, unless they are `alone`. A proxy is named until
     `lease_ttl_s` after its last sign of life.
 
     `writer_groups`: for each topic that only owners may write to, the group in which they own; these need an `etcd`.
-    The bounds of `audit` hold for each process by itself.
+    The bounds of `audit` hold for each process by itself. `broker_tls` None: brokers are spoken to in plain text;
+    `broker_sasl` None: without authentication.
     """
 
-    listen: Address
-    advertise: Address | None
+    listeners: tuple[ListenerConfig, ...]
     admin: Address | None
     ownership: str
     etcd: tuple[str, ...]
@@ -287,6 +303,18 @@ class ProxyConfig:
     audit: AuditOptions
     limits: Limits
     workers: int
+    broker_tls: BrokerTls | None = None
+    broker_sasl: BrokerSasl | None = None
+
+    @property
+    def listen(self) -> Address:
+        """The address of the first listener."""
+        return self.listeners[0].listen
+
+    @property
+    def advertise(self) -> Address | None:
+        """The address that clients of the first listener are told, if it is not the one listened on."""
+        return self.listeners[0].advertise
 
 
 @dataclass(frozen=True)
@@ -327,7 +355,7 @@ def load_settings(
     settings = {path: Setting(path, default, "default") for path, (_, default) in _KEYS.items()}
     for path, value in _file_values(file).items():
         source = f"{path} in {file}"
-        is_table = path in STATIC_TABLE_SECTIONS
+        is_table = path in TABLES
         settings[path] = Setting(path, value, source) if is_table else _converted(path, value, source, strict=True)
     for path, (name, text) in _environment_values(environ).items():
         settings[path] = _converted(path, text, name, strict=False)
@@ -349,8 +377,6 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     sources = {path: setting.source for path, setting in settings.items()}
     source_of_owners = given.ownership.ownership
     _refuse_what_does_not_fit(source_of_owners, sources)
-    listen = parse_address(given.listen.listen, sources["listen.listen"])
-    advertise = _address(given.listen.advertise, sources["listen.advertise"])
     prefix = given.ownership.prefix
     if not prefix.startswith("/") or prefix.endswith("/"):
         raise StartupError(
@@ -359,12 +385,12 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     workers = worker_count(given.listen.workers)
     share_limits(given.limits, workers)
     audit = _audit_options(given.audit, sources)
+    tls_to_brokers = broker_tls(given.broker_tls, _of_section(sources, "broker_tls"))
     owners = _owners(given.ownership.table, sources) if source_of_owners == "static" else None
     writer_groups = _writer_groups(given, sources["own.writer_group"])
     _refuse_unwritable_trail(audit, sources["audit.sink"], owners, writer_groups)
     return ProxyConfig(
-        listen=listen,
-        advertise=advertised(listen, advertise),
+        listeners=_listeners(given, settings, sources),
         admin=_address(given.listen.admin, sources["listen.admin"]),
         ownership=source_of_owners,
         etcd=_etcd(given.ownership, sources["ownership.etcd"]),
@@ -380,7 +406,37 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         audit=audit,
         limits=given.limits,
         workers=workers,
+        broker_tls=tls_to_brokers,
+        broker_sasl=broker_sasl(
+            given.broker_sasl, _of_section(sources, "broker_sasl"), with_tls=tls_to_brokers is not None
+        ),
     )
+
+
+def _listeners(
+    given: Options, settings: Mapping[str, Setting], sources: Mapping[str, str]
+) -> tuple[ListenerConfig, ...]:
+    several = settings.get(LISTENERS)
+    if several is None:
+        listen = parse_address(given.listen.listen, sources["listen.listen"])
+        advertise = advertised(listen, _address(given.listen.advertise, sources["listen.advertise"]))
+        return (one_listener(listen, advertise, given.listen.proxy_protocol, given.tls, sources),)
+    of_one = (
+        "listen.listen",
+        "listen.advertise",
+        "listen.proxy_protocol",
+        *(path for path in _KEYS if path[:4] == "tls."),
+    )
+    for path in of_one:
+        if sources[path] != "default":
+            raise StartupError(f"{sources[path]}: the listeners are in [[listeners]]: say it there, or drop them.")
+    return parse_listeners(several.value, several.source.rpartition(" in ")[2])
+
+
+def _of_section(sources: Mapping[str, str], section: str) -> Mapping[str, str]:
+    """The sources of a section's keys."""
+    prefix = f"{section}."
+    return {path.removeprefix(prefix): source for path, source in sources.items() if path.startswith(prefix)}
 
 
 def _refuse_unwritable_trail(
@@ -509,11 +565,12 @@ def _file_values(file: Path | None) -> dict[str, object]:
         return {}
     values: dict[str, object] = {}
     for section, content in read_toml(file).items():
-        if section in STATIC_TABLE_SECTIONS:
+        if section in TABLES:
             values[section] = content
             continue
         if section not in SECTIONS or not isinstance(content, dict):
-            unknown(section, f"in {file}", f"[{nearest(section, SECTIONS)}]", isinstance(content, dict))
+            known = {**SECTIONS, **dict.fromkeys(TABLES)}
+            unknown(section, f"in {file}", f"[{nearest(section, known)}]", isinstance(content, dict))
         for key, value in content.items():
             path = f"{section}.{key}"
             if path not in _KEYS:

@@ -45,6 +45,7 @@ from kproxy.proxy.control_plane import ControlRequests, Unanswerable
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.outbox import PacedOutbox, flushes_of
+from kproxy.proxy.reception import Reception
 from kproxy.proxy.request_reader import TURN_S, RequestReader
 from kproxy.proxy.requests import DataRequests, NoRoom, plain_path
 from kproxy.routing.topology import Address
@@ -68,11 +69,14 @@ _PARTITIONED: Final = {
 
 
 class ClientSession(RequestReader, asyncio.BufferedProtocol):
-    """A client's connection; `on_closed` is called once when it has ended."""
+    """A client's connection; `on_closed` is called once when it has ended. `reception` None: by the first listener."""
 
-    def __init__(self, context: ProxyContext, on_closed: Callable[[ClientSession], None]) -> None:
+    def __init__(
+        self, context: ProxyContext, on_closed: Callable[[ClientSession], None], reception: Reception | None = None
+    ) -> None:
         super().__init__(context)
         self._context = context
+        self._reception = reception or Reception("", context.fleet)
         self._clock = context.clock
         self._tally = context.tally
         self._on_closed = on_closed
@@ -107,7 +111,9 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable)
         self._requests = DataRequests(context, self._fanout, claims)
         self._plain = plain_path(context, self._fanout, self._answers)
-        self._control = ControlRequests(context, self, claims, self._on_broker_pressure, self._offered)
+        self._control = ControlRequests(
+            context, self, claims, self._on_broker_pressure, self._offered, self._reception.fleet
+        )
         self._waiting = Waiting(context.health)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
         self._ranges = context.versions.offered.ranges
@@ -122,7 +128,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         keep_alive(transport)
         loop = asyncio.get_running_loop()
         self._answers.outbox = PacedOutbox(loop, self._transport, flushes_of(loop), self._share)
-        peer = transport.get_extra_info("peername")
+        peer = self._reception.source or transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         if self._fanout.acks is not None:
             self._fanout.acks.peer = self.peer

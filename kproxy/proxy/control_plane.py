@@ -40,6 +40,7 @@ from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
+from kproxy.routing.fleet import Fleet
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
 from kproxy_codec import api_keys as keys
@@ -104,7 +105,7 @@ class Client(Protocol):
 class ControlRequests:
     """Run the control requests of `client`.
 
-    Its Own requests go to `claims`.
+    Its Own requests go to `claims`, and it is told the proxies of `fleet`.
     """
 
     def __init__(
@@ -114,11 +115,12 @@ class ControlRequests:
         claims: ClientClaims,
         on_pressure: Callable[[bool], None],
         on_offered: Callable[[Ranges], None],
+        fleet: Fleet,
     ) -> None:
         self._context = context
         self._client = client
         self._claims = claims
-        self._plane = ControlPlane(context, on_pressure, on_offered)
+        self._plane = ControlPlane(context, on_pressure, on_offered, fleet)
         # Whether a claim is being served: one at a time, and requests behind it must see its result.
         self.is_claiming = False
         self._places = asyncio.Semaphore(AT_ONCE)
@@ -200,15 +202,21 @@ class ControlRequests:
 class ControlPlane:
     """Answer control requests of one client connection.
 
-    `on_pressure` is as in `Connections`. `on_offered` gets the versions that the client is about to learn.
+    `on_pressure` is as in `Connections`. `on_offered` gets the versions that the client is about to learn. Answers name
+    the proxies of `fleet`.
     """
 
     def __init__(
-        self, context: ProxyContext, on_pressure: Callable[[bool], None], on_offered: Callable[[Ranges], None]
+        self,
+        context: ProxyContext,
+        on_pressure: Callable[[bool], None],
+        on_offered: Callable[[Ranges], None],
+        fleet: Fleet,
     ) -> None:
         self._context = context
+        self._fleet = fleet
         self._on_offered = on_offered
-        self._virtual = VirtualBrokers(context)
+        self._virtual = VirtualBrokers(context, fleet)
         self._connections = Connections(context, on_pressure)
         # Kept apart: a request to a coordinator may wait for other clients, and no other request must wait behind it.
         self._to_coordinators = Connections(context, on_pressure)
@@ -258,7 +266,7 @@ class ControlPlane:
     async def _renamed(self, frame: memoryview, header: RequestHeader) -> Buffer:
         """Return the body of a broker's answer, with proxies in it.
 
-        Clients that ask for all topics at the same time share one answer.
+        Clients of one listener that ask for all topics at the same time share one answer.
         """
         body = frame[header.body_offset :]
         if not (
@@ -267,7 +275,7 @@ class ControlPlane:
             and asks_for_all_topics(header.api_version, body)
         ):
             return await self._ask_any(frame, header, self._rename)
-        same = header.api_version, bytes(body)
+        same = self._fleet, header.api_version, bytes(body)
         answer = await self._context.all_topics.ask(same, lambda: self._all_topics(frame, header))
         if answer is None:
             raise Unanswerable("no broker can be reached")

@@ -342,7 +342,11 @@ def test_check_config_prints_json_for_programs(
     assert main(["check-config", "--config", str(file), "--json"]) == 0
     said = capsys.readouterr().out
     told = json.loads(said)
-    assert (set(told), told["ok"], told["problem"]) == ({"ok", "problem", "settings", "owners"}, True, None)
+    assert (set(told), told["ok"], told["problem"]) == (
+        {"ok", "problem", "settings", "owners", "listeners"},
+        True,
+        None,
+    )
     assert set(told["settings"]) == set(load_settings(environ={}))
     expected = {
         "listen.workers": (1, "set", "default"),
