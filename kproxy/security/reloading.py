@@ -76,11 +76,10 @@ class Reloading(Generic[T]):
         try:
             value = await asyncio.to_thread(self._load)
         except StartupError as error:
-            self._counters["tls.reloads.failed"] += 1
-            if self._tells:
-                log.error(
-                    "not reloaded", consequence="what was loaded before stays", what=self.named, reason=str(error)
-                )
+            self._failed(str(error))
+            return False
+        except Exception as error:  # the boundary: whatever the files hold, the process serves on
+            self._failed(f"{type(error).__name__}: {error}")
             return False
         self.current = value
         self._counters["tls.reloads.done"] += 1
@@ -88,6 +87,11 @@ class Reloading(Generic[T]):
             log.info("reloaded", what=self.named)
         self._on_change(value)
         return True
+
+    def _failed(self, reason: str) -> None:
+        self._counters["tls.reloads.failed"] += 1
+        if self._tells:
+            log.error("not reloaded", consequence="what was loaded before stays", what=self.named, reason=reason)
 
 
 class Reloads:
