@@ -78,8 +78,9 @@ class Reloading(Generic[T]):
         except StartupError as error:
             self._failed(str(error))
             return False
-        except Exception as error:  # the boundary: whatever the files hold, the process serves on
-            self._failed(f"{type(error).__name__}: {error}")
+        except Exception:  # the boundary: whatever the files hold, the process serves on
+            log.exception("files not loaded", what=self.named)
+            self._failed("an internal error")
             return False
         self.current = value
         self._counters["tls.reloads.done"] += 1
