@@ -82,7 +82,7 @@ class _Handshake:
         self.spare = spare
 
     def send_alert(self) -> None:
-        """Send the client the reason: event loops drop what TLS has left to say."""
+        """Send the client the reason: event loops drop what TLS has left to say (python/cpython#98078)."""
         if self.outgoing is not None:
             with contextlib.suppress(OSError):
                 self.spare.send(self.outgoing.read())

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, Protocol, Self, cast
 
 from kproxy.config.broker_sasl import BrokerSasl
-from kproxy.config.tls import BrokerTls, Loaded
+from kproxy.config.tls import BrokerTls, Loaded, load_broker_tls
 from kproxy.errors import StartupError
 from kproxy.security.reloading import Reloading
 from kproxy.security.sasl_client import MAX_AUTH_BYTES, SaslClient, SaslRefused, mechanism
@@ -75,6 +76,14 @@ class BrokerAccess:
         self._tls = tls
         self._sasl = sasl
         self._random = random or Random()  # noqa: S311 -- spreads renewals, guards nothing
+
+    @classmethod
+    def once(cls, options: BrokerTls | None, sasl: BrokerSasl | None) -> Self:
+        """With files as they are now, for a command that ends soon. Raises StartupError."""
+        tls = None
+        if options is not None:
+            tls = Reloading("TLS", (), lambda: load_broker_tls(options), counters=Counter())
+        return cls(options, tls, sasl)
 
     @property
     def is_plain(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import confluent_kafka
 import pytest
 
-from tests.support.dev import KproxyProcess
+from tests.support.dev import KproxyProcess, run_kproxy
 from tests.support.served import counted, kafka_proxy, page
 from tests.support.tls_files import Pair, Signer
 from tests.support.tls_kafka import PASSWORD, USER, TlsKafka, start_tls_kafka, unsecured_token
@@ -165,6 +165,25 @@ def test_what_is_wrong_is_told_at_the_start(secured: TlsKafka, client: Pair, tmp
         assert "Traceback" not in process.stderr()
     finally:
         process.stop()
+
+
+def test_the_doctor_has_the_same_access(secured: TlsKafka, client: Pair, tmp_path: Path) -> None:
+    for bootstrap, flags in (
+        (secured.mutual, mutual(secured, client)),
+        (secured.sasl, sasl(secured, "SCRAM-SHA-512", tmp_path)),
+    ):
+        ended = run_kproxy("doctor", "--bootstrap", bootstrap, *flags)
+        assert (ended.status, "FAIL" in ended.stdout) == (0, False), ended.stdout
+        assert "read it back" in ended.stdout
+    ended = run_kproxy("doctor", "--bootstrap", secured.mutual, "--broker-tls-ca", str(secured.signer.ca))
+    assert ended.status == 1
+    assert "it requires a client certificate" in ended.stdout
+    variables = {"KPROXY_BROKER_SASL__PASSWORD": "hunter2"}
+    flags = ["--broker-tls-ca", str(secured.signer.ca), "--broker-sasl-mechanism", "PLAIN"]
+    ended = run_kproxy("doctor", "--bootstrap", secured.sasl, *flags, "--broker-sasl-username", USER, environ=variables)
+    assert (ended.status, "SASL_AUTHENTICATION_FAILED" in ended.stdout, "hunter2" in ended.stdout) == (1, True, False)
+    ended = run_kproxy("doctor", "--broker-tls-enabled")
+    assert (ended.status, "give --bootstrap" in ended.stderr) == (2, True)
 
 
 def test_a_wrong_password_is_named_and_not_shown(secured: TlsKafka, tmp_path: Path) -> None:
