@@ -139,6 +139,6 @@ async def _open(way: Way, load: Load, requests: int) -> Connection:
 
 async def _open_and_close(way: Way) -> None:
     for _ in range(HANDSHAKES):
-        (await _open(way, shape_load(SHAPES[0]), 1)).close()
+        await send([await _open(way, shape_load(SHAPES[0]), 1)])
     # What is closed is still worked on for a moment.
     await asyncio.sleep(0.5)

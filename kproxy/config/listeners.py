@@ -14,7 +14,8 @@ from kproxy.config.parsing import WILDCARDS, Address, nearest, parse_address, un
 from kproxy.config.tls import ListenerTls, TlsSection, listener_tls
 from kproxy.errors import StartupError
 
-MAX_LISTENERS: Final = 16
+# Their addresses fit into the proxy's entry in etcd.
+MAX_LISTENERS: Final = 8
 # As in Kafka's `listeners`, where a name is part of a key.
 _NAME: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")
 SECTION: Final = "listeners"

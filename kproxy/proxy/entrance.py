@@ -275,6 +275,7 @@ class Entrance:
                     await self._shake_hands(connection, reception, self._tls.current, peer)
         except ProxyHeaderError as error:
             self._refused(Failure("proxy_header", str(error)), peer)
+            await _let_read(connection)
         except (OSError, EOFError) as error:
             # TimeoutError is an OSError.
             self._refused(client_failure(error, names=(), asked_for=""), peer)
@@ -333,6 +334,7 @@ class Entrance:
             Failure("plain_text", f"it speaks {protocol}, and this listener speaks TLS: set security.protocol=SSL"),
             peer,
         )
+        await _let_read(connection)
         return False
 
     def _refused(self, failure: Failure, peer: str) -> None:
@@ -405,7 +407,7 @@ async def _peek(connection: socket.socket, most: int) -> bytes:
 
 
 async def _let_read(connection: socket.socket) -> None:
-    """Let the client read the alert: closing with unread bytes resets the connection, and a reset may overtake it."""
+    """Let the client read the reason: closing with unread bytes resets the connection, and a reset may overtake it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
         async with asyncio.timeout(LINGER_S):

@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,39 @@ def test_java(site: Site, topic: str) -> None:
     run = run_java_client(kafka_classpath(), topic, records, settings, read_back=PARTITIONS)
     assert (run.errors, len(run.acknowledged)) == ({}, RECORDS)
     assert sorted(each.value or b"" for each in run.read) == sorted(values())
+
+
+def stranger(site: Site) -> Path:
+    return Signer(site.signer.directory / "stranger").ca
+
+
+# What the user of librdkafka changes, and what it tells him.
+MISTAKES: dict[str, tuple[Callable[[Site], dict[str, Any]], str]] = {
+    "no certificate": (
+        lambda site: {"ssl.certificate.location": None, "ssl.key.location": None},
+        "certificate required",
+    ),
+    "another authority": (lambda site: {"ssl.ca.location": str(stranger(site))}, "certificate verify failed"),
+    "another name": (
+        lambda site: {"bootstrap.servers": site.bootstrap.replace("127.0.0.1", "127.0.0.2")},
+        "certificate verify failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_client_tells_its_user_what_is_wrong(dev_cluster: KproxyProcess, tmp_path: Path, mistake: str) -> None:
+    change, says = MISTAKES[mistake]
+    with tls_site(dev_cluster.etcd, tmp_path, "--listen", "0.0.0.0:0", "--advertise", "127.0.0.1:0") as site:
+        settings = {**site.librdkafka, "bootstrap.servers": f"127.0.0.1:{site.bootstrap.rpartition(':')[2]}"}
+        site.process.fields["kafka"] = settings["bootstrap.servers"]
+        settings = {key: value for key, value in {**settings, **change(site)}.items() if value is not None}
+        told: list[str] = []
+        producer = confluent_kafka.Producer({**settings, "error_cb": lambda error: told.append(str(error).lower())})
+        deadline = time.monotonic() + TIMEOUT_S
+        while not any(says in each for each in told):
+            assert time.monotonic() < deadline, f"{told}; {site.process.stderr()[-2000:]}"
+            producer.poll(0.1)
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
