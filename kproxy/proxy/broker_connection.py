@@ -414,7 +414,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._looks_for_left.cancel()
             self._looks_for_left = None
         leaving, self._leaving = self._leaving, deque()
-        outbox = self._outbox or self._kept
+        outbox = self._kept if self._outbox is None else self._outbox
         written_bytes = outbox.written_bytes if outbox is not None else 0
         for last_byte, ticket in leaving:
             if last_byte > written_bytes:
@@ -435,7 +435,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         What expects an answer is dropped: its client is gone and will send it again itself.
         """
         has_sent_unanswered = bool(self._leaving) or self._last_left is not None
-        outbox = self._outbox or self._kept
+        outbox = self._kept if self._outbox is None else self._outbox
         if has_sent_unanswered and self._transport is not None and outbox is not None and not self.closed:
             self._take_no_more()
             outbox.flush()

@@ -12,10 +12,10 @@ from pathlib import Path
 import confluent_kafka
 import pytest
 
-from tests.support.dev import KproxyProcess, run_kproxy
-from tests.support.served import counted, kafka_proxy, page
-from tests.support.tls_files import Pair, Signer
-from tests.support.tls_kafka import PASSWORD, USER, TlsKafka, start_tls_kafka, unsecured_token
+from tests.support.processes.dev import KproxyProcess, run_kproxy
+from tests.support.processes.served import counted, kafka_proxy, page
+from tests.support.security.tls_files import Pair, Signer
+from tests.support.security.tls_kafka import PASSWORD, USER, TlsKafka, start_tls_kafka, unsecured_token
 
 pytestmark = [pytest.mark.java, pytest.mark.timeout(600)]
 

@@ -20,12 +20,12 @@ import kafka
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-from tests.support.dev import KproxyProcess, serving
-from tests.support.java_client import run_java_client
-from tests.support.kafka_io import Record
-from tests.support.kafka_jars import kafka_classpath
-from tests.support.served import counted
-from tests.support.tls_files import Pair, Signer, client_context
+from tests.support.brokers.kafka_jars import kafka_classpath
+from tests.support.clients.java_client import run_java_client
+from tests.support.clients.kafka_io import Record
+from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.processes.served import counted
+from tests.support.security.tls_files import Pair, Signer, client_context
 
 TIMEOUT_S = 60.0
 PARTITIONS = 6

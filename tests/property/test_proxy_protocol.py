@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy.security.proxy_protocol import MAX_BYTES, ProxyHeader, ProxyHeaderError, Source, State
-from tests.support.proxy_header import LOCAL, SIGNATURE, extension, header
+from tests.support.security.proxy_header import LOCAL, SIGNATURE, extension, header
 
 
 def read(data: bytes, sizes: list[int] | None = None) -> tuple[ProxyHeader, int]:

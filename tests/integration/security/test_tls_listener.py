@@ -17,10 +17,10 @@ import pytest
 
 from kproxy_codec.api_keys import API_VERSIONS
 from kproxy_codec.framing import request_header
-from tests.support.dev import KproxyProcess, run_kproxy, serving
-from tests.support.raw_client import raw_frame
-from tests.support.served import counted, page, port_of, samples, static_proxy
-from tests.support.tls_files import Pair, Signer, client_context
+from tests.support.clients.raw_client import raw_frame
+from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
+from tests.support.processes.served import counted, page, port_of, samples, static_proxy
+from tests.support.security.tls_files import Pair, Signer, client_context
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-from tests.support.dev import KproxyProcess, serving
-from tests.support.tls_files import Signer
+from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.security.tls_files import Signer
 
 TIMEOUT_S = 30.0
 

@@ -13,11 +13,11 @@ import pytest
 
 from kproxy_codec.api_keys import API_VERSIONS
 from kproxy_codec.framing import request_header
-from tests.support.dev import KproxyProcess
-from tests.support.proxy_header import LOCAL, header
-from tests.support.raw_client import raw_frame
-from tests.support.served import counted, port_of, static_proxy
-from tests.support.tls_files import Signer, client_context
+from tests.support.clients.raw_client import raw_frame
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import counted, port_of, static_proxy
+from tests.support.security.proxy_header import LOCAL, header
+from tests.support.security.tls_files import Signer, client_context
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0

@@ -12,7 +12,7 @@ import pytest
 from kproxy.cli import main
 from kproxy.config import Address, ProxyConfig, load_proxy_config
 from kproxy.errors import StartupError
-from tests.support.tls_files import Signer
+from tests.support.security.tls_files import Signer
 
 ETCD = '[ownership]\netcd = "http://a:1"\n'
 

@@ -24,9 +24,9 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from tests.support.ports import free_port
-from tests.support.real_kafka import RealKafka, start_real_kafka
-from tests.support.tls_files import Signer
+from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
+from tests.support.processes.ports import free_port
+from tests.support.security.tls_files import Signer
 
 USER, PASSWORD = "kproxy", "correct horse, battery=staple"
 SCRAM = {"SCRAM-SHA-256": ScramMechanism.SCRAM_SHA_256, "SCRAM-SHA-512": ScramMechanism.SCRAM_SHA_512}
