@@ -23,8 +23,9 @@ from bench.plain import plain
 from bench.plain_figures import Peer, parse_peer
 from bench.quick import quick
 from bench.table import PARTITIONS, table
+from bench.tls import tls
 
-SECTIONS = "quick, plain, paths, table, acks, acks0, own, pipeline"
+SECTIONS = "quick, plain, paths, tls, table, acks, acks0, own, pipeline"
 
 
 def main() -> None:
@@ -68,6 +69,7 @@ def main() -> None:
             arguments.svg,
         ),
         "paths": lambda: paths(console),
+        "tls": lambda: tls(console, arguments.rounds),
         "table": lambda: table(console, arguments.partitions),
         "acks": lambda: acks(console, arguments.replication_factor),
         "acks0": lambda: acks0(console),

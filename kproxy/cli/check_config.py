@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import click
+import msgspec
 from msgspec import UNSET
 
 from kproxy.config import Owners, Setting, build_proxy_config, load_settings
 from kproxy.config.access import ACLS, shown
+from kproxy.config.listeners import SECTION as LISTENERS
+from kproxy.config.listeners import ListenerConfig
 from kproxy.config.proxy import OF_ONE_SOURCE, SECRETS, TABLES
 from kproxy.config.quotas import QUOTAS, parse_quotas
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS
@@ -35,17 +38,19 @@ def command(config: Path | None, as_json: bool) -> None:
     """
     try:
         settings = load_settings(config)
-        checked = build_proxy_config(settings)
-        owners, acls = checked.owners, shown(checked.access.acls) if checked.access is not None else []
+        config_in_force = build_proxy_config(settings)
+        access = config_in_force.access
         quotas = parse_quotas(settings[QUOTAS].value, "it") if QUOTAS in settings else ()
-        tables = {ACLS: acls, QUOTAS: shown(quotas)}
+        tables = {ACLS: shown(access.acls) if access is not None else [], QUOTAS: shown(quotas)}
     except StartupError as error:
         if as_json:
-            _echo_json({"ok": False, "problem": str(error), "settings": {}, "owners": None, "acls": [], "quotas": []})
+            nothing: dict[str, object] = {"settings": {}, "owners": None, "listeners": [], ACLS: [], QUOTAS: []}
+            _echo_json({"ok": False, "problem": str(error), **nothing})
         raise
+    owners = config_in_force.owners
     if as_json:
-        told = {"settings": _as_json(settings), "owners": _owners_as_json(owners), **tables}
-        _echo_json({"ok": True, "problem": None, **told})
+        told = {"ok": True, "problem": None, "settings": _as_json(settings), "owners": _owners_as_json(owners)}
+        _echo_json({**told, "listeners": [_listener_as_json(each) for each in config_in_force.listeners], **tables})
     else:
         _echo_toml(settings, owners)
         for table, entries in tables.items():
@@ -59,6 +64,8 @@ def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:
         return NOT_SET
     if setting.path in SECRETS:
         return NOT_SHOWN
+    if _is_about_one_listener(setting.path) and LISTENERS in settings:
+        return NOT_USED
     ownership = settings["ownership.ownership"].value
     return SET if OF_ONE_SOURCE.get(setting.path, ownership) == ownership else NOT_USED
 
@@ -78,13 +85,47 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
         elif state == NOT_SHOWN:
             click.echo(f"{f'# {key} is set and not shown':<48}# {setting.source}")
         elif state == NOT_USED:
-            click.echo(f"# {key} is for --ownership {OF_ONE_SOURCE[path]}")
+            where = (
+                f"--ownership {OF_ONE_SOURCE[path]}"
+                if path in OF_ONE_SOURCE
+                else "a configuration without [[listeners]]"
+            )
+            click.echo(f"# {key} is for {where}")
         else:
             # Strings, numbers and lists of JSON are valid TOML.
             click.echo(f"{f'{key} = {json.dumps(setting.value)}':<48}# {setting.source}")
+    if LISTENERS in settings:
+        _echo_listeners(settings[LISTENERS])
     if owners is not None:
         inline = [settings[table].source for table in STATIC_TABLE_SECTIONS if table in settings]
         _echo_owners(owners, inline[0].partition(" in ")[2] if inline else "")
+
+
+def _is_about_one_listener(path: str) -> bool:
+    return path in ("listen.listen", "listen.advertise", "listen.proxy_protocol") or path.startswith("tls.")
+
+
+def _echo_listeners(setting: Setting) -> None:
+    """Print `[[listeners]]` as given; `build_proxy_config` has accepted it."""
+    for listener in msgspec.convert(setting.value, list[dict[str, object]]):
+        click.echo(f"\n{'[[listeners]]':<48}# {setting.source.partition(' in ')[2]}")
+        for key, value in listener.items():
+            lines = {f"{key}.{each}": what for each, what in value.items()} if isinstance(value, dict) else {key: value}
+            for name, what in lines.items():
+                click.echo(f"{name} = {json.dumps(what)}")
+
+
+def _listener_as_json(listener: ListenerConfig) -> dict[str, object]:
+    tls = listener.tls
+    return {
+        "name": listener.name,
+        "listen": str(listener.listen),
+        "advertise": None if listener.advertise is None else str(listener.advertise),
+        "proxy_protocol": listener.proxy_protocol,
+        "tls": None
+        if tls is None
+        else {"cert": str(tls.cert), "client_auth": tls.client_auth, "min_version": tls.min_version},
+    }
 
 
 def _echo_owners(owners: Owners, file: str) -> None:

@@ -15,6 +15,8 @@ from kproxy.cli.options import (
     EtcdPlace,
     admin_option,
     bootstrap_option,
+    broker_access,
+    broker_flags,
     etcd_flags,
     etcd_place,
 )
@@ -23,6 +25,7 @@ from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
     from kproxy.cli.doctor_checks import Finding
+    from kproxy.security.broker_access import BrokerAccess
 
 PROBE_TOPIC = "kproxy-doctor"
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
@@ -41,6 +44,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
 )
 @click.option("--etcd", metavar="URL[,URL...]", help="Check each member of this etcd.")
 @etcd_flags
+@broker_flags
 @click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the prefix of the keys.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -51,7 +55,7 @@ def command(
     etcd: str | None,
     prefix: str,
     as_json: bool,
-    **etcd_access: str | None,
+    **more: str | bool | None,
 ) -> int:
     """Diagnose etcd, proxy and Kafka problems.
 
@@ -61,24 +65,34 @@ def command(
     \b
       kproxy doctor
       kproxy doctor --bootstrap 127.0.0.1:9092
+      kproxy doctor --bootstrap kafka.example.org:9093 --broker-tls-ca ca.pem
       kproxy doctor --etcd https://etcd-0:2379 --etcd-ca ca.pem
     """
+    etcd_access = {key: str(value) for key, value in more.items() if key.startswith("etcd_") and value is not None}
     place = etcd_place(etcd, prefix, etcd_access)
     if place is not None or any(asked is not None and asked.rank == 2 for asked in (bootstrap, admin)):
         bootstrap, admin = (asked if asked and asked.rank == 2 else None for asked in (bootstrap, admin))
     if bootstrap is None and (topic is not None or no_write):
         flag = "--no-write" if topic is None else "--topic"
         raise StartupError(f"{flag} applies only with --bootstrap: give --bootstrap H:P as well.")
+    if bootstrap is None and any(value is not None for key, value in more.items() if key.startswith("broker_")):
+        raise StartupError("the flags --broker-... apply only with --bootstrap: give --bootstrap H:P as well.")
+    access = broker_access({key: value for key, value in more.items() if key.startswith("broker_")})
     page = admin.address() if admin is not None else None
     if admin is None and bootstrap is None and place is None:
         page = parse_address(DEFAULT_ADMIN, ADMIN_VARIABLE)
     brokers = bootstrap.addresses() if bootstrap is not None else ()
     written = None if no_write else topic or PROBE_TOPIC
-    return run_async(lambda: _examine(place, page, brokers, written, as_json))
+    return run_async(lambda: _examine(place, page, brokers, written, access, as_json))
 
 
 async def _examine(
-    etcd: EtcdPlace | None, page: Address | None, brokers: Sequence[Address], topic: str | None, as_json: bool
+    etcd: EtcdPlace | None,
+    page: Address | None,
+    brokers: Sequence[Address],
+    topic: str | None,
+    access: BrokerAccess,
+    as_json: bool,
 ) -> int:
     from kproxy.cli.doctor_checks import (
         examine_etcd,
@@ -104,7 +118,7 @@ async def _examine(
         take(await examine_proxy(page))
         take(await replication_of_proxy(page))
     if brokers:
-        take(await examine_kafka(brokers, topic))
+        take(await examine_kafka(brokers, topic, access))
     failed = any(finding.mark == "FAIL" for finding in findings)
     if as_json:
         _show_json(findings, failed)

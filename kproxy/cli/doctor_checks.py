@@ -28,9 +28,10 @@ from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdDenied, EtcdError, EtcdStatus
 from kproxy.etcd.endpoints import parse_endpoints
 from kproxy.observe.table import NO_LEADER, ReplicaRow
-from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable
+from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerConnection, BrokerUnreachable
 from kproxy.ownership.replication import read_replication
 from kproxy.routing import topology
+from kproxy.security.broker_access import BrokerAccess
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes as codes
 from kproxy_codec.control import Message
@@ -208,26 +209,28 @@ async def _about_page(address: Address) -> tuple[str, str]:
     return "FAIL", f"what answers at {address} is no admin page of kproxy (status {status})."
 
 
-async def examine_kafka(addresses: Sequence[Address], topic: str | None) -> list[Finding]:
+async def examine_kafka(
+    addresses: Sequence[Address], topic: str | None, access: BrokerAccess = PLAIN_ACCESS
+) -> list[Finding]:
     """Check Kafka as a client with `addresses` as bootstrap servers sees it.
 
-    Write a record to `topic` if given.
+    Write a record to `topic` if given. The servers are accessed by `access`.
 
     A client connects to the brokers that metadata names, by the addresses given there. So each of these is tried from
     here. Each step takes about STEP_S at most.
     """
     async with AsyncExitStack() as stack:
-        dialled = await asyncio.gather(*(_bootstrap(stack, address) for address in dict.fromkeys(addresses)))
+        dialled = await asyncio.gather(*(_bootstrap(stack, address, access) for address in dict.fromkeys(addresses)))
         findings = [finding for finding, _ in dialled]
         told = [each for _, each in dialled if each is not None]
         if not told:
             return findings
-        findings += await _about_named(told)
+        findings += await _about_named(told, access)
         if len({each.cluster_id for each in told}) > 1:
             text = "the addresses belong to different clusters: name those of one."
             findings.append(Finding("FAIL", text, "kafka.cluster", ",".join(map(str, addresses))))
         if topic is not None:
-            findings += await _Probe(stack, told[0], topic).run()
+            findings += await _Probe(stack, told[0], topic, access).run()
         return findings
 
 
@@ -240,10 +243,10 @@ class _Told(NamedTuple):
     cluster_id: str | None
 
 
-async def _bootstrap(stack: AsyncExitStack, address: Address) -> tuple[Finding, _Told | None]:
+async def _bootstrap(stack: AsyncExitStack, address: Address, access: BrokerAccess) -> tuple[Finding, _Told | None]:
     began = time.monotonic()
     try:
-        told = await _ask_who(stack, address)
+        told = await _ask_who(stack, address, access)
     except BrokerUnreachable as error:
         text = f"{error}: start the server there, or name another address with --bootstrap H:P."
         return Finding("FAIL", text, "kafka.bootstrap", str(address)), None
@@ -258,35 +261,35 @@ async def _bootstrap(stack: AsyncExitStack, address: Address) -> tuple[Finding, 
     return Finding("ok", text, "kafka.bootstrap", str(address), facts), told
 
 
-async def _ask_who(stack: AsyncExitStack, address: Address) -> _Told:
+async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAccess) -> _Told:
     """Connect and ask for metadata. Raises BrokerUnreachable."""
-    connection = await BrokerConnection.open(topology.Address(*address), STEP_S, CLIENT_ID)
+    connection = await BrokerConnection.open(topology.Address(*address), STEP_S, CLIENT_ID, access)
     stack.push_async_callback(connection.close)
     answer = await connection.ask(keys.METADATA, HIGHEST, topics=[], allow_auto_topic_creation=False)
     brokers = {each.node_id: Address(each.host, each.port) for each in answer.brokers}
     return _Told(address, connection, brokers, getattr(answer, "cluster_id", None))
 
 
-async def _about_named(told: Sequence[_Told]) -> list[Finding]:
+async def _about_named(told: Sequence[_Told], access: BrokerAccess) -> list[Finding]:
     """Check whether clients here reach the named brokers, and find the same cluster there."""
     named: dict[Address, tuple[int, _Told]] = {}
     for each in told:
         for number, address in each.brokers.items():
             named.setdefault(address, (number, each))
     looked_at = list(named.items())[:MAX_NAMED]
-    findings = await asyncio.gather(*(_about_one(address, *by) for address, by in looked_at))
+    findings = await asyncio.gather(*(_about_one(address, *by, access) for address, by in looked_at))
     if len(named) > MAX_NAMED:
         text = f"{len(named) - MAX_NAMED} more brokers are named and not checked."
         findings.append(Finding("warn", text, "kafka.named", str(told[0].address)))
     return findings
 
 
-async def _about_one(address: Address, number: int, by: _Told) -> Finding:
+async def _about_one(address: Address, number: int, by: _Told, access: BrokerAccess) -> Finding:
     at = str(address)
     began = time.monotonic()
     try:
         async with AsyncExitStack() as stack:
-            met = await _ask_who(stack, address)
+            met = await _ask_who(stack, address, access)
     except BrokerUnreachable as error:
         text = (
             f"{error}, but {by.address} tells clients to connect to it, as broker {number}: start it if it is down; "
@@ -312,7 +315,8 @@ class _Failed(Exception):
 class _Probe:
     """Write one record with acks=all, the default of clients, and read it back."""
 
-    def __init__(self, stack: AsyncExitStack, told: _Told, topic: str) -> None:
+    def __init__(self, stack: AsyncExitStack, told: _Told, topic: str, access: BrokerAccess) -> None:
+        self._access = access
         self._stack = stack
         self._told = told
         self._topic = topic
@@ -414,7 +418,7 @@ class _Probe:
         if address in self._connections:
             return self._connections[address]
         try:
-            connection = await BrokerConnection.open(topology.Address(*address), STEP_S, CLIENT_ID)
+            connection = await BrokerConnection.open(topology.Address(*address), STEP_S, CLIENT_ID, self._access)
         except BrokerUnreachable as error:
             raise _Failed(
                 f"no record was written to {self._topic}, partition {partition}: {error}, and clients write "

@@ -7,21 +7,29 @@ whose own --bootstrap and --admin are keys of `kproxy.config.proxy`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
+import msgspec
 from click.core import ParameterSource
 
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_PREFIX, Address, parse_address, split_list
+from kproxy.config.broker_sasl import BrokerSaslSection, broker_sasl
 from kproxy.config.etcd import EtcdOptions, etcd_options_from
+from kproxy.config.tls import BrokerTlsSection, broker_tls
 from kproxy.errors import StartupError
+
+if TYPE_CHECKING:
+    from kproxy.security.broker_access import BrokerAccess
 
 BOOTSTRAP_VARIABLE = "KPROXY_BOOTSTRAP"
 ADMIN_VARIABLE = "KPROXY_ADMIN"
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
+Section = TypeVar("Section", BrokerTlsSection, BrokerSaslSection)
 
 _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE)
 
@@ -196,6 +204,96 @@ _AUDIT_FLAGS = (
 def audit_flags(command: Command) -> Command:
     """Add the flags of the audit trail of `kproxy serve`."""
     return _with(command, _AUDIT_FLAGS)
+
+
+_SECURITY_FLAGS = (
+    click.option(
+        "--tls-cert", metavar="FILE", help="TLS for clients: the listener's certificate, with its chain. [none]"
+    ),
+    click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert."),
+    click.option("--tls-client-ca", metavar="FILE", help="The CA certificates that sign clients' certificates. [none]"),
+    click.option(
+        "--tls-client-auth",
+        metavar="none|optional|required",
+        help="Whether clients show a certificate. [required with --tls-client-ca]",
+    ),
+    click.option("--tls-client-crl", metavar="FILE", help="The revocation list of clients' certificates. [none]"),
+    click.option(
+        "--proxy-protocol",
+        is_flag=True,
+        default=None,
+        help="Expect the PROXY protocol, version 2, from a load balancer on every connection.",
+    ),
+)
+
+
+_BROKER_FLAGS = (
+    click.option("--broker-tls-enabled", is_flag=True, default=None, help="Speak TLS to the brokers."),
+    click.option(
+        "--broker-tls-ca", metavar="FILE", help="The CA certificates that sign brokers' certificates. [the machine's]"
+    ),
+    click.option(
+        "--broker-tls-cert", metavar="FILE", help="The client certificate for brokers, with its chain. [none]"
+    ),
+    click.option("--broker-tls-key", metavar="FILE", help="The private key of --broker-tls-cert."),
+    click.option(
+        "--broker-sasl-mechanism",
+        metavar="PLAIN|SCRAM-SHA-256|SCRAM-SHA-512|OAUTHBEARER",
+        help="Authenticate to brokers as the proxy itself. [none]",
+    ),
+    click.option("--broker-sasl-username", metavar="NAME", help="The proxy's user at the brokers."),
+    click.option(
+        "--broker-sasl-password-file",
+        metavar="FILE",
+        help="The file with its password, or set KPROXY_BROKER_SASL__PASSWORD.",
+    ),
+    click.option("--broker-sasl-token-file", metavar="FILE", help="For OAUTHBEARER: the file with the token."),
+)
+
+
+def security_flags(command: Command) -> Command:
+    """Add the flags of listeners' TLS and of access to brokers of `kproxy serve`."""
+    return _with(command, (*_SECURITY_FLAGS, *_BROKER_FLAGS))
+
+
+def broker_flags(command: Command) -> Command:
+    """Add the flags of access to brokers, for `broker_access`."""
+    return _with(command, _BROKER_FLAGS)
+
+
+def broker_access(flags: Mapping[str, str | bool | None], environ: Mapping[str, str] = os.environ) -> BrokerAccess:
+    """How commands without a configuration file access brokers.
+
+    `flags` as `broker_tls_ca` win over the environment, as KPROXY_BROKER_TLS__CA. Raises StartupError.
+    """
+    from kproxy.security.broker_access import BrokerAccess
+
+    tls_sources, sasl_sources = dict[str, str](), dict[str, str]()
+    tls = broker_tls(_section(BrokerTlsSection, "broker_tls", flags, environ, tls_sources), tls_sources)
+    given = _section(BrokerSaslSection, "broker_sasl", flags, environ, sasl_sources)
+    return BrokerAccess.once(tls, broker_sasl(given, sasl_sources, with_tls=tls is not None))
+
+
+def _section(
+    kind: type[Section],
+    name: str,
+    flags: Mapping[str, str | bool | None],
+    environ: Mapping[str, str],
+    sources: dict[str, str],
+) -> Section:
+    """The options of a section from flags and environment; fills `sources`. Raises StartupError."""
+    values: dict[str, object] = {}
+    for key in kind.__struct_fields__:
+        variable, flag = f"KPROXY_{name.upper()}__{key.upper()}", flags.get(f"{name}_{key}")
+        value = flag if flag is not None else environ.get(variable)
+        sources[key] = variable if flag is None else f"--{name}-{key}".replace("_", "-")
+        if value is not None:
+            values[key] = value
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        where = str(error).partition("$.")[2].rstrip("`")
+        raise StartupError(f"{sources.get(where, name)}: {str(error).partition(' - at')[0].lower()}.") from error
 
 
 def _with(command: Command, flags: Sequence[Decorator]) -> Command:

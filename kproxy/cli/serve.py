@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.options import audit_flags, etcd_flags, writer_group_flag
+from kproxy.cli.options import audit_flags, etcd_flags, security_flags, writer_group_flag
 from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
 from kproxy.errors import StartupError
 from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise_open_file_limit
@@ -57,6 +57,7 @@ from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise
 )
 @writer_group_flag
 @audit_flags
+@security_flags
 @click.option("--workers", metavar="N", type=int, help="Processes that share the port; 0: one for each CPU. [1]")
 @click.pass_context
 def command(

@@ -190,7 +190,11 @@ def unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:
 
 
 def nearest(name: str, known: Mapping[str, object]) -> str:
-    """The same key in another section, else the most similar path."""
+    """A nearly equal key of the section, else the same key in another section, else the most similar path."""
+    section = name.rpartition(".")[0]
+    within = [candidate for candidate in known if section and candidate.rpartition(".")[0] == section]
+    for close in difflib.get_close_matches(name, within, n=1, cutoff=0.95):
+        return close
     for candidate in known:
         if "." in name and candidate.rpartition(".")[2] == name.rpartition(".")[2]:
             return candidate

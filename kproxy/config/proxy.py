@@ -25,8 +25,12 @@ from msgspec import UNSET, Meta, UnsetType
 from kproxy.config.access import ACLS, AccessOptions, AccessSection, access_options
 from kproxy.config.admin import SECRETS as ADMIN_SECRETS
 from kproxy.config.admin import AdminOptions, AdminSection, admin_options, parse_admin
+from kproxy.config.broker_sasl import SECRETS as BROKER_SECRETS
+from kproxy.config.broker_sasl import BrokerSasl, BrokerSaslSection, broker_sasl
 from kproxy.config.etcd import SECRETS as ETCD_SECRETS
 from kproxy.config.etcd import EtcdOptions, EtcdSection, etcd_options
+from kproxy.config.listeners import SECTION as LISTENERS
+from kproxy.config.listeners import ListenerConfig, one_listener, parse_listeners
 from kproxy.config.parsing import (
     DEFAULT_LISTEN,
     TOPIC_NAME_RULE,
@@ -43,6 +47,7 @@ from kproxy.config.parsing import (
 from kproxy.config.quotas import QUOTAS, QuotaOptions, parse_quotas
 from kproxy.config.security import OauthSection, SaslOptions, SaslSection, sasl_options
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS, Owners, parse_owners, read_table
+from kproxy.config.tls import BrokerTls, BrokerTlsSection, TlsSection, broker_tls
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
 
@@ -62,6 +67,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight_bytes: _Count = 64 << 20
     max_in_flight_bytes_total: _Count = 512 << 20
     max_open_requests: _Count = 1_000
+    # Connections of a listener that have not finished their TLS handshake or PROXY protocol header.
+    max_half_open: _Count = 500
     connect_timeout_s: Seconds = 1.0
     probe_timeout_s: Seconds = 2.0
     control_timeout_s: Seconds = 30.0
@@ -188,6 +195,7 @@ class ListenSection(msgspec.Struct, kw_only=True):
 
     listen: str = DEFAULT_LISTEN
     advertise: str | UnsetType = UNSET
+    proxy_protocol: bool = False
     admin: str | UnsetType = UNSET
     workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] = 1
 
@@ -226,8 +234,11 @@ class Options(msgspec.Struct, kw_only=True):
     """The configuration as given: sections with types and defaults."""
 
     listen: ListenSection = msgspec.field(default_factory=ListenSection)
+    tls: TlsSection = msgspec.field(default_factory=TlsSection)
     ownership: OwnershipSection = msgspec.field(default_factory=OwnershipSection)
     etcd: EtcdSection = msgspec.field(default_factory=EtcdSection)
+    broker_tls: BrokerTlsSection = msgspec.field(default_factory=BrokerTlsSection)
+    broker_sasl: BrokerSaslSection = msgspec.field(default_factory=BrokerSaslSection)
     fleet: FleetSection = msgspec.field(default_factory=FleetSection)
     produce: ProduceSection = msgspec.field(default_factory=ProduceSection)
     own: OwnSection = msgspec.field(default_factory=OwnSection)
@@ -241,7 +252,7 @@ class Options(msgspec.Struct, kw_only=True):
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {each.name: each.type for each in msgspec.structs.fields(Options)}
 # The flags of these sections begin with the section's name: their keys alone say too little.
-_SECTIONS_IN_FLAGS = ("etcd", "audit")
+_SECTIONS_IN_FLAGS = ("etcd", "audit", "tls", "broker_tls", "broker_sasl")
 # Keys that belong to one source of owners.
 OF_ONE_SOURCE = {"ownership.bootstrap": "kafka", "ownership.refresh_s": "kafka", "ownership.table": "static"}
 # key path -> (type, default)
@@ -254,9 +265,9 @@ _KEYS = {
 _LIMITS_WITH_FLAGS = ("limits.drain_delay",)
 _SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth", "access", "admin")
 # Options that have no flag and are never shown.
-SECRETS = ETCD_SECRETS | ADMIN_SECRETS
-# Sections without keys of their own: the static table, the rules of access, and quotas.
-TABLES = (*STATIC_TABLE_SECTIONS, ACLS, QUOTAS)
+SECRETS = ETCD_SECRETS | BROKER_SECRETS | ADMIN_SECRETS
+# Sections without keys of their own: the static table, several listeners, the rules of access, and quotas.
+TABLES = (*STATIC_TABLE_SECTIONS, LISTENERS, ACLS, QUOTAS)
 
 
 def _flag_of(path: str) -> str:
@@ -276,20 +287,20 @@ _FLAG_PATHS = {
 class ProxyConfig:
     """The configuration of `kproxy serve`, checked.
 
-    `admin` None: no admin page. `advertise` None: the address listened on. `workers` is at least 1; they share the
-    `limits` of all connections together.
+    `listeners` has at least one. `admin` None: no admin page. `workers` is at least 1; they share the `limits` of all
+    connections together.
 
     `ownership` tells which of `etcd`, `bootstrap` and `owners` is set; the others are empty. `etcd` may be set beside
     any of them: all proxies that share one are named to clients, unless they are `alone`. A proxy is named until
     `lease_ttl_s` after its last sign of life.
 
     `writer_groups`: for each topic that only owners may write to, the group in which they own; these need an `etcd`.
-    The bounds of `audit` hold for each process by itself. `sasl` None: clients need no proof of who they are.
-    `access` None: all of them may do anything. `quotas` None: as much as they like.
+    The bounds of `audit` hold for each process by itself. `broker_tls` None: brokers are spoken to in plain text;
+    `broker_sasl` None: without authentication. `sasl` None: clients need no proof of who they are. `access` None: all
+    of them may do anything. `quotas` None: as much as they like.
     """
 
-    listen: Address
-    advertise: Address | None
+    listeners: tuple[ListenerConfig, ...]
     admin: Address | None
     ownership: str
     etcd: tuple[str, ...]
@@ -305,10 +316,22 @@ class ProxyConfig:
     audit: AuditOptions
     limits: Limits
     workers: int
+    broker_tls: BrokerTls | None = None
+    broker_sasl: BrokerSasl | None = None
     sasl: SaslOptions | None = None
     access: AccessOptions | None = None
     quotas: QuotaOptions | None = None
     admin_options: AdminOptions = field(default_factory=AdminOptions)
+
+    @property
+    def listen(self) -> Address:
+        """The address of the first listener."""
+        return self.listeners[0].listen
+
+    @property
+    def advertise(self) -> Address | None:
+        """The address that clients of the first listener are told, if it is not the one listened on."""
+        return self.listeners[0].advertise
 
 
 @dataclass(frozen=True)
@@ -371,8 +394,6 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     sources = {path: setting.source for path, setting in settings.items()}
     source_of_owners = given.ownership.ownership
     _refuse_what_does_not_fit(source_of_owners, sources)
-    listen = parse_address(given.listen.listen, sources["listen.listen"])
-    advertise = _address(given.listen.advertise, sources["listen.advertise"])
     admin = None
     if given.listen.admin is not UNSET:
         admin = parse_admin(given.listen.admin, sources["listen.admin"])
@@ -384,13 +405,14 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     workers = worker_count(given.listen.workers)
     share_limits(given.limits, workers)
     audit = _audit_options(given.audit, sources)
+    tls_to_brokers = broker_tls(given.broker_tls, _of_section(sources, "broker_tls"))
     owners = _owners(given.ownership.table, sources) if source_of_owners == "static" else None
     writer_groups = _writer_groups(given, sources["own.writer_group"])
     _refuse_unwritable_trail(audit, sources["audit.sink"], owners, writer_groups)
-    sasl = sasl_options(given.sasl, given.oauth, sources)
+    listeners = _listeners(given, settings, sources)
+    sasl = sasl_options(given.sasl, given.oauth, sources, listeners)
     return ProxyConfig(
-        listen=listen,
-        advertise=advertised(listen, advertise),
+        listeners=listeners,
         admin=admin,
         ownership=source_of_owners,
         etcd=_etcd(given.ownership, sources["ownership.etcd"]),
@@ -406,10 +428,14 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         audit=audit,
         limits=given.limits,
         workers=workers,
+        broker_tls=tls_to_brokers,
+        broker_sasl=broker_sasl(
+            given.broker_sasl, _of_section(sources, "broker_sasl"), with_tls=tls_to_brokers is not None
+        ),
         sasl=sasl,
+        access=_access(given, settings, sources, with_sasl=sasl is not None),
         quotas=_quotas(settings),
         admin_options=admin_options(given.admin, sources, has_page=admin is not None),
-        access=_access(given, settings, sources, with_sasl=sasl is not None),
     )
 
 
@@ -433,6 +459,32 @@ def _access(
     return access_options(
         given.access, acls.value if acls is not None else None, acls.source if acls is not None else ""
     )
+
+
+def _listeners(
+    given: Options, settings: Mapping[str, Setting], sources: Mapping[str, str]
+) -> tuple[ListenerConfig, ...]:
+    several = settings.get(LISTENERS)
+    if several is None:
+        listen = parse_address(given.listen.listen, sources["listen.listen"])
+        advertise = advertised(listen, _address(given.listen.advertise, sources["listen.advertise"]))
+        return (one_listener(listen, advertise, given.listen.proxy_protocol, given.tls, sources),)
+    of_one = (
+        "listen.listen",
+        "listen.advertise",
+        "listen.proxy_protocol",
+        *(path for path in _KEYS if path[:4] == "tls."),
+    )
+    for path in of_one:
+        if sources[path] != "default":
+            raise StartupError(f"{sources[path]}: the listeners are in [[listeners]]: say it there, or drop them.")
+    return parse_listeners(several.value, several.source.rpartition(" in ")[2])
+
+
+def _of_section(sources: Mapping[str, str], section: str) -> Mapping[str, str]:
+    """The sources of a section's keys."""
+    prefix = f"{section}."
+    return {path.removeprefix(prefix): source for path, source in sources.items() if path.startswith(prefix)}
 
 
 def _refuse_unwritable_trail(

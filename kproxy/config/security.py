@@ -6,7 +6,7 @@ files that these options name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -14,6 +14,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kproxy.config.listeners import ListenerConfig
 from kproxy.config.parsing import split_list
 from kproxy.errors import StartupError
 
@@ -68,16 +69,25 @@ class SaslOptions:
     timeout_s: float
     session_lifetime_s: float
 
-    def offered(self, *, is_encrypted: bool) -> tuple[str, ...]:
-        """The mechanisms of a listener."""
-        if is_encrypted or self.without_tls:
-            return self.mechanisms
-        return tuple(name for name in self.mechanisms if name not in NEED_TLS)
+    def offered(self, listener: ListenerConfig) -> tuple[str, ...]:
+        """The mechanisms of a listener; its clients need none of them if this is empty."""
+        wanted = self.mechanisms if listener.sasl is None else listener.sasl
+        if listener.tls is not None or self.without_tls:
+            return wanted
+        return tuple(name for name in wanted if name not in NEED_TLS)
 
 
-def sasl_options(given: SaslSection, oauth: OauthSection, sources: Mapping[str, str]) -> SaslOptions | None:
+def sasl_options(
+    given: SaslSection, oauth: OauthSection, sources: Mapping[str, str], listeners: Sequence[ListenerConfig]
+) -> SaslOptions | None:
     """Check the options; None without SASL. Raises StartupError."""
     if given.mechanisms is UNSET:
+        for listener in listeners:
+            if listener.sasl:
+                raise StartupError(
+                    f"{_named(listener)} is to offer {listener.sasl[0][:80]!r}, and there is no SASL: name mechanisms "
+                    f"in sasl.mechanisms ({', '.join(MECHANISMS)})."
+                )
         for path in (*_changed("sasl", given), *_changed("oauth", oauth)):
             raise StartupError(
                 f"{sources[path]}: it is of no use without SASL: name mechanisms in sasl.mechanisms "
@@ -105,12 +115,31 @@ def sasl_options(given: SaslSection, oauth: OauthSection, sources: Mapping[str, 
         timeout_s=given.timeout_s,
         session_lifetime_s=given.session_lifetime_s,
     )
-    if not options.offered(is_encrypted=False):
-        raise StartupError(
-            f"{source}: {' and '.join(mechanisms)} would send what anybody who reads along can use, as the listener "
-            f"has no TLS: use SCRAM-SHA-512, or allow it with sasl.without_tls = true."
-        )
+    for listener in listeners:
+        _refuse_what_does_not_fit(options, listener, source)
     return options
+
+
+def _refuse_what_does_not_fit(options: SaslOptions, listener: ListenerConfig, source: str) -> None:
+    for name in listener.sasl or ():
+        if name not in options.mechanisms:
+            raise StartupError(
+                f"{_named(listener)} is to offer {name[:80]!r}, which is not among sasl.mechanisms "
+                f"({', '.join(options.mechanisms)})."
+            )
+    offered = options.offered(listener)
+    wanted = options.mechanisms if listener.sasl is None else listener.sasl
+    # What is named for this listener must do; of what is named for all, something.
+    if len(offered) < len(wanted) and (listener.sasl is not None or not offered):
+        exposed = " and ".join(name for name in wanted if name not in offered)
+        raise StartupError(
+            f"{source}: {exposed} would send what anybody who reads along can use, as {_named(listener)} has no TLS: "
+            f"use SCRAM-SHA-512, or allow it with sasl.without_tls = true."
+        )
+
+
+def _named(listener: ListenerConfig) -> str:
+    return f"the listener {listener.name}" if listener.name else "the listener"
 
 
 def _changed(section: str, given: msgspec.Struct) -> list[str]:

@@ -20,7 +20,7 @@ import structlog
 
 from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdClient, connect
-from kproxy.fleet.registration import Registrar
+from kproxy.fleet.registration import NO_LISTENERS, Listeners, Registrar
 from kproxy.fleet.view import FleetView, alone
 from kproxy.observe.table import ProxyRow
 from kproxy.routing.fleet import Fleet
@@ -37,23 +37,43 @@ log = structlog.get_logger(__name__)
 class Membership:
     """Keeps `fleet` current and, where it `registers`, this proxy's entry.
 
-    `host` and `port` are what it advertises.
+    `host` and `port` are what it advertises, `listeners` the addresses of its named listeners.
 
     Use as `async with`. That and `failed` raise StartupError for an error of etcd that retrying does not fix.
     """
 
     def __init__(
-        self, config: ProxyConfig, host: str, port: int, *, counters: Counter[str], registers: bool = True
+        self,
+        config: ProxyConfig,
+        host: str,
+        port: int,
+        *,
+        counters: Counter[str],
+        registers: bool = True,
+        listeners: Listeners = NO_LISTENERS,
     ) -> None:
         self.fleet = Fleet([alone(host, port)])
+        # The proxies as clients of each named listener reach them.
+        self.by_listener = {name: Fleet([alone(*address)]) for name, address in listeners.items()}
         self._address = (host, port)
         self._client: EtcdClient | None = None
         self._registrar: Registrar | None = None
         if config.etcd and not config.alone:
             self._client = EtcdClient(config.etcd, config.etcd_options)
-            self._view = FleetView(self._client, config.prefix, self.fleet, host, port, counters=counters)
+            self._view = FleetView(
+                self._client,
+                config.prefix,
+                self.fleet,
+                host,
+                port,
+                counters=counters,
+                listeners=listeners,
+                by_listener=self.by_listener,
+            )
             if registers:
-                self._registrar = Registrar(self._client, config.prefix, host, port, ttl_s=config.lease_ttl_s)
+                self._registrar = Registrar(
+                    self._client, config.prefix, host, port, ttl_s=config.lease_ttl_s, listeners=listeners
+                )
         self._following: asyncio.Task[None] | None = None
         self._registering: asyncio.Task[None] | None = None
         self._synced = False

@@ -2,7 +2,8 @@
 
 The key is `{prefix}/kproxy/proxies/{id}`, on a lease of its own.
 
-The value is JSON with node_id, host and port. `FleetView` (kproxy.fleet.view) reads the entries.
+The value is JSON with node_id, host and port, and for a proxy with several listeners their advertised addresses by
+name, `listeners`. `FleetView` (kproxy.fleet.view) reads the entries.
 
 States
   out           no entry: not yet, or the lease was lost, or etcd does not answer
@@ -33,9 +34,13 @@ import asyncio
 import enum
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated
 
+import msgspec
 import structlog
+from msgspec import Meta
 
 from kproxy.etcd import (
     EtcdClient,
@@ -56,8 +61,16 @@ def proxies_prefix(prefix: str) -> str:
     return f"{prefix.rstrip('/')}/kproxy/proxies/"
 
 
-def encode_proxy(proxy: Proxy) -> bytes:
-    return json.dumps(proxy._asdict()).encode()
+Listeners = Mapping[str, tuple[str, int]]
+"""Advertised addresses, host and port, by the names of listeners."""
+NO_LISTENERS: Listeners = MappingProxyType({})
+
+
+def encode_proxy(proxy: Proxy, listeners: Listeners = NO_LISTENERS) -> bytes:
+    value: dict[str, object] = proxy._asdict()
+    if listeners:
+        value["listeners"] = {name: {"host": host, "port": port} for name, (host, port) in listeners.items()}
+    return json.dumps(value).encode()
 
 
 def parse_proxy_id(rest: str) -> int:
@@ -76,6 +89,30 @@ def parse_proxy(rest: str, value: bytes) -> Proxy:
     node_id = parse_proxy_id(rest)
     host, port = parse_address(node_id, value)
     return Proxy(node_id, host, port)
+
+
+# As many as a configuration may have, and some of later versions.
+MAX_LISTENERS = 32
+
+
+class _Address(msgspec.Struct):
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class _Entry(msgspec.Struct):
+    listeners: dict[str, _Address] = {}
+
+
+def parse_listeners(value: bytes) -> Listeners:
+    """Parse the addresses by listener of an entry that `parse_proxy` accepts. Raises InvalidEntry."""
+    try:
+        listeners = msgspec.json.decode(value, type=_Entry).listeners
+    except msgspec.MsgspecError as error:
+        raise InvalidEntry("its listeners are no addresses") from error
+    if len(listeners) > MAX_LISTENERS:
+        raise InvalidEntry("too many listeners")
+    return {name: (each.host, each.port) for name, each in listeners.items()}
 
 
 # How often an entry is read within the lease's TTL.
@@ -98,8 +135,8 @@ class Registrar:
 
     `run` is one coroutine that the caller owns.
 
-    `prefix` is the root of all keys; `ttl_s` the lease's TTL in seconds, of which etcd may grant more; `clock` in
-    seconds.
+    `listeners` are the addresses of its named listeners. `prefix` is the root of all keys; `ttl_s` the lease's TTL in
+    seconds, of which etcd may grant more; `clock` in seconds.
     """
 
     def __init__(
@@ -111,7 +148,9 @@ class Registrar:
         *,
         ttl_s: int,
         clock: Callable[[], float] = time.monotonic,
+        listeners: Listeners = NO_LISTENERS,
     ) -> None:
+        self._listeners = listeners
         self._client = client
         self._prefix = proxies_prefix(prefix)
         self._host = host
@@ -177,7 +216,7 @@ class Registrar:
         lease = await self._client.lease_grant(self._ttl_s)
         self._lease_id, done = lease.lease_id, False
         try:
-            value = encode_proxy(Proxy(node_id, self._host, self._port))
+            value = encode_proxy(Proxy(node_id, self._host, self._port), self._listeners)
             done = (await self._client.txn([condition], [put_op(key, value, lease.lease_id)])).succeeded
         finally:
             if not done:

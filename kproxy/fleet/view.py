@@ -15,6 +15,8 @@ Invariants
 3. An address is named once, under the lowest of its ids; at most MAX_PROXIES are named, those of the lowest ids.
 4. An invalid key or value is skipped, counted by reason, and logged once per key.
 5. Logged changes are about the other proxies.
+6. The fleet of a named listener has the proxies that have a listener of that name, under the same ids and with the
+   addresses of those listeners. This proxy is one of them, unless it is leaving.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import structlog
 
 from kproxy.etcd import EtcdClient, KeyValue, PrefixMirror, Snapshot, WatchEvent
-from kproxy.fleet.registration import parse_proxy, proxies_prefix
+from kproxy.fleet.registration import NO_LISTENERS, Listeners, parse_listeners, parse_proxy, proxies_prefix
 from kproxy.ownership.lease_keys import InvalidEntry, SkippedKeys
 from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
 
@@ -48,7 +51,9 @@ def alone(host: str, port: int) -> Proxy:
 class FleetView:
     """Feeds `fleet` from etcd. `run` is one coroutine that the caller owns.
 
-    `prefix` is the root of all keys, `host` and `port` are advertised by this proxy, `clock` is in seconds. Skipped
+    `listeners` are the advertised addresses of this proxy's named listeners; `by_listener` the fleets that their
+    clients are told. `prefix` is the root of all keys, `host` and `port` are advertised by this proxy, `clock` is in
+    seconds. Skipped
     entries are counted in `counters` as `fleet.skipped.{reason}`.
     """
 
@@ -62,6 +67,8 @@ class FleetView:
         *,
         counters: Counter[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        listeners: Listeners = NO_LISTENERS,
+        by_listener: Mapping[str, Fleet] = MappingProxyType({}),
     ) -> None:
         counts = Counter[str]() if counters is None else counters
         self._skipped = SkippedKeys(
@@ -72,6 +79,10 @@ class FleetView:
         self._prefix = proxies_prefix(prefix)
         self._mirror = PrefixMirror(client, [self._prefix], self, clock=clock)
         self._found: dict[str, Proxy] = {}
+        self._listeners = listeners
+        self._by_listener = by_listener
+        # The listeners of the entries that have some.
+        self._found_listeners: dict[str, Listeners] = {}
         self._mine: Proxy | None = None
         self._leaving = False
         self._named = asyncio.Event()
@@ -100,6 +111,7 @@ class FleetView:
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         self._found.clear()
+        self._found_listeners.clear()
         for kv in snapshot.kvs:
             self._take(kv)
         self._tell()
@@ -107,13 +119,17 @@ class FleetView:
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
         for event in events:
             self._found.pop(event.kv.key, None)
+            self._found_listeners.pop(event.kv.key, None)
             if not event.deleted:
                 self._take(event.kv)
         self._tell()
 
     def _take(self, kv: KeyValue) -> None:
         try:
-            self._found[kv.key] = parse_proxy(kv.key.removeprefix(self._prefix), kv.value)
+            proxy = parse_proxy(kv.key.removeprefix(self._prefix), kv.value)
+            if self._by_listener:
+                self._found_listeners[kv.key] = parse_listeners(kv.value)
+            self._found[kv.key] = proxy
         except InvalidEntry as reason:
             self._skipped.skip(kv, reason)
 
@@ -127,10 +143,25 @@ class FleetView:
             named.append(self._mine)
         before = set(self._others())
         self._fleet.replace(named or [self._mine or self._alone])
+        if self._by_listener:
+            self._tell_listeners()
         now = set(self._others())
         changes = {"come": _in_words(now - before), "gone": _in_words(before - now)}
         if now != before:
             log.info("proxies changed", others=len(now), **{what: who for what, who in changes.items() if who})
+
+    def _tell_listeners(self) -> None:
+        """Replace the fleets of the named listeners (invariant 6)."""
+        addresses = {self._found[key].node_id: listeners for key, listeners in self._found_listeners.items()}
+        own_id = next((each.node_id for each in self._fleet.proxies if each.address == self._alone.address), None)
+        if own_id is not None:
+            addresses[own_id] = self._listeners
+        for name, fleet in self._by_listener.items():
+            ids = {each.node_id for each in self._fleet.proxies}
+            named = distinct(
+                Proxy(node_id, *each[name]) for node_id, each in addresses.items() if node_id in ids and name in each
+            )
+            fleet.replace(named or [Proxy(self._alone.node_id, *self._listeners[name])])
 
     def _others(self) -> Iterable[Proxy]:
         """All but this proxy's own entry, which the registrar reports."""

@@ -39,6 +39,9 @@ class Vitals:
     hung_brokers: int = 0
     brokers: Mapping[int, bool] = field(default_factory=dict)
     draining: bool = False
+    half_open_connections: int = 0
+    # When certificates end, in seconds since the epoch, by their use and the name of the listener.
+    certificates: Mapping[tuple[str, str], float] = field(default_factory=dict)
     own_claims: int = 0
     own_members: int = 0
     own_unsettled: int = 0
@@ -70,6 +73,7 @@ class ProxyCollector(Collector):
         yield from _traffic(self._tally, vitals)
         yield from _outcomes(self._tally, self._counters)
         yield from _connections(vitals, self._counters)
+        yield from _tls(vitals, self._counters)
         table = self._table()
         yield from _table(table)
         yield from _fleet(table, self._counters)
@@ -230,6 +234,41 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         counters.get("producer_ids.refused", 0),
     )
     yield gauge("kproxy_draining", "1 from SIGTERM until the process ends.", int(vitals.draining))
+
+
+_HANDSHAKES = "tls.handshakes."
+_HANDSHAKES_FAILED = "tls.handshakes.failed."
+
+
+def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
+    expiry = GaugeMetricFamily(
+        "kproxy_tls_certificate_expiry_timestamp_seconds",
+        "When a certificate in use ends, as Unix time.",
+        labels=["use", "listener"],
+    )
+    for (use, listener), expires_at in sorted(vitals.certificates.items()):
+        expiry.add_metric([use, listener], expires_at)
+    yield expiry
+    reloads = CounterMetricFamily(
+        "kproxy_tls_reloads", "Reloads of the files of TLS, users, keys of tokens, ACLs and quotas.", labels=["outcome"]
+    )
+    for outcome in ("done", "failed"):
+        reloads.add_metric([outcome], counters.get(f"tls.reloads.{outcome}", 0))
+    yield reloads
+    yield gauge(
+        "kproxy_half_open_connections",
+        "Client connections that have not finished their TLS handshake or PROXY protocol header.",
+        vitals.half_open_connections,
+    )
+    handshakes = CounterMetricFamily(
+        "kproxy_client_handshakes",
+        "Ended TLS handshakes and PROXY protocol headers of clients, by outcome.",
+        labels=["outcome"],
+    )
+    for name, count in sorted(counters.items()):
+        if name.startswith(_HANDSHAKES):
+            handshakes.add_metric([name.removeprefix(_HANDSHAKES_FAILED).removeprefix(_HANDSHAKES)], count)
+    yield handshakes
 
 
 def _table(view: TableView) -> Iterable[Metric]:

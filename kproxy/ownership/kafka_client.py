@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from kproxy.routing.topology import Address
 from kproxy.runtime.resolver import dial
+from kproxy.security.broker_access import AccessRefused, BrokerAccess, Session
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import Message, build_request, decode_response, encode_request, version_range
 from kproxy_codec.correlation import AwaitedAnswers
@@ -19,6 +20,7 @@ from kproxy_codec.framing import FrameReader, frame_message, request_header, res
 
 MAX_ANSWER_BYTES = 64 << 20
 CLIENT_ID = b"kproxy"
+PLAIN_ACCESS = BrokerAccess()
 # The time before the next broker is asked as well, in seconds.
 HEAD_START_S = 0.25
 _READ_BYTES = 64 << 10
@@ -45,7 +47,12 @@ class BrokerConnection:
         writer: asyncio.StreamWriter,
         timeout_s: float,
         client_id: bytes = CLIENT_ID,
+        access: BrokerAccess = PLAIN_ACCESS,
     ):
+        self._access = access
+        # When the session is to be renewed, in the event loop's time.
+        self._renew_at: float | None = None
+        self._authenticate_version = 0
         self.address = address
         self._client_id = client_id
         self._reader = reader
@@ -55,15 +62,22 @@ class BrokerConnection:
         self._versions: dict[int, tuple[int, int]] = {keys.API_VERSIONS: (0, 0)}
 
     @classmethod
-    async def open(cls, address: Address, timeout_s: float, client_id: bytes = CLIENT_ID) -> BrokerConnection:
-        """Dial, and ask for the broker's API versions. Raises BrokerUnreachable."""
+    async def open(
+        cls, address: Address, timeout_s: float, client_id: bytes = CLIENT_ID, access: BrokerAccess = PLAIN_ACCESS
+    ) -> BrokerConnection:
+        """Dial, authenticate, and ask for the broker's API versions. Raises BrokerUnreachable."""
+        context, name = access.context(), access.server_name(address.host)
         try:
             async with asyncio.timeout(timeout_s):
-                reader, writer = await dial(asyncio.open_connection, *address)
+                reader, writer = await dial(
+                    lambda host, port: asyncio.open_connection(host, port, ssl=context, server_hostname=name), *address
+                )
         except (OSError, TimeoutError) as error:
-            raise BrokerUnreachable(f"{address.host}:{address.port} cannot be reached ({_why(error)})") from error
-        connection = cls(address, reader, writer, timeout_s, client_id)
+            why = _why(access.explain(error, address.host) if isinstance(error, OSError) else error)
+            raise BrokerUnreachable(f"{address.host}:{address.port} cannot be reached ({why})") from error
+        connection = cls(address, reader, writer, timeout_s, client_id, access)
         try:
+            await connection._introduce()
             answer = await connection.ask(keys.API_VERSIONS, 0)
         except BaseException:  # the task may be cancelled: another broker has answered first
             writer.transport.abort()
@@ -95,10 +109,31 @@ class BrokerConnection:
         except CodecError as error:
             raise self.unreachable(api_key, error) from error
 
+    async def _introduce(self) -> None:
+        if not self._access.is_plain:
+            await self._authenticate(self._access.introduce(self._exchange_frame))
+
+    async def _authenticate(self, authenticating: Awaitable[Session]) -> None:
+        """Raises BrokerUnreachable."""
+        try:
+            session = await authenticating
+        except AccessRefused as error:
+            raise BrokerUnreachable(f"{self.address.host}:{self.address.port} gives no access ({error})") from error
+        self._authenticate_version = session.authenticate_version
+        now = asyncio.get_running_loop().time()
+        self._renew_at = None if session.renew_after_s is None else now + session.renew_after_s
+
     async def exchange_frame(
         self, api_key: int, version: int, body: bytes, *, timeout_s: float | None = None
     ) -> memoryview:
         """Send an encoded body; return the whole answer. Raises BrokerUnreachable."""
+        if self._renew_at is not None and asyncio.get_running_loop().time() >= self._renew_at:
+            await self._authenticate(self._access.authenticate(self._exchange_frame, self._authenticate_version))
+        return await self._exchange_frame(api_key, version, body, timeout_s=timeout_s)
+
+    async def _exchange_frame(
+        self, api_key: int, version: int, body: bytes, *, timeout_s: float | None = None
+    ) -> memoryview:
         try:
             correlation_id = self._awaited.next_id()
             header = request_header(api_key, version, correlation_id, self._client_id)
@@ -127,6 +162,8 @@ class BrokerConnection:
     def unreachable(self, api_key: int, error: BaseException) -> BrokerUnreachable:
         """Make the error for a missing or invalid answer."""
         where = f"{self.address.host}:{self.address.port}"
+        if isinstance(error, OSError):
+            error = self._access.explain(error, self.address.host)
         # TimeoutError is an OSError.
         is_gone = isinstance(error, (OSError, EOFError)) and not isinstance(error, TimeoutError)
         kind = BrokerGone if is_gone else BrokerUnreachable
@@ -139,7 +176,8 @@ class BrokerConnection:
                     return answers[0][1]
             except FrameTooLarge as error:
                 spoken = answered_in(error.first_bytes)
-                raise CodecError(f"it speaks {spoken}") if spoken else error from error
+                hint = ": set broker_tls" if spoken is not None and spoken.startswith("TLS") else ""
+                raise CodecError(f"it speaks {spoken}{hint}") if spoken else error from error
         raise EOFError("the connection was closed")
 
     def version(self, api_key: int, at_most: int) -> int:
@@ -163,7 +201,12 @@ class BrokerConnection:
             await self._writer.wait_closed()
 
 
-async def open_any(addresses: Sequence[Address], timeout_s: float, client_id: bytes = CLIENT_ID) -> BrokerConnection:
+async def open_any(
+    addresses: Sequence[Address],
+    timeout_s: float,
+    client_id: bytes = CLIENT_ID,
+    access: BrokerAccess = PLAIN_ACCESS,
+) -> BrokerConnection:
     """Connect to the first of `addresses` that answers.
 
     Raises BrokerUnreachable that names them all.
@@ -178,7 +221,7 @@ async def open_any(addresses: Sequence[Address], timeout_s: float, client_id: by
     try:
         while winner is None and (untried or trying):
             if untried:
-                trying.add(asyncio.create_task(BrokerConnection.open(untried.pop(0), timeout_s, client_id)))
+                trying.add(asyncio.create_task(BrokerConnection.open(untried.pop(0), timeout_s, client_id, access)))
             head_start_s = HEAD_START_S if untried else None
             done, _ = await asyncio.wait(trying, timeout=head_start_s, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

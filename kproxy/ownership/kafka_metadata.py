@@ -26,9 +26,10 @@ from uuid import UUID
 
 import structlog
 
-from kproxy.ownership.kafka_client import BrokerConnection, BrokerGone, BrokerUnreachable, open_any
+from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerConnection, BrokerGone, BrokerUnreachable, open_any
 from kproxy.ownership.kafka_leaders import PORTION, KafkaLeaders
 from kproxy.routing.topology import Address, Topology
+from kproxy.security.broker_access import BrokerAccess
 from kproxy_codec import api_keys as keys
 from kproxy_codec.errors import CodecError
 from kproxy_codec.metadata import HIGHEST_VERSION, TOPICS_BY_ID_FROM, MetadataReader
@@ -61,8 +62,10 @@ class KafkaMetadata:
         interval_s: float = 30.0,
         timeout_s: float = 5.0,
         stale_after_s: float | None = None,
+        access: BrokerAccess = PLAIN_ACCESS,
     ) -> None:
-        """`stale_after_s` None: three intervals."""
+        """`stale_after_s` None: three intervals. Brokers are accessed by `access`."""
+        self._access = access
         self._bootstrap = tuple(bootstrap)
         self._topology = topology
         self._leaders = KafkaLeaders(topology)
@@ -254,7 +257,7 @@ class KafkaMetadata:
             # Begin with the broker after it, so that all are asked in turn; itself is last.
             at = known.index(passed_over) + 1
             known = known[at:] + known[:at]
-        self._connection = await open_any(known, self._timeout_s)
+        self._connection = await open_any(known, self._timeout_s, access=self._access)
 
     async def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None

@@ -18,7 +18,9 @@ cdef extern from *:
     const int LOOKS
 
 
-cdef inline uint8_t *data_of(view):
+cdef inline uint8_t *data_of(view) except NULL:
+    if not PyMemoryView_Check(view):
+        raise TypeError("a memoryview is expected")
     return <uint8_t *>PyMemoryView_GET_BUFFER(view).buf
 
 
@@ -77,7 +79,7 @@ cdef class ReceiveArena:
 cdef class FrameReader:
     """See kproxy_codec.framing.FrameReader."""
 
-    cdef ReceiveArena arena
+    cdef readonly ReceiveArena _arena
     cdef Py_ssize_t max_frame_bytes, most_shared, start, end
     # The chunk that holds the unfinished frame, and whether it is this reader's alone.
     cdef object view
@@ -89,7 +91,7 @@ cdef class FrameReader:
     cdef Py_ssize_t cut_start, cut_end
 
     def __init__(self, Py_ssize_t max_frame_bytes, arena=None, *, Py_ssize_t most_shared=CHUNK_BYTES):
-        self.arena = arena if arena is not None else ReceiveArena()
+        self._arena = arena if arena is not None else ReceiveArena()
         self.max_frame_bytes = max_frame_bytes
         self.most_shared = most_shared
 
@@ -119,7 +121,7 @@ cdef class FrameReader:
 
     cdef object space(self, bint lean):
         """The buffer for the next bytes."""
-        cdef ReceiveArena arena = self.arena
+        cdef ReceiveArena arena = self._arena
         cdef Py_ssize_t announced = LENGTH_BYTES, size
         if self.view is None:
             if CHUNK_BYTES - arena.position < LEAST_FREE_BYTES:
@@ -141,11 +143,11 @@ cdef class FrameReader:
         return self.move(announced, lean)
 
     cdef inline object shared_from(self, Py_ssize_t position):
-        return window(self.arena.data + position, min(self.most_shared, CHUNK_BYTES - position))
+        return window(self._arena.data + position, min(self.most_shared, CHUNK_BYTES - position))
 
     cdef object move(self, Py_ssize_t announced, bint lean):
         """Move the unfinished frame to where more of it fits, and return the space behind it."""
-        cdef ReceiveArena arena = self.arena
+        cdef ReceiveArena arena = self._arena
         cdef Py_ssize_t held = self.end - self.start, size, start
         # Its chunk, while its bytes are copied.
         old, old_data = self.view, self.data
@@ -194,7 +196,7 @@ cdef class FrameReader:
 
     cdef object cut(self, Py_ssize_t nbytes):
         """The chunk whose [cut_start, cut_end) are the whole frames that `nbytes` more bytes complete."""
-        cdef ReceiveArena arena = self.arena
+        cdef ReceiveArena arena = self._arena
         cdef Py_ssize_t start, end, frame_end, length
         cdef uint8_t *data
         view = self.view
@@ -248,7 +250,7 @@ cdef class AwaitedAnswers:
 
     cdef readonly object frames
     cdef Py_ssize_t most, first, count, room
-    cdef int32_t last_id
+    cdef public int32_t _last_id
     cdef int32_t *ids
     cdef list waiters
 
@@ -286,8 +288,8 @@ cdef class AwaitedAnswers:
         return self.following_id()
 
     cdef inline int32_t following_id(self):
-        self.last_id = <int32_t>((<uint32_t>self.last_id + 1) & 0x7FFFFFFF)
-        return self.last_id
+        self._last_id = <int32_t>((<uint32_t>self._last_id + 1) & 0x7FFFFFFF)
+        return self._last_id
 
     def sent(self, int32_t correlation_id, waiter):
         self.add(correlation_id, waiter)
@@ -321,6 +323,19 @@ cdef class AwaitedAnswers:
         self.first = (self.first + 1) & (self.room - 1)
         self.count -= 1
         return waiter
+
+    def receive(self, nbytes):
+        for frame in self.frames.buffer_updated(nbytes):
+            yield self.match(frame), frame
+
+    def receive_data(self, data):
+        rest = memoryview(data)
+        while rest:
+            buffer = self.frames.get_buffer()
+            nbytes = min(len(buffer), len(rest))
+            buffer[:nbytes] = rest[:nbytes]
+            rest = rest[nbytes:]
+            yield from self.receive(nbytes)
 
     def replace(self, waiters):
         cdef Py_ssize_t at, place

@@ -118,6 +118,15 @@ cdef class Outbox:
         self.buffers.append(buffer)
         return self.count(size)
 
+    cdef int put_list(self, list buffers) except -1:
+        """Queue large buffers, as they are, and what is between them."""
+        cdef Py_ssize_t size = 0
+        self.close_span()
+        for buffer in buffers:
+            size += len(buffer)
+        self.buffers += buffers
+        return self.count(size)
+
     cdef int put_span(self, view, Py_ssize_t start, Py_ssize_t end) except -1:
         """Queue [start, end) of `view` behind what was put before."""
         if view is self.view and start == self.end:

@@ -554,7 +554,7 @@ cdef class CompiledPath:
             ordinals = kp_of_one_topic(slot.entries, chosen, at, piece.count)
             small += frame[topic.head_start:topic.name_end]
             small += text[:kp_put_count(text, ordinals, flexible) - text]
-            buffers.append(small)
+            buffers.append(bytes(small))
             end = at + ordinals
             while at < end:
                 start, stop = slot.entries[chosen[at]].start, slot.entries[chosen[at]].end
@@ -565,7 +565,7 @@ cdef class CompiledPath:
                 buffers.append(slot.view[slot.start + start:slot.start + stop])
             small = bytearray(frame[topic.tail_start:topic.tail_end])
         small += frame[slot.head.topics_end:slot.head.size]
-        buffers.append(small)
+        buffers.append(bytes(small))
         return buffers
 
 

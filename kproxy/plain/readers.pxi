@@ -76,9 +76,7 @@ cdef class AnswerReader:
             self.send(ticket, correlation_id, buffers)
             return 0
         self._in_flight.add(correlation_id, ticket)
-        for buffer in buffers:
-            self._outbox.put_object(buffer)
-        return 0
+        return self._outbox.put_list(buffers)
 
 
 cdef class RequestReader:

@@ -60,17 +60,20 @@ class AccessControl:
         """Count and log a refusal; return whether it is one."""
         kind = "dry_run" if self._dry_run else "denied"
         self._counters[f"access.{kind}.{operation.value}.{resource.value}"] += 1
-        log.warning(
-            "access would be denied" if self._dry_run else "access denied",
-            most_a_minute=_LOGGED_A_MINUTE,
-            bounded_by="principal",
-            principal=str(principal),
-            client=peer,
-            operation=operation.value,
-            resource=resource.value,
-            name=name[:249],
-        )
-        return not self._dry_run
+        told = {
+            "most_a_minute": _LOGGED_A_MINUTE,
+            "bounded_by": "principal",
+            "principal": str(principal),
+            "client": peer,
+            "operation": operation.value,
+            "resource": resource.value,
+            "name": name[:249],
+        }
+        if self._dry_run:
+            log.warning("access would be denied", **told)
+            return False
+        log.warning("access denied", **told)
+        return True
 
     @property
     def is_enforced(self) -> bool:

@@ -30,10 +30,11 @@ from typing import Any, Final, Protocol
 
 import structlog
 
+from kproxy.config.principal_rules import DEFAULT_RULES, MappingRule
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.apis import Ranges
 from kproxy.security.mechanisms import Refused, Servers, Step
-from kproxy.security.principals import ANONYMOUS, DEFAULT_RULES, MappingRule, Principal, principal_of
+from kproxy.security.principals import ANONYMOUS, Principal, principal_of
 from kproxy.security.quotas import Quotas
 from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State, Times, illegal_state
 from kproxy_codec.framing import parse_request_header
@@ -74,11 +75,20 @@ class Guarded(Protocol):
         ...
 
 
+class OpenConnections:
+    """The clients' connections of a process, by address and by principal, as far as these are limited."""
+
+    def __init__(self) -> None:
+        self.by_address: Counter[str] = Counter()
+        self.by_principal: Counter[str] = Counter()
+
+
 class Admission:
     """What a listener asks of its clients: SASL by `servers`, or without these the certificate that TLS asks for.
 
     `timeout_s` is the time to authenticate, `rules` turn a certificate's name into a principal's. `quotas` return
-    those that were read last; an address has at most `most_of_an_address` connections, 0: any number.
+    those that were read last; an address has at most `most_of_an_address` connections, 0: any number. The listeners of
+    a process share `connections`.
     """
 
     def __init__(
@@ -91,6 +101,7 @@ class Admission:
         counters: Counter[str],
         quotas: Callable[[], Quotas] | None = None,
         most_of_an_address: int = 0,
+        connections: OpenConnections | None = None,
     ) -> None:
         self.servers = servers
         self.times = times
@@ -99,9 +110,9 @@ class Admission:
         self.counters = counters
         self.quotas = quotas
         self.most_of_an_address = most_of_an_address
-        # Open connections by address, and by principal.
-        self.by_address: Counter[str] = Counter()
-        self.by_principal: Counter[str] = Counter()
+        connections = connections or OpenConnections()
+        self.by_address = connections.by_address
+        self.by_principal = connections.by_principal
 
     def gate(self, client: Guarded, on_pressure: Callable[[bool], None]) -> Gate:
         """Make the gate of one client; `on_pressure` stops and resumes reading."""

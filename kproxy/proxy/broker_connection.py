@@ -5,12 +5,16 @@ One client connection uses it alone, so that the broker's order per connection k
 States
   connecting   the dial is under way; requests are queued
   open         requests are written at once; answers come back in the order of their requests
+  renewing     the broker is about to end the session of SASL: requests are queued until it is renewed
   closed       nothing more is sent or answered
 
 Transitions
   connecting -> open     the dial succeeded: the queue is written
   connecting -> closed   the dial failed, timed out, was given up, or was not begun because the broker hangs or is
                          down: the queue is lost unwritten
+  open       -> renewing the session's time is nearly over (KIP-368)
+  renewing   -> open     the session is renewed: the queue is written
+  renewing   -> closed   the broker refuses, or as below: the queue is lost unwritten
   open       -> closed   the broker closed, the connection broke, an answer was not the awaited one, it was given up,
                          `close` was called
 
@@ -45,7 +49,9 @@ from kproxy.proxy.dialling import Dialler, Turn, reason_of
 from kproxy.proxy.outbox import Outbox, flushes_of
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
-from kproxy_codec.framing import CHUNK_BYTES
+from kproxy.runtime.tasks import cancel
+from kproxy.security.broker_access import CLIENT_ID, Session
+from kproxy_codec.framing import CHUNK_BYTES, frame_message, request_header
 from kproxy_codec.primitives import Buffer
 
 log = structlog.get_logger(__name__)
@@ -104,6 +110,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._in_flight = AwaitedAnswers(self._reader)
         self._queue: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
         self._queued_bytes = 0
+        self._access = dialler.access
         self._on_pressure = on_pressure
         self._before_open = before_open
         self._on_end = on_end
@@ -116,6 +123,9 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._looks_for_left: asyncio.Handle | None = None
         self._ended = asyncio.get_running_loop().create_future()
         self._patience: asyncio.Timeout | None = None
+        # While the session is renewed: the outbox, which nothing else uses.
+        self._kept: Outbox | None = None
+        self._renewal: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self._dial = asyncio.get_running_loop().create_task(
             self._connect(dialler, turn, connect_timeout_s) if dials else self._lose()
         )
@@ -221,11 +231,60 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         keep_alive(transport)
         loop = asyncio.get_running_loop()
         self._outbox = Outbox(loop, self._transport, flushes_of(loop))
-        queue, self._queue = self._queue, deque()
+        self._write_queue()
+
+    def _write_queue(self) -> None:
+        queue, self._queue, self._queued_bytes = self._queue, deque(), 0
         # Queued bytes no longer count; bytes written now may.
         self._press(False)
         for ticket, correlation_id, buffers in queue:
             self.send(ticket, correlation_id, buffers)
+
+    # The session of SASL
+
+    def session_began(self, session: Session) -> None:
+        """Renew the session when its time is nearly over."""
+        if session.renew_after_s is not None and not self.closed:
+            loop = asyncio.get_running_loop()
+            self._renewal = loop.call_later(session.renew_after_s, self._begin_renewal, session)
+
+    def _begin_renewal(self, session: Session) -> None:
+        self._kept, self._outbox = self._outbox, None
+        self._renewal = asyncio.get_running_loop().create_task(self._renew(session))
+
+    async def _renew(self, session: Session) -> None:
+        try:
+            renewed = await self._access.authenticate(self._exchange, session.authenticate_version)
+        except Lost:
+            # Its end is told by itself.
+            return
+        except OSError as error:
+            self.give_up(f"its session is not renewed: {error}")
+            return
+        except Exception:  # the boundary: requests must not wait for ever
+            log.exception("session with a broker not renewed", broker=self.owner, address=str(self.address))
+            self.give_up("its session is not renewed")
+            return
+        # As after a dial: what was queued may have to be withdrawn.
+        self._before_open(self)
+        if not self.closed:
+            self._outbox, self._kept = self._kept, None
+            self._write_queue()
+            if self._leaving and self._looks_for_left is None:
+                self._look_for_left_after(0)
+            self.session_began(renewed)
+
+    async def _exchange(self, api_key: int, api_version: int, body: bytes) -> memoryview:
+        """Send a request past the queue and return the answer. Raises Lost."""
+        if self._kept is None or self.closed:
+            raise Lost(written=False)
+        question, correlation_id = Question(), self._in_flight.next_id()
+        self._in_flight.sent(correlation_id, question)
+        header = request_header(api_key, api_version, correlation_id, CLIENT_ID)
+        self._kept.put([frame_message(header, body)])
+        return await question.answer
+
+    # Back-pressure
 
     def pause_writing(self) -> None:
         self._press(True)
@@ -334,6 +393,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._press(False)
         if self._transport is not None:
             self._transport.abort()
+        if self._renewal is not None and not self._is_renewal():
+            self._renewal.cancel()
         self._queued_bytes = 0
         # One by one: what is not told yet is still under way, and whoever is told may ask for that.
         for ticket in self._in_flight.end():
@@ -343,13 +404,18 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._queue.popleft()[0].lost(written=False)
         self._on_end(self)
 
+    def _is_renewal(self) -> bool:
+        """Whether this runs in the task that renews the session, which ends by itself."""
+        return self._renewal is asyncio.current_task()
+
     def _end_unanswered(self, *, by_client: bool) -> None:
         """What expects no answer and has not left is lost. Of the rest nobody knows, unless the client ends it."""
         if self._looks_for_left is not None:
             self._looks_for_left.cancel()
             self._looks_for_left = None
         leaving, self._leaving = self._leaving, deque()
-        written_bytes = self._outbox.written_bytes if self._outbox is not None else 0
+        outbox = self._kept if self._outbox is None else self._outbox
+        written_bytes = outbox.written_bytes if outbox is not None else 0
         for last_byte, ticket in leaving:
             if last_byte > written_bytes:
                 ticket.lost(written=False)
@@ -369,12 +435,16 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         What expects an answer is dropped: its client is gone and will send it again itself.
         """
         has_sent_unanswered = bool(self._leaving) or self._last_left is not None
-        if has_sent_unanswered and self._transport is not None and self._outbox is not None and not self.closed:
+        outbox = self._kept if self._outbox is None else self._outbox
+        if has_sent_unanswered and self._transport is not None and outbox is not None and not self.closed:
             self._take_no_more()
-            self._outbox.flush()
+            outbox.flush()
             # Not closed yet: answers that nobody reads would make the kernel reset the connection, and a reset drops
             # what is still on its way. The broker closes once it has read everything.
-            if not self._transport.is_closing():
+            if not self._transport.can_write_eof():
+                # TLS: the end of its own is sent, and the other side's awaited.
+                self._transport.close()
+            elif not self._transport.is_closing():
                 # An OSError: the broker has reset the connection, and the event loop is about to say so.
                 with contextlib.suppress(OSError):
                     self._transport.write_eof()
@@ -387,6 +457,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
             await self._ended
+        if isinstance(self._renewal, asyncio.Task):
+            await cancel(self._renewal)
         self._dial.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._dial

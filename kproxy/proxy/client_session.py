@@ -32,7 +32,6 @@ from typing import Final, cast
 import structlog
 
 from kproxy.observe.tally import VERSION_BITS
-from kproxy.proxy.admission import Admission
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.answer_room import Share
 from kproxy.proxy.api_versions import check_served, covers
@@ -47,6 +46,7 @@ from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot
 from kproxy.proxy.outbox import PacedOutbox, flushes_of
+from kproxy.proxy.reception import Reception
 from kproxy.proxy.request_reader import TURN_S, RequestReader, Taker
 from kproxy.proxy.requests import DataRequests, NoRoom, plain_path
 from kproxy.routing.topology import Address
@@ -72,16 +72,14 @@ _PARTITIONED: Final = {
 
 
 class ClientSession(RequestReader, asyncio.BufferedProtocol):
-    """A client's connection; `on_closed` is called once when it has ended. `admission` None: it needs no proof."""
+    """A client's connection; `on_closed` is called once when it has ended. `reception` None: by the first listener."""
 
     def __init__(
-        self,
-        context: ProxyContext,
-        on_closed: Callable[[ClientSession], None],
-        admission: Admission | None = None,
+        self, context: ProxyContext, on_closed: Callable[[ClientSession], None], reception: Reception | None = None
     ) -> None:
         super().__init__(context)
         self._context = context
+        self._reception = reception or Reception("", context.fleet)
         self._clock = context.clock
         self._tally = context.tally
         self._on_closed = on_closed
@@ -113,6 +111,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._draining = False
         self._gone = asyncio.get_running_loop().create_future()
         claims = ClientClaims(context, self._connections, self.sever)
+        admission = self._reception.admission
         # What the client may do; None: anything. Connections from within the process are not asked.
         self._access = context.access.client() if context.access is not None and admission is not None else None
         may_write = self._access.may_write if self._access is not None else None
@@ -126,7 +125,14 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         if self._gate is not None:
             self.guard()
         self._control = ControlRequests(
-            context, self, claims, self._on_broker_pressure, self._offered, self._gate, self._access
+            context,
+            self,
+            claims,
+            self._on_broker_pressure,
+            self._offered,
+            self._reception.fleet,
+            self._gate,
+            self._access,
         )
         self._waiting = Waiting(context.health)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
@@ -142,7 +148,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         keep_alive(transport)
         loop = asyncio.get_running_loop()
         self._answers.outbox = PacedOutbox(loop, self._transport, flushes_of(loop), self._share)
-        peer = transport.get_extra_info("peername")
+        peer = self._reception.source or transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         if self._fanout.acks is not None:
             self._fanout.acks.peer = self.peer
@@ -165,12 +171,14 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._meter = Meter(
                 context.quotas, principal, self, self._on_broker_pressure, context.clock, context.counters
             )
+        if self._access is not None and principal != self._access.principal:
+            self._access.authenticated(principal)
+            # A renewal may bring other groups.
+            self._forget_routes()
         self._plain = self._meter or self._compiled
         self._reader.admit(context.limits.max_request_bytes)
         if self._fanout.acks is not None:
             self._fanout.acks.principal = str(principal)
-        if self._access is not None:
-            self._access.authenticated(principal)
 
     def place(self, frame: memoryview) -> Slot:
         """Take the next place among the answers, for a request that the gate has begun."""

@@ -63,7 +63,7 @@ class Connections:
             dialler=self._context.dialler,
             arena=self._context.arena,
             max_answer_bytes=self._context.limits.max_answer_bytes,
-            connect_timeout_s=self._context.limits.connect_timeout_s,
+            connect_timeout_s=self._context.limits.connect_timeout_s + self._context.dialler.access.extra_s,
             on_pressure=self._on_pressure,
             dials=not self._context.health.refuses(address),
             before_open=self._before_open,

@@ -44,6 +44,7 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.screening import Screen
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
+from kproxy.routing.fleet import Fleet
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
 from kproxy.security.acls import Operation, Resource
@@ -116,7 +117,8 @@ class Client(Protocol):
 class ControlRequests:
     """Run the control requests of `client`.
 
-    Its Own requests go to `claims`, its SASL requests to `gate`. `access` None: it may do anything.
+    Its Own requests go to `claims`, its SASL requests to `gate`, and it is told the proxies of `fleet`. `access` None:
+    it may do anything.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class ControlRequests:
         claims: ClientClaims,
         on_pressure: Callable[[bool], None],
         on_offered: Callable[[Ranges], None],
+        fleet: Fleet,
         gate: Gate | None = None,
         access: ClientAccess | None = None,
     ) -> None:
@@ -133,7 +136,7 @@ class ControlRequests:
         self._client = client
         self._claims = claims
         self._gate = gate
-        self._plane = ControlPlane(context, on_pressure, on_offered, access)
+        self._plane = ControlPlane(context, on_pressure, on_offered, fleet, access)
         self._access = access
         # Whether a claim is being served: one at a time, and requests behind it must see its result.
         self.is_claiming = False
@@ -227,8 +230,8 @@ class ControlRequests:
 class ControlPlane:
     """Answer control requests of one client connection.
 
-    `on_pressure` is as in `Connections`. `on_offered` gets the versions that the client is about to learn. `access`
-    None: the client may do anything.
+    `on_pressure` is as in `Connections`. `on_offered` gets the versions that the client is about to learn. Answers name
+    the proxies of `fleet`. `access` None: the client may do anything.
     """
 
     def __init__(
@@ -236,12 +239,14 @@ class ControlPlane:
         context: ProxyContext,
         on_pressure: Callable[[bool], None],
         on_offered: Callable[[Ranges], None],
+        fleet: Fleet,
         access: ClientAccess | None = None,
     ) -> None:
         self._context = context
+        self._fleet = fleet
         self._on_offered = on_offered
         self._screen = Screen(access, context.topology) if access is not None else None
-        self._virtual = VirtualBrokers(context)
+        self._virtual = VirtualBrokers(context, fleet)
         self._connections = Connections(context, on_pressure)
         # Kept apart: a request to a coordinator may wait for other clients, and no other request must wait behind it.
         self._to_coordinators = Connections(context, on_pressure)
@@ -308,7 +313,7 @@ class ControlPlane:
     async def _renamed(self, frame: memoryview, header: RequestHeader, verdict: Verdict | None) -> Buffer:
         """Return the body of a broker's answer, with proxies in it.
 
-        Clients that ask for all topics at the same time share one answer.
+        Clients of one listener that ask for all topics at the same time share one answer.
         """
         body = frame[header.body_offset :]
         if verdict is not None or not (
@@ -317,7 +322,7 @@ class ControlPlane:
             and asks_for_all_topics(header.api_version, body)
         ):
             return await self._ask_any(frame, header, partial(self._rename, verdict=verdict))
-        same = header.api_version, bytes(body)
+        same = self._fleet, header.api_version, bytes(body)
         answer = await self._context.all_topics.ask(same, lambda: self._all_topics(frame, header))
         if answer is None:
             raise Unanswerable("no broker can be reached")

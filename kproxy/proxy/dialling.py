@@ -33,6 +33,7 @@ import structlog
 from kproxy.routing.broker_health import Redial
 from kproxy.routing.topology import Address
 from kproxy.runtime.resolver import Resolver
+from kproxy.security.broker_access import AccessRefused, BrokerAccess
 
 log = structlog.get_logger(__name__)
 
@@ -68,10 +69,11 @@ class _Down:
 
 
 class Dialler:
-    """The dials of one process, on one event loop; `clock` in seconds."""
+    """The dials of one process, on one event loop; `clock` in seconds. Brokers are accessed by `access`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, access: BrokerAccess | None = None) -> None:
         self._clock = clock
+        self.access = access or BrokerAccess()
         self.resolver = Resolver(clock)
         self._down: dict[Address, _Down] = {}
 
@@ -156,19 +158,23 @@ class Attempt:
         self._under_way: asyncio.Future[None] | None = None
 
     async def connect(self, protocol: asyncio.BaseProtocol) -> asyncio.Transport:
-        """Raises OSError (KnownDown is one), UnicodeError for a host name that cannot be looked up."""
+        """Connect, and give `protocol` the connection once the broker has accepted it.
+
+        Raises OSError (KnownDown and AccessRefused are some), UnicodeError for a host name that cannot be looked up.
+        """
         self._under_way = await self._dialler.take_turn(self._address, self._turn)
         self._dials = self._resolves = True
         hosts = await self._dialler.resolver.addresses(self._address.host)
         self._resolves = False
-        loop, errors = asyncio.get_running_loop(), []
+        errors = []
         for host in hosts:
             try:
-                transport, _ = await loop.create_connection(lambda: protocol, host, self._address.port)
+                return await self._dialler.access.connect(protocol, host, self._address.port, self._address.host)
+            except AccessRefused:
+                # A broker is there: another of its addresses would not help.
+                raise
             except OSError as error:
                 errors.append(error)
-            else:
-                return transport
         raise errors[0] if len(errors) == 1 else OSError("; ".join(map(str, errors)))
 
     def __enter__(self) -> Self:

@@ -1,7 +1,8 @@
 """Run one proxy process from start to stop.
 
-It has a listener, an ownership source, and reports about itself. A proxy may be started before its source is up: it
-reports what it waits for, also on `/readyz`, and serves once its table is loaded. On SIGHUP it reads the source again.
+It has listeners, an ownership source, and reports about itself. A proxy may be started before its source is up: it
+reports what it waits for, also on `/readyz`, and serves once its table is loaded. On SIGHUP it reads the source again,
+and the files of TLS, users, keys, rules and quotas.
 On SIGTERM and SIGINT it leaves the other proxies, serves on for `drain_delay`, which a second signal cuts short, and
 drains.
 """
@@ -15,7 +16,8 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -24,20 +26,25 @@ import structlog
 from kproxy.claims.admin import ClaimsAdmin
 from kproxy.claims.service import OwnService
 from kproxy.config import Address, ProxyConfig
+from kproxy.config.listeners import ListenerConfig, advertised_listeners, ready_listeners
+from kproxy.config.principal_rules import DEFAULT_RULES
+from kproxy.config.tls import ListenerTls, Loaded, load_broker_tls
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import Unanswered
 from kproxy.observe.claims import NotOffered
+from kproxy.observe.metrics import Vitals
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import Tally
 from kproxy.plain import compiled
 from kproxy.proxy import descriptors
 from kproxy.proxy.access import AccessControl
-from kproxy.proxy.admission import Admission
+from kproxy.proxy.admission import Admission, OpenConnections
 from kproxy.proxy.broker_health import Brokers, readiness
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
+from kproxy.proxy.entrance import load_for_entrance
 from kproxy.proxy.front import Front, OwnFront, OwnPages
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
@@ -46,8 +53,10 @@ from kproxy.runtime.notify import Reminders
 from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
+from kproxy.security.broker_access import BrokerAccess
 from kproxy.security.files import SecurityFiles
 from kproxy.security.mechanisms import servers
+from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.sasl import Times
 from kproxy.trail.overlaps import Overlap
 from kproxy.trail.shipper import Shipper, ShipperVitals
@@ -84,22 +93,27 @@ class _Proxy:
         self._tally = Tally()
         self._counters = Counter[str]()
         self._reminders = Reminders(time.monotonic)
-        self._dialler = Dialler()
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
+        self._reloads = Reloads()
+        self._access = self._open_access()
+        self._dialler = Dialler(access=self._access)
 
     async def serve(self) -> None:
         """Serve until cancelled; then drain."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
-            port = await self._listener.bind(*config.listen, shared=self._front.worker is not None)
+            ports = await self._bind()
+            port = ports[0]
             # Before any wait, so that an unusable file or sink is reported at once.
-            security = SecurityFiles(config.sasl, config.access, config.quotas)
+            security = self._open_security()
             audit = self._audit = self._open_audit(port)
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
             await self._front.open(pages)
-            opened = self._opened = await stack.enter_async_context(open_source(config, self._topology, self._wait))
-            membership = self._membership = await stack.enter_async_context(self._open_membership(port))
+            opened = self._opened = await stack.enter_async_context(
+                open_source(config, self._topology, self._wait, self._access)
+            )
+            membership = self._membership = await stack.enter_async_context(self._open_membership(ports))
             own = self._own = await stack.enter_async_context(open_own(config, *self._advertised(port), self._counters))
             context = self._context(opened, membership, own, audit.trail, security)
             await stack.enter_async_context(attach(own, context))
@@ -107,8 +121,7 @@ class _Proxy:
             # Between the end of the last client and of the listener: the rest of the trail may pass through this proxy.
             await stack.enter_async_context(audit.keep())
             stack.push_async_callback(self._listener.drain)
-            await self._listener.serve(context, admission=self._admission(security))
-            stack.push_async_callback(cancel, asyncio.create_task(security.keep()))
+            await self._listener.serve(context, fleets=membership.by_listener, admissions=self._admissions(security))
             if self._front.worker in (None, 1):
                 log.info("plain path chosen", kind="Python" if compiled is None else "compiled")
                 _tell_of_too_few_files(config.limits.max_connections)
@@ -120,14 +133,18 @@ class _Proxy:
             _calm_collector()
             # Also if etcd is used only for the other proxies.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
-            self._front.ready(f"{config.listen.host}:{port}", opened.ready or etcd)
+            self._front.ready(
+                f"{config.listen.host}:{port}{ready_listeners(config.listeners, ports)}", opened.ready or etcd
+            )
             stack.callback(self._front.stops)
             failing = asyncio.create_task(membership.failed())
             stack.push_async_callback(cancel, failing)
-            running = [opened.following, failing]
+            looking = asyncio.create_task(self._reloads.run())
+            stack.push_async_callback(cancel, looking)
+            running = [opened.following, failing, looking]
             if own is not None and own.running is not None:
                 running.append(own.running)
-            await unless_failed(_reload_at(self._signals.hangup, opened.source, security), running)
+            await unless_failed(_reload_at(self._signals.hangup, opened.source, self._reloads), running)
 
     async def _linger(self, kind: type[BaseException] | None, *_: object) -> None:
         """Serve on for a while after a signal to stop, but not after a failure."""
@@ -136,14 +153,64 @@ class _Proxy:
 
     def _advertised(self, port: int) -> tuple[str, int]:
         """The address that clients are told; `port` is the one listened on."""
-        host, advertised_port = self._config.advertise or self._config.listen
-        return host, advertised_port or port
+        return self._config.listeners[0].advertised(port)
 
-    def _open_membership(self, port: int) -> Membership:
-        host, advertised_port = self._advertised(port)
+    async def _bind(self) -> list[int]:
+        """Listen without accepting; return the ports, in the order of the listeners. Raises StartupError."""
+        ports = []
+        for listener in self._config.listeners:
+            tls = None
+            if listener.tls is not None:
+                tls = self._reloads.add(self._reloading(listener, listener.tls))
+            ports.append(
+                await self._listener.bind_for(
+                    listener, tls, counters=self._counters, shared=self._front.worker is not None
+                )
+            )
+        return ports
+
+    def _reloading(self, listener: ListenerConfig, tls: ListenerTls) -> Reloading[Loaded]:
+        return Reloading(
+            f"TLS of listener {listener.name}" if listener.name else "TLS of the listener",
+            tls.files,
+            lambda: load_for_entrance(tls),
+            counters=self._counters,
+            tells=self._front.worker in (None, 1),
+        )
+
+    def _open_access(self) -> BrokerAccess:
+        """Raises StartupError."""
+        options, tls = self._config.broker_tls, None
+        if options is not None:
+            tls = self._reloads.add(
+                Reloading(
+                    "TLS towards brokers",
+                    options.files,
+                    lambda: load_broker_tls(options),
+                    counters=self._counters,
+                    tells=self._front.worker in (None, 1),
+                )
+            )
+        return BrokerAccess(options, tls, self._config.broker_sasl, random=self._random)
+
+    def _vitals(self) -> Vitals:
+        vitals, ends_at = self._listener.vitals, self._access.expires_at
+        if ends_at is None:
+            return vitals
+        return replace(vitals, certificates={**vitals.certificates, ("broker", ""): ends_at})
+
+    def _open_membership(self, ports: Sequence[int]) -> Membership:
+        host, advertised_port = self._advertised(ports[0])
         # Workers share an address and have one entry, which their supervisor registers.
         registers = self._front.worker is None
-        return Membership(self._config, host, advertised_port, counters=self._counters, registers=registers)
+        return Membership(
+            self._config,
+            host,
+            advertised_port,
+            counters=self._counters,
+            registers=registers,
+            listeners=advertised_listeners(self._config.listeners, ports),
+        )
 
     def _open_audit(self, port: int) -> Audit:
         """Raises StartupError."""
@@ -151,25 +218,51 @@ class _Proxy:
         name = str(Address(*self._advertised(port))) + ("" if worker is None else f"/{worker}")
         return Audit(self._config, name, self._counters, self._random, self._listener.connect_inside)
 
-    def _admission(self, security: SecurityFiles) -> Admission | None:
-        config, sasl = self._config, self._config.sasl
-        most_of_an_address = config.limits.max_connections_per_address
-        if sasl is None and config.access is None and config.quotas is None and not most_of_an_address:
-            return None
-        offered, times = None, Times(time.monotonic, time.time)
-        if sasl is not None:
-            offered = servers(sasl.offered(is_encrypted=False), lambda: security.users, lambda: security.tokens)
-            times = times._replace(lifetime_s=sasl.session_lifetime_s)
-        return Admission(
-            offered,
-            times,
-            timeout_s=sasl.timeout_s if sasl is not None else 0.0,
+    def _open_security(self) -> SecurityFiles:
+        """Raises StartupError."""
+        config = self._config
+        return SecurityFiles(
+            config.sasl,
+            config.access,
+            config.quotas,
+            self._reloads,
             counters=self._counters,
-            quotas=(lambda: security.quotas) if config.quotas is not None else None,
-            most_of_an_address=most_of_an_address,
+            tells=self._front.worker in (None, 1),
         )
 
-    def _access(self, security: SecurityFiles) -> AccessControl | None:
+    def _admissions(self, security: SecurityFiles) -> dict[str, Admission]:
+        """What is asked of clients, by the name of their listener; nothing where none is named."""
+        config, connections = self._config, OpenConnections()
+        for_all = config.access is not None or config.quotas is not None or config.limits.max_connections_per_address
+        admissions = {}
+        for listener in config.listeners:
+            mechanisms = config.sasl.offered(listener) if config.sasl is not None else ()
+            shows_certificates = listener.tls is not None and listener.tls.client_auth != "none"
+            if mechanisms or shows_certificates or for_all:
+                admissions[listener.name] = self._admission(listener, mechanisms, security, connections)
+        return admissions
+
+    def _admission(
+        self,
+        listener: ListenerConfig,
+        mechanisms: tuple[str, ...],
+        security: SecurityFiles,
+        connections: OpenConnections,
+    ) -> Admission:
+        config, sasl = self._config, self._config.sasl
+        offered = servers(mechanisms, lambda: security.users, lambda: security.tokens) if mechanisms else None
+        return Admission(
+            offered,
+            Times(time.monotonic, time.time, lifetime_s=sasl.session_lifetime_s if sasl is not None else 0.0),
+            timeout_s=sasl.timeout_s if sasl is not None else 0.0,
+            rules=listener.tls.principal_rules if listener.tls is not None else DEFAULT_RULES,
+            counters=self._counters,
+            quotas=(lambda: security.quotas) if config.quotas is not None else None,
+            most_of_an_address=config.limits.max_connections_per_address,
+            connections=connections,
+        )
+
+    def _access_control(self, security: SecurityFiles) -> AccessControl | None:
         access = self._config.access
         if access is None:
             return None
@@ -197,7 +290,7 @@ class _Proxy:
             coordinators=opened.coordinators,
             own=own,
             has_sasl=self._config.sasl is not None,
-            access=self._access(security),
+            access=self._access_control(security),
             quotas=(lambda: security.quotas) if self._config.quotas is not None else None,
             trail=trail,
             limits=self._config.limits,
@@ -215,7 +308,7 @@ class _Proxy:
         brokers = Brokers(
             lambda: self._topology.brokers,
             dialler=self._dialler,
-            timeout_s=self._config.limits.connect_timeout_s,
+            timeout_s=self._config.limits.connect_timeout_s + self._access.extra_s,
             clock=time.monotonic,
             random=self._random,
         )
@@ -225,7 +318,7 @@ class _Proxy:
             readiness=lambda: readiness(self._listener.not_ready, self._view(), brokers),
             tally=self._tally,
             counters=self._counters,
-            vitals=lambda: self._listener.vitals,
+            vitals=self._vitals,
             claims=self._claims,
             shipping=lambda: self._audit.shipping if self._audit is not None else None,
         )
@@ -257,11 +350,11 @@ class _Proxy:
         )
 
 
-async def _reload_at(hangup: asyncio.Event, source: Source, security: SecurityFiles) -> None:
+async def _reload_at(hangup: asyncio.Event, source: Source, reloads: Reloads) -> None:
     while True:
         await hangup.wait()
         hangup.clear()
-        await asyncio.to_thread(security.look, anyway=True)
+        await reloads.reload()
         try:
             log.info("ownership reloaded", outcome=await source.reload())
         except StartupError as error:

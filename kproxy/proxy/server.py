@@ -13,9 +13,10 @@ drained --stop()--> stopped; `drain` may come without `leave`, and `stop` drains
 
 Invariants
 1. Every session is in `_sessions` until its `close` has been awaited; nothing is left running when `stop` returns.
-2. A listener admits at most `max_connections` clients, and none while descriptors run short (kproxy.proxy.descriptors);
-   one more is closed at once, with a line in the log.
-3. The sessions in `_inside` are ends of `connect_inside`, no clients: they are neither counted nor drained.
+2. At most `max_connections` clients are admitted by all listeners together, and none while descriptors run short
+   (kproxy.proxy.descriptors); one more is closed at once, with a line in the log.
+3. Clients of a listener with TLS or the PROXY protocol have a session once they are inside (kproxy.proxy.entrance).
+4. The sessions in `_inside` are ends of `connect_inside`, no clients: they are neither counted nor drained.
 """
 
 from __future__ import annotations
@@ -23,24 +24,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import structlog
 
 from kproxy.config import Limits
+from kproxy.config.listeners import ListenerConfig
+from kproxy.config.tls import Loaded
 from kproxy.observe.metrics import Vitals
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.descriptors import Descriptors, in_use
+from kproxy.proxy.entrance import Entrance
+from kproxy.proxy.reception import Reception
 from kproxy.proxy.request_reader import TURN_S
+from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.process import open_file_limit
-from kproxy.runtime.sockets import accept_from, bind
+from kproxy.runtime.sockets import accept_from, bind, bound_port
+from kproxy.security.reloading import Reloading
 
 log = structlog.get_logger(__name__)
 
 DEADLINE_TICK_S = 0.1
+NO_FLEETS: Mapping[str, Fleet] = MappingProxyType({})
+NO_ADMISSIONS: Mapping[str, Admission] = MappingProxyType({})
 # A tick that is later than this, in seconds, finds work undone that is not the clients' fault.
 LATE_S = 0.5
 
@@ -53,7 +65,6 @@ class Listener:
         # The reason why it does not serve yet, as a sentence, if known.
         self.waits_for = ""
         self._context: ProxyContext | None = None
-        self._admission: Admission | None = None
         self._descriptors: Descriptors | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sessions: set[ClientSession] = set()
@@ -65,7 +76,10 @@ class Listener:
         self._stopped = False
         self._follows_versions = True
         self._closing: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._fleets: Mapping[str, Fleet] = NO_FLEETS
+        self._admissions: Mapping[str, Admission] = NO_ADMISSIONS
+        self._servers: list[asyncio.Server] = []
+        self._entrances: list[tuple[Entrance, asyncio.Server]] = []
         self._ticker: asyncio.Task[None] | None = None
 
     @property
@@ -98,6 +112,12 @@ class Listener:
             hung_brokers=self._context.health.open_count if self._context is not None else 0,
             brokers=self._brokers_up(),
             draining=self._leaving or self._draining,
+            certificates={
+                ("listener", entrance.name): entrance.expires_at
+                for entrance, _ in self._entrances
+                if entrance.expires_at is not None
+            },
+            half_open_connections=sum(entrance.half_open for entrance, _ in self._entrances),
             own_claims=own.held_count if own is not None else 0,
             own_members=len(own.table.members) if own is not None else 0,
             own_unsettled=len(own.unsettled.places()) if own is not None else 0,
@@ -123,27 +143,59 @@ class Listener:
 
         `shared`: other processes may listen there as well. Raises StartupError.
         """
-        self._server = await bind(self._session, host, port, shared=shared)
-        bound: int = self._server.sockets[0].getsockname()[1]
-        return bound
+        server = await bind(self._session, host, port, shared=shared)
+        self._servers.append(server)
+        return bound_port(server)
+
+    async def bind_for(
+        self, config: ListenerConfig, tls: Reloading[Loaded] | None, *, counters: Counter[str], shared: bool = False
+    ) -> int:
+        """Like `bind`, for a listener as configured; `tls` if it has TLS."""
+        if config.is_plain:
+            server = await bind(lambda: self._session(config.name), *config.listen, shared=shared)
+            self._servers.append(server)
+            return bound_port(server)
+        server = await bind(asyncio.Protocol, *config.listen, shared=shared)
+        entrance = Entrance(
+            config,
+            tls,
+            max_half_open=self._limits.max_half_open,
+            refuses=self._refuses,
+            session=self._session_inside,
+            welcome=self._welcome,
+            counters=counters,
+        )
+        self._entrances.append((entrance, server))
+        return bound_port(server)
 
     async def serve(
-        self, context: ProxyContext, *, admission: Admission | None = None, follows_versions: bool = True
+        self,
+        context: ProxyContext,
+        *,
+        fleets: Mapping[str, Fleet] = NO_FLEETS,
+        admissions: Mapping[str, Admission] = NO_ADMISSIONS,
+        follows_versions: bool = True,
     ) -> None:
-        """Accept connections, all of them on `context`, and as `admission` asks.
+        """Accept connections, all of them on `context`.
 
+        `fleets`: the proxies that clients are told, by the name of their listener; by default those of the context.
+        `admissions`: what is asked of clients, by the name of their listener; by default nothing.
         `follows_versions`: brokers are asked for their versions as soon as they are known, not only when a client asks.
         """
-        if self._server is None:
+        if not self._servers and not self._entrances:
             raise RuntimeError("bind comes first")
         self._context = context
-        self._admission = admission
+        self._fleets = fleets
+        self._admissions = admissions
         self._descriptors = Descriptors(open_file_limit(), context.clock)
         self._loop = asyncio.get_running_loop()
         self._follows_versions = follows_versions
         context.versions.on_change = self._follow_ranges
         context.health.on_open = self._give_up_broker
-        await accept_from(self._server)
+        for server in self._servers:
+            await accept_from(server)
+        for entrance, server in self._entrances:
+            entrance.open(server, self._fleet_of(entrance.name), self._admissions.get(entrance.name))
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
     def connect_inside(self) -> socket.socket:
@@ -186,14 +238,34 @@ class Listener:
         self._inside.add(session)
         return session
 
-    def _session(self) -> asyncio.BaseProtocol:
-        if self._context is None or self._client_count >= self._limits.max_connections:
+    def _session(self, listener: str = "") -> asyncio.BaseProtocol:
+        if self._refuses():
+            return _Refusal()
+        return self._admit(Reception(listener, self._fleet_of(listener), admission=self._admissions.get(listener)))
+
+    def _fleet_of(self, listener: str) -> Fleet:
+        if self._context is None:
+            raise RuntimeError("serve comes first")
+        return self._fleets.get(listener, self._context.fleet)
+
+    def _session_inside(self, reception: Reception) -> ClientSession | None:
+        """The session of a client that was not refused at first; None if others have come inside meanwhile."""
+        if self._client_count >= self._limits.max_connections and self._refuses():
+            return None
+        return self._admit(reception)
+
+    def _refuses(self) -> bool:
+        """Whether one more client is not admitted; it is logged and counted."""
+        if self._context is None:
+            return True
+        if self._client_count >= self._limits.max_connections:
             log.warning(
                 "client connection refused",
                 reason="limits.max_connections is reached",
                 limit=self._limits.max_connections,
             )
-            return self._refusal()
+            self._context.counters["clients.too_many"] += 1
+            return True
         if not self._has_descriptors(self._context):
             log.warning(
                 "client connection refused",
@@ -201,24 +273,37 @@ class Listener:
                 limit=open_file_limit(),
                 clients=self._client_count,
             )
-            return self._refusal()
+            self._context.counters["clients.too_many"] += 1
+            return True
+        return False
+
+    def _admit(self, reception: Reception) -> ClientSession:
+        """The session of a client that is admitted."""
+        if self._context is None:
+            raise RuntimeError("serve comes first")
         self._context.counters["clients.accepted"] += 1
-        session = ClientSession(self._context, self._session_closed, self._admission)
+        session = ClientSession(self._context, self._session_closed, reception)
         self._sessions.add(session)
         self._empty.clear()
         return session
 
+    def _welcome(self, session: ClientSession) -> None:
+        """Take a session that came in while the listener closed."""
+        if self._draining:
+            session.drain()
+
     def _has_descriptors(self, context: ProxyContext) -> bool:
         """Whether one more client leaves enough descriptors for connections to brokers."""
-        if self._descriptors is None or self._server is None or self._descriptors.limit is None:
+        if self._descriptors is None or self._descriptors.limit is None:
             return True
-        used = in_use(self._server.sockets[0].fileno())
+        used = in_use(self._descriptor())
         return used is not None and self._descriptors.admit(used, self._client_count, len(context.topology.brokers))
 
-    def _refusal(self) -> asyncio.BaseProtocol:
-        if self._context is not None:
-            self._context.counters["clients.too_many"] += 1
-        return _Refusal()
+    def _descriptor(self) -> int:
+        """One that is open."""
+        if self._servers:
+            return int(self._servers[0].sockets[0].fileno())
+        return self._entrances[0][0].descriptor
 
     def _session_closed(self, session: ClientSession) -> None:
         task = asyncio.get_running_loop().create_task(self._close(session))
@@ -290,8 +375,11 @@ class Listener:
     async def drain(self) -> None:
         """Answer the requests that clients have sent, and close their connections."""
         self._draining = True
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
+        for entrance, bound in self._entrances:
+            bound.close()
+            await entrance.close()
         for session in self._sessions - self._inside:
             session.drain()
         if self._client_count:

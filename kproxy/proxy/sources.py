@@ -24,6 +24,7 @@ from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.routing import retry
 from kproxy.routing.topology import Address, Topology
 from kproxy.runtime.tasks import cancel, in_time
+from kproxy.security.broker_access import BrokerAccess
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.produce import TOPIC_IDS_FROM
 
@@ -91,11 +92,15 @@ class OpenSource:
 
 @contextlib.asynccontextmanager
 async def open_source(
-    config: ProxyConfig, topology: Topology, waits: Callable[[str], None] = lambda sentence: None
+    config: ProxyConfig,
+    topology: Topology,
+    waits: Callable[[str], None] = lambda sentence: None,
+    access: BrokerAccess | None = None,
 ) -> AsyncIterator[OpenSource]:
     """Open the source as soon as it answers, however long that takes.
 
-    `waits` is called from time to time with the reason for waiting.
+    Brokers are accessed by `access`, in plain text by default. `waits` is called from time to time with the reason for
+    waiting.
 
     Raises StartupError for errors that waiting does not resolve.
     """
@@ -103,7 +108,7 @@ async def open_source(
         if config.ownership == "etcd":
             opened = await _open_etcd(config, topology, stack, waits)
         elif config.ownership == "kafka":
-            opened = await _open_kafka(config, topology, stack, waits)
+            opened = await _open_kafka(config, topology, stack, waits, access or BrokerAccess())
         else:
             opened = await _open_static(config, topology, stack)
         yield opened
@@ -132,10 +137,14 @@ async def _open_etcd(
 
 
 async def _open_kafka(
-    config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack, waits: Callable[[str], None]
+    config: ProxyConfig,
+    topology: Topology,
+    stack: contextlib.AsyncExitStack,
+    waits: Callable[[str], None],
+    access: BrokerAccess,
 ) -> OpenSource:
     bootstrap = [Address(*address) for address in config.bootstrap]
-    metadata = KafkaMetadata(bootstrap, topology, interval_s=config.refresh_s)
+    metadata = KafkaMetadata(bootstrap, topology, interval_s=config.refresh_s, access=access)
     following = _follow(metadata, stack)
     where = ", ".join(map(str, config.bootstrap))
 

@@ -20,7 +20,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from kproxy.claims.service import OwnService
@@ -55,10 +55,11 @@ class AskAnother(Exception):
 
 
 class VirtualBrokers:
-    """Put proxies into brokers' answers, or answer without brokers."""
+    """Put the proxies of `fleet` into brokers' answers, or answer without brokers."""
 
-    def __init__(self, context: ProxyContext) -> None:
+    def __init__(self, context: ProxyContext, fleet: Fleet) -> None:
         self._context = context
+        self._fleet = fleet
 
     async def rewrite(
         self, answer: memoryview, request_body: memoryview, header: RequestHeader, verdict: Verdict | None = None
@@ -93,11 +94,14 @@ class VirtualBrokers:
 
     def _named(self, verdict: Verdict | None = None) -> Named:
         # A copy: the fleet may change between portions.
-        fleet, own = Fleet(self._context.fleet.proxies), self._context.own
+        fleet, own = Fleet(self._fleet.proxies), self._context.own
+        claimants = self._context.fleet.proxies
         return Named(
             fleet.proxies,
             fleet.controller.node_id,
-            lambda topic, indexes: [proxy.node_id for proxy in partition_leaders(fleet, own, topic, indexes)],
+            lambda topic, indexes: [
+                proxy.node_id for proxy in partition_leaders(fleet, own, topic, indexes, claimants)
+            ],
             verdict,
         )
 
@@ -108,7 +112,7 @@ class VirtualBrokers:
     def _virtual_coordinator(self, key_type: int, found: Found) -> Found:
         if found.error_code != NONE:
             return found
-        node_id, host, port = self._context.fleet.coordinator(key_type, found.key)
+        node_id, host, port = self._fleet.coordinator(key_type, found.key)
         return found._replace(node_id=node_id, host=host, port=port)
 
     def _group_coordinator(self, key_type: int, key: str) -> Found:
@@ -117,16 +121,20 @@ class VirtualBrokers:
         return self._virtual_coordinator(key_type, Found(key, -1, "", -1))
 
 
-def partition_leaders(fleet: Fleet, own: OwnService | None, topic: bytes, partition_indexes: list[int]) -> list[Proxy]:
+def partition_leaders(
+    fleet: Fleet, own: OwnService | None, topic: bytes, partition_indexes: list[int], claimants: Sequence[Proxy]
+) -> list[Proxy]:
     """Return the virtual leader of each partition; `topic` is its name.
 
-    A partition in a writer group is led by its claimant's proxy, where it has a claimant.
+    A partition in a writer group is led by its claimant's proxy, where it has a claimant and the client's listener has
+    that proxy. `claimants` are the proxies under the addresses by which they claim.
     """
     leaders = fleet.leaders(topic, partition_indexes)
     group = own.gated.get(topic) if own is not None else None
     if own is None or group is None:
         return leaders
-    by_address = {proxy.address: proxy for proxy in fleet.proxies}
+    by_id = {proxy.node_id: proxy for proxy in fleet.proxies}
+    by_address = {proxy.address: by_id[proxy.node_id] for proxy in claimants if proxy.node_id in by_id}
     for place, partition_index in enumerate(partition_indexes):
         row = own.table.owner(group, f"{topic.decode()}/{partition_index}")
         member = own.table.members.get(row.owner.proxy) if row is not None else None

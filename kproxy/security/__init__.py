@@ -1,5 +1,5 @@
-"""Who a client is, what it may do and how much of it: SASL, principals, ACLs, quotas.
+"""Security: TLS, the PROXY protocol, SASL on both sides, and who a client is, what it may do and how much of it.
 
-Everything here decides and does no I/O, except that users, keys and rules are read from files (`files`).
-`kproxy.proxy.admission` and `kproxy.proxy.access` carry out what is decided.
+Decisions are pure; `reloading` and `files` read files, `broker_access` is what every connection to a broker begins
+with. `kproxy.proxy.admission` and `kproxy.proxy.access` carry out what is decided about clients.
 """

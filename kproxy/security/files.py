@@ -1,94 +1,60 @@
-"""What is read from files for authentication and authorisation, and read again when it changes.
-
-A file is read again when its status differs (inode, size, time), which is looked at every LOOK_S, and on SIGHUP. What
-cannot be read changes nothing: the last good content stays in force, and one line in the log says so.
-"""
+"""What is read from files for authentication and authorisation, and read again when it changes."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Generic, TypeVar
-
-import structlog
+from typing import Final, TypeVar
 
 from kproxy.config.access import AccessOptions, read_acls
 from kproxy.config.quotas import QuotaOptions, read_quotas
-from kproxy.config.security import SaslOptions
-from kproxy.errors import StartupError
+from kproxy.config.security import OauthOptions, SaslOptions
 from kproxy.security.acls import Rules, acls_of
 from kproxy.security.quotas import Quotas
+from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.tokens import TokenOptions, TokenVerifier, read_verifier
 from kproxy.security.users import Users, read_users
 
-log = structlog.get_logger(__name__)
-
-LOOK_S: Final = 1.0
 _NO_RULES: Final = Rules(())
 _NO_QUOTAS: Final = Quotas(())
 Content = TypeVar("Content")
 
 
-class KeptFile(Generic[Content]):
-    """The content of one file as last read by `read`, which raises StartupError, as does the constructor."""
-
-    def __init__(self, file: Path, read: Callable[[Path], Content], what: str) -> None:
-        self._file = file
-        self._read = read
-        self._what = what
-        self._stamp = _stamp(file)
-        self.current = read(file)
-
-    def look(self, *, anyway: bool = False) -> bool:
-        """Read the file if it has changed; return whether there is new content."""
-        stamp = _stamp(self._file)
-        if stamp == self._stamp and not anyway:
-            return False
-        self._stamp = stamp
-        try:
-            self.current = self._read(self._file)
-        except StartupError as error:
-            log.error(f"{self._what} not reloaded", consequence="what was read last stays in force", reason=str(error))
-            return False
-        log.info(f"{self._what} reloaded", file=str(self._file))
-        return True
-
-
-def _stamp(file: Path) -> tuple[int, int, int] | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
 class SecurityFiles:
-    """The files of one process. Raises StartupError if one cannot be used."""
+    """The files of one process, which `reloads` follows. Raises StartupError if one cannot be used.
+
+    `tells`: whether this process logs that they are read again, and not another worker.
+    """
 
     def __init__(
-        self, sasl: SaslOptions | None, access: AccessOptions | None = None, quotas: QuotaOptions | None = None
+        self,
+        sasl: SaslOptions | None,
+        access: AccessOptions | None,
+        quotas: QuotaOptions | None,
+        reloads: Reloads,
+        *,
+        counters: Counter[str],
+        tells: bool = True,
     ) -> None:
-        stand_in_key = secrets.token_bytes(32)
         self._users = self._tokens = self._rules = self._quotas = None
+        # Whether a user exists must not show in a salt, nor in that it changes when the file is read again.
+        stand_in_key = secrets.token_bytes(32)
+
+        def follow(named: str, file: Path, read: Callable[[Path], Content]) -> Reloading[Content]:
+            return reloads.add(Reloading(named, [file], lambda: read(file), counters=counters, tells=tells))
+
         if sasl is not None and sasl.users is not None:
-            self._users = KeptFile[Users](sasl.users, lambda file: read_users(file, stand_in_key), "users")
+            self._users = follow("users", sasl.users, lambda file: read_users(file, stand_in_key))
         if sasl is not None and sasl.oauth is not None:
-            oauth = sasl.oauth
-            options = TokenOptions(
-                oauth.issuer, oauth.audience, oauth.principal_claim, oauth.groups_claim, oauth.clock_skew_s
-            )
-            self._tokens = KeptFile[TokenVerifier](
-                oauth.jwks, lambda file: read_verifier(file, options), "keys of tokens"
-            )
-
+            token_options = _token_options(sasl.oauth)
+            self._tokens = follow("keys of tokens", sasl.oauth.jwks, lambda file: read_verifier(file, token_options))
         if access is not None and access.file is not None:
-            self._rules = KeptFile[Rules](access.file, lambda file: Rules(acls_of(read_acls(file))), "acls")
-
+            self._rules = follow("acls", access.file, lambda file: Rules(acls_of(read_acls(file))))
         if quotas is not None:
             share = quotas.share
-            self._quotas = KeptFile[Quotas](quotas.file, lambda file: Quotas(read_quotas(file), share), "quotas")
+            self._quotas = follow("quotas", quotas.file, lambda file: Quotas(read_quotas(file), share))
 
     @property
     def quotas(self) -> Quotas:
@@ -107,14 +73,6 @@ class SecurityFiles:
     def tokens(self) -> TokenVerifier | None:
         return self._tokens.current if self._tokens is not None else None
 
-    def look(self, *, anyway: bool = False) -> None:
-        """Read again what has changed."""
-        for kept in (self._users, self._tokens, self._rules, self._quotas):
-            if kept is not None:
-                kept.look(anyway=anyway)
 
-    async def keep(self) -> None:
-        """Follow changes until cancelled. A large file is read on another thread."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            await asyncio.to_thread(self.look)
+def _token_options(oauth: OauthOptions) -> TokenOptions:
+    return TokenOptions(oauth.issuer, oauth.audience, oauth.principal_claim, oauth.groups_claim, oauth.clock_skew_s)

@@ -2,21 +2,19 @@
 
 A principal is written `User:NAME`, as in Kafka. Its groups come from a token's claim or a certificate's attribute.
 
-A certificate's name is its subject as RFC 2253 writes it (`CN=app,OU=team,O=org`). Rules turn it into a principal's
-name, as Kafka's `ssl.principal.mapping.rules` do: the first one that matches counts. A rule is `DEFAULT`, which takes
-the whole name, or `RULE:PATTERN/REPLACEMENT/`, with `L` or `U` behind it for lower or upper case. PATTERN is a regular
-expression for the whole name, and `$1` in REPLACEMENT is its first group. A `/` in them is written `\\/`.
+A certificate's name becomes a principal's by rules (kproxy.config.principal_rules).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
+
+from kproxy.config.principal_rules import GROUP_IN_REPLACEMENT, MappingRule
 
 USER: Final = "User:"
 GROUP: Final = "Group:"
-MOST_RULES: Final = 100
 # A subject is at most as long as the certificate that a TLS handshake admits; names in logs and rules are not.
 MOST_NAME_CHARACTERS: Final = 1_000
 
@@ -35,43 +33,6 @@ ANONYMOUS: Final = Principal("ANONYMOUS")
 """A client that nothing was asked of, as in Kafka."""
 
 
-class MappingRule(NamedTuple):
-    """One rule; without a pattern it is DEFAULT. `case` is `L`, `U` or empty."""
-
-    pattern: re.Pattern[str] | None = None
-    replacement: str = ""
-    case: str = ""
-
-
-DEFAULT_RULES: Final = (MappingRule(),)
-_RULE: Final = re.compile(r"RULE:((?:\\.|[^\\/])+)/((?:\\.|[^\\/])*)/([LU]?)", re.DOTALL)
-_GROUP_IN_REPLACEMENT: Final = re.compile(r"\$(\d)")
-
-
-def parse_rules(texts: Iterable[str]) -> tuple[MappingRule, ...]:
-    """Parse mapping rules, in order. Raises ValueError with a sentence's predicate for one that is no rule."""
-    rules = []
-    for text in texts:
-        if text == "DEFAULT":
-            rules.append(MappingRule())
-            continue
-        match = _RULE.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text[:200]!r} is no rule: write DEFAULT or RULE:PATTERN/REPLACEMENT/")
-        pattern, replacement, case = match[1].replace("\\/", "/"), match[2].replace("\\/", "/"), match[3]
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{text[:200]!r} has no valid pattern ({error})") from error
-        highest = max((int(number) for number in _GROUP_IN_REPLACEMENT.findall(replacement)), default=0)
-        if highest > compiled.groups:
-            raise ValueError(f"{text[:200]!r} names the group ${highest}, and its pattern has {compiled.groups}")
-        rules.append(MappingRule(compiled, replacement, case))
-    if not 0 < len(rules) <= MOST_RULES:
-        raise ValueError(f"there are {len(rules)} rules; between 1 and {MOST_RULES} are taken")
-    return tuple(rules)
-
-
 def map_name(distinguished_name: str, rules: Sequence[MappingRule]) -> str | None:
     """The principal's name for a certificate's; None where no rule matches or nothing is left of it."""
     for rule in rules:
@@ -87,7 +48,7 @@ def map_name(distinguished_name: str, rules: Sequence[MappingRule]) -> str | Non
 
 
 def _filled(replacement: str, match: re.Match[str]) -> str:
-    return _GROUP_IN_REPLACEMENT.sub(lambda found: match[int(found[1])] or "", replacement)
+    return GROUP_IN_REPLACEMENT.sub(lambda found: match[int(found[1])] or "", replacement)
 
 
 _SHORT: Final = {

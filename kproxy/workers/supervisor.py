@@ -14,7 +14,7 @@ Transitions
                         STOP_MARGIN_S, and at once upon a second signal
 
 Invariants
-1. The port is held by a socket that never listens: it takes no connections, and port 0 is one port for all workers.
+1. Each port is held by a socket that never listens: it takes no connections, and port 0 is one port for all workers.
 2. Workers do not outlive this process, however it ends (kproxy.runtime.process).
 3. Limits of all client connections hold for all workers together (kproxy.config.share_limits).
 4. The address that they share has one entry among the proxies of its etcd: this process registers it when all of them
@@ -29,17 +29,19 @@ import dataclasses
 import socket
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import structlog
 
 from kproxy.config import Address, ProxyConfig, share_limits
+from kproxy.config.listeners import advertised_listeners, ready_listeners
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import ReplicaPages
 from kproxy.proxy.front import guard_of, start_admin
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.signals import Signals, until_stopped
-from kproxy.runtime.sockets import bind
+from kproxy.runtime.sockets import bind, bound_port
 from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.workers.admin import WorkerPages
 from kproxy.workers.channel import Assignment
@@ -71,12 +73,18 @@ class _Supervisor:
         """Serve until cancelled; then drain the workers."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
-            held = await _hold(config.listen)
-            stack.callback(held.close)
-            port: int = held.sockets[0].getsockname()[1]
-            self._slots = self._make_slots(port)
-            host, advertised_port = config.advertise or config.listen
-            membership = Membership(config, host, advertised_port or port, counters=Counter())
+            ports = []
+            for listener in config.listeners:
+                held = await _hold(listener.listen)
+                stack.callback(held.close)
+                ports.append(bound_port(held))
+            self._slots = self._make_slots(ports)
+            membership = Membership(
+                config,
+                *config.listeners[0].advertised(ports[0]),
+                counters=Counter(),
+                listeners=advertised_listeners(config.listeners, ports),
+            )
             pages, admin = WorkerPages(self._slots, lambda: membership.registration), ""
             if config.admin is not None:
                 replicas = ReplicaPages(config)
@@ -90,16 +98,19 @@ class _Supervisor:
             stack.push_async_callback(membership.leave)
             await membership.join()
             stack.callback(pages.drain)
-            say_ready(f"kafka={config.listen.host}:{port}{admin}{ready.source}")
+            named = ready_listeners(config.listeners, ports)
+            say_ready(f"kafka={config.listen.host}:{ports[0]}{named}{admin}{ready.source}")
             stack.callback(say_stopping)
             following = asyncio.create_task(membership.failed())
             stack.push_async_callback(cancel, following)
             await unless_failed(self._forward_hangups(), [*keepers, following])
 
-    def _make_slots(self, port: int) -> list[Slot]:
-        config = dataclasses.replace(
-            self._config, listen=Address(self._config.listen.host, port), admin=None, workers=1
+    def _make_slots(self, ports: Sequence[int]) -> list[Slot]:
+        listeners = tuple(
+            dataclasses.replace(each, listen=Address(each.listen.host, port))
+            for each, port in zip(self._config.listeners, ports, strict=True)
         )
+        config = dataclasses.replace(self._config, listeners=listeners, admin=None, workers=1)
         if config.quotas is not None:
             quotas = dataclasses.replace(config.quotas, share=1 / self._config.workers)
             config = dataclasses.replace(config, quotas=quotas)

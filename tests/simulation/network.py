@@ -87,8 +87,11 @@ class NetworkLoop(SimulatedLoop):
     ) -> Any:
         call = _Call(callback, args, context, when)
         ticks = int(when * TICKS_PER_S + 0.5)
+        if ticks <= self._ticks:
+            # What is less than half a tick away comes with the next one: otherwise time would never get there.
+            ticks = self._ticks + (when > self.now)
         self._count = count = self._count + 1
-        heappush(self._later, (ticks if ticks > self._ticks else self._ticks, count, call))
+        heappush(self._later, (ticks, count, call))
         return call
 
     def call_later(  # type: ignore[override]

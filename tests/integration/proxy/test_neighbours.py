@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,86 +20,82 @@ from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_ev
 from tests.support.clients.raw_client import produce_frame
 from tests.support.processes.running_proxy import both_loops, running_proxy
 
-WIRE, UNIT, PROPERTY = "tests.integration.", "tests.unit.", "tests.property."
+TESTS = Path(__file__).parents[2]
 
 CAUGHT_BY: dict[str, list[str]] = {
-    "watch opened without a revision": [WIRE + "test_etcd_mirror:test_what_changes_between_load_and_watch_is_not_lost"],
-    "no require-leader": [WIRE + "test_etcd_mirror:test_a_watch_that_goes_quiet_is_replaced"],
+    "watch opened without a revision": ["test_etcd_mirror:test_what_changes_between_load_and_watch_is_not_lost"],
+    "no require-leader": ["test_etcd_mirror:test_a_watch_that_goes_quiet_is_replaced"],
     "retries shared between the groups of one attempt: one partition stalled": [
-        UNIT + "test_fanout_retries:test_partitions_retry_each_by_itself"
+        "test_fanout_retries:test_partitions_retry_each_by_itself"
     ],
     "a valid route deleted by an invalidation": [
-        WIRE + "test_lease_table:test_a_refusal_is_answered_by_what_etcd_says_now",
-        UNIT + "test_fanout_retries:test_an_owner_that_was_told_of_since_is_not_looked_up",
-        WIRE + "test_neighbours:test_refusals_do_not_cost_the_route",
+        "test_lease_table:test_a_refusal_is_answered_by_what_etcd_says_now",
+        "test_fanout_retries:test_an_owner_that_was_told_of_since_is_not_looked_up",
+        "test_neighbours:test_refusals_do_not_cost_the_route",
     ],
-    "acks=0 lost after an invalidation": [
-        WIRE + "test_neighbours:test_acks_0_after_a_refusal_goes_where_it_went_before"
-    ],
+    "acks=0 lost after an invalidation": ["test_neighbours:test_acks_0_after_a_refusal_goes_where_it_went_before"],
     "one hung broker starved the others' partitions": [
-        WIRE + "test_proxy_breaker:test_one_hung_broker_does_not_starve_the_others_partitions_for_as_long_as_it_hangs",
-        WIRE + "test_proxy_forwarding:test_a_slow_owner_does_not_delay_what_others_are_sent",
-        WIRE + "test_proxy_clients:test_a_broker_that_does_not_read_slows_down_its_own_client_alone",
+        "test_proxy_breaker:test_one_hung_broker_does_not_starve_the_others_partitions_for_as_long_as_it_hangs",
+        "test_proxy_forwarding:test_a_slow_owner_does_not_delay_what_others_are_sent",
+        "test_proxy_clients:test_a_broker_that_does_not_read_slows_down_its_own_client_alone",
     ],
     "all unowned partitions piled on one broker": [
-        WIRE + "test_neighbours:test_partitions_without_an_owner_are_spread_over_the_brokers",
-        WIRE + "test_broker_ownership:test_partitions_whose_first_replica_is_dead_are_spread_over_the_living",
+        "test_neighbours:test_partitions_without_an_owner_are_spread_over_the_brokers",
+        "test_broker_ownership:test_partitions_whose_first_replica_is_dead_are_spread_over_the_living",
     ],
     "correlation ids not checked": [
-        WIRE + "test_proxy_forwarding:test_a_broker_out_of_protocol_loses_that_connection_alone",
-        WIRE + "test_proxy_forwarding:test_an_answer_that_nobody_asked_for_closes_that_connection",
+        "test_proxy_forwarding:test_a_broker_out_of_protocol_loses_that_connection_alone",
+        "test_proxy_forwarding:test_an_answer_that_nobody_asked_for_closes_that_connection",
     ],
     "a frame header of 2 GiB allocated unread": [
-        WIRE + "test_proxy_clients:test_a_length_of_2_gib_costs_no_memory",
-        UNIT + "test_framing:test_what_is_announced_is_allocated_only_as_it_arrives",
-        WIRE + "test_neighbours:test_a_great_length_costs_a_process_no_memory",
+        "test_proxy_clients:test_a_length_of_2_gib_costs_no_memory",
+        "test_framing:test_what_is_announced_is_allocated_only_as_it_arrives",
+        "test_neighbours:test_a_great_length_costs_a_process_no_memory",
     ],
     "no InitProducerId": [
-        WIRE + "test_broker_apis:test_producer_ids_are_given_out_once",
-        WIRE + "test_kafscale_layout:test_two_proxies_never_give_out_the_same_producer_id",
+        "test_broker_apis:test_producer_ids_are_given_out_once",
+        "test_kafscale_layout:test_two_proxies_never_give_out_the_same_producer_id",
     ],
     "SIGTERM ignored while a client is connected": [
-        WIRE + "test_dev:test_ctrl_c_in_a_terminal_stops_it_cleanly_though_a_client_is_connected",
-        WIRE + "test_proxy_clients:test_stopping_does_not_wait_longer_than_it_was_told_to",
-        WIRE + "test_broker_ownership:test_sigterm_with_a_client_waiting_in_a_fetch_stops_all_the_same",
+        "test_dev:test_ctrl_c_in_a_terminal_stops_it_cleanly_though_a_client_is_connected",
+        "test_proxy_clients:test_stopping_does_not_wait_longer_than_it_was_told_to",
+        "test_broker_ownership:test_sigterm_with_a_client_waiting_in_a_fetch_stops_all_the_same",
     ],
-    "released a successor's lease key": [WIRE + "test_broker_ownership:test_releasing_leaves_a_successors_key_alone"],
-    "ownership A, B, A reused offsets": [
-        WIRE + "test_broker_leases:test_a_partition_lost_and_taken_again_reads_its_log_anew"
-    ],
+    "released a successor's lease key": ["test_broker_ownership:test_releasing_leaves_a_successors_key_alone"],
+    "ownership A, B, A reused offsets": ["test_broker_leases:test_a_partition_lost_and_taken_again_reads_its_log_anew"],
     "a broker stopped past its TTL acknowledged": [
-        WIRE + "test_broker_ownership:test_a_broker_stopped_past_its_ttl_acknowledges_nothing_when_it_wakes"
+        "test_broker_ownership:test_a_broker_stopped_past_its_ttl_acknowledges_nothing_when_it_wakes"
     ],
     "two processes under one id both owned": [
-        WIRE + "test_broker_ownership:test_of_two_processes_under_one_id_the_second_gives_up_and_touches_nothing"
+        "test_broker_ownership:test_of_two_processes_under_one_id_the_second_gives_up_and_touches_nothing"
     ],
     "synthesised errors carried offset 0 and a bogus leader": [
-        UNIT + "test_fanout_retries:test_every_row_is_followed",
-        UNIT + "test_fanout_retries:test_what_is_handed_on_is_the_brokers_own_entry",
-        WIRE + "test_proxy_control:test_no_answer_with_data_names_a_broker",
+        "test_fanout_retries:test_every_row_is_followed",
+        "test_fanout_retries:test_what_is_handed_on_is_the_brokers_own_entry",
+        "test_proxy_control:test_no_answer_with_data_names_a_broker",
     ],
     "a re-encoded request carried its length twice": [
-        PROPERTY + "test_codec_messages:test_the_parts_of_a_request_are_the_request",
-        WIRE + "test_proxy_forwarding:test_a_request_over_three_owners_is_split_and_its_answer_merged_in_its_order",
+        "test_codec_messages:test_the_parts_of_a_request_are_the_request",
+        "test_proxy_forwarding:test_a_request_over_three_owners_is_split_and_its_answer_merged_in_its_order",
     ],
     "a partition out of range span a core for ever": [
-        UNIT + "test_topology:test_a_partition_index_out_of_range_is_refused_and_costs_nothing",
-        WIRE + "test_neighbours:test_a_partition_that_does_not_exist_is_asked_for_a_bounded_number_of_times",
+        "test_topology:test_a_partition_index_out_of_range_is_refused_and_costs_nothing",
+        "test_neighbours:test_a_partition_that_does_not_exist_is_asked_for_a_bounded_number_of_times",
     ],
     "Shotover: a killed broker closes the whole client connection": [
-        WIRE + "test_proxy_resets:test_a_broker_that_breaks_off_after_any_byte",
-        UNIT + "test_fanout_retries:test_a_refusal_after_an_unknown_outcome_does_not_make_it_known",
+        "test_proxy_resets:test_a_broker_that_breaks_off_after_any_byte",
+        "test_fanout_retries:test_a_refusal_after_an_unknown_outcome_does_not_make_it_known",
     ],
     "Shotover: no frame limit": [
-        UNIT + "test_framing:test_an_illegal_length_costs_nothing",
-        WIRE + "test_proxy_clients:test_bad_input_closes_that_connection_and_no_other",
+        "test_framing:test_an_illegal_length_costs_nothing",
+        "test_proxy_clients:test_bad_input_closes_that_connection_and_no_other",
     ],
     "Kroxylicious, kafka-proxy: health says OK with the broker dead": [
-        WIRE + "test_readiness:test_a_proxy_whose_brokers_are_all_gone_is_not_ready_until_one_is_back"
+        "test_readiness:test_a_proxy_whose_brokers_are_all_gone_is_not_ready_until_one_is_back"
     ],
     "Kroxylicious, kafka-proxy: no proxy latency metric": [
-        WIRE + "test_metrics:test_produce_is_timed_from_its_first_byte_to_its_answer",
-        WIRE + "test_metrics:test_a_process_that_comes_late_says_so",
+        "test_metrics:test_produce_is_timed_from_its_first_byte_to_its_answer",
+        "test_metrics:test_a_process_that_comes_late_says_so",
     ],
 }
 
@@ -108,7 +105,9 @@ def test_a_neighbours_bug_has_its_test(bug: str) -> None:
     assert CAUGHT_BY[bug]
     for name in CAUGHT_BY[bug]:
         module, _, function = name.partition(":")
-        test: Callable[..., object] = getattr(import_module(module), function)
+        [file] = TESTS.rglob(f"{module}.py")
+        found = import_module(".".join(file.relative_to(TESTS.parent).with_suffix("").parts))
+        test: Callable[..., object] = getattr(found, function)
         assert callable(test)
 
 

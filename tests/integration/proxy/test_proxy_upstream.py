@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from kproxy.plain import ReceiveArena
 from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.dialling import Dialler
 from kproxy.routing.topology import Address
-from kproxy_codec.framing import ReceiveArena
 from tests.support.brokers.scripted_upstream import HOST, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import produce_frame
 from tests.support.processes.running_proxy import both_loops, eventually, running_proxy

@@ -130,7 +130,7 @@ def test_an_address_of_a_broker_that_hangs_does_not_keep_from_the_next(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         bootstrap = f"127.0.0.1:{deaf.getsockname()[1]},{dev_cluster.kafka}"
-        with client_of(bootstrap, timeoutMs="300") as client:
+        with client_of(bootstrap, timeoutMs="2000") as client:
             assert client.partitions([written]) == {written: PARTITIONS}
 
 

@@ -251,11 +251,16 @@ class RealKafka:
 
 @contextmanager
 def start_real_kafka(
-    directory: Path, nodes: int, more_listeners: Mapping[str, int] = MappingProxyType({}), **more: object
+    directory: Path,
+    nodes: int,
+    *,
+    host: str = "127.0.0.1",
+    more_listeners: Mapping[str, int] = MappingProxyType({}),
+    more: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[RealKafka]:
-    """A cluster of `nodes` that serves, until the block ends; only a single node has `more_listeners` (name to port).
+    """A cluster of `nodes` that serves, until the block ends.
 
-    `more` are further options of the brokers, with `__` for a dot.
+    A single node may have `more_listeners`, by name and port at `host`. `more` are further options of the brokers.
     """
     ports = free_ports(2 * nodes)
     kafka_ports, controller_ports = ports[:nodes], ports[nodes:]
@@ -263,13 +268,14 @@ def start_real_kafka(
     brokers = []
     for number in range(1, nodes + 1):
         listeners = {"PLAINTEXT": kafka_ports[number - 1], "CONTROLLER": controller_ports[number - 1]}
-        listeners |= more_listeners
+        addresses = {name: f"127.0.0.1:{port}" for name, port in listeners.items()}
+        addresses |= {name: f"{host}:{port}" for name, port in more_listeners.items()}
         options = {
             "process.roles": "broker,controller",
             "node.id": number,
             "controller.quorum.voters": voters,
             "controller.listener.names": "CONTROLLER",
-            "listeners": ",".join(f"{name}://127.0.0.1:{port}" for name, port in listeners.items()),
+            "listeners": ",".join(f"{name}://{address}" for name, address in addresses.items()),
             "log.dirs": directory / str(number) / "data",
             "default.replication.factor": nodes,
             "min.insync.replicas": max(1, nodes - 1),
@@ -290,7 +296,7 @@ def start_real_kafka(
             # A replica that asks its next leader too early would wait for a second.
             "replica.fetch.backoff.ms": 100,
             "group.initial.rebalance.delay.ms": 0,
-            **{key.replace("__", "."): value for key, value in more.items()},
+            **more,
         }
         text = {key: str(value) for key, value in options.items()}
         brokers.append(RealBroker(number, kafka_ports[number - 1], directory / str(number), text))

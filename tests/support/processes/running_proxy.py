@@ -136,11 +136,11 @@ class RunningProxy:
             has_sasl=mechanisms is not None,
             trail=self.trail,
         )
-        self.admission = None
+        self.admissions: dict[str, Admission] = {}
         if mechanisms is not None:
             lifetimes = Times(clock, time.time, times.get("lifetime_s", 0.0))
             timeout_s = times.get("timeout_s", 10.0)
-            self.admission = Admission(mechanisms, lifetimes, timeout_s=timeout_s, counters=self.context.counters)
+            self.admissions[""] = Admission(mechanisms, lifetimes, timeout_s=timeout_s, counters=self.context.counters)
         self.listener = Listener(limits)
         self.port = 0
         self._revision = 0
@@ -211,7 +211,7 @@ async def running_proxy(
                 await upstream.start()
             proxy.topology.set_broker(upstream.node_id, upstream.address)
         proxy.port = await proxy.listener.bind(HOST, 0)
-        await proxy.listener.serve(proxy.context, admission=proxy.admission, follows_versions=follows_versions)
+        await proxy.listener.serve(proxy.context, admissions=proxy.admissions, follows_versions=follows_versions)
         stack.push_async_callback(proxy.stop)
         if introduced and not follows_versions:
             await introduce(proxy, upstreams)

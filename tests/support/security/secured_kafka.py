@@ -46,7 +46,7 @@ def start_secured_kafka(directory: Path) -> Iterator[SecuredKafka]:
     }
     for mechanism in _MECHANISMS:
         options[f"{listener}.{mechanism.lower()}.sasl.jaas.config"] = f"{_SECURITY}.scram.ScramLoginModule required;"
-    with start_real_kafka(directory, 1, {"SASL_PLAINTEXT": port}, **options) as cluster:
+    with start_real_kafka(directory, 1, more_listeners={"SASL_PLAINTEXT": port}, more=options) as cluster:
         for kind in _MECHANISMS.values():
             # A user may be changed once in a request.
             changes = [

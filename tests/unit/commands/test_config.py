@@ -21,6 +21,7 @@ from kproxy.config import (
     split_list,
 )
 from kproxy.config.etcd import EtcdOptions
+from kproxy.config.listeners import ListenerConfig
 from kproxy.errors import StartupError
 
 ETCD = {"etcd": "http://127.0.0.1:2379"}
@@ -103,8 +104,7 @@ def test_an_address_that_is_every_address_cannot_be_told_to_clients() -> None:
 def test_without_options_the_defaults_hold() -> None:
     config = load()
     assert config == ProxyConfig(
-        listen=Address("127.0.0.1", 9092),
-        advertise=None,
+        listeners=(ListenerConfig("", Address("127.0.0.1", 9092), None),),
         admin=None,
         ownership="etcd",
         etcd=("http://127.0.0.1:2379",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,11 +10,19 @@ import pytest
 from click.testing import CliRunner
 
 from kproxy.cli import cli
-from kproxy.config import ProxyConfig, load_proxy_config
+from kproxy.config import Address, ProxyConfig, load_proxy_config
+from kproxy.config.listeners import ListenerConfig
+from kproxy.config.tls import ListenerTls
 from kproxy.errors import StartupError
+from tests.support.security.tls_files import Signer
 
 ETCD = '[ownership]\netcd = "http://127.0.0.1:2379"\n'
 OAUTH = '[oauth]\njwks = "jwks.json"\nissuer = "i"\naudience = "a"\n'
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
+    return Signer(tmp_path_factory.mktemp("signer") / "ca")
 
 
 def load(directory: Path, text: str, **environ: str) -> ProxyConfig:
@@ -49,11 +58,67 @@ def test_what_others_could_read_is_offered_where_it_is_allowed_alone(tmp_path: P
     text = '[sasl]\nmechanisms = ["PLAIN", "SCRAM-SHA-512"]\nusers = "u"\n'
     sasl = load(tmp_path, text).sasl
     assert sasl is not None
-    assert sasl.offered(is_encrypted=False) == ("SCRAM-SHA-512",)
-    assert sasl.offered(is_encrypted=True) == ("PLAIN", "SCRAM-SHA-512")
+    plain = ListenerConfig("", Address("127.0.0.1", 1), None)
+    encrypted = dataclasses.replace(plain, tls=ListenerTls(Path("cert"), Path("key")))
+    assert sasl.offered(plain) == ("SCRAM-SHA-512",)
+    assert sasl.offered(encrypted) == ("PLAIN", "SCRAM-SHA-512")
     sasl = load(tmp_path, text + "without_tls = true").sasl
     assert sasl is not None
-    assert sasl.offered(is_encrypted=False) == ("PLAIN", "SCRAM-SHA-512")
+    assert sasl.offered(plain) == ("PLAIN", "SCRAM-SHA-512")
+
+
+USERS = '[sasl]\nmechanisms = ["PLAIN", "SCRAM-SHA-512"]\nusers = "u"\n'
+TWO = (
+    '[[listeners]]\nname = "in"\nlisten = "127.0.0.1:1"\n{}\n[[listeners]]\nname = "out"\nlisten = "127.0.0.1:2"\n{}\n'
+)
+
+
+def test_each_listener_says_what_it_offers(tmp_path: Path, signer: Signer) -> None:
+    pair = signer.issue("server", "localhost")
+    tls = f'tls.cert = "{pair.cert}"\ntls.key = "{pair.key}"\n'
+
+    def offered(first: str, second: str) -> list[tuple[str, ...]]:
+        config = load(tmp_path, USERS + TWO.format(first, second))
+        assert config.sasl is not None
+        return [config.sasl.offered(each) for each in config.listeners]
+
+    both = ("PLAIN", "SCRAM-SHA-512")
+    assert offered("", tls) == [("SCRAM-SHA-512",), both]
+    assert offered("sasl = []", tls) == [(), both]
+    assert offered('sasl = ["SCRAM-SHA-512"]', tls + 'sasl = "PLAIN"') == [("SCRAM-SHA-512",), ("PLAIN",)]
+
+
+@pytest.mark.parametrize(
+    ("sasl", "first", "words"),
+    [
+        (USERS, 'sasl = ["PLAIN"]', ["PLAIN would send", "the listener in has no TLS"]),
+        (USERS, 'sasl = ["SCRAM-SHA-256"]', ["the listener in", "'SCRAM-SHA-256'", "sasl.mechanisms"]),
+        ("", 'sasl = ["SCRAM-SHA-256"]', ["the listener in", "there is no SASL"]),
+        ('[sasl]\nmechanisms = "PLAIN"\nusers = "u"\n', "", ["the listener in has no TLS"]),
+        (USERS, "sasl = 1", ["listener 'in'"]),
+    ],
+)
+def test_a_listener_offers_what_there_is_and_what_fits(tmp_path: Path, sasl: str, first: str, words: list[str]) -> None:
+    with pytest.raises(StartupError) as raised:
+        load(tmp_path, sasl + TWO.format(first, ""))
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+def test_rules_for_the_names_of_certificates_belong_to_a_listener(tmp_path: Path, signer: Signer) -> None:
+    pair = signer.issue("server", "localhost")
+    tls = f'cert = "{pair.cert}"\nkey = "{pair.key}"\n'
+    mutual = tls + f'client_ca = "{signer.ca}"\n'
+    rule = "RULE:^CN=([^,]+).*$/$1/L"
+    for given in (f'["{rule}", "DEFAULT"]', f'"{rule},DEFAULT"'):
+        config = load(tmp_path, f"[tls]\n{mutual}principal_mapping_rules = {given}\n")
+        assert config.listeners[0].tls is not None
+        assert [each.case for each in config.listeners[0].tls.principal_rules] == ["L", ""]
+    for text, word in (
+        (f"{mutual}principal_mapping_rules = 'x'\n", "'x' is no rule"),
+        (f"{tls}principal_mapping_rules = 'DEFAULT'\n", "it is about clients' certificates"),
+    ):
+        with pytest.raises(StartupError, match=word):
+            load(tmp_path, f"[tls]\n{text}")
 
 
 @pytest.mark.parametrize(

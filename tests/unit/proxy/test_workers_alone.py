@@ -109,8 +109,8 @@ def page_of(collector: ProxyCollector) -> list[Metric]:
 def test_what_a_process_shows_outlives_the_wire_and_its_counts_the_process() -> None:
     tally = Tally()
     tally.requests[9] = 5
-    tally.produce_buckets[0] = 2
-    tally.produce_seconds = 0.1 + 0.2
+    tally.answered(0.1)
+    tally.answered(0.2)
     collector = collector_of(tally, splits=3, client_connections=4, brokers={1: True})
     sent = page_of(collector)
     assert sent == list(collector.collect()), "all of them, in order, and nothing of the process"

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,17 @@ import jwt
 import pytest
 from structlog.testing import capture_logs
 
+from kproxy.config.access import AccessOptions
+from kproxy.config.principal_rules import parse_rules
+from kproxy.config.quotas import QuotaOptions
+from kproxy.config.security import PLAIN, SaslOptions
 from kproxy.errors import StartupError
-from kproxy.security.files import KeptFile
-from kproxy.security.principals import distinguished_name, map_name, parse_rules, principal_of
+from kproxy.security.acls import Operation, Resource
+from kproxy.security.files import SecurityFiles
+from kproxy.security.principals import Principal, distinguished_name, map_name, principal_of
+from kproxy.security.reloading import Reloads
 from kproxy.security.tokens import InvalidToken, TokenOptions, read_verifier
-from kproxy.security.users import Users, make_credential, parse_credential, read_users, write_users
+from kproxy.security.users import make_credential, parse_credential, read_users, write_users
 from tests.support.security import sasl_client as client
 
 # Users
@@ -92,25 +99,44 @@ def test_a_password_that_sasl_forbids_is_refused(password: str) -> None:
         make_credential("SCRAM-SHA-256", password, 4_096, bytes(18))
 
 
-def test_a_kept_file_follows_changes_and_survives_bad_ones(tmp_path: Path) -> None:
-    file = client.users_file(tmp_path, "alice")
-    kept = KeptFile[Users](file, lambda each: read_users(each, b""), "users")
-    assert not kept.look()
+async def test_files_are_read_again_and_survive_bad_ones(tmp_path: Path) -> None:
+    users_file = client.users_file(tmp_path, "alice")
+    config = tmp_path / "kproxy.toml"
+    config.write_text('[[acls]]\nprincipal = "User:alice"\noperations = ["read"]\ntopics = ["a"]\n')
+    config_text = config.read_text()
+    sasl = SaslOptions((PLAIN,), users_file, None, without_tls=True, timeout_s=10, session_lifetime_s=0)
+    access = AccessOptions(file=config)
+    reloads, counters = Reloads(), Counter[str]()
+    files = SecurityFiles(sasl, access, QuotaOptions(config, share=0.5), reloads, counters=counters)
+
+    def names() -> set[str]:
+        assert files.users is not None
+        return set(files.users.by_name)
+
+    def may_read(topic: str) -> bool:
+        return files.rules.of(Principal("alice")).allows(Operation.READ, Resource.TOPIC, topic)
+
+    assert (names(), may_read("a"), may_read("b")) == ({"alice"}, True, False)
+    salts = files.users.stand_in("nobody", "SCRAM-SHA-256") if files.users is not None else None
     client.users_file(tmp_path, "alice", "bob")
-    assert kept.look()
-    assert set(kept.current.by_name) == {"alice", "bob"}
-    file.write_text("[users]\na = ['SECRET']")
+    config.write_text(config_text.replace('"a"]', '"b"]') + "[[quotas]]\nrequests_per_s = 100\n")
+    await reloads.reload()
+    assert (names(), may_read("a"), may_read("b")) == ({"alice", "bob"}, False, True)
+    assert files.users is not None
+    assert files.users.stand_in("nobody", "SCRAM-SHA-256") == salts
+    assert files.quotas.limits(Principal("alice"))
+    users_file.write_text("[users]\na = ['SECRET']")
+    config.write_text("[[acls]]\n")
     with capture_logs() as logs:
-        assert not kept.look()
-        assert not kept.look()
-    assert [each["event"] for each in logs] == ["users not reloaded"]
+        await reloads.reload()
+    failed = [(each["event"], each["what"]) for each in logs if each["log_level"] == "error"]
+    assert failed == [("not reloaded", "users"), ("not reloaded", "acls")]
     assert "SECRET" not in str(logs)
-    assert set(kept.current.by_name) == {"alice", "bob"}
-    file.unlink()
-    assert not kept.look()
-    client.users_file(tmp_path, "bob")
-    assert kept.look()
-    assert set(kept.current.by_name) == {"bob"}
+    assert (names(), may_read("b"), counters["tls.reloads.failed"]) == ({"alice", "bob"}, True, 2)
+    # The rules are gone with their file's section, and the quotas as well: only users need to be right.
+    config.write_text("")
+    await reloads.reload()
+    assert (may_read("b"), files.quotas.limits(Principal("alice"))) == (False, False)
 
 
 # Tokens
@@ -246,7 +272,29 @@ def test_rules_turn_it_into_a_name(rules: list[str], name: str | None) -> None:
     assert map_name(distinguished_name(SUBJECT), parse_rules(rules)) == name
 
 
-@pytest.mark.parametrize("rule", ["", "default", "RULE:", "RULE:a/b", "RULE:(/x/", "RULE:a/$1/", "RULE:a/b/X"])
+def test_one_text_may_have_several_rules_as_in_kafka() -> None:
+    kafka = "RULE:^CN=(.*?),OU=ServiceUsers.*$/$1/, RULE:^CN=a\\/{1,2}b,.*$/x,y\\/z/L,DEFAULT"
+    patterns = [rule.pattern.pattern if rule.pattern is not None else "" for rule in parse_rules(kafka)]
+    assert patterns == ["^CN=(.*?),OU=ServiceUsers.*$", "^CN=a/{1,2}b,.*$", ""]
+    assert [rule.replacement for rule in parse_rules(kafka)] == ["$1", "x,y/z", ""]
+    assert parse_rules(kafka) == parse_rules(["RULE:^CN=(.*?),OU=ServiceUsers.*$/$1/", kafka.split("/, ")[1]])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "",
+        "default",
+        "DEFAULT,",
+        ",DEFAULT",
+        "DEFAULTDEFAULT",
+        "RULE:",
+        "RULE:a/b",
+        "RULE:(/x/",
+        "RULE:a/$1/",
+        "RULE:a/b/X",
+    ],
+)
 def test_what_is_no_rule_is_refused(rule: str) -> None:
     with pytest.raises(ValueError, match=r"rule|pattern|group"):
         parse_rules([rule])

@@ -107,7 +107,8 @@ def test_variables_and_keys_are_those_of_the_configuration(path: Path) -> None:
     # As a value of the chart, an option stands below `config`.
     text = re.sub(r"\bconfig\.(?=[a-z]+\.)", "", text)
     named = set(re.findall(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z][A-Za-z0-9_]*)(?![\w/-]|\.[a-z])", text))
-    known = KEYS | set(CHART_VALUES) | {value.rpartition(".")[0] for value in CHART_VALUES}
+    # Files in a Secret of Kubernetes.
+    known = KEYS | {"tls.crt"} | set(CHART_VALUES) | {value.rpartition(".")[0] for value in CHART_VALUES}
     assert named - known == set()
 
 

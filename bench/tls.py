@@ -1,0 +1,144 @@
+"""What TLS with clients costs: the same load in plain text and over TLS, through kproxy and through haproxy.
+
+Null brokers behind, one thread each, TLS 1.3 with the cipher that both sides choose, an ECDSA certificate. A handshake
+is measured by itself: connections that are opened and closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import ssl
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench.load import CONNECTIONS, SHAPES, Connection, Load, send, shape_load
+from bench.processes import child, first_line, measure_run
+from bench.quick import BROKERS, START_TIMEOUT_S, Cost, free_port, kproxy, per_request
+from kproxy_codec.framing import ReceiveArena
+
+ROUNDS: Final = 3
+WARM_UP_REQUESTS: Final = 50
+HANDSHAKES: Final = 300
+NAME: Final = "localhost"
+
+
+class Way(NamedTuple):
+    """A proxy to send through; `context` None: in plain text."""
+
+    pid: int
+    port: int
+    context: ssl.SSLContext | None
+
+
+def tls(console: Console, rounds: int | None = None) -> None:
+    """The tables of `make bench SECTION=tls`."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ways = _ways(stack, directory)
+        table = Table(title="CPU of the proxy, µs a request (ms a MB); least of the rounds")
+        table.add_column("request")
+        for name in ways:
+            table.add_column(name, justify="right")
+        for load in map(shape_load, SHAPES):
+            costs = _take_turns(load, ways, rounds or ROUNDS)
+            cells = []
+            for name in ways:
+                micros, millis, _ = per_request(load, costs[name])
+                cells.append(f"{micros:,.1f} ({millis:.2f})")
+            table.add_row(load.name, *cells)
+        console.print(table)
+        for name, way in ways.items():
+            cpu, _ = measure_run(way.pid, _open_and_close(way))
+            console.print(f"{name}: {cpu / HANDSHAKES * 1e6:,.0f} µs a connection")
+
+
+def _ways(stack: contextlib.ExitStack, directory: Path) -> dict[str, Way]:
+    # A tool of tests and measurements alone.
+    import trustme
+
+    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    issued = authority.issue_cert(NAME, key_type=trustme.KeyType.ECDSA)
+    files = {name: directory / name for name in ("cert.pem", "key.pem", "both.pem")}
+    chain = b"".join(each.bytes() for each in issued.cert_chain_pems)
+    files["cert.pem"].write_bytes(chain)
+    files["key.pem"].write_bytes(issued.private_key_pem.bytes())
+    files["both.pem"].write_bytes(chain + issued.private_key_pem.bytes())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority.configure_trust(context)
+    brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
+    ports = [int(first_line(broker)) for broker in brokers]
+    flags = ("--tls-cert", str(files["cert.pem"]), "--tls-key", str(files["key.pem"]))
+    ways = {
+        "kproxy": Way(*stack.enter_context(kproxy(ports, directory)), None),
+        "kproxy, TLS": Way(*stack.enter_context(kproxy(ports, directory, *flags)), context),
+    }
+    for name, certificate, used in (("haproxy", "", None), ("haproxy, TLS", f" ssl crt {files['both.pem']}", context)):
+        found = stack.enter_context(_haproxy(ports[0], directory / f"{name}.cfg", certificate))
+        if found is not None:
+            ways[name] = Way(*found, used)
+    return ways
+
+
+@contextlib.contextmanager
+def _haproxy(port: int, file: Path, certificate: str) -> Iterator[tuple[int, int] | None]:
+    """(pid, port) of haproxy in TCP mode; None where it is not installed."""
+    binary = shutil.which("haproxy")
+    if binary is None:
+        yield None
+        return
+    listen = free_port()
+    file.write_text(
+        "global\n  nbthread 1\n  maxconn 1000\ndefaults\n  mode tcp\n  timeout connect 5s\n  timeout client 60s\n"
+        f"  timeout server 60s\nfrontend f\n  bind 127.0.0.1:{listen}{certificate}\n  default_backend b\n"
+        f"backend b\n  server s 127.0.0.1:{port}\n"
+    )
+    with child(binary, "-db", "-q", "-f", str(file)) as process:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not any(c.laddr.port == listen for c in psutil.Process(process.pid).net_connections("tcp") if c.laddr):
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise SystemExit("haproxy did not start")
+            time.sleep(0.05)
+        yield process.pid, listen
+
+
+def _take_turns(load: Load, ways: Mapping[str, Way], rounds: int) -> dict[str, Cost]:
+    best: dict[str, Cost] = {}
+    for way in ways.values():
+        measure_run(way.pid, _send(way, load, min(WARM_UP_REQUESTS, load.requests)))
+    for _ in range(rounds):
+        for name, way in ways.items():
+            cost = Cost(*measure_run(way.pid, _send(way, load, load.requests)))
+            best[name] = min(best.get(name, cost), cost)
+    return best
+
+
+async def _send(way: Way, load: Load, requests: int) -> None:
+    await send([await _open(way, load, requests) for _ in range(CONNECTIONS)])
+
+
+async def _open(way: Way, load: Load, requests: int) -> Connection:
+    make = partial(Connection, load.frames(), requests, ReceiveArena())
+    name = NAME if way.context is not None else None
+    _, connection = await asyncio.get_running_loop().create_connection(
+        make, "127.0.0.1", way.port, ssl=way.context, server_hostname=name
+    )
+    await connection.ready
+    return connection
+
+
+async def _open_and_close(way: Way) -> None:
+    for _ in range(HANDSHAKES):
+        await send([await _open(way, shape_load(SHAPES[0]), 1)])
+    # What is closed is still worked on for a moment.
+    await asyncio.sleep(0.5)

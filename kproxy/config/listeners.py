@@ -1,0 +1,148 @@
+"""The listeners of `kproxy serve`: one by `[listen]` and `[tls]`, or several by `[[listeners]]` in the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from kproxy.config.parsing import WILDCARDS, Address, nearest, parse_address, split_list, unknown
+from kproxy.config.tls import ListenerTls, TlsSection, listener_tls
+from kproxy.errors import StartupError
+
+# Their addresses fit into the proxy's entry in etcd.
+MAX_LISTENERS: Final = 8
+# As in Kafka's `listeners`, where a name is part of a key.
+_NAME: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")
+SECTION: Final = "listeners"
+
+
+class ListenerSection(msgspec.Struct, kw_only=True):
+    """One of `[[listeners]]` as given."""
+
+    name: str | UnsetType = UNSET
+    listen: str | UnsetType = UNSET
+    advertise: str | UnsetType = UNSET
+    proxy_protocol: bool = False
+    tls: TlsSection = msgspec.field(default_factory=TlsSection)
+    sasl: str | list[str] | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class ListenerConfig:
+    """A listener, checked.
+
+    `name` is empty for the one of `[listen]`. Proxies that share an etcd tell the clients of a listener the addresses
+    of the listeners with the same name. `advertise` None: the address listened on. With `proxy_protocol` a connection
+    begins with a header of the PROXY protocol, version 2. `sasl`: the mechanisms that it is to offer, none if empty;
+    None: those of `[sasl]` that fit it.
+    """
+
+    name: str
+    listen: Address
+    advertise: Address | None
+    proxy_protocol: bool = False
+    tls: ListenerTls | None = None
+    sasl: tuple[str, ...] | None = None
+
+    def advertised(self, port: int) -> Address:
+        """The address that clients are told; `port` is the one listened on."""
+        host, advertised_port = self.advertise or self.listen
+        return Address(host, advertised_port or port)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether connections begin with Kafka's protocol."""
+        return self.tls is None and not self.proxy_protocol
+
+
+def parse_listeners(given: object, where: str) -> tuple[ListenerConfig, ...]:
+    """Parse the array `[[listeners]]` of a file. `where` names the file.
+
+    Raises StartupError.
+    """
+    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
+        raise StartupError(f"listeners in {where}: write each one as a table, [[listeners]].")
+    if len(given) > MAX_LISTENERS:
+        raise StartupError(f"listeners in {where}: there are {len(given)}, and at most {MAX_LISTENERS} can be.")
+    listeners = tuple(_parse_one(each, number, where) for number, each in enumerate(given, 1))
+    for what, values in (
+        ("the name", [each.name for each in listeners]),
+        ("the address", [str(each.listen) for each in listeners if each.listen.port]),
+        ("the advertised address", [str(each.advertise) for each in listeners if each.advertise is not None]),
+    ):
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise StartupError(f"listeners in {where}: two of them have {what} {twice}: give each its own.")
+    return listeners
+
+
+def _parse_one(given: Mapping[str, object], number: int, where: str) -> ListenerConfig:
+    title = f"listener {given['name']!r}"[:60] if "name" in given else f"listener {number}"
+    _refuse_unknown(given, ListenerSection, "listeners", where)
+    tls = given.get("tls", {})
+    if isinstance(tls, dict):
+        _refuse_unknown(tls, TlsSection, "listeners.tls", where)
+    try:
+        section = msgspec.convert(given, ListenerSection)
+    except msgspec.ValidationError as error:
+        raise StartupError(f"{title} in {where}: {str(error)[:200].lower()}.") from error
+    if section.name is UNSET or _NAME.fullmatch(section.name) is None:
+        raise StartupError(
+            f"{title} in {where}: it needs a name of ASCII letters, digits, '_' and '-', at most 32, for example "
+            f'name = "external".'
+        )
+    if section.listen is UNSET:
+        raise StartupError(f'{title} in {where}: it needs an address, for example listen = "0.0.0.0:9093".')
+    listen = parse_address(section.listen, f"listen of {title} in {where}")
+    advertise = None
+    if section.advertise is not UNSET:
+        advertise = parse_address(section.advertise, f"advertise of {title} in {where}")
+    for address in (advertise,) if advertise is not None else (listen,):
+        if address.host in WILDCARDS:
+            raise StartupError(
+                f"{title} in {where}: clients cannot connect to {address.host}: set its advertise to an address that "
+                f"they reach."
+            )
+    sources = {key: f"tls.{key} of {title} in {where}" for key in TlsSection.__struct_fields__}
+    sasl = None
+    if section.sasl is not UNSET:
+        sasl = split_list(section.sasl, f"sasl of {title} in {where}") if section.sasl else ()
+    return ListenerConfig(
+        section.name, listen, advertise, section.proxy_protocol, listener_tls(section.tls, sources), sasl
+    )
+
+
+def _refuse_unknown(given: Mapping[str, object], kind: type[msgspec.Struct], path: str, where: str) -> None:
+    known = {f"{path}.{key}": None for key in kind.__struct_fields__}
+    for key in given:
+        if f"{path}.{key}" not in known:
+            unknown(f"{path}.{key}", f"in {where}", nearest(f"{path}.{key}", known), False)
+
+
+def one_listener(
+    listen: Address, advertise: Address | None, proxy_protocol: bool, tls: TlsSection, sources: Mapping[str, str]
+) -> ListenerConfig:
+    """The listener of `[listen]` and `[tls]`. Raises StartupError."""
+    of_keys = {key: sources[f"tls.{key}"] for key in TlsSection.__struct_fields__}
+    return ListenerConfig("", listen, advertise, proxy_protocol, listener_tls(tls, of_keys))
+
+
+def advertised_listeners(listeners: Sequence[ListenerConfig], ports: Sequence[int]) -> dict[str, Address]:
+    """By name, the addresses that clients of named listeners are told."""
+    pairs = zip(listeners, ports, strict=True)
+    return {listener.name: listener.advertised(port) for listener, port in pairs if listener.name}
+
+
+def ready_listeners(listeners: Sequence[ListenerConfig], ports: Sequence[int]) -> str:
+    """The part of the ready line about named listeners: where each listens."""
+    named = [
+        f"{each.name}@{Address(each.listen.host, port)}"
+        for each, port in zip(listeners, ports, strict=True)
+        if each.name
+    ]
+    return f" listeners={','.join(named)}" if named else ""

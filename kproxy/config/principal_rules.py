@@ -1,0 +1,69 @@
+"""Rules that turn the name of a client's certificate into a principal's, as Kafka's `ssl.principal.mapping.rules`.
+
+A certificate's name is its subject as RFC 2253 writes it (`CN=app,OU=team,O=org`). The first rule that matches counts.
+A rule is `DEFAULT`, which takes the whole name, or `RULE:PATTERN/REPLACEMENT/`, with `L` or `U` behind it for lower or
+upper case. PATTERN is a regular expression for the whole name, and `$1` in REPLACEMENT is its first group. A `/` in
+them is written `\\/`. One text may have several rules, with commas between.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+MOST_RULES: Final = 100
+_RULE: Final = re.compile(r"DEFAULT|RULE:((?:\\.|[^\\/])+)/((?:\\.|[^\\/])*)/([LU]?)", re.DOTALL)
+_BETWEEN: Final = re.compile(r"\s*,\s*")
+GROUP_IN_REPLACEMENT: Final = re.compile(r"\$(\d)")
+
+
+class MappingRule(NamedTuple):
+    """One rule; without a pattern it is DEFAULT. `case` is `L`, `U` or empty."""
+
+    pattern: re.Pattern[str] | None = None
+    replacement: str = ""
+    case: str = ""
+
+
+DEFAULT_RULES: Final = (MappingRule(),)
+
+
+def parse_rules(given: str | Iterable[str]) -> tuple[MappingRule, ...]:
+    """Parse rules, in order. Raises ValueError with a sentence's predicate for what is no rule."""
+    texts = [given] if isinstance(given, str) else given
+    rules = [_compiled(match) for text in texts for match in _split(text)]
+    if not 0 < len(rules) <= MOST_RULES:
+        raise ValueError(f"there are {len(rules)} rules; between 1 and {MOST_RULES} are taken")
+    return tuple(rules)
+
+
+def _split(text: str) -> Iterator[re.Match[str]]:
+    """The rules of one text: a rule may have commas in it."""
+    text = text.strip()
+    at = 0
+    while True:
+        match = _RULE.match(text, at)
+        if match is None:
+            raise ValueError(f"{text[at : at + 200]!r} is no rule: write DEFAULT or RULE:PATTERN/REPLACEMENT/")
+        yield match
+        if match.end() == len(text):
+            return
+        comma = _BETWEEN.match(text, match.end())
+        if comma is None:
+            raise ValueError(f"{text[at : at + 200]!r} is no rule: write DEFAULT or RULE:PATTERN/REPLACEMENT/")
+        at = comma.end()
+
+
+def _compiled(match: re.Match[str]) -> MappingRule:
+    if match[0] == "DEFAULT":
+        return MappingRule()
+    pattern, replacement, case = match[1].replace("\\/", "/"), match[2].replace("\\/", "/"), match[3]
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{match[0][:200]!r} has no valid pattern ({error})") from error
+    highest = max((int(number) for number in GROUP_IN_REPLACEMENT.findall(replacement)), default=0)
+    if highest > compiled.groups:
+        raise ValueError(f"{match[0][:200]!r} names the group ${highest}, and its pattern has {compiled.groups}")
+    return MappingRule(compiled, replacement, case)

@@ -1,0 +1,264 @@
+"""TLS of listeners and of connections to brokers: options, and the contexts made of them.
+
+`[tls]` and `tls` of a `[[listeners]]` are about clients, `[broker_tls]` about brokers. All files are PEM. A key is
+never part of an error.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from kproxy.config.certificates import Certificate, rehearse
+from kproxy.config.parsing import read_file
+from kproxy.config.principal_rules import DEFAULT_RULES, MappingRule, parse_rules
+from kproxy.errors import StartupError
+
+# Larger than any chain of certificates; a revocation list may be long.
+MAX_FILE_BYTES = 1 << 20
+MAX_CRL_BYTES = 64 << 20
+
+ClientAuth = Literal["none", "optional", "required"]
+MinVersion = Literal["1.2", "1.3"]
+_VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
+
+
+class TlsSection(msgspec.Struct, kw_only=True):
+    """`[tls]` as given, or `tls` of one of `[[listeners]]`."""
+
+    cert: str | UnsetType = UNSET
+    key: str | UnsetType = UNSET
+    client_ca: str | UnsetType = UNSET
+    client_auth: ClientAuth | UnsetType = UNSET
+    client_crl: str | UnsetType = UNSET
+    principal_mapping_rules: str | list[str] | UnsetType = UNSET
+    min_version: MinVersion = "1.2"
+    strict_server_name: bool = False
+
+
+class BrokerTlsSection(msgspec.Struct, kw_only=True):
+    """`[broker_tls]` as given."""
+
+    enabled: bool | UnsetType = UNSET
+    ca: str | UnsetType = UNSET
+    cert: str | UnsetType = UNSET
+    key: str | UnsetType = UNSET
+    crl: str | UnsetType = UNSET
+    server_name: str | UnsetType = UNSET
+    min_version: MinVersion = "1.2"
+
+
+@dataclass(frozen=True)
+class ListenerTls:
+    """TLS of one listener, checked.
+
+    `client_ca` is set unless `client_auth` is `none`. `principal_rules` turn the name of a client's certificate into
+    that of its principal. `strict_server_name`: refuse clients that ask for a name that the certificate does not have.
+    """
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+    client_auth: ClientAuth = "none"
+    client_crl: Path | None = None
+    min_version: MinVersion = "1.2"
+    strict_server_name: bool = False
+    principal_rules: tuple[MappingRule, ...] = DEFAULT_RULES
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(file for file in (self.cert, self.key, self.client_ca, self.client_crl) if file is not None)
+
+
+@dataclass(frozen=True)
+class BrokerTls:
+    """`[broker_tls]`, checked.
+
+    `ca` None: the authorities that this machine trusts. `server_name`: the name in every broker's certificate, if that
+    is not the host that the broker advertises.
+    """
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    crl: Path | None = None
+    server_name: str = ""
+    min_version: MinVersion = "1.2"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(file for file in (self.ca, self.cert, self.key, self.crl) if file is not None)
+
+
+Options = TypeVar("Options", ListenerTls, BrokerTls)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A context, and the certificate that it shows; None if it shows none."""
+
+    context: ssl.SSLContext
+    certificate: Certificate | None
+
+
+def listener_tls(given: TlsSection, sources: Mapping[str, str]) -> ListenerTls | None:
+    """Check the options; None if none is given. `sources` has the source of each key.
+
+    Raises StartupError if they do not fit together or a file cannot be used.
+    """
+    values = _given(given, sources)
+    if given.cert is UNSET:
+        first = next(iter(values), None)
+        if first is None and given.min_version == "1.2" and not given.strict_server_name:
+            return None
+        raise StartupError(
+            f"{sources[first or 'cert']}: TLS needs the listener's certificate: name its file with tls.cert, and the "
+            f"file of its private key with tls.key."
+        )
+    if given.key is UNSET:
+        raise StartupError(f"{sources['cert']}: the certificate is of no use without its private key: set tls.key.")
+    client_auth: ClientAuth = given.client_auth or ("none" if given.client_ca is UNSET else "required")
+    if client_auth != "none" and given.client_ca is UNSET:
+        raise StartupError(
+            f"{sources['client_auth']}: clients' certificates need the authorities that sign them: set tls.client_ca."
+        )
+    for key in ("client_ca", "client_crl", "principal_mapping_rules"):
+        if client_auth == "none" and key in values:
+            raise StartupError(f"{sources[key]}: it is about clients' certificates, and tls.client_auth is none.")
+    options = ListenerTls(
+        cert=Path(given.cert),
+        key=Path(given.key),
+        client_ca=_path(given.client_ca),
+        client_auth=client_auth,
+        client_crl=_path(given.client_crl),
+        min_version=given.min_version,
+        strict_server_name=given.strict_server_name,
+        principal_rules=_principal_rules(given.principal_mapping_rules, sources["principal_mapping_rules"]),
+    )
+    load_listener_tls(options)
+    return options
+
+
+def _principal_rules(given: str | list[str] | UnsetType, source: str) -> tuple[MappingRule, ...]:
+    if given is UNSET:
+        return DEFAULT_RULES
+    try:
+        return parse_rules(given)
+    except ValueError as error:
+        raise StartupError(f"{source}: {error}.") from error
+
+
+def broker_tls(given: BrokerTlsSection, sources: Mapping[str, str]) -> BrokerTls | None:
+    """Check the options; None if brokers are spoken to in plain text. Raises StartupError as `listener_tls`."""
+    values = _given(given, sources)
+    if not (bool(values) if given.enabled is UNSET else given.enabled):
+        return None
+    if (given.cert is UNSET) is not (given.key is UNSET):
+        alone, other = ("cert", "key") if given.key is UNSET else ("key", "cert")
+        raise StartupError(f"{sources[alone]}: it is of no use without its other half: set broker_tls.{other} as well.")
+    options = BrokerTls(
+        ca=_path(given.ca),
+        cert=_path(given.cert),
+        key=_path(given.key),
+        crl=_path(given.crl),
+        server_name=given.server_name or "",
+        min_version=given.min_version,
+    )
+    load_broker_tls(options)
+    return options
+
+
+def _given(given: TlsSection | BrokerTlsSection, sources: Mapping[str, str]) -> dict[str, object]:
+    values = {key: value for key, value in msgspec.structs.asdict(given).items() if value is not UNSET}
+    for key, value in values.items():
+        if value == "":
+            raise StartupError(f"{sources[key]}: it is empty: give a value, or leave it out.")
+    return {key: value for key, value in values.items() if key not in ("min_version", "strict_server_name", "enabled")}
+
+
+def _path(value: str | UnsetType) -> Path | None:
+    return None if value is UNSET else Path(value)
+
+
+def load_listener_tls(options: ListenerTls, kind: type[ssl.SSLContext] = ssl.SSLContext) -> Loaded:
+    """Read the files into a context of that kind. Raises StartupError that names one that cannot be used."""
+    context = kind(ssl.PROTOCOL_TLS_SERVER)
+    _set_common(context, options.min_version)
+    _load_pair(context, options.cert, options.key, "tls")
+    if options.client_ca is not None:
+        _load_authorities(context, options.client_ca, "tls.client_ca")
+        context.verify_mode = ssl.CERT_REQUIRED if options.client_auth == "required" else ssl.CERT_OPTIONAL
+    _load_crl(context, options.client_crl, "tls.client_crl")
+    return Loaded(context, _rehearsed(options.cert, options.key, "tls.cert", server_side=True))
+
+
+def load_broker_tls(options: BrokerTls) -> Loaded:
+    """Read the files. Raises StartupError that names one that cannot be used."""
+    context = ssl.create_default_context() if options.ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _set_common(context, options.min_version)
+    if options.ca is not None:
+        _load_authorities(context, options.ca, "broker_tls.ca")
+    _load_crl(context, options.crl, "broker_tls.crl")
+    if options.cert is None or options.key is None:
+        return Loaded(context, None)
+    _load_pair(context, options.cert, options.key, "broker_tls")
+    return Loaded(context, _rehearsed(options.cert, options.key, "broker_tls.cert", server_side=False))
+
+
+def _set_common(context: ssl.SSLContext, min_version: MinVersion) -> None:
+    context.minimum_version = _VERSIONS[min_version]
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
+
+
+def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, section: str) -> None:
+    for file, named in ((cert, f"{section}.cert"), (key, f"{section}.key")):
+        read_file(file, named, MAX_FILE_BYTES, "that is another file")
+    try:
+        context.load_cert_chain(cert, key, password=lambda: _no_passphrase(section))
+    except ssl.SSLError as error:
+        if "KEY_VALUES_MISMATCH" in str(error):
+            text = f"{section}.cert {cert} and {section}.key {key} do not belong together: give the two of one pair."
+        else:
+            text = f"{section}.cert {cert} with {section}.key {key} cannot be used: both have to be PEM."
+        raise StartupError(text) from error
+    except OSError as error:
+        raise StartupError(f"{section}.cert {cert} or its key cannot be read: {error.strerror}.") from error
+
+
+def _no_passphrase(section: str) -> NoReturn:
+    raise StartupError(f"{section}.key is encrypted, and nobody can be asked for its passphrase: store it without.")
+
+
+def _load_authorities(context: ssl.SSLContext, file: Path, named: str) -> None:
+    read_file(file, named, MAX_FILE_BYTES, "that is another file")
+    try:
+        context.load_verify_locations(file)
+    except (ssl.SSLError, OSError) as error:
+        raise StartupError(f"{named} {file} holds no certificates: give a file in PEM.") from error
+
+
+def _load_crl(context: ssl.SSLContext, file: Path | None, named: str) -> None:
+    if file is None:
+        return
+    if b"-----BEGIN X509 CRL-----" not in read_file(file, named, MAX_CRL_BYTES, "that is another file"):
+        raise StartupError(f"{named} {file} holds no revocation list: give a file in PEM.")
+    try:
+        context.load_verify_locations(file)
+    except (ssl.SSLError, OSError) as error:
+        raise StartupError(f"{named} {file} holds no revocation list: give a file in PEM.") from error
+    context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+
+
+def _rehearsed(cert: Path, key: Path, named: str, *, server_side: bool) -> Certificate:
+    try:
+        return rehearse(cert, key, server_side=server_side)
+    except ssl.SSLCertVerificationError as error:
+        raise StartupError(f"{named} {cert} cannot be used: {error.verify_message}.") from error
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise StartupError(f"{named} {cert} cannot be used for a handshake: {error}.") from error

@@ -1,0 +1,222 @@
+"""Authenticate to a broker: the client's side of SASL in Kafka's protocol, without I/O.
+
+States
+  new            nothing was sent
+  handshake      SaslHandshake was sent: the mechanism is proposed
+  authenticate   SaslAuthenticate was sent, once or several times
+  authenticated  the broker is satisfied and, with SCRAM, has proven that it knows the password too
+  failed         the broker refuses, or what it says is wrong
+
+Transitions
+  new          -> handshake      `begin`
+  handshake    -> authenticate   the broker supports the mechanism
+  authenticate -> authenticate   the mechanism goes on
+  authenticate -> authenticated  the mechanism is done, and the broker reports no error
+  any          -> failed         anything else; `receive` raises SaslRefused
+
+Invariants
+1. No request is made in `authenticated` and `failed`.
+2. The secret is sent by PLAIN and OAUTHBEARER alone, and is never part of an error.
+3. A broker cannot make this side work for long: MAX_ITERATIONS bounds the work of SCRAM.
+
+Sources: KIP-43, KIP-84 (SCRAM), KIP-152 (SaslAuthenticate), KIP-255 and RFC 7628 (OAUTHBEARER), KIP-368 (lifetime).
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import Final, NamedTuple, Protocol
+
+from scramp import ScramClient, ScramException
+
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import build_request, decode_response, encode_request
+from kproxy_codec.error_codes import NONE, UNSUPPORTED_SASL_MECHANISM, name_of
+from kproxy_codec.errors import CodecError
+
+# Kafka's own upper bound for credentials that it makes (ScramMechanism.maxIterations); others may go beyond.
+MAX_ITERATIONS: Final = 100_000
+MAX_AUTH_BYTES: Final = 64 << 10
+_ITERATIONS: Final = re.compile(r"(?:^|,)i=([0-9]{1,10})(?:,|$)")
+_MAX_TEXT: Final = 300
+# Of a listener without SASL.
+_ILLEGAL_SASL_STATE: Final = 34
+_HANDSHAKE_VERSION: Final = 1
+# Version 1 has the lifetime; version 2 differs in its encoding alone.
+_MAX_AUTHENTICATE_VERSION: Final = 1
+
+
+class SaslRefused(Exception):
+    """The broker does not take the proxy's identity, or cannot be trusted; the text says why, without the secret."""
+
+
+class Request(NamedTuple):
+    """`body` is encoded."""
+
+    api_key: int
+    api_version: int
+    body: bytes
+
+
+class State(Enum):
+    NEW = "new"
+    HANDSHAKE = "handshake"
+    AUTHENTICATE = "authenticate"
+    AUTHENTICATED = "authenticated"
+    FAILED = "failed"
+
+
+class Mechanism(Protocol):
+    """What one mechanism sends."""
+
+    name: str
+
+    def first(self) -> bytes:
+        """The first message."""
+        ...
+
+    def next(self, message: bytes) -> bytes | None:
+        """The answer to the broker's message; None if nothing more is to be sent. Raises SaslRefused."""
+        ...
+
+
+class Plain:
+    """RFC 4616."""
+
+    name = "PLAIN"
+
+    def __init__(self, username: str, password: str) -> None:
+        self._message = b"\0%b\0%b" % (username.encode(), password.encode())
+
+    def first(self) -> bytes:
+        return self._message
+
+    def next(self, message: bytes) -> bytes | None:
+        return None
+
+
+class Bearer:
+    """OAUTHBEARER, RFC 7628."""
+
+    name = "OAUTHBEARER"
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def first(self) -> bytes:
+        return b"n,,\x01auth=Bearer %b\x01\x01" % self._token.encode()
+
+    def next(self, message: bytes) -> bytes | None:
+        # An error in JSON, which is to be acknowledged; the broker then reports the failure.
+        return b"\x01" if message else None
+
+
+class Scram:
+    """RFC 5802; `name` is SCRAM-SHA-256 or SCRAM-SHA-512."""
+
+    def __init__(self, name: str, username: str, password: str) -> None:
+        self.name = name
+        self._client = ScramClient([name], username, password)
+        self._is_last = False
+
+    def first(self) -> bytes:
+        message: str = self._client.get_client_first()
+        return message.encode()
+
+    def next(self, message: bytes) -> bytes | None:
+        try:
+            text = message.decode()
+            if self._is_last:
+                self._client.set_server_final(text)
+                return None
+            self._is_last = True
+            _check_iterations(text)
+            self._client.set_server_first(text)
+            final: str = self._client.get_client_final()
+            return final.encode()
+        except (ScramException, ValueError) as error:
+            # Not chained: a library's error may have the messages in it.
+            why = "it does not know the password" if self._is_last and not isinstance(error, ValueError) else "no SCRAM"
+            raise SaslRefused(f"what it says in {self.name} is wrong ({why})") from None
+
+
+def _check_iterations(server_first: str) -> None:
+    found = _ITERATIONS.search(server_first)
+    if found is None or not 0 < int(found[1]) <= MAX_ITERATIONS:
+        asked = "no valid number of" if found is None else found[1]
+        raise SaslRefused(f"it asks for {asked} iterations; {MAX_ITERATIONS} are done at most")
+
+
+def mechanism(name: str, username: str, secret: str) -> Mechanism:
+    """The mechanism of that name; `secret` is a password or a token."""
+    if name == Plain.name:
+        return Plain(username, secret)
+    if name == Bearer.name:
+        return Bearer(secret)
+    return Scram(name, username, secret)
+
+
+class SaslClient:
+    """One authentication by `mechanism`; `authenticate_version` is the highest that the broker serves."""
+
+    def __init__(self, mechanism: Mechanism, authenticate_version: int) -> None:
+        self._mechanism = mechanism
+        self._version = min(authenticate_version, _MAX_AUTHENTICATE_VERSION)
+        self.state = State.NEW
+        # After how many milliseconds the broker ends the session; 0: it does not.
+        self.session_lifetime_ms = 0
+
+    def begin(self) -> Request:
+        """The first request."""
+        if self.state is not State.NEW:
+            raise RuntimeError("it has begun")
+        self.state = State.HANDSHAKE
+        body = encode_request(build_request(keys.SASL_HANDSHAKE, _HANDSHAKE_VERSION, mechanism=self._mechanism.name))
+        return Request(keys.SASL_HANDSHAKE, _HANDSHAKE_VERSION, body)
+
+    def receive(self, body: memoryview) -> Request | None:
+        """Take the body of the answer to the last request; return the next one, None once authenticated.
+
+        SCRAM works for some milliseconds here. Raises SaslRefused.
+        """
+        try:
+            if self.state is State.HANDSHAKE:
+                self._check_handshake(body)
+                self.state = State.AUTHENTICATE
+                return self._authenticate(self._mechanism.first())
+            if self.state is State.AUTHENTICATE:
+                return self._go_on(body)
+            raise RuntimeError("no answer is awaited")
+        except CodecError as error:
+            self.state = State.FAILED
+            raise SaslRefused(f"its answer is malformed: {error}") from error
+        except SaslRefused:
+            self.state = State.FAILED
+            raise
+
+    def _check_handshake(self, body: memoryview) -> None:
+        answer = decode_response(keys.SASL_HANDSHAKE, _HANDSHAKE_VERSION, body)
+        if answer.error_code == UNSUPPORTED_SASL_MECHANISM:
+            offers = ", ".join(map(str, answer.mechanisms))[:_MAX_TEXT] or "none"
+            raise SaslRefused(f"it does not offer {self._mechanism.name} but {offers}: set broker_sasl.mechanism")
+        if answer.error_code == _ILLEGAL_SASL_STATE:
+            raise SaslRefused("it offers no SASL there: name its SASL port, or drop broker_sasl")
+        if answer.error_code != NONE:
+            raise SaslRefused(f"it refuses SaslHandshake with {name_of(answer.error_code)}")
+
+    def _go_on(self, body: memoryview) -> Request | None:
+        answer = decode_response(keys.SASL_AUTHENTICATE, self._version, body)
+        if answer.error_code != NONE:
+            says = f": {str(answer.error_message)[:_MAX_TEXT]}" if answer.error_message else ""
+            raise SaslRefused(f"it refuses the proxy's identity with {name_of(answer.error_code)}{says}")
+        message = self._mechanism.next(bytes(answer.auth_bytes or b""))
+        if message is not None:
+            return self._authenticate(message)
+        self.state = State.AUTHENTICATED
+        self.session_lifetime_ms = max(0, getattr(answer, "session_lifetime_ms", 0) or 0)
+        return None
+
+    def _authenticate(self, message: bytes) -> Request:
+        body = encode_request(build_request(keys.SASL_AUTHENTICATE, self._version, auth_bytes=message))
+        return Request(keys.SASL_AUTHENTICATE, self._version, body)

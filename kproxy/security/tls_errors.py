@@ -1,0 +1,147 @@
+"""Why a TLS handshake failed, in a sentence for the log and a word for the metrics.
+
+OpenSSL's own words name neither the side that objects nor the remedy. A failure that the other side reports comes as an
+alert (RFC 8446, section 6).
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import Final, NamedTuple
+
+# X509_V_ERR_* of OpenSSL.
+_EXPIRED: Final = 10
+_NOT_YET_VALID: Final = 9
+_NO_CRL: Final = 3
+_CRL_EXPIRED: Final = 12
+_REVOKED: Final = 23
+_UNTRUSTED: Final = frozenset({2, 18, 19, 20, 21, 27})
+_WRONG_PURPOSE: Final = 26
+_OTHER_NAME: Final = frozenset({62, 63, 64})
+
+
+_OURS: Final = "this listener's"
+_PROXYS: Final = "the proxy's"
+
+
+class Failure(NamedTuple):
+    """`word` is a label of a metric, one of few."""
+
+    word: str
+    text: str
+
+
+_OF_CERTIFICATE: Final = {
+    _EXPIRED: ("expired", "its certificate has expired"),
+    _NOT_YET_VALID: ("expired", "its certificate is not valid yet; compare the clocks"),
+    _REVOKED: ("revoked", "its certificate is revoked"),
+    _WRONG_PURPOSE: ("purpose", "its certificate is not meant for this use (extended key usage)"),
+    _NO_CRL: ("revocation_list", "there is no revocation list of the authority that signed its certificate"),
+    _CRL_EXPIRED: ("revocation_list", "the revocation list has expired"),
+}
+# Alerts of a client about our certificate, and of a broker about the proxy's.
+_ALERTS: Final = {
+    "UNKNOWN_CA": ("alert_unknown_ca", "does not trust the authority that signed {whose} certificate"),
+    "CERTIFICATE_EXPIRED": ("alert_expired", "finds {whose} certificate expired"),
+    "CERTIFICATE_REVOKED": ("alert_revoked", "finds {whose} certificate revoked"),
+    "BAD_CERTIFICATE": ("alert_bad_certificate", "rejects {whose} certificate"),
+    "CERTIFICATE_UNKNOWN": (
+        "alert_bad_certificate",
+        "rejects {whose} certificate, often because of its authority or name",
+    ),
+    "UNSUPPORTED_CERTIFICATE": ("alert_bad_certificate", "does not support {whose} certificate"),
+    "CERTIFICATE_REQUIRED": ("alert_certificate_required", "requires a certificate"),
+    "UNRECOGNIZED_NAME": ("alert_name", "does not serve the name that was asked for"),
+    "PROTOCOL_VERSION": ("version", "speaks no TLS version in common"),
+    "HANDSHAKE_FAILURE": ("alert_handshake_failure", "found no cipher or certificate in common"),
+    "INTERNAL_ERROR": ("alert_other", "had an internal error"),
+}
+
+
+def client_failure(error: BaseException, *, names: tuple[str, ...], asked_for: str) -> Failure:
+    """Why a client's handshake failed.
+
+    `names` are those of the listener's certificate; `asked_for` the server name of the client, or empty.
+    """
+    if isinstance(error, ssl.SSLCertVerificationError):
+        code = error.verify_code
+        if code in _UNTRUSTED:
+            return Failure("untrusted", "its certificate is not signed by an authority of tls.client_ca")
+        word, text = _OF_CERTIFICATE.get(
+            code, ("certificate", f"its certificate is not accepted: {error.verify_message}")
+        )
+        return Failure(word, text)
+    reason = _reason(error)
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return Failure("no_certificate", "it shows no certificate, and this listener requires one (tls.client_auth)")
+    if reason in ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "NO_PROTOCOLS_AVAILABLE"):
+        return Failure("version", "it speaks no TLS version that this listener admits (tls.min_version)")
+    if reason == "NO_SHARED_CIPHER":
+        return Failure("cipher", "it offers no cipher that fits this listener's certificate")
+    if reason == "CALLBACK_FAILED":
+        return Failure("server_name", _name_text(names, asked_for))
+    alert = _alert(reason)
+    if alert is not None:
+        word, text = alert
+        about_names = word in ("alert_bad_certificate", "alert_unknown_ca")
+        return Failure(word, f"it {text.format(whose=_OURS)}" + (_hint(names, asked_for) if about_names else ""))
+    return _transport_failure(error, reason)
+
+
+def _name_text(names: tuple[str, ...], asked_for: str) -> str:
+    return f"it asks for {asked_for or 'no name'}, and the certificate is for {', '.join(names[:10]) or 'no name'}"
+
+
+def _hint(names: tuple[str, ...], asked_for: str) -> str:
+    return f"; it asked for {asked_for or 'no name'}, and the certificate is for {', '.join(names[:10]) or 'no name'}"
+
+
+def broker_failure(error: BaseException, *, name: str, has_ca: bool, has_cert: bool) -> Failure:
+    """Why a handshake with a broker failed. `name` is the name that its certificate must have."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        code = error.verify_code
+        if code in _OTHER_NAME:
+            return Failure(
+                "name",
+                f"its certificate is for another name than {name}: correct the address that it advertises, or set "
+                f"broker_tls.server_name",
+            )
+        if code in _UNTRUSTED:
+            whom = "by the authorities in broker_tls.ca" if has_ca else "by an authority that this machine trusts"
+            return Failure("untrusted", f"its certificate is not signed {whom}: set broker_tls.ca to its authority")
+        word, text = _OF_CERTIFICATE.get(
+            code, ("certificate", f"its certificate is not accepted: {error.verify_message}")
+        )
+        return Failure(word, text)
+    reason = _reason(error)
+    if reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL"):
+        return Failure("plain_text", "it does not speak TLS there: name its TLS port, or drop broker_tls")
+    alert = _alert(reason)
+    if alert is not None:
+        word, text = alert
+        if word == "alert_certificate_required" or (word.startswith("alert_bad") and not has_cert):
+            return Failure(word, "it requires a client certificate: set broker_tls.cert and broker_tls.key")
+        return Failure(word, f"it {text.format(whose=_PROXYS)}")
+    return _transport_failure(error, reason)
+
+
+def _transport_failure(error: BaseException, reason: str) -> Failure:
+    if isinstance(error, TimeoutError) or "is taking longer" in str(error):
+        return Failure("timeout", "the TLS handshake was not finished in time")
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return Failure("plain_text", "it does not speak TLS")
+    if isinstance(error, (ssl.SSLEOFError, ConnectionError, EOFError)) or reason == "UNEXPECTED_EOF_WHILE_READING":
+        return Failure("gone", "it closed the connection during the TLS handshake")
+    if reason:
+        return Failure("other", f"TLS failed: {reason.lower().replace('_', ' ')}")
+    return Failure("other", f"TLS failed: {error or type(error).__name__}")
+
+
+def _reason(error: BaseException) -> str:
+    return str(error.reason or "") if isinstance(error, ssl.SSLError) else ""
+
+
+def _alert(reason: str) -> tuple[str, str] | None:
+    if "_ALERT_" not in reason:
+        return None
+    return _ALERTS.get(reason.partition("_ALERT_")[2], ("alert_other", f"ended the handshake: {reason.lower()}"))

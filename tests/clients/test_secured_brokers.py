@@ -1,0 +1,218 @@
+"""`kproxy serve` before a real Apache Kafka that asks for TLS, client certificates and SASL."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import confluent_kafka
+import pytest
+
+from tests.support.processes.dev import KproxyProcess, run_kproxy
+from tests.support.processes.served import counted, kafka_proxy, page
+from tests.support.security.tls_files import Pair, Signer
+from tests.support.security.tls_kafka import PASSWORD, USER, TlsKafka, start_tls_kafka, unsecured_token
+
+pytestmark = [pytest.mark.java, pytest.mark.timeout(600)]
+
+TIMEOUT_S = 60.0
+RECORDS = 300
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsKafka]:
+    # Longer than a proxy needs to begin, and shorter than some tests take.
+    with start_tls_kafka(tmp_path_factory.mktemp("secured"), session_s=4) as kafka:
+        yield kafka
+
+
+@pytest.fixture(scope="module")
+def client(secured: TlsKafka) -> Pair:
+    return secured.signer.issue("proxy", "proxy.example.org", common_name="kproxy")
+
+
+def until(holds: Callable[[], bool], process: KproxyProcess) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline, process.stderr()[-3000:]
+        time.sleep(0.05)
+
+
+def mutual(secured: TlsKafka, client: Pair) -> list[str]:
+    return [
+        *("--broker-tls-ca", str(secured.signer.ca)),
+        *("--broker-tls-cert", str(client.cert), "--broker-tls-key", str(client.key)),
+    ]
+
+
+def sasl(secured: TlsKafka, mechanism: str, directory: Path) -> list[str]:
+    secret = directory / "secret"
+    flags = ["--broker-tls-ca", str(secured.signer.ca), "--broker-sasl-mechanism", mechanism]
+    if mechanism == "OAUTHBEARER":
+        secret.write_text(unsecured_token(USER))
+        return [*flags, "--broker-sasl-token-file", str(secret)]
+    secret.write_text(PASSWORD + "\n")
+    return [*flags, "--broker-sasl-username", USER, "--broker-sasl-password-file", str(secret)]
+
+
+def write_and_read(process: KproxyProcess, secured: TlsKafka, *, seconds: float = 0.0) -> None:
+    """Write records through the proxy, for some time if asked to, and read all of them back by a consumer group."""
+    topic = secured.plain.create_topic(f"t-{uuid.uuid4().hex[:10]}", 3)
+    failed: list[object] = []
+    places: list[tuple[int, int]] = []
+
+    def delivered(error: object, message: confluent_kafka.Message) -> None:
+        if error is not None:
+            failed.append(error)
+        else:
+            places.append((message.partition(), message.offset()))
+
+    producer = confluent_kafka.Producer({"bootstrap.servers": process.kafka, "enable.idempotence": True})
+    ends_at, count = time.monotonic() + seconds, 0
+    while count < RECORDS or time.monotonic() < ends_at:
+        producer.produce(topic, b"%d" % count, b"%d" % count, on_delivery=delivered)
+        producer.poll(0)
+        count += 1
+        if seconds:
+            time.sleep(0.005)
+    assert producer.flush(TIMEOUT_S) == 0
+    assert (failed, len(places), len(set(places))) == ([], count, count), process.stderr()[-3000:]
+    settings = {"bootstrap.servers": process.kafka, "group.id": topic, "auto.offset.reset": "earliest"}
+    consumer = confluent_kafka.Consumer(settings)
+    consumer.subscribe([topic])
+    read: set[bytes] = set()
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(read) < count:
+        assert time.monotonic() < deadline, f"{len(read)} of {count}"
+        message = consumer.poll(1.0)
+        if message is not None and message.error() is None:
+            read.add(message.value())
+    consumer.close()
+
+
+def test_with_a_client_certificate(secured: TlsKafka, client: Pair, tmp_path: Path) -> None:
+    with kafka_proxy(tmp_path, secured.mutual, *mutual(secured, client)) as process:
+        write_and_read(process, secured)
+        assert page(process.admin, "/readyz") == (200, "ready\n")
+        assert counted(process.admin, 'kproxy_tls_certificate_expiry_timestamp_seconds{listener="",use="broker"}') > 0
+
+
+@pytest.mark.long(but_one=True)
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "PLAIN", "SCRAM-SHA-256", "OAUTHBEARER"])
+def test_as_the_proxy_itself_for_longer_than_a_session(secured: TlsKafka, tmp_path: Path, mechanism: str) -> None:
+    with kafka_proxy(tmp_path, secured.sasl, *sasl(secured, mechanism, tmp_path)) as process:
+        write_and_read(process, secured, seconds=10.0)
+        assert page(process.admin, "/readyz") == (200, "ready\n")
+        assert PASSWORD not in process.stderr()
+        # Each was renewed in time: none was ended by the broker.
+        assert "broker connection lost" not in process.stderr()
+        assert "broker connection abandoned" not in process.stderr()
+
+
+def stranger(directory: Path) -> Pair:
+    return Signer(directory / "stranger").issue("stranger", "proxy.example.org")
+
+
+# Flags, and what is said to whoever started the proxy.
+REFUSED: dict[str, tuple[Callable[[TlsKafka, Pair, Path], tuple[str, list[str]]], str]] = {
+    "another authority": (
+        lambda kafka, client, tmp: (kafka.mutual, ["--broker-tls-ca", str(Signer(tmp / "other").ca)]),
+        "its certificate is not signed by the authorities in broker_tls.ca",
+    ),
+    "another name": (
+        lambda kafka, client, tmp: (kafka.mutual.replace("localhost", "127.0.0.1"), mutual(kafka, client)),
+        "its certificate is for another name than 127.0.0.1",
+    ),
+    "no client certificate": (
+        lambda kafka, client, tmp: (kafka.mutual, ["--broker-tls-ca", str(kafka.signer.ca)]),
+        "it requires a client certificate: set broker_tls.cert",
+    ),
+    "another client certificate": (
+        lambda kafka, client, tmp: (kafka.mutual, mutual(kafka, stranger(tmp))),
+        "the proxy's certificate",
+    ),
+    "plain text to TLS": (
+        lambda kafka, client, tmp: (kafka.mutual, []),
+        "it speaks TLS, which is not spoken here: set broker_tls",
+    ),
+    "TLS to plain text": (
+        lambda kafka, client, tmp: (kafka.plain.bootstrap, mutual(kafka, client)),
+        "it closed the connection during the TLS handshake",
+    ),
+    "SASL where there is none": (
+        lambda kafka, client, tmp: (kafka.mutual, [*mutual(kafka, client), *sasl(kafka, "PLAIN", tmp)[2:]]),
+        "it offers no SASL there",
+    ),
+    "no SASL where there is some": (
+        lambda kafka, client, tmp: (kafka.sasl, ["--broker-tls-ca", str(kafka.signer.ca)]),
+        "cannot be reached|did not answer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_told_at_the_start(secured: TlsKafka, client: Pair, tmp_path: Path, case: str) -> None:
+    make, says = REFUSED[case]
+    bootstrap, flags = make(secured, client, tmp_path)
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--ownership", "kafka", "--bootstrap", bootstrap, *flags]
+    process = KproxyProcess(arguments, tmp_path / "stderr")
+    try:
+        until(lambda: re.search(says, process.stderr()) is not None, process)
+        assert "Traceback" not in process.stderr()
+    finally:
+        process.stop()
+
+
+def test_the_doctor_has_the_same_access(secured: TlsKafka, client: Pair, tmp_path: Path) -> None:
+    for bootstrap, flags in (
+        (secured.mutual, mutual(secured, client)),
+        (secured.sasl, sasl(secured, "SCRAM-SHA-512", tmp_path)),
+    ):
+        ended = run_kproxy("doctor", "--bootstrap", bootstrap, *flags)
+        assert (ended.status, "FAIL" in ended.stdout) == (0, False), ended.stdout
+        assert "read it back" in ended.stdout
+    ended = run_kproxy("doctor", "--bootstrap", secured.mutual, "--broker-tls-ca", str(secured.signer.ca))
+    assert ended.status == 1
+    assert "it requires a client certificate" in ended.stdout
+    variables = {"KPROXY_BROKER_SASL__PASSWORD": "hunter2"}
+    flags = ["--broker-tls-ca", str(secured.signer.ca), "--broker-sasl-mechanism", "PLAIN"]
+    ended = run_kproxy("doctor", "--bootstrap", secured.sasl, *flags, "--broker-sasl-username", USER, environ=variables)
+    assert (ended.status, "SASL_AUTHENTICATION_FAILED" in ended.stdout, "hunter2" in ended.stdout) == (1, True, False)
+    ended = run_kproxy("doctor", "--broker-tls-enabled")
+    assert (ended.status, "give --bootstrap" in ended.stderr) == (2, True)
+
+
+def test_a_wrong_password_is_named_and_not_shown(secured: TlsKafka, tmp_path: Path) -> None:
+    for mechanism in ("PLAIN", "SCRAM-SHA-512"):
+        flags = sasl(secured, mechanism, tmp_path)
+        (tmp_path / "secret").write_text("hunter2")
+        arguments = ["serve", "--listen", "127.0.0.1:0", "--ownership", "kafka", "--bootstrap", secured.sasl, *flags]
+        process = KproxyProcess(arguments, tmp_path / "stderr")
+        try:
+            until(lambda process=process: "SASL_AUTHENTICATION_FAILED" in process.stderr(), process)  # type: ignore[misc]
+            assert "hunter2" not in process.stderr()
+        finally:
+            process.stop()
+
+
+def test_new_files_are_used_by_new_connections(secured: TlsKafka, tmp_path: Path) -> None:
+    """A client certificate that has ended is replaced, and then the proxy gets through."""
+    wrong, right = stranger(tmp_path), secured.signer.issue("fresh", "proxy.example.org")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    for source, target in ((right.cert, cert), (right.key, key)):
+        target.write_bytes(source.read_bytes())
+    with kafka_proxy(tmp_path, secured.mutual, *mutual(secured, Pair(cert, key))) as process:
+        write_and_read(process, secured)
+        for source, target in ((wrong.cert, cert), (wrong.key, key)):
+            target.write_bytes(source.read_bytes())
+            os.utime(target)
+        until(lambda: counted(process.admin, 'kproxy_tls_reloads_total{outcome="done"}') == 1, process)
+        for source, target in ((right.cert, cert), (right.key, key)):
+            target.write_bytes(source.read_bytes())
+            os.utime(target)
+        until(lambda: counted(process.admin, 'kproxy_tls_reloads_total{outcome="done"}') == 2, process)
+        write_and_read(process, secured)

@@ -1,0 +1,259 @@
+"""Unchanged clients over TLS with client certificates, through `kproxy serve` to the brokers of `kproxy dev`.
+
+And certificates that are exchanged under load, with no failed request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiokafka  # type: ignore[import-untyped]
+import confluent_kafka
+import kafka
+import pytest
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+
+from tests.support.brokers.kafka_jars import kafka_classpath
+from tests.support.clients.java_client import run_java_client
+from tests.support.clients.kafka_io import Record
+from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.processes.served import counted
+from tests.support.security.tls_files import Pair, Signer, client_context
+
+TIMEOUT_S = 60.0
+PARTITIONS = 6
+RECORDS = 400
+
+
+class Site:
+    """A proxy whose clients come over TLS, and the files of one."""
+
+    def __init__(self, process: KproxyProcess, signer: Signer, client: Pair) -> None:
+        self.process = process
+        self.signer = signer
+        self.client = client
+        # Java wants key and chain in one file.
+        self.store = signer.directory / "store.pem"
+        self.store.write_bytes(client.key.read_bytes() + client.cert.read_bytes())
+
+    @property
+    def bootstrap(self) -> str:
+        return self.process.kafka
+
+    @property
+    def librdkafka(self) -> dict[str, Any]:
+        return {
+            "bootstrap.servers": self.bootstrap,
+            "security.protocol": "SSL",
+            "ssl.ca.location": str(self.signer.ca),
+            "ssl.certificate.location": str(self.client.cert),
+            "ssl.key.location": str(self.client.key),
+        }
+
+
+@contextmanager
+def tls_site(etcd: str, directory: Path, *more: str) -> Iterator[Site]:
+    signer = Signer(directory / "ca")
+    # Clients are told the address, and verify it.
+    server = signer.issue("server", "localhost", "127.0.0.1")
+    client = signer.issue("client", "client.example.org")
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--etcd", etcd, "--alone"]
+    arguments += [
+        "--tls-cert",
+        str(server.cert),
+        "--tls-key",
+        str(server.key),
+        "--tls-client-ca",
+        str(signer.ca),
+        *more,
+    ]
+    with serving(arguments, directory / "stderr") as process:
+        yield Site(process, signer, client)
+
+
+@pytest.fixture(scope="module")
+def site(dev_cluster: KproxyProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with tls_site(dev_cluster.etcd, tmp_path_factory.mktemp("site")) as site:
+        yield site
+
+
+@pytest.fixture
+def topic(dev_cluster: KproxyProcess) -> str:
+    name = f"tls-{uuid.uuid4().hex[:10]}"
+    admin = AdminClient({"bootstrap.servers": dev_cluster.kafka})
+    admin.create_topics([NewTopic(name, PARTITIONS)])[name].result(30)
+    return name
+
+
+def values() -> list[bytes]:
+    """Small ones, and some that are longer than a record of TLS."""
+    return [b"%d:" % number + bytes(number % 7 * 9_000) for number in range(RECORDS)]
+
+
+def test_confluent_kafka(site: Site, topic: str) -> None:
+    errors: list[object] = []
+    producer = confluent_kafka.Producer(site.librdkafka)
+    for value in values():
+        producer.produce(topic, value, on_delivery=lambda error, _: errors.append(error) if error else None)
+        producer.poll(0)
+    assert producer.flush(TIMEOUT_S) == 0
+    assert errors == []
+    consumer = confluent_kafka.Consumer({**site.librdkafka, "group.id": topic, "enable.auto.commit": False})
+    consumer.assign([confluent_kafka.TopicPartition(topic, index, 0) for index in range(PARTITIONS)])
+    read: list[bytes] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(read) < RECORDS:
+        assert time.monotonic() < deadline, f"{len(read)} of {RECORDS}"
+        message = consumer.poll(1.0)
+        # The reference brokers have no groups, and say so.
+        if message is not None and message.error() is None:
+            read.append(message.value())
+    consumer.close()
+    assert sorted(read) == sorted(values())
+
+
+def test_kafka_python(site: Site, topic: str) -> None:
+    settings: dict[str, Any] = {
+        "bootstrap_servers": site.bootstrap,
+        "security_protocol": "SSL",
+        "ssl_context": client_context(site.signer.ca, site.client),
+    }
+    producer = kafka.KafkaProducer(**settings, acks="all")
+    placed = [producer.send(topic, value).get(TIMEOUT_S) for value in values()[:100]]
+    producer.close()
+    assert len({(each.partition, each.offset) for each in placed}) == 100
+    consumer = kafka.KafkaConsumer(**settings, consumer_timeout_ms=10_000)
+    consumer.assign([kafka.TopicPartition(topic, index) for index in range(PARTITIONS)])
+    consumer.seek_to_beginning()
+    read = []
+    for record in consumer:
+        read.append(record.value)
+        if len(read) == 100:
+            break
+    consumer.close()
+    assert sorted(read) == sorted(values()[:100])
+
+
+async def test_aiokafka(site: Site, topic: str) -> None:
+    settings: dict[str, Any] = {
+        "bootstrap_servers": site.bootstrap,
+        "security_protocol": "SSL",
+        "ssl_context": client_context(site.signer.ca, site.client),
+    }
+    producer = aiokafka.AIOKafkaProducer(**settings, enable_idempotence=True)
+    await producer.start()
+    placed = await asyncio.gather(*[await producer.send(topic, value) for value in values()])
+    await producer.stop()
+    assert len({(each.partition, each.offset) for each in placed}) == RECORDS
+    consumer = aiokafka.AIOKafkaConsumer(**settings)
+    await consumer.start()
+    consumer.assign([aiokafka.TopicPartition(topic, index) for index in range(PARTITIONS)])
+    await consumer.seek_to_beginning()
+    async with asyncio.timeout(TIMEOUT_S):
+        read = [(await consumer.getone()).value for _ in range(RECORDS)]
+    await consumer.stop()
+    assert sorted(read) == sorted(values())
+
+
+@pytest.mark.java
+@pytest.mark.timeout(600)
+def test_java(site: Site, topic: str) -> None:
+    settings = {
+        "bootstrap.servers": site.bootstrap,
+        "security.protocol": "SSL",
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.location": site.signer.ca,
+        "ssl.keystore.type": "PEM",
+        "ssl.keystore.location": site.store,
+    }
+    records = [Record(None, value) for value in values()]
+    run = run_java_client(kafka_classpath(), topic, records, settings, read_back=PARTITIONS)
+    assert (run.errors, len(run.acknowledged)) == ({}, RECORDS)
+    assert sorted(each.value or b"" for each in run.read) == sorted(values())
+
+
+def stranger(site: Site) -> Path:
+    return Signer(site.signer.directory / "stranger").ca
+
+
+# What the user of librdkafka changes, and what it tells him.
+MISTAKES: dict[str, tuple[Callable[[Site], dict[str, Any]], str]] = {
+    "no certificate": (
+        lambda site: {"ssl.certificate.location": None, "ssl.key.location": None},
+        "certificate required",
+    ),
+    "another authority": (lambda site: {"ssl.ca.location": str(stranger(site))}, "certificate verify failed"),
+    "another name": (
+        lambda site: {"bootstrap.servers": site.bootstrap.replace("127.0.0.1", "127.0.0.2")},
+        "certificate verify failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_client_tells_its_user_what_is_wrong(dev_cluster: KproxyProcess, tmp_path: Path, mistake: str) -> None:
+    change, says = MISTAKES[mistake]
+    with tls_site(dev_cluster.etcd, tmp_path, "--listen", "0.0.0.0:0", "--advertise", "127.0.0.1:0") as site:
+        settings = {**site.librdkafka, "bootstrap.servers": f"127.0.0.1:{site.bootstrap.rpartition(':')[2]}"}
+        site.process.fields["kafka"] = settings["bootstrap.servers"]
+        settings = {key: value for key, value in {**settings, **change(site)}.items() if value is not None}
+        told: list[str] = []
+        producer = confluent_kafka.Producer({**settings, "error_cb": lambda error: told.append(str(error).lower())})
+        deadline = time.monotonic() + TIMEOUT_S
+        while not any(says in each for each in told):
+            assert time.monotonic() < deadline, f"{told}; {site.process.stderr()[-2000:]}"
+            producer.poll(0.1)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_certificates_are_exchanged_under_load_and_no_request_fails(
+    dev_cluster: KproxyProcess, tmp_path: Path, topic: str, workers: str
+) -> None:
+    with tls_site(dev_cluster.etcd, tmp_path, "--workers", workers) as site:
+        errors: list[object] = []
+        delivered: list[int] = []
+        ends = threading.Event()
+
+        def write() -> None:
+            """One producer after another, so that there are new connections all the time; and no retries."""
+            while not ends.is_set():
+                producer = confluent_kafka.Producer({**site.librdkafka, "retries": 0, "socket.max.fails": 1})
+                for _ in range(50):
+                    producer.produce(topic, b"x" * 100, on_delivery=note)
+                    producer.poll(0.01)
+                assert producer.flush(TIMEOUT_S) == 0
+
+        def note(error: object, message: confluent_kafka.Message) -> None:
+            errors.append(error) if error else delivered.append(message.offset())
+
+        writers = [threading.Thread(target=write) for _ in range(3)]
+        for writer in writers:
+            writer.start()
+        try:
+            for exchange in range(1, 4):
+                signed = site.signer.issue("next", "localhost", "127.0.0.1")
+                for source, name in ((signed.cert, "server.pem"), (signed.key, "server.key")):
+                    # As one should: whole, by its name.
+                    source.replace(site.signer.directory / name)
+                deadline = time.monotonic() + TIMEOUT_S
+                while counted(site.process.admin, 'kproxy_tls_reloads_total{outcome="done"}') < exchange * int(workers):
+                    assert time.monotonic() < deadline, site.process.stderr()[-2000:]
+                    time.sleep(0.1)
+                before = len(delivered)
+                while len(delivered) < before + 200:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+        finally:
+            ends.set()
+            for writer in writers:
+                writer.join(TIMEOUT_S)
+        assert errors == []
+        assert counted(site.process.admin, 'kproxy_tls_reloads_total{outcome="failed"}') == 0
+        assert counted(site.process.admin, 'kproxy_client_handshakes_total{outcome="done"}') > 10

@@ -1,0 +1,97 @@
+"""A listener behind a load balancer: the PROXY protocol's header comes first, and names the client."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kproxy_codec.api_keys import API_VERSIONS
+from kproxy_codec.framing import request_header
+from tests.support.clients.raw_client import raw_frame
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import counted, port_of, static_proxy
+from tests.support.security.proxy_header import LOCAL, header
+from tests.support.security.tls_files import Signer, client_context
+
+HOST = "127.0.0.1"
+PATIENCE_S = 20.0
+QUESTION = raw_frame(request_header(API_VERSIONS, 0, 77, b"c"))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def connected(process: KproxyProcess) -> Iterator[socket.socket]:
+    with socket.create_connection((HOST, port_of(process)), timeout=PATIENCE_S) as client:
+        yield client
+
+
+def is_answered(client: socket.socket) -> bool:
+    """Whether the next answer, which is read whole, is one to the question."""
+    (length,) = struct.unpack(">i", _exactly(client, 4))
+    return struct.unpack(">i", _exactly(client, length)[:4])[0] == 77
+
+
+def _exactly(client: socket.socket, size: int) -> bytes:
+    got = b""
+    while len(got) < size:
+        data = client.recv(size - len(got))
+        assert data, "closed"
+        got += data
+    return got
+
+
+def test_the_client_behind_a_balancer_is_named(tmp_path: Path) -> None:
+    with static_proxy(tmp_path, {1: 1}, more=["--proxy-protocol"]) as process:
+        # All at once, and byte by byte.
+        for portion in (1 << 20, 1):
+            with connected(process) as client:
+                data = header(("203.0.113.7", 4711), checksum=True) + QUESTION
+                for at in range(0, len(data), portion):
+                    client.sendall(data[at : at + portion])
+                assert is_answered(client)
+                client.sendall(b"\x7f\xff\xff\xff")
+                assert client.recv(1) == b""
+        until(lambda: process.stderr().count("client=203.0.113.7:4711") == 2)
+        with connected(process) as client:
+            client.sendall(header(command=LOCAL) + QUESTION)
+            assert is_answered(client)
+
+
+def test_who_sends_none_is_not_let_in(tmp_path: Path) -> None:
+    with static_proxy(tmp_path, {1: 1}, more=["--proxy-protocol"]) as process:
+        for data in (QUESTION, b"PROXY TCP4 203.0.113.7 198.51.100.1 1 2\r\n", header(family=0x31)):
+            with connected(process) as client, contextlib.suppress(ConnectionError):
+                client.sendall(data)
+                assert client.recv(1) == b""
+        until(lambda: counted(process.admin, 'kproxy_client_handshakes_total{outcome="proxy_header"}') == 3)
+        assert "does not begin with a header of the PROXY protocol" in process.stderr()
+
+
+def test_tls_comes_behind_the_header(tmp_path: Path) -> None:
+    signer = Signer(tmp_path / "ca")
+    pair = signer.issue("server", "localhost")
+    rooms = f'[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n'
+    with static_proxy(tmp_path, {1: 1}, rooms=rooms, more=["--proxy-protocol"]) as process:
+        with connected(process) as plain:
+            plain.sendall(header(("2001:db8::7", 4711), ("2001:db8::1", 9092)))
+            with client_context(signer.ca).wrap_socket(plain, server_hostname="localhost") as client:
+                client.sendall(QUESTION)
+                assert is_answered(client)
+        with connected(process) as plain, pytest.raises(OSError):  # noqa: PT011 -- reset or closed
+            client_context(signer.ca).wrap_socket(plain, server_hostname="localhost")
+        with connected(process) as plain:
+            plain.sendall(header(("2001:db8::8", 4712), ("2001:db8::1", 9092)) + b"GET / HTTP/1.1\r\n\r\n")
+            assert plain.recv(12) == b"HTTP/1.1 400"
+        until(lambda: "client=2001:db8::8:4712" in process.stderr())

@@ -1,0 +1,89 @@
+"""Several listeners, and several proxies that have them: each client is told the addresses of its own listener."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+
+from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.security.tls_files import Signer
+
+TIMEOUT_S = 30.0
+
+
+class Proxy:
+    def __init__(self, process: KproxyProcess) -> None:
+        self.process = process
+        listeners = process.fields["listeners"].split(",")
+        self.by_name: dict[str, str] = dict(each.partition("@")[::2] for each in listeners)
+
+
+@pytest.fixture
+def signer(tmp_path: Path) -> Signer:
+    return Signer(tmp_path / "ca")
+
+
+@pytest.fixture
+def proxies(dev_cluster: KproxyProcess, tmp_path: Path, signer: Signer) -> Iterator[list[Proxy]]:
+    """Two with both listeners, and one with the internal one alone."""
+    server = signer.issue("server", "localhost")
+    prefix = f"/listeners-{uuid.uuid4().hex[:8]}"
+    internal = '[[listeners]]\nname = "internal"\nlisten = "127.0.0.1:0"\n'
+    external = '[[listeners]]\nname = "external"\nlisten = "localhost:0"\n'
+    external += f'tls.cert = "{server.cert}"\ntls.key = "{server.key}"\n'
+    table = f'[ownership]\nownership = "static"\netcd = "{dev_cluster.etcd}"\nprefix = "{prefix}"\n[brokers]\n'
+    table += f'1 = "{dev_cluster.kafka}"\n[[topics]]\nname = "t"\nowners = [1, 1, 1, 1, 1, 1, 1, 1]\n'
+    started = []
+    with ExitStack() as stack:
+        for number, listeners in enumerate((internal + external, internal + external, internal)):
+            file = tmp_path / f"{number}.toml"
+            file.write_text(table + listeners)
+            process = serving(["serve", "--config", file, "--admin", "127.0.0.1:0"], tmp_path / f"{number}.stderr")
+            started.append(Proxy(stack.enter_context(process)))
+        yield started
+
+
+def told(address: str, **settings: str) -> set[str]:
+    found = AdminClient({"bootstrap.servers": address, **settings}).list_topics(timeout=TIMEOUT_S)
+    return {f"{each.host}:{each.port}" for each in found.brokers.values()}
+
+
+def until_told(address: str, addresses: set[str], **settings: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while (found := told(address, **settings)) != addresses:
+        assert time.monotonic() < deadline, f"{found} instead of {addresses}"
+        time.sleep(0.2)
+
+
+def test_clients_are_told_the_listeners_of_the_same_name(proxies: list[Proxy], signer: Signer) -> None:
+    tls = {"security.protocol": "SSL", "ssl.ca.location": str(signer.ca)}
+    internal = {proxy.by_name["internal"] for proxy in proxies}
+    external = {proxy.by_name["external"] for proxy in proxies[:2]}
+    assert not internal & external
+    for proxy in proxies:
+        until_told(proxy.by_name["internal"], internal)
+    for proxy in proxies[:2]:
+        until_told(proxy.by_name["external"], external, **tls)
+    # Who leaves is named on neither.
+    assert proxies[0].process.stop() == 0
+    until_told(proxies[1].by_name["internal"], internal - {proxies[0].by_name["internal"]})
+    until_told(proxies[1].by_name["external"], external - {proxies[0].by_name["external"]}, **tls)
+
+
+def test_a_client_finds_all_partitions_by_its_listener(
+    dev_cluster: KproxyProcess, proxies: list[Proxy], signer: Signer
+) -> None:
+    admin = AdminClient({"bootstrap.servers": dev_cluster.kafka})
+    for result in admin.create_topics([NewTopic("t", 8)]).values():
+        result.result(TIMEOUT_S)
+    settings = {"security.protocol": "SSL", "ssl.ca.location": str(signer.ca)}
+    client = AdminClient({"bootstrap.servers": proxies[0].by_name["external"], **settings})
+    ids = set(client.list_topics(timeout=TIMEOUT_S).brokers)
+    leaders = {each.leader for each in client.list_topics("t", timeout=TIMEOUT_S).topics["t"].partitions.values()}
+    assert leaders <= ids

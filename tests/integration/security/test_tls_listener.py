@@ -1,0 +1,329 @@
+"""TLS listeners: who comes in, who does not and is told why, and what happens when the files change."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kproxy_codec.api_keys import API_VERSIONS
+from kproxy_codec.framing import request_header
+from tests.support.clients.raw_client import raw_frame
+from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
+from tests.support.processes.served import counted, page, port_of, samples, static_proxy
+from tests.support.security.tls_files import Pair, Signer, client_context
+
+HOST = "127.0.0.1"
+PATIENCE_S = 20.0
+
+
+class Site:
+    """A proxy with a TLS listener, and who signs what."""
+
+    def __init__(self, directory: Path) -> None:
+        self.signer = Signer(directory / "ours")
+        self.stranger = Signer(directory / "theirs")
+        self.server = self.signer.issue("server", "localhost", "127.0.0.1")
+        self.client = self.signer.issue("client", "client.example.org")
+
+    def tls(self, *lines: str) -> str:
+        return "\n".join(["[tls]", f'cert = "{self.server.cert}"', f'key = "{self.server.key}"', *lines, ""])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(tmp_path_factory.mktemp("site"))
+
+
+@contextlib.contextmanager
+def connected(process: KproxyProcess, context: ssl.SSLContext, name: str = "localhost") -> Iterator[ssl.SSLSocket]:
+    with (
+        socket.create_connection((HOST, port_of(process)), timeout=PATIENCE_S) as plain,
+        context.wrap_socket(plain, server_hostname=name) as client,
+    ):
+        yield client
+
+
+def ask(client: socket.socket) -> int:
+    """Ask for the versions; the correlation id of the answer."""
+    client.sendall(raw_frame(request_header(API_VERSIONS, 0, 77, b"c")))
+    (length,) = struct.unpack(">i", _exactly(client, 4))
+    return int(struct.unpack(">i", _exactly(client, length)[:4])[0])
+
+
+def _exactly(client: socket.socket, size: int) -> bytes:
+    got = b""
+    while len(got) < size:
+        data = client.recv(size - len(got))
+        if not data:
+            raise EOFError(f"closed after {len(got)} of {size} bytes")
+        got += data
+    return got
+
+
+def serves(process: KproxyProcess, context: ssl.SSLContext, name: str = "localhost") -> bool:
+    with connected(process, context, name) as client:
+        return ask(client) == 77
+
+
+def fails(process: KproxyProcess, context: ssl.SSLContext, name: str = "localhost") -> str:
+    """How a client that is not let in learns of it: the reason of its TLS, at the handshake or at the first read."""
+    with (
+        pytest.raises((ssl.SSLError, ConnectionError, EOFError)) as raised,
+        connected(process, context, name) as client,
+    ):
+        ask(client)
+    error = raised.value
+    return str(error.reason) if isinstance(error, ssl.SSLError) else type(error).__name__
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_one_way(site: Site, tmp_path: Path) -> None:
+    with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process:
+        assert serves(process, client_context(site.signer.ca))
+        for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+            context = client_context(site.signer.ca)
+            context.minimum_version = context.maximum_version = version
+            assert serves(process, context)
+        assert counted(process.admin, 'kproxy_client_handshakes_total{outcome="done"}') == 3
+        told = samples(page(process.admin, "/metrics")[1])
+        expiry = told["kproxy_tls_certificate_expiry_timestamp_seconds", (("listener", ""), ("use", "listener"))]
+        assert expiry == pytest.approx(time.time() + 30 * 86_400, abs=86_400)
+
+
+def old_version(site: Site) -> ssl.SSLContext:
+    context = client_context(site.signer.ca)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    return context
+
+
+# What the client has, what its own TLS says, what the log says, and the label of the metric.
+REFUSED: dict[str, tuple[Callable[[Site], ssl.SSLContext], str, str, str]] = {
+    "no certificate": (
+        lambda site: client_context(site.signer.ca),
+        "TLSV13_ALERT_CERTIFICATE_REQUIRED",
+        "it shows no certificate, and this listener requires one",
+        "no_certificate",
+    ),
+    "another authority": (
+        lambda site: client_context(site.signer.ca, site.stranger.issue("client", "client.example.org")),
+        "TLSV1_ALERT_UNKNOWN_CA",
+        "not signed by an authority of tls.client_ca",
+        "untrusted",
+    ),
+    "expired": (
+        lambda site: client_context(site.signer.ca, site.signer.issue("old", "client.example.org", days=-1)),
+        "SSLV3_ALERT_CERTIFICATE_EXPIRED",
+        "its certificate has expired",
+        "expired",
+    ),
+    "revoked": (
+        lambda site: client_context(
+            site.signer.ca, Pair(site.signer.directory / "bad.pem", site.signer.directory / "bad.key")
+        ),
+        "SSLV3_ALERT_CERTIFICATE_REVOKED",
+        "its certificate is revoked",
+        "revoked",
+    ),
+    "it trusts another authority": (
+        lambda site: client_context(site.stranger.ca, site.client),
+        "CERTIFICATE_VERIFY_FAILED",
+        "does not trust the authority that signed this listener's certificate; it asked for localhost, and the "
+        "certificate is for localhost, 127.0.0.1",
+        "alert_unknown_ca",
+    ),
+    "an old version": (
+        old_version,
+        "TLSV1_ALERT_PROTOCOL_VERSION",
+        "it speaks no TLS version that this listener admits",
+        "version",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def mutual(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
+    crl = site.signer.revoke([site.signer.issue("bad", "bad.example.org")])
+    directory = tmp_path_factory.mktemp("mutual")
+    lines = (f'client_ca = "{site.signer.ca}"', f'client_crl = "{crl}"', "strict_server_name = true")
+    with static_proxy(directory, {1: 1}, rooms=site.tls(*lines)) as process:
+        yield process
+
+
+def test_a_certificate_lets_in(site: Site, mutual: KproxyProcess) -> None:
+    assert serves(mutual, client_context(site.signer.ca, site.client))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_who_is_not_let_in_is_named_with_the_reason(site: Site, mutual: KproxyProcess, case: str) -> None:
+    context, client_says, log_says, word = REFUSED[case]
+    assert fails(mutual, context(site)) == client_says
+    until(lambda: log_says in mutual.stderr())
+    assert counted(mutual.admin, f'kproxy_client_handshakes_total{{outcome="{word}"}}') >= 1
+    assert "Traceback" not in mutual.stderr()
+
+
+def test_a_server_name_that_the_certificate_has_not_is_refused_where_that_is_asked(
+    site: Site, mutual: KproxyProcess
+) -> None:
+    context = client_context(site.signer.ca, site.client, check_name=False)
+    assert fails(mutual, context, "kafka.example.org") == "TLSV1_UNRECOGNIZED_NAME"
+    said = "it asks for kafka.example.org, and the certificate is for localhost, 127.0.0.1"
+    until(lambda: said in mutual.stderr())
+
+
+def test_a_client_that_finds_another_name_is_seen(site: Site, tmp_path: Path) -> None:
+    with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process:
+        assert fails(process, client_context(site.signer.ca), "kafka.example.org") == "CERTIFICATE_VERIFY_FAILED"
+        until(lambda: "it asked for kafka.example.org, and the certificate is for localhost" in process.stderr())
+
+
+def test_an_optional_certificate_is_verified_if_there_is_one(site: Site, tmp_path: Path) -> None:
+    lines = (f'client_ca = "{site.signer.ca}"', 'client_auth = "optional"')
+    with static_proxy(tmp_path, {1: 1}, rooms=site.tls(*lines)) as process:
+        assert serves(process, client_context(site.signer.ca))
+        assert serves(process, client_context(site.signer.ca, site.client))
+        stranger = site.stranger.issue("client", "client.example.org")
+        assert fails(process, client_context(site.signer.ca, stranger)) == "TLSV1_ALERT_UNKNOWN_CA"
+
+
+def test_plain_text_is_told_apart(site: Site, tmp_path: Path) -> None:
+    with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process:
+        with (
+            socket.create_connection((HOST, port_of(process)), timeout=PATIENCE_S) as client,
+            pytest.raises((EOFError, ConnectionError)),
+        ):
+            ask(client)
+        until(
+            lambda: "it speaks plain text, and this listener speaks TLS: set security.protocol=SSL" in process.stderr()
+        )
+        connection = http.client.HTTPConnection(HOST, port_of(process), timeout=PATIENCE_S)
+        connection.request("GET", "/metrics")
+        assert connection.getresponse().status == 400
+        connection.close()
+        until(lambda: process.stderr().count("client not let in") == 2)
+        # A load balancer's look at the port is nothing to write home about.
+        socket.create_connection((HOST, port_of(process)), timeout=PATIENCE_S).close()
+        assert serves(process, client_context(site.signer.ca))
+        assert process.stderr().count("client not let in") == 2
+
+
+STARTUP: dict[str, tuple[Callable[[Site], Pair], str]] = {
+    "missing": (lambda site: Pair(Path("/nowhere.pem"), site.server.key), "cannot be read"),
+    "another's key": (lambda site: Pair(site.server.cert, site.client.key), "do not belong together"),
+    "no certificate": (lambda site: Pair(site.server.key, site.server.key), "both have to be PEM"),
+    "expired": (lambda site: site.signer.issue("old-server", "localhost", days=-1), "certificate has expired"),
+}
+
+
+@pytest.mark.parametrize("case", STARTUP)
+def test_files_that_cannot_be_used_are_named_at_the_start(site: Site, tmp_path: Path, case: str) -> None:
+    make, says = STARTUP[case]
+    pair = make(site)
+    file = tmp_path / "kproxy.toml"
+    file.write_text(f'[ownership]\netcd = "http://127.0.0.1:1"\n[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n')
+    for command in ("serve", "check-config"):
+        ended = run_kproxy(command, "--config", file)
+        assert ended.status == 2
+        assert says in ended.stderr
+        assert ended.stderr.count("\n") == 1
+
+
+def shown(process: KproxyProcess, context: ssl.SSLContext) -> int:
+    """The serial number of the certificate that a new connection is shown."""
+    with connected(process, context) as client:
+        certificate = client.getpeercert()
+        assert certificate is not None
+        return int(str(certificate["serialNumber"]), 16)
+
+
+def test_a_new_certificate_is_shown_to_new_connections_and_old_ones_stay(tmp_path: Path) -> None:
+    site = Site(tmp_path / "site")
+    context = client_context(site.signer.ca)
+    with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process, connected(process, context) as old:
+        first = shown(process, context)
+        # By a signal at once, and by itself soon.
+        site.signer.issue("server", "localhost")
+        process.signal(signal.SIGHUP)
+        until(lambda: shown(process, context) != first)
+        second = shown(process, context)
+        site.signer.issue("server", "localhost")
+        until(lambda: shown(process, context) != second)
+        third = shown(process, context)
+        # What cannot be used changes nothing, and is told once.
+        good = site.server.cert.read_bytes()
+        site.server.cert.write_bytes(b"nonsense")
+        until(lambda: "not reloaded" in process.stderr())
+        time.sleep(3 * 2.0)
+        assert process.stderr().count("not reloaded") == 1
+        assert shown(process, context) == third
+        told = samples(page(process.admin, "/metrics")[1])
+        assert told["kproxy_tls_reloads_total", (("outcome", "failed"),)] == 1
+        assert told["kproxy_tls_reloads_total", (("outcome", "done"),)] >= 2
+        site.server.cert.write_bytes(good)
+        os.utime(site.server.cert)
+        until(lambda: counted(process.admin, 'kproxy_tls_reloads_total{outcome="done"}') >= 3)
+        assert ask(old) == 77
+
+
+def test_a_revocation_list_is_read_again(tmp_path: Path) -> None:
+    site = Site(tmp_path / "site")
+    crl = site.signer.revoke([])
+    lines = (f'client_ca = "{site.signer.ca}"', f'client_crl = "{crl}"')
+    context = client_context(site.signer.ca, site.client)
+    with static_proxy(tmp_path, {1: 1}, rooms=site.tls(*lines)) as process:
+        assert serves(process, context)
+        site.signer.revoke([site.client])
+        process.signal(signal.SIGHUP)
+        until(lambda: "reloaded" in process.stderr())
+        # Not even by a session of before.
+        assert fails(process, context) == "SSLV3_ALERT_CERTIFICATE_REVOKED"
+
+
+@pytest.mark.parametrize("room", ["[tls]", "[[listeners]]"])
+def test_workers_listen_in_the_same_way(site: Site, tmp_path: Path, room: str) -> None:
+    (tmp_path / "kproxy.toml").write_text(
+        '[ownership]\nownership = "static"\n[listen]\nadmin = "127.0.0.1:0"\nworkers = 2\n'
+        + (
+            site.tls()
+            if room == "[tls]"
+            else '[[listeners]]\nname = "plain"\nlisten = "127.0.0.1:0"\n'
+            f'[[listeners]]\nname = "tls"\nlisten = "127.0.0.1:0"\ntls.cert = "{site.server.cert}"\n'
+            f'tls.key = "{site.server.key}"\n'
+        )
+        + '[brokers]\n1 = "127.0.0.1:1"\n[[topics]]\nname = "t"\nowners = [1]\n'
+    )
+    more = ["--listen", "127.0.0.1:0"] if room == "[tls]" else []
+    with serving(["serve", "--config", tmp_path / "kproxy.toml", *more], tmp_path / "stderr") as process:
+        if room == "[tls]":
+            port = port_of(process)
+        else:
+            listeners = dict(each.split("@") for each in process.fields["listeners"].split(","))
+            assert listeners["plain"] == process.kafka
+            port = int(listeners["tls"].rpartition(":")[2])
+            with socket.create_connection((HOST, port_of(process)), timeout=PATIENCE_S) as client:
+                assert ask(client) == 77
+        context = client_context(site.signer.ca)
+        for _ in range(8):
+            with (
+                socket.create_connection((HOST, port), timeout=PATIENCE_S) as plain,
+                context.wrap_socket(plain, server_hostname="localhost") as client,
+            ):
+                assert ask(client) == 77
+        assert counted(process.admin, 'kproxy_client_handshakes_total{outcome="done"}') == 8

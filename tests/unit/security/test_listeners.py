@@ -1,0 +1,173 @@
+"""`[[listeners]]`, `[tls]`, `[broker_tls]` and `[broker_sasl]`: what they may say, and what is said of the rest."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kproxy.cli import main
+from kproxy.config import Address, ProxyConfig, load_proxy_config
+from kproxy.errors import StartupError
+from tests.support.security.tls_files import Signer
+
+ETCD = '[ownership]\netcd = "http://a:1"\n'
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
+    signer = Signer(tmp_path_factory.mktemp("signer") / "ca")
+    signer.issue("server", "localhost")
+    return signer
+
+
+def load(text: str, directory: Path, **environ: str) -> ProxyConfig:
+    file = directory / "kproxy.toml"
+    file.write_text(ETCD + text)
+    return load_proxy_config(file, environ=environ)
+
+
+def error_of(text: str, directory: Path, **environ: str) -> str:
+    with pytest.raises(StartupError) as raised:
+        load(text, directory, **environ)
+    sentence = str(raised.value)
+    assert sentence.endswith((".", "?"))
+    assert "\n" not in sentence
+    return sentence
+
+
+def tls(signer: Signer) -> str:
+    return f'tls.cert = "{signer.directory / "server.pem"}"\ntls.key = "{signer.directory / "server.key"}"\n'
+
+
+def test_several_listeners_stand_in_the_file(signer: Signer, tmp_path: Path) -> None:
+    text = '[[listeners]]\nname = "internal"\nlisten = "10.0.0.1:9092"\n'
+    text += '[[listeners]]\nname = "external"\nlisten = "0.0.0.0:9093"\nadvertise = "kafka.example.org:9093"\n'
+    text += "proxy_protocol = true\n" + tls(signer) + f'tls.client_ca = "{signer.ca}"\n'
+    config = load(text, tmp_path)
+    internal, external = config.listeners
+    assert (internal.name, internal.listen, internal.advertise, internal.is_plain) == (
+        "internal",
+        Address("10.0.0.1", 9092),
+        None,
+        True,
+    )
+    assert (external.advertise, external.proxy_protocol) == (Address("kafka.example.org", 9093), True)
+    assert external.tls is not None
+    assert (external.tls.client_auth, external.tls.client_ca) == ("required", signer.ca)
+    assert config.listen == internal.listen
+
+
+ONE = '[[listeners]]\nname = "a"\nlisten = "127.0.0.1:1"\n'
+REFUSED = {
+    "unknown key": (
+        ONE + 'advertize = "x"\n',
+        "unknown key listeners.advertize in .*: did you mean listeners.advertise",
+    ),
+    "unknown key of tls": (
+        ONE + 'tls.certt = "x"\n',
+        r"unknown key listeners.tls.certt in .*: did you mean .*tls.cert\?",
+    ),
+    "unknown section": ('[[listener]]\nname = "a"\n', r"unknown key listener in .*: did you mean \[listener?s?"),
+    "no name": ('[[listeners]]\nlisten = "127.0.0.1:1"\n', "listener 1 in .* needs a name"),
+    "a bad name": ('[[listeners]]\nname = "a b"\nlisten = "h:1"\n', "needs a name"),
+    "no address": ('[[listeners]]\nname = "a"\n', "needs an address"),
+    "a wildcard": ('[[listeners]]\nname = "a"\nlisten = "0.0.0.0:1"\n', "set its advertise"),
+    "a number": (ONE + "advertise = 5\n", "listener 'a' in .*: expected `str`"),
+    "two of a name": (ONE + '[[listeners]]\nname = "a"\nlisten = "127.0.0.1:2"\n', "two of them have the name a"),
+    "two of an address": (ONE + '[[listeners]]\nname = "b"\nlisten = "127.0.0.1:1"\n', "have the address 127.0.0.1:1"),
+    "no table": ('listeners = "a"\n', "listeners in|unknown key"),
+    "also the other one": (
+        ONE + '[listen]\nlisten = "h:1"\n',
+        r"listen.listen in .*: the listeners are in \[\[listeners",
+    ),
+    "also the other tls": (ONE + '[tls]\nmin_version = "1.3"\n', r"tls.min_version in .*: the listeners are in"),
+    "no key": ('[tls]\ncert = "x"\n', "tls.cert in .*: the certificate is of no use without its private key"),
+    "no certificate": ('[tls]\nclient_ca = "x"\n', "tls.client_ca in .*: TLS needs the listener's certificate"),
+    "an old version": ('[tls]\nmin_version = "1.1"\n', "min_version"),
+    "half a pair": ('[broker_tls]\ncert = "x"\n', "set broker_tls.key as well"),
+    "no such file": ('[broker_tls]\nca = "/nowhere.pem"\n', "broker_tls.ca /nowhere.pem cannot be read"),
+    "no mechanism": ('[broker_sasl]\nusername = "u"\n', "broker_sasl.username in .*: it needs a mechanism"),
+    "another mechanism": ('[broker_sasl]\nmechanism = "GSSAPI"\n', "mechanism"),
+    "no user": ('[broker_sasl]\nmechanism = "SCRAM-SHA-256"\n', "needs broker_sasl.username"),
+    "no token": ('[broker_sasl]\nmechanism = "OAUTHBEARER"\n', "needs a token"),
+    "a token for a user": (
+        '[broker_sasl]\nmechanism = "PLAIN"\ntoken_file = "x"\n',
+        "broker_sasl.token_file in .*: it is not for PLAIN",
+    ),
+    "in plain text": (
+        '[broker_sasl]\nmechanism = "PLAIN"\nusername = "u"\npassword = "hunter2"\n',
+        "PLAIN shows its secret to everybody",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_told_in_a_sentence(tmp_path: Path, case: str) -> None:
+    text, says = REFUSED[case]
+    sentence = error_of(text, tmp_path)
+    assert re.search(says, sentence), sentence
+    assert "hunter2" not in sentence
+
+
+def test_client_certificates_need_an_authority(signer: Signer, tmp_path: Path) -> None:
+    pair = f'[tls]\ncert = "{signer.directory / "server.pem"}"\nkey = "{signer.directory / "server.key"}"\n'
+    assert "set tls.client_ca" in error_of(pair + 'client_auth = "required"\n', tmp_path)
+    assert "tls.client_auth is none" in error_of(pair + f'client_ca = "{signer.ca}"\nclient_auth = "none"\n', tmp_path)
+    assert "holds no revocation list" in error_of(
+        pair + f'client_ca = "{signer.ca}"\nclient_crl = "{signer.ca}"\n', tmp_path
+    )
+
+
+def test_one_listener_is_for_flags_and_environment_too(signer: Signer, tmp_path: Path) -> None:
+    environ = {
+        "KPROXY_TLS__CERT": str(signer.directory / "server.pem"),
+        "KPROXY_TLS__KEY": str(signer.directory / "server.key"),
+        "KPROXY_LISTEN__PROXY_PROTOCOL": "true",
+    }
+    (listener,) = load("", tmp_path, **environ).listeners
+    assert listener.tls is not None
+    assert (listener.name, listener.proxy_protocol, listener.tls.client_auth) == ("", True, "none")
+
+
+def test_brokers_are_spoken_to_in_tls_once_a_key_says_so(signer: Signer, tmp_path: Path) -> None:
+    assert load("", tmp_path).broker_tls is None
+    assert load(f'[broker_tls]\nca = "{signer.ca}"\nenabled = false\n', tmp_path).broker_tls is None
+    for text in (f'[broker_tls]\nca = "{signer.ca}"\n', "[broker_tls]\nenabled = true\n"):
+        assert load(text, tmp_path).broker_tls is not None
+
+
+def test_the_secret_of_the_proxy_is_never_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kproxy.toml"
+    file.write_text(ETCD + '[broker_sasl]\nmechanism = "SCRAM-SHA-512"\nusername = "kproxy"\n')
+    monkeypatch.setenv("KPROXY_BROKER_SASL__PASSWORD", "hunter2")
+    config = load_proxy_config(file)
+    assert config.broker_sasl is not None
+    assert (config.broker_sasl.read_secret(), "hunter2" in repr(config)) == ("hunter2", False)
+    for more in ([], ["--json"]):
+        assert main(["check-config", "--config", str(file), *more]) == 0
+        assert "hunter2" not in capsys.readouterr().out
+
+
+def test_check_config_prints_a_file_that_could_be_one(
+    signer: Signer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, again = tmp_path / "kproxy.toml", tmp_path / "again.toml"
+    file.write_text(
+        ETCD + ONE + '[[listeners]]\nname = "b"\nlisten = "127.0.0.1:2"\nproxy_protocol = true\n' + tls(signer)
+    )
+    assert main(["check-config", "--config", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert [each["name"] for each in tomllib.loads(printed)["listeners"]] == ["a", "b"]
+    again.write_text(printed)
+    assert load_proxy_config(again, environ={}).listeners == load_proxy_config(file, environ={}).listeners
+    assert main(["check-config", "--config", str(file), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(each["name"], each["tls"] is None) for each in told["listeners"]] == [("a", True), ("b", False)]
+    assert told["settings"]["tls.cert"]["state"] == "not_set"
+    assert told["settings"]["listen.listen"]["state"] == "not_used"

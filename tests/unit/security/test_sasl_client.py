@@ -1,0 +1,141 @@
+"""The client's side of SASL towards a broker, against scramp's server side and answers made up."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scramp import ScramMechanism
+
+from kproxy.security.sasl_client import (
+    MAX_ITERATIONS,
+    Request,
+    SaslClient,
+    SaslRefused,
+    State,
+    mechanism,
+)
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import build_response, decode_request, encode_response
+
+SECRET = "correct horse, battery=staple"
+
+
+def handshake(error_code: int = 0, mechanisms: tuple[str, ...] = ("PLAIN",)) -> memoryview:
+    return memoryview(
+        encode_response(build_response(keys.SASL_HANDSHAKE, 1, error_code=error_code, mechanisms=list(mechanisms)))
+    )
+
+
+def answer(auth_bytes: bytes = b"", **fields: Any) -> memoryview:
+    known: Mapping[str, Any] = {"error_code": 0, "error_message": None, "session_lifetime_ms": 0}
+    made = build_response(keys.SASL_AUTHENTICATE, 1, auth_bytes=auth_bytes, **{**known, **fields})
+    return memoryview(encode_response(made))
+
+
+def sent(request: Request | None) -> bytes:
+    assert request is not None
+    assert (request.api_key, request.api_version) == (keys.SASL_AUTHENTICATE, 1)
+    return bytes(decode_request(keys.SASL_AUTHENTICATE, 1, memoryview(request.body)).auth_bytes)
+
+
+def begun(name: str, secret: str = SECRET) -> tuple[SaslClient, bytes]:
+    """A client whose mechanism is accepted, and its first message."""
+    client = SaslClient(mechanism(name, "kproxy", secret), 2)
+    first = client.begin()
+    assert decode_request(keys.SASL_HANDSHAKE, 1, memoryview(first.body)).mechanism == name
+    return client, sent(client.receive(handshake(mechanisms=(name,))))
+
+
+def test_plain_sends_user_and_password_once() -> None:
+    client, first = begun("PLAIN")
+    assert first == b"\0kproxy\0" + SECRET.encode()
+    assert client.receive(answer(session_lifetime_ms=5_000)) is None
+    assert (client.state, client.session_lifetime_ms) == (State.AUTHENTICATED, 5_000)
+
+
+def test_a_token_is_borne_and_an_error_acknowledged() -> None:
+    client, first = begun("OAUTHBEARER", "a.b.c")
+    assert first == b"n,,\x01auth=Bearer a.b.c\x01\x01"
+    assert sent(client.receive(answer(b'{"status":"invalid_token"}'))) == b"\x01"
+    with pytest.raises(SaslRefused, match="SASL_AUTHENTICATION_FAILED: it has ended"):
+        client.receive(answer(error_code=58, error_message="it has ended"))
+    assert client.state is State.FAILED
+
+
+def scram_server(name: str, password: str, iterations: int = 4_096) -> Any:
+    kind = ScramMechanism(name)
+    info = kind.make_auth_info(password, iteration_count=iterations)
+    return kind.make_server(lambda username: info)
+
+
+@pytest.mark.parametrize("name", ["SCRAM-SHA-256", "SCRAM-SHA-512"])
+def test_scram_proves_the_password_to_either_side(name: str) -> None:
+    client, first = begun(name)
+    server = scram_server(name, SECRET)
+    server.set_client_first(first.decode())
+    server.set_client_final(sent(client.receive(answer(server.get_server_first().encode()))).decode())
+    assert client.receive(answer(server.get_server_final().encode(), session_lifetime_ms=9)) is None
+    assert (client.state, client.session_lifetime_ms) == (State.AUTHENTICATED, 9)
+
+
+def test_a_broker_that_does_not_know_the_password_is_not_believed() -> None:
+    client, first = begun("SCRAM-SHA-256")
+    server = scram_server("SCRAM-SHA-256", SECRET)
+    server.set_client_first(first.decode())
+    client.receive(answer(server.get_server_first().encode()))
+    forged = b"v=" + base64.b64encode(bytes(32))
+    with pytest.raises(SaslRefused, match="SCRAM-SHA-256 is wrong"):
+        client.receive(answer(forged))
+    assert client.state is State.FAILED
+
+
+def test_a_broker_cannot_have_it_compute_for_long() -> None:
+    for iterations in ("0", str(MAX_ITERATIONS + 1), "99999999999", "x", ""):
+        client, first = begun("SCRAM-SHA-256")
+        nonce = first.decode().partition("r=")[2] + "more"
+        with pytest.raises(SaslRefused, match="iterations"):
+            client.receive(answer(f"r={nonce},s={base64.b64encode(b'salt').decode()},i={iterations}".encode()))
+
+
+REFUSED: dict[str, tuple[Callable[[], memoryview], str]] = {
+    "another mechanism": (lambda: handshake(33, ("GSSAPI", "PLAIN")), "does not offer SCRAM-SHA-512 but GSSAPI, PLAIN"),
+    "no SASL": (lambda: handshake(34), "it offers no SASL there"),
+    "another error": (lambda: handshake(41), "it refuses SaslHandshake"),
+    "malformed": (lambda: memoryview(b"\x00"), "malformed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_handshake_that_fails_is_told(case: str) -> None:
+    make, says = REFUSED[case]
+    client = SaslClient(mechanism("SCRAM-SHA-512", "kproxy", SECRET), 1)
+    client.begin()
+    with pytest.raises(SaslRefused, match=says) as raised:
+        client.receive(make())
+    assert SECRET not in str(raised.value)
+    assert client.state is State.FAILED
+
+
+@given(st.sampled_from(["PLAIN", "SCRAM-SHA-256", "OAUTHBEARER"]), st.lists(st.binary(max_size=120), max_size=4))
+def test_no_answer_breaks_it_or_shows_the_secret(name: str, answers: list[bytes]) -> None:
+    client = SaslClient(mechanism(name, "kproxy", SECRET), 1)
+    request: Request | None = client.begin()
+    client.receive(handshake(mechanisms=(name,)))
+    for each in answers:
+        refused: SaslRefused | None = None
+        try:
+            request = client.receive(memoryview(each) if len(each) % 2 else answer(each))
+        except SaslRefused as error:
+            refused = error
+        if refused is not None:
+            assert SECRET not in f"{refused} {refused.__context__}"
+            assert client.state is State.FAILED
+            return
+        if request is None:
+            assert client.state is State.AUTHENTICATED
+            return
