@@ -425,19 +425,19 @@ async def test_new_rules_count_at_once_on_open_connections(secured: SecuredKafka
             config = tmp_path / "kproxy.toml"
             text = config.read_text()
             config.write_text(text.replace(f', "both-{RUN}"', ""))
-            deadline = asyncio.get_running_loop().time() + 15
+            deadline = asyncio.get_running_loop().time() + 120
             while await produced() == 0:
                 assert asyncio.get_running_loop().time() < deadline
             for _ in range(5):
                 assert await produced() == 29
             config.write_text(text + "[[acls]]\nnonsense = 1\n")
-            while "acls not reloaded" not in process.stderr():
+            while "not reloaded" not in process.stderr():
                 assert asyncio.get_running_loop().time() < deadline
                 assert await produced() == 29
                 await asyncio.sleep(0.05)
             config.write_text(text)
             while await produced() != 0:
-                assert asyncio.get_running_loop().time() < deadline + 15
+                assert asyncio.get_running_loop().time() < deadline
 
 
 async def test_a_dry_run_refuses_nothing_and_tells_what_it_would(secured: SecuredKafka, tmp_path: Path) -> None:

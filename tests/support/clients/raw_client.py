@@ -6,6 +6,7 @@ Frames are built by `tests.support.wire.messages`, answers are read by kafka-pyt
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -77,8 +78,12 @@ class RawClient:
     def __init__(self) -> None:
         self.correlation_id = 0
 
-    async def connect(self, port: int, host: str = HOST) -> Self:
-        self._reader, self._writer = await asyncio.open_connection(host, port, limit=1 << 26)
+    async def connect(self, port: int, host: str = HOST, tls: ssl.SSLContext | None = None) -> Self:
+        """Connect; with `tls` to `localhost` by name."""
+        name = "localhost" if tls is not None else None
+        self._reader, self._writer = await asyncio.open_connection(
+            host, port, limit=1 << 26, ssl=tls, server_hostname=name
+        )
         return self
 
     def send(self, *frames: bytes | memoryview) -> None:

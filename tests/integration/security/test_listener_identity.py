@@ -1,0 +1,163 @@
+"""Listeners that each ask for something else, and who a client is there: by SASL, by its certificate, or nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.error_codes import ILLEGAL_SASL_STATE, NONE, TOPIC_AUTHORIZATION_FAILED
+from tests.support.brokers.scripted_upstream import answers_everything
+from tests.support.clients.raw_client import RawClient, batch, produce_frame
+from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.processes.running_proxy import eventually
+from tests.support.processes.served import ServedBroker, beside
+from tests.support.security import sasl_client as sasl
+from tests.support.security.tls_files import Pair, Signer, client_context
+
+T0 = ("t", 0)
+RULE = 'tls.principal_mapping_rules = "RULE:.*CN=([^,]+-[0-9]+).*/$1/L"\n'
+MAY_WRITE = '[[acls]]\nprincipal = "{}"\noperations = ["write"]\ntopics = ["t"]\n'
+
+
+class Site:
+    """A proxy's configuration, the certificates, and its listeners' ports once it serves."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.signer = Signer(directory / "ca")
+        self.server = self.signer.issue("server", "localhost")
+        self.tls = f'tls.cert = "{self.server.cert}"\ntls.key = "{self.server.key}"\n'
+        self.mutual = self.tls + f'tls.client_ca = "{self.signer.ca}"\n' + RULE
+        self.ports: dict[str, int] = {}
+
+    def listener(self, name: str, text: str) -> str:
+        return f'[[listeners]]\nname = "{name}"\nlisten = "127.0.0.1:0"\n{text}'
+
+    def sasl(self, *mechanisms: str) -> str:
+        return f'[sasl]\nmechanisms = {json.dumps(mechanisms)}\nusers = "{sasl.users_file(self.directory)}"\n'
+
+    @asynccontextmanager
+    async def serving(self, text: str) -> AsyncIterator[KproxyProcess]:
+        broker = ServedBroker(1, answers_everything)
+        await broker.start()
+        table = f'[ownership]\nownership = "static"\n[brokers]\n1 = "127.0.0.1:{broker.port}"\n'
+        table += '[[topics]]\nname = "t"\nowners = [1]\n'
+        file = self.directory / "kproxy.toml"
+        file.write_text(table + text)
+        arguments = ["serve", "--config", file, "--admin", "127.0.0.1:0"]
+        try:
+            async with beside(serving(arguments, self.directory / "stderr")) as process:
+                for each in process.fields["listeners"].split(","):
+                    name, _, address = each.partition("@")
+                    self.ports[name] = int(address.rpartition(":")[2])
+                yield process
+        finally:
+            await broker.stop()
+
+    async def client(self, listener: str, pair: Pair | None = None) -> RawClient:
+        tls = client_context(self.signer.ca, pair) if listener != "plain" else None
+        return await RawClient().connect(self.ports[listener], tls=tls)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+async def authenticate(client: RawClient, name: str) -> None:
+    client.send(sasl.handshake("PLAIN"))
+    assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+    client.send(sasl.authenticate(sasl.plain(name, sasl.USERS[name])))
+    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+
+
+async def produced(client: RawClient, n: int = 0) -> int:
+    """The error of a write."""
+    client.send(produce_frame(records=batch(n, producer_id=-1)))
+    return (await client.answer()).codes[T0]
+
+
+async def test_each_listener_has_its_own_security(site: Site) -> None:
+    text = site.sasl("PLAIN", "SCRAM-SHA-512") + MAY_WRITE.format("User:alice") + MAY_WRITE.format("User:app-1")
+    text += f'[audit]\nsink = "json:{site.directory / "trail"}"\ninterval_s = 0.1\n'
+    text += site.listener("plain", "sasl = []\n")
+    text += site.listener("mutual", site.mutual + "sasl = []\n")
+    text += site.listener("secure", site.tls + 'sasl = ["PLAIN"]\n')
+    app, other, strange = (
+        site.signer.issue(name, f"{name}.example.org", common_name=name) for name in ("APP-1", "other-2", "strange")
+    )
+    async with site.serving(text) as process:
+        # By a password.
+        secure = await site.client("secure")
+        secure.send(sasl.handshake("SCRAM-SHA-512"))
+        assert (await secure.answer(SASL_HANDSHAKE, 1)).message.mechanisms == ["PLAIN"]
+        for name, code in (("alice", NONE), ("bob", TOPIC_AUTHORIZATION_FAILED)):
+            secure = await site.client("secure")
+            await authenticate(secure, name)
+            assert await produced(secure) == code
+        unknown = await site.client("secure")
+        unknown.send(produce_frame())
+        assert await unknown.is_closed()
+        # By a certificate.
+        mutual = await site.client("mutual", app)
+        assert [await produced(mutual, n) for n in range(5)] == [NONE] * 5
+        assert await produced(await site.client("mutual", other)) == TOPIC_AUTHORIZATION_FAILED
+        mutual.send(sasl.handshake("PLAIN"))
+        assert (await mutual.answer(SASL_HANDSHAKE, 1)).message.error_code == ILLEGAL_SASL_STATE
+        assert await produced(mutual) == NONE
+        assert await (await site.client("mutual", strange)).is_closed()
+        await eventually(lambda: "its certificate's name matches no rule" in process.stderr(), "the reason is logged")
+        # Nobody.
+        assert await produced(await site.client("plain")) == TOPIC_AUTHORIZATION_FAILED
+
+        def told() -> str:
+            return "".join(file.read_text() for file in (site.directory / "trail").rglob("*.json*"))
+
+        await eventually(lambda: "User:alice" in told() and "User:app-1" in told(), "the trail names both", 30)
+
+
+async def test_certificates_alone_name_who_a_quota_is_for(site: Site) -> None:
+    text = '[[quotas]]\nprincipal = "User:app-1"\nproduce_bytes_per_s = 1000\nconnections = 2\n'
+    text += site.listener("plain", "") + site.listener("mutual", site.mutual) + site.listener("other", site.mutual)
+    app, another = (site.signer.issue(name, f"{name}.example.org", common_name=name) for name in ("app-1", "another-1"))
+    async with site.serving(text):
+        limited, free = await site.client("mutual", app), await site.client("mutual", another)
+        frame = produce_frame(records=batch(0, producer_id=-1) + bytes(1500))
+        told = {}
+        for client in (limited, free):
+            client.send(frame)
+            answer = await client.answer()
+            assert answer.codes == {T0: NONE}
+            told[client] = answer.fields["throttle_time_ms"]
+        assert told[free] == 0 < told[limited]
+        assert await produced(await site.client("plain")) == NONE
+        # All listeners count together.
+        second = await site.client("other", app)
+        assert await produced(await site.client("other", another)) == NONE
+        assert await (await site.client("other", app)).is_closed()
+        second.abort()
+
+
+async def test_groups_of_a_renewed_session_count(tmp_path: Path) -> None:
+    """Also for routes that the compiled path has kept."""
+    site = Site(tmp_path)
+    (tmp_path / "jwks.json").write_text(sasl.jwks())
+    text = '[sasl]\nmechanisms = "OAUTHBEARER"\n[oauth]\n'
+    text += f'jwks = "{tmp_path / "jwks.json"}"\nissuer = "{sasl.ISSUER}"\naudience = "{sasl.AUDIENCE}"\n'
+    text += 'groups_claim = "roles"\n' + MAY_WRITE.format("Group:writers") + site.listener("secure", site.tls)
+    async with site.serving(text):
+        client = await site.client("secure")
+        for roles, code in ((["writers"], NONE), ([], TOPIC_AUTHORIZATION_FAILED), (["a", "writers"], NONE)):
+            client.send(sasl.handshake("OAUTHBEARER"))
+            assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+            client.send(sasl.authenticate(sasl.bearer(sasl.token(roles=roles))))
+            assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+            assert [await produced(client, n) for n in range(5)] == [code] * 5
+            # At the earliest a second after the last success.
+            await asyncio.sleep(1.1)
