@@ -18,15 +18,25 @@ import kafka.errors
 from tests.support.brokers.kafka_jars import client_classpath
 from tests.support.clients.java_client import run_java_client
 from tests.support.clients.kafka_io import Record
+from tests.support.security.sasl_client import USERS
 
 OK = "ok"
-PATIENCE_S = 6.0
+
+
+def patience_s(mechanism: str | None) -> float:
+    """How long a client tries. At a listener with SASL one without it is told nothing, and gives up by itself."""
+    return 4.0 if mechanism is None else 40.0
+
+
+def patience_ms(mechanism: str | None) -> int:
+    return round(patience_s(mechanism) * 1000)
 
 
 def librdkafka(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str) -> str:
     """`ok`, or the names of the errors that its callbacks tell."""
     seen: set[str] = set()
-    settings: dict[str, Any] = {"bootstrap.servers": bootstrap, "message.timeout.ms": 4_000, "log_level": 0}
+    settings: dict[str, Any] = {"bootstrap.servers": bootstrap, "log_level": 0}
+    settings["message.timeout.ms"] = patience_ms(mechanism)
     settings["error_cb"] = lambda error: seen.add(str(error.name()))
     if mechanism is not None:
         settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
@@ -39,7 +49,7 @@ def librdkafka(bootstrap: str, topic: str, mechanism: str | None, name: str, pas
     producer = confluent_kafka.Producer(settings)
     with suppress(confluent_kafka.KafkaException):
         producer.produce(topic, b"x", partition=0, on_delivery=delivered)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience_s(mechanism) + 2.0
         while not outcome and time.monotonic() < deadline and "_AUTHENTICATION" not in seen:
             producer.poll(0.1)
     producer.purge()
@@ -49,17 +59,18 @@ def librdkafka(bootstrap: str, topic: str, mechanism: str | None, name: str, pas
 
 
 def kafka_python(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str) -> str:
-    """`ok`, or the name of the exception."""
-    settings: dict[str, Any] = {"bootstrap_servers": bootstrap, "max_block_ms": 3_000, "delivery_timeout_ms": 3_000}
-    settings["bootstrap_timeout_ms"] = 3_000
-    settings |= {"request_timeout_ms": 2_000, "linger_ms": 0, "client_id": f"c-{uuid.uuid4().hex[:8]}"}
+    """`ok`, or the name of the exception. It tries again after a refusal, for as long as it may."""
+    within = 20_000 if USERS.get(name) == password else 6_000
+    settings: dict[str, Any] = {"bootstrap_servers": bootstrap, "max_block_ms": within, "delivery_timeout_ms": within}
+    settings["bootstrap_timeout_ms"] = within
+    settings |= {"request_timeout_ms": within // 2, "linger_ms": 0, "client_id": f"c-{uuid.uuid4().hex[:8]}"}
     if mechanism is not None:
         settings |= {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": mechanism}
         settings |= {"sasl_plain_username": name, "sasl_plain_password": password}
     producer = None
     try:
         producer = kafka.KafkaProducer(**settings)
-        producer.send(topic, b"x", partition=0).get(PATIENCE_S)
+        producer.send(topic, b"x", partition=0).get(within / 1000 + 2.0)
     except kafka.errors.KafkaError as error:
         return type(error).__name__
     finally:
@@ -68,10 +79,10 @@ def kafka_python(bootstrap: str, topic: str, mechanism: str | None, name: str, p
     return OK
 
 
-async def _aiokafka(settings: Mapping[str, Any], topic: str) -> str:
+async def _aiokafka(settings: Mapping[str, Any], topic: str, within_s: float) -> str:
     producer = aiokafka.AIOKafkaProducer(**settings)
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(within_s):
             await producer.start()
             await producer.send_and_wait(topic, b"x", partition=0)
     except (aiokafka.errors.KafkaError, TimeoutError) as error:
@@ -83,18 +94,19 @@ async def _aiokafka(settings: Mapping[str, Any], topic: str) -> str:
 
 def aiokafka_client(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str) -> str:
     """`ok`, or the name of the exception."""
-    settings: dict[str, Any] = {"bootstrap_servers": bootstrap, "request_timeout_ms": 2_000}
+    settings: dict[str, Any] = {"bootstrap_servers": bootstrap, "request_timeout_ms": patience_ms(mechanism) // 2}
     if mechanism is not None:
         settings |= {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": mechanism}
         settings |= {"sasl_plain_username": name, "sasl_plain_password": password}
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
-    return asyncio.run(_aiokafka(settings, topic))
+    return asyncio.run(_aiokafka(settings, topic, patience_s(mechanism) + 2.0))
 
 
 def java(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str, version: str = "4.3.1") -> str:
     """`ok`, or what its callback tells."""
-    settings: dict[str, object] = {"bootstrap.servers": bootstrap, "max.block.ms": 4_000}
-    settings |= {"delivery.timeout.ms": 4_000, "request.timeout.ms": 3_000, "linger.ms": 0}
+    within = patience_ms(mechanism)
+    settings: dict[str, object] = {"bootstrap.servers": bootstrap, "max.block.ms": within}
+    settings |= {"delivery.timeout.ms": within, "request.timeout.ms": within // 2, "linger.ms": 0}
     if mechanism is not None:
         kind = "plain.PlainLoginModule" if mechanism == "PLAIN" else "scram.ScramLoginModule"
         settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
