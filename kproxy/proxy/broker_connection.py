@@ -175,8 +175,10 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         return self._outbox is not None and not self.closed
 
     def replace(self, tickets: Mapping[Ticket, Ticket]) -> None:
-        """Replace tickets that wait for answers to written requests."""
+        """Replace tickets that wait for answers, or in the queue, as while a session is renewed."""
         self._in_flight.replace(tickets)
+        if self._queue:
+            self._queue = deque((tickets.get(queued[0], queued[0]), *queued[1:]) for queued in self._queue)
 
     def oldest_unanswered(self) -> Ticket | None:
         """The ticket whose answer comes next."""

@@ -143,7 +143,7 @@ class NumberedConnections:
         upstream.withdraw(lambda ticket: isinstance(ticket, PieceTicket) and ticket.piece in action.pieces)
 
     def replace(self, tickets: Mapping[Ticket, Ticket]) -> None:
-        """Replace tickets that wait for answers to written requests."""
+        """Replace tickets that wait for answers, or to be written."""
         for upstream in self.upstreams.values():
             upstream.replace(tickets)
 

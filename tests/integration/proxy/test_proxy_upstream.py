@@ -14,7 +14,7 @@ from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.dialling import Dialler
 from kproxy.routing.topology import Address
 from tests.support.brokers.scripted_upstream import HOST, ScriptedUpstream, answers_everything
-from tests.support.clients.raw_client import produce_frame
+from tests.support.clients.raw_client import batch, produce_frame
 from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
 
 CONNECT_TIMEOUT_S = 0.05
@@ -104,3 +104,48 @@ async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
         broker.close()
         await upstream.close()
         assert upstream.closed
+
+
+@pytest.mark.parametrize("outcome", ["the connection ends", "another partition moves"])
+@both_loops
+async def test_requests_that_wait_for_a_renewed_session_are_answered(outcome: str) -> None:
+    """They were begun on the plain path, and what happens meanwhile takes them off it."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+
+        async def send(*numbers: int) -> None:
+            client.send(*(produce_frame(records=batch(number), correlation_id=number) for number in numbers))
+
+        for number in range(3):
+            await send(number)
+            assert (await client.answer()).codes == {("t", 0): 0}
+        upstream.script = None
+        await send(3)
+        asked = await upstream.asked.get()
+        (session,) = proxy.listener._sessions
+        connection = session._connections.by_broker[1]
+        # As while the proxy authenticates again.
+        connection._kept, connection._outbox = connection._outbox, None
+        await send(4, 5)
+        await eventually(lambda: len(connection._queue) == 2, "both wait")
+        upstream.script = answers_everything
+        if outcome == "the connection ends":
+            asked.connection.close()
+            await eventually(lambda: connection.closed, "the proxy notices")
+            await send(6)
+        else:
+            proxy.own(1, partitions=[0, 1])
+            # Whoever begins a request notices the change.
+            await send(6)
+            await eventually(lambda: not session._fanout.plain.open_count, "all have left the plain path")
+            asked.answer()
+            connection._outbox, connection._kept = connection._kept, None
+            connection._write_queue()
+        for number in (3, 4, 5, 6):
+            answer = await client.answer()
+            assert (answer.correlation_id, answer.codes) == (number, {("t", 0): 0})
+        await send(7)
+        assert (await client.answer()).codes == {("t", 0): 0}
+        assert session.open_requests == 0
