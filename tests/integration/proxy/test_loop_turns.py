@@ -53,7 +53,7 @@ BOX_S: Final = float(os.environ.get("KPROXY_TURNS_S", "1.5"))
 ROUNDS: Final = 1 if BOX_S < 60 else 1000
 ONLY: Final = os.environ.get("KPROXY_TURNS_ONLY", "")
 FIRST_SEED: Final = int(os.environ.get("KPROXY_FIRST_SEED", secrets.randbelow(1 << 31)))
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 60.0
 
 MEASURED: Final = (sys.executable, "-P", "-m", "tests.support.processes.measured_proxy_main")
 BROKERS: Final = 3
