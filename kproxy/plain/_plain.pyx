@@ -8,6 +8,7 @@ Each class has a twin in Python, its reference, which runs where this is not bui
   answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
   path.pxi      kproxy.proxy.plain_path
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
+  spans.pxi     kproxy.trail.spans
 
 `CompiledPath` gets every whole frame of a client first. A request that meets the gate below is indexed, sent by the
 routes of its partitions, answered and noted here; everything else is left to the Python path from the same frame, with
@@ -34,6 +35,7 @@ Invariants
 """
 
 cimport cython
+from cpython.array cimport array, resize_smart
 from cpython.buffer cimport PyBUF_WRITE
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -102,6 +104,7 @@ include "outbox.pxi"
 include "answers.pxi"
 include "path.pxi"
 include "readers.pxi"
+include "spans.pxi"
 
 
 # What wire.h does, for tests.

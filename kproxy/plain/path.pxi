@@ -35,7 +35,7 @@ cdef class OpenChunk:
     cdef public bytes producer
     cdef public bint counts_sequences
     cdef public int64_t first_sequence, next_sequence, first_offset, next_offset
-    cdef public list spans
+    cdef public array spans
     cdef int64_t batches, size
 
     @property
@@ -46,7 +46,15 @@ cdef class OpenChunk:
     def volume(self, value):
         self.batches, self.size = divmod(value, ONE_BATCH)
 
-    cdef bint go_on(self, const uint8_t *header, int64_t base_offset, int64_t size):
+    cdef int add_span(self) except -1:
+        """Finish the open span."""
+        cdef Py_ssize_t count = len(self.spans)
+        resize_smart(self.spans, count + 2)
+        self.spans.data.as_longlongs[count] = self.first_offset
+        self.spans.data.as_longlongs[count + 1] = self.next_offset - self.first_offset
+        return 0
+
+    cdef bint go_on(self, const uint8_t *header, int64_t base_offset, int64_t size) except -1:
         """Take a batch that continues the chunk; False if it does not."""
         cdef int64_t count, sequence = kp_int32(header + 53)
         if sequence != self.next_sequence or PyBytes_GET_SIZE(self.producer) != PRODUCER_BYTES:
@@ -57,8 +65,7 @@ cdef class OpenChunk:
         if base_offset != self.next_offset:
             if base_offset < 0 or base_offset > MOST_OFFSET or len(self.spans) >= MOST_FINISHED:
                 return False
-            self.spans.append(self.first_offset)
-            self.spans.append(self.next_offset - self.first_offset)
+            self.add_span()
             self.first_offset = base_offset
         self.next_offset = base_offset + count
         if self.counts_sequences:

@@ -26,7 +26,7 @@ Invariants
    connection ends before. Bytes that left may not have arrived: the last such ticket gets `unconfirmed` when the
    connection ends for a reason other than the client's.
 5. The connection is not read while a large answer waits for room or its client reads too slowly
-   (kproxy.proxy.answer_room).
+   (kproxy.proxy.answer_room), and not for the rest of a turn of the event loop in which its client's answers took long.
 
 What every request and answer passes is in `AnswerReader` (kproxy.proxy.answer_reader).
 """
@@ -104,6 +104,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._share = share
         self._waits_for_room = False
         self._is_held_back = False
+        self._rests = False
         self._transport: asyncio.Transport | None = None
         self._outbox = None
         # Bounded by the requests that a client may have open.
@@ -325,10 +326,15 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._is_held_back = holds
         self._adjust_reading()
 
+    def rest(self, rests: bool) -> None:
+        """Stop or resume reading: other clients have their turn of the event loop first."""
+        self._rests = rests
+        self._adjust_reading()
+
     def _adjust_reading(self) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        if (self._waits_for_room or self._is_held_back) and not self.closed:
+        if (self._waits_for_room or self._is_held_back or self._rests) and not self.closed:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()

@@ -7,7 +7,7 @@ requests one after another: a JoinGroup that waits for minutes must not delay pr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kproxy.proxy.answer_room import Share
 from kproxy.proxy.broker_connection import Upstream
@@ -76,6 +76,13 @@ class Connections:
         for upstream in self.by_broker.values():
             upstream.hold_back(holds)
 
+    def rest(self) -> None:
+        """Read none of them in this turn of the event loop any more."""
+        resting = list(self.by_broker.values())
+        for upstream in resting:
+            upstream.rest(True)
+        asyncio.get_running_loop().call_soon(_resume, resting)
+
     def give_up_moved(self) -> None:
         """Give up connections to brokers that have another address now; a broker that has left may still answer."""
         for broker, upstream in list(self.by_broker.items()):
@@ -101,6 +108,11 @@ class Connections:
     async def close(self) -> None:
         """End them all; what was written with acks=0 still reaches the brokers."""
         await asyncio.gather(*(upstream.close() for upstream in self.by_broker.values()))
+
+
+def _resume(resting: Iterable[Upstream]) -> None:
+    for upstream in resting:
+        upstream.rest(False)
 
 
 def _give_up_unless_at(address: Address, upstream: Upstream) -> None:

@@ -8,6 +8,7 @@ Invariants
 1. If the topology has changed, that is the next event.
 2. Claims are checked to be live when something is written and again when a dial completes: no past event guarantees it.
    The fences of a batch, which the core names with it, are bound before it where its connection has not bound them.
+3. After an answer that took longer than TURN_S, none of the client's is read in the same turn of the event loop.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ClientView, ProxyContext
 from kproxy.proxy.numbered_connections import NumberedConnections, PieceTicket, Tickets
 from kproxy.proxy.plain_path import PlainPath, PlainPiece
+from kproxy.proxy.request_reader import TURN_S
 from kproxy.proxy.sources import OwnerLookups
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
@@ -54,6 +56,7 @@ class FanoutShell:
         self.may_write = may_write
         self._context = context
         self._topology = context.topology
+        self._connections = connections
         self._on_undeliverable = on_undeliverable
         # Notes its acknowledgements, if the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
@@ -174,9 +177,12 @@ class FanoutShell:
             self.core.opened(number)
 
     def _answered(self, ticket: PieceTicket, frame: memoryview) -> None:
+        began = self._context.clock()
         if self.plain.open_count and not ticket.is_plain(frame):
             self._adopt()
         self._bring(self.core.answered, ticket.piece, frame)
+        if self._context.clock() - began > TURN_S:
+            self._connections.rest()
 
     def _left(self, ticket: PieceTicket) -> None:
         self._bring(self.core.left, (ticket.piece,))

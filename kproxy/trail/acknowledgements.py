@@ -35,6 +35,7 @@ from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import Topology
 from kproxy.trail.overlaps import Chunk, Origin
+from kproxy.trail.spans import Spans, record_count, spans_of
 from kproxy_codec.framing import client_id
 from kproxy_codec.partitioned import PartitionedRequest, PlainAnswer
 from kproxy_codec.primitives import INT64, Buffer
@@ -87,7 +88,7 @@ class _OpenChunk:
     next_sequence: int
     first_offset: int
     next_offset: int
-    spans: list[int]
+    spans: Spans
     volume: int
 
 
@@ -152,7 +153,7 @@ class Acked(OpenChunk):
         self.next_sequence = 0
         self.first_offset = 0
         self.next_offset = 0
-        self.spans: list[int] = []
+        self.spans = spans_of()
         self.volume = 0
 
     def add(self, asked: Asked, frame: memoryview, start: int, base_offset: int, size: int) -> None:
@@ -182,7 +183,7 @@ class Acked(OpenChunk):
             self.counts_sequences = _PRODUCER.unpack(producer)[0] != NO_PRODUCER_ID
             self.first_offset = self.next_offset = base_offset
         elif base_offset != self.next_offset:
-            self.spans += (self.first_offset, self.next_offset - self.first_offset)
+            self.spans.extend((self.first_offset, self.next_offset - self.first_offset))
             self.first_offset = base_offset
         self.next_offset = base_offset + count
         self.next_sequence = sequence + count if self.counts_sequences else sequence
@@ -199,13 +200,14 @@ class Acked(OpenChunk):
         if not self.volume:
             return
         batches, size = divmod(self.volume, ONE_BATCH)
-        spans, self.spans = [*self.spans, self.first_offset, self.next_offset - self.first_offset], []
-        counts = spans[1::2]
-        if min(counts) > 0:
+        spans, self.spans = self.spans, spans_of()
+        spans.extend((self.first_offset, self.next_offset - self.first_offset))
+        records = record_count(spans)
+        if records:
             # Clients without idempotence write anything as the sequence.
             first_sequence = self.first_sequence if self.counts_sequences else NO_SEQUENCE
             producer_id, producer_epoch = _PRODUCER.unpack(self.producer)
-            self.chunks.append(Chunk(producer_id, producer_epoch, first_sequence, spans, sum(counts), batches, size))
+            self.chunks.append(Chunk(producer_id, producer_epoch, first_sequence, spans, records, batches, size))
         else:
             self.unread += batches
         self.producer = _NOBODY
@@ -292,7 +294,7 @@ class NotedEntry:
                 if not 0 <= base_offset <= MOST_OFFSET or len(spans) >= MOST_FINISHED:
                     acked.add(asked, frame, start, base_offset, size)
                     return
-                spans += (acked.first_offset, acked.next_offset - acked.first_offset)
+                spans.extend((acked.first_offset, acked.next_offset - acked.first_offset))
                 acked.first_offset = base_offset
             acked.next_offset = base_offset + count
             if acked.counts_sequences:

@@ -17,9 +17,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice, pairwise
-from operator import add, attrgetter, eq, le
+from operator import attrgetter
 from typing import Final, NamedTuple
 
+from kproxy.trail.spans import Spans, extend_spans, union
 from kproxy_codec.record_batch import NO_PRODUCER_ID, NO_SEQUENCE, add_sequence
 
 
@@ -29,7 +30,7 @@ class Chunk(NamedTuple):
     producer_id: int
     producer_epoch: int
     first_sequence: int
-    spans: list[int]
+    spans: Spans
     record_count: int
     batches: int
     bytes: int
@@ -38,18 +39,6 @@ class Chunk(NamedTuple):
     def next_sequence(self) -> int:
         """The base_sequence of the producer's next batch."""
         return add_sequence(self.first_sequence, self.record_count) if self.first_sequence >= 0 else NO_SEQUENCE
-
-
-def extend_spans(spans: list[int], more: Sequence[int]) -> None:
-    """Append spans.
-
-    Join the first of them to the last one if it begins where that ends.
-    """
-    if spans and spans[-2] + spans[-1] == more[0]:
-        spans[-1] += more[1]
-        spans.extend(more[2:])
-    else:
-        spans.extend(more)
 
 
 MAX_INTERVALS: Final = 64
@@ -215,27 +204,10 @@ class _Partition:
 
     def _merge(self, added: Sequence[tuple[Chunk, Origin]]) -> bool:
         """Take all chunks in if none of their offsets was assigned before; whether it did."""
-        starts, ends = self._starts.copy(), self._ends.copy()
-        for chunk, _ in added:
-            firsts = chunk.spans[0::2]
-            starts += firsts
-            ends += map(add, firsts, chunk.spans[1::2])
-        # The chunks of each connection are in order already, so sorting is cheap.
-        starts.sort()
-        ends.sort()
-        # The number of intervals that an offset lies in is the number that begin up to it less the number that end. So
-        # the intervals are disjoint exactly if each start after the first is at or behind the end of the same rank.
-        behind = starts[1:]
-        if starts[0] < self.floor or not all(map(le, ends, behind)):
+        merged = union(self.floor, self._starts, self._ends, [chunk.spans for chunk, _ in added], MAX_INTERVALS)
+        if merged is None:
             return False
-        if behind == ends[:-1]:
-            left, right = starts[:1], ends[-1:]
-        else:
-            joins = list(map(eq, behind, ends))
-            left = [starts[0], *(start for start, joined in zip(behind, joins, strict=True) if not joined)]
-            right = [*(end for end, joined in zip(ends, joins, strict=False) if not joined), ends[-1]]
-        self._starts, self._ends = left, right
-        self._forget()
+        self.floor, self._starts, self._ends = merged
         return True
 
     def _forget(self) -> None:

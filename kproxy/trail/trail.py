@@ -31,8 +31,9 @@ import structlog
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.topology import Topology
 from kproxy.trail.acknowledgements import MAX_SPANS, Acked, Asked, ConnectionAcks
-from kproxy.trail.overlaps import Chunk, Overlap, OverlapDetector, extend_spans
+from kproxy.trail.overlaps import Chunk, Overlap, OverlapDetector
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
+from kproxy.trail.spans import extend_spans
 
 log = structlog.get_logger(__name__)
 
@@ -87,7 +88,7 @@ class _OpenRow:
         self.last_acked_at = acked_at
         self.latency_us: list[int] = []
         # A copy: these grow, and the detector of overlaps keeps the chunk's.
-        self.spans = first.spans.copy()
+        self.spans = first.spans[:]
         self.record_count = first.record_count
         self.batches = first.batches
         self.bytes = first.bytes
@@ -333,7 +334,7 @@ class Trail:
                 bytes=row.bytes,
                 first_acked_at=row.first_acked_at,
                 last_acked_at=row.last_acked_at,
-                spans=row.spans,
+                spans=row.spans.tolist(),
                 latency_us=row.latency_us,
             )
         )

@@ -53,7 +53,7 @@ BOX_S: Final = float(os.environ.get("KPROXY_TURNS_S", "1.5"))
 ROUNDS: Final = 1 if BOX_S < 60 else 1000
 ONLY: Final = os.environ.get("KPROXY_TURNS_ONLY", "")
 FIRST_SEED: Final = int(os.environ.get("KPROXY_FIRST_SEED", secrets.randbelow(1 << 31)))
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 60.0
 
 MEASURED: Final = (sys.executable, "-P", "-m", "tests.support.processes.measured_proxy_main")
 BROKERS: Final = 3
@@ -62,11 +62,12 @@ MAX_CONTROL_BYTES: Final = 1 << 20
 CONTROL_TIMEOUT_S: Final = 1.5
 LEAST_DEADLINE_S: Final = 1.0
 NO_ERROR: Final = 0
+KAFKA_STORAGE_ERROR: Final = 56
 # Their answers may take minutes.
 WAIT_FOR_OTHERS: Final = (keys.JOIN_GROUP, keys.SYNC_GROUP)
 # NOT_LEADER, NOT_ENOUGH_REPLICAS, TOPIC_AUTHORIZATION_FAILED, REQUEST_TIMED_OUT, OUT_OF_ORDER_SEQUENCE_NUMBER,
 # KAFKA_STORAGE_ERROR, one that nobody knows.
-CODES: Final = (6, 19, 29, 7, 45, 56, 999)
+CODES: Final = (6, 19, 29, 7, 45, KAFKA_STORAGE_ERROR, 999)
 
 
 class Broker(ServedBroker):
@@ -367,6 +368,26 @@ async def metadata_of_all_topics(site: Site) -> str:
 
 
 add("METADATA", "METADATA of all topics", metadata_of_all_topics)
+
+
+async def all_brokers_refuse(site: Site) -> str:
+    """Three answers with an error for each of 4,096 partitions in all are there at once, again and again."""
+    frames = partitioned_frames(site, keys.PRODUCE, 8, MAX_PARTITIONS, timeout_ms=5_000)
+    site.begin("holds", KAFKA_STORAGE_ERROR)
+    client = await site.client()
+    client.send(*frames)
+    await client.sent()
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        await site.until_held(1)
+        await asyncio.sleep(0.3)
+        for broker in site.brokers:
+            broker.release()
+        for _ in frames:
+            await client.receive(PATIENCE_S)
+    return "8 requests of all partitions"
+
+
+add("PRODUCE refused by all brokers", "PRODUCE refused by all brokers", all_brokers_refuse)
 
 
 def claims_case(event: str) -> Case:

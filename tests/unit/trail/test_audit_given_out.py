@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kproxy.trail import overlaps
 from kproxy.trail.overlaps import Chunk, Origin, Overlap, OverlapDetector
+from kproxy.trail.spans import spans_of
 
 OLD = Origin(owner=1, revision=10, connection=1, client="a@h:1")
 NEW = Origin(owner=2, revision=20, connection=2, client="b@h:2")
@@ -19,7 +20,7 @@ MAX_SEQUENCE = 2**31 - 1
 
 def chunk(*spans: int, producer_id: int = -1, epoch: int = 0, sequence: int = 0) -> Chunk:
     count = sum(spans[1::2])
-    return Chunk(producer_id, epoch, sequence if producer_id >= 0 else -1, list(spans), count, 1, 100)
+    return Chunk(producer_id, epoch, sequence if producer_id >= 0 else -1, spans_of(spans), count, 1, 100)
 
 
 def judged(*looks: Sequence[tuple[Origin, Chunk]], topic_id: bytes | None = TOPIC_ID) -> list[Overlap]:

@@ -1,0 +1,59 @@
+# Pass over all spans of acknowledged offsets: the twins of functions of kproxy.trail.spans.
+
+cdef extern from "spans.h" nogil:
+    ctypedef struct kp_interval:
+        int64_t start, end
+    kp_interval *kp_sort_intervals(kp_interval *all, kp_interval *spare, size_t count)
+    size_t kp_join_intervals(kp_interval *all, size_t count)
+
+
+def record_count(array spans):
+    """See kproxy.trail.spans.record_count."""
+    cdef Py_ssize_t at
+    cdef int64_t *numbers = <int64_t *>spans.data.as_voidptr
+    cdef int64_t total = 0
+    for at in range(1, len(spans), 2):
+        if numbers[at] <= 0:
+            return 0
+        total += numbers[at]
+    return total
+
+
+def union(int64_t floor, list starts, list ends, list added, Py_ssize_t most):
+    """See kproxy.trail.spans.union."""
+    cdef Py_ssize_t at, count = len(starts), left
+    cdef kp_interval *all
+    cdef array spans
+    cdef int64_t *numbers
+    for spans in added:
+        count += len(spans) // 2
+    all = <kp_interval *>PyMem_Malloc(2 * count * sizeof(kp_interval) + 1)
+    if all == NULL:
+        raise MemoryError
+    block = all
+    try:
+        left = len(starts)
+        for at in range(left):
+            all[at].start, all[at].end = starts[at], ends[at]
+        for spans in added:
+            numbers = <int64_t *>spans.data.as_voidptr
+            for at in range(0, len(spans) - 1, 2):
+                all[left].start, all[left].end = numbers[at], numbers[at] + numbers[at + 1]
+                left += 1
+        all = kp_sort_intervals(all, all + count, count)
+        if all[0].start < floor:
+            return None
+        left = kp_join_intervals(all, count)
+        if not left:
+            return None
+        if left > most:
+            floor = all[left - most - 1].end
+            all += left - most
+            left = most
+        starts, ends = [], []
+        for at in range(left):
+            starts.append(all[at].start)
+            ends.append(all[at].end)
+        return floor, starts, ends
+    finally:
+        PyMem_Free(block)
