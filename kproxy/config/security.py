@@ -6,10 +6,12 @@ files that these options name.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -39,6 +41,7 @@ class OauthSection(msgspec.Struct, kw_only=True):
     """`[oauth]`: what a token of OAUTHBEARER must say, and which claims name its principal and groups."""
 
     jwks: str | UnsetType = UNSET
+    jwks_refresh_s: Annotated[float, Meta(ge=10, le=86_400)] = 300.0
     issuer: str | UnsetType = UNSET
     audience: str | list[str] | UnsetType = UNSET
     principal_claim: str = "sub"
@@ -48,9 +51,10 @@ class OauthSection(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class OauthOptions:
-    """`[oauth]`, checked."""
+    """`[oauth]`, checked. `jwks` is a file or a URL; of a URL the keys are fetched again after `jwks_refresh_s`."""
 
-    jwks: Path
+    jwks: Path | str
+    jwks_refresh_s: float
     issuer: str
     audience: tuple[str, ...]
     principal_claim: str
@@ -148,6 +152,32 @@ def _changed(section: str, given: msgspec.Struct) -> list[str]:
     return [f"{section}.{field.name}" for field in fields if getattr(given, field.name) != field.default]
 
 
+def _jwks(given: str, source: str) -> Path | str:
+    """A file, or a URL. Whoever could answer in the issuer's place could make tokens: the way to it must be secured."""
+    if "://" not in given:
+        return Path(given)
+    try:
+        parts = urlsplit(given)
+        is_safe = parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(parts.hostname))
+        is_whole = bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise StartupError(f"{source}: it is no URL: {error}.") from error
+    if parts.username is not None or parts.password is not None:
+        raise StartupError(f"{source}: a URL of public keys has no password in it.")
+    if not is_safe or not is_whole:
+        raise StartupError(f"{source}: {given[:300]!r} will not do: give a file, or a URL that begins with https://.")
+    return given
+
+
+def _is_loopback(host: str | None) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
 def _oauth(given: OauthSection, is_on: bool, sources: Mapping[str, str]) -> OauthOptions | None:
     if not is_on:
         for path in _changed("oauth", given):
@@ -156,11 +186,12 @@ def _oauth(given: OauthSection, is_on: bool, sources: Mapping[str, str]) -> Oaut
     jwks, issuer, audience = given.jwks, given.issuer, given.audience
     if jwks is UNSET or issuer is UNSET or audience is UNSET or not issuer:
         raise StartupError(
-            f"{sources['sasl.mechanisms']}: {OAUTHBEARER} needs oauth.jwks (the file with the issuer's public keys), "
+            f"{sources['sasl.mechanisms']}: {OAUTHBEARER} needs oauth.jwks (the issuer's keys, a file or a URL), "
             f"oauth.issuer and oauth.audience: without these a token that was made for others would do."
         )
     return OauthOptions(
-        jwks=Path(jwks),
+        jwks=_jwks(jwks, sources["oauth.jwks"]),
+        jwks_refresh_s=given.jwks_refresh_s,
         issuer=issuer,
         audience=split_list(audience, sources["oauth.audience"]),
         principal_claim=given.principal_claim,

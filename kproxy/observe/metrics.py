@@ -255,6 +255,12 @@ def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
     for outcome in ("done", "failed"):
         reloads.add_metric([outcome], counters.get(f"tls.reloads.{outcome}", 0))
     yield reloads
+    fetches = CounterMetricFamily(
+        "kproxy_token_key_fetches", "Attempts to fetch the keys of tokens from their issuer.", labels=["outcome"]
+    )
+    for outcome in ("done", "failed"):
+        fetches.add_metric([outcome], counters.get(f"oauth.fetches.{outcome}", 0))
+    yield fetches
     yield gauge(
         "kproxy_half_open_connections",
         "Client connections that have not finished their TLS handshake or PROXY protocol header.",

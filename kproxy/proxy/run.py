@@ -106,6 +106,9 @@ class _Proxy:
             port = ports[0]
             # Before any wait, so that an unusable file or sink is reported at once.
             security = self._open_security()
+            fetching = asyncio.create_task(security.key_server.run()) if security.key_server is not None else None
+            if fetching is not None:
+                stack.push_async_callback(cancel, fetching)
             audit = self._audit = self._open_audit(port)
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
@@ -142,6 +145,8 @@ class _Proxy:
             looking = asyncio.create_task(self._reloads.run())
             stack.push_async_callback(cancel, looking)
             running = [opened.following, failing, looking]
+            if fetching is not None:
+                running.append(fetching)
             if own is not None and own.running is not None:
                 running.append(own.running)
             await unless_failed(_reload_at(self._signals.hangup, opened.source, self._reloads), running)

@@ -1,4 +1,4 @@
-"""What is read from files for authentication and authorisation, and read again when it changes."""
+"""What is read for authentication and authorisation, and read again when it changes: files, and keys from a URL."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kproxy.config.access import AccessOptions, read_acls
 from kproxy.config.quotas import QuotaOptions, read_quotas
 from kproxy.config.security import OauthOptions, SaslOptions
 from kproxy.security.acls import Rules, acls_of
+from kproxy.security.key_server import KeyServer
 from kproxy.security.quotas import Quotas
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.tokens import TokenOptions, TokenVerifier, read_verifier
@@ -39,6 +40,8 @@ class SecurityFiles:
         tells: bool = True,
     ) -> None:
         self._users = self._tokens = self._rules = self._quotas = None
+        # Whoever has this object runs it.
+        self.key_server: KeyServer | None = None
         # Whether a user exists must not show in a salt, nor in that it changes when the file is read again.
         stand_in_key = secrets.token_bytes(32)
 
@@ -49,7 +52,14 @@ class SecurityFiles:
             self._users = follow("users", sasl.users, lambda file: read_users(file, stand_in_key))
         if sasl is not None and sasl.oauth is not None:
             token_options = _token_options(sasl.oauth)
-            self._tokens = follow("keys of tokens", sasl.oauth.jwks, lambda file: read_verifier(file, token_options))
+            if isinstance(sasl.oauth.jwks, str):
+                self.key_server = KeyServer(
+                    sasl.oauth.jwks, token_options, sasl.oauth.jwks_refresh_s, counters=counters, tells=tells
+                )
+            else:
+                self._tokens = follow(
+                    "keys of tokens", sasl.oauth.jwks, lambda file: read_verifier(file, token_options)
+                )
         if access is not None and access.file is not None:
             self._rules = follow("acls", access.file, lambda file: Rules(acls_of(read_acls(file))))
         if quotas is not None:
@@ -71,7 +81,8 @@ class SecurityFiles:
 
     @property
     def tokens(self) -> TokenVerifier | None:
-        return self._tokens.current if self._tokens is not None else None
+        keys = self._tokens or self.key_server
+        return keys.current if keys is not None else None
 
 
 def _token_options(oauth: OauthOptions) -> TokenOptions:

@@ -1,14 +1,15 @@
-"""Verify the tokens of OAUTHBEARER: JSON Web Tokens, by keys from a file.
+"""Verify the tokens of OAUTHBEARER: JSON Web Tokens, by keys from a file or from the issuer's URL.
 
 A token counts if a key of the set has signed it by an asymmetric algorithm, if its issuer and its audience are the
 configured ones, and if it has an end that has not come. Nothing of it is believed before that; its header says which
-key it wants and no more: no key is fetched or taken from a token.
+key it wants and no more: no key and no address of keys is taken from a token.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -49,10 +50,19 @@ class TokenOptions(NamedTuple):
 
 
 class TokenVerifier:
-    """Verifies tokens by `keys`, by id; None is the id of the only key, for tokens that name none."""
+    """Verifies tokens by `keys`, by id; None is the id of the only key, for tokens that name none.
 
-    def __init__(self, keys: Mapping[str | None, Any], options: TokenOptions) -> None:
+    `on_unknown_key` is called, on any thread, where a token names another.
+    """
+
+    def __init__(
+        self,
+        keys: Mapping[str | None, Any],
+        options: TokenOptions,
+        on_unknown_key: Callable[[], None] = lambda: None,
+    ) -> None:
         self._keys = dict(keys)
+        self._on_unknown_key = on_unknown_key
         self._options = options
 
     def verify(self, token: str) -> Verified:
@@ -64,6 +74,7 @@ class TokenVerifier:
             key_id = jwt.get_unverified_header(token).get("kid")
             key = self._keys.get(key_id if isinstance(key_id, str) else None)
             if key is None:
+                self._on_unknown_key()
                 raise InvalidToken("no key of the set has the id that the token names")
             claims = jwt.decode(
                 token,
@@ -93,16 +104,27 @@ class TokenVerifier:
         return frozenset(groups)
 
 
-def read_verifier(file: Path, options: TokenOptions) -> TokenVerifier:
-    """Read a JSON Web Key Set (RFC 7517). Raises StartupError."""
-    try:
-        import jwt
-        from cryptography.exceptions import UnsupportedAlgorithm
-    except ImportError as error:
+def require_jwt() -> None:
+    """Raises StartupError where PyJWT is not installed."""
+    if find_spec("jwt") is None or find_spec("cryptography") is None:
         raise StartupError(
             f"OAUTHBEARER needs PyJWT with cryptography, which is not installed: run `{install_command('oauth')}`."
-        ) from error
-    content = read_file(file, "oauth.jwks", MOST_FILE_BYTES, "that is no key set")
+        )
+
+
+def read_verifier(file: Path, options: TokenOptions) -> TokenVerifier:
+    """Read a file with a JSON Web Key Set (RFC 7517). Raises StartupError."""
+    require_jwt()
+    return parse_verifier(read_file(file, "oauth.jwks", MOST_FILE_BYTES, "that is no key set"), str(file), options)
+
+
+def parse_verifier(
+    content: bytes, source: str, options: TokenOptions, on_unknown_key: Callable[[], None] = lambda: None
+) -> TokenVerifier:
+    """Parse a JSON Web Key Set (RFC 7517). Raises StartupError."""
+    import jwt
+    from cryptography.exceptions import UnsupportedAlgorithm
+
     try:
         given = json.loads(content)["keys"]
         if not isinstance(given, list) or not 0 < len(given) <= MOST_KEYS:
@@ -129,9 +151,9 @@ def read_verifier(file: Path, options: TokenOptions) -> TokenVerifier:
         UnsupportedAlgorithm,
     ) as error:
         reason = str(error) if type(error) is ValueError else type(error).__name__
-        raise StartupError(f"oauth.jwks {file} is no set of public keys (RFC 7517): {reason[:200]}.") from error
+        raise StartupError(f"oauth.jwks {source} is no set of public keys (RFC 7517): {reason[:200]}.") from error
     if not keys:
-        raise StartupError(f"oauth.jwks {file} has no key for signatures.")
+        raise StartupError(f"oauth.jwks {source} has no key for signatures.")
     if len(keys) == 1:
         keys[None] = next(iter(keys.values()))
-    return TokenVerifier(keys, options)
+    return TokenVerifier(keys, options, on_unknown_key)

@@ -149,6 +149,31 @@ def test_what_does_not_fit_is_told_in_a_sentence(tmp_path: Path, text: str, word
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
+TOKENS = '[sasl]\nmechanisms = "OAUTHBEARER"\nwithout_tls = true\n' + OAUTH
+
+
+@pytest.mark.parametrize("url", ["https://a.b/keys", "http://127.0.0.1:1/k", "http://[::1]/", "http://localhost/x"])
+def test_keys_may_be_at_a_url(tmp_path: Path, url: str) -> None:
+    sasl = load(tmp_path, TOKENS.replace("jwks.json", url)).sasl
+    assert sasl is not None
+    assert sasl.oauth is not None
+    assert (sasl.oauth.jwks, sasl.oauth.jwks_refresh_s) == (url, 300.0)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://a.b/keys", "http://10.0.0.1/", "http://127.0.0.1.b/", "http://localhost.b/", "http://127.1/"),
+        *("https://", "https:///keys", "https://a:0/", "https://a:x/", "ftp://a/", "file:///keys", "https://[::1"),
+        *("https://u:p@a/", "http://127.0.0.1@a/"),
+    ],
+)
+def test_a_url_that_others_could_answer_is_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(StartupError, match=r"oauth\.jwks") as raised:
+        load(tmp_path, TOKENS.replace("jwks.json", url))
+    assert "u:p" not in str(raised.value)
+
+
 def test_check_config_shows_it(tmp_path: Path) -> None:
     file = tmp_path / "kproxy.toml"
     file.write_text(ETCD + '[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "users.toml"\n')

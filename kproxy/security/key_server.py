@@ -1,0 +1,136 @@
+"""The public keys of tokens from a URL: the issuer's JSON Web Key Set (RFC 7517), fetched and fetched again.
+
+States
+  empty   no set has been fetched yet: every token is refused
+  known   the set that was fetched last verifies tokens
+
+Transitions
+  empty -> known   a set is fetched
+  known -> known   another set is fetched: after `refresh_s`, or because a token names a key that is not in the set
+
+Invariants
+1. `current` is always a set that was read whole. A fetch that fails leaves it as it is, with one line in the log for
+   each failure that follows a success, and is counted; the next one comes after RETRY_S.
+2. One fetch at a time, of at most FETCH_S and MOST_FILE_BYTES, and without redirects.
+3. Between two fetches are at least RETRY_S, whatever clients send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import aiohttp
+import structlog
+
+from kproxy.errors import StartupError
+from kproxy.security.tokens import MOST_FILE_BYTES, TokenOptions, TokenVerifier, parse_verifier, require_jwt
+
+log = structlog.get_logger(__name__)
+
+FETCH_S: Final = 10.0
+RETRY_S: Final = 5.0
+_OK: Final = 200
+_HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity"}
+
+
+class FetchFailed(Exception):
+    """The message is the reason, for the log."""
+
+
+class KeyServer:
+    """The keys at `url`, which `fetch` returns as text; it raises FetchFailed.
+
+    `tells`: whether this process logs that it has new keys, and not another worker. Raises StartupError where tokens
+    cannot be verified at all.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        options: TokenOptions,
+        refresh_s: float,
+        *,
+        counters: Counter[str],
+        tells: bool = True,
+        fetch: Callable[[str], Awaitable[bytes]] | None = None,
+    ) -> None:
+        require_jwt()
+        self._url = url
+        self._options = options
+        self._refresh_s = refresh_s
+        self._counters = counters
+        self._tells = tells
+        self._fetch = fetch or fetch_keys
+        self._is_failing = False
+        self._content = b""
+        self._wanted = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self.current = TokenVerifier({}, options, self._want)
+
+    def _want(self) -> None:
+        """A token names a key that is not known; called on any thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop has been closed meanwhile
+            self._loop.call_soon_threadsafe(self._wanted.set)
+
+    async def run(self) -> None:
+        """Fetch the keys now and again, until cancelled."""
+        while True:
+            self._wanted.clear()
+            is_fetched = await self._look()
+            await asyncio.sleep(RETRY_S)
+            if is_fetched:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(self._refresh_s - RETRY_S, 0.0)):
+                        await self._wanted.wait()
+
+    async def _look(self) -> bool:
+        """Fetch the keys; whether they could be used."""
+        try:
+            content = await self._fetch(self._url)
+            if content != self._content:
+                self.current = await asyncio.to_thread(parse_verifier, content, self._url, self._options, self._want)
+                self._content = content
+                if self._tells:
+                    log.info("keys of tokens fetched", url=self._url)
+        except (FetchFailed, StartupError) as error:
+            self._failed(str(error))
+            return False
+        except Exception:  # the boundary: whatever the server says, the process serves on
+            log.exception("keys of tokens not fetched")
+            self._failed("an internal error")
+            return False
+        self._counters["oauth.fetches.done"] += 1
+        self._is_failing = False
+        return True
+
+    def _failed(self, reason: str) -> None:
+        self._counters["oauth.fetches.failed"] += 1
+        if not self._is_failing and self._tells:
+            what = "the keys fetched last stay in use" if self._content else "no token is accepted"
+            log.error("keys of tokens not fetched", consequence=what, url=self._url, reason=reason)
+        self._is_failing = True
+
+
+async def fetch_keys(url: str) -> bytes:
+    """The content of `url`. Raises FetchFailed."""
+    try:
+        async with (
+            # What is compressed may be longer than it says: it is not taken.
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=FETCH_S), auto_decompress=False) as session,
+            session.get(url, allow_redirects=False, headers=_HEADERS) as answer,
+        ):
+            if answer.status != _OK:
+                raise FetchFailed(f"it answers with the status {answer.status}")
+            content = b""
+            async for chunk in answer.content.iter_any():
+                content += chunk
+                if len(content) > MOST_FILE_BYTES:
+                    raise FetchFailed(f"it is longer than {MOST_FILE_BYTES} bytes")
+            return content
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        # TimeoutError is an OSError.
+        raise FetchFailed(f"{type(error).__name__}: {error}"[:300]) from error

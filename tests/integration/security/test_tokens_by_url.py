@@ -1,0 +1,76 @@
+"""Clients authenticate by tokens whose keys the proxy fetches from their issuer."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.error_codes import NONE
+from tests.support.brokers.scripted_upstream import answers_everything
+from tests.support.clients.raw_client import RawClient
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import ServedBroker, beside, page, port_of, samples, static_proxy
+from tests.support.security import sasl_client as sasl
+from tests.support.security.tls_files import Signer
+
+
+async def is_let_in(process: KproxyProcess, number: int) -> bool:
+    client = await RawClient().connect(port_of(process))
+    client.send(sasl.handshake("OAUTHBEARER"), sasl.authenticate(sasl.bearer(sasl.token(number))))
+    assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+    answer = (await client.answer(SASL_AUTHENTICATE, 2)).message
+    client.abort()
+    # A refusal is told in JSON.
+    return answer.error_code == NONE and not answer.auth_bytes
+
+
+async def until_let_in(process: KproxyProcess, number: int) -> None:
+    async with asyncio.timeout(60):
+        while not await is_let_in(process, number):
+            await asyncio.sleep(0.1)
+
+
+async def test_keys_are_fetched_when_there_are_some_and_when_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signer = Signer(tmp_path / "ca")
+    pair = signer.issue("issuer", "localhost")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(pair.cert, pair.key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(signer.ca))
+    broker = ServedBroker(1, answers_everything)
+    await broker.start()
+    answers = [web.Response(status=503)]
+
+    async def handle(_: web.Request) -> web.Response:
+        text = answers[-1].text if answers[-1].status == 200 else None
+        return web.Response(status=answers[-1].status, text=text)
+
+    application = web.Application()
+    application.router.add_get("/keys", handle)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    url = f"https://localhost:{runner.addresses[0][1]}/keys"
+    rooms = '[sasl]\nmechanisms = ["OAUTHBEARER"]\nwithout_tls = true\n'
+    rooms += f'[oauth]\njwks = "{url}"\nissuer = "{sasl.ISSUER}"\naudience = "{sasl.AUDIENCE}"\n'
+    try:
+        async with beside(static_proxy(tmp_path, {1: broker.port}, rooms=rooms)) as process:
+            assert not await is_let_in(process, 0)
+            answers.append(web.Response(text=sasl.jwks(0)))
+            await until_let_in(process, 0)
+            # The proxy would ask again after five minutes; a token that it does not know has it ask sooner.
+            answers.append(web.Response(text=sasl.jwks(1)))
+            await until_let_in(process, 1)
+            assert not await is_let_in(process, 0)
+            counts = samples((await asyncio.to_thread(page, process.admin, "/metrics"))[1])
+            for outcome in ("done", "failed"):
+                assert counts[("kproxy_token_key_fetches_total", (("outcome", outcome),))] >= 1
+    finally:
+        await runner.cleanup()
+        await broker.stop()
