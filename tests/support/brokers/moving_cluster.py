@@ -107,9 +107,17 @@ class MovingCluster:
                 # Now and then the table hears of it only when a request has been refused.
                 self._tell(proxy, partition)
             await self._lag()
+            while not self.rebuilds and self._has_queued(new, partition):
+                # A loop that hardly runs has a round of moves over before it has served one connection's requests.
+                await asyncio.sleep(MOST_PAUSE_S)
             retained = self.logs[partition][-RETAINED_BATCHES:] if self.rebuilds else []
             self._known[partition] = deque(retained, RETAINED_BATCHES)
             self._serving[partition] = new
+
+    def _has_queued(self, node_id: int, partition: Partition) -> bool:
+        """Whether a broker has yet to serve a batch for this partition."""
+        queues = (queue for each, queue in self._queues.items() if each.upstream.node_id == node_id)
+        return any(partition in asked.partitions for queue in queues for asked in queue)
 
     async def _lag(self) -> None:
         if self.random.random() < 0.5:
