@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,8 +57,34 @@ def wait_settled(partitions: list[Replicas]) -> Settled:
         time.sleep(POLL_S * 5)
 
 
+class Lags:
+    """For each growth of one leader's log, how long each follower's took to be as long. Reads no file and no clock."""
+
+    def __init__(self, leader_bytes: int, followers: int) -> None:
+        self._leader_bytes = leader_bytes
+        # For each follower: (length that its leader had, since when), oldest first.
+        self._open_growths: list[deque[tuple[int, float]]] = [deque() for _ in range(followers)]
+
+    def leader_has(self, length: int, now: float) -> None:
+        """Note the leader's length at `now`, in seconds."""
+        if length != self._leader_bytes:
+            self._leader_bytes = length
+            for growths in self._open_growths:
+                growths.append((length, now))
+
+    def is_behind(self, follower: int) -> bool:
+        """Whether the follower, by its index, lacks bytes that the leader has."""
+        return bool(self._open_growths[follower])
+
+    def follower_has(self, follower: int, length: int, now: float) -> Iterator[float]:
+        """Yield the lags, in seconds, that end with this length of the follower's log."""
+        growths = self._open_growths[follower]
+        while growths and growths[0][0] <= length:
+            yield now - growths.popleft()[1]
+
+
 class LagWatch:
-    """While it is entered: for each growth of a leader's log, how long each follower's took to be as long.
+    """While it is entered: the lags of the followers of these partitions.
 
     `lags` are seconds, right to about twice the poll interval: a thread polls the lengths of the files. Each topic's
     logs must be one segment each, as they are below 1 GiB.
@@ -81,23 +108,15 @@ class LagWatch:
 
     def _watch(self) -> None:
         started = time.monotonic()
-        known = [leader.stat().st_size for leader, _ in self._pairs]
-        # For each follower: (length that its leader had, since when), oldest first.
-        open_growths: list[list[deque[tuple[int, float]]]] = [[deque() for _ in rest] for _, rest in self._pairs]
+        watched = [
+            (leader, followers, Lags(leader.stat().st_size, len(followers))) for leader, followers in self._pairs
+        ]
         while not self._ended.is_set():
-            for number, (leader, followers) in enumerate(self._pairs):
-                length = leader.stat().st_size
-                if length != known[number]:
-                    known[number] = length
-                    now = time.monotonic()
-                    for growths in open_growths[number]:
-                        growths.append((length, now))
-                for follower, growths in zip(followers, open_growths[number], strict=True):
-                    if growths:
-                        has = follower.stat().st_size
-                        now = time.monotonic()
-                        while growths and growths[0][0] <= has:
-                            self.lags.append(now - growths.popleft()[1])
+            for leader, followers, lags in watched:
+                lags.leader_has(leader.stat().st_size, time.monotonic())
+                for index, follower in enumerate(followers):
+                    if lags.is_behind(index):
+                        self.lags.extend(lags.follower_has(index, follower.stat().st_size, time.monotonic()))
             self.polls += 1
             time.sleep(POLL_S)
         self.seconds = time.monotonic() - started

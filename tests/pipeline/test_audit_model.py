@@ -206,15 +206,14 @@ def collected(tables: Tables) -> Audited:
     return Audited(partitions, windows, findings)
 
 
-def test_histories_are_of_every_kind(histories: dict[int, tuple[Trail, History]]) -> None:
+def test_histories_are_of_every_kind() -> None:
+    """Each kind is in a tenth of the histories; duplicates, the rarest, are in 18 %. This needs no Spark: judge 500."""
     seen: Counter[str] = Counter()
-    for _, history in histories.values():
-        seen.update({name: 1 for name, count in judge(history).counts.items() if count})
-    # Duplicates are the rarest: one history in five has some.
-    assert all(seen[name] >= len(SEEDS) / 60 for name in (*JUDGED, "unclaimed", "duplicated")), seen
+    for seed in range(FIRST_SEED, FIRST_SEED + 500):
+        seen.update({name: 1 for name, count in judge(make(seed)[1]).counts.items() if count})
+    assert all(seen[name] >= 50 for name in (*JUDGED, "unclaimed", "duplicated")), f"from seed {FIRST_SEED}: {seen}"
 
 
-@pytest.mark.long
 def test_partitions_are_as_an_audit_offset_by_offset_has_them(
     audited: Audited, histories: dict[int, tuple[Trail, History]]
 ) -> None:

@@ -343,6 +343,8 @@ def test_records_keep_their_timestamps_and_partitions_and_what_was_aborted_is_no
             producer.abort_transaction(30)
         else:
             producer.commit_transaction(30)
+    # The job reads once, up to the last stable offset that it finds.
+    other_kafka.wait_until_stable(topic, PARTITIONS)
 
     assert_copied(job, KafkaSource(other_kafka.bootstrap, topic))
     make_topic(job.options.bootstrap, f"{topic}-narrow", 1)

@@ -61,9 +61,7 @@ class Side(ABC):
 
     def create(self, topic: str, leader: int = NODES[0], **configs: str) -> None:
         """One partition with a replica on every node, led by that one, all of them in sync."""
-        # The records of these tests are from 2023: at Kafka's default they would be gone in between.
-        kept = {"retention_ms": "-1", **configs}
-        named = [{"name": name.replace("_", "."), "value": value} for name, value in kept.items()]
+        named = [{"name": name.replace("_", "."), "value": value} for name, value in configs.items()]
         replicas = [{"partition_index": 0, "broker_ids": sorted(NODES, key=lambda node_id: node_id != leader)}]
         asked = {"name": topic, "num_partitions": -1, "replication_factor": -1, "assignments": replicas}
         with self.client(NODES[0]) as client:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import kafka
 import pytest
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 
 from tests.support.brokers.kafka_jars import kafka_classpath
@@ -197,12 +197,27 @@ class RealKafka:
         except KafkaException:
             return False
 
-    def end_offsets(self, topic: str, partitions: int) -> dict[int, int]:
-        """By partition, as the leaders tell. Raises KafkaException."""
+    def end_offsets(
+        self, topic: str, partitions: int, level: IsolationLevel = IsolationLevel.READ_UNCOMMITTED
+    ) -> dict[int, int]:
+        """By partition, as the leaders tell: the last stable offset for READ_COMMITTED. Raises KafkaException."""
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         asked = {TopicPartition(topic, index): latest for index in range(partitions)}
-        ends = self.admin().list_offsets(asked)
+        ends = self.admin().list_offsets(asked, isolation_level=level)
         return {place.partition: int(end.result(ADMIN_TIMEOUT_S).offset) for place, end in ends.items()}
+
+    def wait_until_stable(self, topic: str, partitions: int) -> None:
+        """Wait until no transaction is open in the topic.
+
+        A commit returns when the coordinator has it. The partitions' markers follow some milliseconds later, or
+        seconds on a busy machine, and until then a reader of committed records sees none of the transaction.
+        """
+        deadline = time.monotonic() + ADMIN_TIMEOUT_S
+        while (stable := self.end_offsets(topic, partitions, IsolationLevel.READ_COMMITTED)) != (
+            ends := self.end_offsets(topic, partitions)
+        ):
+            assert time.monotonic() < deadline, f"{topic} has open transactions: stable to {stable}, ends at {ends}"
+            time.sleep(0.05)
 
     def delete_records(self, topic: str, partition: int, before: int) -> None:
         """As retention does: the log begins at that offset from here on."""
@@ -287,6 +302,8 @@ def start_real_kafka(
             "transaction.state.log.num.partitions": 1,
             "num.network.threads": 2,
             "num.io.threads": 4,
+            # Tests write records of past years; Kafka removes those after a week, at 30 s and then every 5 minutes.
+            "log.retention.ms": -1,
             "log.cleaner.dedupe.buffer.size": 8 << 20,
             # Left alone it looks for work every 15 s.
             "log.cleaner.backoff.ms": 500,
