@@ -41,8 +41,7 @@ from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.authentication import SharedSecret
 from kproxy.broker.replication.fetchers import ReplicaFetchers
-from kproxy.broker.replication.follower_presence import FollowerPresence
-from kproxy.broker.replication.isr_keeper import IsrKeeper
+from kproxy.broker.replication.isr_keeper import FollowerPresence, IsrKeeper
 from kproxy.broker.replication.listener import ReplicationListener
 from kproxy.broker.topics import TopicAdmin
 from kproxy.errors import StartupError

@@ -22,7 +22,7 @@ from kproxy.config import Address
 from kproxy.etcd import EtcdClient, EtcdError, delete_op, get_op, mod_revision_is
 from kproxy.etcd.messages import Pages, Snapshot
 from kproxy.observe.admin import Unanswered
-from kproxy.observe.claims import (
+from kproxy.observe.table import (
     MAX_CLAIM_ROWS,
     MAX_CLIENT_TEXT,
     MAX_WRITER_GROUPS,

@@ -125,7 +125,7 @@ def free_command(
       kproxy own free writers --all
     """
     from kproxy.cli.own_view import show_freed
-    from kproxy.observe.claims import FreeOrder
+    from kproxy.observe.table import FreeOrder
 
     if whole == bool(resources):
         raise StartupError("name the RESOURCEs to free, or give --all for every claim of the group.")
@@ -178,7 +178,7 @@ async def _follow(claims: Claims, group: str | None, as_json: bool) -> None:
     """Print a line for each change, until interrupted."""
     from kproxy.cli.own_view import show_change, show_first
     from kproxy.cli.table_sources import answers
-    from kproxy.observe.claims import ClaimsPage
+    from kproxy.observe.table import ClaimsPage
 
     news: AsyncIterator[ClaimsPage | Change]
     async with aclosing(claims.follow(group)) as told:

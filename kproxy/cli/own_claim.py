@@ -18,7 +18,7 @@ from kproxy.cli.own_sources import Claims
 from kproxy.cli.own_view import printable, resource_text, who
 from kproxy.config import Address
 from kproxy.errors import StartupError
-from kproxy.observe.claims import ClaimRow
+from kproxy.observe.table import ClaimRow
 from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable, open_any
 from kproxy.routing import topology
 from kproxy_codec.api_keys import API_VERSIONS, OWN

@@ -14,7 +14,7 @@ from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, Unanswered, ask
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
-from kproxy.observe.claims import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, merge_claims
+from kproxy.observe.table import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, merge_claims
 from kproxy_codec.own import WHOLE_GROUP
 
 if TYPE_CHECKING:

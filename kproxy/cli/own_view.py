@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kproxy.cli.own_sources import Change
-from kproxy.cli.table_view import MAX_BOXED_ROWS, echo_columns
-from kproxy.observe.claims import (
+from kproxy.cli.table import MAX_BOXED_ROWS, echo_columns
+from kproxy.observe.table import (
     WHOLE_GROUP_TEXT,
     ClaimRow,
     ClaimsPage,

@@ -98,9 +98,8 @@ def command(
     from kproxy.pipeline.spark import SparkFailed, require_pyspark
 
     require_pyspark()
-    from kproxy.pipeline.audit.job import NO_VERDICT, run_audit_job
-    from kproxy.pipeline.audit.log_connection import LogReadFailed
-    from kproxy.pipeline.audit.run import AuditJob
+    from kproxy.pipeline.audit.log_client import LogReadFailed
+    from kproxy.pipeline.audit.run import NO_VERDICT, AuditJob, run_audit_job
     from kproxy.pipeline.audit.trail import TOPIC, parse_trail
 
     spark_flags_given = {name: given.pop(name) for name in ("master", "memory", "conf")}

@@ -169,8 +169,8 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
 
 
 def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
+    from kproxy.pipeline.ingest.job import Stop, run, stopped_by_signals
     from kproxy.pipeline.ingest.progress import Metrics, serving
-    from kproxy.pipeline.ingest.run import Stop, run, stopped_by_signals
     from kproxy.pipeline.progress import Report
     from kproxy.pipeline.session import open_session
 

@@ -21,10 +21,18 @@ from aiohttp import web
 
 from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdError
-from kproxy.observe.claims import MAX_CLAIM_ROWS, MAX_ORDER_BYTES, ClaimsQuery, FreeOrder, NotOffered
 from kproxy.observe.http_page import HttpPage, VitalPages
 from kproxy.observe.page_guard import PageGuard
-from kproxy.observe.table import MAX_PAGE_ROWS, TableQuery, replication_page
+from kproxy.observe.table import (
+    MAX_CLAIM_ROWS,
+    MAX_ORDER_BYTES,
+    MAX_PAGE_ROWS,
+    ClaimsQuery,
+    FreeOrder,
+    NotOffered,
+    TableQuery,
+    replication_page,
+)
 from kproxy.ownership.replication import ReplicationReader
 
 TableLike = Callable[[TableQuery], Awaitable[bytes]]

@@ -129,7 +129,7 @@ class Claims(Protocol):
 
 
 class ClientView:
-    """State that the core of one client reads besides its events (kproxy.routing.events.View)."""
+    """State that the core of one client reads besides its events (kproxy.routing.actions.View)."""
 
     def __init__(self, context: ProxyContext, claims: Claims) -> None:
         self._context = context

@@ -15,12 +15,11 @@ import msgspec
 from kproxy.claims.admin import ClaimsAdmin
 from kproxy.config import Address, ProxyConfig
 from kproxy.observe.admin import AdminPage, ReplicaPages
-from kproxy.observe.claims import ClaimsQuery, FreeOrder
 from kproxy.observe.exposition import render
 from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.page_guard import PageGuard
-from kproxy.observe.table import TableQuery, TableView, table_page
+from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
 from kproxy.runtime.notify import say_ready, say_stopping, say_waiting
 from kproxy.trail.shipper import ShipperVitals

@@ -26,8 +26,7 @@ from typing import NamedTuple
 from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.connections import Connections
-from kproxy.routing.actions import Close, Send, Withdraw
-from kproxy.routing.events import Loss
+from kproxy.routing.actions import Close, Loss, Send, Withdraw
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Selection
 from kproxy.routing.topology import Topology

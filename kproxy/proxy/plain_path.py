@@ -23,7 +23,7 @@ from kproxy.plain import compiled
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.broker_connection import Upstream
-from kproxy.routing.events import Adopted
+from kproxy.routing.actions import Adopted
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.merge import Exchange
 from kproxy.routing.routes import Routes

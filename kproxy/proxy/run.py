@@ -32,9 +32,8 @@ from kproxy.config.tls import ListenerTls, Loaded, load_broker_tls
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import Unanswered
-from kproxy.observe.claims import NotOffered
 from kproxy.observe.metrics import Vitals
-from kproxy.observe.table import TableView
+from kproxy.observe.table import NotOffered, TableView
 from kproxy.observe.tally import Tally
 from kproxy.plain import compiled
 from kproxy.proxy import descriptors

@@ -22,8 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum, auto
 from typing import Final
 
-from kproxy.routing.actions import Actions, Hold, NoteLost, Partition
-from kproxy.routing.events import View
+from kproxy.routing.actions import Actions, Hold, NoteLost, Partition, View
 from kproxy.routing.in_flight import Piece
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kproxy.routing import retry
+from kproxy.routing.actions import View
 from kproxy.routing.client_end import ClientEnd
-from kproxy.routing.events import View
 from kproxy.routing.identity import is_recognisable, lane_key
 from kproxy.routing.lanes import Lanes, Pause
 from kproxy.routing.merge import Exchange

@@ -40,19 +40,21 @@ from kproxy.routing import retry
 from kproxy.routing.actions import (
     Action,
     Actions,
+    Adopted,
     Counted,
     Fenced,
     LetGo,
+    Loss,
     Note,
     NoteLost,
     Reread,
     Retried,
     Send,
     Unconfirmed,
+    View,
     WakeAt,
 )
 from kproxy.routing.client_end import ClientEnd, ClientState
-from kproxy.routing.events import Adopted, Loss, View
 from kproxy.routing.failures import Failure, Failures
 from kproxy.routing.identity import LaneKey, TopicNames, lane_key
 from kproxy.routing.in_flight import BrokerConnection, ConnectionState, InFlight, Piece, entries_of

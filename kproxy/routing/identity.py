@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import TypeAlias
 
-from kproxy.routing.events import View
+from kproxy.routing.actions import View
 from kproxy.routing.merge import Exchange
 from kproxy.routing.refused import Place
 from kproxy.routing.split import Entry

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from kproxy.cli import main
 from kproxy.config.proxy import DEFAULT_TOPIC
-from kproxy.demo.audit import await_trails
-from kproxy.pipeline.audit.job import run_audit_job
-from kproxy.pipeline.audit.run import AuditJob
+from kproxy.demo.run import await_trails
+from kproxy.pipeline.audit.run import AuditJob, run_audit_job
 from kproxy.pipeline.audit.trail import parse_trail
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
@@ -111,7 +110,7 @@ def test_what_cannot_be_audited_is_said_in_a_sentence_before_spark_starts(
     def no_spark(*_: object) -> None:
         raise AssertionError("Spark was asked for")
 
-    monkeypatch.setattr("kproxy.pipeline.audit.job.open_session", no_spark)
+    monkeypatch.setattr("kproxy.pipeline.audit.run.open_session", no_spark)
     monkeypatch.setattr("kproxy.pipeline.audit.follow.open_session", no_spark)
     given = [each.replace("NOBODY", f"127.0.0.1:{free_port()}") for each in arguments]
     given = [each.replace("EMPTY", str(tmp_path)) for each in given]

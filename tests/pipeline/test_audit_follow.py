@@ -21,7 +21,7 @@ from kproxy.pipeline.audit.follow import BatchBound, Follower, FollowOptions, pa
 from kproxy.pipeline.audit.log_source import bounds_now
 from kproxy.pipeline.audit.run import AuditJob, existing
 from kproxy.pipeline.audit.trail import parse_trail, rows_of
-from kproxy.pipeline.ingest.run import Stop
+from kproxy.pipeline.ingest.job import Stop
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
 from kproxy.trail.rows import Row, encode_page

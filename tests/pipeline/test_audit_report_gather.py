@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.report_facts import Cell, Flow, Grid, Holding, Latency, State, Sums
-from kproxy.pipeline.audit.report_gather import Limits, gather
+from kproxy.pipeline.audit.report_facts import Cell, Flow, Grid, Holding, Latency, Limits, State, Sums, gather
 from kproxy.pipeline.audit.report_html import report_page
 from kproxy.pipeline.audit.schemas import (
     FINDINGS_SCHEMA,

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kproxy.pipeline.audit.report_facts import Sums, Verdict
-from kproxy.pipeline.audit.report_gather import SUMMED
+from kproxy.pipeline.audit.report_facts import SUMMED, Sums, Verdict
 from kproxy.pipeline.audit.report_text import headline, summary
 from kproxy.pipeline.audit.run import fitted, keep
 from kproxy.pipeline.audit.schemas import FINDINGS_SCHEMA, OWNERS_SCHEMA, PARTITIONS_SCHEMA, WINDOWS_SCHEMA

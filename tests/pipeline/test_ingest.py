@@ -20,9 +20,9 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from rich.console import Console
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.ingest.job import Stop, run
 from kproxy.pipeline.ingest.options import DeadLetters, FileSource, IngestOptions, KafkaSource, RateSource
 from kproxy.pipeline.ingest.progress import Metrics, serving
-from kproxy.pipeline.ingest.run import Stop, run
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed
 from tests.support.brokers.real_kafka import RealKafka, start_real_kafka

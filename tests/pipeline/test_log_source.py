@@ -10,7 +10,7 @@ import pytest
 
 from kproxy.demo.run import create_topic
 from kproxy.pipeline.audit import log_source
-from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.log_client import LogReadFailed
 from kproxy.pipeline.audit.log_source import read_short_log
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy_codec.partitioned import TOPIC_ID_BYTES

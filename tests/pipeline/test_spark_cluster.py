@@ -26,7 +26,7 @@ import time
 
 from kproxy.cli import main
 from kproxy.config.proxy import DEFAULT_TOPIC
-from kproxy.demo.audit import await_trails
+from kproxy.demo.run import await_trails
 from kproxy.pipeline.session import SessionOptions, open_session
 
 master, bootstrap, topic, directory = sys.argv[1:]

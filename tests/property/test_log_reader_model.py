@@ -12,9 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kproxy.pipeline.audit.log_client import EARLIEST, LogClient, Patience, TopicPartition
-from kproxy.pipeline.audit.log_connection import LARGEST_BATCH_BYTES, LogReadFailed
-from kproxy.pipeline.audit.log_plan import LogRange, cut
+from kproxy.pipeline.audit.log_client import (
+    EARLIEST,
+    LARGEST_BATCH_BYTES,
+    LogClient,
+    LogReadFailed,
+    Patience,
+    TopicPartition,
+)
+from kproxy.pipeline.audit.log_options import LogRange, cut
 from kproxy.pipeline.audit.log_reader import RangeReader, Row
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetched

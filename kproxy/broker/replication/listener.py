@@ -36,7 +36,7 @@ from kproxy.broker.apis.registry import API_VERSIONS_MAX, answer_api_versions
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
-from kproxy.broker.replication.follower_presence import FollowerPresence
+from kproxy.broker.replication.isr_keeper import FollowerPresence
 from kproxy.runtime.sockets import bind, bound_port
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of

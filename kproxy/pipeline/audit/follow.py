@@ -56,14 +56,22 @@ from kproxy.pipeline.audit.follow_state import (
     trail_of,
     unreported,
 )
-from kproxy.pipeline.audit.job import check
-from kproxy.pipeline.audit.log_connection import LogReadFailed
+from kproxy.pipeline.audit.log_client import LogReadFailed
 from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, read_log, read_short_log
-from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, existing, first_offsets, fitted, keep, stays_in_memory
+from kproxy.pipeline.audit.run import (
+    LOG_LOOKBACK_MS,
+    AuditJob,
+    check,
+    existing,
+    first_offsets,
+    fitted,
+    keep,
+    stays_in_memory,
+)
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, FINDINGS_SCHEMA, LOG_SCHEMA, LOST, TRAIL_SCHEMA, UNPROVEN_KINDS
 from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
 from kproxy.pipeline.audit.trail import JSON, TOPIC, only_rows, rows_of
-from kproxy.pipeline.ingest.run import Stop, stopped_by_signals
+from kproxy.pipeline.ingest.job import Stop, stopped_by_signals
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure

@@ -19,9 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, Patience
-from kproxy.pipeline.audit.log_connection import LARGEST_BATCH_BYTES, LogReadFailed
-from kproxy.pipeline.audit.log_plan import LogRange
+from kproxy.pipeline.audit.log_client import EARLIEST, LARGEST_BATCH_BYTES, LATEST, LogClient, LogReadFailed, Patience
+from kproxy.pipeline.audit.log_options import LogRange
 from kproxy_codec import error_codes
 from kproxy_codec.errors import CodecError, Truncated
 from kproxy_codec.fetch import PartitionFetched

@@ -19,10 +19,18 @@ from typing import Any, Final
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, TopicPartition
-from kproxy.pipeline.audit.log_connection import LogReadFailed
-from kproxy.pipeline.audit.log_options import LogOptions, read_options, written
-from kproxy.pipeline.audit.log_plan import LogRange, Offsets, cut, expect_partitions, offsets_as_json, parse_offsets
+from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.log_options import (
+    LogOptions,
+    LogRange,
+    Offsets,
+    cut,
+    expect_partitions,
+    offsets_as_json,
+    parse_offsets,
+    read_options,
+    written,
+)
 from kproxy.pipeline.audit.log_reader import CheckCrc, RangeReader, Row
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.routing.topology import Address

@@ -1,4 +1,7 @@
-"""Run one audit: read the trail and the logs, and write the tables.
+"""Run one audit: check the sources, read the trail and the logs, write the tables, report.
+
+States of the command: CHECKING (nothing started) -> STARTING (Spark) -> AUDITING -> REPORTING -> DONE. The tables are
+on disk before the report, so that it can be made again.
 
 The order matters. The trail is read up to a fixed end before the ends of the logs are looked up, so its records must be
 in the logs; records acknowledged with acks=1 get some seconds to be replicated. The logs' beginnings are looked up
@@ -11,26 +14,30 @@ they are interpreted, in one partition, in memory.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from rich.console import Console
 
+from kproxy import installed
 from kproxy.config.parsing import is_topic_name
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.coverage import Land
-from kproxy.pipeline.audit.log_client import LogClient, TopicPartition
-from kproxy.pipeline.audit.log_connection import LogReadFailed
-from kproxy.pipeline.audit.log_options import parse_bootstrap
-from kproxy.pipeline.audit.log_plan import Offsets, offsets_as_json, parse_offsets
+from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, parse_bootstrap, parse_offsets
 from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log, read_short_log
-from kproxy.pipeline.audit.report_facts import TRAIL_READ
-from kproxy.pipeline.audit.report_text import utc
+from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, gather
+from kproxy.pipeline.audit.report_html import write_report
+from kproxy.pipeline.audit.report_text import show_table, utc
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.pipeline.audit.tables import (
     NAMES,
@@ -41,8 +48,11 @@ from kproxy.pipeline.audit.tables import (
     read_results,
     write_results,
 )
-from kproxy.pipeline.audit.trail import TOPIC, TrailPlace, read_files, read_topic
-from kproxy.pipeline.spark import as_spark_failure, in_one_process
+from kproxy.pipeline.audit.trail import JSON, PARQUET, TOPIC, TrailPlace, read_files, read_topic
+from kproxy.pipeline.preflight import check_report
+from kproxy.pipeline.progress import JobsProgress, Report
+from kproxy.pipeline.session import SessionOptions, open_session
+from kproxy.pipeline.spark import as_spark_failure, in_one_process, on_this_machine
 
 # Spark's readers ignore names that begin with `_`, so readers of the results do not read intermediate tables.
 _WORK = "_work"
@@ -313,3 +323,146 @@ def starts_at_or_before(first: Offsets, ends: str) -> str:
     """Return where to start reading, as JSON like `ends`: at the `first` offset needed, else at the end."""
     _, behind = parse_offsets(ends, "endOffsets")
     return offsets_as_json({which: min(first.get(which, end), end) for which, end in behind.items()})
+
+
+NO_VERDICT: Final = 2
+PATIENCE_S: Final = 5.0
+_ENDINGS: Final = {JSON: ".jsonl", PARQUET: ".parquet"}
+
+
+def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | None = None) -> int:
+    """Run the audit and return the exit status. Raise StartupError if it cannot start, SparkFailed if Spark fails."""
+    if spark.master is not None:
+        _check_output(job, spark.master)
+    check(job)
+    display = display or Report()
+    with display:
+        stage = display.stage("Spark", "starting")
+        with open_session(spark, lambda jars: stage.say(f"first start: {jars} jars downloaded")) as opened:
+            session = opened.session
+            where = session.sparkContext.master
+            stage.finish(f"version {session.version}, {where}")
+            _check_output(job, where)
+            facts = audit(session, job, display)
+    # Show the result before writing the report, which may fail.
+    show_table(facts, Console(highlight=False))
+    if job.report is not None:
+        write_report(facts, job.report)
+    if job.output is not None:
+        display.say(f"Tables: {job.output}")
+    if job.report is not None:
+        display.say(f"Report: {job.report.resolve()}")
+    return facts.verdict.exit_status(strict=job.strict)
+
+
+def _check_output(job: AuditJob, master: str) -> None:
+    if job.output is None and not on_this_machine(master):
+        raise StartupError(
+            f"On a cluster ({master}) the tables need a place that all its machines reach: give --output DIR."
+        )
+
+
+def check(job: AuditJob) -> None:
+    """Check everything that needs no Spark. Raise StartupError."""
+    if job.from_ms is not None and job.to_ms is not None and job.from_ms >= job.to_ms:
+        raise StartupError("--from is not before --to: nothing lies between them.")
+    check_report(job.report)
+    there = tuple(topic for topic in job.topics if topic not in job.deleted_topics)
+    check_places(job.bootstrap, job.trail, job.trail_bootstrap or job.bootstrap, there)
+
+
+def check_places(bootstrap: str, trail: TrailPlace, trail_bootstrap: str, topics: Sequence[str]) -> None:
+    """Raise StartupError if nothing answers, there is no trail, or a topic is missing.
+
+    A sentence now is better than Spark's stack trace in a minute.
+    """
+    here = _topics(bootstrap, "--bootstrap")
+    missing = sorted(set(topics) - here.keys())
+    if missing:
+        raise StartupError(f"There is no topic {missing[0]} at --bootstrap {bootstrap}: see what --topics names.")
+    if trail.kind == TOPIC:
+        _check_topic(trail.name, trail_bootstrap)
+    elif "://" not in trail.name:
+        _check_files(trail)
+
+
+def _check_topic(name: str, bootstrap: str) -> None:
+    there = _topics(bootstrap, "--trail-bootstrap")
+    partitions = [TopicPartition(name, index) for index in range(there.get(name, 0))]
+    with _client(bootstrap, "--trail-bootstrap") as client:
+        try:
+            begin = client.list_offsets(partitions, EARLIEST)
+            end = client.list_offsets(partitions, LATEST)
+        except LogReadFailed as error:
+            raise StartupError(f"The trail in topic {name} cannot be read: {error}") from error
+    if begin == end:
+        state = f"topic {name} at {bootstrap} is empty" if partitions else f"there is no topic {name} at {bootstrap}"
+        raise StartupError(f"No audit trail: {state}; start the proxies with --audit-sink topic, or give --trail.")
+
+
+def _check_files(trail: TrailPlace) -> None:
+    directory, ending = Path(trail.name), _ENDINGS[trail.kind]
+    if not directory.is_dir():
+        raise StartupError(f"No audit trail: {directory} is no directory; give --trail {trail.kind}:DIR.")
+    if not any(directory.glob(f"*{ending}")):
+        raise StartupError(f"No audit trail: {directory} has no file *{ending}.")
+
+
+def _topics(bootstrap: str, flag: str) -> dict[str, int]:
+    """Return the number of partitions by topic."""
+    with _client(bootstrap, flag) as client:
+        try:
+            return dict(client.partitions(None))
+        except LogReadFailed as error:
+            raise StartupError(f"No Kafka answers at {flag} {bootstrap}: {error}") from error
+
+
+def _client(bootstrap: str, flag: str) -> LogClient:
+    try:
+        addresses = parse_bootstrap(bootstrap)
+    except LogReadFailed as error:
+        raise StartupError(f"{flag} {bootstrap} is no address: give HOST:PORT of a kproxy or of a broker.") from error
+    return LogClient(addresses, timeout_s=PATIENCE_S, patience_s=PATIENCE_S)
+
+
+def audit(session: Any, job: AuditJob, display: Report) -> Facts:
+    """Audit in an open session. Raise SparkFailed or StartupError."""
+    with ExitStack() as stack:
+        output = job.output
+        if output is None:
+            output = tempfile.mkdtemp(prefix="kproxy-audit-")
+            stack.callback(shutil.rmtree, output, ignore_errors=True)
+        stage = display.stage("audit", "reading the trail")
+        with JobsProgress(session, stage):
+            result = run_audit(session, job, output, about(job))
+            with fitted(session, result.rows):
+                facts = gather(result.tables, result.about)
+        stage.finish(f"{facts.sums.acked:,} acknowledged records")
+        return facts
+
+
+def about(job: AuditJob) -> Mapping[str, str]:
+    """Describe the audit for the foot of a report."""
+    facts = {"logs": job.bootstrap, "trail": _text(job.trail)}
+    if job.topics:
+        facts["topics"] = ", ".join(job.topics)
+    if job.deleted_topics:
+        facts["deleted topics"] = ", ".join(job.deleted_topics)
+    if job.from_ms is not None:
+        facts["from"] = _time(job.from_ms)
+        trail, logs = (timedelta(milliseconds=ms) for ms in (TRAIL_LOOKBACK_MS, LOG_LOOKBACK_MS))
+        facts["read"] = f"trails from {trail} before, logs from the first offset acknowledged {logs} before"
+    if job.to_ms is not None:
+        facts["to"] = _time(job.to_ms)
+    return facts | {
+        "windows": f"{job.window_ms / 1000:g} s",
+        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by kproxy {installed.version()}",
+    }
+
+
+def _text(place: TrailPlace) -> str:
+    return f"{place.kind}:{place.name}"
+
+
+def _time(ms: int) -> str:
+    return f"{datetime.fromtimestamp(ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC"

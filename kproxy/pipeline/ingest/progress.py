@@ -16,9 +16,9 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_se
 
 from kproxy.config import parse_address
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.backlog import Backlog
 from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.pipeline.ingest.sink import BatchDone
+from kproxy.pipeline.ingest.sources import Backlog
 from kproxy.pipeline.ingest.transforms import REASONS
 from kproxy.pipeline.progress import Report
 

@@ -25,9 +25,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from pyspark.sql.types import ArrayType, DataType, MapType, StructType
 
 from kproxy.pipeline.ingest import documents, transforms
-from kproxy.pipeline.ingest.backlog import taken
 from kproxy.pipeline.ingest.java_classes import INTERCEPTOR_CLASS
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
+from kproxy.pipeline.ingest.sources import taken
 from kproxy.pipeline.ingest.transforms import NEW, REASON, REASONS, ROW
 
 # The prefix of the error for a row that cannot be written; a Java stack trace surrounds it.

@@ -23,7 +23,7 @@ from kproxy.config import parse_address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, put_op
-from kproxy.observe.claims import MAX_CLAIM_ROWS, ClaimRow, ClaimsPage, FreeOrder
+from kproxy.observe.table import MAX_CLAIM_ROWS, ClaimRow, ClaimsPage, FreeOrder
 from kproxy_codec.error_codes import NONE, POLICY_VIOLATION, REQUEST_TIMED_OUT
 from tests.support.claims.own_client import OwnClient
 from tests.support.processes.dev import KproxyProcess, run_kproxy

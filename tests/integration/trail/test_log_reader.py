@@ -11,10 +11,8 @@ import confluent_kafka
 import pytest
 
 from kproxy.demo.run import create_topic
-from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, TopicPartition
-from kproxy.pipeline.audit.log_connection import LogReadFailed
-from kproxy.pipeline.audit.log_options import read_options
-from kproxy.pipeline.audit.log_plan import cut
+from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.log_options import cut, read_options
 from kproxy.pipeline.audit.log_reader import RangeReader, Row
 from kproxy_codec.record_crc import crc_is_valid
 from tests.support.clients.kafka_io import TIMEOUT_S, produce

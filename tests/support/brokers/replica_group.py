@@ -9,9 +9,8 @@ from pathlib import Path
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
+from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, Reconciliation, ReplicaSettings
 from kproxy.broker.replication.partition_replication import Isr
-from kproxy.broker.replication.reconciliation import Reconciliation
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec.fetch import PartitionFetched
 from kproxy_codec.record_batch import parse_batch

@@ -24,7 +24,7 @@ from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSe
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.authentication import Secret
 from kproxy.broker.replication.fetchers import ReplicaFetchers
-from kproxy.broker.replication.follower_presence import FollowerPresence
+from kproxy.broker.replication.isr_keeper import FollowerPresence
 from kproxy.broker.replication.listener import ReplicationListener
 from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence

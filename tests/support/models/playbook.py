@@ -27,8 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from kproxy.routing import actions
-from kproxy.routing.actions import Action
-from kproxy.routing.events import Loss
+from kproxy.routing.actions import Action, Loss
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.in_flight import ConnectionState, Piece
 from kproxy.routing.merge import Exchange

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kproxy.routing.events import Adopted
+from kproxy.routing.actions import Adopted
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.in_flight import Piece
 from kproxy.routing.merge import Exchange

@@ -28,9 +28,8 @@ import structlog
 from kproxy.broker.config import LogOptions
 from kproxy.broker.disk import read_json
 from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
-from kproxy.broker.partition import ACKS_ALL, Partition
+from kproxy.broker.partition import ACKS_ALL, Inconsistent, Partition, validate_consistency
 from kproxy.broker.replication.partition_replication import Role
-from kproxy.broker.replication.reconciliation import Inconsistent, validate_consistency
 from kproxy.etcd import put_op
 from kproxy_codec import error_codes
 from kproxy_codec.record_batch import assign_offsets, parse_header

@@ -36,10 +36,9 @@ from kproxy.broker.election import LeaderRebalance
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import ReplicaKey, log_id_of_version_1
 from kproxy.broker.log import Log
-from kproxy.broker.partition import AppendResult, Partition, ReadResult
+from kproxy.broker.partition import AppendResult, Partition, ReadResult, Reconciliation
 from kproxy.broker.producer_state import Judgement, ProducerStates, Verdict
 from kproxy.broker.replication.partition_replication import ReplicationManager
-from kproxy.broker.replication.reconciliation import Reconciliation
 from kproxy.broker.writer_fence import FenceComparison, KeptFence, WriterFence
 from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult, lease
 from kproxy.etcd.lease import LeaseFence

@@ -19,9 +19,8 @@ from kproxy.broker.data_dir import DataDir
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, ReplicaKey, StateValue, TopicValue, encode_value
 from kproxy.broker.leader_epochs import Leadership
-from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.broker.partition import Inconsistent, Partition, ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
-from kproxy.broker.replication.reconciliation import Inconsistent
 from kproxy.etcd import KeyValue, Snapshot, WatchEvent, delete_op, put_op
 from kproxy.etcd.lease import LeaseFence
 from kproxy_codec.api_keys import BIND_FENCES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.broker.replication.follower_presence import FollowerPresence
+from kproxy.broker.replication.isr_keeper import FollowerPresence
 from tests.support.models.simulated_loop import SimulatedLoop
 
 GRACE_S, LONGEST_S = 0.5, 10.0

@@ -15,16 +15,17 @@ import pytest
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.keys import BrokerValue, Keys, encode_value
 from kproxy.broker.log import Log
-from kproxy.broker.partition import ACKS_ALL, Partition
-from kproxy.broker.replication.isr_keeper import IsrKeeper
-from kproxy.broker.replication.partition_replication import MAX_WAITER_AGE_S, WAITER_SWEEP_INTERVAL_S, Role
-from kproxy.broker.replication.reconciliation import (
+from kproxy.broker.partition import (
+    ACKS_ALL,
     Inconsistent,
+    Partition,
     Reconciliation,
     divergence_point,
     reset_to_offset,
     validate_consistency,
 )
+from kproxy.broker.replication.isr_keeper import IsrKeeper
+from kproxy.broker.replication.partition_replication import MAX_WAITER_AGE_S, WAITER_SWEEP_INTERVAL_S, Role
 from kproxy.etcd import put_op
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import EpochEnd

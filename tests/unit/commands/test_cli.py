@@ -114,7 +114,7 @@ def test_an_audit_that_breaks_down_does_not_say_by_its_status_that_records_are_l
     def break_down(*_: object, **__: object) -> None:
         raise ValueError("seven")
 
-    monkeypatch.setattr("kproxy.pipeline.audit.job.run_audit_job", break_down)
+    monkeypatch.setattr("kproxy.pipeline.audit.run.run_audit_job", break_down)
     assert main(["pipeline", "audit", "--bootstrap", "127.0.0.1:1"]) == 2
     assert capsys.readouterr().err.startswith("kproxy: unexpected ValueError: seven (")
 
@@ -150,7 +150,7 @@ def asks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     """Run a command in vain: all that it says of where it asked."""
     for _, variable in (ADMIN, BOOTSTRAP):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr("kproxy.pipeline.audit.job.PATIENCE_S", 0.2)
+    monkeypatch.setattr("kproxy.pipeline.audit.run.PATIENCE_S", 0.2)
 
     def run(arguments: Sequence[str], **environ: str) -> str:
         with monkeypatch.context() as patched:

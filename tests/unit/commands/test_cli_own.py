@@ -26,7 +26,7 @@ from kproxy.cli.own_view import (
 )
 from kproxy.config import Address
 from kproxy.errors import StartupError
-from kproxy.observe.claims import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, MemberRow
+from kproxy.observe.table import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, MemberRow
 from kproxy_codec.own import OwnResource
 
 ACTIVE = {"proxy": "aa", "address": "127.0.0.1:9092", "connection": 3, "client": "active"}

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kproxy.cli.table_view import LiveTable, describe_changes, footline, headline, rows_of, show
+from kproxy.cli.table import LiveTable, describe_changes, footline, headline, rows_of, show
 from kproxy.observe.table import ProxyRow, TablePage, TableView, merge_pages, table_page
 from kproxy.routing.topology import Address, Ownership, Topology
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kproxy.cli.doctor_checks import about_replicas
-from kproxy.cli.table_view import LiveTable, describe_changes, show
+from kproxy.cli.table import LiveTable, describe_changes, show
 from kproxy.observe.table import (
     ReplicaRow,
     Replication,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.demo.audit import SILENCE_MS, TrailCoverage
+from kproxy.demo.run import SILENCE_MS, TrailCoverage
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
 
 UNTIL_MS = 100_000

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kproxy.pipeline.audit.log_client import TopicPartition
-from kproxy.pipeline.audit.log_plan import offsets_as_json
+from kproxy.pipeline.audit.log_options import offsets_as_json
 from kproxy.pipeline.audit.run import ENDS_PATIENCE_S, ends_behind
 
 ZERO, ONE, OTHER = TopicPartition("t", 0), TopicPartition("t", 1), TopicPartition("gone", 0)

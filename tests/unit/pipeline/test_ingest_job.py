@@ -11,12 +11,12 @@ import pytest
 from pyspark.sql.types import ArrayType, DataType, LongType, MapType, StringType, StructField, StructType
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.backlog import Backlog, FilesLeft, records_behind
 from kproxy.pipeline.ingest.checkpoint import Found, Job, settle
+from kproxy.pipeline.ingest.job import Stop, stopped_by_signals, why
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
 from kproxy.pipeline.ingest.progress import Tally, summary
-from kproxy.pipeline.ingest.run import Stop, stopped_by_signals, why
 from kproxy.pipeline.ingest.sink import BatchDone, lacking
+from kproxy.pipeline.ingest.sources import Backlog, FilesLeft, records_behind
 
 KNOWN = Job("known", "csv files in file:/in", "topic flights", None, "cluster-1", '{"old": 1}', True)
 ASKED = Job("asked", "csv files in file:/in", "topic flights", None, "cluster-1")

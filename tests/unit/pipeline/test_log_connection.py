@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.job import check_places
-from kproxy.pipeline.audit.log_connection import BrokerFailed, LogConnection, LogReadFailed
+from kproxy.pipeline.audit.log_client import BrokerFailed, LogConnection, LogReadFailed
+from kproxy.pipeline.audit.run import check_places
 from kproxy.pipeline.audit.trail import parse_trail
 from kproxy.routing.topology import Address
 from kproxy_codec.foreign import ANSWER_TO_HTTP

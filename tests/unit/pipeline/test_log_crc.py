@@ -6,10 +6,8 @@ import sys
 
 import pytest
 
-from kproxy.pipeline.audit.log_client import LogClient, Patience, TopicPartition
-from kproxy.pipeline.audit.log_connection import LogReadFailed
-from kproxy.pipeline.audit.log_options import LogOptions, read_options
-from kproxy.pipeline.audit.log_plan import LogRange
+from kproxy.pipeline.audit.log_client import LogClient, LogReadFailed, Patience, TopicPartition
+from kproxy.pipeline.audit.log_options import LogOptions, LogRange, read_options
 from kproxy.pipeline.audit.log_source import LogDataSourceReader, LogPiece
 from kproxy.routing.topology import Address
 from kproxy_codec.fetch import PartitionFetched

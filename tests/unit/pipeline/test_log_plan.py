@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, TopicPartition
-from kproxy.pipeline.audit.log_connection import LogReadFailed
-from kproxy.pipeline.audit.log_options import read_options
-from kproxy.pipeline.audit.log_plan import (
+from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.log_options import (
     LEAST_PIECES,
     cut,
     expect_partitions,
     matching,
     offsets_as_json,
     parse_offsets,
+    read_options,
 )
 from kproxy.routing.topology import Address
 
