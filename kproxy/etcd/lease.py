@@ -8,8 +8,8 @@ Invariants
    moment, so the lease lives at least until sent_at + ttl_s (unless it is revoked).
 2. One keepalive is in flight at a time: answers carry no number, so an answer must belong to the only question. A
    stream whose answer is late is dropped together with that answer.
-3. LeaseLost is raised only on etcd's own word (TTL 0). An unreachable etcd is asked again for ever: the caller decides
-   by its own deadline whether that still helps.
+3. LeaseLost is raised only on etcd's own word (TTL 0). An unreachable etcd is asked again without end: the caller
+   decides by its own deadline when to stop.
 4. The deadline of a `LeaseFence` is the send time of the last answered keepalive, plus the TTL in its answer, minus a
    margin. As etcd counts from a later moment, no other process can have our keys before that deadline. Our rights end
    when etcd falls silent; no message is needed.
@@ -52,7 +52,7 @@ MARGIN_FRACTION = 0.1
 
 
 class LeaseFence:
-    """How long one lease is certain to live.
+    """The time for which one lease is certain to live.
 
     `claim_revision` is when the broker's key was put on it.
     """
@@ -62,7 +62,7 @@ class LeaseFence:
     def __init__(self, lease_id: int, clock: Clock) -> None:
         self.lease_id = lease_id
         self.claim_revision = 0
-        # How often it was renewed only after its deadline.
+        # The number of renewals after its deadline.
         self.lapses = 0
         self._clock = clock
         self._deadline = float("-inf")

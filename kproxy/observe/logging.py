@@ -54,7 +54,7 @@ def in_a_thread(seconds: float, call: Callable[[], None]) -> None:
 
 
 class LogBound:
-    """Admits or counts each line. Lines may come from any thread."""
+    """Admit or count each line. Lines may come from any thread."""
 
     def __init__(self, say: Say, *, clock: Callable[[], float] = time.monotonic, later: Later = in_a_thread) -> None:
         self._say = say
@@ -124,7 +124,7 @@ _TOLD: Final = "_told"
 def configure_logging(level: str, log_format: str | None = None) -> None:
     """Log `level` and above in one of FORMATS: by default as text on a terminal, with colours, and as JSON elsewhere.
 
-    Of libraries that use the standard library, warnings.
+    Loggers of the standard library, which libraries use, log warnings and above.
     """
     on_terminal = sys.stderr.isatty()
     bound = LogBound(_say)

@@ -43,7 +43,7 @@ BURST = 5
 RATE_PER_S = 5.0
 WHOLE_APART_S = 1.0
 MAX_DOUBTED = 500
-# No topic's name is longer (Kafka's own rule).
+# The longest name of a topic (Kafka's own rule).
 _MAX_NAME_BYTES = 249
 
 
@@ -246,7 +246,7 @@ class KafkaMetadata:
         return answer, topics is None
 
     async def _connect(self) -> None:
-        """To the broker asked last, unless that one is to be passed over."""
+        """Connect to the broker asked last, or to the next one if that one is to be passed over."""
         known = list(dict.fromkeys([*self._bootstrap, *self._topology.brokers.values()]))
         passed_over, self._passed_over = self._passed_over, None
         if self._connection is not None:
@@ -254,7 +254,7 @@ class KafkaMetadata:
                 return
             await self._drop_connection()
         if passed_over in known:
-            # Begin with the broker after it, so that all are asked in turn; itself is last.
+            # Begin with the broker after it, so that all are asked in turn, this one last.
             at = known.index(passed_over) + 1
             known = known[at:] + known[:at]
         self._connection = await open_any(known, self._timeout_s, access=self._access)

@@ -17,8 +17,8 @@ from kproxy.pipeline.audit.log_options import LogRange, cut, read_options
 from kproxy.pipeline.audit.log_reader import RangeReader, Row
 from kproxy_codec.record_crc import crc_is_valid
 from tests.support.brokers.real_kafka import RealKafka
-from tests.support.brokers.reference_broker import wait_for
 from tests.support.clients.kafka_io import TIMEOUT_S
+from tests.support.waiting import wait_for
 
 # The first run of all downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]

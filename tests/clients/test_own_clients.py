@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from aiokafka.protocol.produce import ProduceRequest
 from kproxy.claims.client import OwnNotOffered, OwnRefused, Severed, own
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE
 from tests.support.claims.owned_topics import PARTITIONS, WRITERS, OwnedTopics
+from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
 
 PATIENCE_S = 15.0
@@ -47,12 +48,6 @@ async def leaders(producer: Any, topic: str) -> list[int]:
     return [
         producer.client.cluster.leader_for_partition(aiokafka.TopicPartition(topic, each)) for each in range(PARTITIONS)
     ]
-
-
-async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not await holds():
-            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

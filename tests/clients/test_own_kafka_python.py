@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +16,7 @@ from kafka.errors import PolicyViolationError
 from kproxy.claims.client import OwnNotOffered, OwnRefused, Severed, own_sync
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID
 from tests.support.claims.owned_topics import PARTITIONS, WRITERS, OwnedTopics
+from tests.support.waiting import wait_for
 
 PATIENCE_S = 15.0
 CHECK_EVERY_S = 0.5
@@ -40,13 +41,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def write(producer: Any, topic: str, value: bytes, partition: int = 0) -> None:
     producer.send(topic, value, partition=partition).get(PATIENCE_S)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def is_free(producer: Any, *resources: str) -> bool:
@@ -75,7 +69,7 @@ def test_claims_stand_on_the_connections_that_the_producer_writes_on(owned_topic
         assert not ownership.is_valid
         with pytest.raises(PolicyViolationError):
             write(owner, topic, b"not any more")
-        eventually(lambda: is_free(other, f"{topic}/0"))
+        wait_for(lambda: is_free(other, f"{topic}/0"))
     assert owned_topics.log(topic) == [b"owned", b"what is left is sent"]
 
 
@@ -132,7 +126,7 @@ def test_a_lower_generation_is_refused_and_leaves_nothing_claimed(owned_topics: 
         with pytest.raises(OwnRefused) as refused, own_sync(other, WRITERS, resources, 4):
             pytest.fail("it is owned")
         assert (refused.value.error_code, refused.value.resource) == (FENCED_INSTANCE_ID, resources[1])
-        eventually(lambda: is_free(third, resources[0], *resources[2:]))
+        wait_for(lambda: is_free(third, resources[0], *resources[2:]))
         assert ownership.is_valid
 
 

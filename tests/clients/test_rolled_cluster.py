@@ -25,7 +25,6 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.brokers.kafka_jars import KAFKA_VERSION, client_classpath
 from tests.support.brokers.leader_moves import check_numbered, numbered, paced
 from tests.support.brokers.real_kafka import RealBroker, RealKafka
-from tests.support.brokers.reference_broker import wait_for
 from tests.support.clients.client_process import ClientRun
 from tests.support.clients.java_client import run_java_client
 from tests.support.clients.kafka_io import Record, read_topic
@@ -33,6 +32,7 @@ from tests.support.clients.librdkafka_client import run_librdkafka
 from tests.support.clients.spark import write_batches
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import counted, kafka_proxy
+from tests.support.waiting import wait_for
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]

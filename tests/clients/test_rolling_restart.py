@@ -22,12 +22,12 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.brokers.kafka_jars import KAFKA_VERSION
 from tests.support.brokers.real_kafka import RealKafka
-from tests.support.brokers.reference_broker import wait_for
 from tests.support.clients.kafka_io import read_topic
 from tests.support.clients.spark import write_batches
 from tests.support.clients.steady_writers import MODES, Found, Running, Writer, find, writing
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import counted, kafka_proxy, page, port_of
+from tests.support.waiting import wait_for
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.spark, pytest.mark.timeout(900)]

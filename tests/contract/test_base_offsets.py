@@ -31,9 +31,10 @@ from kproxy_codec.api_keys import (
 )
 from tests.support.brokers.oracle import NODES, Outcome, RealSide, outcome
 from tests.support.brokers.real_kafka import RealKafka
-from tests.support.brokers.reference_broker import RawClient, wait_for
+from tests.support.brokers.reference_broker import RawClient
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import kafka_proxy, port_of
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 # The first run of all downloads Kafka's jars.

@@ -20,8 +20,9 @@ from kproxy.pipeline.audit.run import AuditJob, run_audit
 from kproxy.pipeline.audit.tables import Tables
 from kproxy.pipeline.audit.trail import JSON, TrailPlace
 from tests.support.brokers.broker_hooks import UNFENCED
-from tests.support.brokers.reference_broker import RawClient, start_brokers, wait_for
+from tests.support.brokers.reference_broker import RawClient, start_brokers
 from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.waiting import wait_for
 
 PREFIX = "/audited"
 TTL_S = 3

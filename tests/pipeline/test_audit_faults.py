@@ -29,7 +29,8 @@ from tests.pipeline.audit_sites import (
     write,
 )
 from tests.pipeline.forging import Offsets, append_again, cut_off
-from tests.support.brokers.reference_broker import RawClient, wait_for
+from tests.support.brokers.reference_broker import RawClient
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]

@@ -1,7 +1,7 @@
-"""The few Kafka messages of a simulated world, written and read by hand: fast, and sharing nothing with `codec`.
+"""Write and read the few Kafka messages of a simulated world, fast and without `kproxy_codec`.
 
-Produce 3-13, Fetch 11, ListOffsets 5, Own 1, BindFences 0. A batch is a header of version 2 with some bytes behind it
-in the place of records; its base_timestamp is the number it is known by in its world.
+Produce 3-13, Fetch 11, ListOffsets 5, Own 1, BindFences 0. A batch is a header of version 2, followed by some bytes
+instead of records; its base_timestamp is its number in its world.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Results = list[tuple[bytes, list[tuple[int, int, int]]]]
 
 
 class NoMessage(ValueError):
-    """Bytes that are not what they should be."""
+    """The bytes are not the expected message."""
 
 
 class ProduceRequest(NamedTuple):
@@ -72,7 +72,7 @@ def batch(
 
 
 def batch_id_of(records: bytes) -> int:
-    """Raises NoMessage."""
+    """Return the number of a batch. Raise NoMessage."""
     if len(records) < _BATCH.size:
         raise NoMessage(f"no batch: {records!r}")
     batch_id: int = _BATCH_ID.unpack_from(records, _BATCH_ID_OFFSET)[0]
@@ -308,7 +308,7 @@ def _skip_tags(frame: bytes, at: int) -> int:
 
 
 def read_request(api_key: int, correlation_id: int, client_id: bytes, topics: dict[bytes, list[int]]) -> bytes:
-    """Fetch from the beginning, or ListOffsets for the latest."""
+    """Write a Fetch from the beginning, or a ListOffsets for the latest offset."""
     version = FETCH_VERSION if api_key == FETCH else LIST_OFFSETS_VERSION
     head = _HEAD.pack(api_key, version, correlation_id, len(client_id)) + client_id
     parts = [head, _FETCH.pack(-1, 50, 1, 1 << 20, 0, 0, -1, len(topics)) if api_key == FETCH else b"\xff" * 4 + b"\0"]
@@ -327,7 +327,7 @@ def read_request(api_key: int, correlation_id: int, client_id: bytes, topics: di
 
 
 def read_read_request(frame: bytes) -> tuple[int, int, dict[bytes, list[int]]]:
-    """api_key, correlation_id, and what is asked for."""
+    """Return api_key, correlation_id, and the requested partition indexes by topic."""
     key, _, correlation_id, at = head_of(frame)
     at += _FETCH.size - 4 if key == FETCH else 5
     size = (_FETCH_PARTITION if key == FETCH else _LIST_OFFSETS_PARTITION).size
@@ -343,7 +343,7 @@ def read_read_request(frame: bytes) -> tuple[int, int, dict[bytes, list[int]]]:
 
 
 def read_response(api_key: int, correlation_id: int, results: Results) -> bytes:
-    """The third of each result is the high watermark, or the offset."""
+    """Write the answer to a read. The third value of each result is the high watermark, or the offset."""
     parts = [_INT32.pack(correlation_id), b"\0" * (10 if api_key == FETCH else 4), _INT32.pack(len(results))]
     for topic, entries in results:
         parts += (_INT16.pack(len(topic)), topic, _INT32.pack(len(entries)))
@@ -356,7 +356,7 @@ def read_response(api_key: int, correlation_id: int, results: Results) -> bytes:
 
 
 def read_read_response(api_key: int, frame: bytes) -> tuple[int, Results]:
-    """As it was written by `read_response`. Raises NoMessage."""
+    """Read an answer that `read_response` wrote. Raise NoMessage."""
     try:
         correlation_id = _INT32.unpack_from(frame, 4)[0]
         at = 18 if api_key == FETCH else 12
@@ -406,7 +406,7 @@ def _read_compact(data: bytes, at: int) -> tuple[bytes, int]:
 
 
 def read_own_response(frame: bytes, group: str) -> tuple[int, Results]:
-    """By resource one entry, with its error code and its fence; none where all was refused. Raises NoMessage."""
+    """Return one entry for each resource, with its error code and fence; none if all was refused. Raise NoMessage."""
     try:
         correlation_id, _, refusal = Struct(">ixih").unpack_from(frame, 4)
         called, at = _read_compact(frame, 15)
@@ -425,7 +425,7 @@ def read_own_response(frame: bytes, group: str) -> tuple[int, Results]:
 
 
 def read_bind_request(frame: bytes) -> tuple[int, list[tuple[bytes, int, int, bool]]]:
-    """The correlation_id and the bindings: topic, partition index, fence, and whether that is a release."""
+    """Return the correlation_id and the bindings: topic, partition index, fence, and whether it is a release."""
     _, _, correlation_id, at = head_of(frame)
     count, at = _read_uvarint(frame, at + 1)
     bindings = []
@@ -437,7 +437,7 @@ def read_bind_request(frame: bytes) -> tuple[int, list[tuple[bytes, int, int, bo
 
 
 def bind_response(correlation_id: int, bound: list[tuple[bytes, int, int, int]]) -> bytes:
-    """By topic and partition index an error code and the highest fence."""
+    """Write an error code and the highest fence for each topic and partition index."""
     parts = [_INT32.pack(correlation_id), b"\0", _INT32.pack(0), _uvarint(len(bound) + 1)]
     for topic, index, code, fence in bound:
         parts += (_compact(topic), _BOUND.pack(index, code, fence), b"\0")

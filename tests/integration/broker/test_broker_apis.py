@@ -1,4 +1,4 @@
-"""What reference brokers answer on the wire, asked by a client that shares no encoder with them."""
+"""The answers of reference brokers on the wire, to a client that shares no encoder with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 from kproxy_codec import api_keys, control, error_codes
 from kproxy_codec.record_batch import iterate_batches
-from tests.support.brokers.reference_broker import BrokerProcess, Closed, Cluster, RawClient, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, Closed, Cluster, RawClient
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch, with_attributes
 
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
@@ -20,7 +21,7 @@ pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.referenc
 
 @pytest.fixture
 def topic(request: pytest.FixtureRequest) -> str:
-    """A topic's name that no other test uses."""
+    """A topic name that no other test uses."""
     return f"t-{uuid.uuid4().hex[:12]}"
 
 
@@ -60,7 +61,7 @@ def test_every_produce_version_is_appended_and_answered(leader: BrokerProcess, t
 
 
 def test_an_id_that_no_topic_has_is_said_to_be_unknown(leader: BrokerProcess, topic: str) -> None:
-    """KIP-516; what else is in the request goes its way."""
+    """KIP-516; the rest of the request is served."""
     with leader.client() as client:
         known, unknown = client.topic_id(topic), uuid.uuid4()
         data = [
@@ -138,7 +139,7 @@ def test_a_broker_that_does_not_lead_says_who_does(cluster: Cluster, leader: Bro
             named = said.responses[0].partition_responses[0].current_leader
             return said if named is not None and named.leader_epoch >= 0 else None
 
-        # It learns of the lease and of the epoch one after the other, and soon after the owner.
+        # It learns the lease first and then the epoch, both soon after the owner.
         answer = wait_for(answer_with_epoch)
     result = answer.responses[0].partition_responses[0]
     assert (result.error_code, result.base_offset) == (error_codes.NOT_LEADER_OR_FOLLOWER, -1)
@@ -220,7 +221,7 @@ def test_an_idempotent_resend_gets_its_first_offset_and_a_gap_is_refused(leader:
 
 def test_pipelined_requests_are_answered_in_order(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as client:
-        send_fetch(client, topic, 0, max_wait_ms=300, min_bytes=1 << 20)  # the first waits, what is behind it too
+        send_fetch(client, topic, 0, max_wait_ms=300, min_bytes=1 << 20)  # it waits, and so do the requests behind it
         for _ in range(20):
             client.send_produce(topic, 0, build_batch())
         client.send(api_keys.API_VERSIONS, 3, client_software_name="t", client_software_version="1")
@@ -344,7 +345,7 @@ def test_offsets_by_position_and_time(leader: BrokerProcess, topic: str, version
             assert offset(-3) == (7, 4001)
 
 
-# Metadata and its kin
+# Metadata and similar requests
 
 
 @pytest.mark.parametrize("version", range(14))
@@ -364,7 +365,7 @@ def test_every_metadata_version_names_brokers_and_leaders(cluster: Cluster, topi
 
 def test_all_brokers_describe_the_cluster_alike(cluster: Cluster, topic: str) -> None:
     cluster.leader(topic)
-    # Each broker learns of the topic and its owner by a watch of its own, so they agree soon, not at once.
+    # Each broker learns of the topic and its owner by its own watch, so they agree soon, not at once.
     deadline = time.monotonic() + 10
     while True:
         answers = []
@@ -682,7 +683,7 @@ def test_a_control_request_over_a_mebibyte_is_refused(leader: BrokerProcess) -> 
 
 
 def test_a_client_that_reads_nothing_costs_the_broker_little(leader: BrokerProcess, topic: str) -> None:
-    """Answers wait in the broker only up to its high-water mark and one more; other clients go on."""
+    """The broker holds answers up to its high-water mark and one more; other clients are served."""
     with leader.client() as producer:
         for _ in range(8):
             producer.produce(topic, 0, build_batch([os.urandom(1_000_000)]))

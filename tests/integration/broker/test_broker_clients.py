@@ -1,4 +1,4 @@
-"""Unchanged clients against three reference brokers, with no proxy between: what they write is what they read."""
+"""Unchanged clients write to three reference brokers, without a proxy, and read the same records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type:
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec.record_batch import iterate_batches
 from tests.integration.broker.test_broker_apis import fetch
-from tests.support.brokers.reference_broker import BrokerProcess, Cluster, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, Cluster
+from tests.support.waiting import wait_for
 
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
 
@@ -37,7 +38,7 @@ def expected(topic: str) -> set[tuple[bytes, bytes]]:
 
 
 def in_order_within_partitions(records: list[tuple[int, int, bytes]]) -> bool:
-    """Whether offsets and keys rise together in each partition; records are (partition, offset, key)."""
+    """Return whether offsets and keys rise together in each partition. Records are (partition, offset, key)."""
     last: dict[int, tuple[int, int]] = {}
     for partition, offset, key in records:
         before = last.get(partition, (-1, -1))
@@ -147,9 +148,9 @@ def test_offsets_by_time_are_found_by_a_client(cluster: Cluster, topic: str) -> 
 def test_an_idempotent_producer_lives_through_restarts_and_kill_9(
     etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
 ) -> None:
-    """Every record acknowledged is there, once, in order, whatever happens to the one broker that has the partition."""
+    """Every acknowledged record is there, once, in order, though its only broker is restarted and killed."""
     broker = BrokerProcess(1, tmp_path / "1", etcd.endpoint, etcd_prefix, lease_ttl_s=2).start()
-    broker.arguments.append(f"listen={broker.port}")  # a client knows no other address
+    broker.arguments.append(f"listen={broker.port}")  # clients know only this address
     acknowledged: list[int] = []
     failures: list[Any] = []
     stop = threading.Event()
@@ -204,7 +205,7 @@ def read_partition(broker: BrokerProcess, topic: str, end: int) -> list[Any]:
     return read
 
 
-# What is not offered fails at once, and says so
+# A feature that is not offered fails at once, with the reason
 
 
 def test_a_librdkafka_group_is_refused_with_the_reason(cluster: Cluster, topic: str) -> None:

@@ -29,8 +29,9 @@ from kproxy_codec import error_codes
 from kproxy_codec.api_keys import DESCRIBE_TOPIC_PARTITIONS
 from kproxy_codec.record_batch import iterate_batches
 from tests.integration.broker.test_broker_apis import fetch
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker, start_brokers, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker, start_brokers
 from tests.support.etcd.embedded import own_etcd
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]

@@ -16,9 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from kproxy.broker.keys import Keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
-from tests.support.brokers.reference_broker import BrokerProcess, start_broker, start_brokers, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, start_broker, start_brokers
 from tests.support.etcd.embedded import own_etcd
 from tests.support.processes.dev import serving
+from tests.support.waiting import wait_for
 
 pytest_plugins = ["tests.support.etcd.embedded"]
 

@@ -13,7 +13,8 @@ import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec import api_keys, error_codes
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_brokers, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_brokers
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 IDS = (1, 2, 3)

@@ -20,10 +20,10 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from kproxy_codec import api_keys
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker, wait_for
-from tests.support.etcd.embedded import eventually
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker
 from tests.support.processes.dev import KproxyProcess, asyncios_own_loop, serving
 from tests.support.processes.ports import free_port
+from tests.support.waiting import eventually, wait_for
 from tests.support.wire.record_batches import build_batch
 
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]

@@ -10,8 +10,9 @@ from typing import Any
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec import api_keys, error_codes
 from kproxy_codec.record_batch import iterate_batches
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker
 from tests.support.brokers.small_disk import small_disk
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 DISK_BYTES = 512 << 10

@@ -6,9 +6,10 @@ import asyncio
 from pathlib import Path
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from tests.support.brokers.reference_broker import BrokerProcess, start_brokers, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, start_brokers
 from tests.support.clients.idempotent_writers import IdempotentWriter
 from tests.support.clients.kafka_io import read_partition
+from tests.support.waiting import wait_for
 
 pytest_plugins = ["tests.support.etcd.embedded"]
 

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from kproxy.etcd import EtcdError
 from kproxy_codec import error_codes
-from tests.support.brokers.faulty_site import FaultySite, faulty_site, until
+from tests.support.brokers.faulty_site import FaultySite, faulty_site
 from tests.support.brokers.reference_broker import RawClient
 from tests.support.clients.attempts import stored
 from tests.support.etcd.etcd_cluster import EtcdCluster
+from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
 
 TTL_S = 2
@@ -57,7 +59,7 @@ async def replace_disk(site: FaultySite, broker: int) -> None:
     async def is_gone() -> bool:
         return await site.client.get(site.keys.broker(broker)) is None
 
-    await until(is_gone, 20, f"the lease of broker {broker} has ended")
+    await eventually(is_gone, timeout_s=20, ignored=(EtcdError,), what=f"the lease of broker {broker} has ended")
 
 
 @pytest.mark.timeout(120)
@@ -74,7 +76,9 @@ async def test_a_late_fetch_of_its_predecessor_makes_no_leader_of_an_empty_disk(
     async def both_are_held() -> bool:
         return way.held == 2
 
-    await until(both_are_held, 20, "the next question of each follower is under way")
+    await eventually(
+        both_are_held, timeout_s=20, ignored=(EtcdError,), what="the next question of each follower is under way"
+    )
     await replace_disk(site, 1)
     await site.in_sync("t", 0, (2, 3))
     await site.brokers[1].up()

@@ -29,7 +29,7 @@ from kproxy_codec.framing import frame_message, parse_request_header, response_h
 from kproxy_codec.partitioned import encode_topics
 from tests.support.brokers.broker_logs import leader_batches, read_all
 from tests.support.brokers.replicating import LEADER, SECRET, FollowerSide, LeaderSide, append, fetching, pair
-from tests.support.etcd.embedded import eventually
+from tests.support.waiting import eventually
 
 T, U = uuid.uuid4(), uuid.uuid4()
 PATIENCE_S = 10.0

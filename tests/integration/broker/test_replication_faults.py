@@ -16,12 +16,12 @@ import pytest_asyncio
 from kproxy.broker.election import START_GRACE_S
 from kproxy_codec import error_codes
 from tests.support.brokers.faulty_site import FaultySite, faulty_site
-from tests.support.brokers.reference_broker import wait_for
 from tests.support.clients.attempts import Attempt, Writer, judge
 from tests.support.clients.idempotent_writers import IdempotentWriter
 from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import port_of
+from tests.support.waiting import wait_for
 
 TTL_S = 2
 LAG_S = 1.0

@@ -24,7 +24,8 @@ from kproxy_codec.fetch import PartitionFetch
 from kproxy_codec.framing import request_header
 from kproxy_codec.partitioned import MAX_PARTITIONS
 from tests.support.brokers.follower_client import NO_DIRECTORY, FollowerClient, Replication, replication_of
-from tests.support.brokers.reference_broker import BrokerProcess, Cluster, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, Cluster
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]

@@ -24,11 +24,12 @@ from kproxy.etcd import EtcdClient
 from kproxy.observe.table import ReplicaRow, Replication, TablePage
 from kproxy.ownership.replication import read_replication
 from kproxy_codec import error_codes
-from tests.support.brokers.reference_broker import BrokerProcess, start_broker, start_brokers, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, start_broker, start_brokers
 from tests.support.etcd.embedded import freeze, own_etcd
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.ports import free_port
 from tests.support.processes.served import Samples, beside, page, samples, static_proxy
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]

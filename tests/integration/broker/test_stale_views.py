@@ -17,6 +17,7 @@ import confluent_kafka
 import kafka
 import pytest
 
+from kproxy.etcd import EtcdError
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import (
     API_VERSIONS,
@@ -26,7 +27,7 @@ from kproxy_codec.api_keys import (
     DESCRIBE_TOPIC_PARTITIONS,
     METADATA,
 )
-from tests.support.brokers.faulty_site import FaultyBroker, FaultySite, faulty_site, until
+from tests.support.brokers.faulty_site import FaultyBroker, FaultySite, faulty_site
 from tests.support.brokers.kafka_jars import kafka_classpath
 from tests.support.brokers.reference_broker import Closed, RawClient
 from tests.support.clients.java_client import run_java_client
@@ -35,6 +36,7 @@ from tests.support.etcd.embedded import Relay
 from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.processes.dev import serving
 from tests.support.processes.served import beside, port_of
+from tests.support.waiting import eventually
 
 A, B = 1, 2
 TTL_S = 2
@@ -122,7 +124,9 @@ async def test_a_broker_without_a_lease_describes_nothing_until_it_has_one_again
     async def is_back() -> bool:
         return not await asyncio.to_thread(is_refused, broker, "Metadata")
 
-    await until(is_back, TIMEOUT_S, "A has a lease again, and describes the cluster")
+    await eventually(
+        is_back, timeout_s=TIMEOUT_S, ignored=(EtcdError,), what="A has a lease again, and describes the cluster"
+    )
     assert not await sends_elsewhere(broker, 12)
 
 
@@ -209,7 +213,7 @@ async def test_clients_of_a_broker_that_loses_its_lease_go_to_another(
         async def is_written() -> bool:
             return writing.done() or len(site.log_bytes(A, "moved")) > 0
 
-        await until(is_written, TIMEOUT_S, "A has something of the client's")
+        await eventually(is_written, timeout_s=TIMEOUT_S, ignored=(EtcdError,), what="A has something of the client's")
         await cut_off(site)
         client.moved.set()
         await writing
@@ -236,7 +240,7 @@ async def test_a_proxy_that_is_cut_off_too_passes_over_brokers_without_leases(si
         async def nobody_knows() -> bool:
             return await asyncio.to_thread(topic_error, port_of(proxy)) == error_codes.LEADER_NOT_AVAILABLE
 
-        await until(nobody_knows, TIMEOUT_S, "B's lease has ended")
+        await eventually(nobody_knows, timeout_s=TIMEOUT_S, ignored=(EtcdError,), what="B's lease has ended")
 
 
 def topic_error(port: int) -> int:

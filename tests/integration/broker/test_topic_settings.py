@@ -11,7 +11,8 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec.api_keys import CREATE_TOPICS, LIST_OFFSETS
 from tests.integration.broker.test_broker_apis import base_offsets, fetch
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_brokers, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_brokers
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 SEGMENT_BYTES = 1 << 20

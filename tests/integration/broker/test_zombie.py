@@ -23,13 +23,15 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from kproxy.etcd import EtcdError
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import FETCH
 from tests.support.brokers.broker_hooks import AFTER_THE_APPEND, AFTER_THE_WRITE, BEFORE_THE_WRITE
-from tests.support.brokers.faulty_site import FaultyBroker, FaultySite, faulty_site, until
+from tests.support.brokers.faulty_site import FaultyBroker, FaultySite, faulty_site
 from tests.support.brokers.reference_broker import Closed, RawClient
 from tests.support.clients.attempts import Stored
 from tests.support.etcd.etcd_cluster import EtcdCluster
+from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
 
 TTL_S = 2
@@ -178,7 +180,7 @@ async def test_a_leader_stopped_for_longer_than_its_lease_acknowledges_and_keeps
         return all(zombie.is_stopped for zombie in zombies)
 
     try:
-        await until(all_sleep, HANG_S, "they all stop")
+        await eventually(all_sleep, timeout_s=HANG_S, ignored=(EtcdError,), what="they all stop")
         for zombie in zombies:
             zombie.send_more()
             taken = await written(site, zombie, OTHERS, b"meanwhile")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 
 from kproxy.claims.client import own_sync
 from tests.support.claims.owned_topics import WRITERS, OwnedTopics
+from tests.support.waiting import wait_for
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "active_standby.py"
 PATIENCE_S = 40.0
@@ -46,7 +47,9 @@ class Writer:
         return self._said.read_text()
 
     def has_said(self, what: str, times: int = 1) -> Self:
-        eventually(lambda: self.said.count(what) >= times or self.process.poll() is not None)
+        wait_for(
+            lambda: self.said.count(what) >= times or self.process.poll() is not None, what=lambda: self.said[-2000:]
+        )
         assert self.said.count(what) >= times, f"{self.name} said {self.said[-2000:]}"
         return self
 
@@ -61,12 +64,6 @@ class Writer:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
         self.process.wait(PATIENCE_S)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 class Writers:
@@ -112,7 +109,7 @@ def test_the_log_shows_one_writer_after_another(owned_topics: OwnedTopics, write
     fourth.process.terminate()
     assert fourth.process.wait(PATIENCE_S) == 0
     fourth.has_said("ended; what it owned is free")
-    eventually(lambda: "ACTIVE with" in third.said or second.said.count("ACTIVE with") == 2)
+    wait_for(lambda: "ACTIVE with" in third.said or second.said.count("ACTIVE with") == 2)
     active, standby = (third, second) if "ACTIVE with" in third.said else (second, third)
     with standing_still(active):
         fifth = writers.start("fifth", "--take-over").is_active()

@@ -28,6 +28,7 @@ from kproxy_codec.error_codes import NONE, POLICY_VIOLATION, REQUEST_TIMED_OUT
 from tests.support.claims.own_client import OwnClient
 from tests.support.processes.dev import KproxyProcess, run_kproxy
 from tests.support.processes.served import counted, page, port_of
+from tests.support.waiting import eventually
 
 PATIENCE_S = 20.0
 # A claim that cannot be confirmed is answered after it.
@@ -135,14 +136,7 @@ def running(directory: Path, *arguments: str) -> Iterator[KproxyProcess]:
 
 async def told(process: KproxyProcess, part: str) -> None:
     """Until it has said so on stderr."""
-    await until(lambda: part in process.stderr(), process.stderr)
-
-
-async def until(holds: Callable[[], bool], otherwise: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, otherwise()
-        await asyncio.sleep(0.02)
+    await eventually(lambda: part in process.stderr(), process.stderr)
 
 
 async def line_of(process: KproxyProcess) -> str:

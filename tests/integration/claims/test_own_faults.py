@@ -1,4 +1,4 @@
-"""What befalls a proxy that holds claims for its clients: others can claim in time, and nobody writes after them."""
+"""Faults of a proxy that holds claims for its clients: others can claim in time, and nobody writes after them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Victim:
         self.thread.call(set_delay)
 
     async def connect(self) -> OwnClient:
-        """To its first worker, which may be about to come back."""
+        """Connect to its first worker, which may be restarting."""
         async with asyncio.timeout(RESTART_S):
             while 1 not in worker_pids(self.process):
                 await asyncio.sleep(0.05)
@@ -70,7 +70,7 @@ def victim(own_site: OwnSite) -> Iterator[Victim]:
 
 
 class Fault(NamedTuple):
-    """It befalls the victim after its client has claimed, and ends after another has."""
+    """A fault of the victim, from its client's claim until another client's claim."""
 
     what: str
     begin: Callable[[Victim], None]
@@ -96,7 +96,7 @@ FAULTS = [
 
 
 async def _writes_on(client: OwnClient, topic: str, acknowledged: int) -> int:
-    """Until it may not any more; how many were acknowledged, with those before."""
+    """Write until it is refused. Return the number of acknowledged records, with those before."""
     try:
         while (await client.produce(topic, 0, b"A %d" % acknowledged)).error_code == NONE:
             acknowledged += 1
@@ -106,7 +106,7 @@ async def _writes_on(client: OwnClient, topic: str, acknowledged: int) -> int:
 
 
 async def _claims(client: OwnClient, topic: str, generation: int = 1) -> int:
-    """Asks until it is granted; the fence."""
+    """Request the claim until it is granted. Return the fence."""
     while True:
         (found,) = (await client.own(writers_of(topic), [(f"{topic}/0", generation)])).resources
         if found.error_code == NONE:
@@ -132,7 +132,7 @@ def test_another_claims_what_a_troubled_proxy_holds(own_site: OwnSite, victim: V
         assert await owner.wait_closed(PATIENCE_S), "it has lost its claim, and is served"
         acknowledged = await asyncio.wait_for(writing, PATIENCE_S)
         assert (await successor.produce(topic, 0, b"B 1")).error_code == NONE
-        # The victim recovers, and takes part as before.
+        # The victim recovers, and serves as before.
         owner = await victim.connect()
         assert await _claims(owner, topic) > second
         assert await successor.wait_closed(PATIENCE_S)
@@ -140,7 +140,7 @@ def test_another_claims_what_a_troubled_proxy_holds(own_site: OwnSite, victim: V
         written = [each.value.decode() for each in (await owner.fetch(topic, 0, 0)).records]
         of_owner = written[: written.index("B 0")]
         assert of_owner[:acknowledged] == [f"A {number}" for number in range(acknowledged)]
-        # The last one may be there without its answer.
+        # The last record may be in the log without an answer.
         assert len(of_owner) <= acknowledged + 1
         assert written[len(of_owner) :] == ["B 0", "B 1", "C 0"]
         await owner.close()
@@ -150,7 +150,7 @@ def test_another_claims_what_a_troubled_proxy_holds(own_site: OwnSite, victim: V
 
 
 def test_a_stopped_reader_s_proxy_hands_over_nothing_when_it_wakes(own_site: OwnSite, victim: Victim) -> None:
-    """No broker guards reads: the proxy has to know by itself that its lease is over, whatever it looks at first."""
+    """No broker guards reads: the proxy must notice by itself that its lease is over, whatever it does first."""
     topic = own_site.topic("stopped reader")
 
     async def reads(client: OwnClient) -> int:
@@ -188,7 +188,7 @@ def test_a_reader_is_granted_nothing_before_a_slow_proxy_has_severed_the_last_on
     topic = own_site.topic("slow to sever")
 
     async def reads_on(client: OwnClient) -> float:
-        """Until it may not any more; when the last fetch began that it may."""
+        """Fetch until it is refused. Return the time at which the last permitted fetch began."""
         latest = 0.0
         try:
             while True:
@@ -238,12 +238,12 @@ def test_a_claim_in_the_middle_of_which_etcd_goes_is_made_when_it_comes_back(own
 
 
 def test_a_claim_whose_answer_etcd_could_not_give_is_told_with_its_fence(own_site: OwnSite, victim: Victim) -> None:
-    """Time and again: it is made, the proxy does not hear of it, and the client asks again."""
+    """Repeatedly: etcd makes the claim, the proxy gets no answer, and the client requests it again."""
     topic = own_site.topic("lost answers")
     key = own_site.keys.claim(writers_of(topic), f"{topic}/0")
 
     async def revision_of(generation: int) -> int:
-        """At which it was claimed with this generation, once it is."""
+        """Wait for the claim with this generation. Return its fence."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 found = await own_site.etcd.get(key)

@@ -25,8 +25,8 @@ from tests.support.claims.own_histories import GOES_ON_S, History, Member, close
 from tests.support.claims.own_model import OwnModel, operations, places
 from tests.support.claims.own_site import UNBOUND, OwnSite, own_site, with_proxies
 from tests.support.claims.own_troubles import HELD_TO_THE_LAST, Trouble, Troublemaker, troubles
-from tests.support.etcd.embedded import eventually
 from tests.support.models.linearizability import check
+from tests.support.waiting import eventually
 
 HISTORIES = int(os.environ.get("KPROXY_OWN_HISTORIES", "40"))
 SEED = int(os.environ.get("KPROXY_OWN_SEED", "1"))

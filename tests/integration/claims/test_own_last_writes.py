@@ -32,9 +32,10 @@ from kproxy_codec.partitioned import with_length
 from tests.support.brokers.kafscale import KafScaleBroker
 from tests.support.brokers.scripted_upstream import HOST, Asked, DeafListener, ScriptedUpstream
 from tests.support.claims.own_client import OwnClient
-from tests.support.etcd.embedded import eventually, running
+from tests.support.etcd.embedded import running
 from tests.support.processes.running_proxy import RunningProxy, running_proxy
 from tests.support.processes.served import ServedBroker
+from tests.support.waiting import eventually
 
 GROUP = "writers"
 # Shorter than any wait for an answer, longer than what the claims here take.

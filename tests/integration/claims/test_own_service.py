@@ -20,8 +20,9 @@ from kproxy.etcd import EtcdClient, put_op
 from kproxy.etcd.mirror import CHUNK_EVENTS
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE
 from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
-from tests.support.etcd.embedded import Relay, eventually, running
+from tests.support.etcd.embedded import Relay, running
 from tests.support.processes.dev import KproxyProcess
+from tests.support.waiting import eventually
 
 GROUP = "writers"
 TTL_S = 5

@@ -26,9 +26,9 @@ from tests.support.brokers.held_bytes import HOST, Way
 from tests.support.brokers.real_kafka import RealKafka
 from tests.support.claims.own_client import OwnClient
 from tests.support.clients.kafka_io import read_partition
-from tests.support.etcd.embedded import eventually
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import port_of
+from tests.support.waiting import eventually
 
 # The first run of all downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]

@@ -24,7 +24,6 @@ from kproxy.demo.run import partition_owners
 from kproxy.dev.cluster import ChildEnded, DevCluster
 from kproxy.trail.rows import Range
 from tests.support.audit.audit_trails import trails_in_topic
-from tests.support.brokers.reference_broker import wait_for
 from tests.support.clients.kafka_io import produce, read_partition
 from tests.support.processes.dev import (
     KPROXY,
@@ -36,6 +35,7 @@ from tests.support.processes.dev import (
     serving,
 )
 from tests.support.processes.served import page
+from tests.support.waiting import wait_for
 
 
 def names(processes: list[psutil.Process]) -> list[str]:

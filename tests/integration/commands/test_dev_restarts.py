@@ -16,9 +16,9 @@ import confluent_kafka
 import psutil
 import pytest
 
-from tests.support.brokers.reference_broker import wait_for
 from tests.support.clients.kafka_io import produce, read_partition
 from tests.support.processes.dev import KproxyProcess, dev_arguments, gone, run_kproxy, serving
+from tests.support.waiting import wait_for
 
 LEASE_TTL_S = 2
 

@@ -19,10 +19,11 @@ import pytest
 from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import Topology
-from tests.support.etcd.embedded import eventually, running
+from tests.support.etcd.embedded import running
 from tests.support.etcd.etcd_chaos import Content, Step, Story, Trouble, steps
 from tests.support.etcd.etcd_cluster import running_cluster
 from tests.support.etcd.etcd_history import Change, Churn, connected, history
+from tests.support.waiting import eventually
 
 MINUTES = float(os.environ.get("KPROXY_CHAOS_MINUTES", "0"))
 # With this one each kind of trouble is among the first steps, the loss of the majority for 7 s too.

@@ -15,9 +15,10 @@ import pytest
 from kproxy.etcd import PrefixMirror
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import Topology
-from tests.support.etcd.embedded import eventually, running
+from tests.support.etcd.embedded import running
 from tests.support.etcd.etcd_cluster import EtcdCluster, Member, running_cluster
 from tests.support.etcd.etcd_history import Churn, Hearing, connected, history
+from tests.support.waiting import eventually
 
 # The longest time without an answer from etcd that a table may go without saying so.
 STALE_WITHIN_S = 5.0

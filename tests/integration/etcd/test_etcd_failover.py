@@ -12,8 +12,9 @@ import uvloop
 
 from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent, get_op, put_op
 from kproxy.etcd import members as members_module
-from tests.support.etcd.embedded import Relay, eventually, running
+from tests.support.etcd.embedded import Relay, running
 from tests.support.etcd.etcd_cluster import EtcdCluster
+from tests.support.waiting import eventually
 
 # What a member's failure may cost a call that meets it, or that an election meets; with slack for a busy machine.
 PATIENCE_S = 4.0

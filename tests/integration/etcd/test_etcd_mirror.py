@@ -14,7 +14,8 @@ from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, Wat
 from kproxy.etcd import mirror as mirror_module
 from kproxy.etcd.messages import Pages
 from kproxy.etcd.mirror import MirrorState, WatchMessage, WatchStream
-from tests.support.etcd.embedded import Relay, compact, eventually, kill, own_etcd, put_many, running
+from tests.support.etcd.embedded import Relay, compact, kill, own_etcd, put_many, running
+from tests.support.waiting import eventually
 
 
 class Copy:

@@ -25,11 +25,12 @@ from kproxy.routing.topology import Topology
 from kproxy_codec.api_keys import PRODUCE
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
-from tests.support.etcd.embedded import compact, eventually, put_many, running
+from tests.support.etcd.embedded import compact, put_many, running
 from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
 from tests.support.etcd.leases import Owners, lease_key, owners, owners_in_etcd
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import ServedBroker, page, port_of
+from tests.support.waiting import eventually
 
 # Longer than any time-out on the way: a watch is replaced after 8 s of silence, gRPC drops a connection after 9.
 STOPPED_S = 11.0

@@ -23,9 +23,10 @@ from kproxy.etcd import (
     put_op,
 )
 from kproxy.etcd.lease import RENEWALS_PER_TTL
-from tests.support.etcd.embedded import QUICK, eventually, running, written
+from tests.support.etcd.embedded import QUICK, running, written
 from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
 from tests.support.etcd.etcd_secured import PASSWORD, ask_gateway, enable_users
+from tests.support.waiting import eventually
 
 TOKEN_TTL_S = 1
 # The last: what a password costs, 4 being etcd's least.

@@ -33,8 +33,9 @@ from kproxy.observe.table import TablePage
 from kproxy.ownership.lease_keys import MAX_TOPIC_VALUE_BYTES
 from kproxy.ownership.leases import REREAD_KEYS, LeaseTable
 from kproxy.routing.topology import NO_OWNER, Address, Topology
-from tests.support.etcd.embedded import Relay, compact, eventually, kill, own_etcd, put_many, running
+from tests.support.etcd.embedded import Relay, compact, kill, own_etcd, put_many, running
 from tests.support.etcd.leases import lease_key, owners
+from tests.support.waiting import eventually
 
 
 @asynccontextmanager

@@ -19,7 +19,8 @@ from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult
 from kproxy.fleet.registration import Registrar, RegistrarState, proxies_prefix
 from kproxy.fleet.view import FleetView, alone
 from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
-from tests.support.etcd.embedded import Relay, eventually, own_etcd, running
+from tests.support.etcd.embedded import Relay, own_etcd, running
+from tests.support.waiting import eventually
 
 TTL_S = 2
 HOST = "proxy.test"

@@ -26,7 +26,7 @@ from kproxy.observe.table import TablePage
 from kproxy_codec import api_keys as keys
 from tests.support.brokers.kafka_jars import kafka_classpath
 from tests.support.brokers.real_kafka import CLUSTER_ID, RealKafka
-from tests.support.brokers.reference_broker import RawClient, start_brokers, wait_for
+from tests.support.brokers.reference_broker import RawClient, start_brokers
 from tests.support.clients.java_client import run_java_client
 from tests.support.clients.kafka_io import Placed, Record, produce, read_topic
 from tests.support.clients.raw_client import RawClient as AsyncRawClient
@@ -34,6 +34,7 @@ from tests.support.clients.raw_client import produce_frame
 from tests.support.etcd.embedded import Relay, own_etcd, running
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
+from tests.support.waiting import wait_for
 
 PARTITIONS = 12
 # Clients follow what they are told of while requests of theirs are on their way.

@@ -16,8 +16,8 @@ from kproxy_codec.api_keys import API_VERSIONS
 from tests.support.brokers.kafka_cluster import KafkaCluster
 from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
 from tests.support.processes.dev import KproxyProcess
-from tests.support.processes.running_proxy import eventually
 from tests.support.processes.served import beside, counted, kafka_proxy, port_of
+from tests.support.waiting import eventually
 
 T0 = ("t", 0)
 # Far below the time between two reads of the table, and above what a busy machine takes.

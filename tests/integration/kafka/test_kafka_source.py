@@ -22,11 +22,12 @@ from kproxy_codec import api_keys as keys
 from tests.support.audit.audit_trails import is_whole, trails_in_topic
 from tests.support.brokers.kafka_jars import kafka_classpath
 from tests.support.brokers.real_kafka import RealKafka
-from tests.support.brokers.reference_broker import RawClient, wait_for
+from tests.support.brokers.reference_broker import RawClient
 from tests.support.clients.java import SHORT_JAVA, java_executable
 from tests.support.clients.kafka_io import produce, read_partition, read_with_aiokafka
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import kafka_proxy
+from tests.support.waiting import wait_for
 
 # The first run of all downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]

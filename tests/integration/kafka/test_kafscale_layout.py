@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.support.clients.raw_client import RawClient, control_frame, fetch_fra
 from tests.support.etcd.embedded import Relay
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import port_of
+from tests.support.waiting import eventually
 
 NOT_LEADER, TIMED_OUT, NOT_AVAILABLE, NOT_COORDINATOR, INVALID_REQUEST, NOT_AUTHORIZED = 6, 7, 15, 16, 42, 53
 _files = itertools.count()
@@ -150,22 +151,20 @@ async def test_requests_follow_the_leases_and_the_address_book(kafscale: KafScal
 
     assert [await goes_to(0), await goes_to(1), await goes_to(0)] == [0, 1, 0]
     await kafscale.own(0, 1)
-    await until(lambda: goes_to(0), 1)
+    await eventually(lambda: comes_to(goes_to(0), 1))
     # Broker 1 moves, as the operator says.
     moved = await KafScaleBroker(1).start()
     moved.script = lambda asked: asked.answer()
     old, kafscale.brokers[1] = kafscale.brokers[1], moved
     await kafscale.list_brokers()
     await old.stop()
-    await until(lambda: produced(client, 1), 0)
+    await eventually(lambda: comes_to(produced(client, 1), 0))
     assert moved.log
     await moved.stop()
 
 
-async def until(what: Any, wanted: object) -> None:
-    async with asyncio.timeout(10):
-        while await what() != wanted:
-            await asyncio.sleep(0.02)
+async def comes_to(outcome: Awaitable[object], wanted: object) -> bool:
+    return await outcome == wanted
 
 
 async def test_what_nobody_owns_is_not_offered_to_a_broker_that_is_gone(kafscale: KafScale) -> None:
@@ -180,7 +179,7 @@ async def test_what_nobody_owns_is_not_offered_to_a_broker_that_is_gone(kafscale
         assert (await client.answer()).codes == {("orders", partition_index): 0}
     # What it owns goes to it all the same, that is nowhere, until its lease ends.
     await kafscale.own(partitions[0], 1)
-    await until(lambda: produced(client, partitions[0]), NOT_LEADER)
+    await eventually(lambda: comes_to(produced(client, partitions[0]), NOT_LEADER))
 
 
 async def test_what_nobody_owns_is_not_left_to_a_broker_that_stops(kafscale: KafScale) -> None:
@@ -277,7 +276,7 @@ async def test_a_group_is_coordinated_by_the_holder_of_its_lease(kafscale: KafSc
         assert set(at[0]) == {0, 1}
     for holder in (0, 1):
         await kafscale.client.put(f"{kafscale.prefix}/group-leases/a/b", b"%d" % holder)
-        await until(lambda: goes_to(first, "a/b", *requests[0]), holder)
+        await eventually(lambda holder=holder: comes_to(goes_to(first, "a/b", *requests[0]), holder))
         assert [await goes_to(first, "a/b", *request) for request in requests] == [holder] * len(requests)
     # A holder that is not listed is waited for; nobody else is asked.
     await kafscale.client.put(f"{kafscale.prefix}/group-leases/a/b", b"7")
@@ -374,7 +373,7 @@ async def test_without_etcd_there_are_no_new_producer_ids_and_all_else_goes_on(
         for answer in await asyncio.gather(*asking):
             assert (answer.error_code, answer.producer_id, answer.producer_epoch) == (NOT_AVAILABLE, -1, -1)
         await relay.open()
-        await until(lambda: error_of(clients[0]), 0)
+        await eventually(lambda: comes_to(error_of(clients[0]), 0))
 
 
 async def error_of(client: RawClient) -> int:

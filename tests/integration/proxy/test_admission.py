@@ -19,9 +19,10 @@ from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SAS
 from kproxy_codec.error_codes import ILLEGAL_SASL_STATE, NONE, SASL_AUTHENTICATION_FAILED
 from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame, raw_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
 from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
 from tests.support.security import sasl_client as sasl
+from tests.support.waiting import eventually
 
 T0 = ("t", 0)
 
@@ -248,7 +249,7 @@ async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
         sasl.users_file(tmp_path, "bob")
         if way == "SIGHUP":
             os.kill(process.pid, signal.SIGHUP)
-        await eventually(lambda: "reloaded" in process.stderr(), "the file is read again", 60)
+        await eventually(lambda: "reloaded" in process.stderr(), "the file is read again", timeout_s=60)
         await authenticate(await RawClient().connect(port_of(process)), "bob")
     finally:
         await asyncio.to_thread(manager.__exit__, None, None, None)

@@ -17,7 +17,8 @@ from kproxy.routing import retry
 from kproxy_codec import api_keys as keys
 from tests.support.brokers.scripted_upstream import Asked, DeafListener, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
-from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.waiting import eventually
 
 NOT_COORDINATOR, NOT_LEADER, TIMED_OUT = 16, 6, 7
 T0, T1 = ("t", 0), ("t", 1)

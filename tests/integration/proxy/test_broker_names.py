@@ -1,4 +1,4 @@
-"""Host names of brokers: one that a name server does not answer for delays no dial to another."""
+"""Host names of brokers: a name that no name server answers delays no dial to another broker."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from kproxy.routing.topology import Address
 from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.processes.dev import KPROXY, serving
-from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import both_loops, running_proxy
 from tests.support.processes.served import ServedBroker, port_of
+from tests.support.waiting import eventually
 
 NOT_LEADER = 6
 PLAIN = batch(producer_id=-1)
@@ -82,9 +83,9 @@ async def test_names_that_are_slow_to_resolve_delay_no_dial_to_another_broker(na
         assert await code_of(await proxy.client()) == 0
         assert time.monotonic() - began < SOON_S
         assert await asyncio.gather(*asking) == [NOT_LEADER] * len(SLOW)
-        # One thread a name, however often it was wanted.
+        # One thread for each name, however many dials wait for it.
         assert {names.asked[host] for host in SLOW} == {1}
-        # Once there is an answer they are brokers like others.
+        # After an answer they are brokers like others.
         names.answer.set()
         await eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("resolve")])
         await asyncio.sleep(1.1)
@@ -100,7 +101,7 @@ async def test_a_name_is_looked_up_once_for_all_connections_that_need_it(names: 
         clients = [await proxy.client() for _ in range(20)]
         assert await asyncio.gather(*map(code_of, clients)) == [0] * 20
         assert names.asked == {QUICK: 1}
-        # Not for long: it may lead elsewhere by now.
+        # An answer is kept for a short time: the name may change its address.
         await asyncio.sleep(1.1)
         assert await code_of(await proxy.client()) == 0
         assert names.asked == {QUICK: 2}
@@ -119,7 +120,7 @@ async def test_an_address_of_a_name_that_does_not_serve_is_not_used_again(monkey
     async with running_proxy(upstream) as proxy:
         proxy.topology.set_broker(1, Address(QUICK, upstream.port))
         proxy.own(1)
-        # The second try is at the other one: what did not serve is not used again.
+        # The second try takes the other address: one that did not serve is not used again.
         assert await code_of(await proxy.client()) == 0
 
 
@@ -159,7 +160,7 @@ async def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) 
 
 
 class _NameServer(asyncio.DatagramProtocol):
-    """Says that QUICK is this machine, and nothing of any other name."""
+    """Answer that QUICK is this machine, and answer nothing for any other name."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.DatagramTransport, transport)
@@ -182,7 +183,7 @@ class _NameServer(asyncio.DatagramProtocol):
 
 @contextmanager
 def _port_53() -> Iterator[socket.socket]:
-    """A name server's own port, at an address that nobody else uses; skips the test where it cannot be had."""
+    """Port 53 at an address that nobody else uses. Skip the test if it cannot be bound."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
         try:
             bound.bind((f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() % 254 + 1}", 53))
@@ -193,7 +194,7 @@ def _port_53() -> Iterator[socket.socket]:
 
 
 def _with_name_server(address: str, directory: Path) -> list[str]:
-    """What a command is to be started by, to ask the name server there; skips the test where that cannot be done."""
+    """The prefix of a command that asks the name server there. Skip the test if that is impossible."""
     resolv = directory / "resolv.conf"
     resolv.write_text(f"nameserver {address}\n")
     script = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'

@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, fetch_frame, produce_frame
-from tests.support.etcd.embedded import eventually
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import ServedBroker, page, port_of, refused, samples, static_proxy
+from tests.support.waiting import eventually
 
 T0 = ("t", 0)
 # Far below drain_s, far above what it takes.

@@ -18,8 +18,9 @@ from kproxy.observe.tally import MAX_BROKERS, MAX_DROP_TOPICS, OTHER_BROKERS, Ta
 from kproxy_codec.api_keys import API_VERSIONS, METADATA
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import batch, fetch_frame, list_offsets_frame, produce_frame, raw_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
 from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
+from tests.support.waiting import eventually
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 SERIES = re.compile(r"^\| `(kproxy_[a-z0-9_]+)", re.MULTILINE)

@@ -12,7 +12,8 @@ from kproxy.proxy import fanout
 from kproxy_codec.api_keys import PRODUCE
 from tests.support.brokers.scripted_upstream import DeafListener, ScriptedUpstream
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
-from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.waiting import eventually
 from tests.support.wire.messages import response_body, response_frame, sample_response
 
 T0 = ("t", 0)

@@ -12,8 +12,9 @@ import pytest
 
 from tests.support.brokers.scripted_upstream import Asked, DeafListener, ScriptedUpstream
 from tests.support.clients.raw_client import batch, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
 from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
+from tests.support.waiting import eventually
 
 T0 = ("t", 0)
 NOT_LEADER, MESSAGE_TOO_LARGE, TIMED_OUT = 6, 10, 7

@@ -20,8 +20,9 @@ from kproxy.proxy.memory_budget import USUAL, Budget
 from kproxy_codec.api_keys import FETCH
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, fetch_frame, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
 from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 SHORT_TICK_S = 0.02
@@ -296,7 +297,7 @@ async def test_a_client_that_leaves_gives_the_room_of_its_answers_back_at_once()
                 await silent.next()
                 await asyncio.sleep(0.05)
                 client.abort()
-                await eventually(lambda: proxy.listener.vitals.in_flight_bytes == 0, patience_s=3)
+                await eventually(lambda: proxy.listener.vitals.in_flight_bytes == 0, timeout_s=3)
         finally:
             gc.enable()
 
@@ -322,5 +323,5 @@ async def test_room_that_is_found_free_on_another_thread_is_given_on() -> None:
     collector = threading.Thread(target=held.clear)
     collector.start()
     collector.join()
-    await eventually(lambda: waiter.room is not None, patience_s=3)
+    await eventually(lambda: waiter.room is not None, timeout_s=3)
     assert room.held == 3 * MIB

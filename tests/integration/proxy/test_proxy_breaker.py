@@ -22,7 +22,8 @@ from kproxy_codec import api_keys
 from kproxy_codec.api_keys import FETCH
 from tests.support.brokers.scripted_upstream import HOST, Asked, DeafListener, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, control_frame, fetch_frame, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.waiting import eventually
 
 NOT_LEADER = 6
 TIMED_OUT = 7

@@ -24,7 +24,8 @@ from tests.support.clients.raw_client import (
     produce_frame,
     raw_frame,
 )
-from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.waiting import eventually
 from tests.support.wire.messages import request_body, request_frame, sample_request
 
 T0 = ("t", 0)

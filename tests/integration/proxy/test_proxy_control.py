@@ -25,8 +25,9 @@ from tests.support.clients.raw_client import (
     produce_frame,
     raw_frame,
 )
-from tests.support.processes.running_proxy import IDENTITY, both_loops, eventually
+from tests.support.processes.running_proxy import IDENTITY, both_loops
 from tests.support.processes.running_proxy import running_among_strangers as running_proxy
+from tests.support.waiting import eventually
 
 REAL_ID = 0x51525354
 REAL_HOST = "broker-nine.internal"

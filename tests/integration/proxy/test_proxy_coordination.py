@@ -16,8 +16,9 @@ from kproxy_codec.control import decode_request
 from kproxy_codec.coordination import GROUP, TRANSACTION
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
 from tests.support.clients.raw_client import RawClient, control_frame, produce_frame
-from tests.support.processes.running_proxy import IDENTITY, RunningProxy, both_loops, eventually
+from tests.support.processes.running_proxy import IDENTITY, RunningProxy, both_loops
 from tests.support.processes.running_proxy import running_among_strangers as running_proxy
+from tests.support.waiting import eventually
 
 NOT_AVAILABLE, NOT_COORDINATOR, NOT_AUTHORIZED, UNSUPPORTED = 15, 16, 53, 35
 TOPICS = [{"name": "t", "partitions": [{"partition_index": 3, "committed_offset": 7, "committed_metadata": ""}]}]

@@ -10,7 +10,8 @@ import pytest
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import batch, control_frame, fetch_frame, list_offsets_frame, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.waiting import eventually
 
 SPLIT = {"t": [0, 1, 2], "u": [0, 1], "v": [0]}
 CORRELATION_ID = slice(8, 12)

@@ -18,8 +18,9 @@ from kproxy_codec.error_codes import INVALID_REQUEST, NOT_LEADER_OR_FOLLOWER
 from kproxy_codec.partitioned import MAX_PARTITIONS
 from tests.support.brokers.scripted_upstream import PATIENCE_S, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, fetch_frame, produce_frame
-from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import both_loops, running_proxy
 from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 T0 = ("t", 0)

@@ -8,7 +8,8 @@ from kproxy.proxy.plain_path import PlainPiece
 from kproxy_codec.framing import CHUNK_BYTES
 from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import batch, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.waiting import eventually
 
 NOT_LEADER = 6
 TIMED_OUT = 7

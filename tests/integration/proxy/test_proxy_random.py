@@ -20,7 +20,8 @@ from tests.support.brokers.scripted_upstream import Partition
 from tests.support.models.model_cluster import ModelCluster
 from tests.support.models.model_producers import Idempotent, Plain, Producer, Silent, Violation
 from tests.support.processes.at_rest import what_is_left
-from tests.support.processes.running_proxy import RunningProxy, eventually, run_on, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, run_on, running_proxy
+from tests.support.waiting import eventually
 
 FIRST_SEED = int(os.environ.get("KPROXY_FIRST_SEED", "0"))
 SEEDS = int(os.environ.get("KPROXY_SEEDS", "6"))
@@ -88,7 +89,7 @@ async def produce_in_trouble(seed: int) -> None:
             trouble.cancel()
             await asyncio.gather(trouble, return_exceptions=True)
         try:
-            await eventually(lambda: not what_is_left(proxy), patience_s=15.0)
+            await eventually(lambda: not what_is_left(proxy), timeout_s=15.0)
         except AssertionError:
             raise AssertionError(f"not at rest: {what_is_left(proxy)}") from None
         if os.environ.get("KPROXY_TELL"):

@@ -17,7 +17,8 @@ from tests.support.brokers.cutting_broker import RESET_AT_CLOSE, Cut, CuttingBro
 from tests.support.brokers.scripted_upstream import HOST, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.processes.at_rest import what_is_left
-from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.waiting import eventually
 
 TIMED_OUT = 7
 # On a busy machine any dial and any answer may take a second. Brokers here have nothing to say to a probe.

@@ -16,7 +16,8 @@ from kproxy.routing.topology import Address
 from kproxy_codec.api_keys import LIST_OFFSETS
 from tests.support.brokers.scripted_upstream import SILENCE_S, DeafListener, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, list_offsets_frame, produce_frame
-from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.waiting import eventually
 
 NOT_LEADER = 6
 TIMED_OUT = 7

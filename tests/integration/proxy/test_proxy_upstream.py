@@ -15,7 +15,8 @@ from kproxy.proxy.dialling import Dialler
 from kproxy.routing.topology import Address
 from tests.support.brokers.scripted_upstream import HOST, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import batch, produce_frame
-from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.waiting import eventually
 
 CONNECT_TIMEOUT_S = 0.05
 

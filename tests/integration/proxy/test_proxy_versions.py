@@ -14,8 +14,9 @@ from kproxy_codec import api_keys as keys
 from kproxy_codec.produce import TOPIC_IDS_FROM
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, control_frame, fetch_frame, list_offsets_frame, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, eventually
+from tests.support.processes.running_proxy import RunningProxy, both_loops
 from tests.support.processes.running_proxy import running_among_strangers as running_proxy
+from tests.support.waiting import eventually
 
 NEWEST = SERVED[keys.PRODUCE].max_version
 OLD = 9

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from tests.support.etcd.embedded import QUICK, put_many
 from tests.support.processes.dev import KPROXY, KproxyProcess
 from tests.support.processes.ports import free_port, free_ports
 from tests.support.processes.served import ServedBroker, page, port_of, static_proxy
+from tests.support.waiting import eventually
 
 PATIENCE_S = 30.0
 T0 = ("t", 0)
@@ -33,13 +34,6 @@ def silent_port() -> Iterator[int]:
     """A port where connections are accepted and nothing is ever said."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
-
-
-async def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        await asyncio.sleep(0.05)
 
 
 @asynccontextmanager
@@ -64,7 +58,7 @@ async def test_a_proxy_waits_for_an_etcd_that_is_started_later(tmp_path: Path) -
     etcd_port, admin_port = free_ports(2)
     endpoint, admin = f"http://127.0.0.1:{etcd_port}", f"127.0.0.1:{admin_port}"
     async with started(tmp_path / "stderr", "--etcd", endpoint, "--admin", admin) as process:
-        await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
+        await eventually(lambda: "Waiting for it" in process.stderr(), process.stderr)
         assert process.stderr().count(f"kproxy: etcd at {endpoint} does not answer") == 1
         assert "--etcd" in process.stderr()
         assert await asyncio.to_thread(page, admin, "/livez") == (200, "alive\n")
@@ -103,13 +97,13 @@ async def reloaded(process: KproxyProcess, outcome: str) -> None:
     """SIGHUP, until it says that this came of it."""
     seen = process.stderr().count(outcome)
     process.signal(signal.SIGHUP)
-    await until(lambda: process.stderr().count(outcome) > seen, process.stderr)
+    await eventually(lambda: process.stderr().count(outcome) > seen, process.stderr)
 
 
 async def test_a_proxy_waits_for_a_kafka_cluster_and_says_which(tmp_path: Path, silent_port: int) -> None:
     bootstrap = f"nowhere.invalid:9092,127.0.0.1:{silent_port}"
     async with started(tmp_path / "stderr", "--ownership", "kafka", "--bootstrap", bootstrap) as process:
-        await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
+        await eventually(lambda: "Waiting for it" in process.stderr(), process.stderr)
         said = process.stderr()
         assert f"no Kafka cluster answers at nowhere.invalid:9092, 127.0.0.1:{silent_port} (" in said
         assert "--bootstrap" in said
@@ -126,7 +120,7 @@ async def test_of_two_that_wait_on_one_port_the_later_is_told_that_it_is_taken(t
         started(tmp_path / "two", *listen) as two,
     ):
         for process in (one, two):
-            await until(lambda process=process: "Waiting for it" in process.stderr(), process.stderr)  # type: ignore[misc]
+            await eventually(lambda process=process: "Waiting for it" in process.stderr(), process.stderr)  # type: ignore[misc]
         async with EmbeddedEtcd(tmp_path / "etcd", client_port=etcd_port, extra_arguments=QUICK):
             lines = await asyncio.gather(*(asyncio.to_thread(process.read_line) for process in (one, two)))
             assert sorted(line.partition(" ")[0].strip() for line in lines) == ["", "ready"]
@@ -141,7 +135,7 @@ async def test_of_two_that_wait_on_one_port_the_later_is_told_that_it_is_taken(t
 async def test_a_proxy_that_waits_ends_when_it_is_told_to(tmp_path: Path, silent: bool, silent_port: int) -> None:
     port = silent_port if silent else free_port()
     async with started(tmp_path / "stderr", "--etcd", f"127.0.0.1:{port}") as process:
-        await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
+        await eventually(lambda: "Waiting for it" in process.stderr(), process.stderr)
         # Nothing to read anew yet, and no reason to end.
         process.signal(signal.SIGHUP)
         await asyncio.sleep(0.2)
@@ -187,7 +181,7 @@ async def test_a_proxy_whose_terminal_is_closed_ends(tmp_path: Path) -> None:
         )
     os.close(terminal)
     try:
-        await until(lambda: "ready " in (tmp_path / "out").read_text(), (tmp_path / "out").read_text)
+        await eventually(lambda: "ready " in (tmp_path / "out").read_text(), (tmp_path / "out").read_text)
         os.close(master)
         process.send_signal(signal.SIGHUP)
         assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0

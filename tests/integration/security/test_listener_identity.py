@@ -15,10 +15,10 @@ from kproxy_codec.error_codes import ILLEGAL_SASL_STATE, NONE, TOPIC_AUTHORIZATI
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.processes.dev import KproxyProcess, serving
-from tests.support.processes.running_proxy import eventually
 from tests.support.processes.served import ServedBroker, beside
 from tests.support.security import sasl_client as sasl
 from tests.support.security.tls_files import Pair, Signer, client_context
+from tests.support.waiting import eventually
 
 T0 = ("t", 0)
 RULE = 'tls.principal_mapping_rules = "RULE:.*CN=([^,]+-[0-9]+).*/$1/L"\n'
@@ -119,7 +119,7 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
         def told() -> str:
             return "".join(file.read_text() for file in (site.directory / "trail").rglob("*.json*"))
 
-        await eventually(lambda: "User:alice" in told() and "User:app-1" in told(), "the trail names both", 30)
+        await eventually(lambda: "User:alice" in told() and "User:app-1" in told(), "the trail names both")
 
 
 async def test_certificates_alone_name_who_a_quota_is_for(site: Site) -> None:

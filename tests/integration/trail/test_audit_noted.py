@@ -16,7 +16,8 @@ from kproxy.trail.rows import Range
 from kproxy_codec.api_keys import PRODUCE
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
 from tests.support.clients.raw_client import RawClient, batch, fetch_frame, produce_frame
-from tests.support.processes.running_proxy import both_loops, eventually, running_proxy
+from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
 
 NOT_LEADER = 6

@@ -18,7 +18,6 @@ import pytest
 from kproxy.trail.rows import Begin, End, Mark, Range, Row
 from tests.integration.trail.test_audit_noted import Offsets
 from tests.support.audit.audit_trails import is_whole, rows_in_files, trails_in_topic
-from tests.support.brokers.reference_broker import wait_for
 from tests.support.brokers.scripted_upstream import ScriptedUpstream
 from tests.support.brokers.small_disk import small_disk
 from tests.support.clients.kafka_io import produce
@@ -27,6 +26,7 @@ from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.running_proxy import both_loops, running_proxy
 from tests.support.processes.served import ServedBroker, counted, port_of, refused, static_proxy
 from tests.support.processes.worker_processes import worker_pids
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 # Far below any time-out of the sink, far above what a record takes.

@@ -19,10 +19,10 @@ from kproxy.trail.rows import Row, encode_page
 from kproxy.trail.sink import SinkFailed
 from kproxy.trail.topic_sink import TopicSink
 from tests.support.audit.audit_trails import INCARNATION, is_whole, paged, rows_in, some_rows, the_end, trails_in_topic
-from tests.support.brokers.reference_broker import wait_for
 from tests.support.clients.kafka_io import produce
 from tests.support.processes.dev import KproxyProcess, asyncios_own_loop, serving
 from tests.support.processes.served import counted
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,11 +6,9 @@ Relays run on the test's event loop. So does nothing that blocks: `await asyncio
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tests.support.etcd.embedded import Relay
 from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.etcd.etcd_history import connected
 from tests.support.processes.ports import free_port
+from tests.support.waiting import eventually
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0
@@ -172,7 +171,12 @@ class FaultySite:
             owner = await self.owner(topic, partition)
             return owner in wanted
 
-        await until(is_led, timeout_s, f"{topic}-{partition} is led by one of {sorted(wanted)}")
+        await eventually(
+            is_led,
+            timeout_s=timeout_s,
+            ignored=(EtcdError,),
+            what=f"{topic}-{partition} is led by one of {sorted(wanted)}",
+        )
         assert owner is not None
         return owner
 
@@ -189,7 +193,7 @@ class FaultySite:
             return state is not None and {replica.node_id for replica in state.isr} == wanted
 
         try:
-            await until(is_in_sync, timeout_s, "")
+            await eventually(is_in_sync, timeout_s=timeout_s, ignored=(EtcdError,))
         except AssertionError:
             raise AssertionError(f"the ISR of {topic}-{partition} is {state}, not {sorted(wanted)}") from None
         assert state is not None
@@ -219,22 +223,11 @@ class FaultySite:
             return len(sizes) == 1 and len({self.log_bytes(each, topic, partition) for each in node_ids}) == 1
 
         try:
-            await until(are_same, timeout_s, "")
+            await eventually(are_same, timeout_s=timeout_s, ignored=(EtcdError,))
         except AssertionError:
             logs = {node_id: stored(self.log_bytes(node_id, topic, partition))[-8:] for node_id in node_ids}
             raise AssertionError(f"the logs of {topic}-{partition} differ; their ends: {logs}") from None
         return stored(self.log_bytes(node_ids[0], topic, partition))
-
-
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float, what: str) -> None:
-    """Poll; an etcd that does not answer for a moment is asked again."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(EtcdError):
-            if await condition():
-                return
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

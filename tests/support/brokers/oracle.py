@@ -19,7 +19,8 @@ from kproxy_codec import error_codes
 from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, LIST_OFFSETS, METADATA, PRODUCE
 from kproxy_codec.record_batch import iterate_batches
 from tests.support.brokers.real_kafka import RealKafka
-from tests.support.brokers.reference_broker import BrokerProcess, Closed, RawClient, wait_for
+from tests.support.brokers.reference_broker import BrokerProcess, Closed, RawClient
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 NODES = (1, 2, 3)

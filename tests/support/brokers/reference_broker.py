@@ -13,7 +13,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -302,17 +301,6 @@ class RawClient:
         """Partition -> leader id, of one topic."""
         found = self.metadata(topic).topics[0]
         return {each.partition_index: each.leader_id for each in found.partitions}
-
-
-def wait_for(condition: Any, timeout_s: float = 30.0, what: str = "") -> Any:
-    """Poll, blocking, until `condition()` is true; its value."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
-        time.sleep(0.02)
 
 
 class Cluster:

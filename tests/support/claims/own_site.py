@@ -29,9 +29,10 @@ from tests.support.brokers.held_bytes import HOST, Way
 from tests.support.brokers.reference_broker import BrokerProcess
 from tests.support.claims.own_client import OwnClient
 from tests.support.clients.attempts import Stored
-from tests.support.etcd.embedded import Relay, eventually
+from tests.support.etcd.embedded import Relay
 from tests.support.processes.dev import KPROXY, KproxyProcess
 from tests.support.processes.ports import free_port
+from tests.support.waiting import eventually
 
 BROKERS: Final = (1, 2, 3)
 PROXIES: Final = 2

@@ -1,4 +1,4 @@
-"""A client that says exactly what a test wants said: one connection, and the frames to send on it.
+"""A client that sends exactly the frames that a test builds, on one connection.
 
 Frames are built by `tests.support.wire.messages`, answers are read by kafka-python.
 """
@@ -28,7 +28,7 @@ Partitions = Mapping[str, Sequence[int]]
 
 
 class Result(NamedTuple):
-    """One partition's entry of an answer, with all that kafka-python reads in it."""
+    """The entry of one partition in an answer, with all fields that kafka-python reads."""
 
     topic: str
     partition_index: int
@@ -65,7 +65,7 @@ class Answer:
 
     @property
     def codes(self) -> dict[tuple[str, int], int]:
-        """Each partition's error code; a partition that is answered twice fails here."""
+        """The error code of each partition. Fail if a partition is answered twice."""
         results = self.results
         codes = {(result.topic, result.partition_index): result.error_code for result in results}
         assert len(codes) == len(results), f"a partition is answered twice: {results}"
@@ -91,21 +91,21 @@ class RawClient:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the connection has ended, as far as is known here."""
+        """Whether the connection has ended, as far as this end knows."""
         return self._writer.is_closing()
 
     @property
     def own_port(self) -> int:
-        """This end's."""
+        """The port of this end."""
         port: int = self._writer.get_extra_info("sockname")[1]
         return port
 
     async def sent(self) -> None:
-        """Until the kernel has taken everything."""
+        """Wait until the kernel has taken everything."""
         await self._writer.drain()
 
     async def receive(self, patience_s: float | None = PATIENCE_S) -> bytes:
-        """The next frame. IncompleteReadError where the connection was closed. `patience_s` None: whenever it comes."""
+        """Return the next frame. Raise IncompleteReadError if the connection is closed. `patience_s` None: no limit."""
         async with asyncio.timeout(patience_s):
             head = await self._reader.readexactly(4)
             return head + await self._reader.readexactly(struct.unpack(">i", head)[0])
@@ -114,10 +114,10 @@ class RawClient:
         return Answer(await self.receive(patience_s), api_key, api_version)
 
     async def is_silent(self, seconds: float = SILENCE_S) -> bool:
-        """Whether neither an answer nor the end comes for so long."""
+        """Return whether nothing arrives for so long, neither a byte nor the end."""
         try:
             async with asyncio.timeout(seconds):
-                # What is read is lost: the test that asks this expects nothing.
+                # A byte that arrives is lost: a test that calls this expects none.
                 await self._reader.readexactly(1)
         except TimeoutError:
             return True
@@ -126,7 +126,7 @@ class RawClient:
         return False
 
     async def is_closed(self, patience_s: float = PATIENCE_S) -> bool:
-        """Whether the proxy closes the connection without a further byte."""
+        """Return whether the proxy closes the connection without another byte."""
         try:
             async with asyncio.timeout(patience_s):
                 return await self._reader.read(1) == b""
@@ -136,7 +136,7 @@ class RawClient:
             return False
 
     async def rest(self, seconds: float = SILENCE_S) -> bytes:
-        """What comes in so long, or before the end."""
+        """Return the bytes that arrive within `seconds`, or before the end."""
         got = b""
         try:
             async with asyncio.timeout(seconds):
@@ -147,7 +147,7 @@ class RawClient:
         return got
 
     def pause_reading(self) -> None:
-        """Take nothing more from the kernel."""
+        """Stop reading from the kernel."""
         self._writer.transport.pause_reading()  # type: ignore[attr-defined]
 
     def resume_reading(self) -> None:

@@ -10,8 +10,7 @@ import asyncio
 import itertools
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -24,6 +23,7 @@ import pytest_asyncio
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, EtcdUnavailable, put_op
 from kproxy.etcd.messages import rpc
+from tests.support.waiting import eventually
 
 # A single member need not wait a second to elect itself. Not for `etcd`: the shortest TTL granted hangs on it too.
 QUICK = ("--heartbeat-interval", "20", "--election-timeout", "200", "--unsafe-no-fsync")
@@ -247,14 +247,6 @@ class Relay:
             writer.write(data)
             await writer.drain()
         raise ConnectionResetError("one side ended")
-
-
-async def eventually(condition: Callable[[], bool], *, timeout_s: float = 30.0, what: str = "") -> None:
-    """Wait until `condition` holds; a test that waits in vain says for what."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

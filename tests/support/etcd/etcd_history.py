@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 from kproxy.etcd import EtcdClient, EtcdError, Snapshot, WatchEvent
 from kproxy.etcd.mirror import WatchStream
-from tests.support.etcd.embedded import eventually
 from tests.support.etcd.etcd_cluster import EtcdCluster
+from tests.support.waiting import eventually
 
 # A change: its revision, the key, and the value, None for a deletion.
 Change = tuple[int, str, bytes | None]

@@ -229,11 +229,3 @@ async def introduce(proxy: RunningProxy, upstreams: Sequence[ScriptedUpstream]) 
     await proxy.context.versions.current()
     for upstream in upstreams:
         upstream.introduces_itself = False
-
-
-async def eventually(condition: Callable[[], Any], what: str = "", patience_s: float = PATIENCE_S) -> None:
-    """Wait until `condition` holds."""
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {patience_s} s: {what or condition}"
-        await asyncio.sleep(0.005)

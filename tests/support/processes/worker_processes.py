@@ -14,6 +14,7 @@ import psutil
 from tests.support.clients.raw_client import RawClient
 from tests.support.processes.dev import KproxyProcess, gone
 from tests.support.processes.served import Samples, page, port_of, samples
+from tests.support.waiting import eventually
 
 PATIENCE_S = 30.0
 
@@ -92,11 +93,8 @@ async def shown(process: KproxyProcess) -> Samples:
 
 
 async def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Until it holds; it is asked in a thread."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not await asyncio.to_thread(condition):
-        assert time.monotonic() < deadline, what()
-        await asyncio.sleep(0.05)
+    """Wait until it holds; a thread asks it."""
+    await eventually(lambda: asyncio.to_thread(condition), what)
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:

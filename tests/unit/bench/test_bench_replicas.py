@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.replicas import QUIET_S, Lags, LagWatch, Replicas, wait_settled
-from tests.support.brokers.reference_broker import wait_for
+from tests.support.waiting import wait_for
 
 
 def append(directory: Path, count: int) -> None:

@@ -29,8 +29,8 @@ from kproxy_codec.own import FenceBinding, encode_bind_fences_request
 from kproxy_codec.primitives import INT32
 from tests.support.brokers.replica_group import on_disk
 from tests.support.clients.raw_client import produce_frame
-from tests.support.etcd.embedded import eventually
 from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
+from tests.support.waiting import eventually
 from tests.support.wire.messages import topic_id
 from tests.support.wire.record_batches import build_batch
 

@@ -31,9 +31,9 @@ from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding, encode_bind_fen
 from kproxy_codec.primitives import INT32
 from tests.support.brokers.replica_group import Fence, on_disk
 from tests.support.clients.raw_client import Answer, produce_frame
-from tests.support.etcd.embedded import eventually
 from tests.support.models import simulated_etcd
 from tests.support.models.simulated_etcd import EtcdStore, Link, SimulatedEtcdClient
+from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
 
 KEYS = Keys("/p")

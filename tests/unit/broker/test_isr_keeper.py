@@ -21,8 +21,8 @@ from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy.etcd import EtcdUnavailable, put_op
 from tests.support.brokers.replica_group import Fence, on_disk
-from tests.support.etcd.embedded import eventually
 from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
+from tests.support.waiting import eventually
 
 KEYS = Keys("/p")
 TOPIC_ID = uuid.uuid4()

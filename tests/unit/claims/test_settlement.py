@@ -1,4 +1,4 @@
-"""Which partitions are unsettled, and until when."""
+"""A partition becomes unsettled by a lost write or a dead member, and settles by an answer or in time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ A, B = ("t", 0), ("t", 1)
 
 
 class Situation:
-    """Unsettled writes, their clock, and what they told after each change."""
+    """Unsettled writes, their clock, and what they reported after each change."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -75,7 +75,7 @@ def test_a_partition_is_unsettled_for_its_time_and_no_longer(
     assert len(situation.told) == 2
 
 
-def test_what_is_answered_is_settled_at_once(situation: Situation) -> None:
+def test_an_answered_write_settles_at_once(situation: Situation) -> None:
     hold = situation.unsettled.begin(*A)
     situation.unsettled.begin(*B)
     situation.unsettled.done(hold)
@@ -94,7 +94,7 @@ def test_a_partition_is_held_until_the_last_answer(situation: Situation) -> None
 
 
 def test_an_answer_does_not_settle_what_was_lost(situation: Situation) -> None:
-    """The same batch sent again: its first copy may come after its answer."""
+    """The batch was sent again, and its first copy may arrive after the answer."""
     hold = situation.unsettled.begin(*A)
     situation.unsettled.note_written_lost(*A)
     situation.unsettled.done(hold)
@@ -121,7 +121,7 @@ def test_an_answer_after_its_time_changes_nothing(situation: Situation) -> None:
     assert situation.unsettled.places() == []
 
 
-def test_what_comes_back_before_anybody_looked_stays(situation: Situation) -> None:
+def test_a_partition_lost_again_before_its_expiry_is_noticed_stays(situation: Situation) -> None:
     situation.unsettled.note_written_lost(*A)
     situation.now += PATIENCE_S
     situation.unsettled.note_written_lost(*A)
@@ -137,7 +137,7 @@ def test_a_member_that_confirmed_leaves_nothing_behind(situation: Situation) -> 
     assert situation.told == []
 
 
-def test_what_was_taken_from_one_that_is_gone_is_known_of_already(situation: Situation) -> None:
+def test_a_resource_taken_from_a_dead_member_is_not_unsettled_again(situation: Situation) -> None:
     unsettled = situation.unsettled
     unsettled.note_member("m", 7, [])
     unsettled.note_member_gone("m", [("writers", "t/0")])
@@ -157,13 +157,13 @@ def test_what_was_taken_from_one_that_is_gone_is_known_of_already(situation: Sit
         ([("t", ALL)], A, True),
         ([("u", ALL)], A, False),
         ([EVERYTHING], A, True),
-        # A claim of a whole group is one of every partition of its topics.
+        # A claim of a whole group claims every partition of its topics.
         ([A], ("t", ALL), True),
         ([A], ("u", ALL), False),
         ([EVERYTHING], ("u", ALL), True),
     ],
 )
-def test_what_is_listed_keeps_from_a_claim(listed: list[Place], place: Place, covered: bool) -> None:
+def test_a_listed_partition_blocks_claims_that_cover_it(listed: list[Place], place: Place, covered: bool) -> None:
     assert covers(listed, *place) is covered
 
 
@@ -181,7 +181,7 @@ def test_what_is_listed_keeps_from_a_claim(listed: list[Place], place: Place, co
         ("writers", "v/0", []),
     ],
 )
-def test_a_claim_is_one_of_what_its_group_alone_writes(
+def test_a_claim_covers_the_partitions_that_only_its_group_writes(
     situation: Situation, group: str, resource: str, places: list[Place]
 ) -> None:
     unsettled = situation.unsettled
@@ -213,7 +213,7 @@ def test_a_topic_of_many_partitions_is_unsettled_as_a_whole(situation: Situation
     assert not covers(listed, "u", 0)
 
 
-def test_much_that_was_taken_from_a_member_is_not_forgotten(situation: Situation) -> None:
+def test_many_resources_taken_from_a_member_are_remembered(situation: Situation) -> None:
     unsettled = situation.unsettled
     unsettled.note_member("m", 7, [])
     for index in range(2 * MAX_PARTITIONS):

@@ -30,7 +30,8 @@ from kproxy_codec.error_codes import (
 from kproxy_codec.framing import RequestHeader, parse_request_header, response_header
 from kproxy_codec.metadata import HIGHEST_VERSION as METADATA_VERSION
 from kproxy_codec.metadata import MetadataReader
-from tests.support.etcd.embedded import eventually, running
+from tests.support.etcd.embedded import running
+from tests.support.waiting import eventually
 
 # Versions of Metadata.
 TOPIC_IDS_FROM = 10

@@ -1,4 +1,4 @@
-"""Which batches are out of order because of an earlier one that was refused."""
+"""Refused batches put later batches of their lane out of order, until their client sends them again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LANES = 4_096
         (Place(8, 0, 6), False),
     ],
 )
-def test_what_follows_in_the_same_epoch_is_misled(place: Place, misled: bool) -> None:
+def test_later_batches_of_the_same_epoch_are_misled(place: Place, misled: bool) -> None:
     refused = Refused()
     refused.note("a", Place(7, 0, 5))
     assert refused.misleads("a", place) is misled
@@ -40,7 +40,7 @@ def test_of_all_sequences_the_nearer_half_follows() -> None:
 
 
 @pytest.mark.parametrize("order", [(5, 6, 7), (7, 6, 5), (6, 7, 5)])
-def test_what_is_behind_the_first_is_misled_in_whatever_order_they_were_refused(order: tuple[int, ...]) -> None:
+def test_batches_behind_the_first_are_misled_in_any_order_of_refusals(order: tuple[int, ...]) -> None:
     refused = Refused()
     for sequence in order:
         refused.note("a", Place(7, 0, sequence))
@@ -58,7 +58,7 @@ def test_what_is_behind_the_first_is_misled_in_whatever_order_they_were_refused(
     ],
     ids=["what follows", "the last again", "the first again", "what was before", "another epoch"],
 )
-def test_what_comes_again_ends_it(place: Place, misled: bool) -> None:
+def test_a_batch_that_comes_again_ends_it(place: Place, misled: bool) -> None:
     refused = Refused()
     for sequence in (5, 7):
         refused.note("a", Place(7, 0, sequence))

@@ -17,9 +17,9 @@ from structlog.testing import capture_logs
 from kproxy.security import key_server
 from kproxy.security.key_server import FetchFailed, KeyServer, fetch_keys
 from kproxy.security.tokens import MOST_FILE_BYTES, InvalidToken, TokenOptions
-from tests.support.processes.running_proxy import eventually
 from tests.support.security import sasl_client as sasl
 from tests.support.security.tls_files import Signer
+from tests.support.waiting import eventually
 
 HOURS = 10_000.0
 

@@ -28,7 +28,7 @@ from tests.support.audit.audit_trails import (
     the_end,
 )
 from tests.support.brokers.small_disk import small_disk
-from tests.support.processes.running_proxy import eventually
+from tests.support.waiting import eventually
 
 STEM = f"kproxy-audit-{BEGAN_MS}-{INCARNATION}"
 KINDS = {"begin": Begin, "mark": Mark, "end": End, "range": Range}

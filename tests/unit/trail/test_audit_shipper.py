@@ -13,7 +13,7 @@ import pytest
 
 from kproxy.trail.shipper import PAGE_OVERHEAD_BYTES, Shipper
 from kproxy.trail.sink import Appetite, SinkFailed
-from tests.support.processes.running_proxy import eventually
+from tests.support.waiting import eventually
 
 PAGE = bytes(1000)
 COST = len(PAGE) + PAGE_OVERHEAD_BYTES
@@ -156,7 +156,7 @@ async def test_what_is_left_is_shipped_at_the_end_even_if_the_sink_has_just_fail
     async with shipping(sink) as (shipper, counters):
         shipper.offer(page(0), 0, 4)
         # By now its pauses are long ones.
-        await eventually(lambda: len(sink.tried) >= 7, patience_s=20)
+        await eventually(lambda: len(sink.tried) >= 7, timeout_s=20)
         sink.failures.clear()
         shipper.offer(page(1), 5, 9)
         began = time.monotonic()
