@@ -35,7 +35,7 @@ from kproxy.broker.keys import ReplicaKey, node_ids
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.log_maintenance import LogFlusher
-from kproxy.broker.producer_state import Verdict
+from kproxy.broker.producer_state import BatchVerdict
 from kproxy.broker.replication.partition_replication import MAX_WAITER_AGE_S, NO_LEADER, Isr, ReplicationManager, Role
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy.broker.validation import ReplicatedBatchInvalid
@@ -88,8 +88,8 @@ class ReplicaSettings(NamedTuple):
 
 
 _JUDGED = {
-    Verdict.OUT_OF_ORDER: error_codes.OUT_OF_ORDER_SEQUENCE_NUMBER,
-    Verdict.FENCED: error_codes.INVALID_PRODUCER_EPOCH,
+    BatchVerdict.OUT_OF_ORDER: error_codes.OUT_OF_ORDER_SEQUENCE_NUMBER,
+    BatchVerdict.FENCED: error_codes.INVALID_PRODUCER_EPOCH,
 }
 _NOT_LEADER = AppendResult(error_codes.NOT_LEADER_OR_FOLLOWER)
 ACKS_ALL = -1
@@ -265,9 +265,9 @@ class Partition:
         if acks == ACKS_ALL and not replication.has_enough_in_sync:
             return AppendResult(error_codes.NOT_ENOUGH_REPLICAS, -1, self._too_few())
         judgement = log.producers.judge(batch)
-        if judgement.verdict is Verdict.DUPLICATE:
+        if judgement.verdict is BatchVerdict.DUPLICATE:
             return AppendResult(error_codes.NONE, judgement.base_offset, None, judgement.last_offset)
-        if judgement.verdict is not Verdict.ACCEPTED:
+        if judgement.verdict is not BatchVerdict.ACCEPTED:
             return AppendResult(_JUDGED[judgement.verdict], -1, judgement.detail)
         base_offset = log.log_end_offset
         assign_offsets(records, batch, base_offset, replication.leader_epoch)

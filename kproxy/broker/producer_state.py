@@ -60,7 +60,7 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-class Verdict(Enum):
+class BatchVerdict(Enum):
     """The decision on a batch."""
 
     ACCEPTED = "accepted"
@@ -72,13 +72,13 @@ class Verdict(Enum):
 class Judgement(NamedTuple):
     """`base_offset` and `last_offset` are a duplicate's, otherwise -1; `detail` says what was expected."""
 
-    verdict: Verdict
+    verdict: BatchVerdict
     base_offset: int = -1
     last_offset: int = -1
     detail: str = ""
 
 
-_ACCEPTED = Judgement(Verdict.ACCEPTED)
+_ACCEPTED = Judgement(BatchVerdict.ACCEPTED)
 
 
 class ProducerStates:
@@ -117,7 +117,7 @@ class ProducerStates:
         epoch: int = _PRODUCER.unpack_from(known)[0]
         if batch.producer_epoch < epoch:
             detail = f"producer {batch.producer_id} has epoch {epoch}, the batch {batch.producer_epoch}"
-            return Judgement(Verdict.FENCED, detail=detail)
+            return Judgement(BatchVerdict.FENCED, detail=detail)
         if batch.producer_epoch > epoch:
             if batch.base_sequence == 0:
                 return _ACCEPTED
@@ -125,7 +125,7 @@ class ProducerStates:
         expected = 0
         for base_sequence, base_offset, last_offset_delta in _BATCH.iter_unpack(known[_PRODUCER.size :]):
             if (base_sequence, last_offset_delta) == (batch.base_sequence, batch.last_offset_delta):
-                return Judgement(Verdict.DUPLICATE, base_offset, base_offset + last_offset_delta)
+                return Judgement(BatchVerdict.DUPLICATE, base_offset, base_offset + last_offset_delta)
             expected = add_sequence(base_sequence, last_offset_delta + 1)
         return _ACCEPTED if batch.base_sequence == expected else _out_of_order(batch, expected)
 
@@ -179,7 +179,7 @@ def _written_ms(known: bytes) -> int:
 def _out_of_order(batch: RecordBatch, expected: int) -> Judgement:
     who = f"producer {batch.producer_id} epoch {batch.producer_epoch}"
     detail = f"{who}: sequence {expected} expected, {batch.base_sequence} came"
-    return Judgement(Verdict.OUT_OF_ORDER, detail=detail)
+    return Judgement(BatchVerdict.OUT_OF_ORDER, detail=detail)
 
 
 class ProducerHistory:

@@ -90,7 +90,7 @@ class ChangeSignal:
         return bool(done)
 
 
-class Outcome(NamedTuple):
+class ClaimOutcome(NamedTuple):
     """The outcome of claiming one resource: an error code, or the claim `held`, granted or not."""
 
     error_code: int
@@ -134,9 +134,9 @@ class ClaimWriter:
 
     async def put_all(
         self, connection: ClaimingConnection, wanted: Sequence[OwnResource], deadline: float
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, ClaimOutcome]:
         """Claim each resource of one request; no resource is wanted twice."""
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, ClaimOutcome] = {}
         left = iter(wanted)
 
         async def put_some() -> None:
@@ -146,35 +146,37 @@ class ClaimWriter:
         await asyncio.gather(*(put_some() for _ in range(min(PER_REQUEST, len(wanted)))))
         return outcomes
 
-    async def put(self, connection: ClaimingConnection, resource: str, generation: int, deadline: float) -> Outcome:
+    async def put(
+        self, connection: ClaimingConnection, resource: str, generation: int, deadline: float
+    ) -> ClaimOutcome:
         """Decide one resource, WHOLE_GROUP for all, and put the claim, by the deadline (the event loop's clock)."""
         group = connection.group or ""
         async with self._slots:
             view = _View(self._table.row(group, resource), self._table.whole(group))
             while asyncio.get_running_loop().time() < deadline:
                 if connection.has_ended or not self._member.is_live():
-                    return Outcome(COORDINATOR_NOT_AVAILABLE)
+                    return ClaimOutcome(COORDINATOR_NOT_AVAILABLE)
                 try:
                     outcome = await self._attempt(connection, group, resource, generation, view)
                 except EtcdError as error:
                     # The table shows whether the claim stands: it is this connection's then, and asking again finds it.
                     log.warning("claim not decided", group=group, resource=resource, reason=str(error))
-                    return Outcome(COORDINATOR_NOT_AVAILABLE)
-                if isinstance(outcome, Outcome):
+                    return ClaimOutcome(COORDINATOR_NOT_AVAILABLE)
+                if isinstance(outcome, ClaimOutcome):
                     return outcome
                 view = outcome
-        return Outcome(REQUEST_TIMED_OUT)
+        return ClaimOutcome(REQUEST_TIMED_OUT)
 
     async def _attempt(
         self, connection: ClaimingConnection, group: str, resource: str, generation: int, view: _View
-    ) -> Outcome | _View:
+    ) -> ClaimOutcome | _View:
         """Carry out the decision on `view`, or return what etcd has instead. Raises EtcdError."""
         owner = connection.owner(self._member.name)
         decision, compares = self._decide(group, resource, owner, generation, view)
         if decision.error_code == INVALID_REQUEST:
-            return Outcome(INVALID_REQUEST)
+            return ClaimOutcome(INVALID_REQUEST)
         if decision.is_new and view.row is None and self._table.count >= FULL:
-            return Outcome(THROTTLING_QUOTA_EXCEEDED)
+            return ClaimOutcome(THROTTLING_QUOTA_EXCEEDED)
         key, whole_key = self._keys.claim(group, resource), self._keys.claim(group, WHOLE_GROUP)
         writes: list[TxnOp] = []
         if decision.is_new:
@@ -191,18 +193,18 @@ class ClaimWriter:
             row, whole = (_row_of(self._keys, response.kvs) for response in found.responses)
             return _View(row, whole)
         if decision.error_code != NONE:
-            return Outcome(decision.error_code)
+            return ClaimOutcome(decision.error_code)
         if not decision.is_new:
             # The table may not show it yet: the answer to the claim that made it may have been lost.
             had = (view.row, view.whole) if resource != WHOLE_GROUP else (self._table.whole(group),)
             for row in had:
                 if row is not None and row.owner == owner and not connection.has_ended:
                     connection.learn(row.resource, row.generation, row.fence)
-            return Outcome(NONE, connection.latest(resource))
+            return ClaimOutcome(NONE, connection.latest(resource))
         if connection.has_ended:
             self._deletions.add(group, resource, found.revision)
-            return Outcome(COORDINATOR_NOT_AVAILABLE)
-        return Outcome(NONE, connection.learn(resource, decision.generation, found.revision))
+            return ClaimOutcome(COORDINATOR_NOT_AVAILABLE)
+        return ClaimOutcome(NONE, connection.learn(resource, decision.generation, found.revision))
 
     def _decide(
         self, group: str, resource: str, owner: Owner, generation: int, view: _View
@@ -261,7 +263,7 @@ class ClaimGranter:
         self._brokers = brokers
 
     async def grant_all(
-        self, connection: ClaimingConnection, outcomes: Mapping[str, Outcome], bind: Bind, deadline: float
+        self, connection: ClaimingConnection, outcomes: Mapping[str, ClaimOutcome], bind: Bind, deadline: float
     ) -> dict[str, int]:
         """Wait until the claims are confirmed and bound. Return an error code for each of them."""
         group = connection.group or ""

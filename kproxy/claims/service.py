@@ -21,7 +21,7 @@ from typing import Final
 
 import structlog
 
-from kproxy.claims.acquire import Bind, ChangeSignal, ClaimGranter, ClaimWriter, Outcome
+from kproxy.claims.acquire import Bind, ChangeSignal, ClaimGranter, ClaimOutcome, ClaimWriter
 from kproxy.claims.admin import ClaimsAdmin
 from kproxy.claims.connection import MAX_CLAIMS_PER_CONNECTION, ClaimingConnection
 from kproxy.claims.keys import OwnKeys
@@ -211,8 +211,8 @@ class OwnService:
         self._counters["own.refused"] += 1 if request.resources is None else len(request.resources)
         return OwnResponse(error_code, request.group)
 
-    def _answer(self, resource: str, outcomes: Mapping[str, Outcome], codes: Mapping[str, int]) -> OwnedResource:
-        outcome = outcomes.get(resource, Outcome(INVALID_REQUEST))
+    def _answer(self, resource: str, outcomes: Mapping[str, ClaimOutcome], codes: Mapping[str, int]) -> OwnedResource:
+        outcome = outcomes.get(resource, ClaimOutcome(INVALID_REQUEST))
         error_code = codes.get(resource, outcome.error_code)
         if error_code != NONE or outcome.held is None:
             counted = {FENCED_INSTANCE_ID: "own.fenced", REQUEST_TIMED_OUT: "own.timed_out"}

@@ -28,7 +28,7 @@ from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdDenied, EtcdError, EtcdStatus
 from kproxy.etcd.endpoints import parse_endpoints
 from kproxy.observe.table import NO_LEADER, ReplicaRow
-from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerConnection, BrokerUnreachable
+from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerUnreachable, KafkaConnection
 from kproxy.ownership.replication import read_replication
 from kproxy.routing import topology
 from kproxy.security.broker_access import BrokerAccess
@@ -238,7 +238,7 @@ class _Told(NamedTuple):
     """The metadata from one bootstrap address: the brokers by id."""
 
     address: Address
-    connection: BrokerConnection
+    connection: KafkaConnection
     brokers: dict[int, Address]
     cluster_id: str | None
 
@@ -263,7 +263,7 @@ async def _bootstrap(stack: AsyncExitStack, address: Address, access: BrokerAcce
 
 async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAccess) -> _Told:
     """Connect and ask for metadata. Raises BrokerUnreachable."""
-    connection = await BrokerConnection.open(topology.Address(*address), STEP_S, CLIENT_ID, access)
+    connection = await KafkaConnection.open(topology.Address(*address), STEP_S, CLIENT_ID, access)
     stack.push_async_callback(connection.close)
     answer = await connection.ask(keys.METADATA, HIGHEST, topics=[], allow_auto_topic_creation=False)
     brokers = {each.node_id: Address(each.host, each.port) for each in answer.brokers}
@@ -387,7 +387,7 @@ class _Probe:
             if each.leader_id in brokers
         }
 
-    async def _write(self, leaders: dict[int, Address]) -> tuple[BrokerConnection, int, int]:
+    async def _write(self, leaders: dict[int, Address]) -> tuple[KafkaConnection, int, int]:
         """Write; return leader, partition and offset. Retry refusals for STEP_S, as clients do."""
         self._check = "kafka.write"
         began = time.monotonic()
@@ -414,11 +414,11 @@ class _Probe:
         self._tell(mark, text, partition=partition, offset=answer.base_offset, ms=took_ms)
         return leader, partition, answer.base_offset
 
-    async def _dial(self, address: Address, partition: int) -> BrokerConnection:
+    async def _dial(self, address: Address, partition: int) -> KafkaConnection:
         if address in self._connections:
             return self._connections[address]
         try:
-            connection = await BrokerConnection.open(topology.Address(*address), STEP_S, CLIENT_ID, self._access)
+            connection = await KafkaConnection.open(topology.Address(*address), STEP_S, CLIENT_ID, self._access)
         except BrokerUnreachable as error:
             raise _Failed(
                 f"no record was written to {self._topic}, partition {partition}: {error}, and clients write "
@@ -428,7 +428,7 @@ class _Probe:
         self._connections[address] = connection
         return connection
 
-    async def _produce(self, leader: BrokerConnection, partition: int) -> Message:
+    async def _produce(self, leader: KafkaConnection, partition: int) -> Message:
         written = [{"index": partition, "records": _batch(self._mark)}]
         try:
             answer = await leader.ask(
@@ -448,7 +448,7 @@ class _Probe:
             raise _Failed(f"{self._at} returns an empty Produce response: see its log.")
         return answer.responses[0].partition_responses[0]
 
-    async def _read(self, leader: BrokerConnection, partition: int, offset: int) -> None:
+    async def _read(self, leader: KafkaConnection, partition: int, offset: int) -> None:
         self._check = "kafka.read"
         began = time.monotonic()
         fetched = await self._fetch(leader, partition, offset)
@@ -471,7 +471,7 @@ class _Probe:
         took_ms = _ms_since(began)
         self._tell("ok", f"read it back ({took_ms} ms)", partition=partition, offset=offset, ms=took_ms)
 
-    async def _fetch(self, leader: BrokerConnection, partition: int, offset: int) -> Message:
+    async def _fetch(self, leader: KafkaConnection, partition: int, offset: int) -> Message:
         asked = {"partition": partition, "fetch_offset": offset, "partition_max_bytes": MAX_ANSWER_BYTES}
         answer = await leader.ask(
             keys.FETCH,

@@ -19,7 +19,7 @@ from kproxy.cli.own_view import printable, resource_text, who
 from kproxy.config import Address
 from kproxy.errors import StartupError
 from kproxy.observe.table import ClaimRow
-from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable, open_any
+from kproxy.ownership.kafka_client import BrokerUnreachable, KafkaConnection, open_any
 from kproxy.routing import topology
 from kproxy_codec.api_keys import API_VERSIONS, OWN
 from kproxy_codec.error_codes import (
@@ -111,7 +111,7 @@ async def claim(proxies: Sequence[Address], wanted: Wanted, client_id: str, know
 
 
 class _Claimant:
-    def __init__(self, connection: BrokerConnection, wanted: Wanted, known: Claims | None) -> None:
+    def __init__(self, connection: KafkaConnection, wanted: Wanted, known: Claims | None) -> None:
         self._connection = connection
         self._address = address = Address(*connection.address)
         self._wanted = wanted

@@ -38,7 +38,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RowsVerdict:
     """The outcome. `sent` is Spark's own count of rows written, `read` the number of records read back."""
 
     sent: int
@@ -120,13 +120,13 @@ class Judge:
         else:
             self._key_highest[key] = n
 
-    def verdict(self, *, sent: int) -> Verdict:
+    def verdict(self, *, sent: int) -> RowsVerdict:
         missing = Fault(self._seen.count(0))
         position = self._seen.find(0)
         while position != -1 and len(missing.examples) < MAX_EXAMPLES:
             missing.examples.append(f"n={position + 1}")
             position = self._seen.find(0, position + 1)
-        return Verdict(
+        return RowsVerdict(
             sent,
             self.read,
             missing,

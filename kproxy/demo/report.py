@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from kproxy.demo.judge import Fault, Verdict
+from kproxy.demo.judge import Fault, RowsVerdict
 
 if TYPE_CHECKING:
     from kproxy.pipeline.audit.report_facts import Facts
@@ -43,14 +43,14 @@ class KilledOwner:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoOutcome:
     """A finished run.
 
     `owners`: broker id by partition, None if not known; times in seconds. `audit`: the audit of the run by the proxy's
     own trail, if any.
     """
 
-    verdict: Verdict
+    verdict: RowsVerdict
     owners: Mapping[int, int] | None
     writing_s: float
     reading_s: float
@@ -65,7 +65,7 @@ class Outcome:
         return 0 if self.verdict.clean and audited else 1
 
 
-def show(outcome: Outcome, output: Console | None = None) -> None:
+def show(outcome: DemoOutcome, output: Console | None = None) -> None:
     """Print the tables of a finished run to stdout."""
     output = output or Console(highlight=False)
     output.print(_table(outcome))
@@ -76,7 +76,7 @@ def show(outcome: Outcome, output: Console | None = None) -> None:
         show_table(outcome.audit, output)
 
 
-def _table(outcome: Outcome) -> Table:
+def _table(outcome: DemoOutcome) -> Table:
     verdict = outcome.verdict
     table = Table(
         Column(""),
@@ -130,7 +130,7 @@ def _all_by(times_s: Mapping[int, float], killed: KilledOwner) -> Text:
     return Text(f"{max(times_s.values(), default=0.0):.1f} s")
 
 
-def _add_owners(table: Table, outcome: Outcome) -> None:
+def _add_owners(table: Table, outcome: DemoOutcome) -> None:
     if outcome.owners is None:
         table.add_row("rows by owner", "", "not known without --etcd", end_section=True)
         return
@@ -165,7 +165,7 @@ def _rate(rows: int, seconds: float) -> str:
     return f"{rows / seconds:,.0f}" if seconds > 0 else "-"
 
 
-def _sentence(verdict: Verdict) -> str:
+def _sentence(verdict: RowsVerdict) -> str:
     if verdict.clean:
         return "Every row arrived: once, unchanged and in order."
     wrong = ", ".join(f"{fault.count:,} {name}" for name, fault in verdict.faults.items() if fault.count)

@@ -39,7 +39,7 @@ from kproxy.config import DEFAULT_PREFIX
 from kproxy.demo import flights
 from kproxy.demo.judge import Judge
 from kproxy.demo.owner_kill import OwnerKill, OwnerNotKilled, StreamGate
-from kproxy.demo.report import KilledOwner, Outcome, show
+from kproxy.demo.report import DemoOutcome, KilledOwner, show
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError
@@ -199,11 +199,11 @@ def _make_work_dir(parent: Path | None) -> Path:
         ) from error
 
 
-def _run_until_signal(run: _Run) -> Outcome | int:
+def _run_until_signal(run: _Run) -> DemoOutcome | int:
     """Return the outcome, or the exit status of the signal that ended the run. It is cleaned up either way."""
     terminated = False
 
-    async def main() -> Outcome:
+    async def main() -> DemoOutcome:
         nonlocal terminated
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - we are in one
@@ -244,7 +244,7 @@ class _Run:
         self._rows = options.rows or flights.TOTAL_ROWS
         self._topic = f"flights-{uuid.uuid4().hex[:8]}"
 
-    async def run(self) -> Outcome:
+    async def run(self) -> DemoOutcome:
         began = time.monotonic()
         # Spark's JVM and the data need no cluster, so all three start in parallel.
         spark = self._call(self._start_spark)
@@ -315,7 +315,7 @@ class _Run:
 
     async def _job(
         self, target: Target, written_files: asyncio.Future[flights.Flights], spark: asyncio.Future[None], began: float
-    ) -> Outcome:
+    ) -> DemoOutcome:
         await self._call(lambda: create_topic(target.bootstrap, self._topic, PARTITIONS))
         data = await written_files
         await spark
@@ -337,7 +337,7 @@ class _Run:
         if target.etcd:
             owners = await partition_owners(target.etcd, target.prefix, self._topic)
         audit = await self._call(lambda: self._audit(target, written_ms)) if self._options.audit else None
-        return Outcome(
+        return DemoOutcome(
             judge.verdict(sent=written.sent),
             owners,
             written.seconds,

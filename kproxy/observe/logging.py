@@ -111,7 +111,6 @@ class LogBound:
 
 
 LEVELS = ("debug", "info", "warning", "error")
-FORMATS = ("json", "text")
 
 # Keys whose values structlog and its bridge to the standard library use themselves.
 _OF_STRUCTLOG: Final = frozenset({"exc_info", "stack_info", "_record", "_from_structlog"})
@@ -122,7 +121,7 @@ _TOLD: Final = "_told"
 
 
 def configure_logging(level: str, log_format: str | None = None) -> None:
-    """Log `level` and above in one of FORMATS: by default as text on a terminal, with colours, and as JSON elsewhere.
+    """Log `level` and above in `log_format`, json or text: by default text with colours on a terminal, else JSON.
 
     Loggers of the standard library, which libraries use, log warnings and above.
     """

@@ -34,7 +34,7 @@ class BrokerGone(BrokerUnreachable):
     """The broker has closed the connection, for example for a restart."""
 
 
-class BrokerConnection:
+class KafkaConnection:
     """A connection for one request at a time.
 
     `timeout_s` bounds the dial and each answer, in seconds.
@@ -64,7 +64,7 @@ class BrokerConnection:
     @classmethod
     async def open(
         cls, address: Address, timeout_s: float, client_id: bytes = CLIENT_ID, access: BrokerAccess = PLAIN_ACCESS
-    ) -> BrokerConnection:
+    ) -> KafkaConnection:
         """Dial, authenticate, and ask for the broker's API versions. Raises BrokerUnreachable."""
         context, name = access.context(), access.server_name(address.host)
         try:
@@ -206,7 +206,7 @@ async def open_any(
     timeout_s: float,
     client_id: bytes = CLIENT_ID,
     access: BrokerAccess = PLAIN_ACCESS,
-) -> BrokerConnection:
+) -> KafkaConnection:
     """Connect to the first of `addresses` that answers.
 
     Raises BrokerUnreachable that names them all.
@@ -215,13 +215,13 @@ async def open_any(
     hung brokers and dead hosts cost little.
     """
     untried = list(dict.fromkeys(addresses))
-    trying: set[asyncio.Task[BrokerConnection]] = set()
+    trying: set[asyncio.Task[KafkaConnection]] = set()
     failures: list[str] = []
-    winner: BrokerConnection | None = None
+    winner: KafkaConnection | None = None
     try:
         while winner is None and (untried or trying):
             if untried:
-                trying.add(asyncio.create_task(BrokerConnection.open(untried.pop(0), timeout_s, client_id, access)))
+                trying.add(asyncio.create_task(KafkaConnection.open(untried.pop(0), timeout_s, client_id, access)))
             head_start_s = HEAD_START_S if untried else None
             done, _ = await asyncio.wait(trying, timeout=head_start_s, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -238,12 +238,12 @@ async def open_any(
     return winner
 
 
-async def _abandon(trying: set[asyncio.Task[BrokerConnection]]) -> None:
+async def _abandon(trying: set[asyncio.Task[KafkaConnection]]) -> None:
     """Cancel the attempts that lost."""
     for task in trying:
         task.cancel()
     for result in await asyncio.gather(*trying, return_exceptions=True):
-        if isinstance(result, BrokerConnection):
+        if isinstance(result, KafkaConnection):
             await result.close()
 
 

@@ -26,7 +26,7 @@ from uuid import UUID
 
 import structlog
 
-from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerConnection, BrokerGone, BrokerUnreachable, open_any
+from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerGone, BrokerUnreachable, KafkaConnection, open_any
 from kproxy.ownership.kafka_leaders import PORTION, KafkaLeaders
 from kproxy.routing.topology import Address, Topology
 from kproxy.security.broker_access import BrokerAccess
@@ -74,7 +74,7 @@ class KafkaMetadata:
         self._timeout_s = timeout_s
         self._stale_after_s = 3 * interval_s if stale_after_s is None else stale_after_s
         self._jitter = Random()  # noqa: S311 -- spreads retries, guards nothing
-        self._connection: BrokerConnection | None = None
+        self._connection: KafkaConnection | None = None
         # The broker not to ask next, if there is another one.
         self._passed_over: Address | None = None
         self._heard_at = float("-inf")

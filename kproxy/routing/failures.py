@@ -43,7 +43,7 @@ class Failure(NamedTuple):
     result: Buffer | None = None
 
 
-class Outcome(NamedTuple):
+class AttemptOutcome(NamedTuple):
     """What follows: another attempt after `pause`, or `error_code` for the client.
 
     Without a pause the entry is sent again behind the one before it. `gives_up`: what its client sent behind it must
@@ -66,7 +66,7 @@ class Failures:
         self._exchanges = exchanges
         self._client = client
 
-    def judge(self, failure: Failure, broker: int, now: float, jitter: float) -> Outcome:
+    def judge(self, failure: Failure, broker: int, now: float, jitter: float) -> AttemptOutcome:
         """Decide about an open entry that would go to `broker` now; NO_OWNER if to none. Counts the attempt."""
         exchange, entry, event, routed_at, result = failure
         key, sequence = lane_key(exchange, entry), exchange.sequence
@@ -82,26 +82,26 @@ class Failures:
         owner_version = self._topology.owner_version(*exchange.partition(entry))
         if not behind:
             attempts.add(routed_at, owner_version, now)
-        verdict = retry.decide(rows, event, exhausted=attempts.exhausted, resend_is_safe=safe)
+        decision = retry.decide(rows, event, exhausted=attempts.exhausted, resend_is_safe=safe)
         pause = None
         if not behind:
             soonest = now + attempts.soonest_s(jitter)
             has_moved = owner_version > routed_at and broker != NO_OWNER
             pause = Pause(soonest if has_moved else now + attempts.due_s(jitter), soonest, routed_at)
         sends_again = (
-            (pause is None or (verdict.retry and self._has_time(exchange, attempts, verdict, pause, broker)))
+            (pause is None or (decision.retry and self._has_time(exchange, attempts, decision, pause, broker)))
             and not self._client.forbids(exchange, entry)
             and not self._lanes.is_given_up(key, sequence)
         )
         is_misled = event == OUT_OF_ORDER_SEQUENCE_NUMBER and (behind or self._exchanges.is_misled(exchange, entry))
-        error_code = NOT_LEADER_OR_FOLLOWER if is_misled else verdict.error_code
-        return Outcome(sends_again, pause, error_code, gives_up=event in rows or retry.comes_again(event))
+        error_code = NOT_LEADER_OR_FOLLOWER if is_misled else decision.error_code
+        return AttemptOutcome(sends_again, pause, error_code, gives_up=event in rows or retry.comes_again(event))
 
     def _has_time(
-        self, exchange: Exchange, attempts: retry.Attempts, verdict: retry.Verdict, pause: Pause, broker: int
+        self, exchange: Exchange, attempts: retry.Attempts, decision: retry.Decision, pause: Pause, broker: int
     ) -> bool:
         """Whether a retry may succeed before the deadline: it would wait behind a broker that hangs."""
-        latest = min(exchange.deadline, attempts.first_failed_at + verdict.wait_s)
+        latest = min(exchange.deadline, attempts.first_failed_at + decision.wait_s)
         return pause.due < latest and not self._view.is_hung(self._topology.address(broker))
 
     def rows(self, exchange: Exchange, result: Buffer | None) -> dict[int, retry.Row]:

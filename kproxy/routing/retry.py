@@ -230,7 +230,7 @@ def is_ambiguous(rows: dict[int, Row], event: int) -> bool:
     return rows.get(event, _HAND_ON).ambiguous
 
 
-class Verdict(NamedTuple):
+class Decision(NamedTuple):
     """Either a retry, at most `wait_s` seconds after the entry's first failure, or `error_code` for the client."""
 
     retry: bool
@@ -238,7 +238,7 @@ class Verdict(NamedTuple):
     wait_s: float = WAIT_S
 
 
-def decide(rows: dict[int, Row], event: int, *, exhausted: bool, resend_is_safe: bool) -> Verdict:
+def decide(rows: dict[int, Row], event: int, *, exhausted: bool, resend_is_safe: bool) -> Decision:
     """Decide about `event`; `exhausted` as in Attempts.
 
     `resend_is_safe`: the broker would recognise the batch as one it has, because the batch carries a producer id and is
@@ -247,9 +247,9 @@ def decide(rows: dict[int, Row], event: int, *, exhausted: bool, resend_is_safe:
     row = rows.get(event, _HAND_ON)
     final = event if row.final is None else row.final
     if row.bound is Bound.NEVER or (row.bound is Bound.ATTEMPTS and exhausted):
-        return Verdict(retry=False, error_code=final)
+        return Decision(retry=False, error_code=final)
     wait_s = AMBIGUOUS_WAIT_S if row.ambiguous else WAIT_S
-    return Verdict(retry=resend_is_safe or not row.ambiguous, error_code=final, wait_s=wait_s)
+    return Decision(retry=resend_is_safe or not row.ambiguous, error_code=final, wait_s=wait_s)
 
 
 def final_code(error_code: int, *, is_ambiguous: bool) -> int:

@@ -24,7 +24,7 @@ from kproxy.broker.config import LogOptions
 from kproxy.broker.disk import DiskError
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.producer_state import Verdict
+from kproxy.broker.producer_state import BatchVerdict
 from kproxy.broker.validation import ReplicatedBatchInvalid
 from kproxy_codec.fetch import EpochEnd
 from kproxy_codec.record_batch import RecordBatch, assign_offsets, iterate_batches, parse_batch
@@ -381,11 +381,11 @@ class LogMachine(RuleBasedStateMachine):
             if not own:
                 continue
             judge, last = self.log.producers.judge, own[-1]
-            assert judge(last) == (Verdict.DUPLICATE, last.base_offset, last.last_offset, "")
+            assert judge(last) == (BatchVerdict.DUPLICATE, last.base_offset, last.last_offset, "")
             following = last._replace(base_sequence=last.base_sequence + last.record_count)
-            assert judge(following).verdict is Verdict.ACCEPTED
+            assert judge(following).verdict is BatchVerdict.ACCEPTED
             skipping = following._replace(base_sequence=following.base_sequence + 1)
-            assert judge(skipping).verdict is Verdict.OUT_OF_ORDER
+            assert judge(skipping).verdict is BatchVerdict.OUT_OF_ORDER
 
 
 TestLogAgainstModel = LogMachine.TestCase

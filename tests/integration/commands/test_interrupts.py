@@ -13,7 +13,7 @@ import pytest
 
 from kproxy.config.etcd import EtcdOptions
 from kproxy.etcd.endpoints import Endpoint, diagnose
-from kproxy.ownership.kafka_client import BrokerConnection, BrokerUnreachable
+from kproxy.ownership.kafka_client import BrokerUnreachable, KafkaConnection
 from kproxy.routing.topology import Address
 from tests.support.processes.dev import Ended, run_kproxy
 from tests.support.processes.ports import free_port
@@ -69,7 +69,7 @@ def test_an_interrupt_while_a_command_starts_is_quiet(tmp_path: Path, command: s
 
 async def _dial_broker() -> None:
     try:
-        await BrokerConnection.open(Address("nowhere.invalid", 9092), 5.0)
+        await KafkaConnection.open(Address("nowhere.invalid", 9092), 5.0)
     except BrokerUnreachable:
         return
 

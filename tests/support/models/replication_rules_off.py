@@ -37,7 +37,7 @@ from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import ReplicaKey, log_id_of_version_1
 from kproxy.broker.log import Log
 from kproxy.broker.partition import AppendResult, Partition, ReadResult, Reconciliation
-from kproxy.broker.producer_state import Judgement, ProducerStates, Verdict
+from kproxy.broker.producer_state import BatchVerdict, Judgement, ProducerStates
 from kproxy.broker.replication.partition_replication import ReplicationManager
 from kproxy.broker.writer_fence import FenceComparison, KeptFence, WriterFence
 from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult, lease
@@ -201,7 +201,7 @@ def _latest_is_the_high_watermark(patch: pytest.MonkeyPatch) -> None:
 
 
 def _producers_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ProducerStates, "judge", lambda states, batch: Judgement(Verdict.ACCEPTED))
+    patch.setattr(ProducerStates, "judge", lambda states, batch: Judgement(BatchVerdict.ACCEPTED))
 
 
 def _nobody_reads_fences(patch: pytest.MonkeyPatch) -> None:

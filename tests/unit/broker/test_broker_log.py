@@ -11,7 +11,7 @@ import pytest
 
 from kproxy.broker.config import LogOptions
 from kproxy.broker.log import Log, LogCorrupt
-from kproxy.broker.producer_state import Verdict
+from kproxy.broker.producer_state import BatchVerdict
 from kproxy.broker.segment import LogFailed
 from kproxy_codec.record_batch import assign_offsets, parse_batch
 from tests.support.brokers.broker_logs import append, append_values, offsets
@@ -219,9 +219,9 @@ def test_producer_state_is_rebuilt_from_the_log(log: Log) -> None:
     for sequence in (0, 2, 4):
         append(log, idempotent(sequence))
     again = reopened(log)
-    assert again.producers.judge(parse_batch(idempotent(2))) == (Verdict.DUPLICATE, 2, 3, "")
-    assert again.producers.judge(parse_batch(idempotent(6))).verdict is Verdict.ACCEPTED
-    assert again.producers.judge(parse_batch(idempotent(7))).verdict is Verdict.OUT_OF_ORDER
+    assert again.producers.judge(parse_batch(idempotent(2))) == (BatchVerdict.DUPLICATE, 2, 3, "")
+    assert again.producers.judge(parse_batch(idempotent(6))).verdict is BatchVerdict.ACCEPTED
+    assert again.producers.judge(parse_batch(idempotent(7))).verdict is BatchVerdict.OUT_OF_ORDER
     again.close()
 
 

@@ -11,7 +11,7 @@ from kproxy.broker import producer_state
 from kproxy.broker.config import LogOptions
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.producer_state import Verdict
+from kproxy.broker.producer_state import BatchVerdict
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.validation import ReplicatedBatchInvalid
 from kproxy_codec.record_batch import parse_batch
@@ -121,7 +121,7 @@ def test_an_epoch_that_wrote_nothing_does_not_keep_out_an_older_one(log: Log) ->
 def test_a_follower_knows_the_leaders_producers(log: Log) -> None:
     log.append_replicated(leader_batches(0, 2, producer_id=7, producer_epoch=0, base_sequence=0))
     again = parse_batch(build_batch([b"v"] * 2, producer_id=7, producer_epoch=0, base_sequence=0))
-    assert log.producers.judge(again) == (Verdict.DUPLICATE, 0, 1, "")
+    assert log.producers.judge(again) == (BatchVerdict.DUPLICATE, 0, 1, "")
 
 
 # Reading up to the high watermark
@@ -201,10 +201,10 @@ def test_truncation_takes_producers_back_to_what_is_left(
     left = 20 - dropped
     log.truncate_to(left)
     again = log.producers.judge(parse_batch(idempotent(left - 5)))
-    assert (again.verdict, again.base_offset) == (Verdict.DUPLICATE, left - 5)
-    assert log.producers.judge(parse_batch(idempotent(left - 6))).verdict is Verdict.OUT_OF_ORDER
-    assert log.producers.judge(parse_batch(idempotent(left))).verdict is Verdict.ACCEPTED
-    assert log.producers.judge(parse_batch(idempotent(left + 1))).verdict is Verdict.OUT_OF_ORDER
+    assert (again.verdict, again.base_offset) == (BatchVerdict.DUPLICATE, left - 5)
+    assert log.producers.judge(parse_batch(idempotent(left - 6))).verdict is BatchVerdict.OUT_OF_ORDER
+    assert log.producers.judge(parse_batch(idempotent(left))).verdict is BatchVerdict.ACCEPTED
+    assert log.producers.judge(parse_batch(idempotent(left + 1))).verdict is BatchVerdict.OUT_OF_ORDER
 
 
 def test_truncation_brings_back_a_producers_earlier_epoch_and_forgets_one_that_is_gone(log: Log) -> None:
@@ -212,8 +212,8 @@ def test_truncation_brings_back_a_producers_earlier_epoch_and_forgets_one_that_i
     append(log, idempotent(0, producer_epoch=1))
     append(log, idempotent(3, producer_id=10))
     log.truncate_to(1)
-    assert log.producers.judge(parse_batch(idempotent(1))).verdict is Verdict.ACCEPTED
-    assert log.producers.judge(parse_batch(idempotent(7, producer_id=10))).verdict is Verdict.ACCEPTED
+    assert log.producers.judge(parse_batch(idempotent(1))).verdict is BatchVerdict.ACCEPTED
+    assert log.producers.judge(parse_batch(idempotent(7, producer_id=10))).verdict is BatchVerdict.ACCEPTED
 
 
 def test_truncation_takes_timestamps_back(log: Log) -> None:
@@ -240,7 +240,7 @@ def test_a_reset_log_forgets_its_producers_for_good(log: Log, monkeypatch: pytes
     monkeypatch.setattr(producer_state, "HISTORY_INTERVAL_BYTES", 1 << 30)
     log.append_replicated(leader_batches(100, 1, 1))
     log.truncate_to(101)
-    assert log.producers.judge(parse_batch(idempotent(7))).verdict is Verdict.ACCEPTED
+    assert log.producers.judge(parse_batch(idempotent(7))).verdict is BatchVerdict.ACCEPTED
 
 
 def test_a_reset_log_is_empty_and_begins_where_it_was_told(log: Log) -> None:

@@ -14,9 +14,9 @@ from kproxy.broker.producer_state import (
     HISTORY_COPIES,
     MAX_PRODUCERS,
     RETAINED_BATCHES,
+    BatchVerdict,
     ProducerHistory,
     ProducerStates,
-    Verdict,
 )
 from kproxy_codec.record_batch import RecordBatch, parse_batch
 from tests.support.wire.record_batches import build_batch
@@ -30,7 +30,7 @@ def batch(sequence: int, count: int = 1, *, epoch: int = 0, producer_id: int = 1
 def states_after(*written: RecordBatch) -> ProducerStates:
     states, offset = ProducerStates(), 100
     for each in written:
-        assert states.judge(each).verdict is Verdict.ACCEPTED
+        assert states.judge(each).verdict is BatchVerdict.ACCEPTED
         states.update(each, offset)
         offset += each.record_count
     return states
@@ -39,32 +39,40 @@ def states_after(*written: RecordBatch) -> ProducerStates:
 @pytest.mark.parametrize(
     ("written", "next_batch", "verdict", "base_offset"),
     [
-        pytest.param([], batch(0), Verdict.ACCEPTED, -1, id="first batch"),
-        pytest.param([], batch(17), Verdict.ACCEPTED, -1, id="unknown producer may begin anywhere"),
-        pytest.param([batch(0, 3)], batch(3), Verdict.ACCEPTED, -1, id="next in order"),
-        pytest.param([batch(0, 3)], batch(0, 3), Verdict.DUPLICATE, 100, id="resend of the last"),
-        pytest.param([batch(n) for n in range(5)], batch(0), Verdict.DUPLICATE, 100, id="resend of the fifth last"),
-        pytest.param([batch(n) for n in range(6)], batch(0), Verdict.OUT_OF_ORDER, -1, id="resend of the sixth last"),
-        pytest.param([batch(0, 3)], batch(0, 2), Verdict.OUT_OF_ORDER, -1, id="same start, other end"),
-        pytest.param([batch(0)], batch(2), Verdict.OUT_OF_ORDER, -1, id="gap"),
-        pytest.param([batch(0, epoch=1)], batch(1, epoch=0), Verdict.FENCED, -1, id="older epoch"),
-        pytest.param([batch(0, epoch=1)], batch(0, epoch=0), Verdict.FENCED, -1, id="older epoch, same sequences"),
-        pytest.param([batch(5)], batch(0, epoch=1), Verdict.ACCEPTED, -1, id="new epoch begins at 0"),
-        pytest.param([batch(5)], batch(6, epoch=1), Verdict.OUT_OF_ORDER, -1, id="new epoch cannot go on"),
-        pytest.param([batch(2**31 - 2, 2)], batch(0), Verdict.ACCEPTED, -1, id="sequence wraps between batches"),
-        pytest.param([batch(2**31 - 2, 4)], batch(2), Verdict.ACCEPTED, -1, id="sequence wraps inside a batch"),
-        pytest.param([batch(2**31 - 2, 4)], batch(2**31 - 2, 4), Verdict.DUPLICATE, 100, id="resend across the wrap"),
-        pytest.param([batch(0), batch(0, producer_id=2)], batch(1), Verdict.ACCEPTED, -1, id="producers are separate"),
+        pytest.param([], batch(0), BatchVerdict.ACCEPTED, -1, id="first batch"),
+        pytest.param([], batch(17), BatchVerdict.ACCEPTED, -1, id="unknown producer may begin anywhere"),
+        pytest.param([batch(0, 3)], batch(3), BatchVerdict.ACCEPTED, -1, id="next in order"),
+        pytest.param([batch(0, 3)], batch(0, 3), BatchVerdict.DUPLICATE, 100, id="resend of the last"),
+        pytest.param(
+            [batch(n) for n in range(5)], batch(0), BatchVerdict.DUPLICATE, 100, id="resend of the fifth last"
+        ),
+        pytest.param(
+            [batch(n) for n in range(6)], batch(0), BatchVerdict.OUT_OF_ORDER, -1, id="resend of the sixth last"
+        ),
+        pytest.param([batch(0, 3)], batch(0, 2), BatchVerdict.OUT_OF_ORDER, -1, id="same start, other end"),
+        pytest.param([batch(0)], batch(2), BatchVerdict.OUT_OF_ORDER, -1, id="gap"),
+        pytest.param([batch(0, epoch=1)], batch(1, epoch=0), BatchVerdict.FENCED, -1, id="older epoch"),
+        pytest.param([batch(0, epoch=1)], batch(0, epoch=0), BatchVerdict.FENCED, -1, id="older epoch, same sequences"),
+        pytest.param([batch(5)], batch(0, epoch=1), BatchVerdict.ACCEPTED, -1, id="new epoch begins at 0"),
+        pytest.param([batch(5)], batch(6, epoch=1), BatchVerdict.OUT_OF_ORDER, -1, id="new epoch cannot go on"),
+        pytest.param([batch(2**31 - 2, 2)], batch(0), BatchVerdict.ACCEPTED, -1, id="sequence wraps between batches"),
+        pytest.param([batch(2**31 - 2, 4)], batch(2), BatchVerdict.ACCEPTED, -1, id="sequence wraps inside a batch"),
+        pytest.param(
+            [batch(2**31 - 2, 4)], batch(2**31 - 2, 4), BatchVerdict.DUPLICATE, 100, id="resend across the wrap"
+        ),
+        pytest.param(
+            [batch(0), batch(0, producer_id=2)], batch(1), BatchVerdict.ACCEPTED, -1, id="producers are separate"
+        ),
     ],
 )
-def test_verdicts(written: list[RecordBatch], next_batch: RecordBatch, verdict: Verdict, base_offset: int) -> None:
+def test_verdicts(written: list[RecordBatch], next_batch: RecordBatch, verdict: BatchVerdict, base_offset: int) -> None:
     judgement = states_after(*written).judge(next_batch)
     assert (judgement.verdict, judgement.base_offset) == (verdict, base_offset)
 
 
 def test_batches_without_a_producer_id_are_always_accepted() -> None:
     plain = parse_batch(build_batch())
-    assert states_after(plain, plain).judge(plain).verdict is Verdict.ACCEPTED
+    assert states_after(plain, plain).judge(plain).verdict is BatchVerdict.ACCEPTED
     assert len(states_after(plain)) == 0
 
 
@@ -75,8 +83,8 @@ def test_the_producer_that_wrote_longest_ago_is_forgotten_first() -> None:
     states.update(batch(1, producer_id=1), 2)
     states.update(batch(0, producer_id=3), 3)
     assert len(states) == 2
-    assert states.judge(batch(1, producer_id=1)).verdict is Verdict.DUPLICATE
-    assert states.judge(batch(0, producer_id=2)).verdict is Verdict.ACCEPTED, "2 was kept, 1 dropped"
+    assert states.judge(batch(1, producer_id=1)).verdict is BatchVerdict.DUPLICATE
+    assert states.judge(batch(0, producer_id=2)).verdict is BatchVerdict.ACCEPTED, "2 was kept, 1 dropped"
 
 
 class Clock:
@@ -90,7 +98,7 @@ class Clock:
 
 
 def remembered(states: ProducerStates, producer_id: int) -> bool:
-    return states.judge(batch(0, producer_id=producer_id)).verdict is Verdict.DUPLICATE
+    return states.judge(batch(0, producer_id=producer_id)).verdict is BatchVerdict.DUPLICATE
 
 
 def test_who_has_not_written_for_a_day_is_forgotten_when_others_write() -> None:
@@ -104,7 +112,7 @@ def test_who_has_not_written_for_a_day_is_forgotten_when_others_write() -> None:
     clock.now += 1
     states.update(batch(1, producer_id=2), 2)
     assert (len(states), remembered(states, 1), states.expired, states.evicted) == (1, False, 1, 0)
-    assert states.judge(batch(1, producer_id=2)).verdict is Verdict.DUPLICATE
+    assert states.judge(batch(1, producer_id=2)).verdict is BatchVerdict.DUPLICATE
 
 
 def test_what_is_read_from_a_log_expires_by_its_timestamps_after_a_while() -> None:
@@ -158,9 +166,9 @@ def test_a_copy_goes_its_own_way() -> None:
     states = states_after(batch(0), batch(1))
     copied = states.copy()
     states.update(batch(2), 102)
-    assert copied.judge(batch(2)).verdict is Verdict.ACCEPTED
+    assert copied.judge(batch(2)).verdict is BatchVerdict.ACCEPTED
     copied.update(batch(0, epoch=1), 102)
-    assert states.judge(batch(2)).verdict is Verdict.DUPLICATE
+    assert states.judge(batch(2)).verdict is BatchVerdict.DUPLICATE
 
 
 def test_a_hundred_thousand_producers_find_room_within_their_memory() -> None:
@@ -181,5 +189,5 @@ def test_a_hundred_thousand_producers_find_room_within_their_memory() -> None:
     assert (len(states), states.evicted) == (count, 0)
     assert bytes_each < BYTES_EACH
     assert MAX_PRODUCERS > 100_000
-    assert states.judge(five[0]._replace(producer_id=1 << 40)).verdict is Verdict.DUPLICATE
+    assert states.judge(five[0]._replace(producer_id=1 << 40)).verdict is BatchVerdict.DUPLICATE
     print(f"{bytes_each:.0f} bytes for each producer, {HISTORY_COPIES} copies included")

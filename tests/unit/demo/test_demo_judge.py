@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy.demo.flights import fingerprint
-from kproxy.demo.judge import MAX_EXAMPLES, Judge, Verdict
+from kproxy.demo.judge import MAX_EXAMPLES, Judge, RowsVerdict
 
 KEYS: list[bytes | None] = [b"A", b"B", None]
 
@@ -23,7 +23,7 @@ def value_of(n: int) -> bytes:
     return b'{"n":%d,"year":2013}' % n
 
 
-def judge(arrivals: Sequence[tuple[int, int]], rows: int) -> Verdict:
+def judge(arrivals: Sequence[tuple[int, int]], rows: int) -> RowsVerdict:
     """The verdict on (partition, n) pairs that stand at rising offsets of their partitions."""
     court = Judge([fingerprint(key_of(n), value_of(n)) for n in range(1, rows + 1)])
     offsets: dict[int, int] = {}
@@ -33,7 +33,7 @@ def judge(arrivals: Sequence[tuple[int, int]], rows: int) -> Verdict:
     return court.verdict(sent=rows)
 
 
-def faults(verdict: Verdict) -> dict[str, int]:
+def faults(verdict: RowsVerdict) -> dict[str, int]:
     return {name: fault.count for name, fault in verdict.faults.items() if fault.count}
 
 

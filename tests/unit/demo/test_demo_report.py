@@ -9,17 +9,17 @@ import pytest
 from rich.console import Console
 
 from kproxy.demo.judge import Judge
-from kproxy.demo.report import KilledOwner, Outcome, brokers_in_words, show
+from kproxy.demo.report import DemoOutcome, KilledOwner, brokers_in_words, show
 from kproxy.pipeline.audit.report_facts import Facts, Sums, Verdict
 from kproxy.pipeline.progress import Report
 
 
-def _outcome(seen: int = 2, owners: dict[int, int] | None = None, killed: KilledOwner | None = None) -> Outcome:
+def _outcome(seen: int = 2, owners: dict[int, int] | None = None, killed: KilledOwner | None = None) -> DemoOutcome:
     """Of two rows the first `seen` came back, n=1 in partition 0 and n=2 in partition 1; more are doubles of n=1."""
     court = Judge([hash((None, b'{"n":1}')), hash((None, b'{"n":2}'))])
     for offset, n in enumerate([1, 2, 1, 1][:seen]):
         court.see(n - 1, offset, None, b'{"n":%d}' % n)
-    return Outcome(court.verdict(sent=2), owners, 2.0, 0.5, 30.0, 1, killed)
+    return DemoOutcome(court.verdict(sent=2), owners, 2.0, 0.5, 30.0, 1, killed)
 
 
 def _killed(taken_by: dict[int, int], written_s: dict[int, float], in_sync_s: float | None = 6.2) -> KilledOwner:
@@ -28,7 +28,7 @@ def _killed(taken_by: dict[int, int], written_s: dict[int, float], in_sync_s: fl
     return KilledOwner(7, 72_900, {0: 7, 1: 7, 2: 8}, taken_by, taken_s, written_s, {2: 0.6}, 5.5, in_sync_s)
 
 
-def _shown(outcome: Outcome) -> str:
+def _shown(outcome: DemoOutcome) -> str:
     output = io.StringIO()
     show(outcome, Console(file=output, width=100))
     return output.getvalue()
@@ -86,7 +86,7 @@ def test_unknown_owners_are_said_to_be_unknown() -> None:
     assert "not known without --etcd" in _shown(_outcome())
 
 
-def _cells(outcome: Outcome) -> dict[str, tuple[str, str]]:
+def _cells(outcome: DemoOutcome) -> dict[str, tuple[str, str]]:
     """First cell -> the other two."""
     rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in _shown(outcome).splitlines() if "│" in line]
     return {name: (value, detail) for name, value, detail in rows}
