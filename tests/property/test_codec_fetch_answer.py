@@ -15,7 +15,7 @@ VERSIONS = range(4, MAX_VERSION + 1)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_what_is_read_is_what_kafka_python_reads(version: int, data: st.DataObject) -> None:
     sample = sample_response(FETCH, {"t": [3]})

@@ -164,7 +164,7 @@ def traced() -> Iterator[None]:
 
 
 @EVERY_KIND
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_what_is_written_is_what_is_read(kind: Kind, data: st.DataObject) -> None:
     message = data.draw(kind.messages)
@@ -214,7 +214,7 @@ def test_noise_is_refused_or_read(kind: Kind) -> None:
     outcomes = Counter[str]()
     body = kind.write(kind.sample, tag_section())
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.integers(0, 2**64))
     def parse_noise(seed: int) -> None:
         chance = random.Random(seed)

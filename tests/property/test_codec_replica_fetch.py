@@ -41,7 +41,7 @@ def _asking(topics: list[tuple[uuid.UUID, list[PartitionFetch]]], **changes: int
     return memoryview(bytearray(encode_replica_fetch(3, wire, sender=b"broker-3", **numbers)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(TOPIC_IDS, st.lists(ASKED, max_size=4)), max_size=4), INT32, INT32)
 def test_what_a_follower_asks_is_what_a_leader_reads(
     topics: list[tuple[uuid.UUID, list[PartitionFetch]]], correlation_id: int, max_bytes: int
@@ -108,7 +108,7 @@ def _answering(topics: list[tuple[uuid.UUID, list[PartitionFetched]]], error_cod
     return memoryview(bytearray(b"".join(with_length([response_header(FETCH, version, 7) + head, *array, tail]))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(TOPIC_IDS, st.lists(FETCHED, max_size=4)), max_size=4), INT16)
 def test_what_a_leader_answers_is_what_a_follower_reads(
     topics: list[tuple[uuid.UUID, list[PartitionFetched]]], error_code: int

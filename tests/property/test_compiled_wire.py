@@ -88,7 +88,7 @@ def test_usual_requests_are_indexed_as_the_codec_reads_them(version: int) -> Non
         assert judge(usual(version, topics))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_whatever_is_indexed_the_codec_reads_the_same(data: st.DataObject) -> None:
     version = data.draw(st.sampled_from(VERSIONS))

@@ -91,7 +91,7 @@ def headers(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
     return [row[:3] for row in rows]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SHAPES, st.integers(0, 3), st.integers(1, 12), st.integers(1, 400), st.booleans())
 def test_every_batch_is_read_once_however_the_log_is_cut(
     shapes: list[tuple[int, int]], gap_at_end: int, most: int, max_bytes: int, cuts_the_first: bool
@@ -103,7 +103,7 @@ def test_every_batch_is_read_once_however_the_log_is_cut(
     assert all(row[-1] is True for row in rows)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SHAPES, st.integers(1, 12), st.integers(1, 400), st.lists(st.integers(0, 40), max_size=8), st.randoms())
 def test_what_retention_leaves_is_read_once_whenever_it_moves_on(
     shapes: list[tuple[int, int]], most: int, max_bytes: int, moves: list[int], random: object

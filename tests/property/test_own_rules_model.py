@@ -142,4 +142,4 @@ def _expected(asker: Owner, generation: int, had: Had | None) -> Decision:
 
 
 TestClaims = Claims.TestCase
-TestClaims.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestClaims.settings = settings(max_examples=150, stateful_step_count=30)

@@ -110,7 +110,7 @@ def test_anything_else_is_left_to_parsing(version: int, change: str) -> None:
     assert PRODUCE_API.plain_answer(request, ALL).results(_framed(version, answer)) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(VERSIONS), st.sampled_from(SELECTIONS), st.data())
 def test_bytes_that_are_no_success_are_never_taken_for_one(
     version: int, selection: Selection, data: st.DataObject

@@ -126,7 +126,6 @@ def search(
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=STEPS_PER_RUN,
-                deadline=None,
                 database=None,
                 # Shortening whole steps, as the model can, takes seconds where Hypothesis would take minutes.
                 phases=[Phase.generate],

@@ -11,6 +11,7 @@
 6. Tests marked `long` run with KPROXY_TEST_ALL=1 (`make test-all`), and where their file is named on the command line.
    They repeat a shape that another test has: more releases of a client, more seeds, every byte of a reset. Of those
    marked `long(but_one=True)` the first of each file runs in any case.
+7. Hypothesis sets no time limits: a busy machine is no fault of an example.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support import reaper as reaping
 from tests.support.reaper import RUN_MARK, marked_processes
@@ -40,6 +42,8 @@ LEFT_BEHIND_GRACE_S = 30.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

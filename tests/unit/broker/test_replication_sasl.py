@@ -131,7 +131,7 @@ SNIPPETS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 3), st.integers(0, 2**32), st.binary(max_size=30) | st.none())
 def test_a_message_that_was_changed_convinces_nobody(place: int, seed: int, noise: bytes | None) -> None:
     chance = random.Random(seed)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy_codec.error_codes import NONE, NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, REQUEST_TIMED_OUT
@@ -234,14 +234,12 @@ class MadeUp:
                 self.owner = None
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_what_a_proxy_without_faults_leaves_is_accepted(seed: int) -> None:
     run = MadeUp(seed)
     judge(run.recorded, run.log)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_a_record_of_a_stale_fence_in_a_later_place_is_refused(seed: int) -> None:
     run = MadeUp(seed, size=30)

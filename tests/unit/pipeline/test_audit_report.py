@@ -286,7 +286,7 @@ def test_a_report_is_the_same_file_whenever_and_wherever_it_is_made(tmp_path: Pa
 
 
 def test_matplotlib_is_left_alone_until_there_is_something_to_draw() -> None:
-    script = "import sys; from kproxy.pipeline.audit import report_html, report_text, report_gather; "
+    script = "import sys; from kproxy.pipeline.audit import report_html, report_text; "
     script += "from tests.support.audit import audit_facts; report_html.report_page(audit_facts.empty()); "
     script += "assert 'matplotlib' not in sys.modules; report_html.report_page(audit_facts.tiny()); "
     script += "assert 'matplotlib.pyplot' not in sys.modules and 'matplotlib' in sys.modules"

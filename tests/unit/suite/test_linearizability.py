@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.models.linearizability import (
@@ -156,14 +156,12 @@ class Draw:
                 state = place
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_what_did_happen_is_accepted(data: st.DataObject) -> None:
     history = Draw(data, 12).history
     assert check(history, REGISTER) is None, timeline(history)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_what_nobody_wrote_was_not_read(data: st.DataObject) -> None:
     history = Draw(data, 8).history
@@ -174,7 +172,6 @@ def test_what_nobody_wrote_was_not_read(data: st.DataObject) -> None:
         assert check(history, REGISTER) is not None, timeline(history)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_it_says_what_trying_all_orders_says(data: st.DataObject) -> None:
     history = Draw(data, 5).history

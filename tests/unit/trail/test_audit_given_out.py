@@ -202,7 +202,7 @@ histories = st.lists(st.lists(st.builds(lambda each: (OLD, chunk(*each)), spans)
 
 
 @given(histories)
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_every_offset_is_told_as_often_as_it_was_given_out_again(looks: list[list[tuple[Origin, Chunk]]]) -> None:
     counts: dict[int, int] = {}
     for look in looks:

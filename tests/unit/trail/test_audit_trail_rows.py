@@ -196,7 +196,7 @@ def records_of(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
 
 
 @given(batches)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_no_record_is_lost_or_made_up_by_putting_batches_together(given: list[Given]) -> None:
     chunks = folded(given)
     expected = []
