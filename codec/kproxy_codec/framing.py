@@ -334,7 +334,7 @@ def response_header(api_key: int, api_version: int, correlation_id: int) -> byte
 
 
 def response_body_offset(frame: Buffer, api_key: int, api_version: int) -> int:
-    """Where the body of an answer to this request begins in the frame. Raises CodecError."""
+    """Return the offset in the frame at which the body of an answer to this request begins. Raise CodecError."""
     if len(frame) < _RESPONSE_HEAD_BYTES:
         raise Truncated(f"an answer of {len(frame) - LENGTH_BYTES} bytes is shorter than its header")
     if api_key != API_VERSIONS and is_flexible(api_key, api_version):

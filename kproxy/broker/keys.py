@@ -98,7 +98,7 @@ class FenceValue(msgspec.Struct, frozen=True):
 
 
 class BrokerValue(msgspec.Struct, frozen=True):
-    """Where a live broker listens for clients and for followers.
+    """The addresses of a live broker for clients and for followers.
 
     A port is 0 where it does not. `log_id` is that of its data directory, None where its release has none.
     """

@@ -1,4 +1,4 @@
-"""Which partitions this broker leads: take them, keep them, lose them.
+"""The partitions that this broker leads: take them, keep them, lose them.
 
 States of a partition
   absent      not hosted: another broker's, or not opened yet

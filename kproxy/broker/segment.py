@@ -53,7 +53,7 @@ class TimestampAndOffset(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a batch begins in the file."""
+    """The position in the file at which a batch begins."""
 
     base_offset: int
     position: int

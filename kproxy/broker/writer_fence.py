@@ -43,7 +43,7 @@ class KeptFence(NamedTuple):
 
 
 class FenceComparison(Enum):
-    """How a requested fence compares with the one that is kept."""
+    """The comparison of a requested fence with the kept one."""
 
     HOLDS = "there is nothing to change"
     LOWER = "a higher fence is known"

@@ -262,7 +262,7 @@ def broker_flags(command: Command) -> Command:
 
 
 def broker_access(flags: Mapping[str, str | bool | None], environ: Mapping[str, str] = os.environ) -> BrokerAccess:
-    """How commands without a configuration file access brokers.
+    """The access to brokers of commands without a configuration file.
 
     `flags` as `broker_tls_ca` win over the environment, as KPROXY_BROKER_TLS__CA. Raises StartupError.
     """

@@ -23,7 +23,7 @@ DELAY_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 """The same for the delay of the event loop: the proxy's own share of a latency."""
 MAX_DROP_TOPICS: Final = 100
 MAX_TOPIC_BYTES: Final = 249
-"""Of a topic's name in Kafka. Longer names cost the readers of `/metrics` much time."""
+"""The longest name of a topic in Kafka. Longer names cost the readers of `/metrics` much time."""
 OTHER_TOPICS: Final = b"other"
 MAX_BROKERS: Final = 1_000
 OTHER_BROKERS: Final = -2

@@ -25,7 +25,7 @@ class Ticket(Protocol):
 
     @property
     def may_wait_until(self) -> float:
-        """Until when the request itself allows its answer to take (a fetch that waits), in the proxy's clock."""
+        """The time, on the proxy's clock, until which the request itself lets its answer wait (a fetch that waits)."""
         ...
 
     def sent(self) -> None:

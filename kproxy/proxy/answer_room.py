@@ -136,7 +136,7 @@ class AnswerRoom:
         return bool(self._waiting)
 
     def waited_s(self, kinds: Collection[bool]) -> float | None:
-        """How long the oldest waiting answer of these kinds has waited; None if none waits."""
+        """The time for which the oldest answer of these kinds has waited; None if none waits."""
         for share, _, since in self._waiting.values():
             if share.is_proven in kinds:
                 return self._clock() - since

@@ -116,7 +116,7 @@ class BrokerHealth:
 
     @property
     def open_count(self) -> int:
-        """How many brokers hang."""
+        """The number of brokers that hang."""
         return sum(watched.breaker.is_open for watched in self._watched.values())
 
     def is_open(self, address: Address | None) -> bool:
@@ -253,13 +253,13 @@ class BrokerHealth:
 
 
 def _may_wait_until(upstream: Upstream) -> float:
-    """Until when the next answer may take its time, for that is what was asked: a fetch that waits for data."""
+    """The time until which the next answer may be late as requested: a fetch that waits for data."""
     ticket = upstream.oldest_unanswered()
     return ticket.may_wait_until if ticket is not None else -inf
 
 
 class Waiting:
-    """What one client connection's broker connections let wait, as far as is seen by looking now and then.
+    """The waiting requests of one client connection's broker connections, as seen in checks at intervals.
 
     Requests are not timed: a connection whose next answer is still the same one at look after look lets it wait. Such a
     connection may be cut off alone, while its broker answers on others: while it waits, its own way is watched.

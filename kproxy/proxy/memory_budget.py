@@ -56,7 +56,7 @@ class Waiter(Protocol):
 
     @property
     def arrived_bytes(self) -> int:
-        """How much of it has arrived."""
+        """The number of its bytes that have arrived."""
         ...
 
     def read_on(self) -> None:
@@ -65,7 +65,7 @@ class Waiter(Protocol):
 
 
 class HeldBytes:
-    """What sessions change and read for every request; the compiled plain path has a twin of it."""
+    """The counters that sessions read and change for every request; the compiled plain path has a twin of it."""
 
     __slots__ = ("arriving", "held", "limit", "passing", "waiting")
 

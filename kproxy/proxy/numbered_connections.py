@@ -33,7 +33,7 @@ from kproxy.routing.topology import Topology
 
 
 class Tickets(NamedTuple):
-    """What happens to pieces: `answered` by a broker, or `left` this process without an answer to come (acks=0)."""
+    """The events of pieces: `answered` by a broker, or `left` this process and no answer will come (acks=0)."""
 
     answered: Callable[[PieceTicket, memoryview], None]
     left: Callable[[PieceTicket], None]

@@ -49,7 +49,7 @@ class View(Protocol):
 
     @property
     def max_nameless(self) -> int:
-        """How many topic ids without a name are remembered."""
+        """The number of topic ids without a name that are remembered."""
         ...
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:
@@ -70,7 +70,7 @@ class Adopted(NamedTuple):
 
 
 class Loss(Enum):
-    """How far a piece got whose connection has ended."""
+    """The progress of a piece whose connection has ended."""
 
     LEFT = "it expects no answer, and its last byte had left this process"
     WRITTEN = "the broker may have seen it"

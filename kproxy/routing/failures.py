@@ -44,7 +44,7 @@ class Failure(NamedTuple):
 
 
 class AttemptOutcome(NamedTuple):
-    """What follows: another attempt after `pause`, or `error_code` for the client.
+    """The next step: another attempt after `pause`, or `error_code` for the client.
 
     Without a pause the entry is sent again behind the one before it. `gives_up`: what its client sent behind it must
     not come before it.

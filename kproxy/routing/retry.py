@@ -37,7 +37,7 @@ MAX_ATTEMPTS: Final = 3
 MAX_ATTEMPTS_IN_ALL: Final = 9
 BACKOFF_S: Final = (0.02, 0.1, 0.25, 0.5)
 WAIT_S: Final = 1.0
-"""How long after an entry's first failure it may still be sent again, in seconds."""
+"""The time after an entry's first failure in which it may be sent again, in seconds."""
 AMBIGUOUS_WAIT_S: Final = 3.0
 """The same for an entry that a broker may have appended."""
 NO_OFFSET: Final = -1
@@ -88,7 +88,7 @@ class Attempts:
 
 
 class Bound(Enum):
-    """How long a row allows retries."""
+    """The limit of a row's retries."""
 
     NEVER = "never"
     ATTEMPTS = "until the attempts are exhausted, or the time for waiting is over"
@@ -107,7 +107,7 @@ _HAND_ON = Row(Bound.NEVER, None)
 
 
 class Conduct(NamedTuple):
-    """How brokers behave, as far as sending again depends on it.
+    """The behaviour of brokers that sending again depends on.
 
     Each ownership source has brokers of one conduct. `refuses_before_append`: they answer NOT_LEADER_OR_FOLLOWER only
     before anything is appended, whatever the acks and the base offset. `knows_batches_again`: they recognise a batch

@@ -49,7 +49,7 @@ class ParentPipe:
 
 
 def end_with_parent(*, insist: bool = False, remove: Path | None = None) -> None:
-    """Where a parent asked for it, end when the parent has ended: by SIGTERM, and SIGKILL after GRACE_S.
+    """If the parent asked for it, end this process when the parent has ended: by SIGTERM, and SIGKILL after GRACE_S.
 
     `insist`: send SIGTERM twice, to a process that serves on for a while after the first. `remove`: a directory of the
     parent, which it cannot remove any more.

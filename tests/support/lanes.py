@@ -56,7 +56,7 @@ def modules_with_tests() -> list[str]:
 
 
 def recorded_durations() -> Durations:
-    """What the table says; empty where nothing has been recorded."""
+    """The recorded table; empty if nothing has been recorded."""
     return tomllib.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
 
 
@@ -90,7 +90,7 @@ def needed_lanes(items: Iterable[pytest.Item]) -> dict[str, str]:
 
 
 class Lanes:
-    """Which lane a test is in, and how long lanes take."""
+    """The lanes of tests, and the lengths of lanes."""
 
     def __init__(self, durations: Durations) -> None:
         self._shared = {module: lane for lane, modules in durations.items() for module in modules if lane != ALONE}

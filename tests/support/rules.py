@@ -1,4 +1,4 @@
-"""What holds for every test, as a pytest plugin.
+"""The rules for every test, as a pytest plugin.
 
 1. With KPROXY_TEST_REQUIRE=all a skipped test fails: where everything should be there, nothing is passed over. An
    expected failure is no skip.

@@ -350,7 +350,7 @@ class Claimant(Generic[ConnectionT]):
 
 
 class Ownership:
-    """What an application owns, and whether it still does. Any thread may read it.
+    """The resources of an application, and whether it still owns them. Any thread may read it.
 
     `resources` are the names that were claimed; none stand for the whole group, whose name in `fences` is "".
     """

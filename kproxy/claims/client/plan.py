@@ -1,4 +1,4 @@
-"""What an application wants to own, and the interface to its client library."""
+"""The resources that an application wants to own, and the interface to its client library."""
 
 from __future__ import annotations
 

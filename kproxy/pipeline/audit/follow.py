@@ -183,7 +183,7 @@ def _progress(state: FollowState) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FollowOptions:
-    """How to follow a trail. `checkpoint`: a directory, kept between runs; times in milliseconds."""
+    """Options for following a trail. `checkpoint`: a directory, kept between runs; times in milliseconds."""
 
     checkpoint: str
     every_ms: int = 5_000

@@ -139,7 +139,7 @@ _KNOWN: Final = {
 
 
 class LogOptions(NamedTuple):
-    """What to read, and how. Exactly one of `topics` and `pattern` is set."""
+    """The logs to read, and how to read them. Exactly one of `topics` and `pattern` is set."""
 
     bootstrap: tuple[Address, ...]
     topics: tuple[str, ...] = ()

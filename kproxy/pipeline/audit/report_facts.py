@@ -264,7 +264,7 @@ OWNERS_OF_A_PARTITION: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a report shows. `drawn`: partitions in plots; `columns`: steps of time; `holdings`: of a partition."""
+    """The size of a report. `drawn`: partitions in plots; `columns`: steps of time; `holdings`: of a partition."""
 
     partitions: int = 60
     drawn: int = 40

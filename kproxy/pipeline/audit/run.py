@@ -82,7 +82,7 @@ _MAX_PARTITIONS: Final = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditJob:
-    """What to audit, where its tables go, and what counts as wrong.
+    """The options of an audit: its source, its tables, and its rules.
 
     Addresses are `H:P[,H:P...]`, times in milliseconds since the epoch, `window_ms` a window's length. `bootstrap`: a
     proxy or the brokers, whose logs are read; `trail_bootstrap`: the cluster of the trail's topic, if another. `topics`

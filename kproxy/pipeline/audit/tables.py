@@ -43,7 +43,7 @@ MAX_FINDINGS: Final = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRules:
-    """What to judge, and how: records acknowledged from `from_ms` to before `to_ms`; None for no limit.
+    """The rules of an audit: records acknowledged from `from_ms` to before `to_ms`; None for no limit.
 
     `read_at_ms`: when the trail was read; `read_from_ms`: only rows shipped from then on were read, None for all.
     `topics`: () for all in the trail. `window_ms`: the length of a window. A row that is shipped more than
@@ -68,7 +68,7 @@ class AuditRules:
 
 @dataclass(frozen=True, slots=True)
 class _Trail:
-    """What the audit derives from the trail alone."""
+    """The tables that the audit derives from the trail alone."""
 
     judged: DataFrame
     cells: DataFrame

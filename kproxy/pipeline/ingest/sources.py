@@ -254,7 +254,7 @@ PAUSE_FACTOR: Final = 5
 
 
 class Backlog(NamedTuple):
-    """How many are left; `unit` is `files` or `records`."""
+    """The number that is left; `unit` is `files` or `records`."""
 
     left: int
     unit: str

@@ -1,4 +1,4 @@
-"""What audits may come to, for tests of how it is shown: one cluster's hour, and what can go wrong in it."""
+"""The possible results of an audit, for tests of reports: one cluster's hour, and every fault in it."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def unchecked() -> Facts:
 
 
 def huge() -> Facts:
-    """What is left of ten thousand partitions, a year of windows and a million findings, once cut to what is shown."""
+    """Ten thousand partitions, a year of windows and a million findings, cut to the limits of a report."""
     states = list(State)
     partitions = tuple(
         replace(

@@ -73,7 +73,7 @@ def rows_in(pages: Iterable[bytes]) -> list[Row]:
 
 
 def rows_in_files(directory: Path) -> list[Row]:
-    """Of JSON lines, file by file as their names sort."""
+    """The rows of files of JSON lines, in the order of the files' names."""
     return rows_in(file.read_bytes() for file in sorted(directory.glob("*.jsonl")))
 
 

@@ -1,4 +1,4 @@
-"""What a test's broker does that no other does; each is an option of `tests.support.brokers.broker_main`.
+"""Faults and hooks of a test's broker; each is an option of `tests.support.brokers.broker_main`.
 
 stops_at_marks=1       it stops itself in the midst of a write that carries a mark. A stopped process keeps its sockets
                        and its place in the code, between the fence check and the write, say, where a page fault or a

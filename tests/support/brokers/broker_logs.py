@@ -1,4 +1,4 @@
-"""What tests of the broker's log say again and again."""
+"""Shared by the tests of the broker's log."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SEEN_AFTER_S = 0.1
 
 
 class Cut(NamedTuple):
-    """Where the second request's connection ends: after `at` bytes of the request or of the answer, and how."""
+    """The place and way in which the second request's connection ends: after `at` bytes of one of the two."""
 
     of_answer: bool
     at: int

@@ -140,7 +140,7 @@ class FaultySite:
         await asyncio.gather(*(broker.heal() for broker in self.brokers.values()))
 
     def addresses(self) -> list[Address]:
-        """Of all brokers, dead or alive, for clients."""
+        """The addresses of all brokers, dead or alive, for clients."""
         return [broker.client_address for broker in self.brokers.values()]
 
     @property
@@ -205,7 +205,7 @@ class FaultySite:
         return log_bytes(self.brokers[node_id].data_dir / f"{topic}-{partition}")
 
     def log_id(self, node_id: int, topic_id: uuid.UUID | None, partition: int) -> uuid.UUID | None:
-        """Of the log that is on that broker's disk; None where there is none."""
+        """The id of the log on that broker's disk; None if there is none."""
         found = read_json(self.brokers[node_id].data_dir / "log-ids" / f"{topic_id}-{partition}")
         return None if found is None else uuid.UUID(str(found["log_id"]))
 

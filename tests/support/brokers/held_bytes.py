@@ -18,7 +18,7 @@ LAST_ANSWERS_S = 5.0
 
 
 Which = Callable[[int], bool]
-"""Of connections, by the port of whoever made them."""
+"""Selects connections, by the port of their client."""
 
 
 class _Carried:
@@ -70,7 +70,7 @@ class Way:
         return sum(carried.has_ended for _, carried in self._carried.values())
 
     def release(self) -> None:
-        """What was held arrives."""
+        """Deliver the held bytes."""
         for _, carried in self._carried.values():
             carried.moving.set()
 

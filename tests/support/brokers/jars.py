@@ -65,18 +65,18 @@ _CLIENTS_MODULE = f"""\
 
 
 def kafka_classpath() -> str:
-    """What to give `java -cp` to run any of Kafka's programs. The first call may take minutes (44 MiB)."""
+    """The class path for `java -cp` that runs any of Kafka's programs. The first call may take minutes (44 MiB)."""
     return str(_resolved(KAFKA_VERSION, _BROKER_MODULE, "") / "*")
 
 
 def client_classpath(version: str) -> str:
-    """What to give `java -cp` to run a client of one of CLIENT_VERSIONS. The first call downloads 82 MiB."""
+    """The class path for `java -cp` of a client of one of CLIENT_VERSIONS. The first call downloads 82 MiB."""
     digest = hashlib.sha256(_CLIENTS_MODULE.encode()).hexdigest()[:16]
     return str(_resolved(f"clients-{digest}", _CLIENTS_MODULE, "[conf]/") / version / "*")
 
 
 def pyspark_jars(*patterns: str) -> str:
-    """What to give `java -cp` for jars that pyspark carries, one for each pattern."""
+    """The class path for `java -cp` of jars that pyspark carries, one for each pattern."""
     found = [next((pyspark_home() / "jars").glob(pattern), None) for pattern in patterns]
     if None in found:
         raise StartupError(f"this pyspark does not carry all of {', '.join(patterns)}")

@@ -137,7 +137,7 @@ class MovingCluster:
 
 
 def disorder(log: list[int], count: int) -> list[str]:
-    """What is wrong with a log that should hold 0 … count - 1: everything missing, doubled or out of place."""
+    """The faults of a log that should hold 0 … count - 1: everything missing, doubled or out of place."""
     found = [f"{number} is missing" for number in sorted(set(range(count)) - set(log))]
     found += [f"{number} is there {log.count(number)} times" for number in sorted(set(log)) if log.count(number) > 1]
     found += [f"{later} follows {earlier}" for earlier, later in pairwise(log) if later <= earlier]

@@ -71,7 +71,7 @@ class Side(ABC):
         self.wait_in_sync(topic, len(NODES))
 
     def described(self, topic: str, node_id: int) -> Any:
-        """What one node tells of the partition; None where it knows of none."""
+        """One node's description of the partition; None if it does not know the partition."""
         with self.client(node_id) as client:
             answer = client.request(METADATA, 12, topics=[{"name": topic}], allow_auto_topic_creation=False)
         partitions = answer.topics[0].partitions
@@ -90,7 +90,7 @@ class Side(ABC):
         return found
 
     def wait_in_sync(self, topic: str, count: int) -> None:
-        """Until the leader, and everybody, says that exactly so many replicas are in sync."""
+        """Wait until every node says that exactly so many replicas are in sync."""
 
         def in_sync() -> bool:
             told = [self.described(topic, node_id) for node_id in NODES if self.is_running(node_id)]
@@ -184,7 +184,7 @@ def batch(sequence: int, *, count: int = 2, epoch: int = 0, producer_id: int = 7
 
 
 class Outcome(NamedTuple):
-    """What came of a step, with the error code by its name."""
+    """The outcome of a step, with the name of the error code."""
 
     error: str
     offset: int = -1
@@ -226,7 +226,7 @@ def produce(
 
 
 class Read(NamedTuple):
-    """What a fetch brought: the error by its name, the high watermark, and the offsets at which batches begin."""
+    """The result of a fetch: the name of the error, the high watermark, and the offsets at which batches begin."""
 
     error: str
     high_watermark: int
@@ -234,7 +234,7 @@ class Read(NamedTuple):
 
 
 def fetch(client: RawClient, topic: str, offset: int) -> Read:
-    """What there is from an offset on, without waiting for more."""
+    """Fetch from an offset on, without waiting for more."""
     asked = [{"topic": topic, "partitions": [{"partition": 0, "fetch_offset": offset, "partition_max_bytes": 1 << 20}]}]
     answer = client.request(FETCH, 11, max_wait_ms=0, min_bytes=0, max_bytes=1 << 20, topics=asked)
     found = answer.responses[0].partitions[0]

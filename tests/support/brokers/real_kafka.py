@@ -68,11 +68,11 @@ class RealBroker:
         return self.log_path.read_text(errors="replace")
 
     def log_directory(self, topic: str, partition: int) -> Path:
-        """Where this broker keeps a partition's segments."""
+        """The directory of a partition's segments on this broker."""
         return self._data / f"{topic}-{partition}"
 
     def stored(self, topic: str, partition: int) -> bytes:
-        """What lies on this broker's disk of a partition that it has never removed anything of."""
+        """The bytes of a partition on this broker's disk; it must not have removed any of them."""
         segments = sorted(self.log_directory(topic, partition).glob("*.log"))
         return b"".join(segment.read_bytes() for segment in segments)
 
@@ -252,7 +252,7 @@ class RealKafka:
         return {index: partition.leader for index, partition in found.items() if partition.leader >= 0}
 
     def wait_until_in_sync(self, topics: Sequence[str], timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until every node has all of these topics again."""
+        """Wait until every node has all of these topics again."""
         deadline = time.monotonic() + timeout_s
         while any(self.replicas_in_sync(topic) < len(self.brokers) for topic in topics):
             assert time.monotonic() < deadline, "a broker is not in sync again"

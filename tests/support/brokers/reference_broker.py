@@ -268,7 +268,7 @@ class RawClient:
         return self.receive().responses[0].partition_responses[0]
 
     def bind_fences(self, *bindings: FenceBinding) -> list[BoundFence]:
-        """What became of each."""
+        """The outcome of each."""
         self.send_bind_fences(*bindings)
         return self.bound()
 

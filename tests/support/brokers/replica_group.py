@@ -112,7 +112,7 @@ class Group:
         return fetched
 
     def look_at_isr(self) -> set[int]:
-        """What the ISR keeper does, etcd answering at once; the brokers in sync."""
+        """Do what the ISR keeper does, with an etcd that answers at once. Return the brokers in sync."""
         leader = next(each for each in self.replicas.values() if each.replication.is_leading)
         wanted = leader.replication.wanted_isr(self.live, self.gone)
         if wanted is not None:

@@ -44,7 +44,7 @@ class Alive:
 
 
 class Side:
-    """What either broker has: a view of the cluster and its replicas."""
+    """One broker: its view of the cluster, and its replicas."""
 
     def __init__(self, node_id: int, directory: Path) -> None:
         self.node_id = node_id

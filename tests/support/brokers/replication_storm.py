@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 def steps(seed: int) -> Iterator[Step]:
-    """What happens, without end; the same for the same seed."""
+    """The endless sequence of faults; the same for the same seed."""
     chance = random.Random(seed)
     unhealed = 0
     while True:
@@ -122,7 +122,7 @@ class Trouble:
                     healing.callback(other.thaw)
 
     async def _befall(self, what: str, broker: FaultyBroker) -> None:
-        """What is down or shut already stays so."""
+        """Carry out one fault. A broker or link that is down stays down."""
         if not broker.is_running:
             return
         if what == "killed":

@@ -119,7 +119,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def take_arrivals(self) -> None:
-        """What still arrives from now on is not lost."""
+        """Stop losing what arrives."""
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
     async def until_closed(self) -> None:
@@ -203,7 +203,7 @@ def message_frame(header: RequestHeader, **fields: Any) -> bytes:
 
 
 def introduction(header: RequestHeader) -> bytes:
-    """What a broker answers that serves all that the proxy does, and gives out producer ids."""
+    """The ApiVersions of a broker that serves all that the proxy does, and gives out producer ids."""
     ranges = [
         {"api_key": key, "min_version": lowest, "max_version": highest}
         for key, (lowest, highest) in proxy_ranges().items()

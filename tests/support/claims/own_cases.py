@@ -93,11 +93,11 @@ class CaseRun:
         return f"{self.topic}/{name}" if name.isascii() and name.isdigit() else name
 
     def value(self, who: str) -> bytes:
-        """What a connection writes in this run."""
+        """The value that a connection writes in this run."""
         return f"{self.where}: {who}".encode()
 
     def port_of(self, name: str) -> int:
-        """Where the proxy of a connection listens."""
+        """The port of a connection's proxy."""
         return port_of(self._pool.proxies[self._places[name].proxy])
 
     async def end_of(self, partition: int) -> int:

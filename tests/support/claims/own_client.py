@@ -194,7 +194,7 @@ class OwnClient:
         return self._ask(PRODUCE, PRODUCE_VERSION, frame, results)
 
     async def fetch(self, topic: str, partition: int, offset: int, *, max_wait_ms: int = 0) -> Fetched:
-        """What one fetch returns; records before `offset`, which a batch may begin with, are left out."""
+        """Return the records of one fetch, without those before `offset`, which a batch may begin with."""
         return await self._within(self.send_fetch(topic, partition, offset, max_wait_ms=max_wait_ms))
 
     def send_fetch(self, topic: str, partition: int, offset: int, *, max_wait_ms: int = 0) -> asyncio.Future[Fetched]:
@@ -250,7 +250,7 @@ class OwnClient:
         await self.create_topics([topic], partitions)
 
     async def api_versions(self) -> dict[int, tuple[int, int]]:
-        """What ApiVersions lists: the lowest and the highest version, by API key."""
+        """The lowest and the highest version in ApiVersions, by API key."""
         answer = await self._control(
             API_VERSIONS, API_VERSIONS_VERSION, client_software_name="tests", client_software_version="1"
         )
@@ -292,7 +292,7 @@ class OwnClient:
             return await asyncio.shield(answer)
 
     async def _read(self) -> None:
-        """Until the connection ends; an answer that is not the next request's ends it too, with an AssertionError."""
+        """Read until the connection ends. Raise AssertionError for an answer that is not the next request's."""
         failure: Exception = ConnectionError("the connection ended before this was answered")
         try:
             while True:

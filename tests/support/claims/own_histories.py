@@ -118,7 +118,7 @@ class History:
         await self._losers_are_severed()
 
     async def _losers_are_severed(self) -> None:
-        """Who lost a partition to another connection is not left to believe that it owns it."""
+        """Wait until each connection that lost a partition to another one is severed."""
         for connection in self.connections:
             lost = [
                 partition
@@ -140,7 +140,7 @@ class History:
     # What members write down
 
     def value(self, connection: Connection, partition: int) -> bytes:
-        """Of one record: who wrote it, on which connection, behind which fence; no two are the same."""
+        """The value of one record: its writer, connection and fence; no two are the same."""
         self._written += 1
         return f"{connection.name} {connection.fences.get(partition, 0)} {self._written}".encode()
 
@@ -244,7 +244,7 @@ class Member:
                 await self._write(connection, partition)
 
     async def insists(self, partition: int) -> Connection:
-        """Until it owns the partition and has written a record; on which connection."""
+        """Try until it owns the partition and has written a record. Return the connection."""
         async with asyncio.timeout(GOES_ON_S):
             while not await self._writes(partition):
                 await asyncio.sleep(0.1)
@@ -282,7 +282,7 @@ class Member:
     async def claim(
         self, connection: Connection, partitions: Sequence[int] | None = None, generation: int | None = None
     ) -> None:
-        """Of some partitions, all of them for None, with a generation at random, or this one."""
+        """Claim some partitions, or all of them for None, with a random generation, or this one."""
         history = self._history
         asked = {
             each: self._generation(each) if generation is None else generation

@@ -1,4 +1,4 @@
-"""What single ownership of one partition is, as a sequential model, and a judge of what clients recorded of it.
+"""Single ownership of one partition, as a sequential model, and a judge of the clients' records of it.
 
 There are two things that a claim does, one after the other, both between its call and its answer. It is decided: from
 then on it is the owner's generation that others are held against. And it takes the partition: from then on nobody
@@ -67,7 +67,7 @@ class Refusal(NamedTuple):
 
 
 class End(NamedTuple):
-    """What the connection owned is free."""
+    """The end of a connection, which frees its resources."""
 
     connection: str
 
@@ -125,7 +125,7 @@ def _decide(state: Owned, asked: Decide, told: Granted | Fenced | None) -> list[
 
 
 def _found_again(state: Owned, told: Granted | Fenced | None) -> list[Owned]:
-    """Who has it asks for it with the generation that it has."""
+    """The owner claims it again with the same generation."""
     if not isinstance(told, Granted) or told.generation != state.generation:
         return []
     if state.fence_is_known:
@@ -206,7 +206,7 @@ def judge(recorded: Recorded, log: Sequence[Stored]) -> None:
 
 
 def places(log: Sequence[Stored]) -> dict[bytes, int]:
-    """Where each value is. AssertionError for one that is there twice."""
+    """The offset of each value. Raise AssertionError for a value that is there twice."""
     found: dict[bytes, int] = {}
     for offset, value in log:
         assert value not in found, f"{value!r} is at {found[value]} and at {offset}"
@@ -215,7 +215,7 @@ def places(log: Sequence[Stored]) -> dict[bytes, int]:
 
 
 def _judge_writes(writes: Iterable[Written], places: Mapping[bytes, int]) -> None:
-    """What was acknowledged is there, at the offset that was told; what was refused is not."""
+    """An acknowledged value is at its offset; a refused one is not in the log."""
     for each in writes:
         place = places.get(each.value)
         if each.error_code == error_codes.NONE and not (each.may_be_lost and place is None):

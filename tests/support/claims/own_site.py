@@ -167,7 +167,7 @@ class OwnSite:
         return None if found is None else int(found.value)
 
     async def revoke_lease(self, proxy: Proxy) -> None:
-        """Of the claims of a proxy, which learns of it from etcd."""
+        """Revoke the lease of a proxy's claims, which the proxy learns from etcd."""
         for entry in (await self.client.get_prefix(self.own_keys.members)).kvs:
             if decode_member(entry.value).port == proxy.port:
                 await self.client.lease_revoke(entry.lease_id)
@@ -177,7 +177,7 @@ class OwnSite:
         await asyncio.gather(*(each.heal() for each in (*self.brokers.values(), *self.proxies)))
 
     def release(self) -> None:
-        """What is held on its way to brokers arrives."""
+        """Deliver what is held on its way to brokers."""
         for broker in self.brokers.values():
             broker.way.release()
 

@@ -1,4 +1,4 @@
-"""What befalls proxies, brokers and the ways between them while histories of ownership run, at random from a seed."""
+"""Random faults, from a seed, of proxies, brokers and links while histories of ownership run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Trouble(NamedTuple):
 
 
 def troubles(seed: int) -> Iterator[list[Trouble]]:
-    """What befalls one batch of histories after another, without end; the same for the same seed."""
+    """The endless sequence of faults, one batch of histories after another; the same for the same seed."""
     chance = random.Random(seed)
     # Each of a proxy at least once before any comes again, so that a short run has seen most.
     of_a_proxy: list[str] = []
@@ -69,7 +69,7 @@ class Troublemaker:
         self.faults: dict[int, float] = {}
 
     async def make(self, trouble: Trouble) -> None:
-        """Until it is over."""
+        """Make one fault, and return when it is over."""
         await asyncio.sleep(trouble.after_s)
         if trouble.who == "broker":
             await self._befall_broker(trouble)

@@ -66,7 +66,7 @@ class RelayedProxy:
 
     @property
     def port(self) -> int:
-        """Of the relay."""
+        """The relay's port."""
         return self._relay.port
 
     @property

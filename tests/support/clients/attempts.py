@@ -75,7 +75,7 @@ class ThreadedClient:
         self._stopping.set()
 
     def run(self) -> None:
-        """Until `_stopping` is set."""
+        """Run until `_stopping` is set."""
         raise NotImplementedError
 
     def _guard(self) -> None:

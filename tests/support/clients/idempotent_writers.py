@@ -55,7 +55,7 @@ class IdempotentWriter(ThreadedClient):
         super().abandon()
 
     def wait_for_more(self, count: int, timeout_s: float = SETTLE_S) -> None:
-        """Until so many more are acknowledged."""
+        """Wait until so many more are acknowledged."""
         wanted = self._count() + count
         deadline = time.monotonic() + timeout_s
         while self._count() < wanted:

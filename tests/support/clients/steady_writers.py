@@ -92,7 +92,7 @@ class _Session(ABC):
 
     @abstractmethod
     def send(self, value: bytes) -> int:
-        """Until it is acknowledged: the offset."""
+        """Wait for the acknowledgement. Return the offset."""
 
     @abstractmethod
     def begin(self) -> None: ...
@@ -364,7 +364,7 @@ def writing(writers: Sequence[Writer]) -> Iterator[Running]:
 
 
 class Found(NamedTuple):
-    """What is in a writer's partition: how much of what was acknowledged is not, how much is there twice."""
+    """The faults in a writer's partition: how many acknowledged records are missing, how many are there twice."""
 
     lost: int
     twice: int

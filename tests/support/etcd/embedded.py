@@ -153,7 +153,7 @@ class Relay:
         return self._dead
 
     def target(self, endpoint: str) -> None:
-        """Where connections made from now on lead."""
+        """The target of connections made from now on."""
         host, _, port = endpoint.removeprefix("http://").rpartition(":")
         self._target = (host, int(port))
 

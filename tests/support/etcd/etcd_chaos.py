@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 def steps(seed: int) -> Iterator[Step]:
-    """What happens, without end; the same for the same seed."""
+    """The endless sequence of faults; the same for the same seed."""
     chance = random.Random(seed)
     while True:
         what = chance.choice(("killed", "killed", "hung", "hung", "cut off", "silent", "compacted", "a lease ends"))

@@ -217,7 +217,7 @@ class EtcdCluster:
         return ",".join(f"{member.name}={member.peer_url}" for member in self.members)
 
     async def healthy(self, *members: Member) -> None:
-        """Until each of these members, or all, answers a linearizable read."""
+        """Wait until each of these members, or all, answers a linearizable read."""
         deadline = time.monotonic() + START_TIMEOUT_S
         for member in members or self.members:
             while not await _answers(member):

@@ -39,7 +39,7 @@ class Hearing:
 
 
 async def history(client: EtcdClient, prefix: str, after: int, until: int) -> list[Change]:
-    """What etcd says has happened under a prefix, behind the revision `after` and up to `until`."""
+    """The changes under a prefix by etcd's own history, after the revision `after` and up to `until`."""
     stream = WatchStream(client, write_timeout_s=5)
     found: list[Change] = []
     try:
@@ -77,7 +77,7 @@ class Churn:
                 await asyncio.sleep(0.02)
 
     async def goes_on(self, writes: int = 150) -> None:
-        """Until so many more puts are acknowledged."""
+        """Wait until so many more puts are acknowledged."""
         wanted = len(self.acknowledged) + writes
         await eventually(lambda: len(self.acknowledged) >= wanted, timeout_s=30, what="writes go on")
 

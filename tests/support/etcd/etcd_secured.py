@@ -87,7 +87,7 @@ class TlsCluster(EtcdCluster):
 
 
 async def ask_gateway(endpoint: str, path: str, message: Mapping[str, Any], token: str = "") -> dict[str, Any]:
-    """What etcd answers by JSON to calls that the product does not make."""
+    """Etcd's answers by JSON to calls that the product does not make."""
     headers = {"Authorization": token} if token else {}
     request = urllib.request.Request(f"{endpoint}/v3/{path}", json.dumps(message).encode(), headers)
 

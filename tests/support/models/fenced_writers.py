@@ -161,7 +161,7 @@ class FencedWriters:
             self.is_released = self.is_released or fence == self.released_at > self.latest
 
     async def _ask(self, connection: Connection, asked: FenceBinding) -> BoundFence:
-        """What the API answers."""
+        """Bind or release a fence by the API, and return its answer."""
         message = request_header(BIND_FENCES, BIND_FENCES_VERSION, 1, b"model") + encode_bind_fences_request([asked])
         frame = memoryview(INT32.pack(len(message)) + message)
         request = Request(frame, parse_request_header(frame), connection.bindings)

@@ -51,7 +51,7 @@ class Operation(NamedTuple):
 
 
 class Model(Protocol[State]):
-    """What a single client would see, one operation after the other. States are immutable."""
+    """The object as a single client sees it, one operation after the other. States are immutable."""
 
     @property
     def initial(self) -> State: ...
@@ -136,7 +136,7 @@ def timeline(operations: Sequence[Operation]) -> str:
 
 
 class _Stuck(NamedTuple, Generic[State]):
-    """Where it ended: the operation that nothing explains, and the orders there were before it returned."""
+    """The end of the search: the operation that nothing explains, and the possible orders before it returned."""
 
     at: int
     orders: _Orders[State]

@@ -46,7 +46,7 @@ def name_in(records: bytes) -> str:
 
 
 class Fate(Enum):
-    """What becomes of one request, or of one partition of it."""
+    """The outcome of one request, or of one partition of it."""
 
     SERVED = "served"
     # The connection

@@ -247,14 +247,14 @@ class Producer:
     # Judging
 
     async def unasked(self) -> bytes:
-        """What the proxy has sent beyond the answers."""
+        """The bytes that the proxy has sent beyond the answers."""
         try:
             return b"" if self.client is None else await self.client.rest()
         except ConnectionError:
             return b""
 
     def judge(self, logs: dict[Partition, list[bytes]]) -> list[str]:
-        """What is wrong with the logs in the end, as far as this producer's batches go."""
+        """The faults of the logs at the end, for this producer's batches."""
         found = []
         places: dict[Partition, dict[bytes, list[int]]] = {}
         for partition, log in logs.items():

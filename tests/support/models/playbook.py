@@ -297,7 +297,7 @@ class Playbook:
 
     @property
     def pieces(self) -> Mapping[int, Piece]:
-        """What is under way."""
+        """The pieces in flight."""
         return self.core._in_flight.pieces
 
     @property

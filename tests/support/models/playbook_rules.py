@@ -1,4 +1,4 @@
-"""What holds after every event of a Playbook (tests.support.models.playbook), whatever its script is about.
+"""The rules that hold after every event of a Playbook (tests.support.models.playbook), whatever its script is.
 
  1. An open entry is in one place: one piece that is under way, or one lane, or its read waits to be asked again.
  2. `open_count` is the number of entries that have no result, `open_partitions` that of the partitions of open requests
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Rules:
-    """What they have to remember of one Playbook."""
+    """The state that the rules keep of one Playbook."""
 
     def __init__(self, play: Playbook) -> None:
         self._play = play

@@ -1,4 +1,4 @@
-"""What the core of a Playbook (tests.support.models.playbook) looks at besides its events."""
+"""The view that the core of a Playbook (tests.support.models.playbook) reads besides its events."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def answer_frame(request: PartitionedRequest, text: str, *, throttle_ms: int = 0
 
 
 class Answer(NamedTuple):
-    """What a client gets."""
+    """An answer as its client reads it."""
 
     results: list[Result]
     throttle_ms: int
@@ -174,7 +174,7 @@ class Answer(NamedTuple):
 
 
 def read_answer(exchange: Exchange, buffers: Sequence[Buffer]) -> Answer:
-    """What the client reads in the buffers of a Respond. Raises ValueError where it is no answer to its request."""
+    """Read the answer in the buffers of a Respond. Raise ValueError if it does not answer the request."""
     request = exchange.request
     frame = memoryview(bytearray(b"".join(buffers)))
     if int.from_bytes(frame[:4], "big") != len(frame) - 4:
@@ -238,7 +238,7 @@ def broker_text(broker: int) -> str:
 
 
 def action_text(action: Action, now: float) -> str:
-    """What an action says, but for Send and Respond: these need to know more."""
+    """The words for an action, except Send and Respond, which need more context."""
     if isinstance(action, actions.WakeAt):
         return f"wake in {(action.at - now) * 1000:.0f} ms"
     return _WORDS[type(action)](*action)

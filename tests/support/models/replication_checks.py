@@ -1,4 +1,4 @@
-"""What must hold of a replicated partition, whatever befalls its brokers; the judge of `replication_model`.
+"""The promises of a replicated partition under any faults of its brokers; the judge of `replication_model`.
 
 The judge sees what producers were answered, what consumers read, and every replica's log. Rules it holds to, each with
 the name that a Violation carries:
@@ -268,7 +268,7 @@ class Judge:
             self.violated(Rule.FENCED, f"{self.name(identity)} of fence {fence} {how} one of fence {highest}")
 
     def leaders(self, leaders: Iterable[str]) -> None:
-        """Who leads now, with a live fence."""
+        """Check that at most one of the given brokers leads now, with a live fence."""
         found = list(leaders)
         if len(found) > 1:
             self.violated(Rule.TWO_LEADERS, " and ".join(found))

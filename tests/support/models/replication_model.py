@@ -425,7 +425,7 @@ class World:
 
     @_step(2)
     def keepalives(self, number: int, fate: int) -> None:
-        """What becomes of a broker's keepalives from now on."""
+        """Set the fate of a broker's keepalives from now on."""
         self.process(number).client.keepalives = _one_of(list(KeepAlives), fate)
 
     # The network between brokers
@@ -545,7 +545,7 @@ class World:
 
     @_step(1)
     def keep(self, number: int) -> None:
-        """What a broker does to its logs every few seconds, it does now: checkpoints and retention."""
+        """Do what a broker does to its logs every few seconds: checkpoints and retention."""
         process = self.process(number)
         if process.state is State.RUNNING:
             process.loop.create_task(process.keeper.checkpoint())
@@ -609,7 +609,7 @@ class World:
         return process.leases.led(*PARTITION) is not None and not process.is_fenced()
 
     def _leader_that_is_well(self) -> Partition | None:
-        """Where nothing keeps it from changing the ISR, neither now nor as time passes."""
+        """Whether nothing keeps it from changing the ISR, neither now nor later."""
         partitions = [each.partition for each in self.processes.values() if each.hears_at_once and self._leads(each)]
         for partition in partitions:
             if partition is not None and partition.role is Role.LEADER and partition.replication.proposed is None:
@@ -624,7 +624,7 @@ class World:
         return {node_id for node_id in away if self.store.get(_KEYS.broker(node_id)) is None} if seconds > 1 else set()
 
     def state_value(self) -> StateValue | None:
-        """What etcd says of the partition."""
+        """The partition's state in etcd."""
         found = self.store.get(_KEYS.state(TOPIC, PARTITION_INDEX))
         return decode_value(found.value, StateValue) if found is not None else None
 
@@ -725,7 +725,7 @@ class World:
 
 
 def broken_by(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> Violation | None:
-    """What the steps, and recovery after them, show to be wrong."""
+    """The violation that the steps, or the recovery after them, show."""
     with World(setting, watched) as world:
         try:
             world.replay(steps)

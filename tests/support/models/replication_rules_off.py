@@ -79,7 +79,7 @@ class RuleOff(NamedTuple):
 
     @property
     def weights(self) -> Weights:
-        """What the random runs are drawn from."""
+        """The weights from which random runs are drawn."""
         return self.drawn if self.drawn is not None else dict(Counter(self.steps))
 
 
@@ -237,7 +237,7 @@ _CLAIM_ID = ("create brokers",)
 
 
 def _compared(compare: TxnCompare) -> str:
-    """What is compared, and the table that it is compared in."""
+    """The compared property, and the kind of key."""
     target = {1: "create", 2: "mod", 4: "lease"}[compare.message.target]
     tables = ("partition-leases", "partitions", "topics", "fences", "brokers")
     return next(f"{target} {table}" for table in tables if f"/{table}/".encode() in compare.message.key)

@@ -94,7 +94,7 @@ _BEFALLS: dict[str, Callable[[SimulatedProcess], object]] = {
 
 
 def _numbers(world: World, what: str | Taken) -> Sequence[int]:
-    """What a step's first number is drawn from; nothing where the step could do nothing."""
+    """The values of a step's first number; none if the step could do nothing."""
     name = what if isinstance(what, str) else what[0]
     if not STEPS[name].could(world):
         return ()

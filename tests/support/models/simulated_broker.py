@@ -336,11 +336,11 @@ class SimulatedProcess:
 
     @property
     def lease_id(self) -> int:
-        """Of the lease that it holds, as it thinks and as its fence says; 0 for none."""
+        """The id of the lease that it holds by its own fence; 0 for none."""
         return 0 if self.is_fenced() or self._lease.fence is None else self._lease.fence.lease_id
 
     async def produce(self, records: bytearray, acks: int, bindings: Bindings) -> AppendResult:
-        """What the Produce API does for one partition, from the checked batch on."""
+        """Do what the Produce API does for one partition, from the checked batch on."""
         partition = self.leases.led(*PARTITION)
         if partition is None:
             return AppendResult(error_codes.NOT_LEADER_OR_FOLLOWER)

@@ -36,7 +36,7 @@ class _Lease(NamedTuple):
 
 
 class EtcdStore:
-    """What an etcd cluster holds. `now` is time as etcd's leader has it, in seconds."""
+    """The data of an etcd cluster. `now` is the time of etcd's leader, in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
@@ -60,7 +60,7 @@ class EtcdStore:
         return Snapshot(self.revision, CLUSTER_ID, kvs)
 
     def events_after(self, revision: int, up_to: int | None = None) -> list[tuple[int, list[WatchEvent]]]:
-        """What changed after `revision`, up to another, that included."""
+        """The changes after `revision`, up to and including another."""
         # Every revision but the first has an entry.
         return self.history[revision - 1 : None if up_to is None else up_to - 1]
 
@@ -217,7 +217,7 @@ class Link(Enum):
 
 
 class KeepAlives(Enum):
-    """What becomes of a broker's keepalives."""
+    """The fate of a broker's keepalives."""
 
     ANSWERED = "answered at once"
     ANSWERED_LATE = "they count at once, and are answered late"
@@ -299,7 +299,7 @@ class SimulatedEtcdClient(EtcdClient):
         self.pending.remove(self._waiting_for(applied=False)[position])
 
     def inherit(self, predecessor: SimulatedEtcdClient) -> None:
-        """What a process that is dead had sent may still get to etcd; nobody is answered."""
+        """Take over the requests of a dead process: they may still reach etcd, and nobody is answered."""
         self.pending += predecessor._waiting_for(applied=False)
 
     def _waiting_for(self, *, applied: bool) -> list[PendingCall]:

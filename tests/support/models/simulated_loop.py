@@ -25,7 +25,7 @@ MOST_CALLBACKS = 20_000
 
 
 class NeverRests(AssertionError):
-    """What runs makes itself ready without end."""
+    """A callback makes itself ready again without end."""
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):

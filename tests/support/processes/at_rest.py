@@ -1,4 +1,4 @@
-"""What a proxy still holds when it should hold nothing: the one place where tests look into it from outside."""
+"""The resources that a proxy holds when it should hold none: the only place where tests look into its state."""
 
 from __future__ import annotations
 

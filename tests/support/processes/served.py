@@ -112,7 +112,7 @@ def samples(text: str) -> Samples:
 
 
 async def refused(port: int) -> None:
-    """Until no connection is taken any more."""
+    """Wait until no connection is accepted any more."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
