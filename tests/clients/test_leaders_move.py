@@ -1,4 +1,8 @@
-"""Idempotent producers through `kproxy serve` to a real Apache Kafka cluster whose leaders move every second."""
+"""Idempotent producers through `kproxy serve` to a real Apache Kafka cluster whose leaders move every second.
+
+In `make test` a batch that overtakes another at a move is caught by the simulated worlds and by test_proxy_random, and
+what Apache Kafka itself does at a move by test_planned_moves and test_rolled_cluster, which read everything back.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import counted, kafka_proxy
 
 # The first run of all downloads the jars.
-pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.java, pytest.mark.long, pytest.mark.timeout(900)]
 
 # At least, and for as long as it takes until the leaders have moved so often.
 RECORDS, RECORDS_PER_S = (200_000, 10_000) if os.environ.get("KPROXY_TEST_ALL") == "1" else (20_000, 3_000)
@@ -41,7 +45,7 @@ def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.mark.parametrize(
     ("client", "partitions", "batches"),
     [
-        pytest.param("java", 6, {"batch.size": 500}, id="java", marks=pytest.mark.long),
+        pytest.param("java", 6, {"batch.size": 500}, id="java"),
         pytest.param(
             "librdkafka", 3, {"batch.num.messages": 50, "queue.buffering.max.messages": RECORDS}, id="librdkafka"
         ),

@@ -19,7 +19,7 @@ from tests.simulation.setting import draw
 from tests.simulation.switches import SWITCHES, Switch, Worlds, search
 from tests.simulation.world import run_world
 
-WORLDS = int(os.environ.get("KPROXY_WORLDS", "48"))
+WORLDS = int(os.environ.get("KPROXY_WORLDS", "80" if os.environ.get("KPROXY_TEST_ALL") == "1" else "32"))
 SEED = int(os.environ.get("KPROXY_WORLDS_SEED", "0")) or secrets.randbelow(1 << 40)
 TESTS = 4
 EVERY_RULE = os.environ.get("KPROXY_WORLDS_RULES") == "all"

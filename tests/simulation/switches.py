@@ -228,6 +228,7 @@ SWITCHES: Final = (
         "a route stays proven when its partition's owner changes, or comes back",
         "routes 2: what is proven at one revision of the partition's ownership is forgotten at the next",
         _method(Routes, "forget_outdated", _nothing),
+        Worlds.SOME,
     ),
     Switch(
         "a route is proven by what was sent under an earlier ownership",
@@ -331,6 +332,7 @@ SWITCHES: Final = (
         "what is unanswered of a writer who has gone is not held",
         "fanout 6: what a broker has got for such topics is held from that event on until it is answered or lost",
         _method(ClientEnd, "hold", _nothing),
+        Worlds.SOME,
         claims=True,
     ),
     Switch(

@@ -1,10 +1,10 @@
-"""Lanes of tests, run side by side by several processes: a pytest plugin, in force with `pytest -n 4`.
+"""Lanes of tests, run in parallel by several processes: a pytest plugin, in force with `pytest -n 4`.
 
 A lane is a group of tests that one process runs in their usual order. Each module is a lane. Modules that share an
-expensive fixture are one lane: Spark's session and Kafka's brokers. So are those that start a Spark of their own, of
-which there is not to be more than one at a time. A free process takes the next lane. Long lanes go first, so that no
-process is left alone with one at the end. Lanes and times come from tests/support/durations.toml, which
-`make test ARGS=--record-durations` writes. (`--dist loadgroup` would have marks
+expensive fixture are one lane: Spark's session, Kafka's brokers, the sites of claims, the cluster of `kproxy dev`. So
+are those that start a Spark of their own: only one of them may run at a time. A free process takes the next lane.
+Long lanes go first, so that no process is left alone with one at the end. Lanes and times come from
+tests/support/durations.toml, which `make test ARGS=--record-durations` writes. (`--dist loadgroup` would have marks
 instead of a table, but xdist 3.8 does not find them with pytest 9.2.)
 
 A fixture that starts processes ends with the lane that asked for it: idle brokers cost as much as a test.
@@ -26,8 +26,15 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 DURATIONS = Path(__file__).with_name("durations.toml")
-# Session fixtures by the lane that their modules share; the first that a module asks for decides.
-SHARED_LANES = {"spark_driver": "spark", "real_kafka": "kafka"}
+# Session fixtures by the lane that their modules share; the first that a module asks for decides. Each of the last
+# three starts five to eight processes, which takes a second of CPU for each.
+SHARED_LANES = {
+    "spark_driver": "spark",
+    "real_kafka": "kafka",
+    "own_site": "own",
+    "owned_topics": "own",
+    "dev_cluster": "dev",
+}
 # Modules with the mark `spark` and without that fixture.
 OWN_SPARK = "own_spark"
 # The table's name for modules that are a lane each; shorter ones are not recorded.
@@ -65,7 +72,7 @@ def table_text(before: Durations, measured: Durations, existing: Iterable[str]) 
     merged = {module: (lane, seconds) for lane, modules in before.items() for module, seconds in modules.items()}
     merged |= {module: (lane, seconds) for lane, modules in measured.items() for module, seconds in modules.items()}
     text = _HEADER
-    for lane in (*SHARED_LANES.values(), OWN_SPARK, ALONE):
+    for lane in dict.fromkeys((*SHARED_LANES.values(), OWN_SPARK, ALONE)):
         text += f"\n[{lane}]\n"
         for module in sorted({*existing}):
             recorded_lane, seconds = merged.get(module, (ALONE, 0.0))
@@ -77,8 +84,13 @@ def table_text(before: Durations, measured: Durations, existing: Iterable[str]) 
 def needed_lane(items: Iterable[pytest.Item]) -> str:
     """The lane that a module needs, by the fixtures and marks of its tests."""
     asked = {name for item in items for name in getattr(item, "fixturenames", ())}
-    otherwise = OWN_SPARK if any(item.get_closest_marker("spark") for item in items) else ALONE
-    return next((lane for fixture, lane in SHARED_LANES.items() if fixture in asked), otherwise)
+    if "spark_driver" not in asked and "real_kafka" not in asked and any(map(_has_spark_mark, items)):
+        return OWN_SPARK
+    return next((lane for fixture, lane in SHARED_LANES.items() if fixture in asked), ALONE)
+
+
+def _has_spark_mark(item: pytest.Item) -> bool:
+    return item.get_closest_marker("spark") is not None
 
 
 def needed_lanes(items: Iterable[pytest.Item]) -> dict[str, str]:
