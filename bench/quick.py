@@ -79,17 +79,18 @@ def serving(
 
 
 @contextlib.contextmanager
-def haproxy(port: int, directory: Path) -> Iterator[tuple[int, int] | None]:
-    """(pid, port) of haproxy in TCP mode in front of one broker; None where it is not installed."""
+def haproxy(port: int, directory: Path, certificate: Path | None = None) -> Iterator[tuple[int, int] | None]:
+    """(pid, port) of haproxy in TCP mode in front of one broker, with TLS by `certificate`; None if not installed."""
     binary = shutil.which("haproxy")
     if binary is None:
         yield None
         return
     listen = free_port()
-    configuration = directory / "haproxy.cfg"
+    configuration = directory / f"haproxy-{listen}.cfg"
+    tls = "" if certificate is None else f" ssl crt {certificate}"
     configuration.write_text(
         "global\n  nbthread 1\n  maxconn 1000\ndefaults\n  mode tcp\n  timeout connect 5s\n  timeout client 60s\n"
-        f"  timeout server 60s\nfrontend f\n  bind 127.0.0.1:{listen}\n  default_backend b\n"
+        f"  timeout server 60s\nfrontend f\n  bind 127.0.0.1:{listen}{tls}\n  default_backend b\n"
         f"backend b\n  server s 127.0.0.1:{port}\n"
     )
     with child(binary, "-db", "-q", "-f", str(configuration)) as process:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import ssl
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
 from bench.load import CONNECTIONS, SHAPES, Connection, Load, send, shape_load
 from bench.processes import child, first_line, measure_run
-from bench.quick import BROKERS, START_TIMEOUT_S, Cost, free_port, kproxy, per_request
+from bench.quick import BROKERS, Cost, haproxy, kproxy, per_request
 from kproxy_codec.framing import ReceiveArena
 
 ROUNDS: Final = 3
@@ -83,33 +80,11 @@ def _ways(stack: contextlib.ExitStack, directory: Path) -> dict[str, Way]:
         "kproxy": Way(*stack.enter_context(kproxy(ports, directory)), None),
         "kproxy, TLS": Way(*stack.enter_context(kproxy(ports, directory, *flags)), context),
     }
-    for name, certificate, used in (("haproxy", "", None), ("haproxy, TLS", f" ssl crt {files['both.pem']}", context)):
-        found = stack.enter_context(_haproxy(ports[0], directory / f"{name}.cfg", certificate))
+    for name, certificate, used in (("haproxy", None, None), ("haproxy, TLS", files["both.pem"], context)):
+        found = stack.enter_context(haproxy(ports[0], directory, certificate))
         if found is not None:
             ways[name] = Way(*found, used)
     return ways
-
-
-@contextlib.contextmanager
-def _haproxy(port: int, file: Path, certificate: str) -> Iterator[tuple[int, int] | None]:
-    """(pid, port) of haproxy in TCP mode; None where it is not installed."""
-    binary = shutil.which("haproxy")
-    if binary is None:
-        yield None
-        return
-    listen = free_port()
-    file.write_text(
-        "global\n  nbthread 1\n  maxconn 1000\ndefaults\n  mode tcp\n  timeout connect 5s\n  timeout client 60s\n"
-        f"  timeout server 60s\nfrontend f\n  bind 127.0.0.1:{listen}{certificate}\n  default_backend b\n"
-        f"backend b\n  server s 127.0.0.1:{port}\n"
-    )
-    with child(binary, "-db", "-q", "-f", str(file)) as process:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not any(c.laddr.port == listen for c in psutil.Process(process.pid).net_connections("tcp") if c.laddr):
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise SystemExit("haproxy did not start")
-            time.sleep(0.05)
-        yield process.pid, listen
 
 
 def _take_turns(load: Load, ways: Mapping[str, Way], rounds: int) -> dict[str, Cost]:

@@ -17,7 +17,7 @@ from kproxy.pipeline.audit.schemas import TAIL
 from kproxy.pipeline.audit.trail import SHIPPING_MS, parse_place, read_files, rows_of
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 from kproxy.trail.parquet_sink import SCHEMA
-from tests.support.audit.trails import BEGAN_AT, INTERVAL_MS, SHIPPED_SCHEMA, Row, Trail, trail_frame
+from tests.support.audit.trails import BEGAN_AT, INTERVAL_MS, SHIPPED_SCHEMA, Row, Trail, shared_names, trail_frame
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -84,19 +84,6 @@ def handed_over() -> list[Row]:
     second.mark(200_000)
     third.end(310_000)
     return first.rows + second.rows + third.rows
-
-
-def shared_names() -> list[Row]:
-    """Of two proxies that share a name the one that began first goes on: killed, or with its first row lost."""
-    killed, other = Trail("killed:9092", "a"), Trail("killed:9092", "b", began=10_000)
-    killed.acked("t", 0, 10, at=20_000)
-    other.end(30_000)
-    headless, before = Trail("headless:9092", "b", began=20_000), Trail("headless:9092", "a")
-    headless.acked("t", 10, 10, at=25_000)
-    headless.end(26_000)
-    before.end(40_000)
-    del headless.rows[0]
-    return [row for trail in (killed, other, headless, before) for row in trail.rows]
 
 
 def marked(at: int) -> Trail:

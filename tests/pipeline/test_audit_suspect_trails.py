@@ -12,7 +12,17 @@ from kproxy.pipeline.audit.coverage import Land
 from kproxy.pipeline.audit.run import fitted, keep
 from kproxy.pipeline.audit.tables import AuditRules, audit_tables
 from kproxy.pipeline.audit.trail import rows_of
-from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
+from tests.support.audit.trails import (
+    BEGAN_AT,
+    Row,
+    Trail,
+    batch,
+    bounds,
+    bounds_frame,
+    log_frame,
+    shared_names,
+    trail_frame,
+)
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -25,27 +35,17 @@ def land(spark: Any) -> Iterator[Land]:
         yield keep
 
 
-def shared_names() -> list[Row]:
-    """Of two proxies that share a name the one that began first goes on: killed, or with its first row lost."""
-    killed, other = Trail("killed:9092", "a"), Trail("killed:9092", "b", began=10_000)
-    killed.acked("t", 0, 10, at=20_000)
-    other.end(30_000)
-    headless, before = Trail("headless:9092", "b", began=20_000), Trail("headless:9092", "a")
-    headless.acked("t", 10, 10, at=25_000)
-    headless.end(26_000)
-    before.end(40_000)
-    restarted, again = Trail("restarted:9092", "a"), Trail("restarted:9092", "b", began=50_000)
-    restarted.acked("t", 20, 10, at=20_000)
+def restarted() -> list[Row]:
+    first, again = Trail("restarted:9092", "a"), Trail("restarted:9092", "b", began=50_000)
+    first.acked("t", 20, 10, at=20_000)
     again.end(60_000)
-    del headless.rows[0]
-    trails = (killed, other, headless, before, restarted, again)
-    return [row for trail in trails for row in trail.rows]
+    return first.rows + again.rows
 
 
 @pytest.mark.long
 def test_what_another_proxy_of_the_same_name_tells_hides_no_hole(spark: Any, land: Land) -> None:
     tables = audit_tables(
-        trail_frame(spark, shared_names()),
+        trail_frame(spark, shared_names() + restarted()),
         log_frame(spark, [batch("t", 0, 30)]),
         bounds_frame(spark, [bounds("t", 30)]),
         AuditRules(read_at_ms=READ_AT),

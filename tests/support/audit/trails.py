@@ -149,3 +149,16 @@ def log_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
 
 def bounds_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
     return _frame(spark, rows, BOUNDS_SCHEMA)
+
+
+def shared_names() -> list[Row]:
+    """Two pairs of proxies that share a name. The first one goes on; it was killed, or its first row is lost."""
+    killed, other = Trail("killed:9092", "a"), Trail("killed:9092", "b", began=10_000)
+    killed.acked("t", 0, 10, at=20_000)
+    other.end(30_000)
+    headless, before = Trail("headless:9092", "b", began=20_000), Trail("headless:9092", "a")
+    headless.acked("t", 10, 10, at=25_000)
+    headless.end(26_000)
+    before.end(40_000)
+    del headless.rows[0]
+    return [row for trail in (killed, other, headless, before) for row in trail.rows]
