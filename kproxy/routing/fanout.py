@@ -506,7 +506,7 @@ class Fanout:
             return
         broker = piece.connection.broker
         for entry, error_code, topic, ordinal in matched:
-            if not error_code and exchange.is_open(entry):
+            if not error_code:
                 result = frame[topic.starts[ordinal] : topic.ends[ordinal]]
                 self._actions.add(Note(exchange, entry, broker, piece.routed_at, result))
 

@@ -52,6 +52,8 @@ REPLICATION = [name for name in STEPS if name not in FENCE_STEPS]
 EVERY_RULE = os.environ.get("KPROXY_SIM_RULES") == "all"
 MOST_RUNS = {Runs.FEW: 1000, Runs.MANY: 5000}
 STEPS_PER_RUN = int(os.environ.get("KPROXY_SIM_STEPS", "50"))
+# Hypothesis remembers every run of one search, a quarter of a megabyte each.
+RUNS_AT_A_TIME = 500
 
 
 class ReplicationMachine(RuleBasedStateMachine):
@@ -121,18 +123,19 @@ def search(
     Machine: type[ReplicationMachine] = type("Machine", (ReplicationMachine,), left_out)  # noqa: N806 - a class
     Machine.watched = watched
     try:
-        run_state_machine_as_test(
-            seed(first_seed)(Machine),
-            settings=settings(
-                max_examples=examples,
-                stateful_step_count=STEPS_PER_RUN,
-                database=None,
-                # Shortening whole steps, as the model can, takes seconds where Hypothesis would take minutes.
-                phases=[Phase.generate],
-                report_multiple_bugs=False,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        for done in range(0, examples, RUNS_AT_A_TIME):
+            run_state_machine_as_test(
+                seed(f"{first_seed} {done}" if done else first_seed)(Machine),
+                settings=settings(
+                    max_examples=min(RUNS_AT_A_TIME, examples - done),
+                    stateful_step_count=STEPS_PER_RUN,
+                    database=None,
+                    # Shortening whole steps, as the model can, takes seconds where Hypothesis would take minutes.
+                    phases=[Phase.generate],
+                    report_multiple_bugs=False,
+                    suppress_health_check=list(HealthCheck),
+                ),
+            )
     except Violation as violation:
         broken = Machine.broken
         if broken is None:

@@ -592,6 +592,9 @@ class Cluster:
         if not partition.serving:
             # It is on its way already.
             return
+        if partition.serving == move.to and not self.setting.knows_again:
+            # It came there another way since; and a broker that forgets must not be back while batches are on theirs.
+            return
         self._befell("move")
         partition.serving = 0
         if move.is_released:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.brokers.faulty_site import FaultySite, faulty_site
 from tests.support.brokers.replication_storm import BROKERS, Reader, Step, Trouble, steps
-from tests.support.clients.attempts import Writer, judge
+from tests.support.clients.attempts import Writer, judge, stored
 from tests.support.clients.idempotent_writers import IdempotentWriter
 from tests.support.etcd.etcd_cluster import running_cluster
 from tests.support.processes.dev import serving
@@ -44,6 +44,7 @@ class Storm:
             )
             for way, bootstrap in (("proxied", f"{proxy[0]}:{proxy[1]}"), ("direct", site.bootstrap))
         ]
+        self.direct = self.idempotent[-1]
         self.writers = [
             Writer(
                 PLAIN, site.addresses, partition=partition, acks=acks, pause_s=0.03, name=f"direct{acks}-{partition}"
@@ -90,9 +91,11 @@ class Storm:
                 if (reader.topic, reader.partition) == (PLAIN, partition):
                     reader.judge(log)
             for idempotent in self.idempotent:
-                log = await self.site.same_logs(idempotent.topic, partition, BROKERS)
-                idempotent.judge(partition, log)
-                counts["idempotent acknowledged"] += len(log)
+                whole = await self.site.same_log_bytes(idempotent.topic, partition, BROKERS)
+                repeated = idempotent.judge(partition, whole, may_repeat=idempotent is self.direct)
+                log = stored(whole)
+                counts["idempotent acknowledged"] += len(idempotent.acked[partition])
+                counts["direct, written again in a new epoch"] += repeated
                 for reader in self.readers:
                     if (reader.topic, reader.partition) == (idempotent.topic, partition):
                         reader.judge(log)

@@ -217,6 +217,12 @@ class FaultySite:
         self, topic: str, partition: int, node_ids: Sequence[int], timeout_s: float = PATIENCE_S
     ) -> list[Stored]:
         """Wait until the logs of these brokers are the same to the last byte; what is in them."""
+        return stored(await self.same_log_bytes(topic, partition, node_ids, timeout_s))
+
+    async def same_log_bytes(
+        self, topic: str, partition: int, node_ids: Sequence[int], timeout_s: float = PATIENCE_S
+    ) -> bytes:
+        """The same, as it is on the disks."""
 
         async def are_same() -> bool:
             sizes = {self._log_size(node_id, topic, partition) for node_id in node_ids}
@@ -227,7 +233,7 @@ class FaultySite:
         except AssertionError:
             logs = {node_id: stored(self.log_bytes(node_id, topic, partition))[-8:] for node_id in node_ids}
             raise AssertionError(f"the logs of {topic}-{partition} differ; their ends: {logs}") from None
-        return stored(self.log_bytes(node_ids[0], topic, partition))
+        return self.log_bytes(node_ids[0], topic, partition)
 
 
 @asynccontextmanager

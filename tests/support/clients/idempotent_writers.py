@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import confluent_kafka
 
-from tests.support.clients.attempts import Stored, ThreadedClient
+from kproxy_codec.record_batch import iterate_batches
+from tests.support.clients.attempts import ThreadedClient, stored
 
 SETTLE_S = 60
 PER_SECOND = 400
@@ -62,35 +63,15 @@ class IdempotentWriter(ThreadedClient):
             assert time.monotonic() < deadline, f"{self.topic}: {self._count()} of {wanted}; {self.failed[:3]}"
             time.sleep(0.02)
 
-    def judge(self, partition: int, log: Sequence[Stored]) -> None:
-        """Everything acknowledged, there once, in order, where it was said to be."""
+    def judge(self, partition: int, log: bytes, *, may_repeat: bool = False) -> int:
+        """Everything acknowledged, as `judge` has it; how many of it there are more than once."""
         assert self.failed == []
         assert self._waiting == 0, f"{self._waiting} never acknowledged"
-        count = len(self.acked[partition])
-        assert [value for _, value in log] == [b"%d" % number for number in range(count)], self._differences(log, count)
-        has = {int(value): offset for offset, value in log}
-        told = self.acked[partition]
-        # Of what it knows to be there by an answer to a later batch alone, librdkafka tells no offset.
-        wrong = {number: (told[number], offset) for number, offset in has.items() if told[number] not in (None, offset)}
-        few = dict(islice(wrong.items(), 10))
-        assert not wrong, (
-            f"{self.topic}-{partition}: told other offsets than it has, {len(wrong)}, (told, has) by number: {few}"
-        )
-
-    def _differences(self, log: Sequence[Stored], count: int) -> str:
-        """How a log differs from the numbers 0 to `count`, each once and in order."""
-        offsets: dict[int, list[int]] = defaultdict(list)
-        for offset, value in log:
-            offsets[int(value)].append(offset)
-        numbers = list(offsets)
-        found = {
-            "lost": [each for each in range(count) if each not in offsets],
-            "never acknowledged": [each for each in numbers if each >= count],
-            "more than once (number, offsets)": [each for each in offsets.items() if len(each[1]) > 1],
-            "behind a later one": [each for earlier, each in pairwise(numbers) if each < earlier],
-        }
-        told = {name: f"{len(each)}, first {each[:10]}" for name, each in found.items() if each}
-        return f"{self.topic}: {count} acknowledged; {told}"
+        try:
+            return judge(log, self.acked[partition], may_repeat=may_repeat)
+        except AssertionError as error:
+            error.add_note(f"{self.topic}-{partition}")
+            raise
 
     def _count(self) -> int:
         return sum(map(len, list(self.acked.values())))
@@ -113,6 +94,52 @@ class IdempotentWriter(ThreadedClient):
             self.acked[message.partition()][int(message.value())] = message.offset()
         else:
             self.failed.append(f"{message.partition()}/{message.value()}: {error}")
+
+
+def judge(log: bytes, told: Mapping[int, int | None], *, may_repeat: bool = False) -> int:
+    """Hold the bytes of a log against the numbers that were acknowledged, and the offsets told of them.
+
+    Every number is there, once and in order, where it was said to be. `may_repeat`: no proxy hides from librdkafka that
+    a batch is out of order behind a refused one. It begins a new epoch then, and sends again what is in doubt, of all
+    partitions: brokers, Apache Kafka's too, cannot know these batches again (test_librdkafka_epochs). So a new epoch
+    may begin with numbers that are there already. Within an epoch none is there twice.
+
+    Return how many numbers are there more than once.
+    """
+    count, following, latest_epoch = len(told), 0, -1
+    places: dict[int, list[int]] = defaultdict(list)
+    for batch in iterate_batches(log):
+        begins, latest_epoch = batch.producer_epoch > latest_epoch, max(latest_epoch, batch.producer_epoch)
+        for place, (offset, value) in enumerate(stored(log[batch.position : batch.end])):
+            number = int(value)
+            in_turn = number == following or (may_repeat and begins and place == 0 and number < following)
+            where = f"{number} at {offset}, in epoch {batch.producer_epoch}, where {following} follows"
+            assert in_turn, f"{where}; {_differences(log, count)}"
+            assert batch.producer_epoch == latest_epoch, f"{where}, after {latest_epoch}; {_differences(log, count)}"
+            places[number].append(offset)
+            following = number + 1
+    assert following == len(places) == count, _differences(log, count)
+    # Of what it knows to be there by an answer to a later batch alone, librdkafka tells no offset.
+    wrong = {number: (told[number], has) for number, has in places.items() if told[number] not in (None, *has)}
+    few = dict(islice(wrong.items(), 10))
+    assert not wrong, f"told other offsets than it has, {len(wrong)}, (told, has) by number: {few}"
+    return sum(len(has) > 1 for has in places.values())
+
+
+def _differences(log: bytes, count: int) -> str:
+    """How a log differs from the numbers 0 to `count`, each once and in order."""
+    offsets: dict[int, list[int]] = defaultdict(list)
+    for offset, value in stored(log):
+        offsets[int(value)].append(offset)
+    numbers = list(offsets)
+    found = {
+        "lost": [each for each in range(count) if each not in offsets],
+        "never acknowledged": [each for each in numbers if each >= count],
+        "more than once (number, offsets)": [each for each in offsets.items() if len(each[1]) > 1],
+        "behind a later one": [each for earlier, each in pairwise(numbers) if each < earlier],
+    }
+    told = {name: f"{len(each)}, first {each[:10]}" for name, each in found.items() if each}
+    return f"{count} acknowledged; {told}"
 
 
 def _file_logger(path: Path) -> logging.Logger:

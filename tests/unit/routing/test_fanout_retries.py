@@ -543,6 +543,19 @@ def test_a_batch_that_does_not_come_again_misleads_none() -> None:
     assert play.answers(3, "t-0=45") == ["answer 3: t-0=45"]
 
 
+def test_a_batch_that_comes_with_acks_0_has_not_come_again() -> None:
+    """Nothing is known of its outcome."""
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    play.submits(2, "t-0")
+    play.answers(2, "t-0=56")
+    play.submits(3, "t-0", acks=0, producer=(7, 0, 2))
+    assert play.leaves(3) == ["done 3"]
+    play.submits(4, "t-0", producer=(7, 0, 4))
+    assert play.answers(4, "t-0=45") == ["answer 4: t-0=6"]
+
+
 def test_the_plain_path_tells_of_what_comes_again() -> None:
     play = Playbook()
     play.submits(1, "t-0")

@@ -291,6 +291,18 @@ def test_two_lanes_that_become_one_give_up_what_either_would() -> None:
     assert play.lanes == []
 
 
+def test_what_waits_in_one_for_a_batch_of_the_other_goes_when_that_is_taken_back_at_its_deadline() -> None:
+    """Its own time came long ago: it goes from now on."""
+    play = Playbook(dials=True)
+    play.submits(1, "t-0", by_id=True)
+    play.submits(2, "t-0", deadline_s=0.5)
+    play.names("t")
+    assert play.wakes() == []
+    assert play.ticks(after_s=0.5) == ["withdraw #1 from c1", "answer 2: t-0=6"]
+    assert play.wakes_in_ms() == 1
+    assert play.wakes() == ["send #2 b1/c1: 1 t-0"]
+
+
 def test_the_id_of_a_topic_made_again_leads_to_the_new_one_alone() -> None:
     play = Playbook()
     play.names("t")

@@ -21,13 +21,22 @@ def item(sequence: int) -> Item:
     return Item(Exchange(PRODUCE_API, request, sequence, 10.0), (0, 0), 6)
 
 
-@pytest.mark.parametrize(("earlier_waits", "sent"), [(True, False), (False, True)])
-def test_what_waits_before_a_batch_that_was_appended_is_not_sent_after_it(earlier_waits: bool, sent: bool) -> None:
+@pytest.mark.parametrize(
+    ("earlier_waits", "appended", "sent"),
+    [
+        pytest.param(True, True, False, id="an earlier one, behind an appended one"),
+        pytest.param(True, False, True, id="an earlier one, behind one that was refused for good"),
+        pytest.param(False, True, True, id="a later one"),
+    ],
+)
+def test_what_waits_before_a_batch_that_was_appended_is_not_sent_after_it(
+    earlier_waits: bool, appended: bool, sent: bool
+) -> None:
     lanes = Lanes()
     lanes.probe(KEY, 2)
     waiting = item(1 if earlier_waits else 3)
     lanes.refused(KEY, waiting, Pause(0.0, 0.0, 0), ())
-    release = lanes.settled(KEY, 2, appended=True, given_up=False)
+    release = lanes.settled(KEY, 2, appended=appended, given_up=False)
     assert release == (([waiting], []) if sent else ([], [waiting]))
     assert len(lanes) == 0
 
