@@ -174,7 +174,7 @@ class Acked(OpenChunk):
         count = delta + 1
         goes_on = (
             producer == self.producer
-            and sequence == add_sequence(self.next_sequence, 0)
+            and sequence == (add_sequence(self.next_sequence, 0) if self.counts_sequences else self.next_sequence)
             and len(self.spans) < MOST_FINISHED
         )
         if not goes_on:

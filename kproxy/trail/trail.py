@@ -45,8 +45,8 @@ MAX_OPEN_ROWS: Final = 20_000
 MAX_LATENCIES: Final = 32
 # A page is one record; brokers accept at least 1 MiB.
 MAX_PAGE_BYTES: Final = 256 << 10
-# Partitions or rows that are processed before clients are served again: some milliseconds.
-MAX_STEP: Final = 200
+# Partitions or rows that are processed before clients are served again: some milliseconds, where each has many spans.
+MAX_STEP: Final = 25
 # In one look at most so many overlaps are logged.
 MAX_OVERLAPS_LOGGED: Final = 20
 _MICROS: Final = 1_000_000

@@ -130,6 +130,22 @@ def test_batches_are_put_together(name: str) -> None:
     assert sum(chunk.bytes for chunk in chunks) == sum(each.size for each in batches)
 
 
+@pytest.mark.parametrize("name", FOLDED)
+def test_batches_that_the_core_notes_are_put_together(name: str) -> None:
+    """Every batch takes `add`, as those of first and of retried requests do."""
+    batches, expected = FOLDED[name]
+    acked = place().acked
+    for each in batches:
+        records = bytearray(each.size)
+        _BATCH.pack_into(records, 0, 0, 0, 0, 2, 0, 0, each.count - 1, 0, 0, *each[2:5], 0)
+        view = request_frame(PRODUCE, 9, request_body(PRODUCE, 9, sample_request(PRODUCE, {"t": [0]})))
+        asked = Exchange(PRODUCE_API, parse_produce(view, head_of(view)), 1, DEADLINE)
+        acked.add(asked, memoryview(records), 0, each.base, each.size)
+    chunks, unread, _ = acked.take()
+    assert unread == 0
+    assert [(chunk.first_sequence, chunk.spans.tolist()) for chunk in chunks] == expected
+
+
 @pytest.mark.parametrize(("magic", "count"), [(1, 1), (0, 1), (2, 0), (2, -5)])
 def test_what_is_no_batch_is_not_told_of_and_counted(magic: int, count: int) -> None:
     one = place()
