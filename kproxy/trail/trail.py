@@ -45,8 +45,12 @@ MAX_OPEN_ROWS: Final = 20_000
 MAX_LATENCIES: Final = 32
 # A page is one record; brokers accept at least 1 MiB.
 MAX_PAGE_BYTES: Final = 256 << 10
-# Partitions or rows that are processed before clients are served again: some milliseconds, where each has many spans.
-MAX_STEP: Final = 25
+# Partitions or rows that are processed before clients are served again, and for how long in seconds: a partition may
+# have thousands of spans.
+MAX_STEP: Final = 200
+STEP_S: Final = 0.003
+# Partitions that are judged between two looks at the clock.
+JUDGED_AT_ONCE: Final = 10
 # In one look at most so many overlaps are logged.
 MAX_OVERLAPS_LOGGED: Final = 20
 _MICROS: Final = 1_000_000
@@ -246,6 +250,8 @@ class Trail:
             except Exception:  # the boundary: an error here must not reach clients; the gap shows it
                 log.exception("acknowledgements not noted", topic=acked.topic, partition=acked.partition)
                 self._miss()
+            if self._clock() - self._now > STEP_S:
+                break
 
     def _mark(self) -> None:
         """Write a mark when there is nothing to tell: soon after the last row, then every MARK_S."""
@@ -265,6 +271,8 @@ class Trail:
             if acked is None or row is None or (row.began > due and len(self._open) <= MAX_OPEN_ROWS):
                 return False
             self._close_row(acked)
+            if self._clock() - self._now > STEP_S:
+                break
         return True
 
     def _read_clocks(self) -> None:
@@ -296,7 +304,10 @@ class Trail:
 
     def _judge_some(self, found_before: int) -> int:
         """Judge one step of the added chunks; return the number of overlaps."""
-        overlaps = self._overlaps.judge(MAX_STEP)
+        began = self._clock()
+        overlaps = self._overlaps.judge(JUDGED_AT_ONCE)
+        while self._overlaps.has_added and self._clock() - began <= STEP_S:
+            overlaps += self._overlaps.judge(JUDGED_AT_ONCE)
         for number, overlap in enumerate(overlaps, found_before):
             self._on_overlap(overlap)
             if number < MAX_OVERLAPS_LOGGED:
