@@ -60,6 +60,8 @@ def union(
     behind = starts[1:]
     if starts[0] < floor or not all(map(le, ends, behind)):
         return None
+    if behind == ends[:-1]:
+        return floor, starts[:1], ends[-1:]
     joins = list(map(eq, behind, ends))
     left = [starts[0], *(start for start, joined in zip(behind, joins, strict=True) if not joined)]
     right = [*(end for end, joined in zip(ends, joins, strict=False) if not joined), ends[-1]]

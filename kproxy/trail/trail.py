@@ -227,7 +227,6 @@ class Trail:
             self._take_some()
             if self._taking:
                 yield
-        self._read_clocks()
         overlaps = 0
         while self._overlaps.has_added:
             overlaps += self._judge_some(overlaps)
@@ -250,7 +249,7 @@ class Trail:
             except Exception:  # the boundary: an error here must not reach clients; the gap shows it
                 log.exception("acknowledgements not noted", topic=acked.topic, partition=acked.partition)
                 self._miss()
-            if self._clock() - self._now > STEP_S:
+            if self._step_is_over():
                 break
 
     def _mark(self) -> None:
@@ -271,9 +270,13 @@ class Trail:
             if acked is None or row is None or (row.began > due and len(self._open) <= MAX_OPEN_ROWS):
                 return False
             self._close_row(acked)
-            if self._clock() - self._now > STEP_S:
+            if self._step_is_over():
                 break
         return True
+
+    def _step_is_over(self) -> bool:
+        """Whether clients have waited for long enough since the clocks were read."""
+        return self._clock() - self._now > STEP_S
 
     def _read_clocks(self) -> None:
         self._now = self._clock()
@@ -304,9 +307,9 @@ class Trail:
 
     def _judge_some(self, found_before: int) -> int:
         """Judge one step of the added chunks; return the number of overlaps."""
-        began = self._clock()
+        self._read_clocks()
         overlaps = self._overlaps.judge(JUDGED_AT_ONCE)
-        while self._overlaps.has_added and self._clock() - began <= STEP_S:
+        while self._overlaps.has_added and not self._step_is_over():
             overlaps += self._overlaps.judge(JUDGED_AT_ONCE)
         for number, overlap in enumerate(overlaps, found_before):
             self._on_overlap(overlap)

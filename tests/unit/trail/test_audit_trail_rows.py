@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from struct import Struct
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from kproxy.trail import trail as trail_module
 from kproxy.trail.acknowledgements import MAX_SPANS, Acked, ConnectionAcks, NotedEntry
 from kproxy.trail.overlaps import Chunk, Origin, Overlap
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
-from kproxy.trail.trail import LOOK_S, MARK_S, Trail
+from kproxy.trail.trail import LOOK_S, MARK_S, STEP_S, Trail
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.produce import PRODUCE_API, parse_produce
@@ -467,6 +468,39 @@ async def test_a_look_lets_clients_be_served_and_forgets_nothing_where_it_is_can
         told[row.partition] += row.record_count
     assert told == {0: 2, 1: 3, 8: 2} | dict.fromkeys(range(2, 8), 1)
     assert site.sequences == list(range(len(site.rows)))
+
+
+class SlowSite(Site):
+    """Its clock goes on by a millisecond whenever it is read."""
+
+    @property
+    def now(self) -> float:
+        self._now += 0.001
+        return self._now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self._now = now
+
+
+def test_a_step_of_a_look_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few partitions it has handled: each may have thousands of spans."""
+    monkeypatch.setattr(trail_module, "JUDGED_AT_ONCE", 1)
+    site = SlowSite()
+    for partition in range(40):
+        site.acknowledge(Given(0), partition=partition)
+    trail, judged = site.trail, site.trail._overlaps._added
+    site.now = site.now + 5
+    left = []
+    for _ in trail._look():
+        left.append((len(trail._taking), len(judged), len(trail._open)))
+        # Rows of these would be closed at a later look: they are due now.
+        trail._interval_s = 0.0
+    for kind in zip(*left, strict=True):
+        handled = [before - after for before, after in pairwise((*kind, 0)) if before > after]
+        assert len(handled) >= 40 / (1000 * STEP_S + 1) - 1
+        assert max(handled) <= 1000 * STEP_S + 1
+    assert len(site.ranges) == 40
 
 
 async def test_what_a_cancelled_look_has_not_taken_is_told_by_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
