@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from kproxy.config.parsing import nearest, read_toml
+from kproxy.config.parsing import parse_entry, read_toml
 from kproxy.errors import StartupError
 
 ACLS: Final = "acls"
@@ -63,16 +63,7 @@ def parse_acls(given: object, where: str) -> tuple[AclSection, ...]:
 
 def _parse(number: int, given: object, where: str) -> AclSection:
     named = f"the {number}. of [[acls]] in {where}"
-    fields = AclSection.__struct_fields__
-    unknown = [key for key in given if key not in fields] if isinstance(given, dict) else []
-    if unknown:
-        known = nearest(str(unknown[0]), dict.fromkeys(fields))
-        raise StartupError(f"unknown key {unknown[0]} in {named}: did you mean {known}?")
-    try:
-        acl = msgspec.convert(given, AclSection)
-    except msgspec.ValidationError as error:
-        reason = str(error)[:300]
-        raise StartupError(f"{named} will not do: {reason[:1].lower()}{reason[1:]}.") from error
+    acl = parse_entry(AclSection, given, named)
     if not (acl.topics or acl.groups or acl.transactional_ids or acl.cluster):
         raise StartupError(f"{named} names no resource: give topics, groups, transactional_ids or cluster = true.")
     return acl

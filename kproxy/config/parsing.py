@@ -11,7 +11,9 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+
+import msgspec
 
 from kproxy.errors import StartupError
 from kproxy_codec.own import MAX_NAME_BYTES
@@ -60,7 +62,7 @@ def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
     """
     parts = tuple(part.strip() for part in (value.split(",") if isinstance(value, str) else value))
     if not parts or not all(parts):
-        raise StartupError(f"{source}: {value!r} is not a list of addresses: write them with commas between.")
+        raise StartupError(f"{source}: {value!r} is not a list: write its parts with commas between.")
     return parts
 
 
@@ -170,7 +172,8 @@ def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
     except OSError as error:
         raise StartupError(f"{named} {file} cannot be read: {error.strerror}.") from error
     if len(content) > limit:
-        raise StartupError(f"{named} {file} is larger than {limit >> 20} MiB: {otherwise}.")
+        most = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
+        raise StartupError(f"{named} {file} is larger than {most}: {otherwise}.")
     return content
 
 
@@ -182,6 +185,22 @@ def read_toml(file: Path, flag: str = "--config") -> dict[str, Any]:
         raise StartupError(f"{flag} {file} is not UTF-8 text (byte {error.start}).") from error
     except tomllib.TOMLDecodeError as error:
         raise StartupError(f"{flag} {file} is not TOML: {str(error)[:200]}.") from error
+
+
+Entry = TypeVar("Entry", bound=msgspec.Struct)
+
+
+def parse_entry(kind: type[Entry], given: object, named: str) -> Entry:
+    """Convert one of an array of tables, which errors call `named`. Raises StartupError."""
+    known = dict.fromkeys(kind.__struct_fields__)
+    for key in given if isinstance(given, dict) else ():
+        if key not in known:
+            unknown(str(key), f"in {named}", nearest(str(key), known), False)
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        reason = str(error)[:300]
+        raise StartupError(f"{named} will not do: {reason[:1].lower()}{reason[1:]}.") from error
 
 
 def unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from kproxy.config.parsing import nearest, read_toml
+from kproxy.config.parsing import parse_entry, read_toml
 from kproxy.errors import StartupError
 
 QUOTAS: Final = "quotas"
@@ -49,16 +49,7 @@ def parse_quotas(given: object, where: str) -> tuple[QuotaSection, ...]:
 
 def _parse(number: int, given: object, where: str) -> QuotaSection:
     named = f"the {number}. of [[quotas]] in {where}"
-    fields = QuotaSection.__struct_fields__
-    unknown = [key for key in given if key not in fields] if isinstance(given, dict) else []
-    if unknown:
-        known = nearest(str(unknown[0]), dict.fromkeys(fields))
-        raise StartupError(f"unknown key {unknown[0]} in {named}: did you mean {known}?")
-    try:
-        quota = msgspec.convert(given, QuotaSection)
-    except msgspec.ValidationError as error:
-        reason = str(error)[:300]
-        raise StartupError(f"{named} will not do: {reason[:1].lower()}{reason[1:]}.") from error
+    quota = parse_entry(QuotaSection, given, named)
     if not any((quota.produce_bytes_per_s, quota.fetch_bytes_per_s, quota.requests_per_s, quota.connections)):
         raise StartupError(f"{named} limits nothing: give a rate, or connections.")
     if quota.connections is not None and quota.client_id is not None:

@@ -21,8 +21,10 @@ from kproxy.config.parsing import split_list
 from kproxy.errors import StartupError
 
 PLAIN: Final = "PLAIN"
+SCRAM_256: Final = "SCRAM-SHA-256"
+SCRAM_512: Final = "SCRAM-SHA-512"
 OAUTHBEARER: Final = "OAUTHBEARER"
-MECHANISMS: Final = (PLAIN, "SCRAM-SHA-256", "SCRAM-SHA-512", OAUTHBEARER)
+MECHANISMS: Final = (PLAIN, SCRAM_256, SCRAM_512, OAUTHBEARER)
 # Who reads along can use what the client sends.
 NEED_TLS: Final = frozenset({PLAIN, OAUTHBEARER})
 

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.apis import Ranges
+from kproxy.proxy.request_reader import Taker
 from kproxy.security.principals import Principal
 from kproxy.security.quotas import Account, Quotas
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE, is_flexible
@@ -30,12 +31,6 @@ _API_KEY_AT: Final = 4
 _AT_BEGINNING_FROM: Final = {FETCH: 1, LIST_OFFSETS: 2}
 
 
-class PlainPath(Protocol):
-    """The compiled plain path."""
-
-    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool: ...
-
-
 class Metered(Protocol):
     """The session behind a meter."""
 
@@ -43,7 +38,7 @@ class Metered(Protocol):
     def sent_bytes(self) -> int: ...
 
     @property
-    def plain_path(self) -> PlainPath | None: ...
+    def plain_path(self) -> Taker | None: ...
 
     def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
         """Begin a request whose answer tells how long its client is throttled. Raises CodecError."""

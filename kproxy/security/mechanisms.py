@@ -18,15 +18,10 @@ from typing import Final, NamedTuple, Protocol
 
 from scramp import ScramException, ScramMechanism
 
+from kproxy.config.security import OAUTHBEARER
 from kproxy.security.principals import Principal
 from kproxy.security.tokens import InvalidToken, TokenVerifier
-from kproxy.security.users import SCRAM_256, SCRAM_512, SCRAM_MECHANISMS, Users
-
-PLAIN: Final = "PLAIN"
-OAUTHBEARER: Final = "OAUTHBEARER"
-MECHANISMS: Final = (PLAIN, SCRAM_256, SCRAM_512, OAUTHBEARER)
-SECRETS_ON_THE_WIRE: Final = frozenset({PLAIN, OAUTHBEARER})
-"""Who reads along can use what the client sends."""
+from kproxy.security.users import SCRAM_MECHANISMS, Users
 
 
 class Refused(Exception):

@@ -24,10 +24,9 @@ from typing import Final, NamedTuple
 from scramp import ScramException, ScramMechanism
 
 from kproxy.config.parsing import read_file, read_toml
+from kproxy.config.security import SCRAM_256, SCRAM_512
 from kproxy.errors import StartupError
 
-SCRAM_256: Final = "SCRAM-SHA-256"
-SCRAM_512: Final = "SCRAM-SHA-512"
 SCRAM_MECHANISMS: Final = (SCRAM_256, SCRAM_512)
 LEAST_ITERATIONS: Final = 4_096
 MOST_ITERATIONS: Final = 100_000

@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import get_args
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from kproxy.cli import cli
+from kproxy.cli import acl, cli, user
 from kproxy.config import Address, ProxyConfig, load_proxy_config
+from kproxy.config.access import _Operation
 from kproxy.config.listeners import ListenerConfig
 from kproxy.config.tls import ListenerTls
 from kproxy.errors import StartupError
+from kproxy.security.acls import Operation
+from kproxy.security.users import DEFAULT_ITERATIONS, LEAST_ITERATIONS, MOST_ITERATIONS, SCRAM_MECHANISMS
 from tests.support.security.tls_files import Signer
 
 ETCD = '[ownership]\netcd = "http://127.0.0.1:2379"\n'
@@ -139,6 +144,7 @@ def test_rules_for_the_names_of_certificates_belong_to_a_listener(tmp_path: Path
             '[sasl]\nmechanisms = "OAUTHBEARER"\nusers = "u"\nwithout_tls = true\n' + OAUTH,
             ["sasl.users", "leave it out"],
         ),
+        ('[sasl]\nmechanisms = ""\nusers = "u"', ["sasl.mechanisms", "is not a list: "]),
         ('[sasl]\nmechanism = "PLAIN"', ["sasl.mechanism", "sasl.mechanisms"]),
         ('[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "u"\ntimeout_s = 0', ["sasl.timeout_s"]),
     ],
@@ -213,3 +219,21 @@ def test_what_cannot_be_done_leaves_the_file(tmp_path: Path, arguments: list[str
     done = CliRunner().invoke(cli, ["user", *arguments, "--users", str(file)], input=stdin)
     assert isinstance(done.exception, StartupError)
     assert file.read_text() == before
+
+
+def test_a_file_that_is_too_long_for_a_password_is_told_with_the_limit(tmp_path: Path) -> None:
+    long = tmp_path / "long"
+    long.write_text("p" * 2_000)
+    arguments = ["user", "add", "--users", str(tmp_path / "users.toml"), "--password-file", str(long), "alice"]
+    done = CliRunner().invoke(cli, arguments)
+    assert f"{long} is larger than 1026 bytes: that is no password." in str(done.exception)
+
+
+def test_commands_offer_what_the_files_take() -> None:
+    """They have lists of their own, so that `--help` loads no hashing and no rules."""
+    iterations = next(parameter for parameter in user.add.params if parameter.name == "iterations")
+    assert isinstance(iterations.type, click.IntRange)
+    limits = iterations.type.min, iterations.type.max, iterations.default
+    assert limits == (LEAST_ITERATIONS, MOST_ITERATIONS, DEFAULT_ITERATIONS)
+    assert user._MECHANISMS == SCRAM_MECHANISMS
+    assert list(acl._OPERATIONS) == [operation.value for operation in Operation] == list(get_args(_Operation))
