@@ -13,6 +13,7 @@ import aiokafka  # type: ignore[import-untyped]
 import confluent_kafka
 import pytest
 
+from tests.support.clients.kafka_io import read_values
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import counted
 from tests.support.security.sasl_client import USERS, users_file
@@ -107,26 +108,12 @@ def write(settings: dict[str, Any], topic: str, values: list[bytes]) -> list[obj
     return outcomes
 
 
-def read(settings: dict[str, Any], topic: str, count: int) -> set[bytes]:
-    consumer = confluent_kafka.Consumer({**settings, "group.id": topic, "auto.offset.reset": "earliest"})
-    consumer.subscribe([topic])
-    values: set[bytes] = set()
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(values) < count:
-        assert time.monotonic() < deadline, f"{len(values)} of {count}"
-        message = consumer.poll(1.0)
-        if message is not None and message.error() is None:
-            values.add(message.value())
-    consumer.close()
-    return values
-
-
 def test_librdkafka_does_what_it_may_and_nothing_else(site: Site) -> None:
     topic, secret = site.topic("open"), site.topic("secret")
     alice = site.librdkafka("alice")
     values = [b"%d" % number for number in range(RECORDS)]
     assert write({**alice, "enable.idempotence": True}, topic, values) == [None] * RECORDS
-    assert read(alice, topic, RECORDS) == set(values)
+    assert read_values(alice, topic, RECORDS, TIMEOUT_S) == set(values)
     assert write(alice, secret, [b"x"]) == ["TOPIC_AUTHORIZATION_FAILED"]
     seen = confluent_kafka.admin.AdminClient(alice).list_topics(timeout=TIMEOUT_S).topics
     assert topic in seen

@@ -12,14 +12,17 @@ from pathlib import Path
 import confluent_kafka
 import pytest
 
+from tests.support.clients.kafka_io import read_values
 from tests.support.processes.dev import KproxyProcess, run_kproxy
 from tests.support.processes.served import counted, kafka_proxy, page
 from tests.support.security.tls_files import Pair, Signer
 from tests.support.security.tls_kafka import PASSWORD, USER, TlsKafka, start_tls_kafka, unsecured_token
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.java, pytest.mark.timeout(600)]
 
 TIMEOUT_S = 60.0
+RELOADS = 'kproxy_tls_reloads_total{outcome="done"}'
 RECORDS = 300
 
 
@@ -35,11 +38,8 @@ def client(secured: TlsKafka) -> Pair:
     return secured.signer.issue("proxy", "proxy.example.org", common_name="kproxy")
 
 
-def until(holds: Callable[[], bool], process: KproxyProcess) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline, process.stderr()[-3000:]
-        time.sleep(0.05)
+def until_told(process: KproxyProcess, text: str) -> None:
+    wait_for(lambda: text in process.stderr(), TIMEOUT_S, process.stderr)
 
 
 def mutual(secured: TlsKafka, client: Pair) -> list[str]:
@@ -81,17 +81,7 @@ def write_and_read(process: KproxyProcess, secured: TlsKafka, *, seconds: float 
             time.sleep(0.005)
     assert producer.flush(TIMEOUT_S) == 0
     assert (failed, len(places), len(set(places))) == ([], count, count), process.stderr()[-3000:]
-    settings = {"bootstrap.servers": process.kafka, "group.id": topic, "auto.offset.reset": "earliest"}
-    consumer = confluent_kafka.Consumer(settings)
-    consumer.subscribe([topic])
-    read: set[bytes] = set()
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(read) < count:
-        assert time.monotonic() < deadline, f"{len(read)} of {count}"
-        message = consumer.poll(1.0)
-        if message is not None and message.error() is None:
-            read.add(message.value())
-    consumer.close()
+    read_values({"bootstrap.servers": process.kafka}, topic, count, TIMEOUT_S)
 
 
 def test_with_a_client_certificate(secured: TlsKafka, client: Pair, tmp_path: Path) -> None:
@@ -161,7 +151,7 @@ def test_what_is_wrong_is_told_at_the_start(secured: TlsKafka, client: Pair, tmp
     arguments = ["serve", "--listen", "127.0.0.1:0", "--ownership", "kafka", "--bootstrap", bootstrap, *flags]
     process = KproxyProcess(arguments, tmp_path / "stderr")
     try:
-        until(lambda: re.search(says, process.stderr()) is not None, process)
+        wait_for(lambda: re.search(says, process.stderr()) is not None, TIMEOUT_S, process.stderr)
         assert "Traceback" not in process.stderr()
     finally:
         process.stop()
@@ -193,7 +183,7 @@ def test_a_wrong_password_is_named_and_not_shown(secured: TlsKafka, tmp_path: Pa
         arguments = ["serve", "--listen", "127.0.0.1:0", "--ownership", "kafka", "--bootstrap", secured.sasl, *flags]
         process = KproxyProcess(arguments, tmp_path / "stderr")
         try:
-            until(lambda process=process: "SASL_AUTHENTICATION_FAILED" in process.stderr(), process)  # type: ignore[misc]
+            until_told(process, "SASL_AUTHENTICATION_FAILED")
             assert "hunter2" not in process.stderr()
         finally:
             process.stop()
@@ -210,9 +200,9 @@ def test_new_files_are_used_by_new_connections(secured: TlsKafka, tmp_path: Path
         for source, target in ((wrong.cert, cert), (wrong.key, key)):
             target.write_bytes(source.read_bytes())
             os.utime(target)
-        until(lambda: counted(process.admin, 'kproxy_tls_reloads_total{outcome="done"}') == 1, process)
+        wait_for(lambda: counted(process.admin, RELOADS) == 1, TIMEOUT_S, process.stderr)
         for source, target in ((right.cert, cert), (right.key, key)):
             target.write_bytes(source.read_bytes())
             os.utime(target)
-        until(lambda: counted(process.admin, 'kproxy_tls_reloads_total{outcome="done"}') == 2, process)
+        wait_for(lambda: counted(process.admin, RELOADS) == 2, TIMEOUT_S, process.stderr)
         write_and_read(process, secured)

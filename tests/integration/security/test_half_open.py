@@ -7,8 +7,6 @@ import random
 import socket
 import ssl
 import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,6 +17,7 @@ from tests.support.clients.raw_client import raw_frame
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import counted, port_of, static_proxy
 from tests.support.security.tls_files import Signer, client_context
+from tests.support.waiting import wait_for
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
@@ -33,13 +32,6 @@ def serves(process: KproxyProcess, context: ssl.SSLContext) -> bool:
     with connect(process) as plain, context.wrap_socket(plain, server_hostname="localhost") as client:
         client.sendall(raw_frame(request_header(API_VERSIONS, 0, 77, b"c")))
         return struct.unpack(">i", client.recv(8)[4:8])[0] == 77
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def hello() -> bytes:
@@ -74,9 +66,9 @@ def test_a_crowd_of_them_is_bounded_and_a_client_comes_in_all_the_same(tmp_path:
             assert own.num_fds() <= before + 2 * MAX_HALF_OPEN + 10
             assert counted(process.admin, 'kproxy_client_handshakes_total{outcome="crowded"}') > 0
             # Those that are left are not waited for for ever.
-            until(lambda: counted(process.admin, "kproxy_half_open_connections") == 0)
+            wait_for(lambda: counted(process.admin, "kproxy_half_open_connections") == 0, PATIENCE_S)
             assert counted(process.admin, 'kproxy_client_handshakes_total{outcome="timeout"}') > 0
             assert serves(process, context)
-            until(lambda: own.num_fds() <= before + 1)
+            wait_for(lambda: own.num_fds() <= before + 1, PATIENCE_S)
         assert "Traceback" not in process.stderr()
         assert "never retrieved" not in process.stderr()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,17 +17,11 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import counted, port_of, static_proxy
 from tests.support.security.proxy_header import LOCAL, header
 from tests.support.security.tls_files import Signer, client_context
+from tests.support.waiting import wait_for
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0
 QUESTION = raw_frame(request_header(API_VERSIONS, 0, 77, b"c"))
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -63,7 +56,7 @@ def test_the_client_behind_a_balancer_is_named(tmp_path: Path) -> None:
                 assert is_answered(client)
                 client.sendall(b"\x7f\xff\xff\xff")
                 assert client.recv(1) == b""
-        until(lambda: process.stderr().count("client=203.0.113.7:4711") == 2)
+        wait_for(lambda: process.stderr().count("client=203.0.113.7:4711") == 2)
         with connected(process) as client:
             client.sendall(header(command=LOCAL) + QUESTION)
             assert is_answered(client)
@@ -75,7 +68,7 @@ def test_who_sends_none_is_not_let_in(tmp_path: Path) -> None:
             with connected(process) as client, contextlib.suppress(ConnectionError):
                 client.sendall(data)
                 assert client.recv(1) == b""
-        until(lambda: counted(process.admin, 'kproxy_client_handshakes_total{outcome="proxy_header"}') == 3)
+        wait_for(lambda: counted(process.admin, 'kproxy_client_handshakes_total{outcome="proxy_header"}') == 3)
         assert "does not begin with a header of the PROXY protocol" in process.stderr()
 
 
@@ -94,4 +87,4 @@ def test_tls_comes_behind_the_header(tmp_path: Path) -> None:
         with connected(process) as plain:
             plain.sendall(header(("2001:db8::8", 4712), ("2001:db8::1", 9092)) + b"GET / HTTP/1.1\r\n\r\n")
             assert plain.recv(12) == b"HTTP/1.1 400"
-        until(lambda: "client=2001:db8::8:4712" in process.stderr())
+        wait_for(lambda: "client=2001:db8::8:4712" in process.stderr())

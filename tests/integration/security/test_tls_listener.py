@@ -21,6 +21,7 @@ from tests.support.clients.raw_client import raw_frame
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.served import counted, page, port_of, samples, static_proxy
 from tests.support.security.tls_files import Pair, Signer, client_context
+from tests.support.waiting import wait_for
 
 HOST = "127.0.0.1"
 PATIENCE_S = 20.0
@@ -84,13 +85,6 @@ def fails(process: KproxyProcess, context: ssl.SSLContext, name: str = "localhos
         ask(client)
     error = raised.value
     return str(error.reason) if isinstance(error, ssl.SSLError) else type(error).__name__
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_one_way(site: Site, tmp_path: Path) -> None:
@@ -174,7 +168,7 @@ def test_a_certificate_lets_in(site: Site, mutual: KproxyProcess) -> None:
 def test_who_is_not_let_in_is_named_with_the_reason(site: Site, mutual: KproxyProcess, case: str) -> None:
     context, client_says, log_says, word = REFUSED[case]
     assert fails(mutual, context(site)) == client_says
-    until(lambda: log_says in mutual.stderr())
+    wait_for(lambda: log_says in mutual.stderr())
     assert counted(mutual.admin, f'kproxy_client_handshakes_total{{outcome="{word}"}}') >= 1
     assert "Traceback" not in mutual.stderr()
 
@@ -185,13 +179,13 @@ def test_a_server_name_that_the_certificate_has_not_is_refused_where_that_is_ask
     context = client_context(site.signer.ca, site.client, check_name=False)
     assert fails(mutual, context, "kafka.example.org") == "TLSV1_UNRECOGNIZED_NAME"
     said = "it asks for kafka.example.org, and the certificate is for localhost, 127.0.0.1"
-    until(lambda: said in mutual.stderr())
+    wait_for(lambda: said in mutual.stderr())
 
 
 def test_a_client_that_finds_another_name_is_seen(site: Site, tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process:
         assert fails(process, client_context(site.signer.ca), "kafka.example.org") == "CERTIFICATE_VERIFY_FAILED"
-        until(lambda: "it asked for kafka.example.org, and the certificate is for localhost" in process.stderr())
+        wait_for(lambda: "it asked for kafka.example.org, and the certificate is for localhost" in process.stderr())
 
 
 def test_an_optional_certificate_is_verified_if_there_is_one(site: Site, tmp_path: Path) -> None:
@@ -210,14 +204,14 @@ def test_plain_text_is_told_apart(site: Site, tmp_path: Path) -> None:
             pytest.raises((EOFError, ConnectionError)),
         ):
             ask(client)
-        until(
+        wait_for(
             lambda: "it speaks plain text, and this listener speaks TLS: set security.protocol=SSL" in process.stderr()
         )
         connection = http.client.HTTPConnection(HOST, port_of(process), timeout=PATIENCE_S)
         connection.request("GET", "/metrics")
         assert connection.getresponse().status == 400
         connection.close()
-        until(lambda: process.stderr().count("client not let in") == 2)
+        wait_for(lambda: process.stderr().count("client not let in") == 2)
         # A load balancer's look at the port is nothing to write home about.
         socket.create_connection((HOST, port_of(process)), timeout=PATIENCE_S).close()
         assert serves(process, client_context(site.signer.ca))
@@ -261,15 +255,15 @@ def test_a_new_certificate_is_shown_to_new_connections_and_old_ones_stay(tmp_pat
         # By a signal at once, and by itself soon.
         site.signer.issue("server", "localhost")
         process.signal(signal.SIGHUP)
-        until(lambda: shown(process, context) != first)
+        wait_for(lambda: shown(process, context) != first)
         second = shown(process, context)
         site.signer.issue("server", "localhost")
-        until(lambda: shown(process, context) != second)
+        wait_for(lambda: shown(process, context) != second)
         third = shown(process, context)
         # What cannot be used changes nothing, and is told once.
         good = site.server.cert.read_bytes()
         site.server.cert.write_bytes(b"nonsense")
-        until(lambda: "not reloaded" in process.stderr())
+        wait_for(lambda: "not reloaded" in process.stderr())
         time.sleep(3 * 2.0)
         assert process.stderr().count("not reloaded") == 1
         assert shown(process, context) == third
@@ -278,7 +272,7 @@ def test_a_new_certificate_is_shown_to_new_connections_and_old_ones_stay(tmp_pat
         assert told["kproxy_tls_reloads_total", (("outcome", "done"),)] >= 2
         site.server.cert.write_bytes(good)
         os.utime(site.server.cert)
-        until(lambda: counted(process.admin, 'kproxy_tls_reloads_total{outcome="done"}') >= 3)
+        wait_for(lambda: counted(process.admin, 'kproxy_tls_reloads_total{outcome="done"}') >= 3)
         assert ask(old) == 77
 
 
@@ -291,7 +285,7 @@ def test_a_revocation_list_is_read_again(tmp_path: Path) -> None:
         assert serves(process, context)
         site.signer.revoke([site.client])
         process.signal(signal.SIGHUP)
-        until(lambda: "reloaded" in process.stderr())
+        wait_for(lambda: "reloaded" in process.stderr())
         # Not even by a session of before.
         assert fails(process, context) == "SSLV3_ALERT_CERTIFICATE_REVOKED"
 

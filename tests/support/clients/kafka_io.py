@@ -50,6 +50,25 @@ def read_partition(bootstrap: str, topic: str, partition: int, count: int) -> li
         consumer.close()
 
 
+def read_values(settings: dict[str, Any], topic: str, count: int, timeout_s: float = TIMEOUT_S) -> set[bytes]:
+    """`count` different values of a topic, by a consumer group of its name on a client with these settings."""
+    consumer = confluent_kafka.Consumer({**settings, "group.id": topic, "auto.offset.reset": "earliest"})
+    try:
+        consumer.subscribe([topic])
+        values: set[bytes] = set()
+        deadline = time.monotonic() + timeout_s
+        while len(values) < count:
+            assert time.monotonic() < deadline, f"{len(values)} of {count} values within {timeout_s} s"
+            message = consumer.poll(1.0)
+            if message is not None and message.error() is None:
+                value = message.value()
+                assert isinstance(value, bytes)
+                values.add(value)
+        return values
+    finally:
+        consumer.close()
+
+
 class Record(NamedTuple):
     """A record to be written; `partition` None leaves the choice to the client."""
 
