@@ -84,18 +84,14 @@ async def test_what_clients_do_not_read_stays_within_the_limit_and_others_are_se
         for client in idle:
             client.pause_reading()
             client.send(asks())
-        until = time.monotonic() + 3
-        n = 0
-        while time.monotonic() < until:
+        for n in range(12):
             # Who reads goes on, and so does who writes.
             producer.send(produce_frame(records=batch(n, producer_id=-1) + bytes(2 * MIB), correlation_id=n))
             assert (await producer.answer()).correlation_id == n
             reader.send(asks(n))
             assert await fetched(reader) == {0: records_of(("t", 0), size)}
             peak = max(peak, proxy.memory_info().rss)
-            n += 1
         shown = samples((await asyncio.to_thread(page, process.admin, "/metrics"))[1])
-        assert n > 5
         assert peak - before < 2 * limit, f"{(peak - before) >> 20} MiB more than before"
         # All of it is counted.
         assert size <= shown["kproxy_in_flight_bytes", ()] <= limit + size
