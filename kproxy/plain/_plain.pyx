@@ -35,7 +35,7 @@ Invariants
 """
 
 cimport cython
-from cpython.array cimport array, resize_smart
+from cpython.array cimport array, clone, resize_smart
 from cpython.buffer cimport PyBUF_WRITE
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE

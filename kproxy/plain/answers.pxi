@@ -120,6 +120,14 @@ cdef class Slot:
         self.request_ = request
 
     @property
+    def acks(self):
+        return self.request_.acks
+
+    @property
+    def timeout_ms(self):
+        return self.request_.timeout_ms
+
+    @property
     def exchange(self):
         return self.exchange_
 

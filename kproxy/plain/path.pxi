@@ -54,6 +54,25 @@ cdef class OpenChunk:
         self.spans.data.as_longlongs[count + 1] = self.next_offset - self.first_offset
         return 0
 
+    def finished(self):
+        """See kproxy.trail.acknowledgements._OpenChunk.finished."""
+        cdef int64_t at, records = 0
+        cdef array spans = self.spans
+        cdef const uint8_t *producer = <const uint8_t *>PyBytes_AS_STRING(self.producer)
+        if not self.batches or PyBytes_GET_SIZE(self.producer) != PRODUCER_BYTES:
+            return None
+        self.add_span()
+        for at in range(1, len(spans), 2):
+            if spans.data.as_longlongs[at] <= 0:
+                records = 0
+                break
+            records += spans.data.as_longlongs[at]
+        finished = (
+            kp_int64(producer), kp_int16(producer + 8), self.first_sequence if self.counts_sequences else -1, spans,
+            records, self.batches, self.size)
+        self.spans, self.producer, self.batches, self.size = clone(spans, 0, False), b"", 0, 0
+        return finished
+
     cdef bint go_on(self, const uint8_t *header, int64_t base_offset, int64_t size) except -1:
         """Take a batch that continues the chunk; False if it does not."""
         cdef int64_t count, sequence = kp_int32(header + 53)
@@ -154,6 +173,14 @@ cdef class CompiledSlot(Slot):
         if self.request_ is None:
             self.request_ = self.path.parse(self.frame(), self.head.correlation_id)
         return self.request_
+
+    @property
+    def acks(self):
+        return self.head.acks
+
+    @property
+    def timeout_ms(self):
+        return self.head.timeout_ms
 
     @property
     def exchange(self):

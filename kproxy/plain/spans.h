@@ -1,4 +1,4 @@
-/* Offsets of a partition that were assigned, as intervals: sort them and join neighbours. No Python here. */
+/* Offsets of a partition that were assigned, as intervals: sort them, join neighbours, write them. No Python here. */
 #ifndef KPROXY_SPANS_H
 #define KPROXY_SPANS_H
 
@@ -50,6 +50,25 @@ static inline size_t kp_join_intervals(kp_interval *all, size_t count) {
             all[++last] = all[at];
     }
     return count ? last + 1 : 0;
+}
+
+/* The longest number in decimal digits: 19 of them, a sign and a comma. */
+#define KP_NUMBER_BYTES 21
+
+/* Write numbers in decimal digits with commas between them. Return the end of what is written; there must be room for
+ * KP_NUMBER_BYTES each. */
+static inline char *kp_put_numbers(char *to, const int64_t *numbers, size_t count) {
+    for (size_t at = 0; at < count; at++) {
+        char digits[KP_NUMBER_BYTES], *first = digits + sizeof digits;
+        uint64_t left = numbers[at] < 0 ? 0 - (uint64_t)numbers[at] : (uint64_t)numbers[at];
+        do *--first = (char)('0' + left % 10);
+        while (left /= 10);
+        if (numbers[at] < 0) *--first = '-';
+        if (at) *to++ = ',';
+        memcpy(to, first, (size_t)(digits + sizeof digits - first));
+        to += digits + sizeof digits - first;
+    }
+    return to;
 }
 
 #endif

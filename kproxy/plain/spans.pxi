@@ -5,18 +5,9 @@ cdef extern from "spans.h" nogil:
         int64_t start, end
     kp_interval *kp_sort_intervals(kp_interval *all, kp_interval *spare, size_t count)
     size_t kp_join_intervals(kp_interval *all, size_t count)
-
-
-def record_count(array spans):
-    """See kproxy.trail.spans.record_count."""
-    cdef Py_ssize_t at
-    cdef int64_t *numbers = <int64_t *>spans.data.as_voidptr
-    cdef int64_t total = 0
-    for at in range(1, len(spans), 2):
-        if numbers[at] <= 0:
-            return 0
-        total += numbers[at]
-    return total
+    char *kp_put_numbers(char *to, const int64_t *numbers, size_t count)
+    enum:
+        KP_NUMBER_BYTES
 
 
 def union(int64_t floor, list starts, list ends, list added, Py_ssize_t most):
@@ -57,3 +48,18 @@ def union(int64_t floor, list starts, list ends, list added, Py_ssize_t most):
         return floor, starts, ends
     finally:
         PyMem_Free(block)
+
+
+def to_json(array spans):
+    """See kproxy.trail.spans.to_json."""
+    cdef char *text = <char *>PyMem_Malloc(len(spans) * KP_NUMBER_BYTES + 2)
+    cdef char *end
+    if text == NULL:
+        raise MemoryError
+    try:
+        text[0] = b"["
+        end = kp_put_numbers(text + 1, <const int64_t *>spans.data.as_voidptr, len(spans))
+        end[0] = b"]"
+        return PyBytes_FromStringAndSize(text, end + 1 - text)
+    finally:
+        PyMem_Free(text)

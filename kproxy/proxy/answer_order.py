@@ -74,6 +74,14 @@ class Slot:
         self.buffers: list[Buffer] | None = None
         self.is_allowed: Callable[[], bool] | None = None
 
+    @property
+    def acks(self) -> int:
+        return self.request.acks
+
+    @property
+    def timeout_ms(self) -> int:
+        return self.request.timeout_ms
+
     def fill(self, buffers: list[Buffer], is_allowed: Callable[[], bool] | None = None) -> None:
         """Set the whole answer, its length prefix first; empty for a request without an answer that is done."""
         if buffers:

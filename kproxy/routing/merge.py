@@ -114,6 +114,14 @@ class Exchange:
         self._results: list[list[Buffer | None]] | None = None
         self._tags: list[Tag] | None = None
 
+    @property
+    def acks(self) -> int:
+        return self.request.acks
+
+    @property
+    def timeout_ms(self) -> int:
+        return self.request.timeout_ms
+
     def move(self, state: ExchangeState) -> None:
         """Raises ValueError if there is no such transition."""
         if state not in _NEXT[self.state]:

@@ -65,6 +65,12 @@ class Asked(Protocol):
     def request(self) -> PartitionedRequest: ...
 
     @property
+    def acks(self) -> int: ...
+
+    @property
+    def timeout_ms(self) -> int: ...
+
+    @property
     def deadline(self) -> float: ...
 
 
@@ -90,6 +96,22 @@ class _OpenChunk:
     next_offset: int
     spans: Spans
     volume: int
+
+    def finished(self) -> tuple[int, int, int, Spans, int, int, int] | None:
+        """Close the chunk and return its fields as in `Chunk`; None if none is open.
+
+        `record_count` is 0 if a span has no records.
+        """
+        if not self.volume:
+            return None
+        batches, size = divmod(self.volume, ONE_BATCH)
+        spans, self.spans = self.spans, spans_of()
+        spans.extend((self.first_offset, self.next_offset - self.first_offset))
+        producer_id, producer_epoch = _PRODUCER.unpack(self.producer)
+        # Clients without idempotence write anything as the sequence.
+        first_sequence = self.first_sequence if self.counts_sequences else NO_SEQUENCE
+        self.producer, self.volume = _NOBODY, 0
+        return producer_id, producer_epoch, first_sequence, spans, record_count(spans), batches, size
 
 
 if TYPE_CHECKING:
@@ -166,7 +188,7 @@ class Acked(OpenChunk):
             return
         if not (self.volume or self.chunks or self.unread):
             self.trail.queue(self, asked)
-            self.acks = asked.request.acks
+            self.acks = asked.acks
         magic, delta, producer, sequence = _HEAD.unpack_from(frame, start)
         if magic != MAGIC or delta < 0 or base_offset > MOST_OFFSET:
             self.unread += 1
@@ -197,21 +219,14 @@ class Acked(OpenChunk):
         return taken
 
     def _finish(self) -> None:
-        if not self.volume:
+        finished = self.finished()
+        if finished is None:
             return
-        batches, size = divmod(self.volume, ONE_BATCH)
-        spans, self.spans = self.spans, spans_of()
-        spans.extend((self.first_offset, self.next_offset - self.first_offset))
-        records = record_count(spans)
-        if records:
-            # Clients without idempotence write anything as the sequence.
-            first_sequence = self.first_sequence if self.counts_sequences else NO_SEQUENCE
-            producer_id, producer_epoch = _PRODUCER.unpack(self.producer)
-            self.chunks.append(Chunk(producer_id, producer_epoch, first_sequence, spans, records, batches, size))
+        chunk = Chunk._make(finished)
+        if chunk.record_count:
+            self.chunks.append(chunk)
         else:
-            self.unread += batches
-        self.producer = _NOBODY
-        self.volume = 0
+            self.unread += chunk.batches
 
 
 # A client may write to any number of partitions, and choose any client id.

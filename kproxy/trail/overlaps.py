@@ -15,9 +15,9 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
-from operator import attrgetter
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from kproxy.trail.spans import Spans, extend_spans, union
@@ -40,13 +40,44 @@ class Chunk(NamedTuple):
         """The base_sequence of the producer's next batch."""
         return add_sequence(self.first_sequence, self.record_count) if self.first_sequence >= 0 else NO_SEQUENCE
 
+    def covers(self, offset: int) -> bool:
+        return any(first <= offset < first + count for first, count in _pairs(self.spans))
+
+    def shift(self, offset: int) -> int | None:
+        """Offset minus sequence number there: the same for a batch and its resend. None without a producer id."""
+        if self.producer_id == NO_PRODUCER_ID:
+            return None
+        sequence = self.first_sequence
+        for first, count in _pairs(self.spans):
+            if first <= offset < first + count:
+                return (first - sequence) % _SEQUENCES
+            sequence += count
+        return None
+
+    def last_spans(self, most: int) -> Chunk:
+        """The end of the chunk: at most so many of its spans."""
+        if len(self.spans) <= 2 * most:
+            return self
+        left_out = sum(self.spans[1 : -2 * most : 2])
+        first = add_sequence(self.first_sequence, left_out) if self.first_sequence >= 0 else NO_SEQUENCE
+        return self._replace(
+            first_sequence=first, spans=self.spans[-2 * most :], record_count=self.record_count - left_out
+        )
+
+    def joined(self, following: Chunk) -> Chunk:
+        """This chunk and the one that continues it."""
+        spans = self.spans[:]
+        extend_spans(spans, following.spans)
+        return self._replace(spans=spans, record_count=self.record_count + following.record_count)
+
 
 MAX_INTERVALS: Final = 64
 # For each partition this much is remembered, to name the first origin of an offset and to recognize resent batches: the
 # last writes of MAX_REMEMBERED producers, MAX_SPANS_REMEMBERED spans of each, MAX_SPANS_TOGETHER in all. Each keeps its
 # last LEAST_SPANS_REMEMBERED: a producer sends at most five batches again, and other producers' writes must not push
-# them out.
+# them out. MAX_ADDED chunks may come in addition before the excess is forgotten.
 MAX_REMEMBERED: Final = 128
+MAX_ADDED: Final = 24
 MAX_SPANS_REMEMBERED: Final = 64
 MAX_SPANS_TOGETHER: Final = 2048
 LEAST_SPANS_REMEMBERED: Final = 8
@@ -78,42 +109,64 @@ class Overlap(NamedTuple):
     earlier: Origin | None
 
 
-class _Remembered:
-    """A chunk, and the chunks that continued it. `number` counts those of the partition before it."""
+class _LastWrites:
+    """The last chunks written to a partition, in the order of their coming."""
 
-    __slots__ = ("next_sequence", "number", "origin", "producer", "spans")
+    def __init__(self) -> None:
+        self._writes: list[tuple[Chunk, Origin]] = []
+        self._spans = 0
+        self._most = MAX_ADDED
 
-    def __init__(self, chunk: Chunk, origin: Origin, number: int = 0) -> None:
-        self.producer = (chunk.producer_id, chunk.producer_epoch)
-        self.origin = origin
-        self.number = number
-        self.spans = chunk.spans[-2 * MAX_SPANS_REMEMBERED :]
-        self.next_sequence = chunk.next_sequence
+    def __iter__(self) -> Iterator[tuple[Chunk, Origin]]:
+        return iter(self._writes)
 
-    @property
-    def key(self) -> Hashable:
-        """The `_key_of` a chunk that continues this one."""
-        return (self.origin, self.producer, self.next_sequence)
+    def add(self, added: Sequence[tuple[Chunk, Origin]]) -> None:
+        self._writes += added
+        for chunk, _ in added:
+            self._spans += len(chunk.spans) // 2
+        if len(self._writes) > self._most or self._spans > MAX_SPANS_TOGETHER:
+            self._shorten()
 
-    def extend(self, chunk: Chunk) -> None:
-        extend_spans(self.spans, chunk.spans)
-        del self.spans[: -2 * MAX_SPANS_REMEMBERED]
-        self.next_sequence = chunk.next_sequence
+    def first_origin(self, offset: int, now: Chunk) -> Origin | None:
+        """The first origin of the offset; None if it was this very batch of `now`, _NOBODY if it is forgotten."""
+        holders = [write for write in self._writes if write[0].covers(offset)]
+        shift = now.shift(offset)
+        if shift is not None:
+            for chunk, _ in holders:
+                if chunk[:2] == now[:2] and chunk.shift(offset) == shift:
+                    return None
+        return holders[0][1] if holders else _NOBODY
 
-    def covers(self, offset: int) -> bool:
-        return any(first <= offset < first + count for first, count in _pairs(self.spans))
+    def _shorten(self) -> None:
+        """Join chunks that continue one another, and forget what is beyond the limits.
 
-    def shift(self, offset: int) -> int | None:
-        """Offset minus sequence number there: the same for a batch and its resend. None without a producer id."""
-        if self.producer[0] == NO_PRODUCER_ID:
-            return None
-        # Count from the end, as the first spans may be forgotten.
-        sequence = self.next_sequence
-        for first, count in reversed(list(_pairs(self.spans))):
-            sequence -= count
-            if first <= offset < first + count:
-                return (first - sequence) % _SEQUENCES
-        return None
+        Half of MAX_SPANS_TOGETHER is left. The producers that wrote last get what not all of them can have.
+        """
+        newest_first: dict[Hashable, list[tuple[int, Chunk, Origin]]] = {}
+        for age, (chunk, origin) in enumerate(reversed(self._writes)):
+            key = (origin, chunk.producer_id, chunk.producer_epoch)
+            writes = newest_first.setdefault(key, [])
+            if writes and len(writes[-1][1].spans) >= 2 * MAX_SPANS_REMEMBERED:
+                continue
+            if writes and writes[-1][1].first_sequence == chunk.next_sequence:
+                writes[-1] = (age, chunk.joined(writes[-1][1]), origin)
+            else:
+                writes.append((age, chunk, origin))
+        spare = MAX_SPANS_TOGETHER // 2 - LEAST_SPANS_REMEMBERED * min(len(newest_first), MAX_REMEMBERED)
+        kept: list[tuple[int, Chunk, Origin]] = []
+        for writes in islice(newest_first.values(), MAX_REMEMBERED):
+            more = min(spare, MAX_SPANS_REMEMBERED - LEAST_SPANS_REMEMBERED)
+            room = LEAST_SPANS_REMEMBERED + more
+            for age, chunk, origin in writes:
+                kept.append((age, chunk.last_spans(room), origin))
+                room -= len(kept[-1][1].spans) // 2
+                if room <= 0:
+                    break
+            spare -= max(0, more - room)
+        kept.sort(key=itemgetter(0), reverse=True)
+        self._writes = [(chunk, origin) for _, chunk, origin in kept]
+        self._spans = sum(len(chunk.spans) // 2 for chunk, _ in self._writes)
+        self._most = len(self._writes) + MAX_ADDED
 
 
 class OverlapDetector:
@@ -166,10 +219,7 @@ class _Partition:
         self.floor = 0
         self._starts: list[int] = []
         self._ends: list[int] = []
-        # By `key`, in the order of their last write.
-        self._remembered: dict[Hashable, _Remembered] = {}
-        self._remembered_spans = 0
-        self._number = 0
+        self._last_writes = _LastWrites()
         self._added: list[tuple[Chunk, Origin]] = []
 
     @property
@@ -179,7 +229,7 @@ class _Partition:
 
     def is_resend(self, chunk: Chunk) -> bool:
         """Whether the chunk's first batch is remembered at the very same offset."""
-        return self._first_had(chunk.spans[0], _Remembered(chunk, _NOBODY)) is None
+        return self._last_writes.first_origin(chunk.spans[0], chunk) is None
 
     def add(self, chunk: Chunk, origin: Origin) -> None:
         self._added.append((chunk, origin))
@@ -190,8 +240,7 @@ class _Partition:
             self._append(*added[0][0].spans)
         elif not self._merge(added):
             return self._judge_singly(added)
-        for chunk, origin in added:
-            self._remember(chunk, origin)
+        self._last_writes.add(added)
         return []
 
     def _append(self, first: int, count: int) -> None:
@@ -220,15 +269,14 @@ class _Partition:
     def _judge_singly(self, added: Sequence[tuple[Chunk, Origin]]) -> list[Overlap]:
         overlaps: list[Overlap] = []
         for chunk, origin in added:
-            now = _Remembered(chunk, origin)
             for first, count in _pairs(chunk.spans):
                 for start, end in self._known(first, first + count):
-                    earlier = self._first_had(start, now)
+                    earlier = self._last_writes.first_origin(start, chunk)
                     if earlier is not None:
                         named = None if earlier is _NOBODY else earlier
                         overlaps.append(Overlap(self.topic, self.partition, start, end - 1, origin, named))
                 self._cover(first, first + count)
-            self._remember(chunk, origin)
+            self._last_writes.add(((chunk, origin),))
         self._forget()
         return overlaps
 
@@ -239,7 +287,7 @@ class _Partition:
         pairs = zip(self._starts[low:high], self._ends[low:high], strict=True)
         cuts = [
             first,
-            *(edge for each in self._remembered.values() for edge in _edges(each.spans) if first < edge < end),
+            *(edge for chunk, _ in self._last_writes for edge in _edges(chunk.spans) if first < edge < end),
             end,
         ]
         parts = []
@@ -247,15 +295,6 @@ class _Partition:
             inner = sorted({start, stop, *(cut for cut in cuts if start < cut < stop)})
             parts += list(pairwise(inner))
         return parts
-
-    def _first_had(self, offset: int, now: _Remembered) -> Origin | None:
-        """The first origin of the offset; None if it was this very batch, _NOBODY if it is forgotten."""
-        holders = [each for each in self._remembered.values() if each.covers(offset)]
-        shift = now.shift(offset)
-        for each in holders:
-            if shift is not None and each.producer == now.producer and each.shift(offset) == shift:
-                return None
-        return min(holders, key=attrgetter("number")).origin if holders else _NOBODY
 
     def _cover(self, first: int, end: int) -> None:
         low = bisect_left(self._ends, first)
@@ -265,41 +304,6 @@ class _Partition:
             end = max(end, self._ends[high - 1])
         self._starts[low:high] = [first]
         self._ends[low:high] = [end]
-
-    def _remember(self, chunk: Chunk, origin: Origin) -> None:
-        each = self._take_out(_key_of(chunk, origin))
-        if each is None:
-            self._number += 1
-            each = _Remembered(chunk, origin, self._number)
-        else:
-            each.extend(chunk)
-        # A resent chunk with the same end replaces the first.
-        self._take_out(each.key)
-        if len(self._remembered) >= MAX_REMEMBERED:
-            self._take_out(next(iter(self._remembered)))
-        self._remembered[each.key] = each
-        self._remembered_spans += len(each.spans) // 2
-        if self._remembered_spans > MAX_SPANS_TOGETHER:
-            self._shorten()
-
-    def _take_out(self, key: Hashable) -> _Remembered | None:
-        each = self._remembered.pop(key, None)
-        if each is not None:
-            self._remembered_spans -= len(each.spans) // 2
-        return each
-
-    def _shorten(self) -> None:
-        """Forget the first spans of those written to longest ago, until half of MAX_SPANS_TOGETHER are left."""
-        for each in self._remembered.values():
-            before = len(each.spans)
-            del each.spans[: -2 * LEAST_SPANS_REMEMBERED]
-            self._remembered_spans -= (before - len(each.spans)) // 2
-            if self._remembered_spans <= MAX_SPANS_TOGETHER // 2:
-                return
-
-
-def _key_of(chunk: Chunk, origin: Origin) -> Hashable:
-    return (origin, (chunk.producer_id, chunk.producer_epoch), chunk.first_sequence)
 
 
 _NOBODY = Origin(-1, 0, 0, "")

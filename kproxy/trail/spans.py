@@ -1,7 +1,7 @@
 """Spans of acknowledged offsets: a first offset and a number of records, alternating, in an array of 64-bit integers.
 
 Where many connections write to a partition, nearly every batch is a span of its own. The compiled plain path
-(kproxy.plain) has twins of the functions here that pass over all spans, which are used instead where it is built.
+(kproxy.plain) has twins of `to_json` and `union`, which are used instead where it is built.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from operator import add, eq, le
 from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
 
 from kproxy.plain import compiled
 
@@ -37,6 +39,11 @@ def record_count(spans: Spans) -> int:
     """The number of records in all spans; 0 if one of them has none."""
     counts = spans[1::2]
     return sum(counts) if min(counts) > 0 else 0
+
+
+def to_json(spans: Spans) -> bytes:
+    """The numbers as an array in JSON, without blanks."""
+    return msgspec.json.encode(spans.tolist())
 
 
 def union(
@@ -70,4 +77,4 @@ def union(
 
 
 if not TYPE_CHECKING and compiled is not None:
-    record_count, union = compiled.record_count, compiled.union
+    to_json, union = compiled.to_json, compiled.union

@@ -24,8 +24,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import Final, TypedDict
+from typing import Final, TypedDict, cast
 
+import msgspec
 import structlog
 
 from kproxy.routing.retry import deadline_s
@@ -33,7 +34,7 @@ from kproxy.routing.topology import Topology
 from kproxy.trail.acknowledgements import MAX_SPANS, Acked, Asked, ConnectionAcks
 from kproxy.trail.overlaps import Chunk, Overlap, OverlapDetector
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
-from kproxy.trail.spans import extend_spans
+from kproxy.trail.spans import extend_spans, to_json
 
 log = structlog.get_logger(__name__)
 
@@ -69,52 +70,38 @@ class _Stamp(TypedDict):
 class _OpenRow:
     """A row that is not closed yet. Chunks that continue it extend it."""
 
-    __slots__ = (
-        "acks",
-        "batches",
-        "began",
-        "bytes",
-        "first",
-        "first_acked_at",
-        "last_acked_at",
-        "latency_us",
-        "next_sequence",
-        "record_count",
-        "spans",
-    )
+    __slots__ = ("began", "next_sequence", "row", "spans")
 
-    def __init__(self, acks: int, first: Chunk, first_acked_at: int, acked_at: int, began: float) -> None:
-        """`began` is in seconds of the monotonic clock; the times are in milliseconds of the wall clock."""
-        self.acks = acks
-        self.began = began
-        self.first = first
-        self.first_acked_at = first_acked_at
-        self.last_acked_at = acked_at
-        self.latency_us: list[int] = []
+    def __init__(self, row: Range, first: Chunk, began: float) -> None:
+        """`row` gets its spans, its sequence and `at` when it is closed.
+
+        `began` is in seconds of the monotonic clock.
+        """
+        self.row = row
         # A copy: these grow, and the detector of overlaps keeps the chunk's.
         self.spans = first.spans[:]
-        self.record_count = first.record_count
-        self.batches = first.batches
-        self.bytes = first.bytes
         self.next_sequence = first.next_sequence
+        self.began = began
 
     def takes(self, acks: int, chunk: Chunk) -> bool:
         """Whether a chunk continues the row; without idempotence every chunk does."""
+        row = self.row
         return (
             chunk.first_sequence == self.next_sequence
-            and chunk.producer_id == self.first.producer_id
-            and chunk.producer_epoch == self.first.producer_epoch
-            and acks == self.acks
+            and chunk.producer_id == row.producer_id
+            and chunk.producer_epoch == row.producer_epoch
+            and acks == row.acks
             and len(self.spans) < 2 * MAX_SPANS
         )
 
     def extend(self, chunk: Chunk, acked_at: int) -> None:
         extend_spans(self.spans, chunk.spans)
-        self.record_count += chunk.record_count
-        self.batches += chunk.batches
-        self.bytes += chunk.bytes
         self.next_sequence = chunk.next_sequence
-        self.last_acked_at = acked_at
+        row = self.row
+        row.record_count += chunk.record_count
+        row.batches += chunk.batches
+        row.bytes += chunk.bytes
+        row.last_acked_at = acked_at
 
 
 class Trail:
@@ -173,7 +160,7 @@ class Trail:
     def queue(self, acked: Acked, asked: Asked) -> None:
         """Queue `acked` for the next look, and sample its first latency."""
         self._woken.append(acked)
-        began = asked.deadline - deadline_s(asked.request.timeout_ms, self._deadline_cap_ms)
+        began = asked.deadline - deadline_s(asked.timeout_ms, self._deadline_cap_ms)
         acked.latencies_s.append(self._clock() - began)
 
     def begin(self) -> None:
@@ -292,18 +279,43 @@ class Trail:
         if unread:
             log.warning("acknowledged batches unreadable", topic=acked.topic, client=acked.client)
             self._miss()
-        row = self._open.get(acked)
-        if row is not None and len(row.latency_us) < MAX_LATENCIES:
-            row.latency_us += [round(seconds * _MICROS) for seconds in latencies_s]
+        if latencies_s and (found := self._open.get(acked)) is not None:
+            samples = found.row.latency_us
+            if len(samples) < MAX_LATENCIES:
+                samples += [round(seconds * _MICROS) for seconds in latencies_s]
 
     def _note(self, acked: Acked, chunk: Chunk) -> None:
-        row = self._open.get(acked)
-        if row is not None and row.takes(acked.acks, chunk):
-            row.extend(chunk, self._at)
+        found = self._open.get(acked)
+        if found is not None and found.takes(acked.acks, chunk):
+            found.extend(chunk, self._at)
             return
-        if row is not None:
+        if found is not None:
             self._close_row(acked)
-        self._open[acked] = _OpenRow(acked.acks, chunk, self._looked_at, self._at, self._looked)
+        row = Range(
+            **self._stamp(),
+            topic=acked.topic,
+            topic_id=None if acked.topic_id is None else acked.topic_id.hex(),
+            partition=acked.partition,
+            owner=acked.origin.owner,
+            revision=acked.origin.revision,
+            acks=acked.acks,
+            connection=acked.origin.connection,
+            peer=acked.peer,
+            client_id=acked.client,
+            principal=acked.principal,
+            producer_id=chunk.producer_id,
+            producer_epoch=chunk.producer_epoch,
+            first_sequence=chunk.first_sequence,
+            base_offset=chunk.spans[0],
+            record_count=chunk.record_count,
+            batches=chunk.batches,
+            bytes=chunk.bytes,
+            first_acked_at=self._looked_at,
+            last_acked_at=self._at,
+            spans=[],
+            latency_us=[],
+        )
+        self._open[acked] = _OpenRow(row, chunk, self._looked)
 
     def _judge_some(self, found_before: int) -> int:
         """Judge one step of the added chunks; return the number of overlaps."""
@@ -323,35 +335,13 @@ class Trail:
         return {"proxy": self._proxy, "incarnation": self._incarnation, "sequence": self._sequence, "at": self._at}
 
     def _close_row(self, acked: Acked) -> None:
-        row = self._open.pop(acked)
+        found = self._open.pop(acked)
         self._has_told = True
-        chunk = row.first
-        self._close(
-            Range(
-                **self._stamp(),
-                topic=acked.topic,
-                topic_id=None if acked.topic_id is None else acked.topic_id.hex(),
-                partition=acked.partition,
-                owner=acked.origin.owner,
-                revision=acked.origin.revision,
-                acks=row.acks,
-                connection=acked.origin.connection,
-                peer=acked.peer,
-                client_id=acked.client,
-                principal=acked.principal,
-                producer_id=chunk.producer_id,
-                producer_epoch=chunk.producer_epoch,
-                first_sequence=chunk.first_sequence,
-                base_offset=chunk.spans[0],
-                record_count=row.record_count,
-                batches=row.batches,
-                bytes=row.bytes,
-                first_acked_at=row.first_acked_at,
-                last_acked_at=row.last_acked_at,
-                spans=row.spans.tolist(),
-                latency_us=row.latency_us,
-            )
-        )
+        row = found.row
+        row.sequence, row.at = self._sequence, self._at
+        # Encoded by themselves, which is cheaper: they are most of a row.
+        row.spans = cast("list[int]", msgspec.Raw(to_json(found.spans)))
+        self._close(row)
 
     def _close(self, row: Row) -> None:
         line = encode_page([row])

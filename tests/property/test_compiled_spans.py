@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import struct
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import kproxy.plain
 from kproxy.plain import compiled
+from kproxy.trail import acknowledgements
 from kproxy.trail import spans as spans_module
 from kproxy.trail.spans import Spans, spans_of
 
@@ -55,7 +57,29 @@ def test_the_same_union(added: list[Spans], floor: int, most: int) -> None:
             state = found
 
 
-@given(st.lists(st.tuples(starts, st.integers(0, 3)), min_size=1))
-def test_the_same_count_of_records(pairs: list[tuple[int, int]]) -> None:
-    spans = spans_of(sum(pairs, ()))
-    assert spans_module.record_count(spans) == python["record_count"](spans)
+@given(
+    st.lists(st.tuples(starts, st.integers(0, 3)), max_size=6),
+    st.tuples(starts, st.integers(0, 3)),
+    st.tuples(st.sampled_from((-1, 0, 7, 1 << 62)), st.integers(-1, 3)),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_the_same_finished_chunk(
+    spans: list[tuple[int, int]], last: tuple[int, int], producer: tuple[int, int], counts: bool, batches: int
+) -> None:
+    found = []
+    for kind in (acknowledgements._OpenChunk, compiled.OpenChunk):  # type: ignore[union-attr]
+        chunk = kind()
+        chunk.producer, chunk.counts_sequences = struct.pack(">qh", *producer), counts
+        chunk.first_sequence, chunk.next_sequence = 5, 9
+        chunk.spans, chunk.first_offset, chunk.next_offset = spans_of(sum(spans, ())), last[0], sum(last)
+        chunk.volume = batches * (acknowledgements.ONE_BATCH + 100)
+        found.append((chunk.finished(), chunk.producer, chunk.volume, len(chunk.spans), chunk.finished()))
+    assert found[0] == found[1]
+    assert (found[0][0] is None) == (batches == 0)
+
+
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
+def test_the_same_json(numbers: list[int]) -> None:
+    spans = spans_of(numbers)
+    assert spans_module.to_json(spans) == python["to_json"](spans)

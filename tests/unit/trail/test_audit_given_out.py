@@ -181,16 +181,15 @@ def test_what_is_remembered_of_producers_is_bounded() -> None:
             given.add("t", TOPIC_ID, 0, origin, each)
         given.judge()
     (partition,) = given._partitions.values()
-    remembered = partition._remembered.values()
+    remembered = list(partition._last_writes)
     assert len(remembered) == overlaps.MAX_REMEMBERED
-    spans_held = sum(len(each.spans) // 2 for each in remembered)
-    assert spans_held == partition._remembered_spans <= overlaps.MAX_SPANS_TOGETHER
+    spans_held = sum(len(each.spans) // 2 for each, _ in remembered)
+    assert spans_held == partition._last_writes._spans <= overlaps.MAX_SPANS_TOGETHER
 
 
 def test_an_earlier_owner_that_is_not_remembered_is_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = [
-        [(OLD._replace(connection=number), chunk(10 * number, 10))] for number in range(overlaps.MAX_REMEMBERED + 3)
-    ]
+    writes = overlaps.MAX_REMEMBERED + overlaps.MAX_ADDED + 3
+    many = [[(OLD._replace(connection=number), chunk(10 * number, 10))] for number in range(writes)]
     assert told(*many, [(NEW, chunk(4, 1))]) == [(4, 4, 2, None)]
 
 
