@@ -70,6 +70,7 @@ def told(rows: list[Row]) -> list[tuple[int, int, bool | None]]:
     return [(row[0], row[1], row[11]) for row in rows]
 
 
+@pytest.mark.long
 def test_nothing_is_missed_or_doubled_while_leaders_move(real_kafka: RealKafka, client: LogClient) -> None:
     which = new_topic(real_kafka)
     write(real_kafka, which)

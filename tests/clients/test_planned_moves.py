@@ -68,6 +68,7 @@ def writers_of(
 
 
 # What clients do by default; the other modes wait as long.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode", [pytest.param(each, marks=() if each == "idempotent" else pytest.mark.long) for each in MODES]
 )

@@ -59,12 +59,14 @@ def topic(secured: SecuredKafka) -> str:
     return secured.plain.create_topic(f"sasl-{uuid.uuid4().hex[:10]}", 1)
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_each_mechanism_lets_a_user_write(proxy: KproxyProcess, topic: str, client: str, mechanism: str) -> None:
     assert CLIENTS[client](proxy.kafka, topic, mechanism, "alice", USERS["alice"]) == OK
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_tells_the_same_as_of_kafka(
@@ -78,6 +80,7 @@ def test_a_client_tells_the_same_as_of_kafka(
     assert through == direct
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_mechanism_that_is_not_offered_is_told_as_by_kafka(
     secured: SecuredKafka, topic: str, client: str, tmp_path: Path

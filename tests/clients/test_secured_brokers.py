@@ -144,6 +144,7 @@ REFUSED: dict[str, tuple[Callable[[TlsKafka, Pair, Path], tuple[str, list[str]]]
 }
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_wrong_is_told_at_the_start(secured: TlsKafka, client: Pair, tmp_path: Path, case: str) -> None:
     make, says = REFUSED[case]
@@ -157,6 +158,7 @@ def test_what_is_wrong_is_told_at_the_start(secured: TlsKafka, client: Pair, tmp
         process.stop()
 
 
+@pytest.mark.long
 def test_the_doctor_has_the_same_access(secured: TlsKafka, client: Pair, tmp_path: Path) -> None:
     for bootstrap, flags in (
         (secured.mutual, mutual(secured, client)),

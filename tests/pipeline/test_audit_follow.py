@@ -113,6 +113,7 @@ def following(followed: Followed) -> Iterator[Run]:
         run.end()
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_told_as_it_comes_and_once_also_over_a_restart(
     dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
 ) -> None:

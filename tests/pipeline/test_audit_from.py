@@ -32,6 +32,7 @@ def ship(bootstrap: str, topic: str, rows: Sequence[Row]) -> None:
     assert producer.flush(TIMEOUT_S) == 0
 
 
+@pytest.mark.long
 def test_what_was_acknowledged_before_is_not_read_and_all_that_was_since_is_judged(
     dev_cluster: KproxyProcess, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ def test_of_many_the_worst_are_taken_and_the_others_counted(spark: Any) -> None:
     assert len(report_page(facts)) < 1_000_000
 
 
+@pytest.mark.long
 def test_a_hole_beside_all_that_was_acknowledged_is_drawn_too(spark: Any) -> None:
     """As far as it leaves the windows room: a quarter of their time, or one window, on either side."""
     start_ms = START_S * 1000

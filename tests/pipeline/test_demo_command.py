@@ -86,6 +86,7 @@ def without_java(tmp_path: Path) -> dict[str, str]:
     return {**environment, "PATH": str(tools), "SPARK_HOME": "/nonexistent", "SPARK_REMOTE": "sc://nowhere.invalid"}
 
 
+@pytest.mark.long
 def test_with_pips_java_and_an_owner_killed_it_ends_clean_and_leaves_nothing(
     tmp_path: Path, without_java: dict[str, str]
 ) -> None:

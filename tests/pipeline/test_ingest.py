@@ -169,6 +169,7 @@ def test_json_and_parquet_files_go_as_csv_does(
     assert len({(record.key, record.partition) for record in records}) == 7
 
 
+@pytest.mark.long
 def test_few_files_make_a_micro_batch_and_what_is_left_is_known(job: Job, tmp_path: Path) -> None:
     for number in range(5):
         # Named against the order of their times.
@@ -235,6 +236,7 @@ def test_a_micro_batch_written_again_keeps_its_names_and_replaces_its_dead_lette
     assert [row["record"] for row in job.spark.read.json(str(letters)).collect()] == ["2,b,x"]
 
 
+@pytest.mark.long
 def test_without_a_place_for_dead_letters_the_first_one_ends_the_job(job: Job, tmp_path: Path) -> None:
     job.options = replace(job.options, source=FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT"))
     job.options = replace(job.options, key=("name",))
@@ -245,6 +247,7 @@ def test_without_a_place_for_dead_letters_the_first_one_ends_the_job(job: Job, t
     assert values(job.written()) == [{"id": 1, "name": "a", "n": 1}]
 
 
+@pytest.mark.long
 def test_fields_that_the_schema_lacks_end_the_job_or_go_with_the_dead_letters(job: Job, tmp_path: Path) -> None:
     job.options = replace(job.options, source=FileSource("json", str(tmp_path / "in")))
     (tmp_path / "in" / "a.json").write_text('{"id":1}\n')
@@ -261,6 +264,7 @@ def test_fields_that_the_schema_lacks_end_the_job_or_go_with_the_dead_letters(jo
     assert {value["id"] for value in values(job.written(at_least=2))} == {1, 2}
 
 
+@pytest.mark.long
 def test_columns_of_a_parquet_file_that_the_schema_lacks_end_the_job(job: Job, tmp_path: Path) -> None:
     job.options = replace(job.options, source=FileSource("parquet", str(tmp_path / "in")))
 
@@ -325,6 +329,7 @@ def test_another_kafka_clusters_topic_is_copied_with_keys_headers_and_bytes_as_t
         job.run(**{**changes, "source": replace(source, bootstrap=job.options.bootstrap)})
 
 
+@pytest.mark.long
 def test_records_keep_their_timestamps_and_partitions_and_what_was_aborted_is_not_copied(
     job: Job, other_kafka: RealKafka
 ) -> None:
@@ -441,6 +446,7 @@ def test_what_cannot_be_started_says_so_and_leaves_the_checkpoint_free(
     assert not (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_one_jobs_alone(job: Job, spark: Any, tmp_path: Path) -> None:
     write_csv(tmp_path / "in", "a.csv", "1,a,1")
     job.run()
@@ -459,6 +465,7 @@ def test_a_checkpoint_is_one_jobs_alone(job: Job, spark: Any, tmp_path: Path) ->
         job.run(checkpoint=str(foreign))
 
 
+@pytest.mark.long
 def test_a_header_that_does_not_fit_the_schema_ends_the_job_and_does_not_mix_up_columns(
     job: Job, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def headers(record: Placed) -> tuple[str, str]:
     return found["row"].decode(), found["batch"].decode()
 
 
+@pytest.mark.long
 async def test_killed_and_started_again_it_repeats_one_micro_batch_at_most_and_loses_none(
     tmp_path: Path,
 ) -> None:

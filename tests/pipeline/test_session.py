@@ -74,6 +74,7 @@ def test_a_job_starts_a_spark_of_its_own_and_leaves_nothing(tmp_path: Path) -> N
     assert [child.name for child in tmp_path.iterdir()] == ["job.py"]
 
 
+@pytest.mark.long
 def test_under_spark_submit_a_job_takes_the_session_that_it_was_given(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB.format(master=None, settings={"spark.sql.ansi.enabled": "false"}))

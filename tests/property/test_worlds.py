@@ -60,6 +60,7 @@ def _searched_for(switch: Switch) -> bool:
     return switch.takes in (Worlds.FEW, Worlds.SOME) or (EVERY_RULE and switch.takes is Worlds.MANY)
 
 
+@pytest.mark.long(but=12)
 @pytest.mark.parametrize(
     "switch",
     [

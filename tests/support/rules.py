@@ -10,8 +10,10 @@
 5. What hundreds of processes run is compiled once, also where the environment says that nothing compiled is kept.
 6. Tests marked `long` run with KPROXY_TEST_ALL=1 (`make test-all`), and where their file is named on the command line.
    They repeat a shape that another test has: more releases of a client, more seeds, every byte of a reset. Of those
-   marked `long(but_one=True)` the first of each file runs in any case.
-7. Hypothesis sets no time limits: a busy machine is no fault of an example.
+   marked `long(but_one=True)` the first of each file runs in any case, of those marked `long(but=3)` the first three of
+   each test function.
+7. Hypothesis sets no time limits: a busy machine is no fault of an example. Where a test does not say how many
+   examples it takes, it has FEW_EXAMPLES, new ones in each run, and with KPROXY_TEST_ALL=1 a hundred.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,12 +40,14 @@ from tests.support.reaper import RUN_MARK, marked_processes
 REQUIRE = "KPROXY_TEST_REQUIRE"
 LOOP = "KPROXY_TEST_LOOP"
 ALL = "KPROXY_TEST_ALL"
+FEW_EXAMPLES = 40
 # A process that was told to end may take a moment to be gone.
 LEFT_BEHIND_GRACE_S = 30.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("untimed", untimed, max_examples=100 if os.environ.get(ALL) == "1" else FEW_EXAMPLES)
     settings.load_profile("untimed")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -64,15 +69,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if os.environ.get(ALL) == "1" or any(".py" in argument for argument in config.args):
         return
     kept, left_out = [], []
-    files_with_one: set[Path] = set()
+    in_any_case: Counter[tuple[Path, str]] = Counter()
     for item in items:
         mark = item.get_closest_marker("long")
-        if mark is None or (mark.kwargs.get("but_one") and item.path not in files_with_one):
-            kept.append(item)
-            if mark is not None:
-                files_with_one.add(item.path)
-        else:
-            left_out.append(item)
+        if mark is not None:
+            most = mark.kwargs.get("but", 1 if "but_one" in mark.kwargs else 0)
+            of = (item.path, "" if "but_one" in mark.kwargs else item.name.partition("[")[0])
+            in_any_case[of] += 1
+            if in_any_case[of] > most:
+                left_out.append(item)
+                continue
+        kept.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept

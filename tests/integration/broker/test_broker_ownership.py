@@ -417,6 +417,7 @@ async def test_a_damaged_log_takes_one_partition_out_of_service_and_no_other(bro
     assert "a bad batch" in broker.log()
 
 
+@pytest.mark.long
 async def test_many_partitions_are_taken_and_given_up_in_good_time(
     etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def site(etcd: EmbeddedEtcd, directory: Path, topic: str, **options: Any) -> Ite
         yield Site(brokers, stack, topic)
 
 
+@pytest.mark.long
 def test_segments_begin_and_checkpoints_wait_while_the_disk_stalls(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     """With --flush interval no answer waits for the disk: it is the last second that a power cut may take."""
     with site(etcd, tmp_path, "slow-interval") as site_:

@@ -113,6 +113,7 @@ async def start_while_etcd_hangs(tmp_path: Path) -> None:
         assert set(ended) == {0}
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
 def test_a_broker_that_waits_ends_when_it_is_told_to(tmp_path: Path, silent: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

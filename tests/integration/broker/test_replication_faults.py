@@ -248,6 +248,7 @@ async def test_a_broker_that_lost_its_disk_while_all_were_down_does_not_lead_fro
     await trio.recovered(topic, writer)
 
 
+@pytest.mark.long
 async def test_killing_brokers_one_after_another_loses_doubles_and_reorders_nothing(trio: Trio) -> None:
     """Idempotent producers with several requests in flight, one through the proxy and one without."""
     topics = [await trio.topic("rolling-proxied", partitions=3), await trio.topic("rolling-direct", partitions=3)]

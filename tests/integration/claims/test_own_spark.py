@@ -88,6 +88,7 @@ def test_who_comes_late_with_an_earlier_batch_is_refused_while_a_later_one_is_wr
     assert owned_topics.log(sink.topic) == []
 
 
+@pytest.mark.long
 @pytest.mark.spark
 @pytest.mark.timeout(300)
 def test_a_query_that_is_started_again_writes_no_row_twice(

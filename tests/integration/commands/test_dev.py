@@ -64,6 +64,7 @@ def test_its_audit_trail_is_in_a_topic(dev_cluster: KproxyProcess) -> None:
     wait_for(lambda: told() == 20, what="the range")
 
 
+@pytest.mark.long
 def test_it_keeps_no_audit_trail_where_that_is_not_wanted(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1", "--no-audit"), tmp_path / "stderr") as dev:
         assert "kproxy_audit_waiting_bytes" not in page(dev.admin, "/metrics")[1]
@@ -120,6 +121,7 @@ def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
         assert dev.stop() == 0
 
 
+@pytest.mark.long
 def test_with_fewer_brokers_than_replicas_by_default_there_are_as_many_and_it_is_said(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "2"), tmp_path / "stderr") as dev:
         assert "replicas  2 of each new partition, not 3: there are 2 brokers.\n" in dev.stderr()
@@ -171,6 +173,7 @@ def _own_terminal(terminal: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_it_cleanly(tmp_path: Path, number: int) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
@@ -202,6 +205,7 @@ def test_killed_it_leaves_no_orphans(tmp_path: Path) -> None:
         assert gone(processes)
 
 
+@pytest.mark.long
 def test_a_broker_killed_on_purpose_is_no_accident_and_comes_back_with_what_it_had(tmp_path: Path) -> None:
     with asyncios_own_loop():
         asyncio.run(_kill_a_broker(tmp_path))
@@ -287,6 +291,7 @@ def test_a_watched_table_tells_each_change_as_a_line(dev_cluster: KproxyProcess,
     assert watch.stderr() == ""
 
 
+@pytest.mark.long
 def test_a_watched_table_survives_its_proxy(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
         watch = KproxyProcess(["table", "--admin", dev.admin, "--watch", "--json"], tmp_path / "watch")

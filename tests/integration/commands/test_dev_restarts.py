@@ -193,6 +193,7 @@ def test_interrupted_before_a_part_is_back_it_stops_as_ever(tmp_path: Path) -> N
         assert "Traceback" not in dev.stderr()
 
 
+@pytest.mark.long
 def test_with_no_restart_brokers_and_etcd_stay_dead_and_it_ends_with_the_proxy(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--no-restart"), tmp_path / "stderr") as dev:
         produce(dev.kafka, "t", [b"1"])

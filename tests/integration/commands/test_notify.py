@@ -34,6 +34,7 @@ async def told(listening: socket.socket) -> list[str]:
     return (await asyncio.to_thread(listening.recv, 4096)).decode().split("\n")
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_proxy_tells_that_it_serves_and_that_it_stops(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

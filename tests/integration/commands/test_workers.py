@@ -192,6 +192,7 @@ async def test_all_that_hang_are_no_life(tmp_path: Path) -> None:
         assert process.stderr().count("worker killed") == 2
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_is_handed_on_and_what_is_in_flight_is_answered(tmp_path: Path, number: int) -> None:
     upstream = await ServedBroker(1).start()
@@ -218,6 +219,7 @@ async def test_a_signal_is_handed_on_and_what_is_in_flight_is_answered(tmp_path:
     await upstream.stop()
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("more", [(), ("--drain-delay", "600")], ids=["", "with_a_delay"])
 async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
     upstream = await ServedBroker(1, answers_everything).start()

@@ -133,6 +133,7 @@ def test_each_names_all_and_partitions_spread(site: Site) -> None:
             assert all(f"{node_id} at 127.0.0.1:{port}" in said for node_id, port in expected.items()), said
 
 
+@pytest.mark.long
 def test_one_that_is_killed_is_gone_within_its_ttl_and_has_its_id_again_when_it_is_back(site: Site) -> None:
     with site.proxies(3) as proxies:
         expected = ports(proxies)

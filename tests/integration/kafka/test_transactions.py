@@ -119,6 +119,7 @@ def test_what_is_committed_is_read_and_what_is_aborted_is_not(
         assert read(bootstrap, topic, "read_uncommitted") == sorted(COMMITTED + ABORTED)
 
 
+@pytest.mark.long
 def test_transactions_go_on_when_their_coordinator_dies(
     proxy: KproxyProcess, real_kafka: RealKafka, topic: str
 ) -> None:
@@ -169,6 +170,7 @@ def finish(ends: Callable[[float], None], deadline: float) -> bool:
             assert time.monotonic() < deadline, error
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("run", [run_java, run_librdkafka])
 def test_where_the_brokers_keep_no_transactions_a_producer_is_told_so_at_once(
     run: Run, dev_cluster: KproxyProcess
@@ -272,6 +274,7 @@ def consume_with_java(bootstrap: str, topic: str, count: int) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("consumes", [consume_with_java, consume_with_librdkafka, consume_with_kafka_python])
 def test_a_group_goes_on_where_it_stopped(
     consumes: Callable[[str, str, int], list[str]], proxy: KproxyProcess, real_kafka: RealKafka, topic: str
