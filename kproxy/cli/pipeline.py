@@ -6,7 +6,7 @@ The module of a job is imported only when the job runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from kproxy.cli import LazyGroup
+from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
+    from kproxy.pipeline.kafka_access import KafkaOptions
     from kproxy.pipeline.session import SessionOptions
 
 COMMANDS = {
@@ -78,6 +80,48 @@ def path(py_files: Path | None) -> None:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+MAX_CONFIG_BYTES: Final = 1 << 20
+
+
+def kafka_flags(meaning: str) -> Callable[[F], F]:
+    """Add `--kafka-option` with this meaning, and `--command-config`."""
+
+    def added(command: F) -> F:
+        option = click.option("--kafka-option", metavar="K=V", multiple=True, help=f"{meaning} (repeatable)")
+        config = click.option(
+            "--command-config",
+            metavar="FILE",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help="Such options in a file, as of Kafka's tools: for passwords, which others see in a command line.",
+        )
+        return option(config(command))
+
+    return added
+
+
+def kafka_options(texts: Sequence[str], config: Path | None) -> KafkaOptions:
+    """The options of Kafka's clients that are given; a flag wins over the file.
+
+    Raise StartupError. Names with Spark's prefix `kafka.` are accepted too.
+    """
+    from kproxy.pipeline.ingest.options import parse_pair
+    from kproxy.pipeline.kafka_access import KafkaOptions, WrongKafkaOption, read_properties
+
+    given: dict[str, str] = {}
+    if config is not None:
+        named = f"--command-config {config}"
+        text = read_file(config, "--command-config", MAX_CONFIG_BYTES, "that is another file")
+        try:
+            given = read_properties(text.decode(), named)
+        except WrongKafkaOption as error:
+            raise StartupError(str(error)) from error
+        except UnicodeDecodeError:
+            # Not chained: the cause has the content of the file.
+            raise StartupError(f"{named} is not UTF-8 text.") from None
+    given |= dict(parse_pair(text, "--kafka-option") for text in texts)
+    return KafkaOptions((name.removeprefix("kafka."), value) for name, value in given.items())
+
+
 _MASTER: Final = re.compile(r"local(\[[^]]+\])?|local-cluster\[[^]]+\]|yarn|[a-z0-9]+://.+")
 _STANDALONE: Final = "spark://"
 _MEMORY: Final = re.compile(r"[1-9]\d{0,11}[kmgt]", re.IGNORECASE)

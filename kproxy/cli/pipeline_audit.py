@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 
 from kproxy.cli import start_logging, tell_unexpected
 from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.pipeline import check_master, session_options, spark_flags
+from kproxy.cli.pipeline import check_master, kafka_flags, kafka_options, session_options, spark_flags
 from kproxy.config.parsing import parse_duration_ms, parse_time_ms
 from kproxy.errors import StartupError
 
@@ -63,6 +64,7 @@ from kproxy.errors import StartupError
     show_default=True,
     help="With --follow: the longest time between two assignments of one offset that are found.",
 )
+@kafka_flags("An option of Kafka's clients, for both clusters.")
 @spark_flags
 @click.pass_context
 def command(
@@ -80,6 +82,8 @@ def command(
     checkpoint: str | None,
     every: str,
     horizon: str,
+    kafka_option: Sequence[str],
+    command_config: Path | None,
     **given: Any,
 ) -> int:
     """Check that every acknowledged record is in its topic, at one offset, and once if its producer is idempotent.
@@ -118,6 +122,7 @@ def command(
         window_ms=parse_duration_ms(window, "--window"),
         compacted=None if compacted is None else _names(compacted),
         output=output,
+        kafka=kafka_options(kafka_option, command_config),
         **given,
     )
     spark = session_options("kproxy audit", **spark_flags_given, kafka=place.kind == TOPIC)

@@ -10,7 +10,7 @@ import click
 
 from kproxy.cli import start_logging
 from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.pipeline import check_master, session_options, spark_flags
+from kproxy.cli.pipeline import check_master, kafka_flags, kafka_options, session_options, spark_flags
 from kproxy.config import parse_address
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
@@ -131,7 +131,7 @@ INTERRUPTED = 130
     help="Treat a larger message as a dead letter.",
 )
 @click.option("--tasks", metavar="N", type=int, help="The number of writing tasks. [the number of Spark's cores]")
-@click.option("--kafka-option", metavar="K=V", multiple=True, help="A Kafka producer option. (repeatable)")
+@kafka_flags("A Kafka producer option.")
 @click.option("--metrics", metavar="H:P", help="The listen address of metrics for Prometheus.")
 @spark_flags
 @click.pass_context
@@ -195,6 +195,7 @@ def _options(
     value: str | None,
     dead_letters: str | None,
     kafka_option: Sequence[str],
+    command_config: Path | None,
     trigger: str | None,
     bootstrap: str,
     source: str,
@@ -229,19 +230,13 @@ def _options(
         constant_headers=tuple(parse_pair(text, "--constant-header") for text in constant_header),
         dead_letters=None if dead_letters is None else parse_dead_letters(dead_letters),
         processing_time=parse_trigger(trigger or ("1s" if name == "rate" else "available-now")),
-        kafka_options=_kafka_options(kafka_option),
+        kafka_options=kafka_options(kafka_option, command_config),
         **same,
     )
 
 
 def _columns(text: str | None) -> tuple[str, ...]:
     return () if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _kafka_options(texts: Sequence[str]) -> dict[str, str]:
-    pairs = (parse_pair(text, "--kafka-option") for text in texts)
-    # Names with Spark's prefix `kafka.` are accepted too.
-    return {name.removeprefix("kafka."): value for name, value in pairs}
 
 
 def _read_schema(text: str | None) -> str | None:

@@ -219,7 +219,7 @@ def _clear(work_dir: Path, *, keep_log: bool) -> None:
             shutil.rmtree(child, ignore_errors=True)
 
 
-PACKAGES: Final = ("kafka", "kproxy", "kproxy_codec")
+PACKAGES: Final = ("asn1crypto", "kafka", "kproxy", "kproxy_codec", "scramp")
 _LEFT_OUT: Final = ("__pycache__",)
 # The compiled plain path and what it is built from: an extension cannot be imported from a zip.
 _COMPILED: Final = (".so", ".c", ".h", ".pyx", ".pxi")

@@ -72,6 +72,7 @@ from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, FINDINGS_SCHEMA, LOG_SC
 from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
 from kproxy.pipeline.audit.trail import JSON, TOPIC, only_rows, rows_of
 from kproxy.pipeline.ingest.job import Stop, stopped_by_signals
+from kproxy.pipeline.kafka_access import spark_options
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
@@ -136,6 +137,7 @@ def pages_of(session: Any, job: AuditJob, following: FollowOptions) -> DataFrame
         reader = session.readStream.schema(TRAIL_SCHEMA).option("pathGlobFilter", "*.parquet")
         return reader.option("maxFilesPerTrigger", FILES_PER_BATCH).parquet(job.trail.name)
     options = {
+        **spark_options(job.kafka),
         "kafka.bootstrap.servers": job.trail_bootstrap or job.bootstrap,
         "subscribe": job.trail.name,
         "startingOffsets": "earliest",
@@ -458,23 +460,24 @@ class FollowInputs:
         for which, first in first_offsets(ranges).items():
             needed.setdefault(which.topic, {})[str(which.partition)] = first
         # Topics deleted since have no log.
-        there = existing(self._job.bootstrap, needed) if needed else ()
+        there = existing(self._job.bootstrap, needed, self._job.kafka) if needed else ()
         needed = {topic: needed[topic] for topic in there}
         if not needed:
             self._place.delete(f"log/batch={batch}")
             self._place.delete(f"starts/batch={batch}")
             return
-        ends = _decode(fix_ends(self._job.bootstrap, topics=sorted(needed)))
+        ends = _decode(fix_ends(self._job.bootstrap, topics=sorted(needed), kafka=self._job.kafka))
         # Partitions that the batch does not mention start at their end, so nothing of them is read.
         starts = {
             topic: {**ends[topic], **_starts(state.read_to.get(topic, {}), needed[topic], ends[topic])}
             for topic in needed
         }
         topics, begin, end = sorted(needed), _encode(starts), _encode(ends)
-        read = (self._session, self._job.bootstrap)
-        log = read_short_log(*read, topics=topics, start_offsets=begin, end_offsets=end)
+        cluster = (self._session, self._job.bootstrap)
+        read: dict[str, Any] = {"topics": topics, "start_offsets": begin, "end_offsets": end, "kafka": self._job.kafka}
+        log = read_short_log(*cluster, **read)
         if log is None:
-            log = read_log(*read, topics=topics, start_offsets=begin, end_offsets=end)
+            log = read_log(*cluster, **read)
         begun = [
             (topic, int(partition), starts[topic][partition])
             for topic, firsts_needed in needed.items()
@@ -536,10 +539,10 @@ class FollowInputs:
     def _bounds(self, rows: DataFrame) -> DataFrame:
         """Return the bounds of all existing topics in the rows; even an empty log has bounds."""
         named = {row["topic"] for row in self._needed(rows).select("topic").distinct().collect()}
-        topics = existing(self._job.bootstrap, named) if named else ()
+        topics = existing(self._job.bootstrap, named, self._job.kafka) if named else ()
         if not topics:
             return self._session.createDataFrame([], BOUNDS_SCHEMA)
-        bounds = bounds_now(self._job.bootstrap, topics=topics, compacted=self._job.compacted)
+        bounds = bounds_now(self._job.bootstrap, topics=topics, compacted=self._job.compacted, kafka=self._job.kafka)
         return self._session.createDataFrame(bounds, BOUNDS_SCHEMA)
 
     def _needed(self, rows: DataFrame) -> DataFrame:

@@ -15,13 +15,15 @@ Invariants
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kproxy.pipeline.kafka_access import Credentials, KafkaAccess
 from kproxy.routing.topology import Address
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes
@@ -34,7 +36,11 @@ from kproxy_codec.foreign import ANSWER_TO_HTTP, answered_in
 from kproxy_codec.framing import FrameReader, frame_message, request_header, response_body_offset
 from kproxy_codec.metadata import HIGHEST_VERSION, MetadataReader, TopicLeaders
 
+if TYPE_CHECKING:
+    from kproxy.security.sasl_client import Request
+
 CLIENT_ID: Final = b"kproxy-audit"
+PLAIN_TEXT: Final = KafkaAccess()
 # Brokers send the first batch whole, however large: the most that an answer may exceed the requested bytes.
 LARGEST_BATCH_BYTES: Final = 128 << 20
 # Enough for the Metadata answer of a large cluster.
@@ -63,9 +69,19 @@ class LogConnection:
     An answer's bytes are valid until the next request, as the buffer is reused.
     """
 
-    def __init__(self, address: Address, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Connect and ask for the broker's API versions. Raise BrokerFailed, or LogReadFailed if it is not a broker."""
+    def __init__(
+        self,
+        address: Address,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        access: KafkaAccess = PLAIN_TEXT,
+    ) -> None:
+        """Connect, ask for the broker's API versions, and authenticate.
+
+        Raise BrokerFailed, or LogReadFailed if it is not a broker or lets nobody in.
+        """
         self.address = address
+        self._is_plain_text = access.context is None
         self._timeout_s = timeout_s
         self._clock = clock
         self._frames = FrameReader(MAX_CONTROL_BYTES, most_shared=_SHARED_BYTES)
@@ -77,8 +93,9 @@ class LogConnection:
             self._socket = socket.create_connection(address, timeout_s)
         except OSError as error:
             raise BrokerFailed(f"{address} cannot be reached ({_why(error)})") from error
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._secure(access.context)
             answer = self.ask(keys.API_VERSIONS, 0)
         except BrokerFailed:
             self.close()
@@ -89,6 +106,41 @@ class LogConnection:
             raise
         self._has_answered = True
         self._offered = {api.api_key: (api.min_version, api.max_version) for api in answer.api_keys}
+        if access.credentials is not None:
+            try:
+                self._authenticate(access.credentials)
+            except BaseException:
+                self.close()
+                raise
+
+    def _secure(self, context: ssl.SSLContext | None) -> None:
+        if context is None:
+            return
+        try:
+            self._socket = context.wrap_socket(self._socket, server_hostname=self.address.host)
+        except ssl.SSLCertVerificationError as error:
+            raise LogReadFailed(
+                f"{self.address} shows a certificate that is not accepted ({error.verify_message}): "
+                f"see ssl.truststore.location."
+            ) from error
+        except (OSError, EOFError) as error:
+            raise BrokerFailed(f"{self.address} does not finish the handshake of TLS ({_why(error)})") from error
+
+    def _authenticate(self, credentials: Credentials) -> None:
+        # Imported here: nobody else needs SCRAM.
+        from kproxy.security.sasl_client import SaslClient, SaslRefused, mechanism
+
+        versions = self._offered.get(keys.SASL_AUTHENTICATE)
+        if versions is None:
+            raise LogReadFailed(f"{self.address} has no SASL: drop sasl.mechanism, or name another port.")
+        client = SaslClient(mechanism(*credentials), versions[1])
+        try:
+            asked: Request | None = client.begin()
+            while asked is not None:
+                answer = self._exchange(asked.api_key, asked.api_version, MAX_CONTROL_BYTES, asked.body)
+                asked = client.receive(answer[response_body_offset(answer, asked.api_key, asked.api_version) :])
+        except SaslRefused as error:
+            raise LogReadFailed(f"{self.address} does not let {credentials.username} in: {error}.") from error
 
     def close(self) -> None:
         self._socket.close()
@@ -107,7 +159,8 @@ class LogConnection:
     def exchange(self, api_key: int, at_most: int, **fields: Any) -> tuple[int, memoryview]:
         """Do the same as `ask`, but return the version and the undecoded answer."""
         version = self._version(api_key, version_range(api_key), at_most)
-        return version, self._exchange(api_key, version, MAX_CONTROL_BYTES, fields)
+        body = encode_request(build_request(api_key, version, **fields))
+        return version, self._exchange(api_key, version, MAX_CONTROL_BYTES, body)
 
     def fetch(self, topic: str, partition: int, offset: int, max_bytes: int) -> PartitionFetched:
         """Return the batches from the one that contains `offset`, at most `max_bytes` or one batch. Raise BrokerFailed.
@@ -129,7 +182,8 @@ class LogConnection:
             "forgotten_topics_data": [],
             "rack_id": "",
         }
-        frame = self._exchange(keys.FETCH, version, max_bytes + LARGEST_BATCH_BYTES, fields)
+        body = encode_request(build_request(keys.FETCH, version, **fields))
+        frame = self._exchange(keys.FETCH, version, max_bytes + LARGEST_BATCH_BYTES, body)
         try:
             return read_fetch_answer(frame, version, topic)
         except CodecError as error:
@@ -144,17 +198,16 @@ class LogConnection:
             )
         return min(theirs[1], ours[1], at_most)
 
-    def _exchange(self, api_key: int, version: int, most_bytes: int, fields: Mapping[str, Any]) -> memoryview:
+    def _exchange(self, api_key: int, version: int, most_bytes: int, body: bytes) -> memoryview:
         try:
             correlation_id = self._awaited.next_id()
             header = request_header(api_key, version, correlation_id, CLIENT_ID)
-            body = encode_request(build_request(api_key, version, **fields))
             self._awaited.sent(correlation_id, None)
             self._frames.admit(most_bytes)
             deadline = self._clock() + self._timeout_s
             self._socket.settimeout(self._timeout_s)
             self._socket.sendall(frame_message(header, body))
-            if not self._has_answered and not self._begins_to_answer():
+            if self._is_plain_text and not self._has_answered and not self._begins_to_answer():
                 self._expect_no_http()
             return self._receive(deadline)
         except (OSError, EOFError, CodecError) as error:
@@ -172,6 +225,8 @@ class LogConnection:
 
     def _expect_no_http(self) -> None:
         """Send an HTTP request on another connection. Raise LogReadFailed if HTTP is answered; else do nothing."""
+        if not self._is_plain_text:
+            return
         try:
             with socket.create_connection(self.address, _SUSPECT_AFTER_S) as asked:
                 asked.sendall(_HTTP_QUESTION)
@@ -184,7 +239,9 @@ class LogConnection:
 
     def _expect_kafka(self, beginning: bytes) -> None:
         if protocol := answered_in(beginning):
-            raise LogReadFailed(f"{self.address} speaks {protocol}: give the address of a plain Kafka listener.")
+            raise LogReadFailed(
+                f"{self.address} speaks {protocol}: give the address of a Kafka listener; for TLS, security.protocol."
+            )
 
     def _receive(self, deadline: float) -> memoryview:
         while True:
@@ -287,8 +344,10 @@ class LogClient:
         patience_s: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        access: KafkaAccess = PLAIN_TEXT,
     ) -> None:
         self._bootstrap = tuple(bootstrap)
+        self._access = access
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._clock = clock
@@ -521,7 +580,7 @@ class LogClient:
     def _connection(self, address: Address) -> LogConnection:
         connection = self._connections.get(address)
         if connection is None:
-            connection = self._connections[address] = LogConnection(address, self._timeout_s, self._clock)
+            connection = self._connections[address] = LogConnection(address, self._timeout_s, self._clock, self._access)
         return connection
 
     def _forget(self, address: Address) -> None:

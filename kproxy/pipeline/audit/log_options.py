@@ -14,8 +14,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
+from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaOptions, WrongKafkaOption, read_access
 from kproxy.routing.topology import Address
 
+# The prefix of options of Kafka's clients, as Spark's own Kafka source has it.
+KAFKA: Final = "kafka."
 MAX_OFFSETS_PER_PARTITION: Final = 1_000_000
 LEAST_OFFSETS_PER_PARTITION: Final = 50_000
 # By default there are at least this many pieces, if the logs are long enough: a task costs about a tenth of a second,
@@ -152,9 +155,16 @@ class LogOptions(NamedTuple):
     patience_ms: int = DEFAULT_PATIENCE_MS
     check_crc: str = CHECKS[0]
     compacted_topics: tuple[str, ...] | None = None
+    kafka: KafkaOptions = NO_OPTIONS
 
     def client(self) -> LogClient:
-        return LogClient(self.bootstrap, timeout_s=self.timeout_ms / 1000, patience_s=self.patience_ms / 1000)
+        """Raise LogReadFailed if a file that an option of Kafka names cannot be read here."""
+        try:
+            access = read_access(self.kafka)
+        except WrongKafkaOption as error:
+            raise LogReadFailed(str(error)) from error
+        timeout_s, patience_s = self.timeout_ms / 1000, self.patience_ms / 1000
+        return LogClient(self.bootstrap, timeout_s=timeout_s, patience_s=patience_s, access=access)
 
     def partitions(self, client: LogClient) -> list[TopicPartition]:
         """Return all partitions of the selected topics. Raise LogReadFailed if a topic does not exist."""
@@ -166,6 +176,7 @@ class LogOptions(NamedTuple):
 def read_options(options: Mapping[str, str]) -> LogOptions:
     """Parse options; names in any case, as in Spark. Raise LogReadFailed for unknown, wrong or missing ones."""
     given = {name.lower(): value for name, value in options.items()}
+    kafka = {name.removeprefix(KAFKA): given.pop(name) for name in list(given) if name.startswith(KAFKA)}
     unknown = sorted(given.keys() - _KNOWN.keys())
     if unknown:
         raise LogReadFailed(f"There is no option {unknown[0]}; there are {', '.join(_KNOWN.values())}.")
@@ -189,14 +200,20 @@ def read_options(options: Mapping[str, str]) -> LogOptions:
         _positive(given, "patienceMs", DEFAULT_PATIENCE_MS),
         check_crc,
         None if compacted is None else _names(compacted),
+        KafkaOptions(kafka),
     )
 
 
 def written(
-    bootstrap: str, topics: Sequence[str], pattern: str | None, more: Mapping[str, str | int | None]
+    bootstrap: str,
+    topics: Sequence[str],
+    pattern: str | None,
+    more: Mapping[str, str | int | None],
+    kafka: Mapping[str, str] = NO_OPTIONS,
 ) -> dict[str, str]:
-    """Return the options in Spark's form, without those that are None."""
+    """Return the options in Spark's form, without those that are None; `kafka` has options of Kafka's clients."""
     every = {"bootstrap": bootstrap, "topics": ",".join(topics) or None, "topicPattern": pattern, **more}
+    every |= {f"{KAFKA}{name}": value for name, value in kafka.items()}
     return {name: str(value) for name, value in every.items() if value is not None}
 
 

@@ -13,7 +13,7 @@ Spark itself needs for data sources in Python, and crc32c, without which crc_ok 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
@@ -33,6 +33,7 @@ from kproxy.pipeline.audit.log_options import (
 )
 from kproxy.pipeline.audit.log_reader import CheckCrc, RangeReader, Row
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
+from kproxy.pipeline.kafka_access import NO_OPTIONS
 from kproxy.routing.topology import Address
 
 LOG_FORMAT: Final = "kproxy_log"
@@ -57,10 +58,12 @@ def read_log(
     end_offsets: str | None = None,
     offsets_per_partition: int | None = None,
     max_bytes: int | None = None,
+    kafka: Mapping[str, str] = NO_OPTIONS,
 ) -> Any:
     """Read the batches of `topics`, or of those whose names match `pattern`, as a DataFrame of LOG_SCHEMA.
 
-    Offsets: `earliest`, `latest` or JSON as of `fix_ends`; batches with a base offset before the end are read.
+    Offsets: `earliest`, `latest` or JSON as of `fix_ends`; batches with a base offset before the end are read. `kafka`,
+    here and below: options of Kafka's clients about TLS and SASL.
     """
     more = {
         "startOffsets": start_offsets,
@@ -68,7 +71,7 @@ def read_log(
         "offsetsPerPartition": offsets_per_partition,
         "maxBytes": max_bytes,
     }
-    options = written(bootstrap, topics, pattern, more)
+    options = written(bootstrap, topics, pattern, more, kafka)
     # Report wrong options here; from Spark's planner the error has a Java stack trace around it.
     read_options(options)
     register(session)
@@ -76,33 +79,39 @@ def read_log(
 
 
 def bounds_now(
-    bootstrap: str, *, topics: Sequence[str], compacted: Sequence[str] | None = None
+    bootstrap: str,
+    *,
+    topics: Sequence[str],
+    compacted: Sequence[str] | None = None,
+    kafka: Mapping[str, str] = NO_OPTIONS,
 ) -> list[tuple[str, int, int, int, bool, str | None]]:
     """Return rows of BOUNDS_SCHEMA, queried from this process without Spark. Raise LogReadFailed.
 
     `compacted`: the compacted topics; None to ask the brokers.
     """
     more = {"compactedTopics": None if compacted is None else ",".join(compacted)}
-    return list(BoundsDataSourceReader(read_options(written(bootstrap, topics, None, more))).read(None))
+    return list(BoundsDataSourceReader(read_options(written(bootstrap, topics, None, more, kafka))).read(None))
 
 
-def fix_ends(bootstrap: str, *, topics: Sequence[str]) -> str:
+def fix_ends(bootstrap: str, *, topics: Sequence[str], kafka: Mapping[str, str] = NO_OPTIONS) -> str:
     """Return where logs end now, as JSON for `end_offsets`, queried from this process without Spark.
 
     Raise LogReadFailed with one sentence, for example if a topic is missing or no broker answers.
     """
-    options = read_options(written(bootstrap, topics, None, {"patienceMs": FIRST_PATIENCE_MS}))
+    options = read_options(written(bootstrap, topics, None, {"patienceMs": FIRST_PATIENCE_MS}, kafka))
     with options.client() as client:
         return offsets_as_json(client.list_offsets(options.partitions(client), LATEST))
 
 
-def fix_starts(bootstrap: str, *, topics: Sequence[str], from_ms: int, ends: str) -> str:
+def fix_starts(
+    bootstrap: str, *, topics: Sequence[str], from_ms: int, ends: str, kafka: Mapping[str, str] = NO_OPTIONS
+) -> str:
     """Return the first offsets with timestamps at `from_ms` or later, as JSON like `ends`; the end if there is none.
 
     Queried from this process without Spark. Raise LogReadFailed.
     """
     _, behind = parse_offsets(ends, "endOffsets")
-    options = read_options(written(bootstrap, topics, None, {"patienceMs": FIRST_PATIENCE_MS}))
+    options = read_options(written(bootstrap, topics, None, {"patienceMs": FIRST_PATIENCE_MS}, kafka))
     with options.client() as client:
         found = client.list_offsets(behind, from_ms)
     return offsets_as_json(
@@ -258,6 +267,7 @@ def read_short_log(
     start_offsets: str | None = None,
     most_batches: int = MOST_BATCHES,
     most_bytes: int = MOST_BYTES,
+    kafka: Mapping[str, str] = NO_OPTIONS,
 ) -> Any | None:
     """Read short logs in this process, as `read_log` does.
 
@@ -265,7 +275,7 @@ def read_short_log(
     a source in Python. For short logs that takes longer than the rest of an audit.
     """
     offsets = {"startOffsets": start_offsets, "endOffsets": end_offsets}
-    reader = LogDataSourceReader(read_options(written(bootstrap, topics, None, offsets)))
+    reader = LogDataSourceReader(read_options(written(bootstrap, topics, None, offsets, kafka)))
     read: list[Any] = []
     room, room_bytes = most_batches, most_bytes
     for piece in reader.partitions():

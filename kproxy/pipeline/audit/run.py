@@ -32,7 +32,7 @@ from kproxy import installed
 from kproxy.config.parsing import is_topic_name
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.coverage import Land
-from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, PLAIN_TEXT, LogClient, LogReadFailed, TopicPartition
 from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, parse_bootstrap, parse_offsets
 from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log, read_short_log
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, gather
@@ -49,6 +49,7 @@ from kproxy.pipeline.audit.tables import (
     write_results,
 )
 from kproxy.pipeline.audit.trail import JSON, PARQUET, TOPIC, TrailPlace, read_files, read_topic
+from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaAccess, KafkaOptions, WrongKafkaOption, read_access
 from kproxy.pipeline.preflight import check_report
 from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session
@@ -88,7 +89,8 @@ class AuditJob:
     proxy or the brokers, whose logs are read; `trail_bootstrap`: the cluster of the trail's topic, if another. `topics`
     empty: all in the trail; `deleted_topics`: topics of these names were deleted on purpose. `compacted`: the compacted
     topics, None to ask the brokers. `output`: a directory, or any address that Spark writes to and all executors reach,
-    for the tables; None for a temporary directory. `strict`: exit with 1 also if something is unproven.
+    for the tables; None for a temporary directory. `strict`: exit with 1 also if something is unproven. `kafka`:
+    options of Kafka's clients for both clusters.
     """
 
     bootstrap: str
@@ -103,6 +105,7 @@ class AuditJob:
     output: str | None = None
     report: Path | None = None
     strict: bool = False
+    kafka: KafkaOptions = NO_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ def run_audit(session: Any, job: AuditJob, output: str, about: Mapping[str, str]
         # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
         read_at_ms = int(time.time() * 1000)
         rows = land("rows", _read_trail(session, job))
-        topics = _there(job) if job.topics else _topics_of(rows, job.bootstrap)
+        topics = _there(job) if job.topics else _topics_of(rows, job)
         log, bounds = _read_logs(session, job, topics, rows, land)
         rules = AuditRules(
             read_at_ms=read_at_ms,
@@ -171,12 +174,12 @@ def _read_trail(session: Any, job: AuditJob) -> DataFrame:
         return read_files(session, place, from_ms=from_ms)
     bootstrap, topics, starts = job.trail_bootstrap or job.bootstrap, (place.name,), "earliest"
     try:
-        ends = fix_ends(bootstrap, topics=topics)
+        ends = fix_ends(bootstrap, topics=topics, kafka=job.kafka)
         if from_ms is not None:
-            starts = fix_starts(bootstrap, topics=topics, from_ms=from_ms, ends=ends)
+            starts = fix_starts(bootstrap, topics=topics, from_ms=from_ms, ends=ends, kafka=job.kafka)
     except LogReadFailed as error:
         raise StartupError(f"The audit trail could not be read: {error}") from error
-    return read_topic(session, place.name, bootstrap=bootstrap, starts=starts, ends=ends)
+    return read_topic(session, place.name, bootstrap=bootstrap, starts=starts, ends=ends, kafka=job.kafka)
 
 
 def _read_from_ms(job: AuditJob) -> int | None:
@@ -186,23 +189,28 @@ def _read_from_ms(job: AuditJob) -> int | None:
 def _there(job: AuditJob) -> tuple[str, ...]:
     """Return the named topics without deleted ones that were not created anew."""
     deleted = set(job.topics) & set(job.deleted_topics)
-    living = set(existing(job.bootstrap, deleted)) if deleted else set()
+    living = set(existing(job.bootstrap, deleted, job.kafka)) if deleted else set()
     return tuple(topic for topic in job.topics if topic not in deleted - living)
 
 
-def _topics_of(rows: DataFrame, bootstrap: str) -> tuple[str, ...]:
+def _topics_of(rows: DataFrame, job: AuditJob) -> tuple[str, ...]:
     """Return the trail's topics that exist."""
     named = rows.where("topic is not null").select("topic").distinct().collect()
-    return existing(bootstrap, {row.topic for row in named})
+    return existing(job.bootstrap, {row.topic for row in named}, job.kafka)
 
 
-def existing(bootstrap: str, topics: Collection[str]) -> tuple[str, ...]:
+def existing(bootstrap: str, topics: Collection[str], kafka: Mapping[str, str] = NO_OPTIONS) -> tuple[str, ...]:
     """Return those of `topics` that exist, sorted.
 
     A topic that Metadata does not list may be hidden, so brokers are asked for it by name and must deny that it exists.
     Raise LogReadFailed, for example if a topic may not be read.
     """
-    with LogClient(parse_bootstrap(bootstrap), timeout_s=TOPICS_TIMEOUT_S, patience_s=2 * TOPICS_TIMEOUT_S) as client:
+    with LogClient(
+        parse_bootstrap(bootstrap),
+        timeout_s=TOPICS_TIMEOUT_S,
+        patience_s=2 * TOPICS_TIMEOUT_S,
+        access=read_access(kafka),
+    ) as client:
         there = set(topics) & client.partitions(None).keys()
         hidden = [topic for topic in topics if topic not in there and is_topic_name(topic)]
         if hidden:
@@ -217,15 +225,15 @@ def _read_logs(
     if not topics:
         return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
     acknowledged = acknowledged_by_one(rows)
-    ends = ends_behind(acknowledged, lambda: fix_ends(job.bootstrap, topics=topics))
+    ends = ends_behind(acknowledged, lambda: fix_ends(job.bootstrap, topics=topics, kafka=job.kafka))
     starts = None
     if job.from_ms is not None:
         starts = starts_at_or_before(first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS), ends)
-    log = read_short_log(session, job.bootstrap, topics=topics, start_offsets=starts, end_offsets=ends)
+    read: dict[str, Any] = {"topics": topics, "start_offsets": starts, "end_offsets": ends, "kafka": job.kafka}
+    log = read_short_log(session, job.bootstrap, **read)
     if log is None:
-        everything = read_log(session, job.bootstrap, topics=topics, start_offsets=starts, end_offsets=ends)
-        log = land("log", everything)
-    bounds = bounds_now(job.bootstrap, topics=topics, compacted=job.compacted)
+        log = land("log", read_log(session, job.bootstrap, **read))
+    bounds = bounds_now(job.bootstrap, topics=topics, compacted=job.compacted, kafka=job.kafka)
     return log, session.createDataFrame(bounds, BOUNDS_SCHEMA)
 
 
@@ -368,28 +376,38 @@ def check(job: AuditJob) -> None:
         raise StartupError("--from is not before --to: nothing lies between them.")
     check_report(job.report)
     there = tuple(topic for topic in job.topics if topic not in job.deleted_topics)
-    check_places(job.bootstrap, job.trail, job.trail_bootstrap or job.bootstrap, there)
+    try:
+        access = read_access(job.kafka)
+    except WrongKafkaOption as error:
+        raise StartupError(str(error)) from error
+    check_places(job.bootstrap, job.trail, job.trail_bootstrap or job.bootstrap, there, access)
 
 
-def check_places(bootstrap: str, trail: TrailPlace, trail_bootstrap: str, topics: Sequence[str]) -> None:
+def check_places(
+    bootstrap: str,
+    trail: TrailPlace,
+    trail_bootstrap: str,
+    topics: Sequence[str],
+    access: KafkaAccess = PLAIN_TEXT,
+) -> None:
     """Raise StartupError if nothing answers, there is no trail, or a topic is missing.
 
     A sentence now is better than Spark's stack trace in a minute.
     """
-    here = _topics(bootstrap, "--bootstrap")
+    here = _topics(bootstrap, "--bootstrap", access)
     missing = sorted(set(topics) - here.keys())
     if missing:
         raise StartupError(f"There is no topic {missing[0]} at --bootstrap {bootstrap}: see what --topics names.")
     if trail.kind == TOPIC:
-        _check_topic(trail.name, trail_bootstrap)
+        _check_topic(trail.name, trail_bootstrap, access)
     elif "://" not in trail.name:
         _check_files(trail)
 
 
-def _check_topic(name: str, bootstrap: str) -> None:
-    there = _topics(bootstrap, "--trail-bootstrap")
+def _check_topic(name: str, bootstrap: str, access: KafkaAccess) -> None:
+    there = _topics(bootstrap, "--trail-bootstrap", access)
     partitions = [TopicPartition(name, index) for index in range(there.get(name, 0))]
-    with _client(bootstrap, "--trail-bootstrap") as client:
+    with _client(bootstrap, "--trail-bootstrap", access) as client:
         try:
             begin = client.list_offsets(partitions, EARLIEST)
             end = client.list_offsets(partitions, LATEST)
@@ -408,21 +426,21 @@ def _check_files(trail: TrailPlace) -> None:
         raise StartupError(f"No audit trail: {directory} has no file *{ending}.")
 
 
-def _topics(bootstrap: str, flag: str) -> dict[str, int]:
+def _topics(bootstrap: str, flag: str, access: KafkaAccess) -> dict[str, int]:
     """Return the number of partitions by topic."""
-    with _client(bootstrap, flag) as client:
+    with _client(bootstrap, flag, access) as client:
         try:
             return dict(client.partitions(None))
         except LogReadFailed as error:
             raise StartupError(f"No Kafka answers at {flag} {bootstrap}: {error}") from error
 
 
-def _client(bootstrap: str, flag: str) -> LogClient:
+def _client(bootstrap: str, flag: str, access: KafkaAccess) -> LogClient:
     try:
         addresses = parse_bootstrap(bootstrap)
     except LogReadFailed as error:
         raise StartupError(f"{flag} {bootstrap} is no address: give HOST:PORT of a kproxy or of a broker.") from error
-    return LogClient(addresses, timeout_s=PATIENCE_S, patience_s=PATIENCE_S)
+    return LogClient(addresses, timeout_s=PATIENCE_S, patience_s=PATIENCE_S, access=access)
 
 
 def audit(session: Any, job: AuditJob, display: Report) -> Facts:

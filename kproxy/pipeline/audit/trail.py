@@ -6,6 +6,7 @@ missing, which the audit reports as a gap.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from pyspark.errors import AnalysisException
@@ -15,6 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from kproxy.config.proxy import DEFAULT_TOPIC
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
+from kproxy.pipeline.kafka_access import NO_OPTIONS, spark_options
 from kproxy.trail.parquet_sink import FILE_S
 
 TOPIC: Final = "topic"
@@ -87,9 +89,18 @@ def read_files(session: Any, place: TrailPlace, *, from_ms: int | None = None) -
     return rows if from_ms is None else rows.where(F.col("at") >= from_ms)
 
 
-def read_topic(session: Any, topic: str, *, bootstrap: str, ends: str, starts: str = "earliest") -> DataFrame:
+def read_topic(
+    session: Any,
+    topic: str,
+    *,
+    bootstrap: str,
+    ends: str,
+    starts: str = "earliest",
+    kafka: Mapping[str, str] = NO_OPTIONS,
+) -> DataFrame:
     """Return TRAIL_SCHEMA and `shipped_at`, from `starts` up to `ends`, JSON as of `log_source.fix_ends`."""
     options = {
+        **spark_options(kafka),
         "kafka.bootstrap.servers": bootstrap,
         "subscribe": topic,
         "startingOffsets": starts,

@@ -1,0 +1,198 @@
+"""Connect to a secured cluster: TLS and SASL by the options that Kafka's own clients have.
+
+Spark's Kafka source and sink take such options as they are. The audit also asks brokers itself, from the driver and
+from Spark's executors (kproxy.pipeline.audit.log_client), so it reads the same options here. Executors have only the
+standard library and what is sent to them: no kproxy.config.
+
+Java's key stores (JKS, PKCS12) are not read: Kafka's clients take PEM as well (KIP-651), and so does this.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+MAX_CONFIG_BYTES: Final = 1 << 20
+_PROTOCOLS: Final = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
+_MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+_PEM: Final = "PEM"
+# In sasl.jaas.config: username="..." with backslashes before quotes and backslashes.
+_JAAS: Final = re.compile(r"""\b(username|password)\s*=\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s;]+)""")
+
+
+class WrongKafkaOption(Exception):
+    """An option cannot be used; the sentence names it and the way out, without the value of a secret."""
+
+
+class KafkaOptions(Mapping[str, str]):
+    """Options of Kafka's clients by name. Values are not shown: a password may be among them."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, str] | Iterable[tuple[str, str]] = ()) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> str:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return f"KafkaOptions({', '.join(self)})"
+
+
+NO_OPTIONS: Final = KafkaOptions()
+
+
+class Credentials(NamedTuple):
+    """`mechanism` is one of PLAIN, SCRAM-SHA-256, SCRAM-SHA-512."""
+
+    mechanism: str
+    username: str
+    password: str
+
+    def __repr__(self) -> str:
+        return f"Credentials({self.mechanism})"
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaAccess:
+    """How to connect to brokers; `context` None: in plain text, `credentials` None: without SASL."""
+
+    context: ssl.SSLContext | None = None
+    credentials: Credentials | None = field(default=None, repr=False)
+
+
+def read_access(options: Mapping[str, str]) -> KafkaAccess:
+    """Read the options about security; others are not looked at. Raise WrongKafkaOption."""
+    protocol = options.get("security.protocol", _PROTOCOLS[0]).upper()
+    if protocol not in _PROTOCOLS:
+        raise WrongKafkaOption(f"security.protocol is {protocol!r}: give one of {', '.join(_PROTOCOLS)}.")
+    if protocol == _PROTOCOLS[0]:
+        for name in options:
+            if name.startswith(("ssl.", "sasl.")):
+                raise WrongKafkaOption(f"{name} needs security.protocol: give one of {', '.join(_PROTOCOLS[1:])}.")
+    return KafkaAccess(
+        context=_context(options) if protocol.endswith("SSL") else None,
+        credentials=_credentials(options) if protocol.startswith("SASL") else None,
+    )
+
+
+def _credentials(options: Mapping[str, str]) -> Credentials:
+    mechanism = options.get("sasl.mechanism", "").upper()
+    if mechanism not in _MECHANISMS:
+        given = f"is {mechanism!r}" if mechanism else "is missing"
+        raise WrongKafkaOption(f"sasl.mechanism {given}: the audit knows {', '.join(_MECHANISMS)}.")
+    found = {name: _unquoted(value) for name, value in _JAAS.findall(options.get("sasl.jaas.config", ""))}
+    if not found.get("username") or "password" not in found:
+        raise WrongKafkaOption(
+            "sasl.jaas.config has no user and password: write CLASS required "
+            'username="NAME" password="PASSWORD"; as Kafka\'s clients have it.'
+        )
+    return Credentials(mechanism, found["username"], found["password"])
+
+
+def _unquoted(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text[1:-1]) if text[0] in "\"'" else text
+
+
+def _context(options: Mapping[str, str]) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=_authorities(options))
+    context.check_hostname = options.get("ssl.endpoint.identification.algorithm", "https") != ""
+    _load_pair(context, options)
+    return context
+
+
+def _authorities(options: Mapping[str, str]) -> str | None:
+    """The certificates of the authorities in PEM; None for the system's."""
+    text = options.get("ssl.truststore.certificates")
+    location = options.get("ssl.truststore.location")
+    if text is None and location is None:
+        return None
+    _expect_pem(options, "ssl.truststore")
+    if text is None and location is not None:
+        text = _read(location, "ssl.truststore.location")
+    try:
+        ssl.create_default_context(cadata=text)
+    except ssl.SSLError as error:
+        raise WrongKafkaOption("The trust store has no certificates in PEM: see ssl.truststore.location.") from error
+    return text
+
+
+def _load_pair(context: ssl.SSLContext, options: Mapping[str, str]) -> None:
+    """Load the client's certificate and key, where there are any."""
+    location = options.get("ssl.keystore.location")
+    chain, key = options.get("ssl.keystore.certificate.chain"), options.get("ssl.keystore.key")
+    if location is None and chain is None and key is None:
+        return
+    _expect_pem(options, "ssl.keystore")
+    if location is not None:
+        pair = _read(location, "ssl.keystore.location")
+    elif chain is not None and key is not None:
+        pair = f"{key}\n{chain}\n"
+    else:
+        raise WrongKafkaOption("ssl.keystore.key and ssl.keystore.certificate.chain go together: give both.")
+    # The library reads pairs from files alone. An empty password: it must not ask for one in a terminal.
+    with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+        file.write(pair)
+        file.flush()
+        try:
+            context.load_cert_chain(file.name, password=options.get("ssl.key.password", ""))
+        except (ssl.SSLError, ValueError) as error:
+            raise WrongKafkaOption(
+                "The key store has no certificate and key in PEM that go together, or ssl.key.password is wrong: "
+                "see ssl.keystore.location."
+            ) from error
+
+
+def _expect_pem(options: Mapping[str, str], store: str) -> None:
+    kind = options.get(f"{store}.type", "JKS").upper()
+    if kind != _PEM:
+        raise WrongKafkaOption(f"{store}.type is {kind}, which is not read here: give PEM, and {store}.type=PEM.")
+
+
+def _read(location: str, name: str) -> str:
+    try:
+        if Path(location).stat().st_size > MAX_CONFIG_BYTES:
+            raise WrongKafkaOption(f"{name} {location} has more than {MAX_CONFIG_BYTES} bytes: name a file in PEM.")
+        return Path(location).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise WrongKafkaOption(f"{name} {location} cannot be read ({why}).") from error
+
+
+def spark_options(options: Mapping[str, str]) -> dict[str, str]:
+    """The options for Spark's Kafka source and sink."""
+    return {f"kafka.{name}": value for name, value in options.items()}
+
+
+def read_properties(text: str, named: str) -> dict[str, str]:
+    """Read a file of properties as Kafka's tools take it: NAME=VALUE lines, # comments, a backslash continues a line.
+
+    Raise WrongKafkaOption, which names the line. `named` is how the file was given.
+    """
+    options: dict[str, str] = {}
+    lines = iter(enumerate(text.splitlines(), 1))
+    for number, raw in lines:
+        line = raw.strip()
+        if not line or line[0] in "#!":
+            continue
+        while line.endswith("\\"):
+            line = line[:-1] + next(lines, (0, ""))[1].strip()
+        name, separator, value = line.partition("=")
+        if not separator or not name.strip():
+            raise WrongKafkaOption(f"{named}, line {number}, is not NAME=VALUE.")
+        options[name.strip()] = value.strip()
+    return options

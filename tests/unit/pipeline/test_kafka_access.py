@@ -1,0 +1,130 @@
+"""Options of Kafka's clients about TLS and SASL are read as Kafka's clients read them, or refused in a sentence."""
+
+from __future__ import annotations
+
+import pickle
+import ssl
+from pathlib import Path
+
+import pytest
+
+from kproxy.cli.pipeline import kafka_options
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.log_options import read_options, written
+from kproxy.pipeline.kafka_access import KafkaOptions, WrongKafkaOption, read_access, read_properties
+from tests.support.security.tls_files import Signer
+
+LOGIN = "org.apache.kafka.common.security.scram.ScramLoginModule required"
+SCRAM = {
+    "security.protocol": "SASL_PLAINTEXT",
+    "sasl.mechanism": "SCRAM-SHA-512",
+    "sasl.jaas.config": f'{LOGIN} username="alice" password="a\\"b\\\\c;d";',
+}
+
+
+def test_without_options_it_is_plain_text() -> None:
+    access = read_access({"client.id": "x", "security.protocol": "plaintext"})
+    assert access.context is None
+    assert access.credentials is None
+
+
+def test_a_user_and_a_password_are_read_from_jaas_and_never_shown() -> None:
+    access = read_access(SCRAM)
+    assert access.credentials is not None
+    assert tuple(access.credentials) == ("SCRAM-SHA-512", "alice", 'a"b\\c;d')
+    assert "a" + '"b' not in repr(access) + repr(access.credentials) + repr(KafkaOptions(SCRAM))
+    single = read_access({**SCRAM, "sasl.jaas.config": f"{LOGIN} password='p w' username=bob;"}).credentials
+    assert single is not None
+    assert single[1:] == ("bob", "p w")
+
+
+def test_tls_trusts_the_given_authorities_and_shows_the_given_certificate(tmp_path: Path) -> None:
+    signer = Signer(tmp_path / "ca")
+    client = signer.issue("client", "client.example.org")
+    store = tmp_path / "store.pem"
+    store.write_bytes(client.key.read_bytes() + client.cert.read_bytes())
+    trust = {"ssl.truststore.type": "PEM", "ssl.truststore.location": str(signer.ca)}
+    key = {"ssl.keystore.type": "PEM", "ssl.keystore.location": str(store)}
+    context = read_access({"security.protocol": "SSL", **trust, **key}).context
+    assert context is not None
+    assert context.verify_mode == ssl.CERT_REQUIRED
+    assert context.check_hostname
+    assert len(context.get_ca_certs()) == 1
+    lax = read_access({"security.protocol": "SSL", **trust, "ssl.endpoint.identification.algorithm": ""}).context
+    assert lax is not None
+    assert (lax.check_hostname, lax.verify_mode) == (False, ssl.CERT_REQUIRED)
+    as_text = {
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.certificates": signer.ca.read_text(),
+        "ssl.keystore.type": "PEM",
+        "ssl.keystore.key": client.key.read_text(),
+        "ssl.keystore.certificate.chain": client.cert.read_text(),
+    }
+    inline = read_access({"security.protocol": "SSL", **as_text}).context
+    assert inline is not None
+    assert len(inline.get_ca_certs()) == 1
+
+
+WRONG = {
+    "no such protocol": ({"security.protocol": "TLS"}, "security.protocol is 'TLS': give one of PLAINTEXT, SSL"),
+    "SASL without a protocol": ({"sasl.mechanism": "PLAIN"}, "sasl.mechanism needs security.protocol"),
+    "no mechanism": ({"security.protocol": "SASL_SSL"}, "sasl.mechanism is missing: the audit knows PLAIN"),
+    "GSSAPI": ({"security.protocol": "SASL_SSL", "sasl.mechanism": "GSSAPI"}, "sasl.mechanism is 'GSSAPI'"),
+    "no user": ({**SCRAM, "sasl.jaas.config": f'{LOGIN} password="secret";'}, "sasl.jaas.config has no user and pass"),
+    "a Java trust store": ({"security.protocol": "SSL", "ssl.truststore.location": "/x"}, "ssl.truststore.type is JKS"),
+    "no such file": (
+        {"security.protocol": "SSL", "ssl.truststore.type": "PEM", "ssl.truststore.location": "/nonexistent"},
+        r"ssl.truststore.location /nonexistent cannot be read \(No such file",
+    ),
+    "no certificates": (
+        {"security.protocol": "SSL", "ssl.truststore.type": "PEM", "ssl.truststore.certificates": "none"},
+        "The trust store has no certificates in PEM",
+    ),
+    "half a key store": (
+        {"security.protocol": "SSL", "ssl.keystore.type": "PEM", "ssl.keystore.key": "secret"},
+        "ssl.keystore.key and ssl.keystore.certificate.chain go together",
+    ),
+    "a key store of noise": (
+        {
+            "security.protocol": "SSL",
+            "ssl.keystore.type": "PEM",
+            "ssl.keystore.key": "secret",
+            "ssl.keystore.certificate.chain": "secret",
+        },
+        "The key store has no certificate and key in PEM",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_used_is_named_with_a_way_out(name: str) -> None:
+    options, sentence = WRONG[name]
+    with pytest.raises(WrongKafkaOption, match=sentence) as raised:
+        read_access(options)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_file_of_properties_is_read_as_kafkas_tools_read_it(tmp_path: Path) -> None:
+    text = (
+        "# a comment\n\n  security.protocol = SASL_SSL\nsasl.jaas.config=a required \\\n    username=b;\n!x\nempty=\n"
+    )
+    expected = {"security.protocol": "SASL_SSL", "sasl.jaas.config": "a required username=b;", "empty": ""}
+    assert read_properties(text, "f") == expected
+    with pytest.raises(WrongKafkaOption, match=r"^--command-config f, line 2, is not NAME=VALUE\.$"):
+        read_properties("a=b\npassword\n", "--command-config f")
+    file = tmp_path / "client.properties"
+    file.write_text(text)
+    given = kafka_options(["kafka.security.protocol=SSL", "x=y=z"], file)
+    assert given == {**expected, "security.protocol": "SSL", "x": "y=z"}
+    with pytest.raises(StartupError, match=f"--command-config {tmp_path / 'no'} cannot be read"):
+        kafka_options([], tmp_path / "no")
+    file.write_bytes(b"a=\xff")
+    with pytest.raises(StartupError, match="is not UTF-8 text"):
+        kafka_options([], file)
+
+
+def test_they_reach_executors_and_are_not_shown() -> None:
+    options = read_options(written("h:1", ["t"], None, {}, KafkaOptions(SCRAM)))
+    again = pickle.loads(pickle.dumps(options))
+    assert again.kafka == SCRAM
+    assert "alice" not in repr(options)
