@@ -21,6 +21,12 @@ from kproxy.config import DEFAULT_PREFIX, split_list
     is_flag=True,
     help="Kill the broker that owns most partitions (kill -9) mid-stream, and restart it after the takeover.",
 )
+@click.option(
+    "--tls", is_flag=True, help="Encrypt: Spark connects to the proxy by TLS, with certificates made for the run."
+)
+@click.option(
+    "--sasl", is_flag=True, help="Authenticate: Spark logs in to the proxy by SCRAM, and an ACL allows its user."
+)
 @click.option("--bootstrap", metavar="H:P", help="Use the running proxy at this address instead of starting one.")
 @click.option(
     "--etcd", metavar="URL[,URL...]", help="With --bootstrap: the etcd with the partition leases, to report owners."
@@ -44,6 +50,8 @@ def command(
     context: click.Context,
     rows: int | None,
     kill_owner: bool,
+    tls: bool,
+    sasl: bool,
     bootstrap: str | None,
     etcd: str | None,
     prefix: str,
@@ -62,6 +70,7 @@ def command(
     \b
       kproxy demo
       kproxy demo --kill-owner
+      kproxy demo --tls --sasl
       kproxy demo --rows 20000 --bootstrap 127.0.0.1:9092
     """
     start_logging(context, default="warning")
@@ -77,6 +86,8 @@ def command(
             audit=not no_audit,
             keep=keep,
             kill_owner=kill_owner,
+            tls=tls,
+            sasl=sasl,
             report=report,
         )
     )

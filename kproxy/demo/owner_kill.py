@@ -25,7 +25,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 from kafka import KafkaConsumer, TopicPartition
 from kafka.errors import KafkaError
@@ -81,7 +82,10 @@ class StreamGate:
 
 
 class OwnerKill:
-    """One kill. `call` runs a blocking function on a thread; `clock` is in seconds."""
+    """One kill.
+
+    `call` runs a blocking function on a thread; `client` has options of kafka-python; `clock` is in seconds.
+    """
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class OwnerKill:
         gate: StreamGate,
         report: Report,
         call: Callable[[Callable[[], None]], asyncio.Future[None]],
+        client: Mapping[str, Any] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
@@ -98,12 +103,13 @@ class OwnerKill:
         self._gate = gate
         self._report = report
         self._call = call
+        self._client = client
         self._clock = clock
         self._view = ClusterView(Keys(prefix))
 
     async def run(self) -> KilledOwner:
         """Run from `waiting` to `back`. Raise OwnerNotKilled or EtcdError."""
-        reader = NewEpochReader(self._cluster.kafka, self._topic, self._clock)
+        reader = NewEpochReader(self._cluster.kafka, self._topic, self._clock, self._client)
         try:
             async with self._watching():
                 await self._call(reader.open)
@@ -267,11 +273,15 @@ class NewEpochReader:
     All methods but `stop` block, and belong to one thread at a time. Errors of the consumer are retried.
     """
 
-    def __init__(self, bootstrap: str, topic: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, bootstrap: str, topic: str, clock: Callable[[], float], client: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """`client` has options of kafka-python."""
         self.written_at: dict[int, float] = {}
         self._bootstrap = bootstrap
         self._topic = topic
         self._clock = clock
+        self._client = client
         self._consumer: KafkaConsumer | None = None
         self._epochs: dict[int, int] = {}
         self._stopping = threading.Event()
@@ -286,6 +296,7 @@ class NewEpochReader:
             enable_auto_commit=False,
             auto_offset_reset="earliest",
             retry_backoff_ms=POLL_MS,
+            **self._client,
         )
 
     def seek(self, partitions: Sequence[int]) -> None:

@@ -28,7 +28,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kafka.admin import KafkaAdminClient
@@ -40,6 +42,7 @@ from kproxy.demo import flights
 from kproxy.demo.judge import Judge
 from kproxy.demo.owner_kill import OwnerKill, OwnerNotKilled, StreamGate
 from kproxy.demo.report import DemoOutcome, KilledOwner, show
+from kproxy.demo.secured import PLAIN, Secured, secure
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError
@@ -89,7 +92,7 @@ class DemoOptions:
 
     With `bootstrap` the demo uses a running cluster, and reads the owners from `etcd` (URLs). `kill_owner`: kill -9 the
     owner of most partitions in mid-stream, and restart it. `report`: the file for the audit's report, None for none; it
-    needs `audit`.
+    needs `audit`. `tls`, `sasl`: clients of the demo's own proxy must use it.
     """
 
     rows: int | None = None
@@ -99,6 +102,8 @@ class DemoOptions:
     data_dir: Path | None = None
     keep: bool = False
     kill_owner: bool = False
+    tls: bool = False
+    sasl: bool = False
     audit: bool = True
     report: Path | None = None
 
@@ -110,6 +115,7 @@ class Target(NamedTuple):
     etcd: Sequence[str]
     prefix: str
     cluster: DevCluster | None
+    secured: Secured = PLAIN
 
 
 def run_demo(
@@ -178,6 +184,11 @@ def _check(options: DemoOptions) -> tuple[Path, Java]:
         raise StartupError(
             f"--rows {options.rows} is too few for --kill-owner, which kills while rows are being written: "
             f"give at least {LEAST_ROWS_TO_KILL:,}."
+        )
+    if (options.tls or options.sasl) and options.bootstrap is not None:
+        raise StartupError(
+            "--tls and --sasl do not go with --bootstrap: they are of the proxy that the demo starts itself; "
+            "leave them out."
         )
     pyspark_home(extra="demo")
     archive = flights.locate_archive()
@@ -281,16 +292,19 @@ class _Run:
             return
         stage = self._report.stage("cluster", f"starting etcd, {BROKERS} brokers and the proxy")
         kill_owner = self._options.kill_owner
+        secured = secure(self._work_dir / "security", tls=self._options.tls, sasl=self._options.sasl)
         async with DevCluster(
             self._work_dir / "cluster",
             brokers=BROKERS,
             listen="127.0.0.1:0",
             lease_ttl_s=KILL_LEASE_TTL_S if kill_owner else DEFAULT_LEASE_TTL_S,
+            proxy_config=secured.config,
             on_step=lambda step: stage.say(f"{' '.join(step.split())} is up"),
         ) as cluster:
             brokers = f"{BROKERS} brokers" + (f" with leases of {cluster.lease_ttl_s} s" if kill_owner else "")
-            stage.finish(f"etcd, {brokers}, the proxy at {cluster.kafka}")
-            yield Target(cluster.kafka, [cluster.etcd], DEFAULT_PREFIX, cluster)
+            by = "" if secured.config is None else f" ({secured.protocol})"
+            stage.finish(f"etcd, {brokers}, the proxy at {cluster.kafka}{by}")
+            yield Target(cluster.kafka, [cluster.etcd], DEFAULT_PREFIX, cluster, secured)
 
     def _start_spark(self) -> None:
         if not self._owns_spark:
@@ -316,7 +330,7 @@ class _Run:
     async def _job(
         self, target: Target, written_files: asyncio.Future[flights.Flights], spark: asyncio.Future[None], began: float
     ) -> DemoOutcome:
-        await self._call(lambda: create_topic(target.bootstrap, self._topic, PARTITIONS))
+        await self._call(lambda: create_topic(target.bootstrap, self._topic, PARTITIONS, target.secured.python))
         data = await written_files
         await spark
         written, killed = await self._write(target, data)
@@ -329,7 +343,12 @@ class _Run:
         reading = self._report.stage("judging", "reading back", total=data.rows)
         reading_s = await self._call(
             lambda: stream.read_back(
-                self._spark.session, judge, bootstrap=target.bootstrap, topic=self._topic, on_rows=reading.advance_to
+                self._spark.session,
+                judge,
+                bootstrap=target.bootstrap,
+                topic=self._topic,
+                on_rows=reading.advance_to,
+                kafka=target.secured.kafka,
             )
         )
         reading.finish(f"{judge.read:,} rows")
@@ -357,6 +376,7 @@ class _Run:
             written_ms=written_ms,
             output=self._work_dir / "audit",
             html=self._options.report,
+            secured=target.secured,
         )
 
     async def _write(self, target: Target, data: flights.Flights) -> tuple[Written, KilledOwner | None]:
@@ -382,6 +402,7 @@ class _Run:
                 checkpoint=self._work_dir / "checkpoint",
                 on_rows=on_rows,
                 before_batch=gate.before_batch,
+                kafka=target.secured.kafka,
             )
         )
 
@@ -393,7 +414,8 @@ class _Run:
 
         if to_kill is None:
             return await until_written(), None
-        kill = OwnerKill(to_kill, target.prefix, self._topic, gate, self._report, self._call)
+        client = target.secured.python
+        kill = OwnerKill(to_kill, target.prefix, self._topic, gate, self._report, self._call, client)
         return await _both(until_written(), kill.run())
 
 
@@ -439,15 +461,20 @@ class TopicNotCreated(Exception):
     """The cluster did not create the topic, or did not answer; the message is one line."""
 
 
-def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
-    """Create `topic` and wait until each partition has a leader. Blocks. Raise TopicNotCreated."""
+def create_topic(bootstrap: str, topic: str, partitions: int, client: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Create `topic` and wait until each partition has a leader. Blocks. Raise TopicNotCreated.
+
+    `client` has options of kafka-python.
+    """
     try:
-        admin = topic_sink.connected(
-            KafkaAdminClient,
+        # One with its own connections leaves none behind where it fails, but knows plain text alone.
+        make: Any = KafkaAdminClient if client else partial(topic_sink.connected, KafkaAdminClient)
+        admin = make(
             bootstrap_servers=bootstrap,
             client_id="kproxy-demo",
             bootstrap_timeout_ms=REQUEST_TIMEOUT_MS,
             request_timeout_ms=REQUEST_TIMEOUT_MS,
+            **client,
         )
         try:
             topic_sink.create_topic(admin, topic, partitions)
@@ -529,18 +556,21 @@ def await_trails(
     until_ms: int,
     timeout_s: float,
     wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    client: Mapping[str, Any] = MappingProxyType({}),
 ) -> bool:
     """Wait until the trails in `topic` are complete before `until_ms`.
 
     Return False if they are not in time. Blocks. A proxy that is killed meanwhile is awaited until it counts as dead;
-    the audit reports missing rows.
+    the audit reports missing rows. `client` has options of kafka-python.
     """
     # kafka-python also logs the errors that it raises.
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
     deadline = time.monotonic() + timeout_s
     trails = TrailCoverage()
     try:
-        consumer = KafkaConsumer(bootstrap_servers=bootstrap, client_id="kproxy-audit", enable_auto_commit=False)
+        consumer = KafkaConsumer(
+            bootstrap_servers=bootstrap, client_id="kproxy-audit", enable_auto_commit=False, **client
+        )
         try:
             partitions = [TopicPartition(topic, index) for index in consumer.partitions_for_topic(topic) or ()]
             if not partitions:
@@ -571,7 +601,15 @@ _SETTINGS: Final = {
 
 
 def audit_demo(
-    session: Any, report: Report, *, bootstrap: str, topic: str, written_ms: int, output: Path, html: Path | None
+    session: Any,
+    report: Report,
+    *,
+    bootstrap: str,
+    topic: str,
+    written_ms: int,
+    output: Path,
+    html: Path | None,
+    secured: Secured = PLAIN,
 ) -> Facts | None:
     """Audit the demo's topic.
 
@@ -583,7 +621,7 @@ def audit_demo(
     from kproxy.pipeline.audit.trail import TOPIC, TrailPlace
 
     stage = report.stage("trail", "waiting for the last of it")
-    if not await_trails(bootstrap, DEFAULT_TOPIC, written_ms, TRAIL_TIMEOUT_S):
+    if not await_trails(bootstrap, DEFAULT_TOPIC, written_ms, TRAIL_TIMEOUT_S, client=secured.python):
         stage.finish(f"the proxy ships none to the topic {DEFAULT_TOPIC}, or not all of it: no audit")
         return None
     stage.finish("tells of all that was acknowledged")
@@ -598,6 +636,7 @@ def audit_demo(
         to_ms=written_ms,
         window_ms=1_000,
         output=str(output),
+        kafka=secured.kafka,
     )
     facts = audit(session, job, report)
     if facts.verdict.empty:

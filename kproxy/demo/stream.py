@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from pyspark.sql.types import IntegerType, StringType, StructField, StructType
 
 from kproxy.demo.flights import COLUMNS, KEY_COLUMN, NULL, ROW_NUMBER, Flights
 from kproxy.demo.judge import Judge
+from kproxy.pipeline.kafka_access import NO_OPTIONS, spark_options
 from kproxy.pipeline.spark import as_spark_failure
 
 
@@ -61,21 +62,24 @@ def write(
     checkpoint: Path,
     on_rows: Callable[[int], None] = lambda done: None,
     before_batch: Callable[[int], None] = lambda batch_id: None,
+    kafka: Mapping[str, str] = NO_OPTIONS,
 ) -> Written:
     """Stream the files into the Kafka sink, one file for each micro-batch.
 
     Raise SparkFailed. `on_rows` is called with the approximate number of rows written. `before_batch` is called on
-    another thread with the number of each micro-batch, from 0 up, before it begins, and may block it.
+    another thread with the number of each micro-batch, from 0 up, before it begins, and may block it. `kafka` has
+    options of Kafka's clients.
     """
 
     def write_batch(batch: DataFrame, batch_id: int) -> None:
         before_batch(batch_id)
         # A streaming DataFrame cannot be sorted, as a stream has no end, and without a sort a shuffle passes rows to a
         # task in the order in which blocks arrive. In foreachBatch the micro-batch is an ordinary DataFrame and can be
-        # sorted. The topic is a column, so that the address is the sink's only Kafka option.
+        # sorted. The topic is a column, so that the sink needs no option but the address.
         rows = messages(batch, topic=topic, partitions=partitions)
-        rows.write.format("kafka").option("kafka.bootstrap.servers", bootstrap).save()
+        rows.write.format("kafka").options(**cluster).save()
 
+    cluster = {**spark_options(kafka), "kafka.bootstrap.servers": bootstrap}
     with as_spark_failure("Writing failed"):
         source = (
             session.readStream.schema(flights_schema())
@@ -130,6 +134,7 @@ def read_back(
     bootstrap: str,
     topic: str,
     on_rows: Callable[[int], None] = lambda done: None,
+    kafka: Mapping[str, str] = NO_OPTIONS,
 ) -> float:
     """Pass every record of the topic to the judge, each partition in the order of its offsets.
 
@@ -139,6 +144,7 @@ def read_back(
         began = time.monotonic()
         records = (
             session.read.format("kafka")
+            .options(**spark_options(kafka))
             .option("kafka.bootstrap.servers", bootstrap)
             .option("subscribe", topic)
             .option("startingOffsets", "earliest")

@@ -166,9 +166,10 @@ class DevCluster:
     `listen` and `admin` are `HOST:PORT`, port 0 any free one, `admin` None no admin page; `lease_ttl_s` in seconds.
     `replication_factor` None is 3, or as many as there are brokers. `writer_groups`: `TOPIC=GROUP` each, the topics
     that only owners write to. `audit`: ship the proxy's audit trail to its topic. `max_connections`: the number of
-    clients that the proxy admits, None for the default. `on_step` is called with each part that is ready.
-    After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), and of the brokers that are not
-    killed `broker_pids` and `broker_addresses` by node id.
+    clients that the proxy admits, None for the default. `proxy_config`: a file for the proxy. `on_step` is called with
+    each part that is ready.
+    After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), and of the brokers that are not killed
+    `broker_pids` and `broker_addresses` by node id.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class DevCluster:
         writer_groups: Sequence[str] = (),
         audit: bool = True,
         max_connections: int | None = None,
+        proxy_config: Path | None = None,
         on_step: Callable[[str], None] | None = None,
     ) -> None:
         if not 1 <= brokers <= MAX_BROKERS:
@@ -208,6 +210,7 @@ class DevCluster:
         self._writer_groups = parse_writer_groups(writer_groups, "--writer-group")
         self._audit = audit
         self._max_connections = max_connections
+        self._proxy_config = proxy_config
         self._on_step = on_step or (lambda _: None)
         self._dir: ClusterDir | None = None
         self._pipe: ParentPipe | None = None
@@ -428,6 +431,8 @@ class DevCluster:
     def _proxy_arguments(self, listen: Address, admin: Address | None) -> list[str]:
         arguments = ["serve", "--listen", str(listen), "--etcd", self.etcd, "--prefix", DEFAULT_PREFIX]
         arguments += ["--lease-ttl", str(self.lease_ttl_s)]
+        if self._proxy_config is not None:
+            arguments += ["--config", str(self._proxy_config)]
         if admin is not None:
             arguments += ["--admin", str(admin)]
         if self._audit:
