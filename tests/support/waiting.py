@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 What = str | Callable[[], object]
 
 

@@ -24,10 +24,9 @@ from tests.support.etcd.embedded import Relay
 from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.etcd.etcd_history import connected
 from tests.support.processes.ports import free_port
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 HOST = "127.0.0.1"
-PATIENCE_S = 20.0
 
 
 class FaultyBroker(BrokerProcess):
@@ -156,6 +155,12 @@ class FaultySite:
     async def owner(self, topic: str, partition: int = 0) -> int | None:
         found = await self.client.get(self.keys.lease(topic, partition))
         return None if found is None else int(found.value)
+
+    async def end_lease(self, node_id: int) -> None:
+        """Of a broker that is dead: it goes as at the end of its time."""
+        found = await self.client.get(self.keys.broker(node_id))
+        if found is not None:
+            await self.client.lease_revoke(found.lease_id)
 
     async def state(self, topic: str, partition: int = 0) -> StateValue | None:
         found = await self.client.get(self.keys.state(topic, partition))

@@ -26,7 +26,7 @@ from tests.support.processes.ports import free_port, free_ports
 
 CLUSTER_ID = "a3Byb3h5LXRlc3RzLTAwMQ"
 START_TIMEOUT_S = 180.0
-ADMIN_TIMEOUT_S = 30.0
+ADMIN_TIMEOUT_S = 60.0
 # The port listens before the broker serves.
 _STARTED = "Kafka Server started"
 _LOG4J = """\
@@ -109,7 +109,7 @@ class RealBroker:
         """kill -9; nothing where it does not run."""
         if self._process is not None and self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait(10)
+            self._process.wait(ADMIN_TIMEOUT_S)
 
     def stop(self) -> None:
         """SIGTERM, upon which a broker hands its leaderships over and ends; until it has."""

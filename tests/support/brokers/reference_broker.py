@@ -34,8 +34,11 @@ from kproxy_codec.own import (
 )
 from kproxy_codec.produce import TOPIC_IDS_FROM
 
-READY_TIMEOUT_S = 60.0
-ANSWER_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 60.0
+# Of a broker whose lease nobody waits for: a machine that stands still for seconds does not end it.
+LASTING_TTL_S = 60
 
 
 class Closed(Exception):
@@ -102,12 +105,12 @@ class BrokerProcess:
     def kill(self) -> None:
         """kill -9."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(END_TIMEOUT_S)
 
     def terminate(self) -> int:
         """SIGTERM; the exit status."""
         self.process.terminate()
-        return self.process.wait(15)
+        return self.process.wait(END_TIMEOUT_S)
 
     def stop(self) -> None:
         """Whatever state it is in, it is gone afterwards."""
@@ -215,7 +218,7 @@ class RawClient:
         """Whether nothing arrives for so long."""
         self._socket.settimeout(seconds)
         try:
-            return not self._socket.recv(1)
+            return not self._socket.recv(1, socket.MSG_PEEK)
         except TimeoutError:
             return True
         finally:
@@ -239,7 +242,7 @@ class RawClient:
         version: int = 9,
         acks: int = -1,
         answered: bool = True,
-        timeout_ms: int = 5000,
+        timeout_ms: int = 30_000,
     ) -> Any:
         """The partition's result; None for acks=0."""
         self.send_produce(
@@ -256,7 +259,7 @@ class RawClient:
         version: int = 9,
         acks: int = -1,
         answered: bool = True,
-        timeout_ms: int = 5000,
+        timeout_ms: int = 30_000,
     ) -> None:
         named: dict[str, Any] = {"name": topic}
         if version >= TOPIC_IDS_FROM:
@@ -323,5 +326,6 @@ class Cluster:
 def cluster(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three brokers for the whole run; topics created without a number get three partitions."""
     directory, prefix = tmp_path_factory.mktemp("brokers"), f"/cluster-{os.getpid()}"
-    with start_brokers((1, 2, 3), directory, etcd.endpoint, prefix, num_partitions=3) as brokers:
+    options = {"num_partitions": 3, "lease_ttl_s": LASTING_TTL_S}
+    with start_brokers((1, 2, 3), directory, etcd.endpoint, prefix, **options) as brokers:
         yield Cluster(brokers)

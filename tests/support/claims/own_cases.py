@@ -23,8 +23,8 @@ from tests.support.claims.own_client import OwnClient
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import port_of
 from tests.support.processes.worker_processes import worker_pids
+from tests.support.waiting import PATIENCE_S
 
-PATIENCE_S = 15.0
 # Connections that are made in one go.
 AT_ONCE = 24
 

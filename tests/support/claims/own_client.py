@@ -39,7 +39,7 @@ METADATA_VERSION = 12
 API_VERSIONS_VERSION = 3
 CREATE_TOPICS_VERSION = 7
 # A claim may take as long as the proxy's claim timeout.
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 NO_OFFSET = -1
 
 Producer = tuple[int, int, int]

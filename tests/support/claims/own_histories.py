@@ -26,7 +26,7 @@ MEMBERS: Final = 4
 # Above what a proxy takes for a claim that cannot be confirmed.
 ANSWER_S: Final = 8.0
 # How long it may take until one who insists owns and writes, once all is well again.
-GOES_ON_S: Final = 30.0
+GOES_ON_S: Final = 60.0
 # Between two steps of one client, in seconds; the last is a standby that wakes up late.
 PAUSES: Final = (*(0.0,) * 3, *(0.05,) * 2, *(0.3,) * 6, *(0.6,) * 6, *(1.0,) * 3, 2.5)
 

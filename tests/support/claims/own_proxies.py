@@ -20,15 +20,16 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from tests.support.brokers.reference_broker import start_brokers
 from tests.support.brokers.scripted_upstream import HOST
-from tests.support.claims.own_cases import PATIENCE_S, Place, Pool, writers_of
+from tests.support.claims.own_cases import Place, Pool, writers_of
 from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.waiting import PATIENCE_S
 
 PARTITIONS = 2
 TOPICS = [f"own-{number}" for number in range(60)]
 # Who stops holds up claims for so long, and no longer.
 # Of proxies that tests kill, and of those that they do not.
-TTL_S = 2
-LASTING_TTL_S = 10
+TTL_S = 6
+LASTING_TTL_S = 60
 OPEN_TOPIC = "everybody-s"
 
 _Value = TypeVar("_Value")

@@ -41,7 +41,7 @@ TTL_S: Final = 2
 OWN_TIMEOUT_S: Final = 5.0
 # Clients do not go by themselves when a proxy is told to end.
 DRAIN_S: Final = 1.0
-PATIENCE_S: Final = 30.0
+PATIENCE_S: Final = 60.0
 UNBOUND: Final = (sys.executable, "-P", "-m", "tests.support.processes.unbound_proxy_main")
 
 

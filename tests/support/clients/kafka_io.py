@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import aiokafka  # type: ignore[import-untyped]
 import confluent_kafka
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def produce(bootstrap: str, topic: str, values: Sequence[bytes], partition: int = 0) -> list[bytes]:

@@ -17,7 +17,7 @@ from typing import Final
 from kproxy.pipeline.java import Java
 from kproxy.pipeline.spark import pyspark_home
 
-START_TIMEOUT_S: Final = 60.0
+START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 20.0
 _MASTER: Final = re.compile(r"Starting Spark master at (spark://\S+)")
 _REGISTERED: Final = re.compile(r"Successfully registered with master")

@@ -16,7 +16,7 @@ from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import NamedTuple
 
 RECEIVE_BYTES = 1 << 16
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 60.0
 # frame length; api_key, api_version, correlation_id, length of client_id
 _LENGTH = struct.Struct(">i")
 _HEAD = struct.Struct(">hhih")

@@ -23,7 +23,7 @@ import pytest_asyncio
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, EtcdUnavailable, put_op
 from kproxy.etcd.messages import rpc
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 # A single member need not wait a second to elect itself. Not for `etcd`: the shortest TTL granted hangs on it too.
 QUICK = ("--heartbeat-interval", "20", "--election-timeout", "200", "--unsafe-no-fsync")
@@ -46,7 +46,8 @@ def etcd_prefix() -> str:
 
 @pytest_asyncio.fixture
 async def etcd_client(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
-    client = EtcdClient([etcd.endpoint])
+    # This etcd is always there, and slow at times.
+    client = EtcdClient([etcd.endpoint], timeout_s=PATIENCE_S)
     await client.connect()
     yield client
     await client.close()

@@ -31,8 +31,8 @@ from tests.support.processes.ports import free_ports
 ETCD_VERSION = "3.6.16"
 HOST = "127.0.0.1"
 BUILD_TIMEOUT_S = 900.0
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
 START_ATTEMPTS = 3
 # An election takes a fifth of its default time, and nobody cuts this machine's power.
 _QUICK = ("--heartbeat-interval", "50", "--election-timeout", "500", "--unsafe-no-fsync")

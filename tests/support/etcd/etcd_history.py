@@ -40,7 +40,7 @@ class Hearing:
 
 async def history(client: EtcdClient, prefix: str, after: int, until: int) -> list[Change]:
     """The changes under a prefix by etcd's own history, after the revision `after` and up to `until`."""
-    stream = WatchStream(client, write_timeout_s=5)
+    stream = WatchStream(client, write_timeout_s=30)
     found: list[Change] = []
     try:
         await stream.watch(1, prefix, after + 1, exact=False, fragments=False)
@@ -79,14 +79,14 @@ class Churn:
     async def goes_on(self, writes: int = 150) -> None:
         """Wait until so many more puts are acknowledged."""
         wanted = len(self.acknowledged) + writes
-        await eventually(lambda: len(self.acknowledged) >= wanted, timeout_s=30, what="writes go on")
+        await eventually(lambda: len(self.acknowledged) >= wanted, what="writes go on")
 
     def stop(self) -> None:
         self._stopped = True
 
 
 @asynccontextmanager
-async def connected(cluster: EtcdCluster, timeout_s: float = 5.0) -> AsyncIterator[EtcdClient]:
+async def connected(cluster: EtcdCluster, timeout_s: float = 20.0) -> AsyncIterator[EtcdClient]:
     client = EtcdClient(cluster.endpoints, timeout_s=timeout_s)
     await client.connect()
     try:

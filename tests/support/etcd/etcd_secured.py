@@ -92,7 +92,7 @@ async def ask_gateway(endpoint: str, path: str, message: Mapping[str, Any], toke
     request = urllib.request.Request(f"{endpoint}/v3/{path}", json.dumps(message).encode(), headers)
 
     def ask() -> dict[str, Any]:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return dict(json.load(answer))
 
     return await asyncio.to_thread(ask)

@@ -32,7 +32,7 @@ RETAINED_BATCHES = 5
 NOT_APPENDED = frozenset({2, 3, 5, 6, 10, 19, 29, 45, 56, 87})
 LEAST_DEADLINE_S = 1.0
 # What a loaded machine may add to a deadline.
-SLACK_S = 6.0
+SLACK_S = 30.0
 MOST_PAUSE_S = 0.05
 
 

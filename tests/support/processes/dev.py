@@ -18,9 +18,10 @@ from pathlib import Path
 import psutil
 
 from kproxy.runtime.process import PARENT_FD, ParentPipe
+from tests.support.waiting import PATIENCE_S
 
-READY_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 45.0
+READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 90.0
 KPROXY = (sys.executable, "-P", "-m", "kproxy")
 
 
@@ -118,6 +119,10 @@ class KproxyProcess:
         assert line.startswith("ready "), f"{line!r}; {self.stderr()[-2000:]}"
         self.fields = dict(field.partition("=")[::2] for field in line.split()[1:])
 
+    def children(self) -> list[psutil.Process]:
+        """Those that it started itself, and so has to wait for before it ends."""
+        return psutil.Process(self.pid).children()
+
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.pid).children(recursive=True)
 
@@ -159,7 +164,7 @@ def dev_arguments(data_dir: Path, *more: str) -> list[str | Path]:
     return ["dev", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--data-dir", data_dir, *more]
 
 
-def gone(processes: Sequence[psutil.Process], timeout_s: float = 15.0) -> bool:
+def gone(processes: Sequence[psutil.Process], timeout_s: float = PATIENCE_S) -> bool:
     """Whether all of them end in time. An orphan that nobody has reaped yet has ended."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []

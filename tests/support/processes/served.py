@@ -15,9 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kproxy.proxy.apis import SERVED
 from kproxy_codec.api_keys import API_VERSIONS
-from tests.support.brokers.scripted_upstream import PATIENCE_S, Asked, ScriptedUpstream
+from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
 from tests.support.clients.raw_client import RawClient
 from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.waiting import PATIENCE_S
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -36,7 +37,9 @@ def static_proxy(
     `rooms` are more of its configuration.
     """
     lines = ["[ownership]", 'ownership = "static"', "[limits]"]
-    lines += [f"{key} = {str(value).lower()}" for key, value in (limits or {}).items()]
+    # Brokers in this process answer when that gets to run: no proxy is to give them up before.
+    limits = {"probe_timeout_s": PATIENCE_S, **(limits or {})}
+    lines += [f"{key} = {str(value).lower()}" for key, value in limits.items()]
     lines += ["[brokers]", *(f'{broker} = "127.0.0.1:{port}"' for broker, port in brokers.items())]
     lines += ["[[topics]]", 'name = "t"', f"owners = {list(brokers)}"]
     file = directory / "kproxy.toml"
@@ -87,7 +90,7 @@ def port_of(process: KproxyProcess) -> int:
 def page(admin: str, path: str, **headers: str) -> tuple[int, str]:
     """Status and text of a page."""
     host, _, port = admin.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()

@@ -14,9 +14,7 @@ import psutil
 from tests.support.clients.raw_client import RawClient
 from tests.support.processes.dev import KproxyProcess, gone
 from tests.support.processes.served import Samples, page, port_of, samples
-from tests.support.waiting import eventually
-
-PATIENCE_S = 30.0
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 def worker_pids(process: KproxyProcess) -> dict[int, int]:

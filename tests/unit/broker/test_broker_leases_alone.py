@@ -151,7 +151,7 @@ async def test_a_lease_key_of_a_deleted_topic_does_not_keep_a_new_one_from_being
     topic_id = await stage.recreate_topic()
     tell(stage)
 
-    await eventually(lambda: stage.leads(topic_id), timeout_s=10.0, what="a leader of the new topic")
+    await eventually(lambda: stage.leads(topic_id), what="a leader of the new topic")
     lease, topic = stage.store.get(KEYS.lease(*KEY)), stage.store.get(KEYS.topic("t"))
     assert lease is not None
     assert topic is not None
@@ -203,7 +203,7 @@ async def test_where_the_first_replica_does_not_take_a_new_partition_the_next_on
     await stage.begin()
     running = asyncio.create_task(stage.leases.run())
     assert await stage.take() is None, "a client's touch took what is wanted elsewhere"
-    await eventually(lambda: stage.leads(topic_id), timeout_s=10.0, what="the next one's turn")
+    await eventually(lambda: stage.leads(topic_id), what="the next one's turn")
     running.cancel()
 
 

@@ -155,11 +155,11 @@ async def test_of_what_was_cut_off_nothing_counts_as_flushed(broker: Broker, dis
 
     def wait() -> None:
         at_work.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     disk.before_sync = wait
     flushing = asyncio.create_task(asyncio.to_thread(log.flush))
-    await asyncio.to_thread(at_work.wait, 10)
+    await asyncio.to_thread(at_work.wait, 60)
     log.truncate_to(2)
     append_values(log, 10, 10, 10, leader_epoch=1)
     assert log.flushed_offset == 2
@@ -210,11 +210,11 @@ async def test_what_is_appended_while_the_disk_is_at_work_is_flushed_next_time(b
 
     def wait() -> None:
         at_work.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     disk.before_sync = wait
     flushing = asyncio.create_task(broker.keeper.flush())
-    await asyncio.to_thread(at_work.wait, 10)
+    await asyncio.to_thread(at_work.wait, 60)
     append_values(log, 10)
     go_on.set()
     await flushing
@@ -244,11 +244,11 @@ async def test_a_log_that_is_closed_while_the_disk_is_at_work_is_no_failure(
 
     def wait() -> None:
         at_work.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     disk.before_sync = wait
     flushing = asyncio.create_task(broker.keeper.flush())
-    await asyncio.to_thread(at_work.wait, 10)
+    await asyncio.to_thread(at_work.wait, 60)
     hosted.log.close()
     if removed:
         broker.hosted.remove(hosted)
@@ -266,11 +266,11 @@ async def test_a_segment_that_is_removed_while_the_disk_is_at_work_is_no_failure
 
     def wait() -> None:
         at_work.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     disk.before_sync = wait
     flushing = asyncio.create_task(asyncio.to_thread(log.flush))
-    await asyncio.to_thread(at_work.wait, 10)
+    await asyncio.to_thread(at_work.wait, 60)
     log.truncate_to(1)
     go_on.set()
     await flushing
@@ -288,13 +288,13 @@ async def test_what_one_thread_is_still_bringing_to_the_disk_is_not_there_for_an
 
     def wait() -> None:
         at_work.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         if fails:
             raise OSError(errno.EIO, "Input/output error")
 
     disk.before_sync = wait
     first = asyncio.create_task(asyncio.to_thread(log.flush))
-    await asyncio.to_thread(at_work.wait, 10)
+    await asyncio.to_thread(at_work.wait, 60)
     second = asyncio.create_task(asyncio.to_thread(log.flush))
     too_early, _ = await asyncio.wait([second], timeout=0.2)
     go_on.set()
@@ -399,12 +399,12 @@ async def test_a_checkpoint_at_work_does_not_end_in_the_log_that_has_taken_the_p
 
     def wait(fd: int) -> None:
         at_work.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         sync(fd)
 
     monkeypatch.setattr("kproxy.broker.disk.os.fsync", wait)
     writing = asyncio.create_task(asyncio.to_thread(log.checkpoint, 0, Leadership(9, 77)))
-    await asyncio.to_thread(at_work.wait, 10)
+    await asyncio.to_thread(at_work.wait, 60)
     log.close()
     go_on.set()
     with pytest.raises(LogFailed):
@@ -493,7 +493,7 @@ async def test_all_of_it_happens_by_itself(broker: Broker, monkeypatch: pytest.M
     running = asyncio.create_task(broker.keeper.run())
     append_values(hosted.log, *[2000] * 6)
     hosted.high_watermark = 6
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while hosted.log.is_dirty or not hosted.log.log_start_offset or not hosted.log.high_watermark_checkpoint:
             assert not running.done()
             await asyncio.sleep(0.01)

@@ -196,7 +196,7 @@ async def test_time_is_over_for_all_partitions_together(stage: Stage, monkeypatc
     assert await stage.bind(fence) == (0, fence)
     stage.client.link = Link.SLOW
     asked = [FenceBinding("t", index, fence) for index in range(PARTITIONS)]
-    async with asyncio.timeout(3.0):
+    async with asyncio.timeout(60):
         bound = await stage.ask(*asked)
     assert [each.error_code for each in bound] == [0] + [TIMED_OUT] * (PARTITIONS - 1)
     assert stage.bindings == {(b"t", 0): fence}

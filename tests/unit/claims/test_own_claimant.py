@@ -245,7 +245,7 @@ async def test_what_is_claimed_elsewhere_meanwhile_is_claimed_anew_there() -> No
 
 async def kept(claimant: Claimant[Connection], until: Callable[[], bool]) -> None:
     keeping = asyncio.create_task(claimant.keep())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not until():
             await asyncio.sleep(0)
     keeping.cancel()

@@ -85,7 +85,7 @@ except ValueError:
 
 def logged(log_format: str | None) -> str:
     script = SCRIPT.format(log_format=log_format)
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=200, check=True)
     return done.stderr
 
 

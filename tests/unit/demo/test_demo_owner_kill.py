@@ -16,7 +16,7 @@ from kproxy.etcd import KeyValue, WatchEvent
 
 TOPIC = "flights"
 KEYS = Keys("/k")
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_members_that_do_not_go_together_are_refused(texts: list[str], says: str
 
 
 async def test_connecting_where_nobody_listens_names_the_endpoint_and_the_reason() -> None:
-    client = EtcdClient(["127.0.0.1:1"], timeout_s=0.5)
+    client = EtcdClient(["127.0.0.1:1"], timeout_s=2)
     with pytest.raises(EtcdUnavailable, match=r"127\.0\.0\.1:1 does not answer: check the address.*refused"):
         await client.connect()
     await client.close()

@@ -161,12 +161,12 @@ class Followed:
 
 
 @asynccontextmanager
-async def followed(interval_s: float = 3600, timeout_s: float = 2) -> AsyncIterator[Followed]:
+async def followed(interval_s: float = 3600, timeout_s: float = 30) -> AsyncIterator[Followed]:
     broker = ScriptedBroker()
     async with broker.serve():
         following = Followed(broker, interval_s=interval_s, timeout_s=timeout_s)
         async with running(following.source.run()):
-            await asyncio.wait_for(following.source.wait_synced(), 10)
+            await asyncio.wait_for(following.source.wait_synced(), 60)
             yield following
 
 
@@ -321,12 +321,12 @@ DISTORTED: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("distortion", DISTORTED)
 async def test_an_answer_that_is_none_is_not_believed_and_the_next_connection_is_a_new_one(distortion: str) -> None:
-    async with followed() as table:
+    # Only where nothing comes it is waited for: longer than this test waits where something does.
+    async with followed(timeout_s=2 if distortion == "nothing" else 90) as table:
         await table.read(topic(partition(0, 1, 5)))
         table.broker.distort = DISTORTED[distortion]
-        began = time.monotonic()
-        assert await table.read(topic(partition(0, 2, 6))) == {0: 1}
-        assert time.monotonic() - began < 5
+        async with asyncio.timeout(60):
+            assert await table.read(topic(partition(0, 2, 6))) == {0: 1}
         wanted = f"127.0.0.1:{table.broker.port} did not answer {keys.name_of(keys.METADATA)} ("
         assert str(table.source.last_error).startswith(wanted)
         table.broker.distort = None
@@ -359,7 +359,7 @@ async def test_who_knows_an_older_entry_need_not_wait() -> None:
         asked = table.broker.asked
         await table.source.refresh(b"t", 0, seen)
         assert table.broker.asked == asked
-        await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+        await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 60)
         assert table.broker.asked == asked + 1
 
 
@@ -369,7 +369,7 @@ async def test_without_a_broker_the_last_known_table_serves_on_and_tells_its_age
         table = Followed(broker)
         assert table.source.stale
         async with running(table.source.run()):
-            await asyncio.wait_for(table.source.wait_synced(), 10)
+            await asyncio.wait_for(table.source.wait_synced(), 60)
             await table.read(topic(partition(0, 1, 5)))
             assert (table.source.age_s, table.source.stale) == (0, False)
             broker.holds.clear()
@@ -393,8 +393,8 @@ async def test_nobody_waits_for_a_source_that_has_ended() -> None:
         await eventually(lambda: table.broker.asked == asked + 1)
         behind = asyncio.ensure_future(table.reread())
         await asyncio.sleep(0)
-    await asyncio.wait_for(asyncio.gather(during, behind), 5)
-    await asyncio.wait_for(table.source.refresh(b"t", 0, 0), 5)
+    await asyncio.wait_for(asyncio.gather(during, behind), 60)
+    await asyncio.wait_for(table.source.refresh(b"t", 0, 0), 60)
 
 
 async def test_only_what_is_in_doubt_is_asked_for() -> None:
@@ -402,14 +402,14 @@ async def test_only_what_is_in_doubt_is_asked_for() -> None:
         other = topic(partition(0, 3, 1), name="u", topic_id=ANOTHER_ID)
         await table.read(topic(partition(0, 1, 5)), other)
         table.broker.topics = [topic(partition(0, 2, 6)), topic(partition(0, 2, 2), name="u", topic_id=ANOTHER_ID)]
-        await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+        await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 60)
         assert table.broker.asked_for[-1] == ["t"]
         assert (table.owners(), table.owners(b"u")) == ({0: 2}, {0: 3}), "of the other one nothing was said"
-        await asyncio.wait_for(table.source.refresh(b"new", 7, 0), 10)
+        await asyncio.wait_for(table.source.refresh(b"new", 7, 0), 60)
         assert table.broker.asked_for[-1] == ["new"]
         # Gone from the cluster is gone, whoever asked.
         table.broker.topics = [other]
-        await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+        await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 60)
         assert (table.owners(), table.owners(b"u")) == ({}, {0: 3})
         assert table.topology.topic_ids == {b"u": ANOTHER_ID.bytes}
 
@@ -418,18 +418,18 @@ async def test_an_id_that_nobody_knows_is_asked_for_by_id() -> None:
     async with followed() as table:
         made = uuid.uuid4()
         table.broker.topics = [topic(partition(0, 2, 0), name="made", topic_id=made)]
-        await asyncio.wait_for(table.source.refresh(made.bytes, 0, 0), 10)
+        await asyncio.wait_for(table.source.refresh(made.bytes, 0, 0), 60)
         assert table.broker.asked_for[-1] == [made]
         assert table.topology.owner(made.bytes, 0) == 2
         strange = uuid.uuid4()
-        await asyncio.wait_for(table.source.refresh(strange.bytes, 0, 0), 10)
+        await asyncio.wait_for(table.source.refresh(strange.bytes, 0, 0), 60)
         assert table.topology.owner(strange.bytes, 0) == NO_OWNER
         assert table.owners(b"made") == {0: 2}
         # Brokers before that version of Metadata would take the id for an empty name.
         table.broker.newest_metadata = METADATA_VERSION - 1
         table.broker.cut()
         await table.reread()
-        await asyncio.wait_for(table.source.refresh(strange.bytes, 0, 0), 10)
+        await asyncio.wait_for(table.source.refresh(strange.bytes, 0, 0), 60)
         assert table.broker.asked_for[-1] is None
 
 
@@ -437,7 +437,7 @@ async def test_what_is_no_topic_is_not_asked_for() -> None:
     async with followed() as table:
         asked = table.broker.asked
         for name in (b"", b"\xff\x00", b"x" * 250):
-            await asyncio.wait_for(table.source.refresh(name, 0, 0), 10)
+            await asyncio.wait_for(table.source.refresh(name, 0, 0), 60)
         assert table.broker.asked == asked
 
 
@@ -448,9 +448,9 @@ async def test_a_storm_of_wishes_costs_a_few_questions_a_second() -> None:
         asked, rounds, began = table.broker.asked, 0, time.monotonic()
         while time.monotonic() - began < 2:
             # As from clients that ask again and again; each waits for a read that began after its wish.
-            await asyncio.wait_for(asyncio.gather(*(table.source.refresh(b"t%d" % n, 0, 0) for n in range(20))), 10)
+            await asyncio.wait_for(asyncio.gather(*(table.source.refresh(b"t%d" % n, 0, 0) for n in range(20))), 60)
             rounds += 1
-        assert asked < table.broker.asked <= asked + BURST + 3 * RATE_PER_S
+        assert asked < table.broker.asked <= asked + BURST + (time.monotonic() - began + 1) * RATE_PER_S
         assert rounds <= table.broker.asked - asked
 
 
@@ -458,7 +458,7 @@ async def test_where_too_much_is_in_doubt_all_is_asked_for() -> None:
     async with followed() as table:
         for count, named in ((MAX_DOUBTED, True), (MAX_DOUBTED + 1, False)):
             wishes = [table.source.refresh(b"topic-%d" % number, 0, 0) for number in range(count)]
-            await asyncio.wait_for(asyncio.gather(*wishes), 10)
+            await asyncio.wait_for(asyncio.gather(*wishes), 60)
             assert (table.broker.asked_for[-1] is not None) is named
 
 
@@ -487,10 +487,10 @@ async def test_a_broker_that_has_gone_since_costs_no_wish() -> None:
             first.topics, second.topics = [topic(partition(0, 1, 5))], [topic(partition(0, 2, 6))]
             table = Followed(first, second)
             following = asyncio.ensure_future(table.source.run())
-            await asyncio.wait_for(table.source.wait_synced(), 10)
+            await asyncio.wait_for(table.source.wait_synced(), 60)
             assert table.owners() == {0: 1}
         try:
-            await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+            await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 60)
             assert table.owners() == {0: 2}, "by the first read, of the other broker"
             assert table.source.last_error is None
         finally:
@@ -530,10 +530,10 @@ async def test_a_broker_that_lags_behind_is_not_asked_again_and_again() -> None:
         cut_off.brokers = current.brokers = {1: "127.0.0.1"}
         table = Followed(cut_off, current)
         async with running(table.source.run()):
-            await asyncio.wait_for(table.source.wait_synced(), 10)
+            await asyncio.wait_for(table.source.wait_synced(), 60)
             assert table.owners() == {0: 1}
             for _ in range(2):
-                await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 10)
+                await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 60)
             assert table.owners() == {0: 2}
             # Nor does it bring back what was.
             for _ in range(4):

@@ -36,7 +36,7 @@ def test_it_needs_no_installed_package(tmp_path: Path) -> None:
     )
     archive = package_archive(tmp_path)
     command = [sys.executable, "-S", "-P", "-c", f"import sys; sys.path.insert(0, {str(archive)!r})\n{program}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path, env={})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path, env={})
     assert done.stdout.strip() == f"{archive}/kproxy/pipeline/audit/log_options.py", done.stderr
 
 

@@ -17,7 +17,7 @@ from kproxy.pipeline.audit.trail import parse_trail
 from kproxy.routing.topology import Address
 from kproxy_codec.foreign import ANSWER_TO_HTTP
 
-SOON_S = 4.0
+SOON_S = 20.0
 HTTP_ANSWER = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 
 
@@ -73,7 +73,10 @@ def listening(behaviour: Behaviour) -> Iterator[Address]:
     ("behaviour", "protocol"),
     [(answers_http, "HTTP"), (waits_for_a_line, "HTTP"), (closes_what_is_no_http, "HTTP"), (alerts, "TLS")],
 )
-def test_what_speaks_something_else_is_named_at_once(behaviour: Behaviour, protocol: str) -> None:
+def test_what_speaks_something_else_is_named_at_once(
+    behaviour: Behaviour, protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kproxy.pipeline.audit.run.TOPICS_TIMEOUT_S", 3 * SOON_S)
     began = time.monotonic()
     with listening(behaviour) as address, pytest.raises(StartupError) as raised:
         check_places(str(address), parse_trail("topic"), str(address), ())
@@ -97,4 +100,4 @@ def test_who_may_speak_kafka_is_waited_for(behaviour: Behaviour) -> None:
 
 def test_what_is_no_broker_is_no_passing_failure() -> None:
     with listening(answers_http) as address, pytest.raises(LogReadFailed, match=f"^{address} speaks HTTP"):
-        LogConnection(address, timeout_s=5.0)
+        LogConnection(address, timeout_s=60.0)

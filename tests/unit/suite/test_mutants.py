@@ -240,12 +240,12 @@ def test_the_diff_of_a_real_mutant_applies() -> None:
 
 def test_the_command_says_its_seed_and_takes_it() -> None:
     command = [sys.executable, "-m", "scripts.mutants", "--mutants", "1", "--command"]
-    passing = subprocess.run([*command, "true"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    passing = subprocess.run([*command, "true"], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert passing.returncode == 1
     seed = passing.stdout.partition("SEED=")[2].partition(":")[0]
     again = subprocess.run(
-        [*command, "true", "--seed", seed], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        [*command, "true", "--seed", seed], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
     )
     assert again.stdout == passing.stdout
-    failing = subprocess.run([*command, "false"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    failing = subprocess.run([*command, "false"], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert failing.returncode == 2

@@ -129,7 +129,7 @@ def run_lanes(directory: Path, *arguments: str) -> list[list[str]]:
         env=settings,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

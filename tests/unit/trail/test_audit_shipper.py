@@ -133,7 +133,7 @@ async def test_pages_are_gathered_for_a_sink_that_wants_many() -> None:
             shipper.offer(page(number), number, number)
         await eventually(lambda: len(sink.taken) == 4)
         # The rest, because nothing more comes.
-        await shipper.close(5)
+        await shipper.close(60)
         assert [len(tried) for tried in sink.tried] == [4, 2]
         assert sink.taken == [page(number) for number in range(6)]
 
@@ -156,12 +156,12 @@ async def test_what_is_left_is_shipped_at_the_end_even_if_the_sink_has_just_fail
     async with shipping(sink) as (shipper, counters):
         shipper.offer(page(0), 0, 4)
         # By now its pauses are long ones.
-        await eventually(lambda: len(sink.tried) >= 7, timeout_s=20)
+        await eventually(lambda: len(sink.tried) >= 7)
         sink.failures.clear()
         shipper.offer(page(1), 5, 9)
         began = time.monotonic()
-        await shipper.close(30)
-        assert time.monotonic() - began < 20
+        await shipper.close(240)
+        assert time.monotonic() - began < 60
         assert sink.taken == [page(0), page(1)]
         assert counters["audit.rows_dropped"] == 0
 
