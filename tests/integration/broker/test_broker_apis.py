@@ -12,8 +12,8 @@ import pytest
 
 from kproxy_codec import api_keys, control, error_codes
 from kproxy_codec.record_batch import iterate_batches
-from tests.support.brokers.reference_broker import BrokerProcess, Closed, Cluster, RawClient
-from tests.support.waiting import wait_for
+from tests.support.brokers.reference_broker import ANSWER_TIMEOUT_S, BrokerProcess, Closed, Cluster, RawClient
+from tests.support.waiting import PATIENCE_S, wait_for
 from tests.support.wire.record_batches import build_batch, with_attributes
 
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
@@ -254,19 +254,18 @@ def test_every_fetch_version_returns_the_records(leader: BrokerProcess, topic: s
 
 def test_a_waiting_fetch_is_woken_by_an_append(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as consumer, leader.client() as producer:
-        send_fetch(consumer, topic, max_wait_ms=20_000)
+        # Longer than the client waits for an answer.
+        send_fetch(consumer, topic, max_wait_ms=round(3000 * ANSWER_TIMEOUT_S))
         assert consumer.silent_for(0.2), "nothing is there to fetch yet"
-        started = time.monotonic()
         producer.produce(topic, 0, build_batch())
         assert base_offsets(consumer.receive().responses[0].partitions[0].records) == [0]
-        assert time.monotonic() - started < 10
 
 
 def test_a_fetch_without_records_ends_with_its_wait(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as client:
         started = time.monotonic()
         assert not fetch(client, topic, max_wait_ms=300).records
-        assert 0.28 < time.monotonic() - started < 20
+        assert 0.28 < time.monotonic() - started < PATIENCE_S
 
 
 def test_limits_hold_but_the_first_batch_comes_whole(leader: BrokerProcess, topic: str) -> None:
@@ -366,16 +365,16 @@ def test_every_metadata_version_names_brokers_and_leaders(cluster: Cluster, topi
 def test_all_brokers_describe_the_cluster_alike(cluster: Cluster, topic: str) -> None:
     cluster.leader(topic)
     # Each broker learns of the topic and its owner by its own watch, so they agree soon, not at once.
-    deadline = time.monotonic() + 10
-    while True:
-        answers = []
+    answers: list[dict[str, Any]] = []
+
+    def are_alike() -> bool:
+        answers.clear()
         for broker in cluster.brokers:
             with broker.client() as client:
                 answers.append(client.metadata(topic, create=False).to_dict())
-        if answers[0] == answers[1] == answers[2] and answers[0]["topics"][0]["error_code"] == 0:
-            return
-        assert time.monotonic() < deadline, answers
-        time.sleep(0.05)
+        return answers[0] == answers[1] == answers[2] and answers[0]["topics"][0]["error_code"] == 0
+
+    wait_for(are_alike, what=lambda: answers)
 
 
 def test_topics_are_created_only_where_the_request_allows_it(cluster: Cluster, topic: str) -> None:

@@ -15,9 +15,9 @@ from tests.integration.broker.test_broker_apis import fetch
 from tests.support.brokers.faulty_site import FaultyBroker, FaultySite, faulty_site
 from tests.support.clients.attempts import Writer, judge, stored
 from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
+from tests.support.waiting import PATIENCE_S, eventually
 
 TTL_S = 2
-ETCD_STEPS_DOWN_S = 1.0
 ALL_ACKS = (0, 1, -1)
 NOT_LEADER = error_codes.NOT_LEADER_OR_FOLLOWER
 
@@ -44,7 +44,6 @@ async def test_a_broker_cut_off_from_etcd_takes_nothing_that_is_sent_after_its_l
         for node_id in ways:
             while await site.owner(f"t{node_id}") is not None:
                 await asyncio.sleep(0.02)
-        assert time.monotonic() < cut_at + TTL_S + 30, "etcd did not end the leases"
         await asyncio.sleep(0.3)
         for broker in site.brokers.values():
             await asyncio.to_thread(_serves_nothing, broker)
@@ -64,9 +63,10 @@ async def test_a_broker_whose_etcd_member_has_no_majority_takes_nothing_after_it
             writers = await _start_writers(site, stack)
             for member in etcd.members[1:]:
                 await member.freeze()
-            # A leader of etcd that hears from nobody takes itself for the leader for so much longer.
-            cut_at = time.monotonic() + ETCD_STEPS_DOWN_S
-            await asyncio.sleep(ETCD_STEPS_DOWN_S + TTL_S + 0.5)
+            # A leader of etcd that hears from nobody takes itself for the leader for some time.
+            await eventually(lambda: not etcd.members[0].leads(), "the member that is left steps down")
+            cut_at = time.monotonic()
+            await asyncio.sleep(TTL_S + 0.5)
             await asyncio.to_thread(_serves_nothing, site.brokers[1])
             for member in etcd.members[1:]:
                 member.thaw()
@@ -92,7 +92,7 @@ async def _start_writers(site: FaultySite, stack: AsyncExitStack) -> list[Writer
 async def _wait_for_acks(writers: list[Writer], after: float) -> None:
     for writer in writers:
         if writer.acks:
-            await asyncio.to_thread(writer.next_ack, after, 20)
+            await asyncio.to_thread(writer.next_ack, after, PATIENCE_S)
 
 
 def _serves_nothing(broker: FaultyBroker) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from tests.support.wire.record_batches import build_batch
 
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
 
-TTL_S = 2
+TTL_S = 4
 REFUSED = error_codes.POLICY_VIOLATION
 NOT_LEADER = error_codes.NOT_LEADER_OR_FOLLOWER
 UNKNOWN = error_codes.UNKNOWN_TOPIC_OR_PARTITION
@@ -301,7 +300,6 @@ def _values(leader: BrokerProcess) -> list[bytes]:
 
 async def test_without_etcd_a_bind_is_answered_in_time_and_nobody_else_waits(tmp_path: Path) -> None:
     async with own_etcd(tmp_path / "etcd") as (server, etcd_client):
-        # Answered within that, or waiting for it: a busy machine does not make the one look like the other.
         options = {"lease_ttl_s": 60, "etcd_timeout_s": 4}
         with (
             start_broker(1, tmp_path / "1", server.endpoint, "/p", **options) as broker,
@@ -319,13 +317,17 @@ async def test_without_etcd_a_bind_is_answered_in_time_and_nobody_else_waits(tmp
                 closing.send_bind_fences(FenceBinding("t", 0, fences[2]))
                 new.send_bind_fences(FenceBinding("t", 0, fences[1]))
                 closing.close()
-                asked_at = time.monotonic()
-                assert bind(old, "t", fences[0]) == (0, fences[0]), "that asks nobody"
-                assert write(old, "t") == 0, "nobody else waits"
-                assert time.monotonic() - asked_at < 3.5
+                # Answered while those wait for etcd; once more where the machine stands still for as long as that.
+                for _ in range(5):
+                    assert bind(old, "t", fences[0]) == (0, fences[0]), "that asks nobody"
+                    assert write(old, "t") == 0, "nobody else waits"
+                    if still_waits := new.silent_for(0.01):
+                        break
+                    new.bound()
+                    new.send_bind_fences(FenceBinding("t", 0, fences[1]))
+                assert still_waits, "it waits, and so do the others"
                 [bound] = new.bound()
                 assert bound.error_code in (error_codes.REQUEST_TIMED_OUT, error_codes.COORDINATOR_NOT_AVAILABLE)
-                assert time.monotonic() - asked_at < 20
                 assert write(old, "t") == 0, "nothing is assumed"
             finally:
                 os.kill(server.pid, signal.SIGCONT)

@@ -20,6 +20,7 @@ from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.etcd import EtcdClient, Snapshot
 from kproxy.etcd.lease import LeaseFence, lease_clock
+from tests.support.waiting import PATIENCE_S
 
 pytest_plugins = ["tests.support.etcd.embedded"]
 
@@ -187,7 +188,7 @@ async def test_a_deleted_topics_key_does_not_keep_anybody_from_its_namesake(join
     await member.client.delete(topic_key)
     await member.client.put(topic_key, json.dumps({"topic_id": str(uuid.uuid4()), "replicas": [[99]]}).encode())
     await member.look()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while await member.client.get(lease_key) is not None:
             await asyncio.sleep(0.01)
         await member.look()

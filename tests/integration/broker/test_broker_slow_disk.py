@@ -18,10 +18,13 @@ from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 IDS = (1, 2, 3)
-LEASE_TTL_S = 5
-# Longer than two leases live.
-STALL_S = 11.0
+# A machine that stands still for seconds ends no lease.
+LEASE_TTL_S = 12
+# Longer than a lease lives.
+STALL_S = 14.0
 PAUSE_S = 0.1
+# In which several segments fill.
+LEAST_ROUNDS = 10
 SEGMENT_BYTES = 20_000
 VALUE = b"x" * 9_000
 OPTIONS: dict[str, Any] = {
@@ -111,7 +114,7 @@ def test_segments_begin_and_checkpoints_wait_while_the_disk_stalls(etcd: Embedde
         with site_.stalled(0):
             end = time.monotonic() + STALL_S
             written = 0
-            while time.monotonic() < end:
+            while time.monotonic() < end or written < 2 * LEAST_ROUNDS:
                 for partition, client in enumerate(clients):
                     for acks in (1, -1):
                         result = client.produce(topic, partition, build_batch([VALUE]), acks=acks, timeout_ms=30_000)

@@ -42,8 +42,8 @@ def lose_and_regain(brokers: list[BrokerProcess], at_first: dict[int, int], writ
     with brokers[1].client() as client:
         writer.wait_for_more(50)
         brokers[0].kill()
-        wait_for(lambda: not {1, -1} & set(client.leaders(TOPIC).values()), 30, "others lead")
+        wait_for(lambda: not {1, -1} & set(client.leaders(TOPIC).values()), what="others lead")
         writer.wait_for_more(50)
         brokers[0].start()
-        wait_for(lambda: client.leaders(TOPIC) == at_first, 60, "all lead again what they led at first")
+        wait_for(lambda: client.leaders(TOPIC) == at_first, 120, "all lead again what they led at first")
         writer.wait_for_more(50)

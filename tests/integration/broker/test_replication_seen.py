@@ -69,7 +69,7 @@ def said(*arguments: str) -> str:
 def test_a_follower_that_is_killed_is_seen_everywhere(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     with (
         start_brokers(
-            (1, 2, 3), tmp_path, etcd.endpoint, etcd_prefix, admin=0, lease_ttl_s=5, default_replication_factor=3
+            (1, 2, 3), tmp_path, etcd.endpoint, etcd_prefix, admin=0, lease_ttl_s=15, default_replication_factor=3
         ) as brokers,
         proxy_of(etcd.endpoint, etcd_prefix, tmp_path) as proxy,
     ):
@@ -84,7 +84,7 @@ def test_a_follower_that_is_killed_is_seen_everywhere(etcd: EmbeddedEtcd, etcd_p
         assert seen("partition_high_watermark", **of_it) == seen("partition_log_end_offset", **of_it) == 2
         assert (seen("partition_isr_size", **of_it), seen("partition_replicas", **of_it)) == (3, 3)
         assert seen("under_replicated_partitions") == 0
-        assert 0 < (seen("lease_remaining_seconds") or 0) <= 5
+        assert 0 < (seen("lease_remaining_seconds") or 0) <= 15
         assert seen("follower_connections") == 2
         _every_metric_is_documented(seen)
         in_proxy, in_etcd = ["--admin", proxy.admin], ["--etcd", etcd.endpoint, "--prefix", etcd_prefix]
@@ -161,7 +161,7 @@ async def test_a_broker_is_ready_while_its_lease_lives(tmp_path: Path) -> None:
             await _answers(broker.admin, 200, "ready\n")
             # Whichever etcd does first when it wakes up: renew the lease, or end it.
             ended = [await asyncio.to_thread(Seen(broker), f"lease_{how}_total") for how in ("lapses", "losses")]
-            assert sum(count or 0 for count in ended) == 1
+            assert sum(count or 0 for count in ended) >= 1
 
 
 async def _answers(admin: str, status: int, beginning: str) -> None:

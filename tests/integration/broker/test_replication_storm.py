@@ -29,7 +29,7 @@ LEAST_STEPS = 4
 TTL_S = 2
 PARTITIONS = 2
 PLAIN, TOTAL = "plain", "idempotent"
-PATIENCE_S = 45
+PATIENCE_S = 90
 
 
 class Storm:
