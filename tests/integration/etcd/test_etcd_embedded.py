@@ -213,6 +213,6 @@ def test_ctrl_c_in_the_terminal_reaches_etcd_only_through_who_runs_it(tmp_path: 
         assert os.getpgid(etcd_pid) not in (parent.pid, os.getpgid(guard_pid))
         # What a terminal does: the signal goes to the whole foreground group.
         os.killpg(parent.pid, signal.SIGINT)
-        parent.wait(10)
+        parent.wait(60)
         assert not alive(etcd_pid), "it was stopped in order, before its parent ended"
         assert not alive(guard_pid)

@@ -62,14 +62,14 @@ async def test_a_block_that_may_have_been_taken_is_left_alone(etcd_client: EtcdC
 
 async def test_who_waits_for_an_attempt_that_fails_fails_with_it(etcd_client: EtcdClient, key: str) -> None:
     async with Relay(etcd_client.endpoints) as relay:
-        client = EtcdClient([relay.endpoint], timeout_s=1.0)
+        client = EtcdClient([relay.endpoint], timeout_s=3.0)
         await client.connect()
         await relay.shut()
         blocks = IdBlocks(client, key)
         started = asyncio.get_running_loop().time()
         outcomes = await asyncio.gather(*(blocks.allocate() for _ in range(100)), return_exceptions=True)
         assert all(isinstance(outcome, EtcdError) for outcome in outcomes)
-        assert asyncio.get_running_loop().time() - started < 10, "a hundred attempts of a second each"
+        assert asyncio.get_running_loop().time() - started < 60, "a hundred attempts of three seconds each"
         await relay.open()
         assert await blocks.allocate() == 0
         await client.close()
@@ -86,7 +86,7 @@ async def test_who_is_cancelled_holds_up_nobody(etcd_client: EtcdClient, key: st
         waiting[0].cancel()
         # The connection that says nothing is replaced by one that does.
         await relay.cut()
-        assert await asyncio.wait_for(waiting[1], 20) % BLOCK == 0
+        assert await asyncio.wait_for(waiting[1], 60) % BLOCK == 0
         await client.close()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, LeaseLost
 from kproxy.etcd import lease as lease_module
 from tests.support.etcd.embedded import Relay, freeze, kill, own_etcd, running
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 class Renewals:
@@ -35,46 +38,60 @@ async def test_a_lease_without_renewals_ends_and_takes_its_keys(etcd_client: Etc
     lease = await etcd_client.lease_grant(1)
     assert lease.ttl_s >= 2, "etcd grants no less than this; whoever counts on 1 s is wrong"
     await etcd_client.put(f"{etcd_prefix}/a", b"", lease_id=lease.lease_id)
-    deadline = time.monotonic() + lease.ttl_s + 30
-    while await etcd_client.get(f"{etcd_prefix}/a") is not None:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+
+    async def is_gone() -> bool:
+        return await etcd_client.get(f"{etcd_prefix}/a") is None
+
+    await eventually(is_gone)
 
 
 async def test_renewals_keep_a_lease_and_report_the_time_they_were_sent(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (_, client):
-        lease, left_alone = await client.lease_grant(1), await client.lease_grant(1)
-        assert lease.ttl_s == 1
-        await client.put("/kept", b"", lease_id=lease.lease_id)
-        await client.put("/left-alone", b"", lease_id=left_alone.lease_id)
-        renewals = Renewals()
-        started = time.monotonic()
+        for _ in range(5):
+            if await are_in_time(client):
+                return
+    raise AssertionError("renewals come later than a lease lives")
+
+
+async def are_in_time(client: EtcdClient) -> bool:
+    """False where the machine stood still for about as long as the lease lives: that shows nothing."""
+    lease, left_alone = await client.lease_grant(1), await client.lease_grant(1)
+    assert lease.ttl_s == 1
+    await client.put("/kept", b"", lease_id=lease.lease_id)
+    await client.put("/left-alone", b"", lease_id=left_alone.lease_id)
+    renewals = Renewals()
+    started = ended = time.monotonic()
+    is_kept = False
+    with contextlib.suppress(LeaseLost):
         async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
             while await client.get("/left-alone") is not None:
-                assert time.monotonic() < started + 30
+                assert time.monotonic() < started + PATIENCE_S
                 await asyncio.sleep(0.05)
             ended = time.monotonic()
-            assert await client.get("/kept") is not None
+            is_kept = await client.get("/kept") is not None
+    gaps = [later - earlier for earlier, later in pairwise([started, *renewals.sent_at, time.monotonic()])]
+    if max(gaps) > 0.8 * lease.ttl_s:
+        return False
+    assert is_kept
     assert renewals.ttls == {lease.ttl_s}
     assert all(started <= sent_at <= ended for sent_at in renewals.sent_at)
-    gaps = [later - earlier for earlier, later in zip(renewals.sent_at, renewals.sent_at[1:], strict=False)]
     # A sleep ends up to a clock's tick early, and times are noted on either side of it: no gap is exact.
-    assert min(gaps) >= 0.9 * lease.ttl_s / lease_module.RENEWALS_PER_TTL
-    assert max(gaps) < lease.ttl_s
+    assert min(gaps[1:-1]) >= 0.9 * lease.ttl_s / lease_module.RENEWALS_PER_TTL
+    return True
 
 
 async def test_a_connection_that_dies_without_a_word_does_not_cost_the_lease(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, direct), Relay(server.endpoint) as relay:
         client = EtcdClient([relay.endpoint])
         await client.connect()
-        lease = await client.lease_grant(3)
+        lease = await client.lease_grant(16)
         await direct.put("/kept", b"", lease_id=lease.lease_id)
         renewals = Renewals()
         async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
             await renewals.next()
             relay.freeze()
             frozen = time.monotonic()
-            await asyncio.wait_for(renewals.next(), lease.ttl_s)
+            await asyncio.wait_for(renewals.next(), PATIENCE_S)
             assert renewals.sent_at[-1] > frozen
             assert await direct.get("/kept") is not None
         await client.close()
@@ -82,7 +99,7 @@ async def test_a_connection_that_dies_without_a_word_does_not_cost_the_lease(tmp
 
 async def test_the_send_time_is_from_before_the_question_and_not_from_the_answer(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
-        lease = await client.lease_grant(4)
+        lease = await client.lease_grant(12)
         renewals = Renewals()
         async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
             await renewals.next()
@@ -98,7 +115,7 @@ async def test_the_send_time_is_from_before_the_question_and_not_from_the_answer
 
 
 async def test_a_revoked_lease_ends_the_renewals(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    lease = await etcd_client.lease_grant(2)
+    lease = await etcd_client.lease_grant(8)
     await etcd_client.put(f"{etcd_prefix}/a", b"", lease_id=lease.lease_id)
     renewals = Renewals()
     keep_alive = asyncio.ensure_future(
@@ -109,14 +126,14 @@ async def test_a_revoked_lease_ends_the_renewals(etcd_client: EtcdClient, etcd_p
     assert await etcd_client.get(f"{etcd_prefix}/a") is None
     before = len(renewals.sent_at)
     with pytest.raises(LeaseLost, match=f"{lease.lease_id:x}"):
-        await asyncio.wait_for(keep_alive, 5)
+        await asyncio.wait_for(keep_alive, PATIENCE_S)
     assert len(renewals.sent_at) == before, "no renewal of a lease that is gone is reported"
     await etcd_client.lease_revoke(lease.lease_id)
 
 
 async def test_renewals_go_on_after_etcd_was_killed_and_came_back(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
-        lease = await client.lease_grant(5)
+        lease = await client.lease_grant(20)
         renewals = Renewals()
         async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)) as task:
             await renewals.next()
@@ -126,7 +143,7 @@ async def test_renewals_go_on_after_etcd_was_killed_and_came_back(tmp_path: Path
             assert not task.done(), "an etcd that is away says nothing about the lease"
             assert len(renewals.sent_at) == during
             await server.start()
-            await asyncio.wait_for(renewals.next(), 30)
+            await asyncio.wait_for(renewals.next(), PATIENCE_S)
 
 
 async def test_a_lease_that_ended_while_etcd_was_out_of_reach_is_lost_when_it_is_back(etcd: EmbeddedEtcd) -> None:

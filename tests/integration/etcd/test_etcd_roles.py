@@ -47,7 +47,7 @@ class Guarded(NamedTuple):
 
 
 def run(command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

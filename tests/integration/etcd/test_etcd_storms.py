@@ -30,7 +30,7 @@ from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
 from tests.support.etcd.leases import Owners, lease_key, owners, owners_in_etcd
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import ServedBroker, page, port_of
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 # Longer than any time-out on the way: a watch is replaced after 8 s of silence, gRPC drops a connection after 9.
 STOPPED_S = 11.0
@@ -92,7 +92,7 @@ async def test_a_proxy_that_was_stopped_for_long_knows_what_it_missed(
             while (await asyncio.to_thread(told, process)) != (wanted, False):
                 await asyncio.sleep(0.05)
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             await catches_up()
         assert await asked_of(process, *brokers) == 2
         assert "etcd restored" not in process.stderr()
@@ -130,31 +130,18 @@ async def test_an_etcd_that_nobody_writes_to_is_heard_all_the_same(etcd_cluster:
 
 
 class LongestStall:
-    """How long the event loop was kept from its other work, in seconds, be it by computing or by waiting.
-
-    Without the time for which its thread could have run and other processes had the processor.
-    """
+    """How long the event loop was kept from its other work by computing, in seconds of its thread's CPU time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     async def watch(self) -> None:
         while True:
-            began, kept_waiting = time.monotonic(), self._kept_waiting()
+            began = time.thread_time()
             await asyncio.sleep(0.005)
-            stalled = time.monotonic() - began - 0.005 - (self._kept_waiting() - kept_waiting)
-            self.seconds = max(self.seconds, stalled)
-
-    @staticmethod
-    def _kept_waiting() -> float:
-        """As Linux counts it; 0 on other systems."""
-        try:
-            return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-        except OSError:
-            return 0.0
+            self.seconds = max(self.seconds, time.thread_time() - began)
 
 
-@pytest.mark.timeout(180)
 async def test_a_hundred_thousand_leases_that_end_at_once(
     etcd_cluster: EtcdCluster, etcd_prefix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +154,7 @@ async def test_a_hundred_thousand_leases_that_end_at_once(
     table = LeaseTable(client, etcd_prefix, topology)
     stall = LongestStall()
     async with running(table.run()):
-        await asyncio.wait_for(table.wait_synced(), 30)
+        await asyncio.wait_for(table.wait_synced(), 2 * PATIENCE_S)
         assert topology.owned_count == GREAT
         async with running(stall.watch()):
             began = time.monotonic()
@@ -177,15 +164,15 @@ async def test_a_hundred_thousand_leases_that_end_at_once(
             # Who takes over right behind it must not be taken for what ended.
             taken = [(lease_key(etcd_prefix, f"topic-{n}", n), b"2") for n in range(100)]
             await put_many(client, taken)
-            await eventually(lambda: topology.owned_count == 100, timeout_s=60, what="all others are gone")
+            await eventually(lambda: topology.owned_count == 100, timeout_s=2 * PATIENCE_S, what="all others are gone")
             took = time.monotonic() - began
         assert owners(topology) == {(f"topic-{n}", n): 2 for n in range(100)}
         assert owners(topology) == await owners_in_etcd(client, etcd_prefix)
         assert not table.skipped
     with capsys.disabled():
         print(f"\n{GREAT} leases gone after {took:.2f} s, longest stall of the loop {stall.seconds * 1000:.0f} ms")
-    # What one would notice; the figure itself is printed.
-    assert stall.seconds < 2
+    # What one would notice, on a slow machine; the figure itself is printed.
+    assert stall.seconds < 4
     await client.close()
 
 
@@ -209,7 +196,7 @@ async def test_an_etcd_restored_from_a_snapshot_takes_the_table_with_it(
         topology = Topology()
         table = LeaseTable(client, "/p", topology)
         async with running(table.run()):
-            await asyncio.wait_for(table.wait_synced(), 10)
+            await asyncio.wait_for(table.wait_synced(), PATIENCE_S)
             # A history that will not have been: moved, gone, new.
             await put_many(client, [(lease_key("/p", "t", index), b"2") for index in range(5)])
             await client.delete(lease_key("/p", "t", 9))
@@ -219,7 +206,7 @@ async def test_an_etcd_restored_from_a_snapshot_takes_the_table_with_it(
             await cluster.restore(tmp_path / "snapshot", same_cluster=same_cluster, bump_revision=bump_revision)
             truth = await owners_in_etcd(client, "/p")
             assert truth == {("t", index): 1 for index in range(10)}
-            await eventually(lambda: owners(topology) == truth, timeout_s=30, what="what etcd says now")
+            await eventually(lambda: owners(topology) == truth, what="what etcd says now")
             assert table.restores == 1
             assert (topology.revision < later) is not bool(bump_revision)
             # And it follows the new history.

@@ -35,7 +35,7 @@ from kproxy.ownership.leases import REREAD_KEYS, LeaseTable
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from tests.support.etcd.embedded import Relay, compact, kill, own_etcd, put_many, running
 from tests.support.etcd.leases import lease_key, owners
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def table_of(
     topology = Topology()
     table = LeaseTable(client, prefix, topology, on_change=on_change)
     async with running(table.run()):
-        await asyncio.wait_for(table.wait_synced(), 10)
+        await asyncio.wait_for(table.wait_synced(), PATIENCE_S)
         yield table, topology
 
 
@@ -110,7 +110,7 @@ async def test_topic_ids_come_and_go_with_the_topics_of_reference_brokers(
 
 async def test_a_refusal_is_answered_by_what_etcd_says_now(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     async with Relay(etcd_client.endpoints) as relay:
-        client = EtcdClient([relay.endpoint], timeout_s=2)
+        client = EtcdClient([relay.endpoint], timeout_s=3)
         await client.connect()
         first = await etcd_client.put(lease_key(etcd_prefix, "t", 0), b"1")
         async with table_of(client, etcd_prefix) as (table, topology):
@@ -298,7 +298,7 @@ async def test_an_etcd_put_back_that_has_come_further_since_is_found_out_by_a_re
         await server.stop()
         shutil.copytree(tmp_path / "data", tmp_path / "backup")
         await server.start()
-        client = EtcdClient([relay.endpoint], timeout_s=1)
+        client = EtcdClient([relay.endpoint], timeout_s=3)
         await client.connect()
         async with table_of(client, "/k") as (table, topology):
             for owner in (b"2", b"3"):
@@ -329,7 +329,7 @@ def test_leases_and_the_table_work_on_both_event_loops(
     async def broker_and_proxy() -> None:
         client = EtcdClient([etcd.endpoint])
         await client.connect()
-        lease = await client.lease_grant(2)
+        lease = await client.lease_grant(8)
         renewed: list[float] = []
         keep_alive = client.lease_keep_alive(
             lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, ttl_s: renewed.append(sent_at)
