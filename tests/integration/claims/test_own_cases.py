@@ -83,7 +83,7 @@ def claimed_while_it_waits() -> Step:
     """A, who owns partition 0 as a reader, waits for records; B claims it, and A hears of none."""
 
     async def send(run: CaseRun) -> Checked:
-        fetched = run.clients["A"].send_fetch(run.topic, 0, await run.end_of(0), max_wait_ms=10_000)
+        fetched = run.clients["A"].send_fetch(run.topic, 0, await run.end_of(0), max_wait_ms=30_000)
         await (await own("B", [("0", 1)], New(1), group=READERS)(run))
 
         async def check() -> None:
@@ -99,7 +99,7 @@ def claimed_while_nobody_had_it() -> Step:
     """B, bound to the readers, waits for records of partition 0, which nobody owns until A claims it."""
 
     async def send(run: CaseRun) -> Checked:
-        fetched = run.clients["B"].send_fetch(run.topic, 0, await run.end_of(0), max_wait_ms=10_000)
+        fetched = run.clients["B"].send_fetch(run.topic, 0, await run.end_of(0), max_wait_ms=30_000)
         for step in (own("A", [("0", 1)], New(1), group=READERS), own("C", [("0", 1)], New(1)), writes("C", 0)):
             await (await step(run))
 
@@ -118,7 +118,7 @@ def claimed_behind_another_answer() -> Step:
     """
 
     async def send(run: CaseRun) -> Checked:
-        first = run.clients["B"].send_fetch(run.topic, 1, await run.end_of(1), max_wait_ms=1_500)
+        first = run.clients["B"].send_fetch(run.topic, 1, await run.end_of(1), max_wait_ms=20_000)
         second = run.clients["B"].send_fetch(run.topic, 0, 0)
         # By now the broker has answered the second one.
         await asyncio.sleep(0.3)

@@ -14,16 +14,17 @@ import pytest
 from kproxy.claims.keys import decode_claim
 from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, NONE, POLICY_VIOLATION
 from kproxy_codec.own import OwnedResource
-from tests.support.claims.own_cases import PATIENCE_S, Place, Pool, writers_of
+from tests.support.claims.own_cases import Place, Pool, writers_of
 from tests.support.claims.own_client import OwnClient
 from tests.support.claims.own_proxies import OwnSite
 from tests.support.claims.owned_topics import RelayThread
 from tests.support.etcd.embedded import Relay
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.worker_processes import worker_pids
+from tests.support.waiting import PATIENCE_S
 
 # Workers are started again after a second.
-RESTART_S = 10.0
+RESTART_S = PATIENCE_S
 SLOW_S = 0.1
 LOST_ANSWERS = 5
 

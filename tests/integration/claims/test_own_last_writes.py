@@ -35,12 +35,11 @@ from tests.support.claims.own_client import OwnClient
 from tests.support.etcd.embedded import running
 from tests.support.processes.running_proxy import RunningProxy, running_proxy
 from tests.support.processes.served import ServedBroker
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 GROUP = "writers"
 # Shorter than any wait for an answer, longer than what the claims here take.
 OWN_TIMEOUT_S = 0.2
-PATIENCE_S = 10.0
 UNSETTLED_S = 1.0
 RESOURCE = "t/0"
 
@@ -62,7 +61,7 @@ class Site:
                 self._prefix,
                 "proxy.test",
                 19_092 + number,
-                ttl_s=5,
+                ttl_s=60,
                 writer_groups={"t": GROUP},
                 timeout_s=OWN_TIMEOUT_S,
                 unsettled=UnsettledWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=UNSETTLED_S),
@@ -95,12 +94,12 @@ class Site:
         owner.send_produce("t", 0, b"last", acks)
         return await self.broker.next()
 
-    def have_patience(self) -> None:
-        """What is unsettled from now on is so until it is answered."""
+    def have_patience(self, unsettled_s: float = 1_000.0) -> None:
+        """What is unsettled from now on is so for that time or, by default, until it is answered."""
         for proxy in self.proxies:
             assert proxy.context.own is not None
-            proxy.context.own.unsettled._unsettled_s = 1_000
-            proxy.context.limits = msgspec.structs.replace(proxy.context.limits, own_unsettled_s=1_000)
+            proxy.context.own.unsettled._unsettled_s = unsettled_s
+            proxy.context.limits = msgspec.structs.replace(proxy.context.limits, own_unsettled_s=unsettled_s)
 
     def unsettled(self, proxy: int = 0) -> list[tuple[str, int]]:
         own = self.proxies[proxy].context.own
@@ -113,10 +112,10 @@ async def claim(client: OwnClient, resource: str = RESOURCE, generation: int = 1
     return owned.error_code
 
 
-async def claim_until_granted(client: OwnClient) -> None:
+async def claim_until_granted(client: OwnClient, resource: str = RESOURCE) -> None:
     """What has to be waited for is settled: so long as it takes to be told."""
     async with asyncio.timeout(PATIENCE_S):
-        while (code := await claim(client)) != NONE:
+        while (code := await claim(client, resource)) != NONE:
             assert code == REQUEST_TIMED_OUT
 
 
@@ -151,12 +150,13 @@ ends_with_acks = pytest.mark.parametrize(
 async def test_a_claim_waits_for_the_answer_to_what_was_written(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]], successor_at: int
 ) -> None:
+    site.have_patience()
     owner, successor = await site.owner(), await site.client(successor_at)
     asked = await site.writes(owner, acks)
     assert asked.fields["acks"] == (acks or 1)
     await ends(owner)
     assert await claim(successor) == REQUEST_TIMED_OUT
-    assert await owner.wait_closed(1)
+    assert await owner.wait_closed(PATIENCE_S)
     assert await claim(successor) == REQUEST_TIMED_OUT
     assert asked.connection.is_open
     asked.answer()
@@ -178,15 +178,16 @@ async def test_what_is_lost_with_its_connection_is_waited_for(site: Site, acks: 
     if acks != 0:
         owner.send_produce("t", 0, b"again", acks)
         (await site.broker.next()).answer()
-    assert await claim(successor) == REQUEST_TIMED_OUT
     await claim_until_granted(successor)
     assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
 
 
 async def test_what_is_lost_after_its_writer_has_gone_is_waited_for_from_then_on(site: Site) -> None:
+    site.have_patience()
     owner, successor = await site.owner(), await site.client(1)
     asked = await site.writes(owner)
     assert await claim(successor) == REQUEST_TIMED_OUT
+    site.have_patience(UNSETTLED_S)
     began = asyncio.get_running_loop().time()
     asked.connection.abort()
     await claim_until_granted(successor)
@@ -245,6 +246,7 @@ async def test_what_waits_to_be_sent_again_is_not(
 async def test_what_is_refused_after_its_writer_has_gone_is_not_sent_again(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
 ) -> None:
+    site.have_patience()
     owner, successor = await site.owner(), await site.client(1)
     asked = await site.writes(owner, acks)
     await ends(owner)
@@ -289,6 +291,7 @@ async def test_nothing_that_waits_for_a_dial_is_sent_once_the_lease_is_not_certa
 
 
 async def test_other_partitions_and_topics_are_not_waited_for(site: Site) -> None:
+    site.have_patience()
     owner, successor = await site.owner(), await site.client()
     free = await site.client()
     await site.writes(owner)
@@ -296,7 +299,7 @@ async def test_other_partitions_and_topics_are_not_waited_for(site: Site) -> Non
     await site.broker.next()
     await owner.close()
     await free.close()
-    assert await claim(successor, "t/1") == NONE
+    await claim_until_granted(successor, "t/1")
     assert site.unsettled() == [("t", 0)]
 
 
@@ -305,6 +308,7 @@ async def test_other_partitions_and_topics_are_not_waited_for(site: Site) -> Non
 async def test_kafscales_brokers_are_waited_for_as_well(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
 ) -> None:
+    site.have_patience()
     owner, successor = await site.owner(), await site.client(1)
     asked = await site.writes(owner, acks)
     await ends(owner)
@@ -352,6 +356,7 @@ async def test_before_brokers_with_fences_nobody_waits(
 
 
 async def test_a_whole_group_waits_for_each_of_its_partitions(site: Site) -> None:
+    site.have_patience()
     owner, successor = await site.owner(), await site.client(1)
     asked = await site.writes(owner)
     await owner.close()
@@ -371,12 +376,13 @@ async def test_acks_0_asks_for_an_answer_only_where_a_topic_has_a_writer_group(s
 
 async def test_what_goes_with_a_refused_acks_0_part_is_waited_for_as_ever(site: Site) -> None:
     """For two partitions of which it owns one: the connection ends over the other, in the same step."""
+    site.have_patience()
     owner, successor = await site.owner(), await site.client(1)
     (await site.writes(owner, 0)).answer()
     owner.send_produce_many({("t", 0): b"owned", ("t", 1): b"not"}, 0)
     asked = await site.broker.next()
     assert asked.partitions == [("t", 0)]
-    assert await owner.wait_closed(1)
+    assert await owner.wait_closed(PATIENCE_S)
     assert site.proxies[0].context.tally.drops[b"t"] == {POLICY_VIOLATION: 1}
     assert await claim(successor) == REQUEST_TIMED_OUT
     asked.answer()

@@ -17,6 +17,7 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE, THROTTLING_QUOTA_EXCEEDED
 from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
+from tests.support.waiting import PATIENCE_S
 
 GROUP = "g"
 MOST = 5
@@ -32,15 +33,15 @@ async def claims(etcd: EmbeddedEtcd, prefix: str) -> AsyncIterator[OwnService]:
         prefix,
         "127.0.0.1",
         9092,
-        ttl_s=5,
+        ttl_s=60,
         writer_groups={},
-        timeout_s=10.0,
+        timeout_s=PATIENCE_S,
         unsettled=unsettled,
         counters=Counter(),
     )
     running = asyncio.create_task(own.run())
     try:
-        await asyncio.wait_for(own.wait_ready(), 10.0)
+        await asyncio.wait_for(own.wait_ready(), PATIENCE_S)
         yield own
     finally:
         running.cancel()
@@ -88,7 +89,7 @@ async def test_all_connections_claim_so_much_and_no_more(etcd: EmbeddedEtcd, etc
             assert await claim(own, second, "f") == [THROTTLING_QUOTA_EXCEEDED]
             assert await claim(own, second, "a", generation=0) == [NONE]
             assert len(severed) == 1
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while own.table.count > 1:
                     await asyncio.sleep(0.005)
             assert await claim(own, second, "f", "b") == [NONE] * 2

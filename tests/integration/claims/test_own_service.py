@@ -25,7 +25,7 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.waiting import eventually
 
 GROUP = "writers"
-TTL_S = 5
+TTL_S = 60
 # etcd takes at most 128 operations in a transaction.
 OPERATIONS = 100
 

@@ -15,16 +15,19 @@ from kproxy_codec.api_keys import OWN
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE, POLICY_VIOLATION
 from kproxy_codec.framing import request_header
 from kproxy_codec.own import MAX_RESOURCES, OwnRequest, OwnResource, encode_own_request
-from tests.support.claims.own_cases import PATIENCE_S, Place, writers_of
+from tests.support.claims.own_cases import Place, writers_of
 from tests.support.claims.own_client import OwnClient
 from tests.support.claims.own_proxies import OwnSite
 from tests.support.clients.raw_client import raw_frame
+from tests.support.waiting import PATIENCE_S
 
 PLACES = [Place(0, 1), Place(0, 2), Place(1, 1), Place(1, 2)]
 CONNECTIONS = 50
 CLAIMS_EACH = 4
 # Of one request, which takes a second or so.
 MANY = 1_000
+# To see who is served sooner.
+ATTEMPTS = 5
 
 
 class Grant(NamedTuple):
@@ -176,19 +179,27 @@ def test_many_resources_in_one_request_keep_nobody(own_site: OwnSite) -> None:
     topic = own_site.topic("many")
     resources = [(f"r{number}", 1) for number in range(MANY)]
 
-    async def run() -> None:
-        greedy, owner = [await own_site.pool.connect(PLACES[0]) for _ in range(2)]
-        claiming = greedy.send_own("greedy", resources)
-        for number in range(3):
-            (granted,) = (await owner.own(writers_of(topic), [(f"{topic}/0", number + 1)])).resources
-            assert (granted.error_code, granted.generation) == (NONE, number + 1)
-            # Each claim takes a few writes to disk, and so do the many together: only the first is surely sooner.
-            assert number or not claiming.done(), "it was served before the others, and shows nothing"
+    async def is_served_meanwhile(owner: OwnClient, number: int) -> bool:
+        greedy = await own_site.pool.connect(PLACES[0])
+        claiming = greedy.send_own(f"greedy-{number}", resources)
+        (granted,) = (await owner.own(writers_of(topic), [(f"{topic}/0", number)])).resources
+        assert (granted.error_code, granted.generation) == (NONE, number)
+        is_sooner = not claiming.done()
         granted_to_greedy = (await asyncio.wait_for(claiming, 2 * PATIENCE_S)).resources
         assert [each.resource for each in granted_to_greedy] == [resource for resource, _ in resources]
         assert {each.error_code for each in granted_to_greedy} == {NONE}
         await greedy.close()
         assert (await owner.produce(topic, 0, b"as ever")).error_code == NONE
+        return is_sooner
+
+    async def run() -> None:
+        owner = await own_site.pool.connect(PLACES[0])
+        # Where the machine stands still, both answers are there before one is looked at.
+        for number in range(1, ATTEMPTS + 1):
+            if await is_served_meanwhile(owner, number):
+                break
+        else:
+            pytest.fail("it waits until the many are claimed")
         await owner.close()
         await own_site.until_nothing_is_claimed()
 
@@ -199,7 +210,7 @@ def test_a_flood_of_claims_keeps_nobody(own_site: OwnSite) -> None:
     """Twenty connections send two hundred claims each, all at once, and read no answer before the last."""
     topic = own_site.topic("flood")
 
-    async def run() -> None:
+    async def is_served_meanwhile() -> bool:
         flooding = [await own_site.pool.connect(PLACES[number % 4]) for number in range(20)]
         answers = [
             client.send_own(f"flood-{number}", [(f"r{n % 7}", 0)])
@@ -210,10 +221,17 @@ def test_a_flood_of_claims_keeps_nobody(own_site: OwnSite) -> None:
         (granted,) = (await owner.own(writers_of(topic), [(f"{topic}/0", 1)])).resources
         assert granted.error_code == NONE
         assert (await owner.produce(topic, 0, b"as ever")).error_code == NONE
-        assert not all(answer.done() for answer in answers), "there was no flood"
+        is_sooner = not all(answer.done() for answer in answers)
         for client in [*flooding, owner]:
             await client.close()
         await own_site.until_nothing_is_claimed()
+        return is_sooner
+
+    async def run() -> None:
+        for _ in range(ATTEMPTS):
+            if await is_served_meanwhile():
+                return
+        pytest.fail("it waits until the flood is over")
 
     own_site.run(run())
 

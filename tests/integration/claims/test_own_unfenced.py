@@ -28,18 +28,19 @@ from tests.support.claims.own_client import OwnClient
 from tests.support.clients.kafka_io import read_partition
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import port_of
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 # The first run of all downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 GROUP = "writers"
 TOPICS = [f"unfenced-{uuid.uuid4().hex[:10]}-{number}" for number in range(6)]
-TTL_S = 2
+# Of a proxy that the test kills, and of those that it does not.
+TTL_S = 4
+LASTING_TTL_S = 60
 # What is asked for in vain is answered after this; long before anything is settled by time alone.
 OWN_TIMEOUT_S = 1.0
-UNSETTLED_S = 3.0
-PATIENCE_S = 30.0
+UNSETTLED_S = 10.0
 
 
 class Site:
@@ -63,7 +64,9 @@ class Site:
         self.owners = await self.proxy({node_id: way.port for node_id, way in self.ways.items()})
         self.successors = await self.proxy({broker.node_id: broker.port for broker in self.kafka.brokers})
 
-    async def proxy(self, ports: dict[int, int] | None, prefix: str = f"/{TOPICS[0]}") -> KproxyProcess:
+    async def proxy(
+        self, ports: dict[int, int] | None, prefix: str = f"/{TOPICS[0]}", ttl_s: int = LASTING_TTL_S
+    ) -> KproxyProcess:
         """Before brokers at these ports or, None, at those that the cluster names; it knows those of its prefix."""
         self._started += 1
         lines = [f"[limits]\nown_timeout_s = {OWN_TIMEOUT_S}\nown_unsettled_s = {UNSETTLED_S}"]
@@ -77,7 +80,7 @@ class Site:
         file = self._directory / f"{self._started}.toml"
         file.write_text("\n".join(lines) + "\n")
         arguments = ["serve", "--config", str(file), "--listen", f"{HOST}:0", *source, "--etcd", self._etcd]
-        arguments += ["--prefix", prefix, "--lease-ttl", str(TTL_S)]
+        arguments += ["--prefix", prefix, "--lease-ttl", str(ttl_s)]
         arguments += [f"--writer-group={topic}={GROUP}" for topic in TOPICS]
         process = KproxyProcess(arguments, file.with_suffix(".stderr"))
         self._stack.push_async_callback(asyncio.to_thread, process.stop)
@@ -156,7 +159,7 @@ async def test_what_is_under_way_comes_before_the_next_owners(
     await site.until_under_way()
     await ends(owner)
     assert await claim(successor, topic) == REQUEST_TIMED_OUT
-    assert await owner.wait_closed(OWN_TIMEOUT_S)
+    assert await owner.wait_closed()
     assert (await successor.produce(topic, 0, b"too early")).error_code == POLICY_VIOLATION
     site.release()
     await claim_until_granted(successor, topic)
@@ -175,7 +178,6 @@ async def test_what_was_lost_on_its_way_is_waited_for_for_a_time(site: Site) -> 
         await way.cut()
     # Not recognisable to the broker, so it is not sent again.
     assert (await lost).error_code == REQUEST_TIMED_OUT
-    assert await claim(successor, topic) == REQUEST_TIMED_OUT
     await claim_until_granted(successor, topic)
     assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
     assert (await successor.produce(topic, 0, b"next")).error_code == NONE
@@ -184,7 +186,7 @@ async def test_what_was_lost_on_its_way_is_waited_for_for_a_time(site: Site) -> 
 
 async def test_what_a_proxy_that_died_had_under_way_comes_before_the_next_owners(site: Site) -> None:
     topic = site.topic()
-    proxy = await site.proxy({node_id: way.port for node_id, way in site.ways.items()})
+    proxy = await site.proxy({node_id: way.port for node_id, way in site.ways.items()}, ttl_s=TTL_S)
     owner, successor = await site.writer(proxy, topic), await site.client(site.successors)
     site.hold()
     owner.send_produce(topic, 0, b"last")
@@ -193,7 +195,8 @@ async def test_what_a_proxy_that_died_had_under_way_comes_before_the_next_owners
     began = asyncio.get_running_loop().time()
     # For as long as its lease lives, and then for what it may have written.
     while asyncio.get_running_loop().time() - began < TTL_S + OWN_TIMEOUT_S:
-        assert await claim(successor, topic) == REQUEST_TIMED_OUT
+        code = await claim(successor, topic)
+        assert code == REQUEST_TIMED_OUT or asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
     site.release()
     await claim_until_granted(successor, topic)
     assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
@@ -212,7 +215,7 @@ async def etcd_here(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
 @pytest.mark.long
 async def test_what_all_proxies_had_under_way_when_they_died_is_waited_for(site: Site, etcd_here: EtcdClient) -> None:
     topic, prefix = site.topic(), f"/alone-{uuid.uuid4().hex}"
-    proxy = await site.proxy(None, prefix)
+    proxy = await site.proxy(None, prefix, TTL_S)
     await site.writer(proxy, topic)
     os.kill(proxy.pid, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
@@ -241,7 +244,7 @@ async def test_owners_take_turns_on_the_partitions_that_the_cluster_names(site: 
         await owner.produce(topic, 0, written[-2], 0)
         assert (await owner.produce(topic, 0, written[-1])).error_code == NONE
         await claim_until_granted(successor, topic)
-        assert await owner.wait_closed(OWN_TIMEOUT_S)
+        assert await owner.wait_closed()
         owner = successor
     assert (await owner.produce(topic, 0, b"end")).error_code == NONE
     assert await site.log(topic, len(written) + 1) == [*written, b"end"]
