@@ -10,7 +10,7 @@ from kproxy.ownership import kafka_client
 from kproxy.ownership.kafka_client import BrokerUnreachable, open_any
 from tests.support.brokers.scripted_upstream import Asked, DeafListener, ScriptedUpstream
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 240.0
 
 
 def says_its_versions(asked: Asked) -> None:
@@ -34,7 +34,7 @@ async def test_brokers_that_hang_and_dials_that_hang_are_not_waited_for() -> Non
     with DeafListener() as deaf:
         began = time.monotonic()
         connection = await open_any([hung.address, deaf.address, hung.address, healthy.address], TIMEOUT_S)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < TIMEOUT_S / 4
     assert connection.address == healthy.address
     # What lost is closed, and each was asked once.
     assert len(hung.connections) == 1
@@ -50,7 +50,7 @@ async def test_a_refused_dial_gives_the_next_one_its_turn_at_once(monkeypatch: p
     await gone.stop()
     began = time.monotonic()
     connection = await open_any([gone.address] * 2 + [healthy.address], TIMEOUT_S)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < TIMEOUT_S / 4
     await connection.close()
     await healthy.stop()
 
@@ -59,7 +59,7 @@ async def test_the_error_names_every_broker_and_why_it_will_not_do() -> None:
     gone, hung = await ScriptedUpstream(1).start(), await ScriptedUpstream(2).start()
     await gone.stop()
     with pytest.raises(BrokerUnreachable) as caught:
-        await open_any([gone.address, hung.address], 0.3)
+        await open_any([gone.address, hung.address], 2.0)
     for address, why in ((gone.address, "cannot be reached"), (hung.address, "did not answer")):
         assert f"{address.host}:{address.port} {why}" in str(caught.value)
     with pytest.raises(BrokerUnreachable, match="no broker to ask"):

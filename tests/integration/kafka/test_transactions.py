@@ -270,7 +270,7 @@ def consume_with_java(bootstrap: str, topic: str, count: int) -> list[str]:
     ]
     command += ["--bootstrap-server", bootstrap, "--topic", topic, "--group", f"java-{topic}"]
     command += ["--command-property", "auto.offset.reset=earliest", "--max-messages", str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * TIMEOUT_S, check=True)
     return done.stdout.split()
 
 

@@ -16,7 +16,7 @@ TOKEN = "a-token-of-the-operators"
 
 def post(admin: str, **headers: str) -> int:
     host, _, port = admin.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
     try:
         body = b'{"group": "g", "resources": ["t/0"]}'
         connection.request("POST", "/own/free", body, {"Content-Type": "application/json", **headers})

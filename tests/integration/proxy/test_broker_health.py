@@ -17,7 +17,7 @@ from kproxy.routing import retry
 from kproxy_codec import api_keys as keys
 from tests.support.brokers.scripted_upstream import Asked, DeafListener, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
-from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.processes.running_proxy import both_loops, in_one_go, running_proxy
 from tests.support.waiting import eventually
 
 NOT_COORDINATOR, NOT_LEADER, TIMED_OUT = 16, 6, 7
@@ -54,6 +54,7 @@ def logged_of_brokers() -> Iterator[list[Any]]:
 
 
 @both_loops
+@in_one_go
 async def test_a_broker_that_is_down_is_told_of_once_and_again_when_it_is_back() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
@@ -72,6 +73,7 @@ async def test_a_broker_that_is_down_is_told_of_once_and_again_when_it_is_back()
 
 
 @both_loops
+@in_one_go
 async def test_a_broker_that_is_back_is_used_at_once_where_the_last_dial_is_a_second_ago() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
@@ -109,6 +111,7 @@ def _own_sockets() -> Iterator[str]:
 
 @linux
 @both_loops
+@in_one_go
 async def test_a_broker_that_is_known_to_be_down_is_dialled_by_one_at_a_time() -> None:
     limits = {"connect_timeout_s": 0.6, "probe_timeout_s": 60.0}
     with DeafListener() as listener:
@@ -132,6 +135,7 @@ async def test_a_broker_that_is_known_to_be_down_is_dialled_by_one_at_a_time() -
 
 @linux
 @both_loops
+@in_one_go
 async def test_a_client_that_leaves_during_a_dial_takes_nothing_from_others_who_wait() -> None:
     limits = {"connect_timeout_s": 10.0, "probe_timeout_s": 60.0}
     upstream = ScriptedUpstream(1, answers_everything)
@@ -169,6 +173,7 @@ def answers_about_the_cluster(asked: Asked) -> None:
 
 
 @both_loops
+@in_one_go
 async def test_requests_about_the_cluster_find_a_hang_once_and_not_on_each_connection() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_about_the_cluster)
     async with running_proxy(stuck, healthy, limits=QUICK_PROBES) as proxy:
@@ -186,6 +191,7 @@ async def test_requests_about_the_cluster_find_a_hang_once_and_not_on_each_conne
 
 
 @both_loops
+@in_one_go
 async def test_a_coordinator_that_hangs_holds_up_its_clients_no_longer_than_a_probe() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_about_the_cluster)
     async with running_proxy(stuck, healthy, limits=QUICK_PROBES) as proxy:
@@ -213,6 +219,7 @@ async def test_a_coordinator_that_hangs_holds_up_its_clients_no_longer_than_a_pr
 
 @pytest.mark.parametrize("key", [keys.JOIN_GROUP, keys.SYNC_GROUP])
 @both_loops
+@in_one_go
 async def test_a_request_that_waits_for_others_by_nature_is_no_hang(key: int) -> None:
     coordinator = ScriptedUpstream(1)
     async with running_proxy(coordinator, limits=QUICK_PROBES) as proxy:
@@ -229,6 +236,7 @@ async def test_a_request_that_waits_for_others_by_nature_is_no_hang(key: int) ->
 
 
 @both_loops
+@in_one_go
 async def test_the_question_what_a_broker_serves_finds_a_hang_as_well() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
     async with running_proxy(stuck, healthy, limits=QUICK_PROBES, follows_versions=True) as proxy:
@@ -248,6 +256,7 @@ async def test_the_question_what_a_broker_serves_finds_a_hang_as_well() -> None:
 @linux
 @pytest.mark.parametrize("loses_request", [True, False], ids=["request", "answer"])
 @both_loops
+@in_one_go
 async def test_a_connection_that_is_cut_off_alone_is_given_up_soon(loses_request: bool) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -279,6 +288,7 @@ async def test_a_connection_that_is_cut_off_alone_is_given_up_soon(loses_request
 
 @linux
 @both_loops
+@in_one_go
 async def test_a_coordinators_connection_that_is_cut_off_alone_is_given_up_soon() -> None:
     coordinator = ScriptedUpstream(1)
     async with running_proxy(coordinator) as proxy:
@@ -293,6 +303,7 @@ async def test_a_coordinators_connection_that_is_cut_off_alone_is_given_up_soon(
 
 @linux
 @both_loops
+@in_one_go
 async def test_a_broker_that_does_not_read_for_a_while_keeps_its_connection() -> None:
     """As Kafka does where a client has used up its quota: the window is closed, and the kernel acknowledges that."""
     upstream = ScriptedUpstream(1)

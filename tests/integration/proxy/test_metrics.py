@@ -18,7 +18,7 @@ from kproxy.observe.tally import MAX_BROKERS, MAX_DROP_TOPICS, OTHER_BROKERS, Ta
 from kproxy_codec.api_keys import API_VERSIONS, METADATA
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import batch, fetch_frame, list_offsets_frame, produce_frame, raw_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, both_loops, in_one_go, running_proxy
 from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
 from tests.support.waiting import eventually
 
@@ -206,6 +206,7 @@ async def test_split_requests_are_counted() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_deadlines_are_counted() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -325,6 +326,7 @@ async def test_a_process_that_comes_late_says_so() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_draining_is_shown() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"drain_s": 0.3}) as proxy:
@@ -369,6 +371,7 @@ async def test_a_real_process_shows_them_all_in_both_formats(tmp_path: Path) -> 
 
 
 @both_loops
+@in_one_go
 async def test_brokers_that_hang_are_shown_until_they_answer() -> None:
     upstream = ScriptedUpstream(1)
     upstream.answers_probes = False

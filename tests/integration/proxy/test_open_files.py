@@ -20,6 +20,7 @@ from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.processes.dev import KPROXY, KproxyProcess, dev_arguments
 from tests.support.processes.served import ServedBroker, page, port_of, samples
 from tests.support.processes.worker_processes import worker_pids
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the limit is POSIX's")
 
@@ -127,19 +128,14 @@ async def test_when_they_run_short_new_clients_are_refused_and_nobody_is_told_of
         for client in clients:
             client.abort()
 
-        async def admitted() -> int:
+        async def all_are_admitted() -> bool:
             again = [await RawClient().connect(port_of(process)) for _ in range(5)]
             results = [await produced(client, partitions) for client in again]
             for client in again:
                 client.abort()
-            return results.count("0")
+            return results == ["0"] * len(again)
 
-        for _ in range(50):
-            if await admitted() == 5:
-                break
-            await asyncio.sleep(0.1)
-        else:
-            pytest.fail("those who come later are not served although the others have left")
+        await eventually(all_are_admitted, "those who come later are served, as the others have left")
     for upstream in upstreams:
         await upstream.stop()
 

@@ -28,7 +28,7 @@ HOST = "127.0.0.1"
 
 @contextlib.contextmanager
 def connected(port: int) -> Iterator[socket.socket]:
-    with socket.create_connection((HOST, port), timeout=10) as client:
+    with socket.create_connection((HOST, port), timeout=60) as client:
         yield client
 
 
@@ -50,7 +50,7 @@ def speak_tls(port: int) -> None:
 
 def speak_http(port: int) -> None:
     for method in ("GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "PATCH", "CONNECT"):
-        connection = http.client.HTTPConnection(HOST, port, timeout=10)
+        connection = http.client.HTTPConnection(HOST, port, timeout=60)
         connection.request(method, "/metrics", body=bytes(1000) if method == "POST" else None)
         answer = connection.getresponse()
         assert answer.status == 400

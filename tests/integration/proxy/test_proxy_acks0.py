@@ -12,7 +12,7 @@ from kproxy.proxy import fanout
 from kproxy_codec.api_keys import PRODUCE
 from tests.support.brokers.scripted_upstream import DeafListener, ScriptedUpstream
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
-from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.processes.running_proxy import both_loops, in_one_go, running_proxy
 from tests.support.waiting import eventually
 from tests.support.wire.messages import response_body, response_frame, sample_response
 
@@ -72,6 +72,7 @@ async def test_acks_0_over_two_owners_reaches_both() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_acks_0_waits_for_the_dial_and_holds_up_nothing_else() -> None:
     slow, healthy = ScriptedUpstream(1), ScriptedUpstream(2)
     with DeafListener() as listener:
@@ -117,6 +118,7 @@ async def test_each_acks_0_batch_that_is_lost_is_counted() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_acks_0_that_is_refused_a_dial_is_sent_when_the_broker_is_back() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -133,6 +135,7 @@ async def test_acks_0_that_is_refused_a_dial_is_sent_when_the_broker_is_back() -
 
 
 @both_loops
+@in_one_go
 async def test_whole_acks_0_frames_are_sent_although_their_client_has_left() -> None:
     upstream = ScriptedUpstream(1)
     with DeafListener() as listener:
@@ -217,6 +220,7 @@ async def test_acks_0_to_a_partition_named_twice_closes_the_connection() -> None
 
 
 @both_loops
+@in_one_go
 async def test_acks_0_that_waits_is_bounded_in_bytes() -> None:
     """A client that needs no answers can send as fast as the network is."""
     upstream = ScriptedUpstream(1)
@@ -232,6 +236,7 @@ async def test_acks_0_that_waits_is_bounded_in_bytes() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_acks_0_that_waits_for_another_try_is_bounded_in_bytes() -> None:
     """After the first try everything waits in the lane, not in front of the dial."""
     async with running_proxy(limits={"max_in_flight_bytes": 1 << 20}) as proxy:
@@ -271,6 +276,7 @@ async def test_part_of_an_acks_0_frame_is_not_sent_at_all(written: int) -> None:
 
 
 @both_loops
+@in_one_go
 async def test_what_is_lost_while_the_proxy_stops_leaves_no_lookup_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broker has stopped reading, and what it has not taken is given up last of all."""
     monkeypatch.setattr(fanout, "FLUSH_S", 0.2)
@@ -292,6 +298,7 @@ async def test_what_is_lost_while_the_proxy_stops_leaves_no_lookup_behind(monkey
 
 
 @both_loops
+@in_one_go
 async def test_what_waited_to_be_begun_when_a_batch_before_it_was_refused_is_counted_as_lost() -> None:
     """Its client is told of the refused one by closing; that it had sent the others already, nobody else knows."""
     broker = ScriptedUpstream(1)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.brokers.scripted_upstream import Asked, DeafListener, ScriptedUpstream
 from tests.support.clients.raw_client import batch, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.processes.running_proxy import RunningProxy, both_loops, in_one_go, running_proxy
 from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
 from tests.support.waiting import eventually
 
@@ -198,6 +198,7 @@ async def test_unconfirmed_requests_are_bounded_in_bytes_and_in_number() -> None
 
 
 @both_loops
+@in_one_go
 async def test_stopping_waits_until_they_are_confirmed() -> None:
     upstream = ScriptedUpstream(1)
     async with confirming(upstream, limits={"drain_s": 20.0}) as proxy:
@@ -215,6 +216,7 @@ async def test_stopping_waits_until_they_are_confirmed() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_it_waits_for_the_dial() -> None:
     upstream = ScriptedUpstream(1)
     with DeafListener() as listener:

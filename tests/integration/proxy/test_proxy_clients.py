@@ -24,7 +24,7 @@ from tests.support.clients.raw_client import (
     produce_frame,
     raw_frame,
 )
-from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.processes.running_proxy import both_loops, in_one_go, running_proxy
 from tests.support.waiting import eventually
 from tests.support.wire.messages import request_body, request_frame, sample_request
 
@@ -210,7 +210,7 @@ async def test_a_client_that_does_not_read_its_fetches_costs_a_bounded_amount_of
         for n in range(50):
             fast.send(produce_frame(records=batch(n), correlation_id=n))
             assert (await fast.answer()).correlation_id == n
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
         await asyncio.sleep(0.2)
         # What is in flight, and what the two kernels hold.
         assert answered_bytes < 30 << 20
@@ -261,12 +261,13 @@ async def test_a_broker_that_does_not_read_slows_down_its_own_client_alone() -> 
         for n in range(50):
             free.send(produce_frame({"t": [1]}, correlation_id=n))
             assert (await free.answer()).correlation_id == n
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
         stuck.abort()
         slow.connections[0].abort()
 
 
 @both_loops
+@in_one_go
 async def test_a_refused_client_that_does_not_read_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_session, "FLUSH_S", 0.5)
     upstream = ScriptedUpstream(1, lambda asked: asked.answer(results={T0: {"records": bytes(8 << 20)}}))
@@ -328,6 +329,7 @@ async def test_stopping_answers_what_is_in_flight_and_then_closes() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_stopping_does_not_wait_longer_than_it_was_told_to() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"drain_s": 0.3}) as proxy:
@@ -337,7 +339,7 @@ async def test_stopping_does_not_wait_longer_than_it_was_told_to() -> None:
         await upstream.next()
         began = time.monotonic()
         await proxy.listener.stop()
-        assert 0.2 < time.monotonic() - began < 10
+        assert 0.2 < time.monotonic() - began < 20
         assert await client.is_closed()
 
 
@@ -409,6 +411,7 @@ async def test_a_replica_that_asks_does_not_reach_a_broker() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_a_client_that_goes_on_sending_while_the_proxy_stops_still_gets_its_answer() -> None:
     """Closing upon bytes that nobody has read resets the connection, and what is still on its way is lost."""
     upstream = ScriptedUpstream(1)

@@ -25,7 +25,7 @@ from tests.support.clients.raw_client import (
     produce_frame,
     raw_frame,
 )
-from tests.support.processes.running_proxy import IDENTITY, both_loops
+from tests.support.processes.running_proxy import IDENTITY, both_loops, in_one_go
 from tests.support.processes.running_proxy import running_among_strangers as running_proxy
 from tests.support.waiting import eventually
 
@@ -261,6 +261,7 @@ async def test_brokers_are_asked_for_their_versions_once() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_a_broker_that_does_not_say_its_versions_does_not_hold_up_every_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -336,6 +337,7 @@ async def test_a_broker_in_trouble_is_passed_over(trouble: Callable[[Asked], Non
 
 
 @both_loops
+@in_one_go
 async def test_a_hung_broker_is_waited_for_once() -> None:
     brokers = [ScriptedUpstream(node_id) for node_id in (1, 2)]
     async with running_proxy(*brokers, limits={"control_attempt_s": 1.0}) as proxy:

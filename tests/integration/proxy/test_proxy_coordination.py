@@ -16,7 +16,7 @@ from kproxy_codec.control import decode_request
 from kproxy_codec.coordination import GROUP, TRANSACTION
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
 from tests.support.clients.raw_client import RawClient, control_frame, produce_frame
-from tests.support.processes.running_proxy import IDENTITY, RunningProxy, both_loops
+from tests.support.processes.running_proxy import IDENTITY, RunningProxy, both_loops, in_one_go
 from tests.support.processes.running_proxy import running_among_strangers as running_proxy
 from tests.support.waiting import eventually
 
@@ -198,6 +198,7 @@ async def test_a_coordinator_that_has_left_is_looked_up_anew() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_a_coordinator_that_hangs_is_given_up_after_a_time() -> None:
     cluster = Cluster()
     cluster.coordinated = lambda asked: None
@@ -217,6 +218,7 @@ async def test_connections_to_coordinators_are_counted() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_members_of_a_group_may_be_waited_for_longer_than_any_broker() -> None:
     cluster = Cluster()
     cluster.coordinated = lambda asked: None
@@ -230,6 +232,7 @@ async def test_members_of_a_group_may_be_waited_for_longer_than_any_broker() -> 
 
 
 @both_loops
+@in_one_go
 async def test_members_of_a_group_do_not_wait_for_a_coordinator_that_hangs() -> None:
     cluster = Cluster()
     cluster.coordinated = lambda asked: None

@@ -12,7 +12,7 @@ import pytest
 from kproxy.routing import fanout
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
 from tests.support.clients.raw_client import Answer, RawClient, batch, produce_frame
-from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.processes.running_proxy import both_loops, in_one_go, running_proxy
 
 NOT_LEADER = 6
 TIMED_OUT = 7
@@ -169,6 +169,7 @@ async def test_what_comes_when_its_owner_has_left_waits_for_what_the_owner_has_n
 
 
 @both_loops
+@in_one_go
 async def test_a_former_owner_that_never_answers_does_not_hold_the_lane_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

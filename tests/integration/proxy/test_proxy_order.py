@@ -22,7 +22,7 @@ BATCHES = 600
 IN_FLIGHT = 5
 PARTITIONS: list[Partition] = [("t", 0), ("t", 1)]
 PAUSE_S = 0.005
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Producer:

@@ -10,7 +10,7 @@ import pytest
 from kproxy_codec.api_keys import FETCH, PRODUCE
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
 from tests.support.clients.raw_client import fetch_frame, produce_frame
-from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.processes.running_proxy import both_loops, in_one_go, running_proxy
 
 T0, T1 = ("t", 0), ("t", 1)
 NO_SESSION_FOUND = 70
@@ -24,6 +24,7 @@ def empty(asked: Asked) -> None:
 
 @pytest.mark.parametrize("version", range(4, 13))
 @both_loops
+@in_one_go
 async def test_a_fetch_with_one_owner_waits_at_the_broker_and_comes_back_as_it_was(version: int) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -40,6 +41,7 @@ async def test_a_fetch_with_one_owner_waits_at_the_broker_and_comes_back_as_it_w
 
 @pytest.mark.parametrize("version", range(7, 13))
 @both_loops
+@in_one_go
 async def test_fetch_sessions_are_not_kept(version: int) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -59,6 +61,7 @@ async def test_fetch_sessions_are_not_kept(version: int) -> None:
 
 
 @both_loops
+@in_one_go
 async def test_data_at_one_owner_does_not_wait_for_another_owners_max_wait() -> None:
     idle, busy = ScriptedUpstream(1, empty), ScriptedUpstream(2)
     async with running_proxy(idle, busy) as proxy:
@@ -74,6 +77,7 @@ async def test_data_at_one_owner_does_not_wait_for_another_owners_max_wait() -> 
 
 
 @both_loops
+@in_one_go
 async def test_data_that_comes_while_a_fetch_waits_is_found_soon() -> None:
     idle, busy = ScriptedUpstream(1, empty), ScriptedUpstream(2, empty)
     async with running_proxy(idle, busy) as proxy:
@@ -92,6 +96,7 @@ async def test_data_that_comes_while_a_fetch_waits_is_found_soon() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_a_fetch_without_data_is_answered_empty_when_its_time_is_up() -> None:
     first, second = ScriptedUpstream(1, empty), ScriptedUpstream(2, empty)
     async with running_proxy(first, second) as proxy:
@@ -106,6 +111,7 @@ async def test_a_fetch_without_data_is_answered_empty_when_its_time_is_up() -> N
 
 
 @both_loops
+@in_one_go
 async def test_an_error_is_not_waited_upon() -> None:
     first, second = ScriptedUpstream(1, empty), ScriptedUpstream(2)
     async with running_proxy(first, second) as proxy:
@@ -120,6 +126,7 @@ async def test_an_error_is_not_waited_upon() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_the_pieces_of_a_fetch_share_its_max_bytes() -> None:
     upstreams = [ScriptedUpstream(node_id) for node_id in (1, 2, 3)]
     async with running_proxy(*upstreams) as proxy:
@@ -135,6 +142,7 @@ async def test_the_pieces_of_a_fetch_share_its_max_bytes() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_an_error_of_the_whole_answer_counts_for_each_partition() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -147,6 +155,7 @@ async def test_an_error_of_the_whole_answer_counts_for_each_partition() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_fetches_do_not_wait_for_one_another_while_one_looks_again() -> None:
     """One that waits for data must not keep a produce request on the same connection from its broker."""
     first, second = ScriptedUpstream(1), ScriptedUpstream(2)
@@ -163,6 +172,7 @@ async def test_fetches_do_not_wait_for_one_another_while_one_looks_again() -> No
 
 
 @both_loops
+@in_one_go
 async def test_a_client_that_leaves_ends_the_looking() -> None:
     first, second = ScriptedUpstream(1, empty), ScriptedUpstream(2, empty)
     async with running_proxy(first, second) as proxy:

@@ -16,7 +16,7 @@ from kproxy.routing.topology import Address
 from kproxy_codec.api_keys import LIST_OFFSETS
 from tests.support.brokers.scripted_upstream import SILENCE_S, DeafListener, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, list_offsets_frame, produce_frame
-from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.processes.running_proxy import both_loops, in_one_go, running_proxy
 from tests.support.waiting import eventually
 
 NOT_LEADER = 6
@@ -40,6 +40,7 @@ async def prove(client: RawClient, upstream: ScriptedUpstream) -> None:
 
 
 @both_loops
+@in_one_go
 async def test_a_batch_refused_by_its_former_owner_is_sent_to_the_new_one() -> None:
     former, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(former, new) as proxy:
@@ -59,6 +60,7 @@ async def test_a_batch_refused_by_its_former_owner_is_sent_to_the_new_one() -> N
 
 
 @both_loops
+@in_one_go
 async def test_only_what_was_refused_is_sent_again() -> None:
     first, second = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(first, second) as proxy:
@@ -78,6 +80,7 @@ async def test_only_what_was_refused_is_sent_again() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_a_back_off_ends_when_the_table_names_another_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """With leaders that move faster than the longest back-off a batch would come to each of them too late."""
     monkeypatch.setattr(retry, "BACKOFF_S", (*BACKOFF_S[:-1], 8.0))
@@ -104,6 +107,7 @@ async def test_a_back_off_ends_when_the_table_names_another_owner(monkeypatch: p
 
 @pytest.mark.parametrize("speaks", [False, True], ids=["unknown", "known"])
 @both_loops
+@in_one_go
 async def test_a_broker_that_has_not_said_what_it_serves_is_not_taken_to_know_a_batch_again(speaks: bool) -> None:
     """Brokers without idempotence append it twice, and it may be one of those that has just been started."""
     upstream = ScriptedUpstream(1)
@@ -121,6 +125,7 @@ async def test_a_broker_that_has_not_said_what_it_serves_is_not_taken_to_know_a_
 
 
 @both_loops
+@in_one_go
 async def test_after_a_lost_connection_idempotent_batches_are_sent_again_in_order() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -146,6 +151,7 @@ async def test_after_a_lost_connection_idempotent_batches_are_sent_again_in_orde
 
 
 @both_loops
+@in_one_go
 async def test_after_a_lost_connection_others_get_seven() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -163,6 +169,7 @@ async def test_after_a_lost_connection_others_get_seven() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_a_refused_dial_is_tried_three_times_within_a_second_and_answered_with_six() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -177,6 +184,7 @@ async def test_a_refused_dial_is_tried_three_times_within_a_second_and_answered_
 
 
 @both_loops
+@in_one_go
 async def test_a_broker_that_comes_back_between_two_dials_is_used() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
@@ -191,6 +199,7 @@ async def test_a_broker_that_comes_back_between_two_dials_is_used() -> None:
 
 @pytest.mark.parametrize("host", ["x" * 70, "a..b", "no.such.host.invalid", "\udc80"], ids=range(4))
 @both_loops
+@in_one_go
 async def test_an_address_that_cannot_be_dialled_counts_as_a_refused_dial(host: str) -> None:
     async with running_proxy() as proxy:
         proxy.topology.set_broker(1, Address(host, 1))
@@ -204,6 +213,7 @@ async def test_an_address_that_cannot_be_dialled_counts_as_a_refused_dial(host: 
 
 
 @both_loops
+@in_one_go
 async def test_at_the_deadline_written_pieces_get_7_unwritten_6_and_finished_their_results() -> None:
     finished, silent = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(finished, silent) as proxy:
@@ -222,6 +232,7 @@ async def test_at_the_deadline_written_pieces_get_7_unwritten_6_and_finished_the
 
 
 @both_loops
+@in_one_go
 async def test_what_waits_for_the_dial_behind_a_piece_that_got_six_is_given_up_with_it() -> None:
     """Sent alone, the later batch would be first at a broker that knows nothing of the producer."""
     upstream = ScriptedUpstream(1)
@@ -242,6 +253,7 @@ async def test_what_waits_for_the_dial_behind_a_piece_that_got_six_is_given_up_w
 
 
 @both_loops
+@in_one_go
 async def test_a_late_answer_is_dropped_and_does_not_confuse_the_next_request() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -262,6 +274,7 @@ async def test_a_late_answer_is_dropped_and_does_not_confuse_the_next_request() 
 
 
 @both_loops
+@in_one_go
 async def test_a_read_refused_by_its_former_owner_is_asked_of_the_new_one() -> None:
     former, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(former, new) as proxy:

@@ -15,13 +15,14 @@ from kproxy.proxy.dialling import Dialler
 from kproxy.routing.topology import Address
 from tests.support.brokers.scripted_upstream import HOST, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import batch, produce_frame
-from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.processes.running_proxy import both_loops, in_one_go, running_proxy
 from tests.support.waiting import eventually
 
 CONNECT_TIMEOUT_S = 0.05
 
 
 @both_loops
+@in_one_go
 async def test_a_connection_that_was_made_is_not_taken_away_by_the_dials_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -45,6 +46,7 @@ async def test_a_connection_that_was_made_is_not_taken_away_by_the_dials_time_ou
 
 
 @both_loops
+@in_one_go
 async def test_a_connection_that_is_made_after_the_dials_time_out_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     connection_made = Upstream.connection_made
 
@@ -84,6 +86,7 @@ class Silent:
 
 
 @both_loops
+@in_one_go
 async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
     """The kernel knows of it and the event loop does not yet: closing one half of such a connection is an error."""
     with socket.create_server((HOST, 0)) as listener:
@@ -109,6 +112,7 @@ async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
 
 @pytest.mark.parametrize("outcome", ["the connection ends", "another partition moves"])
 @both_loops
+@in_one_go
 async def test_requests_that_wait_for_a_renewed_session_are_answered(outcome: str) -> None:
     """They were begun on the plain path, and what happens meanwhile takes them off it."""
     upstream = ScriptedUpstream(1, answers_everything)

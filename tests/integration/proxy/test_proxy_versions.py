@@ -14,7 +14,7 @@ from kproxy_codec import api_keys as keys
 from kproxy_codec.produce import TOPIC_IDS_FROM
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, control_frame, fetch_frame, list_offsets_frame, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops
+from tests.support.processes.running_proxy import RunningProxy, both_loops, in_one_go
 from tests.support.processes.running_proxy import running_among_strangers as running_proxy
 from tests.support.waiting import eventually
 
@@ -78,6 +78,7 @@ async def join(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
 
 
 @both_loops
+@in_one_go
 async def test_a_client_told_of_more_is_answered_and_closed_when_an_old_broker_joins() -> None:
     new, old = ScriptedUpstream(1, serves(NEWEST, answers=holds)), ScriptedUpstream(2, serves(OLD))
     async with running_proxy(new, follows_versions=True) as proxy:
@@ -97,6 +98,7 @@ async def test_a_client_told_of_more_is_answered_and_closed_when_an_old_broker_j
 
 
 @both_loops
+@in_one_go
 async def test_what_a_client_sent_too_late_does_not_cost_it_its_last_answers() -> None:
     """Closing upon bytes that nobody has read resets a connection; the client closes first."""
     new, old = ScriptedUpstream(1, serves(NEWEST, answers=holds)), ScriptedUpstream(2, serves(OLD))
@@ -122,6 +124,7 @@ async def test_what_a_client_sent_too_late_does_not_cost_it_its_last_answers() -
 
 
 @both_loops
+@in_one_go
 async def test_an_idle_client_that_was_told_of_more_is_closed_when_an_old_broker_joins() -> None:
     old = ScriptedUpstream(2, serves(OLD))
     async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
@@ -134,6 +137,7 @@ async def test_an_idle_client_that_was_told_of_more_is_closed_when_an_old_broker
 
 
 @both_loops
+@in_one_go
 async def test_a_client_that_never_asked_is_held_to_what_is_offered_at_the_moment() -> None:
     """kafka-python 2.0.2 with a pinned version sends no ApiVersions at all."""
     old = ScriptedUpstream(2, serves(OLD))
@@ -158,6 +162,7 @@ async def test_a_client_that_never_asked_is_held_to_what_is_offered_at_the_momen
 
 
 @both_loops
+@in_one_go
 async def test_a_client_told_of_less_stays_and_is_held_to_it_when_the_old_broker_leaves() -> None:
     upstreams = ScriptedUpstream(1, serves(NEWEST)), ScriptedUpstream(2, serves(OLD))
     async with running_proxy(*upstreams, follows_versions=True) as proxy:
@@ -175,6 +180,7 @@ async def test_a_client_told_of_less_stays_and_is_held_to_it_when_the_old_broker
 
 
 @both_loops
+@in_one_go
 async def test_a_broker_that_serves_as_much_as_was_told_closes_nobody() -> None:
     second = ScriptedUpstream(2, serves(NEWEST))
     async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
@@ -191,6 +197,7 @@ async def test_a_broker_that_serves_as_much_as_was_told_closes_nobody() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_an_old_broker_that_comes_back_as_a_new_one_is_asked_again() -> None:
     upstream = ScriptedUpstream(1, serves(OLD))
     async with running_proxy(upstream, follows_versions=True) as proxy:
@@ -202,6 +209,7 @@ async def test_an_old_broker_that_comes_back_as_a_new_one_is_asked_again() -> No
 
 
 @both_loops
+@in_one_go
 async def test_a_broker_that_goes_is_told_of_and_so_is_each_vain_attempt_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "UNREACHABLE_FOR_S", 0.3)
     upstream = ScriptedUpstream(1, serves(NEWEST))
@@ -218,6 +226,7 @@ async def test_a_broker_that_goes_is_told_of_and_so_is_each_vain_attempt_at_it(m
 
 
 @both_loops
+@in_one_go
 async def test_a_broker_with_another_address_is_asked_there() -> None:
     first, second = ScriptedUpstream(1, serves(NEWEST)), ScriptedUpstream(1, serves(OLD))
     async with running_proxy(first, follows_versions=True) as proxy:
@@ -228,6 +237,7 @@ async def test_a_broker_with_another_address_is_asked_there() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_a_broker_that_cannot_be_asked_counts_with_what_it_last_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
     old = ScriptedUpstream(2, serves(OLD))
@@ -242,6 +252,7 @@ async def test_a_broker_that_cannot_be_asked_counts_with_what_it_last_said(monke
 
 
 @both_loops
+@in_one_go
 async def test_a_broker_that_has_never_answered_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
     hung = ScriptedUpstream(2)
@@ -259,6 +270,7 @@ def says_35(asked: Asked) -> None:
 
 @pytest.mark.parametrize("refuses", [says_35, lambda asked: asked.connection.close()], ids=["error 35", "closes"])
 @both_loops
+@in_one_go
 async def test_a_broker_that_knows_no_newer_version_of_the_question_is_asked_in_version_0(refuses: Script) -> None:
     known = serves(OLD)
 
@@ -278,6 +290,7 @@ async def test_a_broker_that_knows_no_newer_version_of_the_question_is_asked_in_
     ("key", "version"), [(keys.PRODUCE, OLD + 1), (keys.METADATA, 14), (keys.DELETE_RECORDS, 0), (keys.FETCH, 99)]
 )
 @both_loops
+@in_one_go
 async def test_what_was_not_offered_is_refused_by_closing(key: int, version: int) -> None:
     upstream = ScriptedUpstream(1, serves(OLD))
     async with running_proxy(upstream) as proxy:
@@ -312,6 +325,7 @@ FEATURES: Mapping[str, Any] = {
 
 @pytest.mark.parametrize("version", range(5))
 @both_loops
+@in_one_go
 async def test_features_are_handed_on_as_the_offered_versions_allow(version: int) -> None:
     async with running_proxy(ScriptedUpstream(1, serves(11, **FEATURES))) as proxy:
         message = await api_versions(await proxy.client(), version)
@@ -369,6 +383,7 @@ def serves_all(asked: Asked) -> None:
 @pytest.mark.parametrize("negotiates", [True, False], ids=["asked", "never asked"])
 @pytest.mark.parametrize(("name", "version"), [*((name, 0) for name in INTERNAL), ("AddPartitionsToTxn of brokers", 4)])
 @both_loops
+@in_one_go
 async def test_what_brokers_say_among_themselves_is_refused(name: str, version: int, negotiates: bool) -> None:
     """It would use the proxy's rights at the brokers."""
     key = INTERNAL.get(name, keys.ADD_PARTITIONS_TO_TXN)
@@ -391,6 +406,7 @@ REPLICA_READS = [
 
 @pytest.mark.parametrize(("key", "version"), REPLICA_READS)
 @both_loops
+@in_one_go
 async def test_a_read_in_the_name_of_a_replica_is_refused(key: int, version: int) -> None:
     """A follower's Fetch moves the high watermark, and its reads go beyond it."""
     upstream = ScriptedUpstream(1)

@@ -86,7 +86,7 @@ async def test_connections_of_a_principal_and_of_an_address_are_limited(tmp_path
         # A place that is free again is taken.
         first.abort()
         others[0].abort()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             again = await RawClient().connect(port_of(process))
             if not await again.is_closed(0.3):

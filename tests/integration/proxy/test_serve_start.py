@@ -25,7 +25,7 @@ from tests.support.processes.ports import free_port, free_ports
 from tests.support.processes.served import ServedBroker, page, port_of, static_proxy
 from tests.support.waiting import eventually
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 T0 = ("t", 0)
 
 

@@ -16,7 +16,7 @@ from kproxy.trail.rows import Range
 from kproxy_codec.api_keys import PRODUCE
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
 from tests.support.clients.raw_client import RawClient, batch, fetch_frame, produce_frame
-from tests.support.processes.running_proxy import both_loops, running_proxy
+from tests.support.processes.running_proxy import both_loops, in_one_go, running_proxy
 from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
 
@@ -171,6 +171,7 @@ async def test_what_a_new_owner_took_is_noted_as_its_own() -> None:
 
 
 @both_loops
+@in_one_go
 async def test_what_nobody_was_told_of_is_not_noted() -> None:
     """acks=0, also where the broker confirms it; and an answer that comes when the client has been told of its end."""
     upstream = ScriptedUpstream(1)

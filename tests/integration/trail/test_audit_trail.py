@@ -21,7 +21,6 @@ from tests.support.clients.attempts import Writer
 from tests.support.clients.idempotent_writers import IdempotentWriter
 from tests.support.processes.dev import asyncios_own_loop, serving
 
-pytestmark = pytest.mark.timeout(120)
 PARTITIONS = 3
 LEASE_TTL_S = 2
 

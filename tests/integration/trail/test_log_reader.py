@@ -20,7 +20,8 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.ports import free_port
 
 PARTITIONS = 3
-PATIENCE_MS = 2_000
+# Of a client that asks somebody, and of one that asks nobody.
+PATIENCE_MS, SHORT_MS = 60_000, 2_000
 
 
 def client_of(bootstrap: str, **more: str) -> LogClient:
@@ -117,7 +118,7 @@ def test_a_topic_that_is_not_there_is_named(dev_cluster: KproxyProcess) -> None:
 def test_where_nobody_answers_is_named_after_a_while() -> None:
     address = f"127.0.0.1:{free_port()}"
     with (
-        client_of(address) as client,
+        client_of(address, patienceMs=str(SHORT_MS)) as client,
         pytest.raises(LogReadFailed, match=f"{address} cannot be reached.*given up after"),
     ):
         client.partitions(["t"])
