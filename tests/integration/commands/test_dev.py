@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 import uuid
 from pathlib import Path
+from typing import Any
 
 import confluent_kafka
 import psutil
@@ -68,7 +69,7 @@ def test_its_audit_trail_is_in_a_topic(dev_cluster: KproxyProcess) -> None:
 def test_it_keeps_no_audit_trail_where_that_is_not_wanted(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1", "--no-audit"), tmp_path / "stderr") as dev:
         assert "kproxy_audit_waiting_bytes" not in page(dev.admin, "/metrics")[1]
-        assert "__kproxy_audit" not in AdminClient({"bootstrap.servers": dev.kafka}).list_topics(timeout=10).topics
+        assert "__kproxy_audit" not in AdminClient({"bootstrap.servers": dev.kafka}).list_topics(timeout=60).topics
 
 
 def test_a_proxy_that_is_added_tells_its_start_truly_and_briefly(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ STARTS = (
 def replicas(dev: KproxyProcess, topic: str) -> list[int]:
     """The brokers that keep the topic's partition 0. A broker says it; the proxy names only itself."""
     broker = next(line.split()[2] for line in dev.stderr().splitlines() if line.startswith("  broker "))
-    metadata = AdminClient({"bootstrap.servers": broker}).list_topics(topic, timeout=10)
+    metadata = AdminClient({"bootstrap.servers": broker}).list_topics(topic, timeout=60)
     return list(metadata.topics[topic].partitions[0].replicas)
 
 
@@ -109,9 +110,10 @@ def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
     with serving(dev_arguments(data_dir, "--replication-factor", "1"), tmp_path / "first") as dev:
         written = produce(dev.kafka, topic, [b"%d" % number for number in range(500)])
         assert len(replicas(dev, topic)) == 1
-        processes = dev.descendants()
+        children, processes = dev.children(), dev.descendants()
         assert dev.stop() == 0
-        assert gone(processes, timeout_s=0.5), "dev ended before its children"
+        assert gone(children, timeout_s=0), "dev ended before its children"
+        assert gone(processes)
     with serving(dev_arguments(data_dir), tmp_path / "second") as dev:
         assert read_partition(dev.kafka, topic, 0, len(written)) == written
         # It keeps what it was made with; the factor is for what is made from now on.
@@ -145,18 +147,20 @@ def test_ctrl_c_in_a_terminal_stops_it_cleanly_though_a_client_is_connected(tmp_
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith("ready kafka=")
-            children = psutil.Process(process.pid).children(recursive=True)
+            children = psutil.Process(process.pid).children()
+            processes = psutil.Process(process.pid).children(recursive=True)
             producer = confluent_kafka.Producer({"bootstrap.servers": line.split()[1].removeprefix("kafka=")})
             producer.produce("held", b"x")
-            assert producer.flush(20) == 0
+            assert producer.flush(60) == 0
             began = time.monotonic()
             os.write(leader, b"\x03")
-            _, stderr = process.communicate(timeout=40)
+            _, stderr = process.communicate(timeout=120)
             assert process.returncode == 0, stderr
-            assert time.monotonic() - began < 15
+            assert time.monotonic() - began < 28
             assert "Traceback" not in stderr
             assert stderr.count("stopping the proxy, the brokers, etcd") == 1
-            assert gone(children, timeout_s=0.5)
+            assert gone(children, timeout_s=0)
+            assert gone(processes)
         finally:
             process.kill()
             process.wait()
@@ -177,10 +181,11 @@ def _own_terminal(terminal: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_it_cleanly(tmp_path: Path, number: int) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
-        processes = dev.descendants()
+        children, processes = dev.children(), dev.descendants()
         dev.signal(number)
         assert dev.wait() == 0
-        assert gone(processes, timeout_s=0.5)
+        assert gone(children, timeout_s=0)
+        assert gone(processes)
 
 
 def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
@@ -192,7 +197,7 @@ def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
         status = dev.wait()
         # Before its handlers stand, the signal ends it as it ends any program.
         assert status in (0, -signal.SIGTERM), dev.stderr()
-        assert gone(processes, timeout_s=0.5 if status == 0 else 10)
+        assert gone(processes)
         dev.stop()
 
 
@@ -228,7 +233,7 @@ async def _kill_a_broker(tmp_path: Path) -> None:
         assert not accident.done()
         os.kill(cluster.broker_pids[owner], signal.SIGKILL)
         with pytest.raises(ChildEnded, match=f"the broker {owner} was ended by signal 9"):
-            await asyncio.wait_for(accident, timeout=20)
+            await asyncio.wait_for(accident, timeout=60)
 
 
 def test_the_settings_of_another_kproxy_do_not_reach_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +246,7 @@ def test_the_settings_of_another_kproxy_do_not_reach_its_parts(tmp_path: Path, m
 
 def get(address: str, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -258,8 +263,14 @@ def test_the_admin_page_says_that_it_lives_and_serves(dev_cluster: KproxyProcess
 def test_the_proxy_and_etcd_tell_the_same_table(dev_cluster: KproxyProcess) -> None:
     topic = f"table-{uuid.uuid4().hex[:8]}"
     produce(dev_cluster.kafka, topic, [b"1", b"2"])
+
+    def told(*place: str) -> Any:
+        """Once it is not stale, which it is while nothing is heard of etcd."""
+        table = json.loads(run_kproxy("table", *place, "--topic", topic, "--json").stdout)
+        return None if table["stale"] else table
+
     tables = [
-        json.loads(run_kproxy("table", *place, "--topic", topic, "--json").stdout)
+        wait_for(lambda place=place: told(*place), what="a table that is not stale")
         for place in (("--admin", dev_cluster.admin), ("--etcd", dev_cluster.etcd))
     ]
     for table in tables:
@@ -298,10 +309,7 @@ def test_a_watched_table_survives_its_proxy(tmp_path: Path) -> None:
         try:
             assert json.loads(watch.read_line())["brokers"][0]["id"] == 1
             assert dev.stop() == 0
-            deadline = time.monotonic() + 10
-            while "no admin page answers" not in watch.stderr():
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_for(lambda: "no admin page answers" in watch.stderr())
         finally:
             assert watch.stop() == 0
     assert watch.stderr().count("no admin page answers") == 1

@@ -16,7 +16,7 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.ports import free_ports
 from tests.support.processes.served import ServedBroker, static_proxy
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @contextmanager

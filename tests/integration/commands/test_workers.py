@@ -31,7 +31,6 @@ from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.served import ServedBroker, page, port_of, refused, samples, static_proxy
 from tests.support.processes.worker_processes import (
-    PATIENCE_S,
     all_gone,
     clients_of_each,
     connections_of,
@@ -41,12 +40,13 @@ from tests.support.processes.worker_processes import (
     until,
     worker_pids,
 )
+from tests.support.waiting import PATIENCE_S
 
 WORKERS = 3
 KILLS = 2
 T0 = ("t", 0)
 # Far below what a worker is granted to end, far above what it takes.
-SOON_S = 15.0
+SOON_S = 25.0
 TABLE = '[brokers]\n1 = "127.0.0.1:{port}"\n[[topics]]\nname = "t"\nowners = {owners}\n'
 
 
@@ -164,7 +164,7 @@ async def test_one_that_hangs_is_named_and_holds_up_no_page(tmp_path: Path) -> N
             began = time.monotonic()
             for _ in range(20):
                 status, text = await asyncio.to_thread(page, process.admin, "/readyz")
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 20
             assert (status, text) == (200, "ready, degraded: worker 1: it does not answer\n")
             assert (await asyncio.to_thread(page, process.admin, "/table"))[0] == 200
             assert await asyncio.to_thread(page, process.admin, "/livez") == (200, "alive\n")
@@ -365,7 +365,7 @@ async def test_workers_are_one_among_several_proxies(
     etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
 ) -> None:
     upstream = await ServedBroker(1).start()
-    fleet = ["--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--lease-ttl", "5"]
+    fleet = ["--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--lease-ttl", "60"]
     with serving(
         ["serve", *static_arguments(tmp_path, upstream.port), *fleet, *workers(2)], tmp_path / "stderr"
     ) as process:

@@ -20,7 +20,7 @@ from tests.support.security.tls_files import Signer, client_context
 from tests.support.waiting import wait_for
 
 HOST = "127.0.0.1"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 QUESTION = raw_frame(request_header(API_VERSIONS, 0, 77, b"c"))
 
 

@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.security.tls_files import Signer
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Proxy:

@@ -24,7 +24,7 @@ from tests.support.security.tls_files import Pair, Signer, client_context
 from tests.support.waiting import wait_for
 
 HOST = "127.0.0.1"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Site:
