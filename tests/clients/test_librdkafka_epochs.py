@@ -19,14 +19,14 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec.record_batch import iterate_batches
 from tests.support.brokers.doubtful_relay import Batch, doubtful_relay
-from tests.support.brokers.reference_broker import start_broker
+from tests.support.brokers.reference_broker import LASTING_TTL_S, start_broker
 from tests.support.clients.attempts import log_bytes, stored
 from tests.support.processes.dev import serving
 
 TOPIC = "in-doubt"
 # Longer than all that befalls the other partition: until then the batch in doubt waits to be sent again.
 BACKOFF_MS = 2000
-SETTLE_S = 30.0
+SETTLE_S = 90.0
 
 
 @contextmanager
@@ -50,10 +50,22 @@ def served_by(way: str, broker: str, etcd: str, prefix: str, directory: Path) ->
 async def test_what_is_in_doubt_is_there_twice_after_a_new_epoch_but_not_behind_the_proxy(
     way: str, expected: list[tuple[int, bytes]], etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
 ) -> None:
+    # Directly it is not in doubt any more where the machine stands still for as long as it waits to be sent again.
+    for attempt in range(5 if way == "direct" else 1):
+        directory = tmp_path / str(attempt)
+        directory.mkdir()
+        found = await _left_in_log(way, etcd, f"{etcd_prefix}/{attempt}", directory)
+        if found == expected:
+            break
+    assert found == expected
+
+
+async def _left_in_log(way: str, etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> list[tuple[int, bytes]]:
+    """Of the partition whose batch is in doubt; the other one's is as it was sent."""
     failed: list[str] = []
     with ExitStack() as stack:
         async with doubtful_relay(doubtful=Batch(0, b"1"), refused=Batch(1, b"1"), behind=Batch(1, b"2")) as relay:
-            options = {"advertise": relay.port, "num_partitions": 2}
+            options = {"advertise": relay.port, "num_partitions": 2, "lease_ttl_s": LASTING_TTL_S}
             broker = start_broker(1, tmp_path / "1", etcd.endpoint, etcd_prefix, **options)
             relay.broker_port = (await asyncio.to_thread(stack.enter_context, broker)).port
             served = served_by(way, f"127.0.0.1:{relay.port}", etcd.endpoint, etcd_prefix, tmp_path)
@@ -85,8 +97,8 @@ async def test_what_is_in_doubt_is_there_twice_after_a_new_epoch_but_not_behind_
                 write(1, b"2")
             assert await asyncio.to_thread(producer.flush, SETTLE_S) == 0
     assert failed == []
-    assert in_log(tmp_path / "1" / f"{TOPIC}-0") == expected
     assert [value for _, value in in_log(tmp_path / "1" / f"{TOPIC}-1")] == [b"0", b"1", b"2"]
+    return in_log(tmp_path / "1" / f"{TOPIC}-0")
 
 
 def in_log(directory: Path) -> list[tuple[int, bytes]]:

@@ -32,7 +32,7 @@ SMALL_ANSWERS = 700
 
 @pytest.fixture
 def client(real_kafka: RealKafka) -> Iterator[LogClient]:
-    with read_options({"bootstrap": real_kafka.bootstrap, "topics": "t", "timeoutMs": "3000"}).client() as client:
+    with read_options({"bootstrap": real_kafka.bootstrap, "topics": "t", "timeoutMs": "30000"}).client() as client:
         yield client
 
 

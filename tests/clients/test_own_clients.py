@@ -15,10 +15,9 @@ from aiokafka.protocol.produce import ProduceRequest
 from kproxy.claims.client import OwnNotOffered, OwnRefused, Severed, own
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE
 from tests.support.claims.owned_topics import PARTITIONS, WRITERS, OwnedTopics
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 from tests.support.wire.record_batches import build_batch
 
-PATIENCE_S = 15.0
 CHECK_EVERY_S = 0.5
 SOME_TIME_S = 0.3
 
@@ -249,7 +248,7 @@ async def test_what_is_sent_before_the_library_has_told_of_the_end_waits_too(own
         held = ownership._claimant.held[f"{topic}/0"]
         # The library sees this at once, and opens another connection; it closes this one some steps later.
         held.connection._reader.feed_eof()
-        request = ProduceRequest(None, -1, 1_000, [(topic, [(0, build_batch([b"held back"]))])])
+        request = ProduceRequest(None, -1, 30_000, [(topic, [(0, build_batch([b"held back"]))])])
         answer = await asyncio.wait_for(producer.client.send(held.node, request), PATIENCE_S)
         ((_, ((_, error_code, *_),)),) = answer.topics
         assert error_code == NONE
@@ -260,7 +259,7 @@ async def test_reclaiming_takes_nothing_from_a_successor(owned_topics: OwnedTopi
     topic = owned_topics.topic()
 
     async def reclaiming() -> None:
-        plan = own(first, WRITERS, [f"{topic}/0"], 2, reclaim=True, timeout_s=1.0, cancels_body=False)
+        plan = own(first, WRITERS, [f"{topic}/0"], 2, reclaim=True, timeout_s=5.0, cancels_body=False)
         async with plan as ownership, own(second, WRITERS, [f"{topic}/0"], 2) as successor:
             late = await first.send(topic, b"late", partition=0)
             await asyncio.wait_for(ownership.wait_severed(), PATIENCE_S)

@@ -16,9 +16,8 @@ from kafka.errors import PolicyViolationError
 from kproxy.claims.client import OwnNotOffered, OwnRefused, Severed, own_sync
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID
 from tests.support.claims.owned_topics import PARTITIONS, WRITERS, OwnedTopics
-from tests.support.waiting import wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
-PATIENCE_S = 15.0
 CHECK_EVERY_S = 0.5
 SOME_TIME_S = 1.0
 

@@ -36,11 +36,12 @@ LEAST_MOVES = 3
 MOVES = int(os.environ.get("KPROXY_TEST_MOVES", LEAST_MOVES))
 JAVA = (KAFKA_VERSION,) if MOVES <= LEAST_MOVES else ("0.11.0.3", "2.1.1", "2.8.2", "3.9.1", KAFKA_VERSION)
 CLIENTS = ("librdkafka", "kafka-python", "aiokafka", *(f"java {version}" for version in JAVA))
-MORE_THAN_DIRECT_S = 1.0
+# What a client waits for where something is lost takes it 30 s; a busy machine stops a process for some.
+MORE_THAN_DIRECT_S = 15.0
 # With acks=0.
-NOTICED_S = 2.0
+NOTICED_S = 15.0
 # What takes longer is not waited for.
-HANG_S = 10.0
+HANG_S = 60.0
 START_S = 60.0
 # Acknowledgements before the next move.
 SETTLED = 20

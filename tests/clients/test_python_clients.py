@@ -20,7 +20,7 @@ from tests.support.processes.dev import KproxyProcess
 
 PARTITIONS = 6
 RECORDS = 1_000
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 # partition, offset, key, value
 Record = tuple[int, int, bytes | None, bytes | None]
 

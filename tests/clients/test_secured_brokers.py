@@ -29,7 +29,7 @@ RECORDS = 300
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsKafka]:
     # Longer than a proxy needs to begin, and shorter than some tests take.
-    with start_tls_kafka(tmp_path_factory.mktemp("secured"), session_s=4) as kafka:
+    with start_tls_kafka(tmp_path_factory.mktemp("secured"), session_s=10) as kafka:
         yield kafka
 
 
@@ -95,7 +95,7 @@ def test_with_a_client_certificate(secured: TlsKafka, client: Pair, tmp_path: Pa
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "PLAIN", "SCRAM-SHA-256", "OAUTHBEARER"])
 def test_as_the_proxy_itself_for_longer_than_a_session(secured: TlsKafka, tmp_path: Path, mechanism: str) -> None:
     with kafka_proxy(tmp_path, secured.sasl, *sasl(secured, mechanism, tmp_path)) as process:
-        write_and_read(process, secured, seconds=10.0)
+        write_and_read(process, secured, seconds=22.0)
         assert page(process.admin, "/readyz") == (200, "ready\n")
         assert PASSWORD not in process.stderr()
         # Each was renewed in time: none was ended by the broker.

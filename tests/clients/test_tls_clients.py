@@ -129,7 +129,7 @@ def test_kafka_python(site: Site, topic: str) -> None:
     placed = [producer.send(topic, value).get(TIMEOUT_S) for value in values()[:100]]
     producer.close()
     assert len({(each.partition, each.offset) for each in placed}) == 100
-    consumer = kafka.KafkaConsumer(**settings, consumer_timeout_ms=10_000)
+    consumer = kafka.KafkaConsumer(**settings, consumer_timeout_ms=60_000)
     consumer.assign([kafka.TopicPartition(topic, index) for index in range(PARTITIONS)])
     consumer.seek_to_beginning()
     read = []

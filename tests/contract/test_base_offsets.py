@@ -46,7 +46,7 @@ UNKNOWN_PARTITION = 7
 PATIENCE_S = 60.0
 # Far more than it takes to depose a leader.
 WAITS_MS = 30_000
-# The cluster takes a frozen broker out of the ISR after 3 s. An attempt that is slower than that starts over.
+# The cluster takes a frozen broker out of the ISR after 5 s. An attempt that is slower than that starts over.
 ATTEMPTS = 5
 REFUSED = Outcome("NOT_LEADER_OR_FOLLOWER")
 UNKNOWN = Outcome("UNKNOWN_TOPIC_OR_PARTITION")

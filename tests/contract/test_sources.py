@@ -23,6 +23,7 @@ from kproxy_codec.api_keys import PRODUCE
 from tests.support.brokers.kafscale import snapshot_value
 from tests.support.brokers.real_kafka import RealKafka
 from tests.support.brokers.reference_broker import RawClient
+from tests.support.waiting import PATIENCE_S, eventually
 
 PARTITIONS = 7
 
@@ -282,7 +283,9 @@ async def test_what_the_source_does_not_name_has_no_owner(world: World) -> None:
         for topic, index in ((b"never", 0), (name, PARTITIONS), (name, -1), (name, 2**31 - 1), (b"\xff\x00", 0)):
             assert topology.owner(topic, index) == NO_OWNER
             # A client may well ask for it: nobody waits for ever, and nothing comes of it.
-            await asyncio.wait_for(source.source.refresh(topic, index, topology.owner_revision(topic, index)), 10)
+            await asyncio.wait_for(
+                source.source.refresh(topic, index, topology.owner_revision(topic, index)), PATIENCE_S
+            )
             assert topology.owner(topic, index) == NO_OWNER
         assert len(owners(topology, world.topic)) == PARTITIONS
 
@@ -298,20 +301,20 @@ async def test_after_a_refresh_the_table_says_what_was_true_when_it_began(world:
             # Somebody may have told the source already.
             old_owners, (true_owners, _) = true_owners, await world.truth()
             assert true_owners != old_owners
+
         # A Kafka broker learns of new leaders a moment after the controller has chosen them; a refused client asks on.
-        for _ in range(20):
+        async def are_told() -> bool:
             refreshes = (source.source.refresh(name, index, before[index]) for index in range(PARTITIONS))
-            await asyncio.wait_for(asyncio.gather(*refreshes), 10)
-            if owners(topology, world.topic) == true_owners:
-                break
-            await asyncio.sleep(0.05)
-        assert owners(topology, world.topic) == true_owners
+            await asyncio.wait_for(asyncio.gather(*refreshes), PATIENCE_S)
+            return owners(topology, world.topic) == true_owners
+
+        await eventually(are_told, lambda: owners(topology, world.topic))
         if world.follows:
             assert all(topology.owner_revision(name, index) > before[index] for index in range(PARTITIONS))
             # A refusal of an earlier owner that comes late changes nothing.
             version = topology.version
             for index in range(PARTITIONS):
-                await asyncio.wait_for(source.source.refresh(name, index, before[index]), 10)
+                await asyncio.wait_for(source.source.refresh(name, index, before[index]), PATIENCE_S)
             assert topology.version == version
 
 
@@ -328,15 +331,15 @@ async def test_what_has_changed_is_known_after_a_reload(world: World) -> None:
         assert all(topology.owner_revision(name, index) > before[index] for index in range(PARTITIONS))
         # Nothing has changed since: no route is doubted.
         version = topology.version
-        await asyncio.wait_for(source.source.reload(), 10)
+        await asyncio.wait_for(source.source.reload(), PATIENCE_S)
         assert topology.version == version
 
 
 async def reloaded(source: OpenSource, condition: Callable[[], bool]) -> None:
     """Read anew until it holds: what has been asked for may take a moment to come true behind the source."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while True:
-        assert await asyncio.wait_for(source.source.reload(), 10)
+        assert await asyncio.wait_for(source.source.reload(), PATIENCE_S)
         if condition():
             return
         assert time.monotonic() < deadline
@@ -385,4 +388,4 @@ async def test_closing_leaves_nothing_behind(world: World) -> None:
     left = [task.get_name() for task in asyncio.all_tasks() - before]
     assert left == []
     # Whoever still asks is not kept waiting.
-    await asyncio.wait_for(source.source.refresh(world.topic.encode(), 0, topology.revision), 5)
+    await asyncio.wait_for(source.source.refresh(world.topic.encode(), 0, topology.revision), PATIENCE_S)

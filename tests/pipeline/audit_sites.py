@@ -27,7 +27,7 @@ from tests.support.waiting import wait_for
 PREFIX = "/audited"
 TTL_S = 3
 VALUE_BYTES = 400
-ADMIN_TIMEOUT_S = 30.0
+ADMIN_TIMEOUT_S = 60.0
 
 
 class AuditedProxies:
@@ -110,7 +110,7 @@ def write(session: Any, bootstrap: str, rows: Mapping[tuple[str, int], int], **s
 
 def metrics(proxy: KproxyProcess) -> dict[str, float]:
     """By name, of those without labels."""
-    with urllib.request.urlopen(f"http://{proxy.fields['admin']}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{proxy.fields['admin']}/metrics", timeout=ADMIN_TIMEOUT_S) as page:
         lines = page.read().decode().splitlines()
     return {name: float(value) for name, _, value in (line.partition(" ") for line in lines) if name[0] not in "#{"}
 

@@ -44,7 +44,7 @@ def topic(dev_cluster: KproxyProcess) -> str:
 @pytest.mark.long
 def test_a_clean_run_audits_clean_from_the_command_line(dev_cluster: KproxyProcess, topic: str, tmp_path: Path) -> None:
     require_java()
-    assert await_trails(dev_cluster.kafka, DEFAULT_TOPIC, now_ms(), timeout_s=30)
+    assert await_trails(dev_cluster.kafka, DEFAULT_TOPIC, now_ms(), timeout_s=120)
     output, report = tmp_path / "tables", tmp_path / "report.html"
     arguments = ["--bootstrap", dev_cluster.kafka, "--topics", topic, "--master", "local[1]"]
     arguments += chain.from_iterable(("--conf", setting) for setting in QUICK)

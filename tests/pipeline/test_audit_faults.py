@@ -111,7 +111,7 @@ def _acknowledged_late(cluster: ForgeableCluster, clients: Sequence[RawClient]) 
     cluster.put_to_sleep()
     for partition, client in enumerate(clients):
         client.send_produce("split", partition, build_batch([b"late"] * LATE), acks=1, timeout_ms=60_000)
-    wait_for(lambda: cluster.leaders("split") == {0: OTHER, 1: OTHER}, 60, "broker 2 takes over")
+    wait_for(lambda: cluster.leaders("split") == {0: OTHER, 1: OTHER}, what="broker 2 takes over")
     cluster.wake()
     answers = [client.produced() for client in clients]
     assert [answer.error_code for answer in answers] == [0, 0], "it fenced itself off"

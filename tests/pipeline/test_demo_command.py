@@ -51,7 +51,7 @@ class Demo:
                 return
         pytest.fail(f"it ended before {stage}: {''.join(said)}")
 
-    def living(self, grace_s: float = 15) -> list[str]:
+    def living(self, grace_s: float = 60) -> list[str]:
         """The processes of this run that still live after `grace_s`."""
         deadline = time.monotonic() + grace_s
         while (found := list(self._living())) and time.monotonic() < deadline:
@@ -144,4 +144,4 @@ def test_killed_outright_it_takes_all_it_started_with_it(tmp_path: Path) -> None
         demo.end()
 
     # They notice it themselves: brokers close their logs first, a JVM that is still starting must have started.
-    assert demo.living(grace_s=30) == []
+    assert demo.living(grace_s=90) == []

@@ -47,7 +47,7 @@ audit = ["--topics", topic, "--output", f"{directory}/tables", "--strict"]
 with open_session(SessionOptions("both jobs", master=master, settings=settings)):
     status = main(["pipeline", "ingest", "--bootstrap", bootstrap, *ingest])
     status = status or main(["pipeline", "ingest", "--bootstrap", bootstrap, *copy])
-    assert await_trails(bootstrap, DEFAULT_TOPIC, time.time_ns() // 1_000_000, timeout_s=30)
+    assert await_trails(bootstrap, DEFAULT_TOPIC, time.time_ns() // 1_000_000, timeout_s=120)
     sys.exit(status or main(["pipeline", "audit", "--bootstrap", bootstrap, *audit]))
 """
 
