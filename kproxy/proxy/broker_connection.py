@@ -5,14 +5,15 @@ One client connection uses it alone, so that the broker's order per connection k
 States
   connecting   the dial is under way; requests are queued
   open         requests are written at once; answers come back in the order of their requests
-  renewing     the broker is about to end the session of SASL: requests are queued until it is renewed
+  renewing     the broker is about to end the session of SASL, or the client has presented a new credential: requests
+               are queued until it is renewed
   closed       nothing more is sent or answered
 
 Transitions
   connecting -> open     the dial succeeded: the queue is written
   connecting -> closed   the dial failed, timed out, was given up, or was not begun because the broker hangs or is
                          down: the queue is lost unwritten
-  open       -> renewing the session's time is nearly over (KIP-368)
+  open       -> renewing the session's time is nearly over (KIP-368), or `renew`
   renewing   -> open     the session is renewed: the queue is written
   renewing   -> closed   the broker refuses, or as below: the queue is lost unwritten
   open       -> closed   the broker closed, the connection broke, an answer was not the awaited one, it was given up,
@@ -50,7 +51,7 @@ from kproxy.proxy.outbox import Outbox, flushes_of
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
 from kproxy.runtime.tasks import cancel
-from kproxy.security.broker_access import CLIENT_ID, Session
+from kproxy.security.broker_access import CLIENT_ID, BrokerAccess, Session
 from kproxy_codec.framing import CHUNK_BYTES, frame_message, request_header
 from kproxy_codec.primitives import Buffer
 
@@ -59,6 +60,8 @@ log = structlog.get_logger(__name__)
 # Bytes that may wait for a dial before the client is read more slowly.
 MAX_QUEUED_BYTES = 1 << 20
 FLUSH_S = 5.0
+# Brokers take a renewal at the earliest a second after the last one began.
+RENEWAL_PAUSE_S = 1.1
 # Pause between checks whether acks=0 requests have left this process, in seconds, while some have not.
 LOOK_PAUSE_S = 0.005
 
@@ -75,7 +78,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     With `dials` false, requests are lost unwritten. `before_open` is called before queued requests are written and may
     withdraw some. `on_end` is called once the connection has ended and all tickets know, but not by `close`. Large
-    answers wait for room in `share`, if given.
+    answers wait for room in `share`, if given. `access` None: that of the dialler.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         before_open: Callable[[Upstream], object] = lambda upstream: None,
         on_end: Callable[[Upstream], object] = lambda upstream: None,
         share: Share | None = None,
+        access: BrokerAccess | None = None,
     ) -> None:
         self.owner = owner
         self.address = address
@@ -111,7 +115,13 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._in_flight = AwaitedAnswers(self._reader)
         self._queue: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
         self._queued_bytes = 0
-        self._access = dialler.access
+        self._access = access or dialler.access
+        # The session of SASL, and why there is none.
+        self._session: Session | None = None
+        self._failure: Exception | None = None
+        self._renewable_at = -inf
+        # Done when the next session begins, or none will; None: nobody waits for that.
+        self._next_session: asyncio.Future[None] | None = None
         self._on_pressure = on_pressure
         self._before_open = before_open
         self._on_end = on_end
@@ -211,11 +221,12 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     async def _connect(self, dialler: Dialler, turn: Turn, timeout_s: float) -> None:
         try:
-            with dialler.attempt(self.owner, self.address, turn) as attempt:
+            with dialler.attempt(self.owner, self.address, turn, self._access) as attempt:
                 async with asyncio.timeout(timeout_s) as self._patience:
                     await attempt.connect(self)
-        except (OSError, UnicodeError):
-            # The dialler has noted it; TimeoutError is an OSError.
+        except (OSError, UnicodeError) as error:
+            # The dialler has noted it; TimeoutError is an OSError. What was tried must not be kept with it.
+            self._failure = error.with_traceback(None)
             self._end()
 
     async def _lose(self) -> None:
@@ -246,12 +257,42 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     # The session of SASL
 
     def session_began(self, session: Session) -> None:
-        """Renew the session when its time is nearly over."""
+        """Renew the session when its time is nearly over, or at once if it is not by the present credential."""
+        self._session, self._renewal = session, None
         if session.renew_after_s is not None and not self.closed:
             loop = asyncio.get_running_loop()
             self._renewal = loop.call_later(session.renew_after_s, self._begin_renewal, session)
+        else:
+            self.renew()
+        self._tell_of_session()
+
+    def renew(self) -> None:
+        """Renew the session, if the client has presented another credential since it began."""
+        session = self._session
+        if session is None or self.closed or self._renewal is not None or self._access.is_current(session):
+            return
+        loop = asyncio.get_running_loop()
+        wait_s = max(0.0, self._renewable_at - loop.time())
+        self._renewal = loop.call_later(wait_s, self._begin_renewal, session)
+
+    async def authenticated(self) -> Session:
+        """Wait until the broker has taken the present credential. Raises OSError, UnicodeError, Lost."""
+        await asyncio.wait((self._dial,))
+        while not self.closed:
+            if self._session is not None and self._access.is_current(self._session):
+                return self._session
+            self.renew()
+            self._next_session = self._next_session or asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._next_session,))
+        raise self._failure or Lost(written=True)
+
+    def _tell_of_session(self) -> None:
+        if self._next_session is not None:
+            self._next_session.set_result(None)
+            self._next_session = None
 
     def _begin_renewal(self, session: Session) -> None:
+        self._renewable_at = asyncio.get_running_loop().time() + RENEWAL_PAUSE_S
         self._kept, self._outbox = self._outbox, None
         self._renewal = asyncio.get_running_loop().create_task(self._renew(session))
 
@@ -262,6 +303,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             # Its end is told by itself.
             return
         except OSError as error:
+            self._failure = error.with_traceback(None)
             self.give_up(f"its session is not renewed: {error}")
             return
         except Exception:  # the boundary: requests must not wait for ever
@@ -404,6 +446,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         if self._renewal is not None and not self._is_renewal():
             self._renewal.cancel()
         self._queued_bytes = 0
+        self._tell_of_session()
         # One by one: what is not told yet is still under way, and whoever is told may ask for that.
         for ticket in self._in_flight.end():
             ticket.lost(written=True)
@@ -458,6 +501,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
                     self._transport.write_eof()
             await asyncio.wait((self._ended,), timeout=FLUSH_S)
         self._take_no_more()
+        self._tell_of_session()
         self._end_unanswered(by_client=True)
         # Who is not told any more is not kept either: a read that waits here may hold large answers of other brokers.
         self._in_flight.clear()
@@ -467,6 +511,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             await self._ended
         if isinstance(self._renewal, asyncio.Task):
             await cancel(self._renewal)
+        elif self._renewal is not None:
+            self._renewal.cancel()
         self._dial.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._dial

@@ -13,6 +13,7 @@ from kproxy.proxy.answer_room import Share
 from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.context import ProxyContext
 from kproxy.routing.topology import Address
+from kproxy.security.broker_access import BrokerAccess
 
 
 class NoAddress(Exception):
@@ -24,7 +25,7 @@ class Connections:
 
     `by_broker` has all, closed ones too until they are replaced; treat it as read-only. `on_pressure` is called when
     one of them takes no more for now, and when it does again. With a `share` their large answers wait for room.
-    `before_open` and `on_end` as in `Upstream`, for all of them.
+    `before_open` and `on_end` as in `Upstream`, for all of them. Brokers are accessed by `access`; None: as the proxy.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class Connections:
         *,
         before_open: Callable[[Upstream], object] = lambda upstream: None,
         on_end: Callable[[Upstream], object] = lambda upstream: None,
+        access: BrokerAccess | None = None,
     ) -> None:
         self._context = context
+        self._access = access or context.dialler.access
         self._on_pressure = on_pressure
         self._share = share
         self.by_broker: dict[int, Upstream] = {}
@@ -63,7 +66,8 @@ class Connections:
             dialler=self._context.dialler,
             arena=self._context.arena,
             max_answer_bytes=self._context.limits.max_answer_bytes,
-            connect_timeout_s=self._context.limits.connect_timeout_s + self._context.dialler.access.extra_s,
+            connect_timeout_s=self._context.limits.connect_timeout_s + self._access.extra_s,
+            access=self._access,
             on_pressure=self._on_pressure,
             dials=not self._context.health.refuses(address),
             before_open=self._before_open,

@@ -14,7 +14,8 @@ Invariants
    meanwhile wait for it: if it fails they fail too, and if it succeeds they dial for themselves.
 2. A connection that is wanted during the pause after a failure fails at once: nothing is written.
 3. A dial that is given up (its client has gone) shows nothing about the broker. The next one that waits for it dials.
-4. A lack of resources in this process shows nothing about the broker either.
+4. A lack of resources in this process shows nothing about the broker either. Nor does what comes of a client's
+   identity: a dial that gets that far is a success, and nobody waits for it any more.
 5. At most MAX_DOWN addresses are remembered; those that failed first are forgotten first.
 """
 
@@ -91,9 +92,14 @@ class Dialler:
         down = self._down.get(address)
         return down is not None and down.under_way is None and not down.redial.is_due(self._clock())
 
-    def attempt(self, owner: int, address: Address, turn: Turn = Turn.PACED) -> Attempt:
-        """One attempt at reaching the broker `owner`, a context manager that notes the result when it is left."""
-        return Attempt(self, owner, address, turn)
+    def attempt(
+        self, owner: int, address: Address, turn: Turn = Turn.PACED, access: BrokerAccess | None = None
+    ) -> Attempt:
+        """One attempt at reaching the broker `owner`, a context manager that notes the result when it is left.
+
+        `access` None: that of the process.
+        """
+        return Attempt(self, owner, address, turn, access or self.access)
 
     async def take_turn(self, address: Address, turn: Turn) -> asyncio.Future[None] | None:
         """Wait until a dial may go out; if others wait for it, return the future of its end. Raises KnownDown."""
@@ -148,8 +154,9 @@ class Dialler:
 class Attempt:
     """See `Dialler.attempt`."""
 
-    def __init__(self, dialler: Dialler, owner: int, address: Address, turn: Turn) -> None:
+    def __init__(self, dialler: Dialler, owner: int, address: Address, turn: Turn, access: BrokerAccess) -> None:
         self._dialler = dialler
+        self._access = access
         self._owner = owner
         self._address = address
         self._turn = turn
@@ -169,7 +176,7 @@ class Attempt:
         errors = []
         for host in hosts:
             try:
-                return await self._dialler.access.connect(protocol, host, self._address.port, self._address.host)
+                return await self._access.connect(protocol, host, self._address.port, self._address.host, self._reached)
             except AccessRefused:
                 # A broker is there: another of its addresses would not help.
                 raise
@@ -188,8 +195,18 @@ class Attempt:
                 self._dialler.succeeded(self._owner, self._address)
             elif isinstance(error, (OSError, UnicodeError)):
                 self._note(error)
+        self._end_turn()
+
+    def _end_turn(self) -> None:
         if self._under_way is not None:
             self._dialler.end_turn(self._address, self._under_way)
+            self._under_way = None
+
+    def _reached(self) -> None:
+        """The broker is there; what follows is about a client alone."""
+        self._dials = False
+        self._dialler.succeeded(self._owner, self._address)
+        self._end_turn()
 
     def _note(self, error: OSError | UnicodeError) -> None:
         if isinstance(error, OSError) and error.errno in _OUR_OWN:

@@ -1,11 +1,15 @@
-"""What every connection to a broker begins with: TLS, and the proxy's own identity.
+"""What every connection to a broker begins with: TLS, and an identity, the proxy's own or a client's.
 
 A connection is in nobody's hands until the broker has accepted it: a client certificate that the broker refuses shows
 only at the first answer (TLS 1.3), and so one question is asked in any case. What is refused is an AccessRefused, a
 ConnectionError whose text names the remedy: for whoever dials, the broker cannot be reached.
 
-Each authentication reads the password or token anew. A session that the broker limits is to be renewed on the same
-connection (KIP-368) after `RENEW_AFTER` of its life.
+Each authentication reads the proxy's password or token anew. A session that the broker limits is to be renewed on the
+same connection (KIP-368): the proxy's after `RENEW_AFTER` of its life, a client's when the client renews its own, which
+is told the broker's limit.
+
+A client's identity that a broker does not take shows nothing about the broker: that is an IdentityRefused, whatever
+goes wrong from the first message of SASL on, and it comes within JUDGE_S.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from kproxy.config.broker_sasl import BrokerSasl
 from kproxy.config.tls import BrokerTls, Loaded, load_broker_tls
 from kproxy.errors import StartupError
 from kproxy.security.reloading import Reloading
-from kproxy.security.sasl_client import MAX_AUTH_BYTES, SaslClient, SaslRefused, mechanism
+from kproxy.security.sasl_client import MAX_AUTH_BYTES, Credential, SaslClient, SaslRefused, mechanism
 from kproxy.security.tls_errors import broker_failure
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import decode_response
@@ -33,6 +37,8 @@ from kproxy_codec.framing import FrameReader, frame_message, request_header, res
 CLIENT_ID: Final = b"kproxy"
 # Time for TLS and SASL besides that for the dial, in seconds: some round trips, and the broker's own work.
 EXTRA_S: Final = 5.0
+# Time for a broker to judge a client's identity, in seconds: it may have to ask others.
+JUDGE_S: Final = 5.0
 # The part of a session's life after which it is renewed, drawn anew each time, as Kafka's clients do.
 RENEW_AFTER: Final = (0.80, 0.90)
 # For the answer to ApiVersions.
@@ -46,11 +52,44 @@ class AccessRefused(ConnectionError):
     """A broker and the proxy do not accept each other; the text says why, and names no secret."""
 
 
+class IdentityRefused(AccessRefused):
+    """A broker does not take a client's identity.
+
+    `to_client`: what it says to the client; None: it has not judged the identity.
+    """
+
+    def __init__(self, reason: str, to_client: str | None = None) -> None:
+        super().__init__(reason)
+        self.to_client = to_client
+
+
 class Session(NamedTuple):
-    """`renew_after_s`: seconds until it is to be renewed, None: never. `authenticate_version`: the broker's highest."""
+    """A session of SASL at a broker.
+
+    `renew_after_s`: seconds until it is to be renewed, None: not by itself. `lifetime_s`: seconds until the broker
+    ends it, 0: never. `authenticate_version`: the broker's highest. `number`: that of a client's credential.
+    """
 
     renew_after_s: float | None = None
     authenticate_version: int = 0
+    lifetime_s: float = 0.0
+    number: int = 0
+
+
+class Identity(Protocol):
+    """A client's identity. `number` counts the credentials that the client has presented."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def credential(self) -> Credential | None:
+        """None once the client has gone."""
+        ...
+
+    def refused(self, error: IdentityRefused) -> None:
+        """Take note that a broker has not taken it."""
+        ...
 
 
 class Renewable(Protocol):
@@ -62,7 +101,10 @@ class Renewable(Protocol):
 
 
 class BrokerAccess:
-    """TLS by `options`, with files as in `tls`, and SASL; plain connections without either."""
+    """TLS by `options`, with files as in `tls`, and SASL; plain connections without either.
+
+    SASL is by `identity`, a client's, or else by `sasl`, the proxy's own.
+    """
 
     def __init__(
         self,
@@ -70,11 +112,13 @@ class BrokerAccess:
         tls: Reloading[Loaded] | None = None,
         sasl: BrokerSasl | None = None,
         *,
+        identity: Identity | None = None,
         random: Random | None = None,
     ) -> None:
         self._options = options
         self._tls = tls
         self._sasl = sasl
+        self._identity = identity
         self._random = random or Random()  # noqa: S311 -- spreads renewals, guards nothing
 
     @classmethod
@@ -85,15 +129,29 @@ class BrokerAccess:
             tls = Reloading("TLS", (), lambda: load_broker_tls(options), counters=Counter())
         return cls(options, tls, sasl)
 
+    def carrying(self, identity: Identity) -> BrokerAccess:
+        """The same way to brokers, with a client's identity."""
+        return BrokerAccess(self._options, self._tls, identity=identity, random=self._random)
+
     @property
     def is_plain(self) -> bool:
         """Whether connections begin with what they are used for."""
-        return self._tls is None and self._sasl is None
+        return self._tls is None and not self._has_sasl
+
+    @property
+    def _has_sasl(self) -> bool:
+        return self._sasl is not None or self._identity is not None
 
     @property
     def extra_s(self) -> float:
         """Time that a connection may take besides its dial, in seconds."""
+        if self._identity is not None:
+            return EXTRA_S + JUDGE_S
         return 0.0 if self.is_plain else EXTRA_S
+
+    def is_current(self, session: Session) -> bool:
+        """Whether a session is by the credential that was presented last."""
+        return self._identity is None or session.number == self._identity.number
 
     @property
     def expires_at(self) -> float | None:
@@ -121,10 +179,17 @@ class BrokerAccess:
         )
         return AccessRefused(failure.text)
 
-    async def connect(self, protocol: asyncio.BaseProtocol, address: str, port: int, host: str) -> asyncio.Transport:
+    async def connect(
+        self,
+        protocol: asyncio.BaseProtocol,
+        address: str,
+        port: int,
+        host: str,
+        on_reached: Callable[[], None] = lambda: None,
+    ) -> asyncio.Transport:
         """Dial `address`, which is one of `host`'s; `protocol` has the connection once the broker has accepted it.
 
-        Raises OSError.
+        `on_reached` is called before a client's identity is presented. Raises OSError.
         """
         loop = asyncio.get_running_loop()
         if self.is_plain:
@@ -143,7 +208,7 @@ class BrokerAccess:
             raise self.explain(error, host) from error
         transport: asyncio.Transport = made
         try:
-            session = await self.introduce(introduction.exchange)
+            session = await self.introduce(introduction.exchange, on_reached)
             introduction.check()
         except BaseException:
             transport.abort()
@@ -154,14 +219,17 @@ class BrokerAccess:
         protocol.connection_made(transport)
         if not transport.is_closing():
             transport.resume_reading()
-            if session.renew_after_s is not None and hasattr(protocol, "session_began"):
+            if self._has_sasl and hasattr(protocol, "session_began"):
                 cast(Renewable, protocol).session_began(session)
         return transport
 
-    async def introduce(self, exchange: Exchange) -> Session:
-        """Ask one question, and authenticate. Raises AccessRefused, and what `exchange` raises."""
+    async def introduce(self, exchange: Exchange, on_reached: Callable[[], None] = lambda: None) -> Session:
+        """Ask one question, and authenticate; `on_reached` as in `connect`.
+
+        Raises AccessRefused, and what `exchange` raises.
+        """
         frame = await exchange(keys.API_VERSIONS, 0, b"")
-        if self._sasl is None:
+        if not self._has_sasl:
             return Session()
         try:
             answer = decode_response(keys.API_VERSIONS, 0, _body(frame, keys.API_VERSIONS, 0))
@@ -170,32 +238,61 @@ class BrokerAccess:
         offered = {api.api_key: api.max_version for api in answer.api_keys}
         if keys.SASL_AUTHENTICATE not in offered or keys.SASL_HANDSHAKE not in offered:
             raise AccessRefused("it offers no SASL there: name its SASL port, or drop broker_sasl")
+        if self._identity is not None:
+            on_reached()
         return await self.authenticate(exchange, offered[keys.SASL_AUTHENTICATE])
 
     async def authenticate(self, exchange: Exchange, version: int) -> Session:
         """Authenticate, for the first time or again. Raises AccessRefused, and what `exchange` raises."""
+        if self._identity is not None:
+            return await self._carry(self._identity, exchange, version)
         if self._sasl is None:
             return Session()
         try:
             secret = await asyncio.to_thread(self._sasl.read_secret)
             client = SaslClient(mechanism(self._sasl.mechanism, self._sasl.username, secret), version)
-            request = client.begin()
-            while True:
-                frame = await exchange(request.api_key, request.api_version, request.body)
-                # In a thread: SCRAM computes for milliseconds.
-                following = await asyncio.to_thread(client.receive, _body(frame, request.api_key, request.api_version))
-                if following is None:
-                    return self._session(client.session_lifetime_ms, version)
-                request = following
+            lifetime_s = await _converse(client, exchange)
         except (SaslRefused, StartupError) as error:
             raise AccessRefused(str(error)) from error
         except CodecError as error:
             raise AccessRefused(f"its answer is malformed: {error}") from error
+        renew_after_s = lifetime_s * self._random.uniform(*RENEW_AFTER) if lifetime_s else None
+        return Session(renew_after_s, version, lifetime_s)
 
-    def _session(self, lifetime_ms: int, version: int) -> Session:
-        if not lifetime_ms:
-            return Session()
-        return Session(lifetime_ms / 1000 * self._random.uniform(*RENEW_AFTER), version)
+    async def _carry(self, identity: Identity, exchange: Exchange, version: int) -> Session:
+        credential, number = identity.credential, identity.number
+        if credential is None:
+            raise IdentityRefused("its client has gone")
+        client = SaslClient(credential, min(version, credential.authenticate_version))
+        try:
+            async with asyncio.timeout(JUDGE_S):
+                return Session(None, version, await _converse(client, exchange), number)
+        except SaslRefused as error:
+            refused = IdentityRefused(str(error), error.to_client)
+        except CodecError as error:
+            refused = IdentityRefused(f"its answer is malformed: {error}")
+        except TimeoutError:
+            refused = IdentityRefused(f"it does not judge the identity within {JUDGE_S:g} s")
+        except OSError as error:
+            refused = IdentityRefused(str(error))
+        if identity.number != number:
+            # It is about a credential that the client has replaced meanwhile.
+            raise IdentityRefused(str(refused))
+        identity.refused(refused)
+        raise refused
+
+
+async def _converse(client: SaslClient, exchange: Exchange) -> float:
+    """Authenticate; return the lifetime of the session in seconds, 0: without end."""
+    request = client.begin()
+    while True:
+        frame = await exchange(request.api_key, request.api_version, request.body)
+        body = _body(frame, request.api_key, request.api_version)
+        # A refusal must be read at once: the broker closes the connection behind it.
+        following = await asyncio.to_thread(client.receive, body) if client.is_slow else client.receive(body)
+        if following is None:
+            return client.session_lifetime_ms / 1000
+        request = following
 
 
 def _body(frame: memoryview, api_key: int, api_version: int) -> memoryview:

@@ -32,7 +32,7 @@ from scramp import ScramClient, ScramException
 
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import build_request, decode_response, encode_request
-from kproxy_codec.error_codes import NONE, UNSUPPORTED_SASL_MECHANISM, name_of
+from kproxy_codec.error_codes import NONE, SASL_AUTHENTICATION_FAILED, UNSUPPORTED_SASL_MECHANISM, name_of
 from kproxy_codec.errors import CodecError
 
 # Kafka's own upper bound for credentials that it makes (ScramMechanism.maxIterations); others may go beyond.
@@ -40,6 +40,9 @@ MAX_ITERATIONS: Final = 100_000
 MAX_AUTH_BYTES: Final = 64 << 10
 _ITERATIONS: Final = re.compile(r"(?:^|,)i=([0-9]{1,10})(?:,|$)")
 _MAX_TEXT: Final = 300
+# A year.
+_MAX_LIFETIME_MS: Final = 31_536_000_000
+_ACKNOWLEDGEMENT: Final = b"\x01"
 # Of a listener without SASL.
 _ILLEGAL_SASL_STATE: Final = 34
 _HANDSHAKE_VERSION: Final = 1
@@ -48,7 +51,14 @@ _MAX_AUTHENTICATE_VERSION: Final = 1
 
 
 class SaslRefused(Exception):
-    """The broker does not take the proxy's identity, or cannot be trusted; the text says why, without the secret."""
+    """The broker does not take the identity, or cannot be trusted; the text says why, without the secret.
+
+    `to_client`: what the broker says to whoever has this identity, if it has judged it.
+    """
+
+    def __init__(self, reason: str, to_client: str | None = None) -> None:
+        super().__init__(reason)
+        self.to_client = to_client
 
 
 class Request(NamedTuple):
@@ -68,9 +78,20 @@ class State(Enum):
 
 
 class Mechanism(Protocol):
-    """What one mechanism sends."""
+    """What one mechanism sends. `option`: the option that names it. `is_slow`: it computes for milliseconds."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_slow(self) -> bool: ...
+
+    @property
+    def option(self) -> str: ...
+
+    def shown(self, text: str) -> str:
+        """What a broker says, fit for logs."""
+        ...
 
     def first(self) -> bytes:
         """The first message."""
@@ -81,7 +102,17 @@ class Mechanism(Protocol):
         ...
 
 
-class Plain:
+class _Own:
+    """Of the proxy's own identity."""
+
+    option = "broker_sasl.mechanism"
+    is_slow = False
+
+    def shown(self, text: str) -> str:
+        return text
+
+
+class Plain(_Own):
     """RFC 4616."""
 
     name = "PLAIN"
@@ -96,7 +127,7 @@ class Plain:
         return None
 
 
-class Bearer:
+class Bearer(_Own):
     """OAUTHBEARER, RFC 7628."""
 
     name = "OAUTHBEARER"
@@ -109,11 +140,53 @@ class Bearer:
 
     def next(self, message: bytes) -> bytes | None:
         # An error in JSON, which is to be acknowledged; the broker then reports the failure.
-        return b"\x01" if message else None
+        return _ACKNOWLEDGEMENT if message else None
 
 
-class Scram:
+class Credential:
+    """What a client has presented by PLAIN or OAUTHBEARER: its message, which is sent to brokers as it came.
+
+    `authenticate_version`: that of the SaslAuthenticate it came in, 0 for none. Brokers are asked in no higher one, so
+    that they end no session of a client that does not know of it (KIP-368). Neither the repr nor any error has the
+    message.
+    """
+
+    __slots__ = ("__weakref__", "_message", "authenticate_version", "name")
+
+    option = "sasl.mechanisms"
+    is_slow = False
+
+    def __init__(self, name: str, message: bytes, authenticate_version: int) -> None:
+        self.name = name
+        self.authenticate_version = authenticate_version
+        self._message = message
+
+    def __repr__(self) -> str:
+        return f"Credential({self.name})"
+
+    def first(self) -> bytes:
+        return self._message
+
+    def next(self, message: bytes) -> bytes | None:
+        return _ACKNOWLEDGEMENT if message and self.name == Bearer.name else None
+
+    def shown(self, text: str) -> str:
+        return text.replace(self._secret(), "***") if self._secret() else text
+
+    def _secret(self) -> str:
+        """The password, or the token."""
+        if self.name == Plain.name:
+            secret = self._message.rpartition(b"\0")[2]
+        else:
+            parts = self._message.split(b"\x01")
+            secret = next((part for part in parts if part.startswith(b"auth=")), b"").rpartition(b" ")[2]
+        return secret.decode(errors="replace")
+
+
+class Scram(_Own):
     """RFC 5802; `name` is SCRAM-SHA-256 or SCRAM-SHA-512."""
+
+    is_slow = True
 
     def __init__(self, name: str, username: str, password: str) -> None:
         self.name = name
@@ -167,6 +240,11 @@ class SaslClient:
         # After how many milliseconds the broker ends the session; 0: it does not.
         self.session_lifetime_ms = 0
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether `receive` may take milliseconds of hashing."""
+        return self._mechanism.is_slow
+
     def begin(self) -> Request:
         """The first request."""
         if self.state is not State.NEW:
@@ -178,7 +256,7 @@ class SaslClient:
     def receive(self, body: memoryview) -> Request | None:
         """Take the body of the answer to the last request; return the next one, None once authenticated.
 
-        SCRAM works for some milliseconds here. Raises SaslRefused.
+        Raises SaslRefused.
         """
         try:
             if self.state is State.HANDSHAKE:
@@ -199,7 +277,7 @@ class SaslClient:
         answer = decode_response(keys.SASL_HANDSHAKE, _HANDSHAKE_VERSION, body)
         if answer.error_code == UNSUPPORTED_SASL_MECHANISM:
             offers = ", ".join(map(str, answer.mechanisms))[:_MAX_TEXT] or "none"
-            raise SaslRefused(f"it does not offer {self._mechanism.name} but {offers}: set broker_sasl.mechanism")
+            raise SaslRefused(f"it does not offer {self._mechanism.name} but {offers}: set {self._mechanism.option}")
         if answer.error_code == _ILLEGAL_SASL_STATE:
             raise SaslRefused("it offers no SASL there: name its SASL port, or drop broker_sasl")
         if answer.error_code != NONE:
@@ -208,13 +286,16 @@ class SaslClient:
     def _go_on(self, body: memoryview) -> Request | None:
         answer = decode_response(keys.SASL_AUTHENTICATE, self._version, body)
         if answer.error_code != NONE:
-            says = f": {str(answer.error_message)[:_MAX_TEXT]}" if answer.error_message else ""
-            raise SaslRefused(f"it refuses the proxy's identity with {name_of(answer.error_code)}{says}")
+            told = str(answer.error_message or "")[:_MAX_TEXT]
+            says = f": {self._mechanism.shown(told)}" if told else ""
+            to_client = told if answer.error_code == SASL_AUTHENTICATION_FAILED else None
+            raise SaslRefused(f"it refuses the identity with {name_of(answer.error_code)}{says}", to_client)
         message = self._mechanism.next(bytes(answer.auth_bytes or b""))
         if message is not None:
             return self._authenticate(message)
         self.state = State.AUTHENTICATED
-        self.session_lifetime_ms = max(0, getattr(answer, "session_lifetime_ms", 0) or 0)
+        told_ms = getattr(answer, "session_lifetime_ms", 0) or 0
+        self.session_lifetime_ms = min(max(0, told_ms), _MAX_LIFETIME_MS)
         return None
 
     def _authenticate(self, message: bytes) -> Request:

@@ -13,6 +13,7 @@ from scramp import ScramMechanism
 
 from kproxy.security.sasl_client import (
     MAX_ITERATIONS,
+    Credential,
     Request,
     SaslClient,
     SaslRefused,
@@ -56,6 +57,11 @@ def test_plain_sends_user_and_password_once() -> None:
     assert first == b"\0kproxy\0" + SECRET.encode()
     assert client.receive(answer(session_lifetime_ms=5_000)) is None
     assert (client.state, client.session_lifetime_ms) == (State.AUTHENTICATED, 5_000)
+    # A broker's nonsense is not carried further.
+    for told, taken in ((-5, 0), (1 << 62, 31_536_000_000)):
+        client, _ = begun("PLAIN")
+        client.receive(answer(session_lifetime_ms=told))
+        assert client.session_lifetime_ms == taken
 
 
 def test_a_token_is_borne_and_an_error_acknowledged() -> None:
@@ -65,6 +71,48 @@ def test_a_token_is_borne_and_an_error_acknowledged() -> None:
     with pytest.raises(SaslRefused, match="SASL_AUTHENTICATION_FAILED: it has ended"):
         client.receive(answer(error_code=58, error_message="it has ended"))
     assert client.state is State.FAILED
+
+
+def carried(name: str, message: bytes, version: int = 1) -> SaslClient:
+    """One that presents what a client has presented, once the mechanism is accepted."""
+    client = SaslClient(Credential(name, message, version), version)
+    client.begin()
+    request = client.receive(handshake(mechanisms=(name,)))
+    assert request is not None
+    assert request.api_version == version
+    assert bytes(decode_request(keys.SASL_AUTHENTICATE, version, memoryview(request.body)).auth_bytes) == message
+    return client
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "secret"),
+    [
+        ("PLAIN", b"\0alice\0" + SECRET.encode(), SECRET),
+        ("PLAIN", b"alice\0alice\0s3cr3t", "s3cr3t"),
+        ("OAUTHBEARER", b"n,,\x01auth=Bearer a.b.c\x01\x01", "a.b.c"),
+        ("OAUTHBEARER", b"n,a=x,\x01auth=bearer a.b.c\x01logicalCluster=lkc\x01\x01", "a.b.c"),
+    ],
+)
+def test_what_a_client_has_presented_is_sent_as_it_came(name: str, message: bytes, secret: str) -> None:
+    assert carried(name, message).receive(answer()) is None
+    client = carried(name, message)
+    if name == "OAUTHBEARER":
+        assert sent(client.receive(answer(b'{"status":"invalid_token"}'))) == b"\x01"
+    # A broker may say anything, and a client its own.
+    text = f"no {secret} here"
+    with pytest.raises(SaslRefused) as raised:
+        client.receive(answer(error_code=58, error_message=text))
+    assert raised.value.to_client == text
+    assert secret not in str(raised.value)
+    assert secret not in repr(Credential(name, message, 1))
+
+
+@pytest.mark.parametrize(("error_code", "is_judged"), [(58, True), (34, False), (-1, False), (35, False)])
+def test_only_a_judgement_is_the_clients(error_code: int, is_judged: bool) -> None:
+    client = carried("PLAIN", b"\0alice\0x")
+    with pytest.raises(SaslRefused) as raised:
+        client.receive(answer(error_code=error_code, error_message="so it is"))
+    assert (raised.value.to_client is not None) == is_judged
 
 
 def scram_server(name: str, password: str, iterations: int = 4_096) -> Any:
