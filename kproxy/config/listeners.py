@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -18,6 +18,8 @@ from kproxy.errors import StartupError
 MAX_LISTENERS: Final = 8
 # As in Kafka's `listeners`, where a name is part of a key.
 _NAME: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")
+Identity = Literal["proxy", "client"]
+"""Who a client's broker connections authenticate as."""
 SECTION: Final = "listeners"
 
 
@@ -30,6 +32,7 @@ class ListenerSection(msgspec.Struct, kw_only=True):
     proxy_protocol: bool = False
     tls: TlsSection = msgspec.field(default_factory=TlsSection)
     sasl: str | list[str] | UnsetType = UNSET
+    identity: Identity | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class ListenerConfig:
     `name` is empty for the one of `[listen]`. Proxies that share an etcd tell the clients of a listener the addresses
     of the listeners with the same name. `advertise` None: the address listened on. With `proxy_protocol` a connection
     begins with a header of the PROXY protocol, version 2. `sasl`: the mechanisms that it is to offer, none if empty;
-    None: those of `[sasl]` that fit it.
+    None: those of `[sasl]` that fit it. `identity`: that of its clients' broker connections; None: that of `[sasl]`.
     """
 
     name: str
@@ -48,6 +51,7 @@ class ListenerConfig:
     proxy_protocol: bool = False
     tls: ListenerTls | None = None
     sasl: tuple[str, ...] | None = None
+    identity: Identity | None = None
 
     def advertised(self, port: int) -> Address:
         """The address that clients are told; `port` is the one listened on."""
@@ -113,7 +117,13 @@ def _parse_one(given: Mapping[str, object], number: int, where: str) -> Listener
     if section.sasl is not UNSET:
         sasl = split_list(section.sasl, f"sasl of {title} in {where}") if section.sasl else ()
     return ListenerConfig(
-        section.name, listen, advertise, section.proxy_protocol, listener_tls(section.tls, sources), sasl
+        section.name,
+        listen,
+        advertise,
+        section.proxy_protocol,
+        listener_tls(section.tls, sources),
+        sasl,
+        None if section.identity is UNSET else section.identity,
     )
 
 

@@ -45,7 +45,7 @@ from kproxy.config.parsing import (
     unknown,
 )
 from kproxy.config.quotas import QUOTAS, QuotaOptions, parse_quotas
-from kproxy.config.security import OauthSection, SaslOptions, SaslSection, sasl_options
+from kproxy.config.security import OauthSection, SaslOptions, SaslSection, refuse_unsafe_identity, sasl_options
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS, Owners, parse_owners, read_table
 from kproxy.config.tls import BrokerTls, BrokerTlsSection, TlsSection, broker_tls
 from kproxy.errors import StartupError
@@ -411,6 +411,16 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     _refuse_unwritable_trail(audit, sources["audit.sink"], owners, writer_groups)
     listeners = _listeners(given, settings, sources)
     sasl = sasl_options(given.sasl, given.oauth, sources, listeners)
+    to_brokers = broker_sasl(
+        given.broker_sasl, _of_section(sources, "broker_sasl"), with_tls=tls_to_brokers is not None
+    )
+    refuse_unsafe_identity(
+        sasl,
+        listeners,
+        sources["sasl.identity"],
+        has_own=to_brokers is not None,
+        is_secret=tls_to_brokers is not None or given.broker_sasl.allow_plain_text,
+    )
     return ProxyConfig(
         listeners=listeners,
         admin=admin,
@@ -429,9 +439,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         limits=given.limits,
         workers=workers,
         broker_tls=tls_to_brokers,
-        broker_sasl=broker_sasl(
-            given.broker_sasl, _of_section(sources, "broker_sasl"), with_tls=tls_to_brokers is not None
-        ),
+        broker_sasl=to_brokers,
         sasl=sasl,
         access=_access(given, settings, sources, with_sasl=sasl is not None),
         quotas=_quotas(settings),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kproxy.config.listeners import ListenerConfig
+from kproxy.config.listeners import Identity, ListenerConfig
 from kproxy.config.parsing import split_list
 from kproxy.errors import StartupError
 
@@ -27,6 +27,8 @@ OAUTHBEARER: Final = "OAUTHBEARER"
 MECHANISMS: Final = (PLAIN, SCRAM_256, SCRAM_512, OAUTHBEARER)
 # Who reads along can use what the client sends.
 NEED_TLS: Final = frozenset({PLAIN, OAUTHBEARER})
+# What a client sends by them is proof enough for every broker.
+CARRIED: Final = frozenset({PLAIN, OAUTHBEARER})
 
 
 class SaslSection(msgspec.Struct, kw_only=True):
@@ -34,6 +36,7 @@ class SaslSection(msgspec.Struct, kw_only=True):
 
     mechanisms: str | list[str] | UnsetType = UNSET
     users: str | UnsetType = UNSET
+    identity: Identity = "proxy"
     without_tls: bool = False
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
     session_lifetime_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
@@ -66,7 +69,11 @@ class OauthOptions:
 
 @dataclass(frozen=True)
 class SaslOptions:
-    """`[sasl]` and `[oauth]`, checked. `users` and `oauth` are set if a mechanism needs them."""
+    """`[sasl]` and `[oauth]`, checked.
+
+    `users` and `oauth` are set if a mechanism needs them. What is carried on to brokers may go without: brokers alone
+    judge it then, and `principal_claim` names the principal of a token that a broker has accepted.
+    """
 
     mechanisms: tuple[str, ...]
     users: Path | None
@@ -74,13 +81,25 @@ class SaslOptions:
     without_tls: bool
     timeout_s: float
     session_lifetime_s: float
+    identity: Identity = "proxy"
+    principal_claim: str = "sub"
+
+    def carries(self, listener: ListenerConfig) -> bool:
+        """Whether its clients' broker connections have the client's identity."""
+        return (listener.identity or self.identity) == "client"
 
     def offered(self, listener: ListenerConfig) -> tuple[str, ...]:
         """The mechanisms of a listener; its clients need none of them if this is empty."""
-        wanted = self.mechanisms if listener.sasl is None else listener.sasl
+        wanted = self.wanted(listener)
+        if self.carries(listener):
+            wanted = tuple(name for name in wanted if name in CARRIED)
         if listener.tls is not None or self.without_tls:
             return wanted
         return tuple(name for name in wanted if name not in NEED_TLS)
+
+    def wanted(self, listener: ListenerConfig) -> tuple[str, ...]:
+        """The mechanisms that the configuration names for a listener."""
+        return self.mechanisms if listener.sasl is None else listener.sasl
 
 
 def sasl_options(
@@ -89,6 +108,8 @@ def sasl_options(
     """Check the options; None without SASL. Raises StartupError."""
     if given.mechanisms is UNSET:
         for listener in listeners:
+            if listener.identity == "client":
+                raise StartupError(f"{_named(listener)} has {_NOTHING_TO_CARRY}")
             if listener.sasl:
                 raise StartupError(
                     f"{_named(listener)} is to offer {listener.sasl[0][:80]!r}, and there is no SASL: name mechanisms "
@@ -105,25 +126,33 @@ def sasl_options(
     for name in mechanisms:
         if name not in MECHANISMS:
             raise StartupError(f"{source}: {name[:80]!r} is no mechanism: there are {', '.join(MECHANISMS)}.")
-    needs_users = any(name != OAUTHBEARER for name in mechanisms)
-    if needs_users and given.users is UNSET:
-        raise StartupError(
-            f"{source}: {', '.join(name for name in mechanisms if name != OAUTHBEARER)} needs users: name their file "
-            f"in sasl.users, and write it with `kproxy user add`."
-        )
-    if not needs_users and given.users is not UNSET:
-        raise StartupError(f"{sources['sasl.users']}: {OAUTHBEARER} has no users: leave it out.")
     options = SaslOptions(
         mechanisms=mechanisms,
         users=Path(given.users) if given.users is not UNSET else None,
-        oauth=_oauth(oauth, OAUTHBEARER in mechanisms, sources),
+        oauth=None,
         without_tls=given.without_tls,
         timeout_s=given.timeout_s,
         session_lifetime_s=given.session_lifetime_s,
+        identity=given.identity,
+        principal_claim=oauth.principal_claim,
     )
     for listener in listeners:
+        _refuse_what_is_not_carried(options, listener, source)
         _refuse_what_does_not_fit(options, listener, source)
-    return options
+    # What no broker judges, the proxy must be able to.
+    judged = {name for each in listeners if not options.carries(each) for name in options.wanted(each)}
+    judged |= {name for name in mechanisms if name not in CARRIED}
+    if judged - {OAUTHBEARER} and given.users is UNSET:
+        raise StartupError(
+            f"{source}: {', '.join(name for name in mechanisms if name in judged - {OAUTHBEARER})} needs users: name "
+            f"their file in sasl.users, and write it with `kproxy user add`."
+        )
+    if mechanisms == (OAUTHBEARER,) and given.users is not UNSET:
+        raise StartupError(f"{sources['sasl.users']}: {OAUTHBEARER} has no users: leave it out.")
+    is_judged = OAUTHBEARER in judged or any(each is not UNSET for each in (oauth.jwks, oauth.issuer, oauth.audience))
+    if OAUTHBEARER in mechanisms and not is_judged:
+        return options
+    return replace(options, oauth=_oauth(oauth, OAUTHBEARER in mechanisms, sources))
 
 
 def _refuse_what_does_not_fit(options: SaslOptions, listener: ListenerConfig, source: str) -> None:
@@ -134,14 +163,67 @@ def _refuse_what_does_not_fit(options: SaslOptions, listener: ListenerConfig, so
                 f"({', '.join(options.mechanisms)})."
             )
     offered = options.offered(listener)
-    wanted = options.mechanisms if listener.sasl is None else listener.sasl
+    wanted = options.wanted(listener)
     # What is named for this listener must do; of what is named for all, something.
     if len(offered) < len(wanted) and (listener.sasl is not None or not offered):
-        exposed = " and ".join(name for name in wanted if name not in offered)
+        exposed = " and ".join(name for name in wanted if name in NEED_TLS)
         raise StartupError(
             f"{source}: {exposed} would send what anybody who reads along can use, as {_named(listener)} has no TLS: "
             f"use SCRAM-SHA-512, or allow it with sasl.without_tls = true."
         )
+
+
+_NOTHING_TO_CARRY: Final = (
+    'identity = "client" and no SASL, so that its clients show nothing that could be carried on to brokers (the key of '
+    'a certificate stays with its client): offer PLAIN or OAUTHBEARER there, or set its identity to "proxy".'
+)
+
+
+def _refuse_what_is_not_carried(options: SaslOptions, listener: ListenerConfig, source: str) -> None:
+    if not options.carries(listener):
+        return
+    wanted = options.wanted(listener)
+    if not wanted:
+        raise StartupError(f"{_named(listener)} has {_NOTHING_TO_CARRY}")
+    bound = [name for name in wanted if name in options.mechanisms and name not in CARRIED]
+    # What is named for this listener must do; of what is named for all, something.
+    is_meant = listener.sasl is not None or listener.identity is None
+    if bound and (is_meant or len(bound) == len(wanted)):
+        raise StartupError(
+            f"{source if listener.sasl is None else _named(listener)}: {' and '.join(bound)} cannot be carried on to "
+            f"brokers, since its proof is bound to one exchange with one server and a client has connections to "
+            f'several: offer PLAIN or OAUTHBEARER, or have the proxy\'s own identity there (identity = "proxy").'
+        )
+
+
+def refuse_unsafe_identity(
+    options: SaslOptions | None,
+    listeners: Sequence[ListenerConfig],
+    source: str,
+    *,
+    has_own: bool,
+    is_secret: bool,
+) -> None:
+    """Check what carrying identities asks of the way to brokers.
+
+    `has_own`: the proxy has an identity there; `is_secret`: nobody reads along, or this is allowed.
+
+    Raises StartupError.
+    """
+    for listener in listeners:
+        if options is None or not options.carries(listener) or not options.offered(listener):
+            continue
+        says = source if listener.identity is None else f"identity of {_named(listener)}"
+        if not has_own:
+            raise StartupError(
+                f"{says}: the proxy also needs an identity of its own at the brokers, which reads metadata and probes: "
+                f"set broker_sasl.mechanism."
+            )
+        if not is_secret:
+            raise StartupError(
+                f"{says}: the passwords and tokens of clients would be shown to everybody on the way to the brokers: "
+                f"set broker_tls.enabled, or allow it with broker_sasl.allow_plain_text = true."
+            )
 
 
 def _named(listener: ListenerConfig) -> str:

@@ -17,7 +17,8 @@ Transitions
 Invariants
 1. While closed only kproxy.security.sasl reads the client's frames, except for ApiVersions; these are at most
    MOST_FRAME_BYTES long.
-2. At most one step of a mechanism runs, in a task that `close` awaits; meanwhile the client is not read.
+2. At most one step of a mechanism runs, in a task that `close` awaits; meanwhile the client is not read. Where
+   identities are carried on, the task goes on until a broker has judged the client's (kproxy.proxy.client_identity).
 3. Nothing that a client sent is in the log but its user's name and its mechanism.
 """
 
@@ -33,16 +34,20 @@ import structlog
 from kproxy.config.principal_rules import DEFAULT_RULES, MappingRule
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.apis import Ranges
+from kproxy.proxy.client_identity import NotJudged
 from kproxy.security.mechanisms import Refused, Servers, Step
 from kproxy.security.principals import ANONYMOUS, Principal, principal_of
 from kproxy.security.quotas import Quotas
 from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State, Times, illegal_state
+from kproxy.security.sasl_client import Credential
 from kproxy_codec.framing import parse_request_header
 
 log = structlog.get_logger(__name__)
 
 # As connection.failed.authentication.delay.ms of Kafka: who guesses passwords waits.
 REFUSAL_DELAY_S: Final = 0.1
+# The part of the time to authenticate in which a broker has to judge a client, so that the log can say what was wrong.
+JUDGED_WITHIN: Final = 0.9
 
 
 class NotAdmitted(Exception):
@@ -56,6 +61,10 @@ class Guarded(Protocol):
 
     def place(self, frame: memoryview) -> Slot:
         """Take the next place among the answers, for this request."""
+        ...
+
+    async def carry(self, step: Step, credential: Credential, within_s: float) -> Step | Refused:
+        """Have a broker judge what the client has presented. Raises NotJudged."""
         ...
 
     def admit(self, principal: Principal) -> None:
@@ -88,7 +97,7 @@ class Admission:
 
     `timeout_s` is the time to authenticate, `rules` turn a certificate's name into a principal's. `quotas` return
     those that were read last; an address has at most `most_of_an_address` connections, 0: any number. The listeners of
-    a process share `connections`.
+    a process share `connections`. `carries`: clients' identities are carried on to brokers.
     """
 
     def __init__(
@@ -102,7 +111,9 @@ class Admission:
         quotas: Callable[[], Quotas] | None = None,
         most_of_an_address: int = 0,
         connections: OpenConnections | None = None,
+        carries: bool = False,
     ) -> None:
+        self.carries = carries
         self.servers = servers
         self.times = times
         self.timeout_s = timeout_s
@@ -126,7 +137,7 @@ class Gate:
         self._admission = admission
         self._client = client
         self._on_pressure = on_pressure
-        self._exchange = SaslExchange(admission.servers or {}, admission.times)
+        self._exchange = SaslExchange(admission.servers or {}, admission.times, carries=admission.carries)
         self._is_open = False
         self._began_at = admission.times.clock()
         self._task: asyncio.Task[None] | None = None
@@ -206,7 +217,10 @@ class Gate:
         try:
             result: Step | Refused
             result = await asyncio.to_thread(pending.step) if pending.is_slow else pending.step()
-            outcome = self._exchange.resume(result)
+            try:
+                outcome = self._exchange.resume(await self._judged(result))
+            except NotJudged as error:
+                outcome = self._exchange.give_up(str(error))
             if isinstance(outcome, Failure):
                 if outcome.is_refusal:
                     await asyncio.sleep(REFUSAL_DELAY_S)
@@ -222,6 +236,17 @@ class Gate:
             self._client.refuse(NotAdmitted("an error here, see the log"))
         finally:
             self._on_pressure(False)
+
+    async def _judged(self, result: Step | Refused) -> Step | Refused:
+        """The outcome of a step, a broker's where the identity is carried on. Raises NotJudged."""
+        credential = self._exchange.credential
+        if credential is None or isinstance(result, Refused) or result.principal is None:
+            return result
+        if not self._exchange.may_become(result.principal):
+            return result
+        admission = self._admission
+        left_s = self._began_at + admission.timeout_s * JUDGED_WITHIN - admission.times.clock()
+        return await self._client.carry(result, credential, max(0.0, left_s))
 
     def _open(self, principal: Principal) -> None:
         self._count("succeeded")

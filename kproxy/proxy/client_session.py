@@ -6,7 +6,8 @@ States
   closed     nothing is read or written
 
 Transitions
-  open     -> draining   `drain`: the proxy stops; a broker joins that serves less than this client was offered
+  open     -> draining   `drain`: the proxy stops; a broker joins that serves less than this client was offered; a
+                         broker does not take the client's identity any more
   open     -> closed     the client's connection ends; bytes that are no request; an acks=0 part cannot be delivered
   draining -> closed     the last answer is written, or the time for draining is over
 
@@ -25,8 +26,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
+from math import inf
 from typing import Final, cast
 
 import structlog
@@ -36,9 +38,10 @@ from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.answer_room import Share
 from kproxy.proxy.api_versions import check_served, covers
 from kproxy.proxy.apis import NOT_SERVED, Ranges
-from kproxy.proxy.broker_connection import FLUSH_S
+from kproxy.proxy.broker_connection import FLUSH_S, Upstream
 from kproxy.proxy.broker_health import Waiting
 from kproxy.proxy.claims import ClientClaims
+from kproxy.proxy.client_identity import ClientIdentity
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
@@ -51,8 +54,11 @@ from kproxy.proxy.request_reader import TURN_S, RequestReader, Taker
 from kproxy.proxy.requests import DataRequests, NoRoom, plain_path
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
+from kproxy.security.broker_access import IdentityRefused
+from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal
 from kproxy.security.sasl import MOST_FRAME_BYTES
+from kproxy.security.sasl_client import Credential
 from kproxy_codec import api_keys
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER
@@ -99,19 +105,32 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._pauses = 0
         self._arrival = Arrival()
         self._share = Share(context.answer_room, lambda holds: self._connections.hold_back(holds))
+        admission = self._reception.admission
+        # With which its broker connections authenticate; None: with the proxy's.
+        self._identity: ClientIdentity | None = None
+        if admission is not None and admission.carries:
+            self._identity = ClientIdentity(
+                context.dialler.access,
+                lambda: self._control.authenticate(),
+                lambda: self._upstreams,
+                self._identity_refused,
+            )
+        to_brokers = self._identity.access if self._identity is not None else None
         self._connections = Connections(
             context,
             self._on_broker_pressure,
             self._share,
             before_open=lambda upstream: self._fanout.before_open(upstream),
             on_end=lambda upstream: self._fanout.ended(upstream),
+            access=to_brokers,
         )
         self._broker_pressure = 0
         self._client_pressure = False
         self._draining = False
+        # When a connection that drains by itself is closed at the latest.
+        self._drained_by = inf
         self._gone = asyncio.get_running_loop().create_future()
         claims = ClientClaims(context, self._connections, self.sever)
-        admission = self._reception.admission
         # What the client may do; None: anything. Connections from within the process are not asked.
         self._access = context.access.client() if context.access is not None and admission is not None else None
         may_write = self._access.may_write if self._access is not None else None
@@ -133,6 +152,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._reception.fleet,
             self._gate,
             self._access,
+            to_brokers,
         )
         self._waiting = Waiting(context.health)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
@@ -179,6 +199,20 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._reader.admit(context.limits.max_request_bytes)
         if self._fanout.acks is not None:
             self._fanout.acks.principal = str(principal)
+
+    async def carry(self, step: Step, credential: Credential, within_s: float) -> Step | Refused:
+        """Have a broker judge what the client has presented. Raises NotJudged."""
+        if self._identity is None:
+            return step
+        return await self._identity.carry(step, credential, within_s)
+
+    def _identity_refused(self, error: IdentityRefused) -> None:
+        """Have the client authenticate again: a broker does not take its identity any more."""
+        if self.closed or self._draining:
+            return
+        log.warning("client connection drained", reason=f"a broker says of its identity: {error}", client=self.peer)
+        self._drained_by = self._clock() + FLUSH_S
+        self.drain()
 
     def place(self, frame: memoryview) -> Slot:
         """Take the next place among the answers, for a request that the gate has begun."""
@@ -378,6 +412,11 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         return 0 if self._answers.outbox is None else self._answers.outbox.written_bytes
 
     @property
+    def _upstreams(self) -> Iterable[Upstream]:
+        """Connections to brokers, open or closed."""
+        return chain(self._connections.by_broker.values(), self._control.upstreams)
+
+    @property
     def upstream_count(self) -> int:
         """Open connections to brokers."""
         return self._connections.open_count + self._control.upstream_count
@@ -394,7 +433,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         """
         waits = self._fanout.open_count or self._broker_pressure or self._control.tasks
         if waits or self._waiting.watches:
-            self._waiting.look(chain(self._connections.by_broker.values(), self._control.upstreams), now)
+            self._waiting.look(self._upstreams, now)
             self._fanout.take_out()
             self._fanout.expire(now)
         if self._arriving_bytes and self._reading and not self.closed and not is_late:
@@ -405,6 +444,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._gate.look(now)
         if self._access is not None and self._access.has_changed():
             self._forget_routes()
+        if now >= self._drained_by and not self.closed:
+            self.abandon()
 
     def _forget_routes(self) -> None:
         """Forget the routes of the compiled path: its client may write to other topics now."""
@@ -575,3 +616,5 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         await self._fanout.close()
         await self._control.close()
         await self._connections.close()
+        if self._identity is not None:
+            self._identity.forget()

@@ -23,7 +23,7 @@ Where brokers leave it to the proxy (`Api.ends_here`), it also answers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Final, Protocol, TypeVar
@@ -39,15 +39,18 @@ from kproxy.proxy.api_versions import check_api_versions_request, offered_respon
 from kproxy.proxy.apis import KEY_TYPES, NOT_SERVED, SERVED, Ranges
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims
+from kproxy.proxy.client_identity import NotJudged
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
+from kproxy.proxy.dialling import reason_of
 from kproxy.proxy.screening import Screen
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
 from kproxy.security.acls import Operation, Resource
+from kproxy.security.broker_access import BrokerAccess, IdentityRefused, Session
 from kproxy.security.sasl import SASL_APIS, illegal_state
 from kproxy_codec import api_keys as keys
 from kproxy_codec.cluster import Verdict, asks_for_all_topics
@@ -118,7 +121,7 @@ class ControlRequests:
     """Run the control requests of `client`.
 
     Its Own requests go to `claims`, its SASL requests to `gate`, and it is told the proxies of `fleet`. `access` None:
-    it may do anything.
+    it may do anything. Its requests to brokers go there by `to_brokers`, with its own identity if that is given.
     """
 
     def __init__(
@@ -131,12 +134,13 @@ class ControlRequests:
         fleet: Fleet,
         gate: Gate | None = None,
         access: ClientAccess | None = None,
+        to_brokers: BrokerAccess | None = None,
     ) -> None:
         self._context = context
         self._client = client
         self._claims = claims
         self._gate = gate
-        self._plane = ControlPlane(context, on_pressure, on_offered, fleet, access)
+        self._plane = ControlPlane(context, on_pressure, on_offered, fleet, access, to_brokers)
         self._access = access
         # Whether a claim is being served: one at a time, and requests behind it must see its result.
         self.is_claiming = False
@@ -201,6 +205,10 @@ class ControlRequests:
             self.is_claiming = False
             self._client.adjust_reading()
 
+    async def authenticate(self) -> Session:
+        """Have a broker take the client's identity. Raises IdentityRefused, NotJudged."""
+        return await self._plane.authenticate()
+
     def give_up_broker(self, address: Address) -> None:
         """Give up the connections to a broker that hangs."""
         self._plane.give_up_broker(address)
@@ -231,7 +239,7 @@ class ControlPlane:
     """Answer control requests of one client connection.
 
     `on_pressure` is as in `Connections`. `on_offered` gets the versions that the client is about to learn. Answers name
-    the proxies of `fleet`. `access` None: the client may do anything.
+    the proxies of `fleet`. `access` None: the client may do anything. `to_brokers`: as in `ControlRequests`.
     """
 
     def __init__(
@@ -241,15 +249,18 @@ class ControlPlane:
         on_offered: Callable[[Ranges], None],
         fleet: Fleet,
         access: ClientAccess | None = None,
+        to_brokers: BrokerAccess | None = None,
     ) -> None:
         self._context = context
         self._fleet = fleet
         self._on_offered = on_offered
         self._screen = Screen(access, context.topology) if access is not None else None
         self._virtual = VirtualBrokers(context, fleet)
-        self._connections = Connections(context, on_pressure)
+        # Brokers answer each client as they know it; as the proxy, all alike.
+        self._shares_answers = to_brokers is None
+        self._connections = Connections(context, on_pressure, access=to_brokers)
         # Kept apart: a request to a coordinator may wait for other clients, and no other request must wait behind it.
-        self._to_coordinators = Connections(context, on_pressure)
+        self._to_coordinators = Connections(context, on_pressure, access=to_brokers)
         self._coordination = CoordinatorRequests(context, self._to_coordinators, self._find_coordinator)
         # Spreads the control planes of many connections over the brokers.
         self._key = context.random.randbytes(8)
@@ -317,7 +328,8 @@ class ControlPlane:
         """
         body = frame[header.body_offset :]
         if verdict is not None or not (
-            header.api_key == keys.METADATA
+            self._shares_answers
+            and header.api_key == keys.METADATA
             and len(body) <= _MAX_SHARED_BYTES
             and asks_for_all_topics(header.api_version, body)
         ):
@@ -340,22 +352,13 @@ class ControlPlane:
         Each broker is asked at most once, in the order of this connection. Raises Unanswerable.
         """
         api = SERVED[header.api_key]
-        untried = set(self._context.topology.brokers)
-        while untried:
-            broker = preferred(self._key, self._likeliest(untried))
-            if broker is None:
-                break
-            untried.discard(broker)
-            if self._context.topology.address(broker) is None:
-                # It has left while another one was asked.
-                continue
-            upstream = self._connections.to(broker)
+        for upstream in self._in_turn():
             try:
                 async with asyncio.timeout(self._context.limits.control_attempt_s if api.repeatable else None):
                     answer = await self._ask(upstream, frame)
                 # Outside of the broker's time: this may wait for other long answers.
                 taken = await take(answer, frame, header)
-                self._doubted.discard(broker)
+                self._doubted.discard(upstream.owner)
                 return taken
             except Lost as lost:
                 if lost.written and not api.repeatable:
@@ -367,8 +370,36 @@ class ControlPlane:
                 upstream.distrust(str(error))
             except AskAnother:
                 pass
-            self._doubted.add(broker)
+            self._doubted.add(upstream.owner)
         raise Unanswerable("no broker can be reached")
+
+    def _in_turn(self) -> Iterator[Upstream]:
+        """Yield the connection to each broker once, as long as more are asked for."""
+        untried = set(self._context.topology.brokers)
+        while untried:
+            broker = preferred(self._key, self._likeliest(untried))
+            if broker is None:
+                return
+            untried.discard(broker)
+            if self._context.topology.address(broker) is not None:
+                # Otherwise it has left while another one was asked.
+                yield self._connections.to(broker)
+
+    async def authenticate(self) -> Session:
+        """Have the first broker that judges the client's identity take it. Raises IdentityRefused, NotJudged."""
+        reason = "no broker is known"
+        for upstream in self._in_turn():
+            try:
+                session = await upstream.authenticated()
+                self._doubted.discard(upstream.owner)
+                return session
+            except (OSError, UnicodeError, Lost) as error:
+                reason = f"broker {upstream.owner} at {upstream.address}: {reason_of(error)}"
+                if isinstance(error, IdentityRefused) and error.to_client is not None:
+                    raise IdentityRefused(reason, error.to_client) from None
+            self._doubted.add(upstream.owner)
+            log.warning("client's identity not judged", most_a_minute=5, reason=reason)
+        raise NotJudged(f"no broker judges its identity; {reason}")
 
     def _likeliest(self, untried: set[int]) -> set[int]:
         """Leave out brokers in trouble, unless all are.

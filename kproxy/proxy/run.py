@@ -254,9 +254,15 @@ class _Proxy:
         connections: OpenConnections,
     ) -> Admission:
         config, sasl = self._config, self._config.sasl
-        offered = servers(mechanisms, lambda: security.users, lambda: security.tokens) if mechanisms else None
+        carries = sasl is not None and bool(mechanisms) and sasl.carries(listener)
+        offered = servers(
+            mechanisms,
+            lambda: security.users,
+            lambda: security.tokens,
+            unverified_claim=sasl.principal_claim if sasl is not None and carries else None,
+        )
         return Admission(
-            offered,
+            offered if mechanisms else None,
             Times(time.monotonic, time.time, lifetime_s=sasl.session_lifetime_s if sasl is not None else 0.0),
             timeout_s=sasl.timeout_s if sasl is not None else 0.0,
             rules=listener.tls.principal_rules if listener.tls is not None else DEFAULT_RULES,
@@ -264,6 +270,7 @@ class _Proxy:
             quotas=(lambda: security.quotas) if config.quotas is not None else None,
             most_of_an_address=config.limits.max_connections_per_address,
             connections=connections,
+            carries=carries,
         )
 
     def _access_control(self, security: SecurityFiles) -> AccessControl | None:

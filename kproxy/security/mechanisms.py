@@ -18,9 +18,9 @@ from typing import Final, NamedTuple, Protocol
 
 from scramp import ScramException, ScramMechanism
 
-from kproxy.config.security import OAUTHBEARER
+from kproxy.config.security import OAUTHBEARER, PLAIN
 from kproxy.security.principals import Principal
-from kproxy.security.tokens import InvalidToken, TokenVerifier
+from kproxy.security.tokens import InvalidToken, TokenVerifier, name_in
 from kproxy.security.users import SCRAM_MECHANISMS, Users
 
 
@@ -35,12 +35,14 @@ class Refused(Exception):
 class Step(NamedTuple):
     """The answer to one message; `principal` is set once the exchange is done.
 
-    `expires_at`: seconds since the epoch, where the credential has an end.
+    `expires_at`: seconds since the epoch, where the credential has an end. `lifetime_s`: how long brokers that it was
+    carried on to take it, in seconds, where they say so.
     """
 
     token: bytes
     principal: Principal | None = None
     expires_at: float | None = None
+    lifetime_s: float | None = None
 
 
 class Mechanism(Protocol):
@@ -54,12 +56,11 @@ class Mechanism(Protocol):
 
 
 class Plain:
-    """PLAIN: a name and a password, each message in the clear."""
+    """PLAIN: a name and a password, each message in the clear. `users` None: brokers alone check them."""
 
-    is_slow = True
-
-    def __init__(self, users: Users) -> None:
+    def __init__(self, users: Users | None) -> None:
         self._users = users
+        self.is_slow = users is not None
 
     def step(self, token: bytes) -> Step:
         try:
@@ -75,7 +76,7 @@ class Plain:
                 "it asks for the rights of another user",
                 "Authentication failed: Client requested an authorization id that is different from username",
             )
-        if not self._users.check(name, password):
+        if self._users is not None and not self._users.check(name, password):
             raise Refused(
                 f"the user {name[:100]!r} or its password is wrong",
                 "Authentication failed: Invalid username or password",
@@ -136,13 +137,15 @@ _GIVES_UP: Final = b"\x01"
 
 
 class Oauthbearer:
-    """OAUTHBEARER: a token. A refusal is told in JSON first, and the client's next message is the end."""
+    """OAUTHBEARER: a token. A refusal is told in JSON first, and the client's next message is the end.
 
-    is_slow = True
+    `verify` returns who it names and when it ends, if that is known. Raises InvalidToken.
+    """
 
-    def __init__(self, tokens: TokenVerifier) -> None:
-        self._tokens = tokens
+    def __init__(self, verify: Callable[[str], tuple[Principal, float | None]], *, is_slow: bool = True) -> None:
+        self._verify = verify
         self._failure = ""
+        self.is_slow = is_slow
 
     def step(self, token: bytes) -> Step:
         if self._failure:
@@ -152,18 +155,18 @@ class Oauthbearer:
         if match is None:
             raise Refused("its OAUTHBEARER message is malformed", "Invalid OAUTHBEARER client first message")
         try:
-            verified = self._tokens.verify(match["token"])
+            principal, expires_at = self._verify(match["token"])
         except InvalidToken as error:
             self._failure = str(error)
             return Step(_INVALID_TOKEN)
         wanted = match["authorization_id"]
-        if wanted is not None and wanted.replace("=2C", ",").replace("=3D", "=") != verified.principal.name:
+        if wanted is not None and wanted.replace("=2C", ",").replace("=3D", "=") != principal.name:
             raise Refused(
                 "it asks for the rights of another user",
                 "Authentication failed: Client requested an authorization id that is different from the token's "
                 "principal name",
             )
-        return Step(b"", verified.principal, verified.expires_at)
+        return Step(b"", principal, expires_at)
 
 
 Servers = Mapping[str, Callable[[], Mechanism]]
@@ -171,14 +174,26 @@ Servers = Mapping[str, Callable[[], Mechanism]]
 
 
 def servers(
-    mechanisms: tuple[str, ...], users: Callable[[], Users | None], tokens: Callable[[], TokenVerifier | None]
+    mechanisms: tuple[str, ...],
+    users: Callable[[], Users | None],
+    tokens: Callable[[], TokenVerifier | None],
+    *,
+    unverified_claim: str | None = None,
 ) -> Servers:
-    """The servers of these mechanisms; `users` and `tokens` return what was read last."""
+    """The servers of these mechanisms; `users` and `tokens` return what was read last.
+
+    `unverified_claim`: brokers check what there is nothing here to check with, and this claim of a token names its
+    principal. None: everything is checked here.
+    """
 
     def begin(name: str) -> Mechanism:
         known, verifier = users(), tokens()
         if name == OAUTHBEARER and verifier is not None:
-            return Oauthbearer(verifier)
+            return Oauthbearer(verifier.verify)
+        if unverified_claim is not None and name == OAUTHBEARER:
+            return Oauthbearer(lambda token: (name_in(token, unverified_claim), None), is_slow=False)
+        if unverified_claim is not None and name == PLAIN:
+            return Plain(known)
         if known is None:
             raise ValueError(f"nothing was configured to check {name} with")
         return Scram(name, known) if name in SCRAM_MECHANISMS else Plain(known)

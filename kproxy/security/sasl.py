@@ -17,6 +17,7 @@ Invariants
 2. Outside of authenticated only SaslHandshake and SaslAuthenticate are taken, and before the first handshake
    ApiVersions. In authenticate a new request is taken only after the outcome of the last one (`resume`).
 3. The principal never changes once there is one, and neither does the mechanism; a renewal by another fails.
+   Whoever carries the credential on asks first (`may_become`): brokers are not to see what fails here.
 4. A client gets Kafka's own answers: an error code where the protocol has one, and the end of the connection where it
    has none.
 
@@ -33,6 +34,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from kproxy.security.mechanisms import Mechanism, Refused, Servers, Step
 from kproxy.security.principals import Principal
+from kproxy.security.sasl_client import Credential
 from kproxy_codec import control
 from kproxy_codec.api_keys import API_VERSIONS, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of
 from kproxy_codec.error_codes import (
@@ -101,11 +103,16 @@ class Times(NamedTuple):
 
 
 class SaslExchange:
-    """The exchange of one connection. `principal` is None until it is authenticated."""
+    """The exchange of one connection. `principal` is None until it is authenticated.
 
-    def __init__(self, servers: Servers, times: Times) -> None:
+    With `carries`, `credential` is what the client has presented while the outcome of that is not known.
+    """
+
+    def __init__(self, servers: Servers, times: Times, *, carries: bool = False) -> None:
         self._servers = servers
         self._times = times
+        self._carries = carries
+        self.credential: Credential | None = None
         self.state = State.HANDSHAKE
         self.principal: Principal | None = None
         self.mechanism = ""
@@ -169,6 +176,8 @@ class SaslExchange:
         if server is None:
             return self._fail("no mechanism is agreed on")
         self._header, self._is_waiting = header, True
+        if self._carries:
+            self.credential = Credential(self.mechanism, token, header.api_version if header is not None else 0)
 
         def step() -> Step | Refused:
             try:
@@ -181,17 +190,28 @@ class SaslExchange:
     def resume(self, outcome: Step | Refused) -> Answer | Failure:
         """Take the outcome of the pending step."""
         header, self._is_waiting = self._header, False
+        self.credential = None
         if self.state is not State.AUTHENTICATE:
             return self._fail("its time is over")
         if isinstance(outcome, Refused):
             return self._refuse(header, str(outcome), outcome.to_client)
         if outcome.principal is None:
             return Answer(self._answer(header, outcome.token))
-        before = self.principal
-        if before is not None and before.name != outcome.principal.name:
+        if not self.may_become(outcome.principal):
+            before = self.principal
             text = f"Cannot change principals during re-authentication from {before} to {outcome.principal}"
             return self._refuse(header, f"{before} renews its session as another", text)
         return Answer(self._admit(header, outcome, outcome.principal))
+
+    def may_become(self, principal: Principal) -> bool:
+        """Whether this client may be that principal: it was nobody before, or the same."""
+        return self.principal is None or self.principal.name == principal.name
+
+    def give_up(self, reason: str) -> Failure:
+        """End without an outcome of the pending step: nobody could tell whether the client is who it says."""
+        self._is_waiting = False
+        self.credential = None
+        return self._fail(reason)
 
     def _admit(self, header: RequestHeader | None, outcome: Step, principal: Principal) -> bytes:
         times = self._times
@@ -200,10 +220,12 @@ class SaslExchange:
         self.principal = principal
         self._server = None
         self._renewable_at = now + RENEWAL_PAUSE_S
-        lifetime_s = times.lifetime_s
+        lifetimes = [times.lifetime_s] if times.lifetime_s else []
         if outcome.expires_at is not None:
-            left_s = max(outcome.expires_at - times.wall(), 0.001)
-            lifetime_s = min(left_s, lifetime_s) if lifetime_s else left_s
+            lifetimes.append(max(outcome.expires_at - times.wall(), 0.001))
+        if outcome.lifetime_s is not None:
+            lifetimes.append(outcome.lifetime_s)
+        lifetime_s = min(lifetimes, default=0.0)
         is_known = header is not None and header.api_version >= _LIFETIME_FROM
         self.session_ends_at = now + lifetime_s if lifetime_s and is_known else None
         return self._answer(header, outcome.token, session_lifetime_ms=round(lifetime_s * 1000))
@@ -228,6 +250,7 @@ class SaslExchange:
     def time_is_over(self) -> None:
         """Take nothing more: the time to authenticate is over, or the session has ended."""
         self.state = State.FAILED
+        self.credential = None
 
 
 def illegal_state(header: RequestHeader) -> bytes:

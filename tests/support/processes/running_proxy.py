@@ -167,6 +167,7 @@ class RunningProxy:
         own: OwnService | None = None,
         mechanisms: Servers | None = None,
         times: Mapping[str, float] = MappingProxyType({}),
+        carries: bool = False,
     ) -> None:
         self.topology = Topology()
         self.source = Owners()
@@ -197,7 +198,9 @@ class RunningProxy:
         if mechanisms is not None:
             lifetimes = Times(clock, time.time, times.get("lifetime_s", 0.0))
             timeout_s = times.get("timeout_s", 10.0)
-            self.admissions[""] = Admission(mechanisms, lifetimes, timeout_s=timeout_s, counters=self.context.counters)
+            self.admissions[""] = Admission(
+                mechanisms, lifetimes, timeout_s=timeout_s, counters=self.context.counters, carries=carries
+            )
         self.listener = Listener(limits)
         self.port = 0
         self._revision = 0
@@ -253,15 +256,16 @@ async def running_proxy(
     own: OwnService | None = None,
     mechanisms: Servers | None = None,
     times: Mapping[str, float] = MappingProxyType({}),
+    carries: bool = False,
 ) -> AsyncIterator[RunningProxy]:
     """A proxy that knows these upstreams, which are started where they are not; all is stopped in the end.
 
     Upstreams are asked what they serve at the start, unless they are not to be `introduced`, and then only when a
     client asks, so that nothing arrives that a test has not sent. With `mechanisms` clients authenticate by SASL;
-    `times` are the `timeout_s` and `lifetime_s` of that.
+    `times` are the `timeout_s` and `lifetime_s` of that. `carries`: their identities are carried on to brokers.
     """
     async with AsyncExitStack() as stack:
-        proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock, own, mechanisms, times)
+        proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock, own, mechanisms, times, carries)
         for upstream in upstreams:
             stack.push_async_callback(upstream.stop)
             if not upstream.port:

@@ -155,6 +155,114 @@ def test_what_does_not_fit_is_told_in_a_sentence(tmp_path: Path, text: str, word
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
+# Carried identities
+
+AT_BROKERS = '[broker_sasl]\nmechanism = "SCRAM-SHA-512"\nusername = "kproxy"\npassword_file = "{}"\n'
+SAFE = AT_BROKERS + "allow_plain_text = true\n"
+
+
+def with_brokers(directory: Path, text: str, at_brokers: str = SAFE) -> ProxyConfig:
+    (directory / "password").write_text("x")
+    return load(directory, text + at_brokers.format(directory / "password"))
+
+
+def sasl_section(mechanisms: str, *more: str) -> str:
+    return "\n".join([f"[sasl]\nmechanisms = {mechanisms}\nwithout_tls = true", *more, ""])
+
+
+def test_identities_are_carried_where_the_configuration_says_so(tmp_path: Path) -> None:
+    config = with_brokers(tmp_path, sasl_section('["PLAIN", "OAUTHBEARER"]', 'identity = "client"'))
+    assert config.sasl is not None
+    assert config.sasl.carries(config.listeners[0])
+    # Brokers judge: neither users nor keys of tokens are needed.
+    assert (config.sasl.users, config.sasl.oauth) == (None, None)
+    verified = with_brokers(
+        tmp_path, sasl_section('["PLAIN", "OAUTHBEARER"]', 'identity = "client"', 'users = "u"') + OAUTH
+    ).sasl
+    assert verified is not None
+    assert verified.users is not None
+    assert verified.oauth is not None
+    other = with_brokers(tmp_path, sasl_section('"PLAIN"', 'users = "u"'))
+    assert other.sasl is not None
+    assert not other.sasl.carries(other.listeners[0])
+
+
+def test_each_listener_may_say_whose_identity_brokers_see(tmp_path: Path) -> None:
+    text = sasl_section('["PLAIN", "SCRAM-SHA-512"]', 'users = "u"') + TWO.format('identity = "client"', "")
+    config = with_brokers(tmp_path, text)
+    assert config.sasl is not None
+    first, second = config.listeners
+    assert (config.sasl.carries(first), config.sasl.carries(second)) == (True, False)
+    # What cannot be carried is not offered there.
+    assert (config.sasl.offered(first), config.sasl.offered(second)) == (("PLAIN",), ("PLAIN", "SCRAM-SHA-512"))
+
+
+@pytest.mark.parametrize(
+    ("text", "at_brokers", "words"),
+    [
+        (
+            sasl_section('["PLAIN", "SCRAM-SHA-512"]', 'users = "u"', 'identity = "client"'),
+            SAFE,
+            ["SCRAM-SHA-512 cannot be carried on", "bound to one exchange", "OAUTHBEARER", 'identity = "proxy"'],
+        ),
+        (
+            sasl_section('"SCRAM-SHA-512"', 'users = "u"') + TWO.format('identity = "client"', ""),
+            SAFE,
+            ["SCRAM-SHA-512 cannot be carried on"],
+        ),
+        (
+            sasl_section('["PLAIN", "SCRAM-SHA-256"]', 'users = "u"')
+            + TWO.format('identity = "client"\nsasl = ["PLAIN", "SCRAM-SHA-256"]', ""),
+            SAFE,
+            ["the listener in: SCRAM-SHA-256 cannot be carried on"],
+        ),
+        (TWO.format('identity = "client"', ""), SAFE, ["the listener in", "no SASL", "certificate", '"proxy"']),
+        (
+            sasl_section('"PLAIN"') + TWO.format('identity = "client"\nsasl = []', 'identity = "client"'),
+            SAFE,
+            ["the listener in", "no SASL", "certificate"],
+        ),
+        (
+            sasl_section('"PLAIN"', 'identity = "client"') + TWO.format("sasl = []", ""),
+            SAFE,
+            ["the listener in", "no SASL", "certificate"],
+        ),
+        (sasl_section('"PLAIN"', 'identity = "client"'), "", ["sasl.identity", "broker_sasl.mechanism"]),
+        (
+            sasl_section('"PLAIN"') + TWO.format('identity = "client"', 'identity = "client"'),
+            "",
+            ["identity of the listener in", "broker_sasl.mechanism"],
+        ),
+        (
+            sasl_section('"PLAIN"', 'identity = "client"'),
+            AT_BROKERS,
+            ["sasl.identity", "broker_tls.enabled", "broker_sasl.allow_plain_text = true"],
+        ),
+        # The other listener's clients are the proxy's to judge.
+        (sasl_section('"PLAIN"') + TWO.format('identity = "client"', ""), SAFE, ["PLAIN needs users"]),
+        (
+            sasl_section('["PLAIN", "OAUTHBEARER"]', 'users = "u"') + TWO.format('identity = "client"', ""),
+            SAFE,
+            ["oauth.issuer", "oauth.audience"],
+        ),
+        (
+            sasl_section('"OAUTHBEARER"', 'identity = "client"') + '[oauth]\njwks = "j"\n',
+            SAFE,
+            ["oauth.issuer", "oauth.audience"],
+        ),
+        (sasl_section('"PLAIN"', 'identity = "Client"'), SAFE, ["sasl.identity"]),
+        ('[sasl]\nidentity = "client"\n', SAFE, ["sasl.identity", "sasl.mechanisms"]),
+        (sasl_section('"PLAIN"') + TWO.format('identity = "clients"', ""), SAFE, ["listener 'in'"]),
+    ],
+)
+def test_what_cannot_be_carried_is_told_in_a_sentence(
+    tmp_path: Path, text: str, at_brokers: str, words: list[str]
+) -> None:
+    with pytest.raises(StartupError) as raised:
+        with_brokers(tmp_path, text, at_brokers)
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
 TOKENS = '[sasl]\nmechanisms = "OAUTHBEARER"\nwithout_tls = true\n' + OAUTH
 
 

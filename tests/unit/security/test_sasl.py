@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from scramp import ScramClient
 
+from kproxy.security.mechanisms import Refused, Step, servers
 from kproxy.security.principals import Principal
-from kproxy.security.sasl import Answer, Failure, Outcome, PassOn, Pending, SaslExchange, State
+from kproxy.security.sasl import Answer, Failure, Outcome, PassOn, Pending, SaslExchange, State, Times
 from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import (
     ILLEGAL_SASL_STATE,
@@ -298,6 +299,105 @@ def test_sasl_out_of_turn_is_answered_and_changes_nothing() -> None:
     stray = read(receive(exchange, client.authenticate(b"x")), SASL_AUTHENTICATE, 2)
     assert stray.error_code == ILLEGAL_SASL_STATE
     assert exchange.state is State.AUTHENTICATED
+
+
+# Carried identities
+
+
+def carrying(*mechanisms: str) -> SaslExchange:
+    """An exchange of a listener that carries identities on, and knows nobody."""
+    offered = servers(mechanisms or ("PLAIN",), lambda: None, lambda: None, unverified_claim="sub")
+    now = client.Clock()
+    return SaslExchange(offered, Times(now, now), carries=True)
+
+
+def pending(exchange: SaslExchange, frame: bytes) -> Step | Refused:
+    """The outcome of a step that is not taken yet."""
+    outcome = exchange.receive(memoryview(bytearray(frame)))
+    assert isinstance(outcome, Pending)
+    return outcome.step()
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_what_is_presented_is_there_until_its_outcome_is_known(version: int) -> None:
+    exchange = carrying()
+    receive(exchange, client.handshake("PLAIN"))
+    step = pending(exchange, client.authenticate(client.plain("eve", "unknown here"), version))
+    assert isinstance(step, Step)
+    assert step.principal == Principal("eve")
+    credential = exchange.credential
+    assert credential is not None
+    assert (credential.first(), credential.authenticate_version) == (client.plain("eve", "unknown here"), version)
+    assert "unknown" not in f"{credential!r} {step!r}"
+    answer = read(exchange.resume(step._replace(lifetime_s=5.0)), SASL_AUTHENTICATE, version)
+    assert getattr(answer, "session_lifetime_ms", 5_000) == 5_000 or version == 0
+    assert exchange.credential is None
+    assert exchange.principal == Principal("eve")
+
+
+def test_a_raw_message_is_carried_without_a_version() -> None:
+    exchange = carrying()
+    receive(exchange, client.handshake("PLAIN", 0))
+    pending(exchange, raw_frame(client.plain("eve", "x")))
+    assert exchange.credential is not None
+    assert exchange.credential.authenticate_version == 0
+
+
+def test_nothing_is_kept_where_the_proxy_is_the_judge() -> None:
+    exchange = client.exchange()
+    receive(exchange, client.handshake("PLAIN"))
+    pending(exchange, client.authenticate(client.plain("alice", "alice-secret")))
+    assert exchange.credential is None
+
+
+def test_a_refusal_by_a_broker_is_one_by_the_proxy() -> None:
+    exchange = carrying()
+    receive(exchange, client.handshake("PLAIN"))
+    pending(exchange, client.authenticate(client.plain("eve", "x")))
+    outcome = exchange.resume(Refused("a broker says no", "no, it says"))
+    assert isinstance(outcome, Failure)
+    assert outcome.is_refusal
+    assert read(outcome, SASL_AUTHENTICATE, 2).error_message == "no, it says"
+    assert (exchange.credential, exchange.state) == (None, State.FAILED)
+
+
+def test_without_a_judge_it_ends_without_an_answer() -> None:
+    exchange = carrying()
+    receive(exchange, client.handshake("PLAIN"))
+    pending(exchange, client.authenticate(client.plain("eve", "x")))
+    assert exchange.give_up("nobody knows") == Failure(b"", "nobody knows")
+    assert (exchange.credential, exchange.principal) == (None, None)
+
+
+def test_a_renewal_as_another_is_known_before_it_is_carried() -> None:
+    exchange = carrying()
+    assert exchange.may_become(Principal("eve"))
+    receive(exchange, client.handshake("PLAIN"))
+    exchange.resume(pending(exchange, client.authenticate(client.plain("eve", "x"))))
+    assert exchange.may_become(Principal("eve"))
+    assert not exchange.may_become(Principal("alice"))
+
+
+def test_a_token_that_nobody_has_verified_names_its_principal() -> None:
+    exchange = carrying("OAUTHBEARER")
+    receive(exchange, client.handshake("OAUTHBEARER"))
+    step = pending(exchange, client.authenticate(client.bearer(client.token(sub="carol"))))
+    assert isinstance(step, Step)
+    assert step.principal == Principal("carol")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["opaque", "a.b.c", "a.e30.c", "a.eyJzdWIiOiA1fQ.c", "a.eyJzdWIiOiAiIn0.c", "a.W10.c", "..", "a." + "W" * 9_000],
+)
+def test_a_token_that_names_nobody_is_refused(text: str) -> None:
+    exchange = carrying("OAUTHBEARER")
+    receive(exchange, client.handshake("OAUTHBEARER"))
+    told = read(receive(exchange, client.authenticate(client.bearer(text))), SASL_AUTHENTICATE, 2)
+    assert bytes(told.auth_bytes) == b'{"status":"invalid_token"}'
+    outcome = receive(exchange, client.authenticate(b"\x01"))
+    assert isinstance(outcome, Failure)
+    assert text not in outcome.reason
 
 
 def test_the_end_of_the_time_is_final() -> None:

@@ -1,0 +1,460 @@
+"""The identity of each client on its broker connections: what brokers see of it, and what comes of their judgement."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kproxy.security import broker_access
+from kproxy.security.mechanisms import servers
+from kproxy.security.sasl_client import Credential
+from kproxy_codec.api_keys import METADATA, PRODUCE, SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.error_codes import NONE, SASL_AUTHENTICATION_FAILED, TOPIC_AUTHORIZATION_FAILED
+from tests.support.brokers.scripted_upstream import Asked
+from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
+from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.security import sasl_client as sasl
+from tests.support.security.judging_broker import REFUSAL, JudgingBroker
+from tests.support.waiting import eventually
+
+T0, T1 = ("t", 0), ("t", 1)
+# The end of an answer from a broker that no client of Kafka's can read.
+GARBAGE = b"\x7f\xff\xff\xffHTTP/1.1 200 OK\r\n"
+
+
+@asynccontextmanager
+async def carrying(*brokers: JudgingBroker, users: bool = False, **times: float) -> AsyncIterator[RunningProxy]:
+    """A proxy that carries identities on, before brokers of which the first has partition 0 of `t`, and so on."""
+    known = sasl.users() if users else None
+    offered = servers(("PLAIN", "OAUTHBEARER"), lambda: known, lambda: None, unverified_claim="sub")
+    async with running_proxy(*brokers, mechanisms=offered, times=times, carries=True) as proxy:
+        for partition, broker in enumerate(brokers):
+            proxy.own(broker.node_id, partitions=(partition,))
+        yield proxy
+
+
+async def present(client: RawClient, message: bytes, mechanism: str = "PLAIN", version: int = 2) -> Any:
+    """The answer to what the client presents."""
+    client.send(sasl.handshake(mechanism))
+    assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+    client.send(sasl.authenticate(message, version))
+    return (await client.answer(SASL_AUTHENTICATE, version)).message
+
+
+async def admitted(proxy: RunningProxy, name: str, version: int = 2) -> RawClient:
+    client = await proxy.client()
+    answer = await present(client, sasl.plain(name, sasl.USERS[name]), version=version)
+    assert answer.error_code == NONE
+    return client
+
+
+async def produced(client: RawClient, n: int = 0, partitions: tuple[int, ...] = (0,)) -> dict[tuple[str, int], int]:
+    client.send(produce_frame({"t": partitions}, records=batch(n, producer_id=-1), correlation_id=n))
+    return (await client.answer()).codes
+
+
+def judge_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_access, "JUDGE_S", 0.5)
+
+
+@both_loops
+async def test_each_client_is_itself_at_every_broker() -> None:
+    first, second = JudgingBroker(1), JudgingBroker(2)
+    first.may_write = lambda name, topic: name == "alice"
+    async with carrying(first, second) as proxy:
+        alice, bob = await admitted(proxy, "alice"), await admitted(proxy, "bob")
+        assert await produced(alice, partitions=(0, 1)) == {T0: NONE, T1: NONE}
+        assert await produced(bob, partitions=(0, 1)) == {T0: TOPIC_AUTHORIZATION_FAILED, T1: NONE}
+        for broker in (first, second):
+            assert [each for each in broker.requests if each[1] == PRODUCE] == [("alice", PRODUCE), ("bob", PRODUCE)]
+            connections = {broker.names[asked.connection] for asked in broker.log}
+            assert connections == {"alice", "bob"}
+            # As they came.
+            assert {message for message, _ in broker.presented} == {
+                sasl.plain("alice", "alice-secret"),
+                sasl.plain("bob", "bob-secret"),
+            }
+
+
+@both_loops
+async def test_no_answer_of_one_client_is_anothers() -> None:
+    """Clients that ask for all topics at once share one answer, where all are the same to brokers."""
+    broker = JudgingBroker(1)
+
+    def is_slow(asked: Asked) -> bool:
+        if asked.header.api_key == METADATA:
+            asyncio.get_running_loop().call_later(0.2, broker.serve, asked)
+        return asked.header.api_key == METADATA
+
+    async with carrying(broker) as proxy:
+        clients = [(name, await admitted(proxy, name)) for name in ("alice", "bob") * 2]
+        broker.misbehaves = is_slow
+        for _, client in clients:
+            client.send(control_frame(METADATA, 9, topics=None, allow_auto_topic_creation=False))
+        for name, client in clients:
+            topics = (await client.answer(METADATA, 9)).message.topics
+            assert [topic.name for topic in topics] == [f"of-{name}"]
+
+
+@both_loops
+async def test_a_brokers_refusal_is_the_clients_in_the_brokers_words() -> None:
+    broker = JudgingBroker(1)
+    async with carrying(broker) as proxy:
+        for mechanism, message in (
+            ("PLAIN", sasl.plain("alice", "wrong")),
+            ("PLAIN", sasl.plain("nobody", "alice-secret")),
+            ("OAUTHBEARER", sasl.bearer(sasl.token())),
+        ):
+            client = await proxy.client()
+            answer = await present(client, message, mechanism)
+            assert (answer.error_code, answer.error_message) == (SASL_AUTHENTICATION_FAILED, REFUSAL)
+            assert await client.is_closed()
+        assert broker.requests == []
+        # Nobody else notices: the broker is not taken to be down.
+        assert proxy.context.dialler.all_up
+        assert await produced(await admitted(proxy, "alice")) == {T0: NONE}
+
+
+@both_loops
+async def test_what_fails_here_reaches_no_broker() -> None:
+    broker = JudgingBroker(1)
+    async with carrying(broker, users=True) as proxy:
+        for message in (sasl.plain("alice", "wrong"), sasl.plain("alice", "alice-secret", "bob"), b"x", b""):
+            client = await proxy.client()
+            assert (await present(client, message)).error_code == SASL_AUTHENTICATION_FAILED
+        client = await proxy.client()
+        told = await present(client, sasl.bearer("no.token.atall"), "OAUTHBEARER")
+        assert bytes(told.auth_bytes) == b'{"status":"invalid_token"}'
+        assert broker.presented == []
+        # What the proxy takes, a broker still has to.
+        del broker.passwords["bob"]
+        client = await proxy.client()
+        assert (await present(client, sasl.plain("bob", "bob-secret"))).error_message == REFUSAL
+        assert await produced(await admitted(proxy, "alice")) == {T0: NONE}
+
+
+@both_loops
+async def test_a_token_is_carried_and_names_its_principal() -> None:
+    broker = JudgingBroker(1)
+    token = sasl.token(sub="carol")
+    broker.tokens[token] = "carol"
+    async with carrying(broker) as proxy:
+        proxy.trail.begin()
+        client = await proxy.client()
+        assert (await present(client, sasl.bearer(token), "OAUTHBEARER")).error_code == NONE
+        assert await produced(client) == {T0: NONE}
+        assert ("carol", PRODUCE) in broker.requests
+        assert {message for message, _ in broker.presented} == {sasl.bearer(token)}
+        assert [row.principal for row in proxy.ranges()] == ["User:carol"]
+
+
+@both_loops
+async def test_the_session_is_the_shorter_one_of_both_ends() -> None:
+    for broker_ms, listener_s, told in ((60_000, 0.0, 60_000), (0, 90.0, 90_000), (60_000, 90.0, 60_000), (0, 0.0, 0)):
+        broker = JudgingBroker(1)
+        broker.lifetime_ms = broker_ms
+        async with carrying(broker, lifetime_s=listener_s) as proxy:
+            answer = await present(await proxy.client(), sasl.plain("alice", "alice-secret"))
+            assert answer.session_lifetime_ms == told
+            # A client that does not know of sessions has none, at brokers neither.
+            await admitted(proxy, "bob", version=0)
+            assert broker.presented[-1] == (sasl.plain("bob", "bob-secret"), 0)
+
+
+@both_loops
+async def test_a_renewal_is_carried_to_every_open_connection() -> None:
+    """Under a pipeline of requests, none of which is lost or refused."""
+    brokers = JudgingBroker(1), JudgingBroker(2)
+    tokens = [sasl.token(sub="carol", jti=str(number)) for number in range(4)]
+    for broker in brokers:
+        broker.tokens = dict.fromkeys(tokens, "carol")
+    async with carrying(*brokers) as proxy:
+        client = await proxy.client()
+        await present(client, sasl.bearer(tokens[0]), "OAUTHBEARER")
+        asked = 0
+        for token in tokens[1:]:
+            # At the earliest a second after the last success.
+            ends_at = time.monotonic() + 1.2
+            while time.monotonic() < ends_at:
+                assert await produced(client, asked, (0, 1)) == {T0: NONE, T1: NONE}
+                asked += 1
+            client.send(*(produce_frame({"t": (0, 1)}, records=batch(asked + n, producer_id=-1)) for n in range(5)))
+            client.send(sasl.handshake("OAUTHBEARER"))
+            for _ in range(5):
+                assert (await client.answer()).codes == {T0: NONE, T1: NONE}
+            assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+            client.send(sasl.authenticate(sasl.bearer(token)))
+            assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+            asked += 5
+        assert await produced(client, asked, (0, 1)) == {T0: NONE, T1: NONE}
+
+        def all_renewed() -> bool:
+            return all(
+                [message for message, _ in broker.presented][-1] == sasl.bearer(tokens[-1]) for broker in brokers
+            )
+
+        await eventually(all_renewed, "each broker has seen the last token")
+        for broker in brokers:
+            assert sum(each[1] == PRODUCE for each in broker.requests) == asked + 1
+        # One of them has the control requests' connection as well; no connection was replaced.
+        assert sorted(len(broker.names) for broker in brokers) == [1, 2]
+
+
+@both_loops
+async def test_a_renewal_that_a_broker_refuses_ends_the_client() -> None:
+    broker = JudgingBroker(1)
+    async with carrying(broker) as proxy:
+        client = await admitted(proxy, "alice")
+        assert await produced(client) == {T0: NONE}
+        broker.passwords["alice"] = "another"
+        # What is open goes on, as in Kafka.
+        assert await produced(client) == {T0: NONE}
+        await asyncio.sleep(1.1)
+        answer = await present(client, sasl.plain("alice", "alice-secret"))
+        assert (answer.error_code, answer.error_message) == (SASL_AUTHENTICATION_FAILED, REFUSAL)
+        assert await client.is_closed()
+
+
+@both_loops
+async def test_a_renewal_as_another_reaches_no_broker() -> None:
+    broker = JudgingBroker(1)
+    async with carrying(broker) as proxy:
+        client = await admitted(proxy, "alice")
+        await asyncio.sleep(1.1)
+        answer = await present(client, sasl.plain("bob", "bob-secret"))
+        assert answer.error_message.startswith("Cannot change principals")
+        assert len(broker.presented) == 1
+
+
+@both_loops
+async def test_a_client_whose_identity_is_revoked_is_told_when_it_comes_again() -> None:
+    first, second = JudgingBroker(1), JudgingBroker(2)
+    async with carrying(first, second) as proxy:
+        revoked, other = await admitted(proxy, "alice"), await admitted(proxy, "bob")
+        for broker in (first, second):
+            del broker.passwords["alice"]
+        # The answer to what was asked first still comes; the rest is the client's to ask again.
+        codes = await produced(revoked, partitions=(0,))
+        assert codes[T0] != NONE
+        assert await revoked.is_closed()
+        answer = await present(await proxy.client(), sasl.plain("alice", "alice-secret"))
+        assert answer.error_message == REFUSAL
+        assert await produced(other, partitions=(0, 1)) == {T0: NONE, T1: NONE}
+        assert proxy.context.dialler.all_up
+
+
+def hangs(asked: Asked) -> bool:
+    return asked.header.api_key == SASL_AUTHENTICATE
+
+
+def closes(asked: Asked) -> bool:
+    if asked.header.api_key != SASL_AUTHENTICATE:
+        return False
+    asked.connection.close()
+    return True
+
+
+def talks_nonsense(asked: Asked) -> bool:
+    if asked.header.api_key != SASL_AUTHENTICATE:
+        return False
+    asked.connection.write(GARBAGE)
+    return True
+
+
+def is_malformed(asked: Asked) -> bool:
+    if asked.header.api_key != SASL_AUTHENTICATE:
+        return False
+    asked.connection.write(b"\0\0\0\x08" + asked.header.correlation_id.to_bytes(4, "big") + b"\xff\xff\xff\xff")
+    return True
+
+
+@pytest.mark.parametrize("way", [hangs, closes, talks_nonsense, is_malformed])
+async def test_a_broker_that_does_not_judge_harms_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: Any
+) -> None:
+    judge_soon(monkeypatch)
+    broker = JudgingBroker(1)
+    async with carrying(broker, timeout_s=4.0) as proxy:
+        served = await admitted(proxy, "alice")
+        assert await produced(served) == {T0: NONE}
+        broker.misbehaves = way
+        client = await proxy.client()
+        client.send(sasl.handshake("PLAIN"))
+        assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+        client.send(sasl.authenticate(sasl.plain("bob", "bob-secret")))
+        # No error that a client would take for the end: it comes again.
+        for n in range(20):
+            assert await produced(served, n) == {T0: NONE}
+            await asyncio.sleep(0.01)
+        assert await client.is_closed(patience_s=4.0)
+        assert proxy.counters["sasl.failed.PLAIN"] == 1
+        assert proxy.counters["sasl.timed_out.PLAIN"] == 0
+        assert proxy.context.dialler.all_up
+        broker.misbehaves = lambda asked: False
+        assert await produced(await admitted(proxy, "bob")) == {T0: NONE}
+        assert ("secret" in "".join(capsys.readouterr())) is False
+
+
+async def test_a_broker_that_comes_back_is_not_waited_for_behind_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dials to a broker that was down go out one at a time, until it is known to be there."""
+    monkeypatch.setattr(broker_access, "JUDGE_S", 60.0)
+    back, other = JudgingBroker(1), JudgingBroker(2)
+    held: list[Asked] = []
+
+    def hold_alice(asked: Asked) -> bool:
+        is_alices = hangs(asked) and b"alice" in asked.body
+        if is_alices:
+            held.append(asked)
+        return is_alices
+
+    async with carrying(back, other) as proxy:
+        port = back.port
+        await back.stop()
+        alice, bob = await admitted(proxy, "alice"), await admitted(proxy, "bob")
+        assert (await produced(bob))[T0] != NONE
+        assert proxy.context.dialler.is_down(back.address)
+        back.misbehaves = hold_alice
+        await back.start(port)
+
+        async def is_held() -> bool:
+            # What comes too early is answered with an error, which nobody reads.
+            alice.send(produce_frame(records=batch(0, producer_id=-1)))
+            await asyncio.sleep(0.05)
+            return bool(held)
+
+        await eventually(is_held, "alice's dial is under way, and has come to her password")
+        assert await produced(bob, 1) == {T0: NONE}
+        assert not alice.is_gone
+        for asked in held:
+            asked.connection.abort()
+
+
+async def test_another_broker_judges_where_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_soon(monkeypatch)
+    brokers = JudgingBroker(1), JudgingBroker(2)
+    for hanging in brokers:
+        async with carrying(*brokers) as proxy:
+            hanging.misbehaves = hangs
+            # Which one is asked first is drawn for each client.
+            for _ in range(4):
+                await admitted(proxy, "alice")
+            hanging.misbehaves = lambda asked: False
+        for broker in brokers:
+            broker.port = 0
+
+
+async def test_time_is_over_where_no_broker_judges() -> None:
+    broker = JudgingBroker(1)
+    broker.misbehaves = hangs
+    async with carrying(broker, timeout_s=1.0) as proxy:
+        client = await proxy.client()
+        client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("bob", "bob-secret")))
+        await client.answer(SASL_HANDSHAKE, 1)
+        assert await client.is_closed()
+        assert proxy.counters["sasl.failed.PLAIN"] == 1
+
+
+async def test_a_connection_that_begins_before_a_renewal_is_renewed_after_it() -> None:
+    """And again after the next one, but not earlier than brokers take it."""
+    brokers = JudgingBroker(1), JudgingBroker(2)
+    tokens = [sasl.token(sub="carol", jti=str(number)) for number in range(3)]
+    for broker in brokers:
+        broker.tokens = dict.fromkeys(tokens, "carol")
+    held: list[Asked] = []
+
+    def hold(asked: Asked) -> bool:
+        is_first = asked.header.api_key == SASL_AUTHENTICATE and tokens[0].encode() in bytes(asked.body)
+        if is_first:
+            held.append(asked)
+        return is_first
+
+    def have_seen(number: int) -> bool:
+        """Whether all connections have that token now."""
+        return all([message for message, _ in each.presented][-1] == sasl.bearer(tokens[number]) for each in brokers)
+
+    async with carrying(*brokers) as proxy:
+        client = await proxy.client()
+        await present(client, sasl.bearer(tokens[0]), "OAUTHBEARER")
+        await asyncio.sleep(1.1)
+        for broker in brokers:
+            broker.misbehaves = hold
+        client.send(produce_frame({"t": (0, 1)}, records=batch(0, producer_id=-1), acks=0))
+        await eventually(lambda: len(held) == 2, "both brokers are dialled")
+        assert (await present(client, sasl.bearer(tokens[1]), "OAUTHBEARER")).error_code == NONE
+        await asyncio.sleep(0.7)
+        for broker in brokers:
+            broker.misbehaves = lambda asked: False
+        for asked in held:
+            asked.connection.upstream.take(asked)
+        await eventually(lambda: have_seen(1), "what began with the first token has the second")
+        await asyncio.sleep(0.4)
+        assert (await present(client, sasl.bearer(tokens[2]), "OAUTHBEARER")).error_code == NONE
+        assert await produced(client, 1, (0, 1)) == {T0: NONE, T1: NONE}
+        await eventually(lambda: have_seen(2), "and then the third")
+        assert sorted(len(broker.names) for broker in brokers) == [1, 2]
+
+
+async def test_a_refusal_of_what_was_replaced_is_nothing_to_the_client() -> None:
+    brokers = JudgingBroker(1), JudgingBroker(2)
+    old, new = sasl.token(sub="carol", jti="old"), sasl.token(sub="carol", jti="new")
+    held: list[Asked] = []
+
+    def hold_old(asked: Asked) -> bool:
+        is_old = hangs(asked) and old.encode() in asked.body
+        if is_old:
+            held.append(asked)
+        return is_old
+
+    async with carrying(*brokers) as proxy:
+        for broker in brokers:
+            broker.tokens = {old: "carol", new: "carol"}
+        client = await proxy.client()
+        await present(client, sasl.bearer(old), "OAUTHBEARER")
+        await asyncio.sleep(1.1)
+        for broker in brokers:
+            broker.misbehaves = hold_old
+        client.send(produce_frame({"t": (0, 1)}, records=batch(0, producer_id=-1), acks=0))
+        await eventually(lambda: len(held) == 2, "both brokers are dialled")
+        assert (await present(client, sasl.bearer(new), "OAUTHBEARER")).error_code == NONE
+        for broker in brokers:
+            del broker.tokens[old]
+            broker.misbehaves = lambda asked: False
+        for asked in held:
+            asked.connection.upstream.take(asked)
+        assert await produced(client, 1, (0, 1)) == {T0: NONE, T1: NONE}
+        # The loss of both connections is over by now.
+        assert await produced(client, 2, (0, 1)) == {T0: NONE, T1: NONE}
+        assert not client.is_gone
+
+
+async def test_nothing_of_a_credential_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[weakref.ref[Credential]] = []
+    make = Credential.__init__
+
+    def noted(self: Credential, *arguments: Any) -> None:
+        make(self, *arguments)
+        kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(Credential, "__init__", noted)
+    broker = JudgingBroker(1)
+    async with carrying(broker) as proxy:
+        client = await admitted(proxy, "alice")
+        assert await produced(client) == {T0: NONE}
+        refused = await proxy.client()
+        await present(refused, sasl.plain("bob", "guess"))
+
+        def alive() -> int:
+            gc.collect()
+            return sum(each() is not None for each in kept)
+
+        await eventually(lambda: alive() == 1, "what was refused is forgotten")
+        assert "secret" not in repr(kept[0]())
+        client.abort()
+        await eventually(lambda: alive() == 0, "the connection's is forgotten with it")
