@@ -127,6 +127,12 @@ class RealBroker:
             properties.replace(f"PLAINTEXT://127.0.0.1:{before}", f"PLAINTEXT://127.0.0.1:{moved}")
         )
 
+    def reconfigure(self, before: str, after: str) -> None:
+        """Replace a part of the configuration, from the next start on."""
+        properties = self._properties.read_text()
+        assert before in properties
+        self._properties.write_text(properties.replace(before, after))
+
     def pause(self) -> None:
         """Hang: the process keeps its connections and does nothing."""
         assert self._process is not None, "not started"

@@ -1,6 +1,7 @@
 """A real Kafka broker with SASL and ACLs on one listener, and none of both on another: what kproxy is compared with.
 
-Its users are those of tests.support.security.sasl_client. On the plain listener everybody is a super user.
+Its users are those of tests.support.security.sasl_client. On the plain listener everybody is a super user, and so is
+PROXY on either one, which authenticates by PLAIN.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
 from tests.support.processes.ports import free_port
 from tests.support.security.sasl_client import USERS
 
+# The proxy's own user, and its password.
+PROXY, PROXY_SECRET = "kproxy", "own-secret"
 _SECURITY = "org.apache.kafka.common.security"
 _MECHANISMS = {"SCRAM-SHA-256": ScramMechanism.SCRAM_SHA_256, "SCRAM-SHA-512": ScramMechanism.SCRAM_SHA_512}
 
@@ -30,20 +33,35 @@ class SecuredKafka:
         self.plain = plain
         self.secured = f"127.0.0.1:{port}"
 
+    def revoke(self, name: str) -> None:
+        """Start the broker anew without this user of PLAIN."""
+        (broker,) = self.plain.brokers
+        broker.stop()
+        broker.reconfigure(f' user_{name}="{USERS[name]}"', "")
+        broker.start()
+        broker.wait_started()
+
 
 @contextlib.contextmanager
-def start_secured_kafka(directory: Path) -> Iterator[SecuredKafka]:
+def start_secured_kafka(directory: Path, *, session_s: float = 0, tokens: bool = False) -> Iterator[SecuredKafka]:
+    """Its sessions end after `session_s`, 0: never. With `tokens` it takes unsecured ones by OAUTHBEARER, too."""
     port = free_port()
     listener = "listener.name.sasl_plaintext"
-    known = " ".join(f'user_{name}="{password}"' for name, password in USERS.items())
+    known = " ".join(f'user_{name}="{password}"' for name, password in {PROXY: PROXY_SECRET, **USERS}.items())
     options: dict[str, object] = {
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL_PLAINTEXT:SASL_PLAINTEXT",
         "inter.broker.listener.name": "PLAINTEXT",
         "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512",
         f"{listener}.plain.sasl.jaas.config": f"{_SECURITY}.plain.PlainLoginModule required {known};",
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-        "super.users": "User:ANONYMOUS",
+        "super.users": f"User:ANONYMOUS;User:{PROXY}",
+        f"{listener}.connections.max.reauth.ms": round(session_s * 1000),
     }
+    if tokens:
+        options["sasl.enabled.mechanisms"] = "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER"
+        options[f"{listener}.oauthbearer.sasl.jaas.config"] = (
+            f'{_SECURITY}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="broker";'
+        )
     for mechanism in _MECHANISMS:
         options[f"{listener}.{mechanism.lower()}.sasl.jaas.config"] = f"{_SECURITY}.scram.ScramLoginModule required;"
     with start_real_kafka(directory, 1, more_listeners={"SASL_PLAINTEXT": port}, more=options) as cluster:

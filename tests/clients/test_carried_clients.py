@@ -1,0 +1,316 @@
+"""Unchanged clients whose own identities the proxy carries on to a real Kafka broker with SASL and ACLs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import confluent_kafka
+import pytest
+from confluent_kafka.admin import AclBinding, AclOperation, AclPermissionType, ResourcePatternType, ResourceType
+
+from kproxy.security.users import SCRAM_MECHANISMS, make_credential, write_users
+from tests.support.brokers.kafka_jars import client_classpath
+from tests.support.clients.java_client import run_java_client
+from tests.support.clients.kafka_io import Record, read_values
+from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.processes.served import counted, page
+from tests.support.security.sasl_client import ALLOW_ALL, USERS
+from tests.support.security.secured_clients import CLIENTS, OK
+from tests.support.security.secured_kafka import PROXY, PROXY_SECRET, SecuredKafka, start_secured_kafka
+from tests.support.security.tls_files import Signer
+from tests.support.security.tls_kafka import PASSWORD, USER, start_tls_kafka, unsecured_token
+
+pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
+
+TIMEOUT_S = 60.0
+RECORDS = 300
+# Shorter than a test that renews takes.
+SESSION_S = 4.0
+CONFIG = f"""
+[sasl]
+mechanisms = ["PLAIN", "OAUTHBEARER"]
+identity = "client"
+without_tls = true
+
+[broker_sasl]
+mechanism = "PLAIN"
+username = "{PROXY}"
+password = "{PROXY_SECRET}"
+allow_plain_text = true
+"""
+SECRETS = (PROXY_SECRET, *USERS.values())
+WRONG = {"wrong password": ("alice", "wrong"), "unknown user": ("nobody", "alice-secret")}
+
+
+@pytest.fixture(scope="module")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
+    with start_secured_kafka(tmp_path_factory.mktemp("kafka"), session_s=SESSION_S, tokens=True) as kafka:
+        yield kafka
+
+
+@contextlib.contextmanager
+def carrying(kafka: SecuredKafka, directory: Path) -> Iterator[KproxyProcess]:
+    """A proxy that knows no user, and carries on what its clients present."""
+    config = directory / "kproxy.toml"
+    config.write_text(CONFIG + ALLOW_ALL)
+    arguments: list[str | Path] = ["serve", "--config", config, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    arguments += ["--ownership", "kafka", "--bootstrap", kafka.secured]
+    with serving(arguments, directory / "stderr") as process:
+        yield process
+        told = process.stderr() + page(process.admin, "/metrics")[1] + page(process.admin, "/table")[1]
+        assert [secret for secret in SECRETS if secret in told] == []
+
+
+@pytest.fixture(scope="module")
+def proxy(kafka: SecuredKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
+    with carrying(kafka, tmp_path_factory.mktemp("proxy")) as process:
+        yield process
+
+
+def topic_of(kafka: SecuredKafka, *names: str) -> str:
+    """A topic that these users alone may use; so may they a group of that name."""
+    topic = kafka.plain.create_topic(f"carried-{uuid.uuid4().hex[:10]}", 3)
+    rules = []
+    for name in names:
+        for kind, operations in (
+            (ResourceType.TOPIC, (AclOperation.WRITE, AclOperation.READ)),
+            (ResourceType.GROUP, (AclOperation.READ,)),
+        ):
+            rules += [
+                AclBinding(kind, topic, ResourcePatternType.LITERAL, f"User:{name}", "*", each, AclPermissionType.ALLOW)
+                for each in operations
+            ]
+    for made in kafka.plain.admin().create_acls(rules).values():
+        made.result(30)
+    return topic
+
+
+def plain(bootstrap: str, name: str) -> dict[str, Any]:
+    return {
+        "bootstrap.servers": bootstrap,
+        "security.protocol": "SASL_PLAINTEXT",
+        "sasl.mechanism": "PLAIN",
+        "sasl.username": name,
+        "sasl.password": USERS[name],
+    }
+
+
+def bearer(bootstrap: str, name: str, valid_s: float = 3600) -> dict[str, Any]:
+    return {
+        "bootstrap.servers": bootstrap,
+        "security.protocol": "SASL_PLAINTEXT",
+        "sasl.mechanism": "OAUTHBEARER",
+        "oauth_cb": lambda _: (unsecured_token(name, valid_s), time.time() + max(valid_s, 60.0)),
+    }
+
+
+WAYS: dict[str, Callable[[str, str], dict[str, Any]]] = {"PLAIN": plain, "OAUTHBEARER": bearer}
+
+
+def write(settings: dict[str, Any], topic: str, values: Iterable[bytes], *, pause_s: float = 0.0) -> list[object]:
+    """Write the values; the outcomes, None for each that is written."""
+    outcomes: list[object] = []
+    producer = confluent_kafka.Producer({"log_level": 0, **settings})
+    for value in values:
+        producer.produce(
+            topic, value, on_delivery=lambda error, _: outcomes.append(None if error is None else error.name())
+        )
+        producer.poll(0)
+        time.sleep(pause_s)
+    assert producer.flush(TIMEOUT_S) == 0
+    return outcomes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_brokers_tell_clients_apart(kafka: SecuredKafka, proxy: KproxyProcess, way: str) -> None:
+    topics = {name: topic_of(kafka, name) for name in USERS}
+    values = [b"%d" % number for number in range(RECORDS)]
+    for name, other in (("alice", "bob"), ("bob", "alice")):
+        settings = WAYS[way](proxy.kafka, name)
+        assert write({**settings, "enable.idempotence": True}, topics[name], values) == [None] * RECORDS
+        assert read_values(settings, topics[name], RECORDS, TIMEOUT_S) == set(values)
+        direct = write(WAYS[way](kafka.secured, name), topics[other], [b"x"])
+        assert write(settings, topics[other], [b"x"]) == direct == ["TOPIC_AUTHORIZATION_FAILED"]
+        # Metadata, too, is what the broker tells this client.
+        seen = confluent_kafka.admin.AdminClient(settings).list_topics(timeout=TIMEOUT_S).topics
+        assert topics[name] in seen
+        assert topics[other] not in seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("client", CLIENTS)
+def test_every_client_is_itself(kafka: SecuredKafka, proxy: KproxyProcess, client: str) -> None:
+    topic = topic_of(kafka, "alice")
+    assert CLIENTS[client](proxy.kafka, topic, "PLAIN", "alice", USERS["alice"]) == OK
+    through = CLIENTS[client](proxy.kafka, topic, "PLAIN", "bob", USERS["bob"])
+    assert through == CLIENTS[client](kafka.secured, topic, "PLAIN", "bob", USERS["bob"]) != OK
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_tells_the_same_as_of_kafka(
+    kafka: SecuredKafka, proxy: KproxyProcess, client: str, wrong: str
+) -> None:
+    topic = topic_of(kafka, "alice")
+    name, password = WRONG[wrong]
+    direct = CLIENTS[client](kafka.secured, topic, "PLAIN", name, password)
+    through = CLIENTS[client](proxy.kafka, topic, "PLAIN", name, password)
+    print(f"{client}, {wrong}: {direct}")
+    assert direct != OK
+    assert through == direct
+
+
+def errors_of(settings: dict[str, Any], until: str) -> set[tuple[str, str]]:
+    """The errors that librdkafka tells, up to one of this name, with the broker's words for that one."""
+    seen: list[tuple[str, str]] = []
+
+    def tell(error: confluent_kafka.KafkaError) -> None:
+        seen.append((str(error.name()), error.str()))
+
+    producer = confluent_kafka.Producer({"log_level": 0, **settings, "error_cb": tell})
+    deadline = time.monotonic() + TIMEOUT_S
+    while until not in [name for name, _ in seen]:
+        assert time.monotonic() < deadline, seen
+        producer.poll(0.2)
+    return {(name, text.partition("failed: ")[2].partition(" (after")[0]) for name, text in seen if name == until}
+
+
+def test_what_a_broker_says_of_a_token_is_what_the_client_is_told(kafka: SecuredKafka, proxy: KproxyProcess) -> None:
+    direct = errors_of(bearer(kafka.secured, "alice", valid_s=-30.0), "_AUTHENTICATION")
+    through = errors_of(bearer(proxy.kafka, "alice", valid_s=-30.0), "_AUTHENTICATION")
+    print(direct)
+    assert through == direct
+
+
+def test_the_brokers_words_are_the_clients(kafka: SecuredKafka, proxy: KproxyProcess) -> None:
+    wrong = {"sasl.password": "wrong"}
+    direct = errors_of({**plain(kafka.secured, "alice"), **wrong}, "_AUTHENTICATION")
+    through = errors_of({**plain(proxy.kafka, "alice"), **wrong}, "_AUTHENTICATION")
+    print(direct)
+    assert through == direct
+
+
+def renewals(proxy: KproxyProcess) -> float:
+    """How often clients have authenticated beyond the first time on each connection."""
+    accepted = counted(proxy.admin, "kproxy_client_connections_accepted_total")
+    return counted(proxy.admin, "kproxy_authentications_total") - accepted
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_lost_while_sessions_are_renewed(kafka: SecuredKafka, proxy: KproxyProcess, way: str) -> None:
+    """For longer than two sessions, under load; the client renews its own, and with it those at the broker."""
+    topic = topic_of(kafka, "alice")
+    before = renewals(proxy)
+    told = len(proxy.stderr())
+    ends_at = time.monotonic() + 2.5 * SESSION_S
+    values: list[bytes] = []
+
+    def numbers() -> Iterator[bytes]:
+        while time.monotonic() < ends_at:
+            values.append(b"%d" % len(values))
+            yield values[-1]
+
+    settings = {**WAYS[way](proxy.kafka, "alice"), "linger.ms": 0, "enable.idempotence": True}
+    if way == "OAUTHBEARER":
+        # Each token lasts for as long as the broker's sessions do.
+        settings["oauth_cb"] = lambda _: (unsecured_token("alice", 60.0), time.time() + SESSION_S)
+    outcomes = write(settings, topic, numbers(), pause_s=0.005)
+    assert outcomes == [None] * len(values)
+    assert read_values(WAYS[way](proxy.kafka, "alice"), topic, len(values), TIMEOUT_S) == set(values)
+    assert renewals(proxy) - before >= 2
+    assert "client connection closed" not in proxy.stderr()[told:]
+    assert "broker connection lost" not in proxy.stderr()[told:]
+    assert "broker connection abandoned" not in proxy.stderr()[told:]
+
+
+@pytest.mark.long
+def test_kafkas_own_client_renews_without_a_loss(kafka: SecuredKafka, proxy: KproxyProcess) -> None:
+    topic = topic_of(kafka, "alice")
+    before, told = renewals(proxy), len(proxy.stderr())
+    login = "org.apache.kafka.common.security.plain.PlainLoginModule"
+    settings = {
+        "bootstrap.servers": proxy.kafka,
+        "security.protocol": "SASL_PLAINTEXT",
+        "sasl.mechanism": "PLAIN",
+        "sasl.jaas.config": f'{login} required username="alice" password="{USERS["alice"]}";',
+        "linger.ms": 0,
+    }
+    count = 0
+
+    def records() -> Iterator[Record]:
+        nonlocal count
+        ends_at = time.monotonic() + 3 * SESSION_S
+        while time.monotonic() < ends_at:
+            # Long enough for the pipe to the client to be flushed each time.
+            yield Record(b"%d" % count, bytes(8_192), count % 3, ())
+            count += 1
+            time.sleep(0.01)
+
+    run = run_java_client(client_classpath("4.3.1"), topic, records(), settings)
+    assert (run.errors, len(run.acknowledged)) == ({}, count)
+    assert len(set(run.acknowledged.values())) == count
+    assert renewals(proxy) - before >= 2
+    assert "client connection closed" not in proxy.stderr()[told:]
+    assert "broker connection lost" not in proxy.stderr()[told:]
+
+
+def test_a_client_that_is_revoked_is_told_and_others_go_on(tmp_path: Path) -> None:
+    (tmp_path / "proxy").mkdir()
+    with start_secured_kafka(tmp_path / "kafka") as kafka, carrying(kafka, tmp_path / "proxy") as proxy:
+        topic = topic_of(kafka, "alice", "bob")
+        seen: list[str] = []
+        alice = confluent_kafka.Producer(
+            {**plain(proxy.kafka, "alice"), "log_level": 0, "error_cb": lambda error: seen.append(error.name())}
+        )
+        alice.produce(topic, b"a")
+        assert alice.flush(TIMEOUT_S) == 0
+        bob = confluent_kafka.Producer({**plain(proxy.kafka, "bob"), "log_level": 0})
+        bob.produce(topic, b"b")
+        assert bob.flush(TIMEOUT_S) == 0
+        kafka.revoke("alice")
+        deadline = time.monotonic() + TIMEOUT_S
+        while "_AUTHENTICATION" not in seen:
+            assert time.monotonic() < deadline, (seen, proxy.stderr()[-3000:])
+            alice.produce(topic, b"a")
+            alice.poll(0.2)
+        alice.purge()
+        outcomes: list[object] = []
+        bob.produce(topic, b"b", on_delivery=lambda error, _: outcomes.append(error))
+        assert bob.flush(TIMEOUT_S) == 0
+        assert outcomes == [None]
+        assert "SASL_AUTHENTICATION_FAILED" in proxy.stderr()
+
+
+def test_over_tls_on_both_ends(tmp_path: Path) -> None:
+    """By passwords that the proxy checks first, and by tokens that the broker alone judges."""
+    signer = Signer(tmp_path / "ca")
+    server = signer.issue("server", "localhost")
+    credentials = {kind: make_credential(kind, PASSWORD, 4_096, b"salt" * 5) for kind in SCRAM_MECHANISMS}
+    write_users(tmp_path / "users.toml", {USER: credentials, "alice": credentials})
+    (tmp_path / "password").write_text(PASSWORD)
+    with start_tls_kafka(tmp_path / "kafka") as kafka:
+        config = tmp_path / "kproxy.toml"
+        config.write_text(
+            f'[listen]\nlisten = "localhost:0"\n[tls]\ncert = "{server.cert}"\nkey = "{server.key}"\n'
+            f'[sasl]\nmechanisms = "PLAIN,OAUTHBEARER"\nidentity = "client"\nusers = "{tmp_path / "users.toml"}"\n'
+            f'[broker_tls]\nca = "{kafka.signer.ca}"\n[broker_sasl]\nmechanism = "SCRAM-SHA-512"\n'
+            f'username = "{USER}"\npassword_file = "{tmp_path / "password"}"\n{ALLOW_ALL}'
+        )
+        arguments: list[str | Path] = ["serve", "--config", config, "--ownership", "kafka", "--bootstrap", kafka.sasl]
+        with serving(arguments, tmp_path / "stderr") as process:
+            topic = kafka.plain.create_topic(f"tls-{uuid.uuid4().hex[:10]}", 3)
+            secured = {"security.protocol": "SASL_SSL", "ssl.ca.location": str(signer.ca)}
+            known = {"sasl.username": USER, "sasl.password": PASSWORD}
+            assert write({**plain(process.kafka, "alice"), **secured, **known}, topic, [b"a"] * 9) == [None] * 9
+            assert write({**bearer(process.kafka, "alice"), **secured}, topic, [b"a"] * 9) == [None] * 9
+            # The proxy takes alice's password, and the broker does not.
+            for password, is_judged in (("wrong", False), (PASSWORD, True)):
+                wrong = {**plain(process.kafka, "alice"), **secured, "sasl.password": password}
+                errors_of(wrong, "_AUTHENTICATION")
+                assert ("it refuses the identity" in process.stderr()) == is_judged
+            assert PASSWORD not in process.stderr()
