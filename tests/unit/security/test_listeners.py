@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import tomllib
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from kproxy.cli import main
 from kproxy.config import Address, ProxyConfig, load_proxy_config
+from kproxy.config.tls import load_broker_tls, load_listener_tls
 from kproxy.errors import StartupError
 from tests.support.security.tls_files import Signer
 
@@ -171,3 +173,22 @@ def test_check_config_prints_a_file_that_could_be_one(
     assert [(each["name"], each["tls"] is None) for each in told["listeners"]] == [("a", True), ("b", False)]
     assert told["settings"]["tls.cert"]["state"] == "not_set"
     assert told["settings"]["listen.listen"]["state"] == "not_used"
+
+
+@pytest.mark.parametrize("side", ["client", "broker"])
+def test_tls_neither_renegotiates_nor_compresses_nor_speaks_old_versions(
+    signer: Signer, tmp_path: Path, side: str
+) -> None:
+    """CVE-2009-3555, CVE-2011-1473 and CVE-2012-4929."""
+    text = f'[broker_tls]\nca = "{signer.ca}"\n'
+    text += f'[[listeners]]\nname = "a"\nlisten = "10.0.0.1:9092"\n{tls(signer)}'
+    config = load(text, tmp_path)
+    (listener,) = config.listeners
+    assert listener.tls is not None
+    assert config.broker_tls is not None
+    context = (load_listener_tls(listener.tls) if side == "client" else load_broker_tls(config.broker_tls)).context
+    assert context.options & ssl.OP_NO_RENEGOTIATION
+    assert context.options & ssl.OP_NO_COMPRESSION
+    assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
+    assert context.check_hostname is (side == "broker")
+    assert context.verify_mode is (ssl.CERT_REQUIRED if side == "broker" else ssl.CERT_NONE)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +138,44 @@ def test_a_malformed_scram_message_is_a_refusal(message: bytes) -> None:
     assert read(receive(exchange, client.authenticate(message)), SASL_AUTHENTICATE, 2).error_code == (
         SASL_AUTHENTICATION_FAILED
     )
+
+
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512"])
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_proof_over_another_nonce_is_refused(mechanism: str, is_other: bool) -> None:
+    """CVE-2024-56128: the proof is sound for the message that has it, and the nonce in it is not the server's."""
+    exchange, speaker = client.exchange(), ScramClient([mechanism], "bob", "bob-secret")
+    receive(exchange, client.handshake(mechanism))
+    client_first = speaker.get_client_first()
+    first = receive(exchange, client.authenticate(client_first.encode()))
+    server_first = bytes(read(first, SASL_AUTHENTICATE, 2).auth_bytes).decode()
+    nonce = server_first.partition(",")[0].removeprefix("r=")
+    without_proof = f"c=biws,r={nonce}x" if is_other else f"c=biws,r={nonce}"
+    signed = ",".join((client_first.partition(",,")[2], server_first, without_proof)).encode()
+    credential = client.credentials_of("bob")[mechanism]
+    name = mechanism.removeprefix("SCRAM-").replace("-", "").lower()
+    salted = hashlib.pbkdf2_hmac(name, b"bob-secret", credential.salt, credential.iterations)
+    key = hmac.digest(salted, b"Client Key", name)
+    signature = hmac.digest(credential.stored_key, signed, name)
+    proof = base64.b64encode(bytes(a ^ b for a, b in zip(key, signature, strict=True))).decode()
+    last = receive(exchange, client.authenticate(f"{without_proof},p={proof}".encode()))
+    assert isinstance(last, Failure if is_other else Answer)
+    assert exchange.principal == (None if is_other else Principal("bob"))
+
+
+def test_an_exchange_that_was_read_along_cannot_be_sent_again() -> None:
+    speaker, exchange = ScramClient(["SCRAM-SHA-256"], "bob", "bob-secret"), client.exchange()
+    receive(exchange, client.handshake("SCRAM-SHA-256"))
+    begin = client.authenticate(speaker.get_client_first().encode())
+    answer = receive(exchange, begin)
+    speaker.set_server_first(bytes(read(answer, SASL_AUTHENTICATE, 2).auth_bytes).decode())
+    end = client.authenticate(speaker.get_client_final().encode())
+    assert isinstance(receive(exchange, end), Answer)
+    again = client.exchange()
+    receive(again, client.handshake("SCRAM-SHA-256"))
+    receive(again, begin)
+    assert isinstance(receive(again, end), Failure)
+    assert again.principal is None
 
 
 def test_scram_without_a_second_message_authenticates_nobody() -> None:

@@ -179,10 +179,21 @@ def _signed_by_the_public_key() -> str:
     return f"{head}.{base64.urlsafe_b64encode(signature).rstrip(b'=').decode()}"
 
 
+def _signed_with(algorithm: str) -> str:
+    """By the right key, whose entry in the set is for RS256."""
+    claims = {"iss": client.ISSUER, "aud": client.AUDIENCE, "sub": "alice", "exp": time.time() + 60}
+    return jwt.encode(claims, client.signing_key(), algorithm, headers={"kid": "key-0"})
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: client.token(iss="https://other.test/"),
+        lambda: client.token(iss=client.ISSUER[:-1]),
+        lambda: client.token(iss=f"{client.ISSUER}x"),
+        lambda: client.token(headers={"crit": ["other"], "other": True}),
+        lambda: _signed_with("PS256"),
+        lambda: _signed_with("RS512"),
         lambda: client.token(aud="other"),
         lambda: client.token(aud=None),
         lambda: client.token(iss=None),
