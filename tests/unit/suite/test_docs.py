@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 # Keys in etcd begin with kproxy/ too, but have no ending.
 FILE = re.compile(r"`((?:codec|kproxy|tests|bench|docs|scripts|deploy|examples)/[\w./*-]+(?:\.\w+|/))`")
+TEST = re.compile(r"`(tests/[\w./]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
@@ -27,6 +28,17 @@ def anchors(page: Path) -> set[str]:
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = set(FILE.findall(page.read_text(encoding="utf-8")))
     assert [name for name in sorted(named) if not any(ROOT.glob(name))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_test_that_a_page_names_is_there(page: Path) -> None:
+    missing = []
+    for file, name in TEST.findall(page.read_text(encoding="utf-8")):
+        path = ROOT / file
+        code = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if re.search(rf"^(?:async )?def {name}\(", code, re.MULTILINE) is None:
+            missing.append(f"{file}::{name}")
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
