@@ -170,7 +170,7 @@ def _signed_by_the_public_key() -> str:
     from cryptography.hazmat.primitives import serialization
 
     pem = (
-        client.signing_key()
+        client.signing_key(0)
         .public_key()
         .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     )
@@ -182,7 +182,7 @@ def _signed_by_the_public_key() -> str:
 def _signed_with(algorithm: str) -> str:
     """By the right key, whose entry in the set is for RS256."""
     claims = {"iss": client.ISSUER, "aud": client.AUDIENCE, "sub": "alice", "exp": time.time() + 60}
-    return jwt.encode(claims, client.signing_key(), algorithm, headers={"kid": "key-0"})
+    return jwt.encode(claims, client.signing_key(0), algorithm, headers={"kid": "key-0"})
 
 
 @pytest.mark.parametrize(
