@@ -12,16 +12,19 @@ import threading
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.brokers.reference_broker import BrokerProcess, start_brokers
 from tests.support.clients.kafka_io import read_topic
 from tests.support.etcd.embedded import Relay
 from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.waiting import wait_for
 
 WRITERS = "writers"
 PARTITIONS = 4
@@ -100,9 +103,16 @@ class OwnedTopics:
         return ",".join(each.address for each in self.brokers)
 
     def topic(self) -> str:
+        """One that both proxies know: a claim of a partition that a proxy does not know yet is refused at once."""
         number = next(self._unused)
         assert number < _TOPICS, "there are no more of them"
-        return _name(number)
+        topic = _name(number)
+        admin = AdminClient({"bootstrap.servers": self.bootstrap})
+        admin.create_topics([NewTopic(topic, PARTITIONS)])[topic].result(_TIMEOUT_S)
+        for proxy in self.proxies:
+            admin = AdminClient({"bootstrap.servers": proxy.address})
+            wait_for(partial(_has_leaders, admin, topic), what=f"{topic} is known at {proxy.address}")
+        return topic
 
     def cut(self) -> None:
         for proxy in self.proxies:
@@ -112,6 +122,15 @@ class OwnedTopics:
         """All values in a partition, read from the brokers themselves."""
         read = read_topic(self.broker_addresses, topic, PARTITIONS, 0)
         return [each.value or b"" for each in read if each.partition == partition]
+
+
+def _has_leaders(admin: AdminClient, topic: str) -> bool:
+    known = admin.list_topics(topic, timeout=_TIMEOUT_S).topics[topic]
+    return (
+        known.error is None
+        and len(known.partitions) == PARTITIONS
+        and all(each.leader >= 0 for each in known.partitions.values())
+    )
 
 
 def _name(number: int) -> str:
