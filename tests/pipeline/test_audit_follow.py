@@ -228,6 +228,7 @@ def test_of_too_many_losses_the_number_is_told_and_the_next_one_is_told_as_ever(
     assert {row["of_kind"] for row in rows} == {150, 151}
 
 
+@pytest.mark.long
 def test_what_is_not_read_yet_is_no_silence(dev_cluster: KproxyProcess, tmp_path: Path, spark: Any) -> None:
     fed = Fed(spark, Followed(dev_cluster.kafka, tmp_path), most=1)
     trail = ForgedTrail("d" * 16, began_ms=fed.now_ms - 3_600_000)

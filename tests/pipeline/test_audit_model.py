@@ -214,6 +214,7 @@ def test_histories_are_of_every_kind() -> None:
     assert all(seen[name] >= 50 for name in (*JUDGED, "unclaimed", "duplicated")), f"from seed {FIRST_SEED}: {seen}"
 
 
+@pytest.mark.long
 def test_partitions_are_as_an_audit_offset_by_offset_has_them(
     audited: Audited, histories: dict[int, tuple[Trail, History]]
 ) -> None:
@@ -224,6 +225,7 @@ def test_partitions_are_as_an_audit_offset_by_offset_has_them(
         assert {name: told[name] for name in names} == {name: expected[name] for name in names}, f"seed {seed}"
 
 
+@pytest.mark.long
 def test_windows_are_as_an_audit_offset_by_offset_has_them(
     audited: Audited, histories: dict[int, tuple[Trail, History]]
 ) -> None:
@@ -234,6 +236,7 @@ def test_windows_are_as_an_audit_offset_by_offset_has_them(
             assert {name: told[name] for name in JUDGED} == wanted, f"seed {seed}, window {window}"
 
 
+@pytest.mark.long
 def test_findings_are_of_the_offsets_that_an_audit_offset_by_offset_finds(
     audited: Audited, histories: dict[int, tuple[Trail, History]]
 ) -> None:

@@ -265,6 +265,7 @@ def test_leaders_move_faster_than_a_retry_comes(proxy: KproxyProcess, topic: str
     check(read_all(proxy.kafka, topic, MOVED_RECORDS), sent)
 
 
+@pytest.mark.long
 def test_a_broker_dies_under_an_idempotent_producer(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
     victim = real_kafka.brokers[real_kafka.leaders(topic)[0] - 1]
 

@@ -109,7 +109,7 @@ def read(bootstrap: str, topic: str, isolation: str) -> list[str]:
     return sorted(values)
 
 
-@pytest.mark.parametrize("run", [run_java, run_librdkafka])
+@pytest.mark.parametrize("run", [pytest.param(run_java, marks=pytest.mark.long), run_librdkafka])
 def test_what_is_committed_is_read_and_what_is_aborted_is_not(
     run: Run, proxy: KproxyProcess, real_kafka: RealKafka, topic: str
 ) -> None:

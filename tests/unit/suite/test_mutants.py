@@ -238,6 +238,7 @@ def test_the_diff_of_a_real_mutant_applies() -> None:
         assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.long
 def test_the_command_says_its_seed_and_takes_it() -> None:
     command = [sys.executable, "-m", "scripts.mutants", "--mutants", "1", "--command"]
     passing = subprocess.run([*command, "true"], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)

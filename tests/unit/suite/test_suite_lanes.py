@@ -136,12 +136,14 @@ def run_lanes(directory: Path, *arguments: str) -> list[list[str]]:
     return [line.split() for line in (directory / "notes").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_the_longest_lane_goes_first_and_a_shared_fixture_ends_with_its_lane(tmp_path: Path) -> None:
     said = [what for _, what in run_lanes(tmp_path, "-n", "1")]
     kafka = ["begin", *["kafka_a"] * 4, *["kafka_b"] * 4, "end"]
     assert said == [*["long"] * 4, *kafka, *["short"] * 4]
 
 
+@pytest.mark.long
 def test_several_processes_share_the_lanes_and_each_lane_has_one(tmp_path: Path) -> None:
     said = run_lanes(tmp_path, "-n", "2")
     by_lane: dict[str, set[str]] = {}
