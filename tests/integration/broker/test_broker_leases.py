@@ -30,7 +30,7 @@ TOPIC = "t"
 class Member:
     """One broker's lease, view and manager; its view learns only what `look` reads."""
 
-    def __init__(self, node_id: int, client: EtcdClient, prefix: str, directory: Path) -> None:
+    def __init__(self, node_id: int, client: EtcdClient, prefix: str, directory: Path, ttl_s: int = 10) -> None:
         self.node_id = node_id
         self.keys = Keys(prefix)
         self.view = ClusterView(self.keys)
@@ -46,7 +46,7 @@ class Member:
             on_identity_lost=self.identity_lost.append,
         )
         self.lease = BrokerLease(
-            client, self.keys, BrokerValue(node_id, "h", 9), ttl_s=10, clock=lease_clock, on_claimed=self.claimed
+            client, self.keys, BrokerValue(node_id, "h", 9), ttl_s=ttl_s, clock=lease_clock, on_claimed=self.claimed
         )
 
     def claimed(self, key: str, value: bytes, fence: LeaseFence) -> None:

@@ -20,6 +20,8 @@ from tests.support.etcd.etcd_history import connected, history
 from tests.support.wire.record_batches import build_batch
 
 RACES = 200
+# All five are in one process: a lease must not end while it waits for disks or for the machine.
+TTL_S = 120
 RACERS = (1, 2, 3, 4, 5)
 SEED = 7
 # Nobody's id: a partition that was never written and whose first replica is dead is anybody's.
@@ -33,7 +35,7 @@ async def racers(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) ->
         members = []
         for node_id in RACERS:
             client = await stack.enter_async_context(connected(etcd_cluster))
-            member = Member(node_id, client, etcd_prefix, tmp_path)
+            member = Member(node_id, client, etcd_prefix, tmp_path, TTL_S)
             stack.push_async_callback(member.leave)
             await member.join()
             members.append(member)
