@@ -473,15 +473,15 @@ async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
             longest, line = await figure(site, name)
             lines.append(line)
             if LONGEST_TURN < longest < inf:
-                # Once may be the first touch of memory, 16 us a page in a new virtual machine: the median of three
-                # counts.
+                # Once may be the first touch of memory, 16 us a page in a new virtual machine, or a neighbour that
+                # empties the caches: what a turn costs is the least of four.
                 again = []
-                for _ in range(2):
+                for _ in range(3):
                     site.random.setstate(before)
                     figures = await figure(site, name)
                     again.append(figures[0])
                     lines.append(figures[1])
-                longest = sorted((longest, *again))[1]
+                longest = min(longest, *again)
             is_well = is_well and longest <= LONGEST_TURN
             if longest == inf or time.monotonic() > deadline:
                 break
