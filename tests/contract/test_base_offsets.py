@@ -51,6 +51,7 @@ ATTEMPTS = 5
 REFUSED = Outcome("NOT_LEADER_OR_FOLLOWER")
 UNKNOWN = Outcome("UNKNOWN_TOPIC_OR_PARTITION")
 TOO_FEW = Outcome("NOT_ENOUGH_REPLICAS")
+TIMED_OUT = Outcome("REQUEST_TIMED_OUT")
 ONE = bytes(build_batch([b"one"]))
 # How long to look for the one error that only a race brings, and the requests in flight meanwhile.
 RACE_S = 6.0
@@ -450,13 +451,12 @@ def test_the_proxy_sends_a_batch_that_lies_in_a_log_again_only_where_brokers_kno
                 send_all(topic, roles.leader, waiting)
                 topic.elect_preferred(controller)
             said = {each.what: answered(each.client) for each in waiting}
-        if said[waiting[0].what] != Outcome("NONE", 0):
+        # The proxy sends again for 3 s, in which a busy machine may not have the next leader ready.
+        gave_up = any(said[each.what] == TIMED_OUT for each in waiting if "idempotent" in each.what)
+        if said[waiting[0].what] != Outcome("NONE", 0) and not gave_up:
             break
-        print(f"attempt {attempt}: the frozen broker was out of the ISR before the end: {said}")
-    expected = {
-        each.what: Outcome("NONE", each.before) if "idempotent" in each.what else Outcome("REQUEST_TIMED_OUT")
-        for each in waiting
-    }
+        print(f"attempt {attempt}: the frozen broker was out of the ISR before the end, or time was over: {said}")
+    expected = {each.what: Outcome("NONE", each.before) if "idempotent" in each.what else TIMED_OUT for each in waiting}
     assert said == expected
     for each in waiting:
         assert topic.stored(roles.successor, each.partition).count(each.value) == each.before + 1, each.what
