@@ -6,16 +6,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
 from tests.support.processes.dev import KproxyProcess, dev_arguments, serving
 
 # The tests read the logs of commands as text; a command logs JSON where stderr is no terminal.
 os.environ["KPROXY_LOG_FORMAT"] = "text"
-
-# An example may take any time: the machine is shared with other lanes.
-settings.register_profile("kproxy", deadline=None)
-settings.load_profile("kproxy")
 
 pytest_plugins = [
     "tests.support.rules",
