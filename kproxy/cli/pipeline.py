@@ -80,7 +80,6 @@ def path(py_files: Path | None) -> None:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-MAX_CONFIG_BYTES: Final = 1 << 20
 
 
 def kafka_flags(meaning: str) -> Callable[[F], F]:
@@ -105,7 +104,7 @@ def kafka_options(texts: Sequence[str], config: Path | None) -> KafkaOptions:
     Raise StartupError. Names with Spark's prefix `kafka.` are accepted too.
     """
     from kproxy.pipeline.ingest.options import parse_pair
-    from kproxy.pipeline.kafka_access import KafkaOptions, WrongKafkaOption, read_properties
+    from kproxy.pipeline.kafka_access import MAX_CONFIG_BYTES, KafkaOptions, WrongKafkaOption, read_properties
 
     given: dict[str, str] = {}
     if config is not None:

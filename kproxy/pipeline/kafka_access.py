@@ -109,7 +109,14 @@ def _unquoted(text: str) -> str:
 
 
 def _context(options: Mapping[str, str]) -> ssl.SSLContext:
-    context = ssl.create_default_context(cadata=_authorities(options))
+    authorities = _authorities(options)
+    try:
+        # Without a trust store, and with an empty text, the system's authorities are trusted.
+        if authorities == "":
+            raise ValueError("no certificates")
+        context = ssl.create_default_context(cadata=authorities)
+    except (ssl.SSLError, TypeError, ValueError) as error:
+        raise WrongKafkaOption("The trust store has no certificates in PEM: see ssl.truststore.location.") from error
     context.check_hostname = options.get("ssl.endpoint.identification.algorithm", "https") != ""
     _load_pair(context, options)
     return context
@@ -124,10 +131,6 @@ def _authorities(options: Mapping[str, str]) -> str | None:
     _expect_pem(options, "ssl.truststore")
     if text is None and location is not None:
         text = _read(location, "ssl.truststore.location")
-    try:
-        ssl.create_default_context(cadata=text)
-    except ssl.SSLError as error:
-        raise WrongKafkaOption("The trust store has no certificates in PEM: see ssl.truststore.location.") from error
     return text
 
 

@@ -78,16 +78,13 @@ class State(Enum):
 
 
 class Mechanism(Protocol):
-    """What one mechanism sends. `option`: the option that names it. `is_slow`: it computes for milliseconds."""
+    """What one mechanism sends. `is_slow`: it computes for milliseconds."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def is_slow(self) -> bool: ...
-
-    @property
-    def option(self) -> str: ...
 
     def shown(self, text: str) -> str:
         """What a broker says, fit for logs."""
@@ -105,7 +102,6 @@ class Mechanism(Protocol):
 class _Own:
     """Of the proxy's own identity."""
 
-    option = "broker_sasl.mechanism"
     is_slow = False
 
     def shown(self, text: str) -> str:
@@ -153,7 +149,6 @@ class Credential:
 
     __slots__ = ("__weakref__", "_message", "authenticate_version", "name")
 
-    option = "sasl.mechanisms"
     is_slow = False
 
     def __init__(self, name: str, message: bytes, authenticate_version: int) -> None:
@@ -231,9 +226,13 @@ def mechanism(name: str, username: str, secret: str) -> Mechanism:
 
 
 class SaslClient:
-    """One authentication by `mechanism`; `authenticate_version` is the highest that the broker serves."""
+    """One authentication by `mechanism`; `authenticate_version` is the highest that the broker serves.
 
-    def __init__(self, mechanism: Mechanism, authenticate_version: int) -> None:
+    Errors name `option` as what chooses the mechanism.
+    """
+
+    def __init__(self, mechanism: Mechanism, authenticate_version: int, option: str = "broker_sasl.mechanism") -> None:
+        self._option = option
         self._mechanism = mechanism
         self._version = min(authenticate_version, _MAX_AUTHENTICATE_VERSION)
         self.state = State.NEW
@@ -277,9 +276,9 @@ class SaslClient:
         answer = decode_response(keys.SASL_HANDSHAKE, _HANDSHAKE_VERSION, body)
         if answer.error_code == UNSUPPORTED_SASL_MECHANISM:
             offers = ", ".join(map(str, answer.mechanisms))[:_MAX_TEXT] or "none"
-            raise SaslRefused(f"it does not offer {self._mechanism.name} but {offers}: set {self._mechanism.option}")
+            raise SaslRefused(f"it does not offer {self._mechanism.name} but {offers}: set {self._option}")
         if answer.error_code == _ILLEGAL_SASL_STATE:
-            raise SaslRefused("it offers no SASL there: name its SASL port, or drop broker_sasl")
+            raise SaslRefused(f"it offers no SASL there: name its SASL port, or drop {self._option.partition('.')[0]}")
         if answer.error_code != NONE:
             raise SaslRefused(f"it refuses SaslHandshake with {name_of(answer.error_code)}")
 

@@ -15,7 +15,7 @@ from kproxy.pipeline.audit.log_client import LogReadFailed
 from kproxy.pipeline.audit.log_source import bounds_now, read_log
 from kproxy.pipeline.audit.run import check_places
 from kproxy.pipeline.audit.trail import parse_trail
-from kproxy.pipeline.kafka_access import KafkaOptions, read_access
+from kproxy.pipeline.kafka_access import KafkaOptions
 from tests.support.clients.kafka_io import produce
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.security.sasl_client import ALLOW_ALL, USERS, users_file
@@ -87,9 +87,9 @@ def test_plain_text_is_told_what_is_missing(site: Site) -> None:
     with pytest.raises(StartupError, match=f"No Kafka answers at --bootstrap {site.bootstrap}"):
         check_places(site.bootstrap, parse_trail("topic"), site.bootstrap, ())
     without_sasl = {name: value for name, value in site.options().items() if not name.startswith("sasl")}
-    access = read_access({**without_sasl, "security.protocol": "SSL"})
+    only_tls = {**without_sasl, "security.protocol": "SSL"}
     with pytest.raises(StartupError, match="No Kafka answers"):
-        check_places(site.bootstrap, parse_trail("topic"), site.bootstrap, (), access)
+        check_places(site.bootstrap, parse_trail("topic"), site.bootstrap, (), only_tls)
 
 
 @pytest.mark.spark

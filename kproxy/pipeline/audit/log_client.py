@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kproxy.pipeline.kafka_access import Credentials, KafkaAccess
+from kproxy.pipeline.kafka_access import NO_OPTIONS, Credentials, KafkaAccess, WrongKafkaOption, read_access
 from kproxy.routing.topology import Address
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes
@@ -94,24 +94,24 @@ class LogConnection:
         except OSError as error:
             raise BrokerFailed(f"{address} cannot be reached ({_why(error)})") from error
         try:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._secure(access.context)
+            self._begin(access)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, access: KafkaAccess) -> None:
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._secure(access.context)
+        try:
             answer = self.ask(keys.API_VERSIONS, 0)
         except BrokerFailed:
             self.close()
             self._expect_no_http()
             raise
-        except LogReadFailed:
-            self.close()
-            raise
         self._has_answered = True
         self._offered = {api.api_key: (api.min_version, api.max_version) for api in answer.api_keys}
         if access.credentials is not None:
-            try:
-                self._authenticate(access.credentials)
-            except BaseException:
-                self.close()
-                raise
+            self._authenticate(access.credentials)
 
     def _secure(self, context: ssl.SSLContext | None) -> None:
         if context is None:
@@ -133,7 +133,7 @@ class LogConnection:
         versions = self._offered.get(keys.SASL_AUTHENTICATE)
         if versions is None:
             raise LogReadFailed(f"{self.address} has no SASL: drop sasl.mechanism, or name another port.")
-        client = SaslClient(mechanism(*credentials), versions[1])
+        client = SaslClient(mechanism(*credentials), versions[1], "sasl.mechanism")
         try:
             asked: Request | None = client.begin()
             while asked is not None:
@@ -334,7 +334,10 @@ class Patience:
 
 
 class LogClient:
-    """Not for concurrent use. Times are in seconds. `topic_ids` has the ids of requested topics, in hex."""
+    """Not for concurrent use. Times are in seconds. `topic_ids` has the ids of requested topics, in hex.
+
+    `kafka` has options of Kafka's clients about TLS and SASL. Raise LogReadFailed if they cannot be used.
+    """
 
     def __init__(
         self,
@@ -344,10 +347,13 @@ class LogClient:
         patience_s: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        access: KafkaAccess = PLAIN_TEXT,
+        kafka: Mapping[str, str] = NO_OPTIONS,
     ) -> None:
         self._bootstrap = tuple(bootstrap)
-        self._access = access
+        try:
+            self._access = read_access(kafka)
+        except WrongKafkaOption as error:
+            raise LogReadFailed(str(error)) from error
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._clock = clock

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
-from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaOptions, WrongKafkaOption, read_access
+from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaOptions
 from kproxy.routing.topology import Address
 
 # The prefix of options of Kafka's clients, as Spark's own Kafka source has it.
@@ -158,13 +158,9 @@ class LogOptions(NamedTuple):
     kafka: KafkaOptions = NO_OPTIONS
 
     def client(self) -> LogClient:
-        """Raise LogReadFailed if a file that an option of Kafka names cannot be read here."""
-        try:
-            access = read_access(self.kafka)
-        except WrongKafkaOption as error:
-            raise LogReadFailed(str(error)) from error
+        """Raise LogReadFailed as LogClient does."""
         timeout_s, patience_s = self.timeout_ms / 1000, self.patience_ms / 1000
-        return LogClient(self.bootstrap, timeout_s=timeout_s, patience_s=patience_s, access=access)
+        return LogClient(self.bootstrap, timeout_s=timeout_s, patience_s=patience_s, kafka=self.kafka)
 
     def partitions(self, client: LogClient) -> list[TopicPartition]:
         """Return all partitions of the selected topics. Raise LogReadFailed if a topic does not exist."""

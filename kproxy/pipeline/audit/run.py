@@ -32,7 +32,7 @@ from kproxy import installed
 from kproxy.config.parsing import is_topic_name
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.coverage import Land
-from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, PLAIN_TEXT, LogClient, LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
 from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, parse_bootstrap, parse_offsets
 from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log, read_short_log
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, gather
@@ -49,7 +49,7 @@ from kproxy.pipeline.audit.tables import (
     write_results,
 )
 from kproxy.pipeline.audit.trail import JSON, PARQUET, TOPIC, TrailPlace, read_files, read_topic
-from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaAccess, KafkaOptions, WrongKafkaOption, read_access
+from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaOptions
 from kproxy.pipeline.preflight import check_report
 from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session
@@ -209,7 +209,7 @@ def existing(bootstrap: str, topics: Collection[str], kafka: Mapping[str, str] =
         parse_bootstrap(bootstrap),
         timeout_s=TOPICS_TIMEOUT_S,
         patience_s=2 * TOPICS_TIMEOUT_S,
-        access=read_access(kafka),
+        kafka=kafka,
     ) as client:
         there = set(topics) & client.partitions(None).keys()
         hidden = [topic for topic in topics if topic not in there and is_topic_name(topic)]
@@ -376,11 +376,7 @@ def check(job: AuditJob) -> None:
         raise StartupError("--from is not before --to: nothing lies between them.")
     check_report(job.report)
     there = tuple(topic for topic in job.topics if topic not in job.deleted_topics)
-    try:
-        access = read_access(job.kafka)
-    except WrongKafkaOption as error:
-        raise StartupError(str(error)) from error
-    check_places(job.bootstrap, job.trail, job.trail_bootstrap or job.bootstrap, there, access)
+    check_places(job.bootstrap, job.trail, job.trail_bootstrap or job.bootstrap, there, job.kafka)
 
 
 def check_places(
@@ -388,26 +384,26 @@ def check_places(
     trail: TrailPlace,
     trail_bootstrap: str,
     topics: Sequence[str],
-    access: KafkaAccess = PLAIN_TEXT,
+    kafka: Mapping[str, str] = NO_OPTIONS,
 ) -> None:
     """Raise StartupError if nothing answers, there is no trail, or a topic is missing.
 
     A sentence now is better than Spark's stack trace in a minute.
     """
-    here = _topics(bootstrap, "--bootstrap", access)
+    here = _topics(bootstrap, "--bootstrap", kafka)
     missing = sorted(set(topics) - here.keys())
     if missing:
         raise StartupError(f"There is no topic {missing[0]} at --bootstrap {bootstrap}: see what --topics names.")
     if trail.kind == TOPIC:
-        _check_topic(trail.name, trail_bootstrap, access)
+        _check_topic(trail.name, trail_bootstrap, kafka)
     elif "://" not in trail.name:
         _check_files(trail)
 
 
-def _check_topic(name: str, bootstrap: str, access: KafkaAccess) -> None:
-    there = _topics(bootstrap, "--trail-bootstrap", access)
+def _check_topic(name: str, bootstrap: str, kafka: Mapping[str, str]) -> None:
+    there = _topics(bootstrap, "--trail-bootstrap", kafka)
     partitions = [TopicPartition(name, index) for index in range(there.get(name, 0))]
-    with _client(bootstrap, "--trail-bootstrap", access) as client:
+    with _client(bootstrap, "--trail-bootstrap", kafka) as client:
         try:
             begin = client.list_offsets(partitions, EARLIEST)
             end = client.list_offsets(partitions, LATEST)
@@ -426,21 +422,24 @@ def _check_files(trail: TrailPlace) -> None:
         raise StartupError(f"No audit trail: {directory} has no file *{ending}.")
 
 
-def _topics(bootstrap: str, flag: str, access: KafkaAccess) -> dict[str, int]:
+def _topics(bootstrap: str, flag: str, kafka: Mapping[str, str]) -> dict[str, int]:
     """Return the number of partitions by topic."""
-    with _client(bootstrap, flag, access) as client:
+    with _client(bootstrap, flag, kafka) as client:
         try:
             return dict(client.partitions(None))
         except LogReadFailed as error:
             raise StartupError(f"No Kafka answers at {flag} {bootstrap}: {error}") from error
 
 
-def _client(bootstrap: str, flag: str, access: KafkaAccess) -> LogClient:
+def _client(bootstrap: str, flag: str, kafka: Mapping[str, str]) -> LogClient:
     try:
         addresses = parse_bootstrap(bootstrap)
     except LogReadFailed as error:
         raise StartupError(f"{flag} {bootstrap} is no address: give HOST:PORT of a kproxy or of a broker.") from error
-    return LogClient(addresses, timeout_s=PATIENCE_S, patience_s=PATIENCE_S, access=access)
+    try:
+        return LogClient(addresses, timeout_s=PATIENCE_S, patience_s=PATIENCE_S, kafka=kafka)
+    except LogReadFailed as error:
+        raise StartupError(str(error)) from error
 
 
 def audit(session: Any, job: AuditJob, display: Report) -> Facts:

@@ -10,7 +10,11 @@ import pytest
 
 from kproxy.cli.pipeline import kafka_options
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.log_client import LogReadFailed
 from kproxy.pipeline.audit.log_options import read_options, written
+from kproxy.pipeline.audit.log_source import fix_ends
+from kproxy.pipeline.audit.run import AuditJob, check, existing
+from kproxy.pipeline.audit.trail import parse_trail
 from kproxy.pipeline.kafka_access import KafkaOptions, WrongKafkaOption, read_access, read_properties
 from tests.support.security.tls_files import Signer
 
@@ -80,6 +84,14 @@ WRONG = {
         {"security.protocol": "SSL", "ssl.truststore.type": "PEM", "ssl.truststore.certificates": "none"},
         "The trust store has no certificates in PEM",
     ),
+    "an empty trust store": (
+        {"security.protocol": "SSL", "ssl.truststore.type": "PEM", "ssl.truststore.certificates": ""},
+        "The trust store has no certificates in PEM",
+    ),
+    "a trust store that is no text": (
+        {"security.protocol": "SSL", "ssl.truststore.type": "PEM", "ssl.truststore.certificates": "ä"},
+        "The trust store has no certificates in PEM",
+    ),
     "half a key store": (
         {"security.protocol": "SSL", "ssl.keystore.type": "PEM", "ssl.keystore.key": "secret"},
         "ssl.keystore.key and ssl.keystore.certificate.chain go together",
@@ -102,6 +114,18 @@ def test_what_cannot_be_used_is_named_with_a_way_out(name: str) -> None:
     with pytest.raises(WrongKafkaOption, match=sentence) as raised:
         read_access(options)
     assert "secret" not in str(raised.value)
+
+
+def test_a_file_that_is_gone_when_brokers_are_asked_is_named() -> None:
+    name, kind = "ssl.truststore.location", "ssl.truststore.type"
+    gone = KafkaOptions({"security.protocol": "SSL", kind: "PEM", name: "/nonexistent"})
+    with pytest.raises(LogReadFailed, match=f"{name} /nonexistent cannot be read"):
+        existing("127.0.0.1:1", ["t"], gone)
+    with pytest.raises(LogReadFailed, match=f"{name} /nonexistent cannot be read"):
+        fix_ends("127.0.0.1:1", topics=["t"], kafka=gone)
+    job = AuditJob(bootstrap="127.0.0.1:1", trail=parse_trail("topic"), kafka=gone)
+    with pytest.raises(StartupError, match=f"^{name} /nonexistent cannot be read"):
+        check(job)
 
 
 def test_a_file_of_properties_is_read_as_kafkas_tools_read_it(tmp_path: Path) -> None:

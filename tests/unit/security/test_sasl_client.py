@@ -169,6 +169,18 @@ def test_a_handshake_that_fails_is_told(case: str) -> None:
     assert client.state is State.FAILED
 
 
+@pytest.mark.parametrize(
+    ("code", "option", "says"),
+    [(33, "sasl.mechanism", "set sasl.mechanism"), (34, "broker_sasl.mechanism", "or drop broker_sasl")],
+)
+def test_the_option_that_chose_the_mechanism_is_named(code: int, option: str, says: str) -> None:
+    client = SaslClient(mechanism("PLAIN", "audit", SECRET), 1, option)
+    client.begin()
+    with pytest.raises(SaslRefused) as raised:
+        client.receive(handshake(code, ("GSSAPI",)))
+    assert str(raised.value).endswith(says)
+
+
 @given(st.sampled_from(["PLAIN", "SCRAM-SHA-256", "OAUTHBEARER"]), st.lists(st.binary(max_size=120), max_size=4))
 def test_no_answer_breaks_it_or_shows_the_secret(name: str, answers: list[bytes]) -> None:
     client = SaslClient(mechanism(name, "kproxy", SECRET), 1)
