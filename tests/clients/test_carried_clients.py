@@ -126,6 +126,7 @@ def write(settings: dict[str, Any], topic: str, values: Iterable[bytes], *, paus
     return outcomes
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_brokers_tell_clients_apart(kafka: SecuredKafka, proxy: KproxyProcess, way: str) -> None:
     topics = {name: topic_of(kafka, name) for name in USERS}
@@ -151,7 +152,7 @@ def test_every_client_is_itself(kafka: SecuredKafka, proxy: KproxyProcess, clien
     assert through == CLIENTS[client](kafka.secured, topic, "PLAIN", "bob", USERS["bob"]) != OK
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", ["wrong password", pytest.param("unknown user", marks=pytest.mark.long)])
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_tells_the_same_as_of_kafka(
     kafka: SecuredKafka, proxy: KproxyProcess, client: str, wrong: str
@@ -201,6 +202,7 @@ def renewals(proxy: KproxyProcess) -> float:
     return counted(proxy.admin, "kproxy_authentications_total") - accepted
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_lost_while_sessions_are_renewed(kafka: SecuredKafka, proxy: KproxyProcess, way: str) -> None:
     """For longer than two sessions, under load; the client renews its own, and with it those at the broker."""

@@ -92,6 +92,8 @@ def test_plain_text_is_told_what_is_missing(site: Site) -> None:
         check_places(site.bootstrap, parse_trail("topic"), site.bootstrap, (), only_tls)
 
 
+# The secured demo's audit does so too.
+@pytest.mark.long
 @pytest.mark.spark
 @pytest.mark.timeout(300)
 def test_sparks_executors_read_with_them_as_well(site: Site, spark: Any) -> None:

@@ -173,6 +173,7 @@ def test_what_lives_is_no_tail_and_the_rest_is_judged_as_far_as_it_is_known(spar
     assert [tuple(what) for _, *what in unproven_of(trail_frame(spark, rows))] == expected
 
 
+@pytest.mark.long
 def test_what_fills_a_file_before_it_ships_lives_for_as_long(spark: Any) -> None:
     rows = trail_frame(spark, marked(READ_AT - 70_000).rows)
     assert len(unproven_of(rows)) == 1

@@ -35,6 +35,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import reaper as reaping
+from tests.support.processes.forked import stop_fork_server
 from tests.support.reaper import RUN_MARK, marked_processes
 
 REQUIRE = "KPROXY_TEST_REQUIRE"
@@ -71,18 +72,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, left_out = [], []
     in_any_case: Counter[tuple[Path, str]] = Counter()
     for item in items:
-        mark = item.get_closest_marker("long")
-        if mark is not None:
-            most = mark.kwargs.get("but", 1 if "but_one" in mark.kwargs else 0)
-            of = (item.path, "" if "but_one" in mark.kwargs else item.name.partition("[")[0])
-            in_any_case[of] += 1
-            if in_any_case[of] > most:
+        marks = [*item.iter_markers("long")]
+        if marks:
+            # Of a parameter's and its test's, the stricter one.
+            most, by_file = min((_most(mark), "but_one" in mark.kwargs) for mark in marks)
+            of = (item.path, "" if by_file else item.name.partition("[")[0])
+            if in_any_case[of] >= most:
                 left_out.append(item)
                 continue
+            in_any_case[of] += 1
         kept.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def _most(mark: pytest.Mark) -> int:
+    """How many of the tests with this mark `make test` runs."""
+    return int(mark.kwargs.get("but", 1 if "but_one" in mark.kwargs else 0))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -120,6 +127,7 @@ def _no_process_left_behind() -> Iterator[None]:
     with reaper(mark):
         os.environ[RUN_MARK] = mark
         yield
+        stop_fork_server()
         del os.environ[RUN_MARK]
         _end_what_is_left(mark)
 

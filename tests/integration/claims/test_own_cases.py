@@ -592,8 +592,16 @@ async def _take(site: OwnSite, what: str, where: str, steps: list[Step]) -> None
         await site.until_nothing_is_claimed()
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+# One waits for 15 s.
+SLOW = "a reader whose answer waits for another"
+IN_PLACES = [
+    pytest.param(case, where, id=f"{case.what}-{where}", marks=[pytest.mark.long(but=1)] * (case.what == SLOW))
+    for case in CASES
+    for where in PLACES
+]
+
+
+@pytest.mark.parametrize(("case", "where"), IN_PLACES)
 def test_what_claims_come_to(own_site: OwnSite, case: Case, where: str) -> None:
     own_site.run(_take(own_site, case.what, where, case.steps))
 

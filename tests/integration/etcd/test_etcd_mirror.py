@@ -23,6 +23,7 @@ class Copy:
 
     def __init__(self, *prefixes: str) -> None:
         self.kvs: dict[str, tuple[bytes, int]] = {}
+        self.events: list[WatchEvent] = []
         self.snapshots: list[int] = []
         self.batches: list[tuple[int, int, int]] = []
         self.restored = 0
@@ -40,6 +41,7 @@ class Copy:
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
         [prefix] = {prefix for prefix in self._last for event in events if event.kv.key.startswith(prefix)}
+        self.events += events
         for event in events:
             assert event.kv.mod_revision >= self._last[prefix], "never back in time"
             assert event.kv.mod_revision > self._told[prefix], "never again what was said to be complete"
@@ -145,9 +147,31 @@ class Churn:
                 await asyncio.sleep(0.02)
 
 
+async def forgot(client: EtcdClient, events: list[WatchEvent]) -> bool:
+    """Whether etcd itself does not know of an event any more that it told us of.
+
+    A single member of etcd up to 3.5.4 tells of a write before it is on disk (etcd issue 14370).
+    """
+    for event in events:
+        kv = event.kv
+        found = [*(await client.get_snapshot(kv.key, revision=kv.mod_revision)).kvs]
+        if [each.value for each in found] != ([] if event.deleted else [kv.value]):
+            return True
+    return False
+
+
 async def test_the_copy_equals_a_final_read_after_etcd_was_killed_under_churn(tmp_path: Path) -> None:
+    for attempt in range(3):
+        if await _equals_a_final_read(tmp_path / f"{attempt}"):
+            return
+    raise AssertionError("etcd forgets what it told each time")
+
+
+async def _equals_a_final_read(directory: Path) -> bool:
+    """False where etcd has forgotten what it told."""
+    directory.mkdir()
     prefixes = ["/one/", "/two/"]
-    async with own_etcd(tmp_path) as (server, client):
+    async with own_etcd(directory) as (server, client):
         copy = Copy(*prefixes)
         mirror = PrefixMirror(client, prefixes, copy)
         churn = Churn(client, prefixes, seed=1)
@@ -163,9 +187,12 @@ async def test_the_copy_equals_a_final_read_after_etcd_was_killed_under_churn(tm
             churn.stopped = True
             await writing
             final = await content(client, *prefixes)
+            if await forgot(client, copy.events):
+                return False
             await eventually(lambda: copy.kvs == final, what="the copy equals the final read")
         assert len(copy.snapshots) == 1, "it resumed, and did not load again"
         assert copy.restored == 0
+    return True
 
 
 async def test_changes_made_while_it_was_cut_off_come_afterwards(etcd_client: EtcdClient, etcd_prefix: str) -> None:

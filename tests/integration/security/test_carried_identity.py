@@ -61,7 +61,7 @@ async def produced(client: RawClient, n: int = 0, partitions: tuple[int, ...] = 
 
 
 def judge_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_access, "JUDGE_S", 0.5)
+    monkeypatch.setattr(broker_access, "JUDGE_S", 1.5)
 
 
 @both_loops
@@ -279,10 +279,10 @@ def is_malformed(asked: Asked) -> bool:
 async def test_a_broker_that_does_not_judge_harms_nobody_else(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: Any
 ) -> None:
-    judge_soon(monkeypatch)
     broker = JudgingBroker(1)
     async with carrying(broker, timeout_s=4.0) as proxy:
         served = await admitted(proxy, "alice")
+        judge_soon(monkeypatch)
         assert await produced(served) == {T0: NONE}
         broker.misbehaves = way
         client = await proxy.client()

@@ -33,10 +33,12 @@ from kproxy_codec.own import (
     parse_bind_fences_response,
 )
 from kproxy_codec.produce import TOPIC_IDS_FROM
+from tests.support.processes import forked
 
 READY_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
+BROKER_MAIN = "tests.support.brokers.broker_main"
 # Of a broker whose lease nobody waits for: a machine that stands still for seconds does not end it.
 LASTING_TTL_S = 60
 
@@ -61,21 +63,32 @@ class BrokerProcess:
         self.stderr_path = data_dir.with_name(f"{data_dir.name}.stderr")
         self.host, self.port = "127.0.0.1", 0
         self.admin = ""
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[str] | forked.Forked | None = None
 
     def start(self, *, wait: bool = True) -> Self:
         with self.stderr_path.open("a") as stderr:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.brokers.broker_main", *self.arguments],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                cwd=Path(__file__).parents[3],
-            )
+            if forked.can_fork(os.environ):
+                self._process = forked.start(
+                    BROKER_MAIN,
+                    self.arguments,
+                    stdout=None,
+                    stderr=stderr.fileno(),
+                    environ=os.environ,
+                    directory=forked.ROOT,
+                    text=True,
+                )
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", BROKER_MAIN, *self.arguments],
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                    cwd=forked.ROOT,
+                )
         return self.wait_ready() if wait else self
 
     @property
-    def process(self) -> subprocess.Popen[str]:
+    def process(self) -> subprocess.Popen[str] | forked.Forked:
         assert self._process is not None, "not started"
         return self._process
 

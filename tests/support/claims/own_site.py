@@ -30,7 +30,7 @@ from tests.support.brokers.reference_broker import BrokerProcess
 from tests.support.claims.own_client import OwnClient
 from tests.support.clients.attempts import Stored
 from tests.support.etcd.embedded import Relay
-from tests.support.processes.dev import KPROXY, KproxyProcess
+from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.ports import free_port
 from tests.support.waiting import eventually
 
@@ -48,7 +48,7 @@ UNBOUND: Final = (sys.executable, "-P", "-m", "tests.support.processes.unbound_p
 class Proxy:
     """A `kproxy serve` that keeps its port over restarts, behind a relay to etcd."""
 
-    def __init__(self, way: Relay, file: Path, command: Sequence[str]) -> None:
+    def __init__(self, way: Relay, file: Path, command: Sequence[str] | None) -> None:
         self.way = way
         self.port = free_port()
         self._file = file
@@ -237,7 +237,7 @@ async def own_site(
 
 
 @asynccontextmanager
-async def with_proxies(site: OwnSite, command: Sequence[str] = KPROXY) -> AsyncIterator[OwnSite]:
+async def with_proxies(site: OwnSite, command: Sequence[str] | None = None) -> AsyncIterator[OwnSite]:
     """The same brokers behind two more proxies, which serve until the block ends."""
     other = copy(site)
     other.proxies = []

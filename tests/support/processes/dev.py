@@ -9,6 +9,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,12 @@ from pathlib import Path
 import psutil
 
 from kproxy.runtime.process import PARENT_FD, ParentPipe
+from tests.support.processes import forked
 from tests.support.waiting import PATIENCE_S
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 90.0
+# What is not given as a command is forked instead (tests.support.processes.forked).
 KPROXY = (sys.executable, "-P", "-m", "kproxy")
 
 
@@ -38,19 +41,41 @@ def run_kproxy(
     *arguments: str | Path,
     environ: Mapping[str, str] | None = None,
     timeout_s: float = READY_TIMEOUT_S,
-    command: Sequence[str] = KPROXY,
+    command: Sequence[str] | None = None,
 ) -> Ended:
     """Run a command to its end; it is killed, and the test fails, where that takes too long."""
+    environ = {**os.environ, **(environ or {})}
+    if command is None and forked.can_fork(environ):
+        return _run_forked(list(map(str, arguments)), environ, timeout_s)
     done = subprocess.run(
-        [*command, *map(str, arguments)],
+        [*(command or KPROXY), *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=timeout_s,
-        env={**os.environ, **(environ or {})},
+        env=environ,
         check=False,
     )
     return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def _run_forked(arguments: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> Ended:
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = forked.start(
+            "kproxy.__main__",
+            arguments,
+            stdout=stdout.fileno(),
+            stderr=stderr.fileno(),
+            environ=environ,
+        )
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+            process.wait()
+        # Its end is where the process wrote last.
+        texts = [os.pread(each.fileno(), os.fstat(each.fileno()).st_size, 0).decode() for each in (stdout, stderr)]
+    return Ended(status, *texts)
 
 
 @functools.cache
@@ -62,21 +87,36 @@ def _parent_pipe() -> ParentPipe:
 class KproxyProcess:
     """A command that serves. Its stderr goes to a file, as it may be long."""
 
-    def __init__(self, arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] = KPROXY) -> None:
+    def __init__(
+        self, arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] | None = None
+    ) -> None:
         self.stderr_path = stderr_path
         # What we start does not outlive us, however we end.
         parent = _parent_pipe()
+        environ = {**os.environ, PARENT_FD: str(parent.read_fd)}
+        self._process: subprocess.Popen[bytes] | forked.Forked
         with stderr_path.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                [*command, *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                bufsize=0,
-                start_new_session=True,
-                env={**os.environ, PARENT_FD: str(parent.read_fd)},
-                pass_fds=(parent.read_fd,),
-            )
+            if command is None and forked.can_fork(environ):
+                self._process = forked.start(
+                    "kproxy.__main__",
+                    list(map(str, arguments)),
+                    stdout=None,
+                    stderr=stderr.fileno(),
+                    environ=environ,
+                    pass_fds=(parent.read_fd,),
+                    new_session=True,
+                )
+            else:
+                self._process = subprocess.Popen(
+                    [*(command or KPROXY), *map(str, arguments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    bufsize=0,
+                    start_new_session=True,
+                    env=environ,
+                    pass_fds=(parent.read_fd,),
+                )
         self._unread = b""
         self.fields: dict[str, str] = {}
 
@@ -148,7 +188,7 @@ class KproxyProcess:
 
 @contextmanager
 def serving(
-    arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] = KPROXY
+    arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] | None = None
 ) -> Iterator[KproxyProcess]:
     """A command that has printed its ready line, stopped at the end of the block if it still runs."""
     process = KproxyProcess(arguments, stderr_path, command)

@@ -86,6 +86,11 @@ def test_it(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_one_of_these(seed):
     pass
+
+@pytest.mark.long(but=2)
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.long), 2, 3, 4])
+def test_two_of_these(seed):
+    pass
 """
 
 
@@ -93,9 +98,9 @@ def test_a_long_test_runs_where_all_are_asked_for_or_its_file_is_named(tmp_path:
     def outcome(*, by_file: bool, **environ: str) -> str:
         return run_pytest(tmp_path, LONG, by_file=by_file, **environ).stdout.splitlines()[-1]
 
-    assert "2 passed, 3 deselected" in outcome(by_file=False)
-    assert "5 passed" in outcome(by_file=False, KPROXY_TEST_ALL="1")
-    assert "5 passed" in outcome(by_file=True)
+    assert "4 passed, 5 deselected" in outcome(by_file=False)
+    assert "9 passed" in outcome(by_file=False, KPROXY_TEST_ALL="1")
+    assert "9 passed" in outcome(by_file=True)
 
 
 def test_a_misspelt_rule_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,28 @@
+"""What test_forked runs: `tell` prints what the process was given, `wait` waits for a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    if sys.argv[1] == "wait":
+        print("ready", flush=True)
+        time.sleep(600)
+    given = {
+        "arguments": sys.argv[1:],
+        "environ": {**os.environ},
+        "directory": str(Path.cwd()),
+        "pid": os.getpid(),
+        "session": os.getsid(0),
+        # That of the listing itself is closed again.
+        "fds": [int(each.name) for each in [*Path("/proc/self/fd").iterdir()] if each.exists()],
+        "stdin": sys.stdin.read(),
+    }
+    print(json.dumps(given))
+    print("complaint", file=sys.stderr)
+    return 7
