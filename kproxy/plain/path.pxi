@@ -9,6 +9,7 @@ cdef extern from *:
     #define LEAST_ENTRY 69
     #define HEADER_BYTES 61
     #define PRODUCER_BYTES 10
+    #define MAGIC 2
     /* A larger part is written from the request's own bytes, without a copy. */
     #define MOST_COPIED (8 << 10)
     #define MOST_PLACES 65536
@@ -18,7 +19,7 @@ cdef extern from *:
     """
     const int64_t MOST_FINISHED, ONE_BATCH, MOST_OFFSET
     const uint32_t LEAST_ENTRY, HEADER_BYTES, MOST_COPIED
-    const int PRODUCER_BYTES, MOST_PLACES, PRODUCE_KEY, FEW
+    const int PRODUCER_BYTES, MAGIC, MOST_PLACES, PRODUCE_KEY, FEW
 
 # Where a request is indexed before it is known to be plain, and where an answer's results are.
 cdef kp_topic _topics[KP_MAX_PARTITIONS]
@@ -32,6 +33,7 @@ _MINUS_INFINITY = float("-inf")
 cdef class OpenChunk:
     """The open chunk of `kproxy.trail.acknowledgements.Acked`, which says what the attributes mean."""
 
+    cdef public bint is_idle
     cdef public bytes producer
     cdef public bint counts_sequences
     cdef public int64_t first_sequence, next_sequence, first_offset, next_offset
@@ -72,6 +74,22 @@ cdef class OpenChunk:
             records, self.batches, self.size)
         self.spans, self.producer, self.batches, self.size = clone(spans, 0, False), b"", 0, 0
         return finished
+
+    cdef bint begin(self, asked, const uint8_t *header, int64_t base_offset, int64_t size) except -1:
+        """Take the first batch since the last look; False if it is not, or is unreadable."""
+        cdef int64_t delta = kp_int32(header + 23)
+        if not self.is_idle or base_offset < 0 or base_offset > MOST_OFFSET or header[16] != MAGIC or delta < 0:
+            return False
+        self.wake(asked)
+        self.producer = PyBytes_FromStringAndSize(<const char *>header + 43, PRODUCER_BYTES)
+        self.counts_sequences = kp_int64(header + 43) != -1
+        self.first_sequence = self.next_sequence = kp_int32(header + 53)
+        if self.counts_sequences:
+            self.next_sequence += delta + 1
+        self.first_offset = base_offset
+        self.next_offset = base_offset + delta + 1
+        self.batches, self.size = 1, size
+        return True
 
     cdef bint go_on(self, const uint8_t *header, int64_t base_offset, int64_t size) except -1:
         """Take a batch that continues the chunk; False if it does not."""
@@ -228,7 +246,10 @@ cdef class CompiledSlot(Slot):
             if entry.end - entry.start < LEAST_ENTRY or size < HEADER_BYTES:
                 continue
             base_offset = kp_int64(received + _results[at] + 6)
-            if not acked.go_on(frame + entry.records, base_offset, size):
+            if not (
+                acked.go_on(frame + entry.records, base_offset, size)
+                or acked.begin(self, frame + entry.records, base_offset, size)
+            ):
                 acked.add(self, self.frame(), entry.records, base_offset, size)
         return 0
 

@@ -50,6 +50,21 @@ def union(int64_t floor, list starts, list ends, list added, Py_ssize_t most):
         PyMem_Free(block)
 
 
+def extend_spans(array spans, array more):
+    """See kproxy.trail.spans.extend_spans."""
+    cdef Py_ssize_t count = len(spans), added = len(more), at
+    cdef int64_t *last = <int64_t *>spans.data.as_voidptr + count - 2
+    cdef int64_t *first = <int64_t *>more.data.as_voidptr
+    if count and last[0] + last[1] == first[0]:
+        last[1] += first[1]
+        first += 2
+        added -= 2
+    if added:
+        resize_smart(spans, count + added)
+        for at in range(added):
+            spans.data.as_longlongs[count + at] = first[at]
+
+
 def to_json(array spans):
     """See kproxy.trail.spans.to_json."""
     cdef char *text = <char *>PyMem_Malloc(len(spans) * KP_NUMBER_BYTES + 2)

@@ -40,36 +40,6 @@ class Chunk(NamedTuple):
         """The base_sequence of the producer's next batch."""
         return add_sequence(self.first_sequence, self.record_count) if self.first_sequence >= 0 else NO_SEQUENCE
 
-    def covers(self, offset: int) -> bool:
-        return any(first <= offset < first + count for first, count in _pairs(self.spans))
-
-    def shift(self, offset: int) -> int | None:
-        """Offset minus sequence number there: the same for a batch and its resend. None without a producer id."""
-        if self.producer_id == NO_PRODUCER_ID:
-            return None
-        sequence = self.first_sequence
-        for first, count in _pairs(self.spans):
-            if first <= offset < first + count:
-                return (first - sequence) % _SEQUENCES
-            sequence += count
-        return None
-
-    def last_spans(self, most: int) -> Chunk:
-        """The end of the chunk: at most so many of its spans."""
-        if len(self.spans) <= 2 * most:
-            return self
-        left_out = sum(self.spans[1 : -2 * most : 2])
-        first = add_sequence(self.first_sequence, left_out) if self.first_sequence >= 0 else NO_SEQUENCE
-        return self._replace(
-            first_sequence=first, spans=self.spans[-2 * most :], record_count=self.record_count - left_out
-        )
-
-    def joined(self, following: Chunk) -> Chunk:
-        """This chunk and the one that continues it."""
-        spans = self.spans[:]
-        extend_spans(spans, following.spans)
-        return self._replace(spans=spans, record_count=self.record_count + following.record_count)
-
 
 MAX_INTERVALS: Final = 64
 # For each partition this much is remembered, to name the first origin of an offset and to recognize resent batches: the
@@ -109,63 +79,99 @@ class Overlap(NamedTuple):
     earlier: Origin | None
 
 
+class _Write:
+    """What is remembered of chunks that continue one another: the fields of the first, and the spans of all."""
+
+    __slots__ = ("first_sequence", "next_sequence", "origin", "producer", "spans")
+
+    def __init__(self, chunk: Chunk, origin: Origin) -> None:
+        self.producer = chunk[:2]
+        self.first_sequence = chunk.first_sequence
+        self.next_sequence = chunk.next_sequence
+        # A copy: these grow, and get shorter.
+        self.spans = chunk.spans[:]
+        self.origin = origin
+
+    def covers(self, offset: int) -> bool:
+        return any(first <= offset < first + count for first, count in _pairs(self.spans))
+
+    def shorten(self, most: int) -> None:
+        """Forget the first spans: at most so many are left."""
+        excess = 2 * (len(self.spans) // 2 - most)
+        if excess > 0:
+            if self.first_sequence >= 0:
+                self.first_sequence = add_sequence(self.first_sequence, sum(self.spans[1:excess:2]))
+            del self.spans[:excess]
+
+
 class _LastWrites:
-    """The last chunks written to a partition, in the order of their coming."""
+    """The last chunks written to a partition, in the order of their coming.
+
+    A chunk that continues its producer's last one is added to that one.
+    """
 
     def __init__(self) -> None:
-        self._writes: list[tuple[Chunk, Origin]] = []
+        self._writes: list[_Write] = []
+        self._latest: dict[Hashable, _Write] = {}
         self._spans = 0
         self._most = MAX_ADDED
 
-    def __iter__(self) -> Iterator[tuple[Chunk, Origin]]:
+    def __iter__(self) -> Iterator[_Write]:
         return iter(self._writes)
 
     def add(self, added: Sequence[tuple[Chunk, Origin]]) -> None:
-        self._writes += added
-        for chunk, _ in added:
-            self._spans += len(chunk.spans) // 2
+        latest = self._latest
+        for chunk, origin in added:
+            producer_id, producer_epoch, first_sequence, spans, record_count, _, _ = chunk
+            key = (origin, producer_id, producer_epoch)
+            write = latest.get(key)
+            if write is not None and write.next_sequence == first_sequence:
+                before = len(write.spans)
+                extend_spans(write.spans, spans)
+                self._spans += (len(write.spans) - before) // 2
+                if first_sequence >= 0:
+                    write.next_sequence = add_sequence(first_sequence, record_count)
+            else:
+                latest[key] = write = _Write(chunk, origin)
+                self._writes.append(write)
+                self._spans += len(spans) // 2
         if len(self._writes) > self._most or self._spans > MAX_SPANS_TOGETHER:
             self._shorten()
 
     def first_origin(self, offset: int, now: Chunk) -> Origin | None:
         """The first origin of the offset; None if it was this very batch of `now`, _NOBODY if it is forgotten."""
-        holders = [write for write in self._writes if write[0].covers(offset)]
-        shift = now.shift(offset)
+        holders = [write for write in self._writes if write.covers(offset)]
+        shift = _shift(now[0], now.first_sequence, now.spans, offset)
         if shift is not None:
-            for chunk, _ in holders:
-                if chunk[:2] == now[:2] and chunk.shift(offset) == shift:
+            for write in holders:
+                if write.producer == now[:2] and _shift(now[0], write.first_sequence, write.spans, offset) == shift:
                     return None
-        return holders[0][1] if holders else _NOBODY
+        return holders[0].origin if holders else _NOBODY
 
     def _shorten(self) -> None:
-        """Join chunks that continue one another, and forget what is beyond the limits.
+        """Forget what is beyond the limits.
 
         Half of MAX_SPANS_TOGETHER is left. The producers that wrote last get what not all of them can have.
         """
-        newest_first: dict[Hashable, list[tuple[int, Chunk, Origin]]] = {}
-        for age, (chunk, origin) in enumerate(reversed(self._writes)):
-            key = (origin, chunk.producer_id, chunk.producer_epoch)
-            writes = newest_first.setdefault(key, [])
-            if writes and len(writes[-1][1].spans) >= 2 * MAX_SPANS_REMEMBERED:
-                continue
-            if writes and writes[-1][1].first_sequence == chunk.next_sequence:
-                writes[-1] = (age, chunk.joined(writes[-1][1]), origin)
-            else:
-                writes.append((age, chunk, origin))
+        newest_first: dict[Hashable, list[tuple[int, _Write]]] = {}
+        for age, write in enumerate(reversed(self._writes)):
+            newest_first.setdefault((write.origin, write.producer), []).append((age, write))
         spare = MAX_SPANS_TOGETHER // 2 - LEAST_SPANS_REMEMBERED * min(len(newest_first), MAX_REMEMBERED)
-        kept: list[tuple[int, Chunk, Origin]] = []
+        kept: list[tuple[int, _Write]] = []
         for writes in islice(newest_first.values(), MAX_REMEMBERED):
             more = min(spare, MAX_SPANS_REMEMBERED - LEAST_SPANS_REMEMBERED)
             room = LEAST_SPANS_REMEMBERED + more
-            for age, chunk, origin in writes:
-                kept.append((age, chunk.last_spans(room), origin))
-                room -= len(kept[-1][1].spans) // 2
+            for age, write in writes:
+                write.shorten(room)
+                kept.append((age, write))
+                room -= len(write.spans) // 2
                 if room <= 0:
                     break
             spare -= max(0, more - room)
         kept.sort(key=itemgetter(0), reverse=True)
-        self._writes = [(chunk, origin) for _, chunk, origin in kept]
-        self._spans = sum(len(chunk.spans) // 2 for chunk, _ in self._writes)
+        self._writes = [write for _, write in kept]
+        self._latest = {(write.origin, *write.producer): write for write in self._writes}
+        self._spans = sum(len(write.spans) // 2 for write in self._writes)
         self._most = len(self._writes) + MAX_ADDED
 
 
@@ -183,16 +189,19 @@ class OverlapDetector:
     def add(self, topic: str, topic_id: bytes | None, partition: int, origin: Origin, chunk: Chunk) -> None:
         """Take acknowledged offsets; `topic_id` is None where topics have none."""
         key = (topic, topic_id, partition)
-        found = self._partitions.pop(key, None)
+        found = self._partitions.get(key)
         if found is None:
             found = _Partition(topic, partition)
             if len(self._partitions) >= MAX_PARTITIONS:
                 del self._partitions[next(iter(self._partitions))]
         elif topic_id is None and chunk.spans[0] == 0 and found.high > 0 and not found.is_resend(chunk):
             found = _Partition(topic, partition)
-        self._partitions[key] = found
-        self._added[found] = None
-        found.add(chunk, origin)
+        if found not in self._added:
+            self._added[found] = None
+            # Now it is the last one written to.
+            self._partitions.pop(key, None)
+            self._partitions[key] = found
+        found.added.append((chunk, origin))
 
     @property
     def has_added(self) -> bool:
@@ -220,7 +229,7 @@ class _Partition:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._last_writes = _LastWrites()
-        self._added: list[tuple[Chunk, Origin]] = []
+        self.added: list[tuple[Chunk, Origin]] = []
 
     @property
     def high(self) -> int:
@@ -231,11 +240,8 @@ class _Partition:
         """Whether the chunk's first batch is remembered at the very same offset."""
         return self._last_writes.first_origin(chunk.spans[0], chunk) is None
 
-    def add(self, chunk: Chunk, origin: Origin) -> None:
-        self._added.append((chunk, origin))
-
     def judge(self) -> list[Overlap]:
-        added, self._added = self._added, []
+        added, self.added = self.added, []
         if len(added) == 1 and len(added[0][0].spans) == 2 and added[0][0].spans[0] >= self.high:
             self._append(*added[0][0].spans)
         elif not self._merge(added):
@@ -287,7 +293,7 @@ class _Partition:
         pairs = zip(self._starts[low:high], self._ends[low:high], strict=True)
         cuts = [
             first,
-            *(edge for chunk, _ in self._last_writes for edge in _edges(chunk.spans) if first < edge < end),
+            *(edge for write in self._last_writes for edge in _edges(write.spans) if first < edge < end),
             end,
         ]
         parts = []
@@ -307,6 +313,18 @@ class _Partition:
 
 
 _NOBODY = Origin(-1, 0, 0, "")
+
+
+def _shift(producer_id: int, first_sequence: int, spans: Spans, offset: int) -> int | None:
+    """Offset minus sequence number there: the same for a batch and its resend. None without a producer id."""
+    if producer_id == NO_PRODUCER_ID:
+        return None
+    sequence = first_sequence
+    for first, count in _pairs(spans):
+        if first <= offset < first + count:
+            return (first - sequence) % _SEQUENCES
+        sequence += count
+    return None
 
 
 def _pairs(spans: Sequence[int]) -> Iterable[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Spans of acknowledged offsets: a first offset and a number of records, alternating, in an array of 64-bit integers.
 
 Where many connections write to a partition, nearly every batch is a span of its own. The compiled plain path
-(kproxy.plain) has twins of `to_json` and `union`, which are used instead where it is built.
+(kproxy.plain) has twins of `extend_spans`, `to_json` and `union`, which are used instead where it is built.
 """
 
 from __future__ import annotations
@@ -77,4 +77,4 @@ def union(
 
 
 if not TYPE_CHECKING and compiled is not None:
-    to_json, union = compiled.to_json, compiled.union
+    extend_spans, to_json, union = compiled.extend_spans, compiled.to_json, compiled.union

@@ -57,6 +57,25 @@ def test_the_same_union(added: list[Spans], floor: int, most: int) -> None:
             state = found
 
 
+@given(chunks, st.booleans())
+def test_the_same_extension(added: list[Spans], meets: bool) -> None:
+    first, *following = added
+    for more in following:
+        if meets:
+            more[0] = first[-2] + first[-1]
+        found = []
+        for extend in (spans_module.extend_spans, python["extend_spans"]):
+            spans, copy = first[:], more[:]
+            extend(spans, copy)
+            found.append((spans, copy))
+        assert found[0] == found[1]
+        assert found[0][1] == more
+        first = found[0][0]
+    empty = spans_of()
+    spans_module.extend_spans(empty, first)
+    assert empty == first
+
+
 @given(
     st.lists(st.tuples(starts, st.integers(0, 3)), max_size=6),
     st.tuples(starts, st.integers(0, 3)),

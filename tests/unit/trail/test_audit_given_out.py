@@ -183,7 +183,7 @@ def test_what_is_remembered_of_producers_is_bounded() -> None:
     (partition,) = given._partitions.values()
     remembered = list(partition._last_writes)
     assert len(remembered) == overlaps.MAX_REMEMBERED
-    spans_held = sum(len(each.spans) // 2 for each, _ in remembered)
+    spans_held = sum(len(each.spans) // 2 for each in remembered)
     assert spans_held == partition._last_writes._spans <= overlaps.MAX_SPANS_TOGETHER
 
 
