@@ -103,6 +103,7 @@ include "frames.pxi"
 include "outbox.pxi"
 include "answers.pxi"
 include "path.pxi"
+include "meters.pxi"
 include "readers.pxi"
 include "spans.pxi"
 

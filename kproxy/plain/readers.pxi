@@ -87,9 +87,10 @@ cdef class RequestReader:
     cdef public AnswerOrder _answers
     cdef public HeldBytes _budget
     cdef public object _backlog, _ranges
-    # What begins requests before `_take` is asked, and the same where it is the plain path itself.
+    # What begins requests before `_take` is asked, and the same where it is the plain path itself, or a meter.
     cdef object taker
     cdef CompiledPath path
+    cdef Charging meter
     cdef public int64_t _arriving_bytes, _max_bytes, _max_requests
     cdef public double _first_byte_at
     cdef ProduceCounts tally
@@ -112,6 +113,7 @@ cdef class RequestReader:
     def _plain(self, taker):
         self.taker = taker
         self.path = taker if type(taker) is CompiledPath else None
+        self.meter = taker if isinstance(taker, Charging) else None
 
     def get_buffer(self, sizehint):
         cdef HeldBytes budget = self._budget
@@ -212,6 +214,8 @@ cdef class RequestReader:
         """Have `_plain` begin the request; False leaves it to `_take`."""
         if self.path is not None:
             return self.path.take_span(view, data, start, size, now, first_byte_at, self._ranges)
+        if self.meter is not None:
+            return self.meter.take_span(view, data, start, size, now, first_byte_at, self._ranges)
         if self.taker is None:
             return False
         return self.taker.take(view[start:start + size], first_byte_at, self._ranges)

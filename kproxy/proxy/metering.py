@@ -7,6 +7,8 @@ session whose client no quota fits has no meter.
 
 Bytes produced are those of whole Produce requests. Bytes fetched are all that was sent to the client since its last
 request.
+
+The compiled plain path (kproxy.plain) has a twin of `Charging`, which is used instead where it is built.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+from kproxy.plain import compiled
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.request_reader import Taker
@@ -45,8 +48,56 @@ class Metered(Protocol):
         ...
 
 
-class Meter:
-    """The meter of one connection; `quotas` returns those that were read last, `on_pressure` stops reading."""
+class _Charging:
+    """What each request of a meter passes. `quotas` returns those that were read last."""
+
+    def __init__(self, quotas: Callable[[], Quotas], session: Metered, clock: Callable[[], float]) -> None:
+        self._quotas = quotas
+        self._session = session
+        self._clock = clock
+        self._known: Quotas | None = None
+        # Whether the account depends on the client id; else it is always this one.
+        self._names_clients = False
+        self._account: Account | None = None
+        self._sent_bytes = 0
+
+    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
+        """Begin a request, as CompiledPath.take. Raises CodecError."""
+        if self._quotas() is not self._known:
+            self._look()
+        account = self._account_of(frame) if self._names_clients else self._account
+        if account is not None:
+            sent_bytes = self._session.sent_bytes
+            fetched, self._sent_bytes = sent_bytes - self._sent_bytes, sent_bytes
+            produced = len(frame) if _api_key(frame) == PRODUCE else 0
+            wait = account.use(self._clock(), produced=produced, fetched=fetched)
+            if wait > 0:
+                self._throttle(frame, first_byte_at, wait)
+                return True
+        path = self._session.plain_path
+        return path is not None and path.take(frame, first_byte_at, ranges)
+
+    def _look(self) -> None:
+        """Take quotas that were read anew."""
+        raise NotImplementedError
+
+    def _account_of(self, frame: memoryview) -> Account | None:
+        """The account by the client id of a request."""
+        raise NotImplementedError
+
+    def _throttle(self, frame: memoryview, first_byte_at: float, wait: float) -> None:
+        """Begin a request that exceeds a quota, and stop reading for `wait` seconds. Raises CodecError."""
+        raise NotImplementedError
+
+
+if TYPE_CHECKING:
+    Charging = _Charging
+else:
+    Charging = compiled.Charging if compiled is not None else _Charging
+
+
+class Meter(Charging):
+    """The meter of one connection; `on_pressure` stops reading."""
 
     def __init__(
         self,
@@ -57,55 +108,33 @@ class Meter:
         clock: Callable[[], float],
         counters: Counter[str],
     ) -> None:
-        self._quotas = quotas
+        super().__init__(quotas, session, clock)
         self._principal = principal
-        self._session = session
         self._on_pressure = on_pressure
-        self._clock = clock
         self._counters = counters
-        self._known: Quotas | None = None
-        self._names_clients = False
-        self._account: Account | None = None
-        self._sent_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
-        """Begin a request, as CompiledPath.take. Raises CodecError."""
-        account = self._account_of(frame)
-        if account is not None:
-            sent_bytes = self._session.sent_bytes
-            fetched, self._sent_bytes = sent_bytes - self._sent_bytes, sent_bytes
-            produced = len(frame) if _api_key(frame) == PRODUCE else 0
-            wait = account.use(self._clock(), produced=produced, fetched=fetched)
-            if wait > 0:
-                self._throttle(wait)
-                self._session.take_throttled(frame, first_byte_at, max(1, round(wait * 1000)))
-                return True
-        path = self._session.plain_path
-        return path is not None and path.take(frame, first_byte_at, ranges)
+    def _look(self) -> None:
+        self._known = quotas = self._quotas()
+        self._names_clients = quotas.names_clients(self._principal)
+        self._account = quotas.account(self._principal, "")
 
     def _account_of(self, frame: memoryview) -> Account | None:
-        quotas = self._quotas()
-        if quotas is not self._known:
-            self._known = quotas
-            self._names_clients = quotas.names_clients(self._principal)
-            self._account = quotas.account(self._principal, "")
-        if not self._names_clients:
-            return self._account
         try:
             parse_request_header(frame)
         except CodecError:
             # The session refuses it.
             return self._account
-        return quotas.account(self._principal, (client_id(frame) or b"").decode(errors="replace"))
+        return self._quotas().account(self._principal, (client_id(frame) or b"").decode(errors="replace"))
 
-    def _throttle(self, wait: float) -> None:
+    def _throttle(self, frame: memoryview, first_byte_at: float, wait: float) -> None:
         self._counters["quotas.throttled"] += 1
         if self._timer is None:
             self._on_pressure(True)
         else:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(wait, self._go_on)
+        self._session.take_throttled(frame, first_byte_at, max(1, round(wait * 1000)))
 
     def _go_on(self) -> None:
         self._timer = None

@@ -5,6 +5,8 @@ bucket that leaks: it takes what is used over one second at once, and whatever i
 has leaked. The first quota of the list that names a client counts: by principal and client id, by principal, by client
 id, for everybody, in this order.
 
+The compiled plain path (kproxy.plain) has twins of `Bucket` and `Account`, which are used instead where it is built.
+
 Invariants
 1. Over any time T a client that waits as it is told uses at most rate × (T + BURST_S), and one request more.
 2. At most MOST_ACCOUNTS accounts are kept; the ones used longest ago are forgotten first.
@@ -13,9 +15,10 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kproxy.config.quotas import QuotaSection
+from kproxy.plain import compiled
 from kproxy.security.principals import USER, Principal
 
 BURST_S: Final = 1.0
@@ -25,33 +28,33 @@ MOST_ACCOUNTS: Final = 10_000
 _EVERY_USER: Final = "User:*"
 
 
-class Bucket:
+class _Bucket:
     """One rate, per second; `level` is what was used and has not leaked."""
 
-    __slots__ = ("_at", "_rate", "level")
+    __slots__ = ("_at", "level", "rate")
 
     def __init__(self, rate: float) -> None:
-        self._rate = rate
+        self.rate = rate
         self._at = 0.0
         self.level = 0.0
 
     def use(self, amount: float, now: float) -> float:
         """Use this much; return the seconds to wait afterwards."""
-        leaked = max(0.0, now - self._at) * self._rate
+        leaked = max(0.0, now - self._at) * self.rate
         self.level = max(0.0, self.level - leaked) + amount
         self._at = now
-        return max(0.0, self.level / self._rate - BURST_S)
+        return max(0.0, self.level / self.rate - BURST_S)
 
 
-class Account:
-    """What one client has used."""
+class _Account:
+    """What one client has used, by rates per second; None: not limited."""
 
     __slots__ = ("fetched", "produced", "requests")
 
-    def __init__(self, quota: QuotaSection, share: float) -> None:
-        self.produced = _bucket(quota.produce_bytes_per_s, share)
-        self.fetched = _bucket(quota.fetch_bytes_per_s, share)
-        self.requests = _bucket(quota.requests_per_s, share)
+    def __init__(self, produced: float | None, fetched: float | None, requests: float | None) -> None:
+        self.produced = None if produced is None else _Bucket(produced)
+        self.fetched = None if fetched is None else _Bucket(fetched)
+        self.requests = None if requests is None else _Bucket(requests)
 
     def use(self, now: float, *, produced: int, fetched: int) -> float:
         """Use one request and these bytes; return the seconds to wait."""
@@ -63,8 +66,12 @@ class Account:
         return min(wait, LONGEST_WAIT_S)
 
 
-def _bucket(rate: float | None, share: float) -> Bucket | None:
-    return None if rate is None else Bucket(rate * share)
+if TYPE_CHECKING:
+    Account = _Account
+    Bucket = _Bucket
+else:
+    Account = compiled.Account if compiled is not None else _Account
+    Bucket = compiled.Bucket if compiled is not None else _Bucket
 
 
 class Quotas:
@@ -103,11 +110,15 @@ class Quotas:
             return None
         place = min(fitting)[2]
         key = (place, principal.name, self._quotas[place].client_id)
-        account = self._accounts.pop(key, None) or Account(self._quotas[place], self._share)
+        account = self._accounts.pop(key, None) or self._open(self._quotas[place])
         self._accounts[key] = account
         if len(self._accounts) > MOST_ACCOUNTS:
             del self._accounts[next(iter(self._accounts))]
         return account
+
+    def _open(self, quota: QuotaSection) -> Account:
+        rates = (quota.produce_bytes_per_s, quota.fetch_bytes_per_s, quota.requests_per_s)
+        return Account(*(None if rate is None else rate * self._share for rate in rates))
 
     def _fitting(self, principal: Principal) -> list[QuotaSection]:
         return [quota for quota in self._quotas if self._fits(quota, principal)]

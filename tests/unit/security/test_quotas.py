@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kproxy.config import load_proxy_config
 from kproxy.config.quotas import parse_quotas
 from kproxy.errors import StartupError
+from kproxy.plain import compiled
 from kproxy.proxy.metering import with_throttle
 from kproxy.security.principals import Principal
-from kproxy.security.quotas import Bucket, Quotas
+from kproxy.security.quotas import Account, Bucket, Quotas, _Account
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA, PRODUCE
 from kproxy_codec.control import build_response, decode_response, encode_response
 from kproxy_codec.framing import frame_message, response_body_offset, response_header
@@ -60,7 +63,7 @@ def test_the_most_special_quota_counts() -> None:
         account = some.account(principal, client_id)
         assert account is not None
         assert account.requests is not None
-        return account.requests._rate
+        return account.requests.rate
 
     assert [rate(*each) for each in ((BOB, "x"), (BOB, "app"), (ALICE, "x"), (ALICE, "app"))] == [1, 2, 3, 4]
     # Connections of one client share an account; others have theirs.
@@ -130,3 +133,23 @@ def test_other_answers_stay_as_they_are() -> None:
     body = encode_response(build_response(METADATA, 9))
     assert with_throttle(METADATA, 9, [body], 500) == [body]
     assert with_throttle(PRODUCE, 9, [], 500) == []
+
+
+uses = st.lists(st.tuples(st.floats(-10, 100), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), max_size=20)
+rates = st.none() | st.floats(1e-3, 1e12)
+
+
+@pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
+@given(st.tuples(rates, rates, rates), uses)
+def test_the_compiled_account_waits_as_long(
+    limits: tuple[float | None, ...], used: list[tuple[float, int, int]]
+) -> None:
+    found = []
+    for kind in (_Account, Account):
+        account, now, waits = kind(*limits), 0.0, []
+        for passed, produced, fetched in used:
+            # A clock may also stand still, or differ a little between events.
+            now += passed
+            waits.append(account.use(now, produced=produced, fetched=fetched))
+        found.append(waits)
+    assert found[0] == found[1]

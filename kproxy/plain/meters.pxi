@@ -1,0 +1,98 @@
+# Charge the account of a client with a quota: the twins of kproxy.security.quotas and kproxy.proxy.metering.
+
+cdef extern from *:
+    """
+    /* As in kproxy.security.quotas. */
+    #define BURST_S 1.0
+    #define LONGEST_WAIT_S 30.0
+    """
+    const double BURST_S, LONGEST_WAIT_S
+
+
+cdef class Bucket:
+    """See kproxy.security.quotas.Bucket."""
+
+    cdef readonly double rate
+    cdef double at
+    cdef public double level
+
+    def __init__(self, double rate):
+        self.rate = rate
+
+    def use(self, double amount, double now):
+        return self.take(amount, now)
+
+    cdef double take(self, double amount, double now):
+        cdef double leaked = (now - self.at if now > self.at else 0.0) * self.rate, wait
+        self.level = (self.level - leaked if self.level > leaked else 0.0) + amount
+        self.at = now
+        wait = self.level / self.rate - BURST_S
+        return wait if wait > 0.0 else 0.0
+
+
+cdef class Account:
+    """See kproxy.security.quotas.Account."""
+
+    cdef readonly Bucket produced, fetched, requests
+
+    def __init__(self, produced, fetched, requests):
+        self.produced = None if produced is None else Bucket(produced)
+        self.fetched = None if fetched is None else Bucket(fetched)
+        self.requests = None if requests is None else Bucket(requests)
+
+    def use(self, double now, *, int64_t produced, int64_t fetched):
+        return self.take(now, produced, fetched)
+
+    cdef double take(self, double now, int64_t produced, int64_t fetched):
+        cdef double wait = 0.0, more
+        if self.requests is not None:
+            wait = self.requests.take(1.0, now)
+        if self.produced is not None and produced:
+            more = self.produced.take(produced, now)
+            wait = more if more > wait else wait
+        if self.fetched is not None and fetched:
+            more = self.fetched.take(fetched, now)
+            wait = more if more > wait else wait
+        return wait if wait < LONGEST_WAIT_S else LONGEST_WAIT_S
+
+
+cdef class Charging:
+    """See kproxy.proxy.metering.Charging."""
+
+    cdef public object _quotas, _known, _session
+    cdef public Account _account
+    cdef public bint _names_clients
+    cdef public int64_t _sent_bytes
+    cdef Clock clock
+
+    def __init__(self, quotas, session, clock):
+        self._quotas, self._session, self.clock = quotas, session, Clock(clock)
+
+    def take(self, frame, double first_byte_at, ranges):
+        return self.take_span(frame, data_of(frame), 0, len(frame), self.clock.now(), first_byte_at, ranges)
+
+    cdef bint take_span(
+        self, view, uint8_t *chunk, Py_ssize_t start, Py_ssize_t size, double now, double first_byte_at, ranges
+    ) except -1:
+        """Like `take`, for a frame in `view`, whose bytes are at `chunk`; `now` is the time of the event."""
+        cdef Account account
+        cdef int64_t sent_bytes, fetched
+        cdef double wait
+        if self._quotas() is not self._known:
+            self._look()
+        account = self._account
+        if self._names_clients:
+            account = self._account_of(view[start:start + size])
+        if account is not None:
+            sent_bytes = self._session.sent_bytes
+            fetched, self._sent_bytes = sent_bytes - self._sent_bytes, sent_bytes
+            is_produce = size >= 6 and kp_int16(chunk + start + 4) == PRODUCE_KEY
+            wait = account.take(now, size if is_produce else 0, fetched)
+            if wait > 0.0:
+                self._throttle(view[start:start + size], first_byte_at, wait)
+                return True
+        path = self._session.plain_path
+        if type(path) is CompiledPath:
+            (<CompiledPath>path).has_looked = False
+            return (<CompiledPath>path).take_span(view, chunk, start, size, now, first_byte_at, ranges)
+        return path is not None and path.take(view[start:start + size], first_byte_at, ranges)
