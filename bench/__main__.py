@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bench.access import access
 from bench.acks import REPLICATION_FACTOR, acks
 from bench.acks0 import acks0
 from bench.against import ROUNDS, against
@@ -25,7 +26,7 @@ from bench.quick import quick
 from bench.table import PARTITIONS, table
 from bench.tls import tls
 
-SECTIONS = "quick, plain, paths, tls, table, acks, acks0, own, pipeline"
+SECTIONS = "quick, plain, paths, tls, access, table, acks, acks0, own, pipeline"
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help=f"of the sections `plain` ({PLAIN_ROUNDS}) and `against` ({ROUNDS}); more tell more",
+        help=f"of the sections `plain` ({PLAIN_ROUNDS}), `access` and `against` ({ROUNDS}); more tell more",
     )
     parser.add_argument(
         "--peer",
@@ -70,6 +71,7 @@ def main() -> None:
         ),
         "paths": lambda: paths(console),
         "tls": lambda: tls(console, arguments.rounds),
+        "access": lambda: access(console, arguments.rounds),
         "table": lambda: table(console, arguments.partitions),
         "acks": lambda: acks(console, arguments.replication_factor),
         "acks0": lambda: acks0(console),
