@@ -1,18 +1,18 @@
 """Acquire claims: decide them, put them into etcd, and wait until they are granted.
 
 A claim that stands in etcd is granted once nobody else can be served
-  confirmed   every member that was there before has acted upon it: it has severed whoever lost something, and nothing
-              of theirs is under way. A member that is dead has lost its own lease, and is not waited for.
+  confirmed   every member that was there before has acted upon it: it has severed connections that lost something, and
+              nothing of theirs is in flight. A member that is dead has lost its own lease, and is not waited for.
   bound       the leader of the partition knows the fence (kproxy.proxy.claims), where it knows fences at all
 
 Invariants
-1. A decision, a refusal too, is carried out by a transaction that is guarded by just what it was based on: it is true
-   at the moment of the transaction. If the transaction finds something else, the claim is decided anew.
+1. A decision, also a refusal, is carried out by a transaction that is guarded by exactly the data it was based on: it
+   is true at the moment of the transaction. If the transaction finds something else, the claim is decided anew.
 2. At most CONCURRENT_TRANSACTIONS claims are under way at a time, PER_REQUEST of them for one request: no request waits
    behind all resources of another one. Deletions have slots of their own, and hold up no claim.
 3. A claim is granted when it is confirmed and bound, and while its connection and this process's lease live.
-4. A claim that is not granted in time stays in etcd; asking again waits on.
-5. A claim that its partition's leader refuses for good is given up.
+4. A claim that is not granted in time stays in etcd; a repeated request continues to wait.
+5. A claim that its partition's leader finally refuses is given up.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class ClaimWriter:
     async def _attempt(
         self, connection: ClaimingConnection, group: str, resource: str, generation: int, view: _View
     ) -> ClaimOutcome | _View:
-        """Carry out the decision on `view`, or return what etcd has instead. Raises EtcdError."""
+        """Carry out the decision on `view`, or return the claims that etcd has instead. Raises EtcdError."""
         owner = connection.owner(self._member.name)
         decision, compares = self._decide(group, resource, owner, generation, view)
         if decision.error_code == INVALID_REQUEST:
@@ -183,7 +183,7 @@ class ClaimWriter:
             value = ClaimValue(*owner, decision.generation, connection.client, int(self._wall_clock() * 1_000))
             writes.append(put_op(key, encode_value(value), self._member.lease_id))
             if resource != WHOLE_GROUP and view.whole is not None and view.whole.owner != owner:
-                # The owner of the whole group loses a part of it, and is severed for that.
+                # The claimant of the whole group loses a part of it, and is severed for that.
                 writes.append(delete_op(whole_key))
         found = await self._client.txn(compares, writes, [get_op(key), get_op(whole_key)])
         if not found.succeeded:
@@ -230,7 +230,7 @@ def _row_of(keys: OwnKeys, kvs: Sequence[KeyValue]) -> TableRow | None:
     try:
         value = decode_claim(kvs[0].value)
     except ValueError:
-        # An invalid value makes nobody an owner; the next claim replaces it.
+        # An invalid value makes nobody a claimant; the next claim replaces it.
         value = ClaimValue("", 0, 0)
     return TableRow(group, resource, Owner(value.proxy, value.connection), value.generation, kvs[0].mod_revision)
 
@@ -304,7 +304,7 @@ class ClaimGranter:
         return NONE if is_settled else REQUEST_TIMED_OUT
 
     def _give_up(self, connection: ClaimingConnection, resource: str) -> None:
-        """Invariant 5."""
+        """Give up a claim that its leader has refused (invariant 5)."""
         held = connection.forget(resource)
         if held is not None and connection.group is not None:
             self._deletions.add(connection.group, resource, held.fence)
@@ -318,9 +318,9 @@ class ClaimGranter:
         return True
 
     def _is_confirmed(self, fence: int, group: str, resource: str, *, is_fenced: bool) -> bool:
-        """Whether all earlier members have acted upon the claim, and nothing of earlier writers is under way.
+        """Whether all earlier members have acted upon the claim, and nothing of earlier writers is in flight.
 
-        Brokers that know fences (`is_fenced`) refuse writes that are under way.
+        Brokers that know fences (`is_fenced`) refuse writes that are in flight.
         """
         if self._table.revision < fence:
             return False

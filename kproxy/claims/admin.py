@@ -1,7 +1,7 @@
 """Show claims and free them: for the admin page and for `kproxy own`.
 
 Freeing deletes claims of others in etcd; their proxies then sever the connections that held them. It deletes a claim
-only at the revision at which it was read: whoever claims meanwhile keeps the claim.
+only at the revision at which it was read: a client that claims meanwhile keeps the claim.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ async def read_table(client: EtcdClient, keys: OwnKeys) -> OwnTable:
 
 
 def claim_row(row: TableRow, addresses: Mapping[str, str]) -> ClaimRow:
-    """Show a claim with its owner's address; `addresses` are those of members by name."""
+    """Show a claim with the address of its claimant's proxy; `addresses` are those of members by name."""
     return ClaimRow(
         group=row.group,
         resource=row.resource,
@@ -194,7 +194,7 @@ async def _read_group(client: EtcdClient, keys: OwnKeys, group: str) -> OwnTable
 
 
 async def _delete(client: EtcdClient, keys: OwnKeys, rows: Sequence[TableRow]) -> set[str]:
-    """Delete all rows or, where one has changed, each by itself. Return the resources that have a new owner."""
+    """Delete all rows or, where one has changed, each by itself. Return the resources that have a new claimant."""
     named = [(row, keys.claim(row.group, row.resource)) for row in rows]
     result = await client.txn(
         [mod_revision_is(key, row.fence) for row, key in named],

@@ -43,7 +43,7 @@ class Held:
 class ClaimingConnection:
     """A client connection that may claim: its `number` within this process, and `client`, its name for people.
 
-    `sever(reason)` closes it. `gates(topic, group)` tells whether writes to the topic are for owners in the group.
+    `sever(reason)` closes it. `gates(topic, group)` returns whether writes to the topic are for claimants in the group.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class ClaimingConnection:
         self._gates = gates
 
     def owner(self, member: str) -> Owner:
-        """Name this connection as an owner, in the process that is `member`."""
+        """Name this connection as a claimant, in the process that is `member`."""
         return Owner(member, self.number)
 
     def gates(self, topic: str) -> bool:
-        """Whether writes to this topic are for owners in this connection's group alone."""
+        """Whether writes to this topic are for claimants in this connection's group alone."""
         return self.group is not None and self._gates(topic, self.group)
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:
@@ -103,7 +103,7 @@ class ClaimingConnection:
                 self.write_fences[partition[0].encode(), partition[1]] = counting.fence
 
     def forget(self, resource: str) -> Held | None:
-        """Remove and return a claim that is given up while the connection goes on."""
+        """Remove and return a claim that is given up while the connection stays open."""
         if resource == WHOLE_GROUP:
             self.whole_fence = 0
         elif (partition := resource_partition(resource)) is not None:

@@ -7,7 +7,7 @@
 
 All of them stand on the lease of the process that made them; its id is the lease's, in hexadecimal. Groups and
 resources are percent-encoded, so that neither holds a slash, and no resource is called `*`. Both kinds share a prefix:
-one watch reports claims, and who has seen them, in the order of their changes. Invalid keys and values raise
+one watch reports claims, and which members have seen them, in the order of their changes. Invalid keys and values raise
 ValueError.
 """
 
@@ -39,8 +39,8 @@ class ClaimValue(msgspec.Struct, frozen=True):
 class MemberValue(msgspec.Struct, frozen=True):
     """A process that holds claims for its clients, and the address that it advertises.
 
-    `seen`: the revision up to which it has acted upon every claim, but for the partitions `unsettled`, whose earlier
-    writers may still have something under way through it.
+    `seen`: the revision up to which it has acted upon every claim, except for the partitions `unsettled`, whose earlier
+    writers may still have something in flight through it.
     """
 
     host: str
@@ -51,7 +51,7 @@ class MemberValue(msgspec.Struct, frozen=True):
 
 
 class OwnKeys(NamedTuple):
-    """Builds and parses the keys under `prefix`, the root of all keys."""
+    """Builds and parses the keys under `prefix`, the prefix of all keys in etcd."""
 
     prefix: str
 

@@ -1,4 +1,4 @@
-"""This process as a member: its lease, its entry, what it publishes, and the mark that members leave.
+"""Keep this process a member: its lease, its entry, its published state, and the mark that members leave.
 
     {prefix}/kproxy/own-at-work   the mark, on no lease: it outlives its writers
 
@@ -13,12 +13,12 @@ Transitions
                nothing is owned.
 
 Invariants
-1. `on_lost` is called before anybody else can get what stood on the lease: the deadline lies before the lease's end. A
-   process that was stopped meanwhile finds the fence dead (`is_live`) wherever it looks first.
+1. `on_lost` is called before anybody else can get claims that stood on the lease: the deadline lies before the lease's
+   end. A process that was stopped meanwhile finds the fence dead (`is_live`) at its first check, wherever that is.
 2. Of one lease, published values of `seen` only grow, and each put sends the newest; one put is under way at a time.
 3. The name of a member is its lease's, and is never used again.
 4. The mark stands before the first claim is granted that no broker fences, and while the process that granted it lives.
-5. Only a process that ends in order removes the mark, as the last one and with nothing under way. The first process
+5. Only a process that ends in order removes the mark, as the last one and with nothing in flight. The first process
    that finds it waits for everything, for as long as for a process that it saw die.
 """
 
@@ -39,18 +39,18 @@ from kproxy.etcd.lease import Clock, LeaseFence
 RETRY_PAUSE_S: Final = 0.5
 # How often the fence is checked: it must be found dead well within the margin that it keeps of the TTL.
 CHECKS_PER_TTL: Final = 40
-# A process that ends waits no longer for etcd: its lease ends by itself. A mark that stays costs the next process one
-# needless wait of `unsettled_s`.
+# The longest wait of an ending process for etcd: its lease ends by itself. A mark that stays costs the next process one
+# unnecessary wait of `unsettled_s`.
 END_TIMEOUT_S: Final = 2.0
 
 log = structlog.get_logger(__name__)
 
 
 class OwnMember:
-    """Keeps this process a member. `run` is one coroutine that the caller owns; it revokes the lease when cancelled.
+    """Keeps this process a member. `run` is one coroutine that the caller runs; it revokes the lease when cancelled.
 
-    `ttl_s`: the lease's TTL in seconds; etcd may grant more. `state` returns what to publish: the revision up to which
-    claims were acted upon, and the unsettled partitions.
+    `ttl_s`: the lease's TTL in seconds; etcd may grant more. `state` returns the state to publish: the revision up to
+    which claims were acted upon, and the unsettled partitions.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class OwnMember:
         return 0 if self._fence is None else self._fence.lease_id
 
     def is_live(self) -> bool:
-        """Whether the lease is certain to live, and so all that stands on it."""
+        """Whether the lease is certain to live, and so everything that stands on it."""
         return self._fence is not None and self._fence.is_live()
 
     def publish(self) -> None:
@@ -98,7 +98,7 @@ class OwnMember:
         self._dirty.set()
 
     def entry_gone(self, name: str) -> None:
-        """Take note that a member's entry was deleted."""
+        """Note that a member's entry was deleted."""
         if name == self.name:
             self._ended.set()
 
@@ -176,7 +176,7 @@ class OwnMember:
             self._on_lost(reason)
 
     async def _leave(self) -> None:
-        """Give everything up, then publish what is left unsettled, then revoke the lease."""
+        """Give everything up, then publish the places left unsettled, then revoke the lease."""
         self._give_up("the proxy has no lease in etcd")
         fence, self._fence = self._fence, None
         if fence is None:
@@ -197,7 +197,7 @@ def _name(fence: LeaseFence) -> str:
 class AtWorkMark:
     """The mark in etcd that writers were at work when the last of all proxies died.
 
-    Nobody remembers then what they had under way. It matters before brokers without fences alone
+    It is not known then what they had in flight. This matters only with brokers without fences
     (kproxy.claims.unsettled). `table` is to be loaded first.
     """
 

@@ -1,7 +1,7 @@
-"""Release claims: delete them in etcd, and tell the leaders of partitions that nobody owns any more.
+"""Release claims: delete them in etcd, and release partitions without a claimant at their leaders.
 
 Invariants
-1. A claim in etcd of a connection of this process that has ended is deleted, whoever put it there and whenever. The
+1. A claim in etcd of a connection of this process that has ended is deleted, however and whenever it was put there. The
    deletion is guarded by the revision of that put, so it never removes a claim of anybody else.
 2. At most CONCURRENT_DELETIONS run at a time.
 3. A claim of a gated partition that is gone is released at the partition's leader with the revision at which it went:
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 class Release(NamedTuple):
-    """A partition that nobody owns since `revision`."""
+    """A partition without a claimant since `revision`."""
 
     topic: str
     partition_index: int
@@ -73,7 +73,7 @@ class BrokerAccess:
 
 
 class WriterGroups:
-    """Topics that only owners may write, with the group of each in `writer_groups`."""
+    """Topics that only claimants may write, with the group of each in `writer_groups`."""
 
     def __init__(self, writer_groups: Mapping[str, str], brokers: Brokers) -> None:
         # Topics as requests name them.
@@ -81,7 +81,7 @@ class WriterGroups:
         self._brokers = brokers
 
     def gates(self, topic: str, group: str) -> bool:
-        """Whether writes to a topic are for owners in this group alone."""
+        """Whether writes to a topic are for claimants in this group alone."""
         return self.by_topic.get(topic.encode()) == group
 
     def partitions(self, group: str, resource: str) -> Iterable[tuple[str, int]]:
@@ -146,7 +146,7 @@ class ClaimDeletions:
 
 
 class LeaderReleases:
-    """Decides what is released at its leader."""
+    """Decides which partitions are released at their leaders."""
 
     def __init__(self, table: OwnTable, writer_groups: WriterGroups, brokers: Brokers) -> None:
         self._brokers = brokers
@@ -172,7 +172,7 @@ class LeaderReleases:
         self._deferred.extend(self._releases(rows, revision))
 
     def release_deferred(self) -> None:
-        """Release what was deferred: this process is a member again."""
+        """Carry out the deferred releases: this process is a member again."""
         deferred, self._deferred = self._deferred, deque(maxlen=MAX_DEFERRED)
         for each in deferred:
             self._release_unless_owned(each)

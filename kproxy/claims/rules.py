@@ -20,7 +20,7 @@ RESET: Final = 0
 
 
 class Owner(NamedTuple):
-    """A client's connection: a number within the process `proxy`, which is named by its lease in etcd."""
+    """A claimant: a client's connection, by its number within the process `proxy`, which is named by its lease."""
 
     proxy: str
     connection: int

@@ -42,7 +42,7 @@ from kproxy_codec.own import WHOLE_GROUP, OwnedResource, OwnRequest, OwnResource
 
 # How often expired unsettled writes are removed.
 EXPIRE_INTERVAL_S: Final = 0.5
-# A process that ends waits no longer for etcd to delete its claims: they end with its lease.
+# The longest wait of an ending process for etcd to delete its claims: they end with its lease.
 DELETE_TIMEOUT_S: Final = 2.0
 # Topics in one line of the log.
 MAX_NAMED: Final = 5
@@ -51,9 +51,9 @@ log = structlog.get_logger(__name__)
 
 
 class OwnService:
-    """`run` is one coroutine that the caller owns. Made on the event loop it runs on.
+    """The Own API of one process. `run` is one coroutine that the caller runs. Made on the event loop it runs on.
 
-    `host` and `port` are what this process advertises; `writer_groups`, by topic, the group that gates writes to it;
+    `host` and `port` are the advertised address; `writer_groups`, by topic, the group that gates writes to it;
     `timeout_s` how long a claim may take, in seconds. `brokers` are to be attached before clients are served.
     """
 
@@ -171,7 +171,7 @@ class OwnService:
         return connection
 
     def ended(self, connection: ClaimingConnection) -> None:
-        """Free what an ended connection owned."""
+        """Free the claims of an ended connection."""
         if self._connections.pop(connection.number, None) is None:
             return
         for resource, held in connection.end().items():
@@ -179,7 +179,7 @@ class OwnService:
                 self._deletions.add(connection.group, resource, held.fence)
 
     async def all_freed(self) -> None:
-        """Wait until what ended connections owned is free, or etcd does not answer."""
+        """Wait until the claims of ended connections are free, or etcd does not answer."""
         await self._deletions.wait_done(DELETE_TIMEOUT_S)
 
     # Claiming
@@ -228,7 +228,7 @@ class OwnService:
     # Changes of the table
 
     def claim_put(self, row: TableRow, before: TableRow | None) -> None:
-        """Sever who lost something by a claim (invariant 2)."""
+        """Sever connections that lost something by a claim (invariant 2)."""
         if row.owner.proxy == self._member.name:
             self._learn_own(row)
         else:
@@ -242,7 +242,7 @@ class OwnService:
             self._lost(whole, row)
 
     def _learn_own(self, row: TableRow) -> None:
-        """Take note of a claim of this process: its connection has ended, or did not hear that it succeeded."""
+        """Note a claim of this process whose connection has ended, or does not know that it succeeded."""
         connection = self._connections.get(row.owner.connection)
         if connection is None:
             self._deletions.add(row.group, row.resource, row.fence)
@@ -250,7 +250,7 @@ class OwnService:
             connection.learn(row.resource, row.generation, row.fence)
 
     def _lost(self, lost: TableRow, to: TableRow) -> None:
-        """`lost` is not in force any more, if `to` is another connection's."""
+        """Act upon a claim that is not in force any more, if `to` is another connection's."""
         if lost.owner == to.owner:
             return
         if lost.owner.proxy != self._member.name:
@@ -262,7 +262,7 @@ class OwnService:
             self._sever(connection, f"{_described(lost)} was claimed by {by}, generation {to.generation}")
 
     def claim_gone(self, row: TableRow, revision: int) -> None:
-        """Act upon a claim that its owner's end or a command has freed."""
+        """Act upon a claim that was freed by its claimant's end or by a command."""
         if row.owner.proxy != self._member.name:
             self.unsettled.note_taken(row.owner.proxy, row.group, row.resource, revision)
             return
@@ -273,12 +273,12 @@ class OwnService:
         self.releases.release([row], revision)
 
     def member_put(self, name: str, member: Member) -> None:
-        """Take note of what a member published; `batch_told` wakes those who wait for it."""
+        """Note a member's published state; `batch_told` wakes the coroutines that wait for it."""
         if name == self._member.name:
             return
         self.unsettled.note_member(name, member.seen, member.unsettled)
         if name not in self._differing and member.writer_groups != self._group_by_topic:
-            # It lets others write than this process does: a mistake that shows nowhere else.
+            # It lets other clients write than this process does, and this mistake shows nowhere else.
             self._differing.add(name)
             log.error(
                 "writer groups differ from another proxy's",
@@ -292,7 +292,7 @@ class OwnService:
             )
 
     def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
-        """Act upon the end of a member or of its lease, which freed `rows`; its writes may still be under way."""
+        """Act upon the end of a member or of its lease, which freed `rows`; its writes may still be in flight."""
         if member == self._member.name:
             self._member.entry_gone(member)
         self._differing.discard(member)
@@ -303,7 +303,7 @@ class OwnService:
             self.releases.release(rows, revision)
 
     def batch_told(self) -> None:
-        """Confirm the table's revision: whoever lost something is severed by now (invariant 2)."""
+        """Confirm the table's revision: connections that lost something are severed by now (invariant 2)."""
         # A long message comes in parts; during the first ones the table's revision is still an earlier one.
         if 0 < self._to_confirm <= self.table.revision:
             self._to_confirm = 0

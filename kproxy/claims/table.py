@@ -1,11 +1,11 @@
 """All claims and members as etcd has them, kept current by one mirror.
 
-State: for each group its claims by resource, and that of the whole group; for each member what it published.
+State: for each group its claims by resource, and that of the whole group; for each member its published state.
 
 Invariants
 1. Changes of claims and members are reported in their order in etcd: they share a prefix, and so a watcher. A listener
-   that hears of a claim at revision R knows every member that was there at R.
-2. The listener hears of a change after the table has it, and of the end of each batch after all its changes.
+   that gets a claim at revision R knows every member that was there at R.
+2. The listener gets a change after the table has it, and the end of each batch after all its changes.
 3. A snapshot is reported as the changes that lead to it. Earlier changes that left no trace are not reported.
 4. An invalid key or value is skipped, counted, and logged once a key. The table holds at most MAX_CLAIMS.
 """

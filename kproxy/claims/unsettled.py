@@ -1,12 +1,12 @@
-"""Writes of earlier owners that may still reach a broker, through this process or one that died.
+"""Track writes of earlier claimants that may still reach a broker, through this process or one that died.
 
-Only brokers without fences need this: there a claim is granted once nothing of its earlier writers is under way, and an
-answer that can never come is waited for, for a time. The wait is bounded, not safe: a broker that hangs for longer may
-still write what it read before, and writers that bypass the proxies are not seen at all.
+Only brokers without fences need this: there a claim is granted once nothing of its earlier writers is in flight, and
+the wait for an answer that can never come ends after a time. So the wait is bounded, not safe: a broker that hangs for
+longer may still write requests that it read before, and writers that bypass the proxies are not seen at all.
 
 States of a partition of a gated topic
-  settled     nothing is known to be under way of anybody but its owner
-  held        its writer's connection has ended, and a broker has not answered what was written for it
+  settled     nothing is known to be in flight, except writes of its claimant
+  held        its writer's connection has ended, and a broker has not answered its last write
   uncertain   something was written to a broker whose answer cannot come any more, or the process that wrote it died
 
 Transitions
@@ -17,12 +17,12 @@ Transitions
 
 Invariants
 1. A partition is unsettled (held or uncertain) no longer than `unsettled_s` after the last event that made it so.
-2. Only time settles what is uncertain: after a batch was sent again and answered, its first copy may still arrive.
+2. Only time settles an uncertain partition: after a batch was sent again and answered, its first copy may still arrive.
 3. Partitions taken from a member are in that member's own list once it confirms to have seen it. Until then they count
    as held by the member, and become uncertain if the member goes.
 4. At most MAX_PARTITIONS are listed one by one. Beyond them a whole topic is listed (`ALL`), beyond as many topics
-   everything is (`EVERYTHING`). The list may say too much, never too little.
-5. `on_change` is called after each change of `places`; of what time settles, at the next `expire`.
+   everything is (`EVERYTHING`). The list may have too many partitions, never too few.
+5. `on_change` is called after each change of `places`; for partitions that time settles, at the next `expire`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Hold:
 
 
 class _Unsettled:
-    """Why a place is unsettled, and until when, by the clock of UnsettledWrites."""
+    """The reasons why a place is unsettled, and the time until then, by the clock of UnsettledWrites."""
 
     __slots__ = ("holds", "uncertain_until")
 
@@ -77,7 +77,7 @@ class _Unsettled:
 
 
 class _MemberState:
-    """Another process: what it lists as unsettled, and what it has not confirmed to have lost."""
+    """Another process: the places that it lists as unsettled, and those that it has not confirmed to have lost."""
 
     __slots__ = ("taken", "unsettled")
 
@@ -90,7 +90,7 @@ class _MemberState:
 class UnsettledWrites:
     """The unsettled partitions that one process knows of, of the topics in `writer_groups` alone.
 
-    `writer_groups`: by topic, the group whose owners alone write to it. `clock` is monotonic, in seconds, and so is
+    `writer_groups`: by topic, the group whose claimants alone write to it. `clock` is monotonic, in seconds, and so is
     `unsettled_s`.
     """
 
@@ -107,7 +107,7 @@ class UnsettledWrites:
     # Claims
 
     def places_of(self, group: str, resource: str) -> list[Place]:
-        """Return what a claim lets its owner write; nothing where the group is no writer group."""
+        """Return the places that a claim lets its claimant write; none where the group is no writer group."""
         if resource == WHOLE_GROUP:
             return [(topic, ALL) for topic, writers in self._writer_groups.items() if writers == group]
         partition = resource_partition(resource)
@@ -124,7 +124,7 @@ class UnsettledWrites:
         return sorted(self._places)
 
     def expire(self) -> None:
-        """Remove what time has settled. The caller repeats this."""
+        """Remove places that time has settled. The caller repeats this."""
         now = self._clock()
         over = [place for place, found in self._places.items() if found.until <= now]
         for place in over:
@@ -157,7 +157,7 @@ class UnsettledWrites:
     # Other processes
 
     def note_member(self, member: str, seen: int, unsettled: Collection[Place]) -> None:
-        """Record what a process published: it has acted upon every claim up to revision `seen`, but for these."""
+        """Record a process's published state: it has acted upon every claim up to `seen`, except for these places."""
         state = self._members.setdefault(member, _MemberState())
         state.unsettled = unsettled
         state.taken = {place: revision for place, revision in state.taken.items() if revision > seen}
@@ -176,11 +176,11 @@ class UnsettledWrites:
         self._mark_uncertain([*claimed, *state.taken, *state.unsettled])
 
     def note_all_gone(self) -> None:
-        """Record that all processes are gone, and nobody knows what they held."""
+        """Record that all processes are gone, and that it is not known what they held."""
         self._mark_uncertain([EVERYTHING])
 
     def note_restored(self) -> None:
-        """Record that etcd was restored to an earlier state: all known of other processes becomes uncertain."""
+        """Record that etcd was restored to an earlier state: all known writes of other processes become uncertain."""
         for member in list(self._members):
             self.note_member_gone(member, ())
 
@@ -194,7 +194,7 @@ class UnsettledWrites:
 
 
 class LastWrites:
-    """The writes of one client connection that may be under way when it ends, in `unsettled` if there is one.
+    """The writes of one client connection that may be in flight when it ends, in `unsettled` if there is one.
 
     They are named by piece: a part of a request at one broker (kproxy.routing.in_flight).
     """

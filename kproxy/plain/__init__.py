@@ -1,7 +1,7 @@
 """The compiled plain path, where it is built.
 
 `compiled` is the extension, None without it: kproxy.proxy.plain_path does the same in Python, and is its reference.
-KPROXY_PLAIN chooses: `auto` (the default) takes the extension where it is, `off` never, `require` fails without it.
+KPROXY_PLAIN: `auto` (the default) uses the extension where it is built, `off` never, `require` fails without it.
 """
 
 from __future__ import annotations

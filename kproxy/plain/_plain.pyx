@@ -10,10 +10,10 @@ Each class has a twin in Python, its reference, which runs where this is not bui
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
   spans.pxi     kproxy.trail.spans
 
-`CompiledPath` gets every whole frame of a client first. A request that meets the gate below is indexed, sent by the
+`CompiledPath` gets every whole frame of a client first. A request that passes the gate below is indexed, sent by the
 routes of its partitions, answered and noted here; everything else is left to the Python path from the same frame, with
-nothing changed. A request that was sent here and meets anything but success enters the core like one of the Python
-plain path: its pieces and slot have the attributes that `PlainPath.leave` reads.
+nothing changed. A request that was sent here and does not succeed enters the core like one of the Python plain path:
+its pieces and slot have the attributes that `PlainPath.leave` reads.
 
 The gate: a produce request that wire.h indexes, of an offered version, with acks 1 or all, no partition twice, and a
 deadline ahead. The core is quiet, has handled the topology's version and has no read of many partitions open. No topic
@@ -24,14 +24,14 @@ States of a slot
   filled    its whole answer is known; `AnswerOrder` writes it in its turn
 
 Invariants
-1. Nothing is changed before the gate is passed, and nothing can fail behind it but memory.
+1. Nothing is changed before the gate is passed, and after it nothing can fail except an allocation of memory.
 2. A route is kept only for the generation of the core's routes that it was found in (kproxy.routing.routes).
 3. At most MOST_PLACES partition indexes are kept, proven or not; then all are forgotten.
 4. A receive buffer is kept until the slots of its requests are written: the answers, the trail and a hand-over to the
    core read it. A slot without open parts refers to nothing that refers to it, so that its buffer is free at once.
-5. The gate for all requests is looked at once for all frames of one read, and again after each that Python begins:
+5. The gate for all requests is checked once for all frames of one read, and again after each that Python begins:
    nothing else in between changes it.
-6. Here is no I/O: transports are called as Python calls them, so that TLS can be below.
+6. There is no I/O here: transports are called as Python calls them, so that TLS can be below.
 """
 
 cimport cython
@@ -108,7 +108,7 @@ include "readers.pxi"
 include "spans.pxi"
 
 
-# What wire.h does, for tests.
+# The functions of wire.h, for tests.
 
 cdef uint32_t _index(frame, kp_request *head) except 0xFFFFFFFF:
     cdef Py_buffer *view = PyMemoryView_GET_BUFFER(frame)
@@ -125,7 +125,7 @@ cdef uint32_t _choose(selection, uint32_t *chosen) except 0xFFFFFFFF:
 
 
 def index(frame not None):
-    """The index of a request, a memoryview, if it is as nearly all are; else None."""
+    """The index of a request, a memoryview, if it has the usual form; else None."""
     cdef kp_request head
     cdef uint32_t place, at
     if not _index(frame, &head):
@@ -158,7 +158,7 @@ def part(frame not None, selection, int32_t correlation_id):
 
 
 def results(frame not None, selection, answer not None):
-    """Where the results of the selected entries are in an answer, a memoryview, with nothing but success; else None."""
+    """The offsets of the selected entries' results in an answer, a memoryview, that has only successes; else None."""
     cdef kp_request head
     cdef uint32_t chosen[KP_MAX_PARTITIONS]
     cdef uint32_t at

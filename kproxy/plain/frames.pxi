@@ -146,7 +146,7 @@ cdef class FrameReader:
         return window(self._arena.data + position, min(self.most_shared, CHUNK_BYTES - position))
 
     cdef object move(self, Py_ssize_t announced, bint lean):
-        """Move the unfinished frame to where more of it fits, and return the space behind it."""
+        """Move the unfinished frame to a place where more of it fits, and return the space behind it."""
         cdef ReceiveArena arena = self._arena
         cdef Py_ssize_t held = self.end - self.start, size, start
         # Its chunk, while its bytes are copied.

@@ -13,7 +13,7 @@ cdef extern from *:
     #define BLOCK_BYTES (128 << 10)
     #define MOST_BLOCKS 64
 
-    /* Whether nothing refers to the memory of `view` but itself, and nothing to `view` but the caller and its list. */
+    /* Whether only `view` refers to its memory, and only the caller and its list refer to `view`. */
     static inline int kp_is_free(PyObject *view) {
         PyMemoryViewObject *object = (PyMemoryViewObject *)view;
         return object->exports == 0 && object->mbuf->exports == 1;
@@ -27,7 +27,7 @@ cdef class Flushes:
     """See kproxy.proxy.outbox.Flushes."""
 
     cdef list waiting
-    # Memoryviews of blocks, to be used again when nothing refers to their memory; the newest is the warmest.
+    # Memoryviews of blocks, to be used again when nothing refers to their memory; the newest is likeliest in a cache.
     cdef list blocks
 
     def __init__(self):
@@ -119,7 +119,7 @@ cdef class Outbox:
         return self.count(size)
 
     cdef int put_list(self, list buffers) except -1:
-        """Queue large buffers, as they are, and what is between them."""
+        """Queue large buffers, as they are, and the small ones between them."""
         cdef Py_ssize_t size = 0
         self.close_span()
         for buffer in buffers:
@@ -128,7 +128,7 @@ cdef class Outbox:
         return self.count(size)
 
     cdef int put_span(self, view, Py_ssize_t start, Py_ssize_t end) except -1:
-        """Queue [start, end) of `view` behind what was put before."""
+        """Queue [start, end) of `view` behind the bytes that were put before."""
         if view is self.view and start == self.end:
             self.end = end
             return self.count(end - start)
@@ -145,7 +145,7 @@ cdef class Outbox:
         return self.placed(size)
 
     cdef uint8_t *place(self, Py_ssize_t size) except NULL:
-        """Where at most SMALL_BYTES are to be written, and then counted by `placed`."""
+        """The place to write at most SMALL_BYTES to, which `placed` counts afterwards."""
         cdef Py_ssize_t held = 0
         if self.view is not None and self.view is not self.block:
             held = self.end - self.start
@@ -228,7 +228,7 @@ cdef class Outbox:
         return 0
 
     cdef inline int leave_block(self) except -1:
-        """Let others use the block when what was written is gone."""
+        """Let others use the block when its written bytes are gone."""
         block, self.block = self.block, None
         if block is not None:
             self.flushes.give_block(block)
@@ -263,7 +263,7 @@ cdef class PacedOutbox(Outbox):
             self.share.leave_untaken(0)
 
     cdef int write_out(self) except -1:
-        """Hand to the transport what it takes."""
+        """Hand as much to the transport as it takes."""
         if not self.is_paused:
             if self.size <= FLUSH_BYTES:
                 return self.write_all()

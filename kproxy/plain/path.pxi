@@ -14,14 +14,14 @@ cdef extern from *:
     #define MOST_COPIED (8 << 10)
     #define MOST_PLACES 65536
     #define PRODUCE_KEY 0
-    /* The entries and topics that a slot has room for in itself. */
+    /* The number of entries, and of topics, that a slot itself has room for. */
     #define FEW 4
     """
     const int64_t MOST_FINISHED, ONE_BATCH, MOST_OFFSET
     const uint32_t LEAST_ENTRY, HEADER_BYTES, MOST_COPIED
     const int PRODUCER_BYTES, MAGIC, MOST_PLACES, PRODUCE_KEY, FEW
 
-# Where a request is indexed before it is known to be plain, and where an answer's results are.
+# The index of a request before it is known to be plain, and the offsets of an answer's results.
 cdef kp_topic _topics[KP_MAX_PARTITIONS]
 cdef kp_entry _entries[KP_MAX_PARTITIONS]
 cdef uint32_t _results[KP_MAX_PARTITIONS]
@@ -31,7 +31,7 @@ _MINUS_INFINITY = float("-inf")
 
 
 cdef class OpenChunk:
-    """The open chunk of `kproxy.trail.acknowledgements.Acked`, which says what the attributes mean."""
+    """The open chunk of `kproxy.trail.acknowledgements.Acked`, which explains the attributes."""
 
     cdef public bint is_idle
     cdef public bytes producer
@@ -299,7 +299,7 @@ cdef class CompiledPiece:
         """Never called, for the same reason."""
 
     def answered(self, frame):
-        """Take the answer, a memoryview; other than for success the request goes to the core."""
+        """Take the answer, a memoryview; if it is no success, the request goes to the core."""
         self.take_answer(frame, data_of(frame), 0, len(frame))
 
     def lost(self, *, written):
@@ -343,8 +343,8 @@ cdef class CompiledPiece:
 cdef class CompiledPath:
     """The compiled plain path of one client connection.
 
-    `shell` is its kproxy.proxy.fanout.FanoutShell, `answers` its AnswerOrder. `parse` and `make_exchange` make of a
-    request sent here what the core takes.
+    `shell` is its kproxy.proxy.fanout.FanoutShell, `answers` its AnswerOrder. `parse` and `make_exchange` turn a
+    request sent here into the objects that the core takes.
     """
 
     cdef object shell, core, routes, context, topology, acks, upstreams
@@ -356,7 +356,7 @@ cdef class CompiledPath:
     cdef object parse, make_exchange, adopt
     # Whether a route to a topic may be kept; None: to every one.
     cdef object may_write
-    # Tests refuse requests by it that could be taken.
+    # Tests use it to refuse requests that could be taken.
     cdef public object may_take
     cdef double deadline_cap_ms
     cdef uint64_t serial
@@ -446,7 +446,7 @@ cdef class CompiledPath:
         return self.take_span(frame, data_of(frame), 0, len(frame), self.clock.now(), first_byte_at, ranges)
 
     cdef bint look(self) except -1:
-        """Look at the gate for all requests; only events that Python handles change it."""
+        """Check the gate for all requests; only events that Python handles change it."""
         self.has_looked, self.is_open = True, False
         if self.core.takes_plain and self.shell.follows:
             own = self.context.own

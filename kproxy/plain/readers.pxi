@@ -87,7 +87,8 @@ cdef class RequestReader:
     cdef public AnswerOrder _answers
     cdef public HeldBytes _budget
     cdef public object _backlog, _ranges
-    # What begins requests before `_take` is asked, and the same where it is the plain path itself, or a meter.
+    # The object that begins requests before `_take` is called, and the same object where it is the plain path itself, or
+    # a meter.
     cdef object taker
     cdef CompiledPath path
     cdef Charging meter
@@ -162,7 +163,7 @@ cdef class RequestReader:
             self.adjust_reading()
 
     cdef int leave_rest(self, view, uint8_t *data, Py_ssize_t at, Py_ssize_t end, double now) except -1:
-        """A request has closed the connection: those behind it are counted with the backlog."""
+        """Count the requests behind one that has closed the connection with the backlog."""
         cdef Py_ssize_t size
         while at < end:
             size = LENGTH_BYTES + kp_int32(data + at)

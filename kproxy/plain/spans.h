@@ -11,8 +11,8 @@ typedef struct {
     int64_t start, end;
 } kp_interval;
 
-/* Sort by start. Each connection's intervals come in order, so what is sorted are few runs: they are merged two by two.
- * `spare` has room for `count` as well. Return where the sorted ones are, `all` or `spare`. */
+/* Sort by start. Each connection's intervals come in order, so there are few sorted runs: they are merged two by two.
+ * `spare` has room for `count` as well. Return the array with the sorted intervals, `all` or `spare`. */
 static inline kp_interval *kp_sort_intervals(kp_interval *all, kp_interval *spare, size_t count) {
     for (;;) {
         size_t from = 0, runs = 0, to = 0;
@@ -55,7 +55,7 @@ static inline size_t kp_join_intervals(kp_interval *all, size_t count) {
 /* The longest number in decimal digits: 19 of them, a sign and a comma. */
 #define KP_NUMBER_BYTES 21
 
-/* Write numbers in decimal digits with commas between them. Return the end of what is written; there must be room for
+/* Write numbers in decimal digits with commas between them. Return the end of the written text; there must be room for
  * KP_NUMBER_BYTES each. */
 static inline char *kp_put_numbers(char *to, const int64_t *numbers, size_t count) {
     for (size_t at = 0; at < count; at++) {

@@ -1,4 +1,4 @@
-# Pass over all spans of acknowledged offsets: the twins of functions of kproxy.trail.spans.
+# Process all spans of acknowledged offsets: the twins of functions of kproxy.trail.spans.
 
 cdef extern from "spans.h" nogil:
     ctypedef struct kp_interval:

@@ -2,10 +2,11 @@
  *
  * `kp_scan` indexes a request; `kp_is_success` compares an answer with the one expected; `kp_part_bytes` and `kp_part`
  * encode a part of a request. All of them are conservative: a frame with anything unusual is left to the Python codec
- * (kproxy_codec.produce), which decides whether it is valid. What is accepted here has the same spans there.
+ * (kproxy_codec.produce), which decides whether it is valid. A frame that is accepted here has the same spans there.
  *
- * No pointer is followed beyond the lengths given; no length from the wire is added before it is compared with what is
- * left. Offsets count from the start of the frame, with its 4-byte length prefix. kproxy_codec.produce has the layouts.
+ * No pointer is followed beyond the lengths given; no length from the wire is added before it is compared with the rest
+ * of the frame. Offsets count from the start of the frame, with its 4-byte length prefix. kproxy_codec.produce has the
+ * layouts.
  */
 #ifndef KPROXY_PLAIN_WIRE_H
 #define KPROXY_PLAIN_WIRE_H
@@ -112,7 +113,7 @@ static inline int kp_count(const uint8_t *frame, uint32_t size, uint32_t *offset
 }
 
 /* Index a whole produce request of `size` bytes into arrays of KP_MAX_PARTITIONS topics and entries.
- * Return 1 if it is as nearly all are; 0 leaves it to the Python codec. acks and repeated partitions are not judged. */
+ * Return 1 if it has the usual form; 0 leaves it to the Python codec. acks and repeated partitions are not checked. */
 static inline int kp_scan(const uint8_t *frame, uint32_t size, kp_request *request, kp_topic *topics, kp_entry *entries) {
     uint32_t offset = 14, length, count, entry_count = 0;
     if (size < 14 || size > INT32_MAX || kp_int32(frame) != (int32_t)(size - 4) || kp_int16(frame + 4) != 0) return 0;
@@ -212,7 +213,7 @@ static inline int kp_scan(const uint8_t *frame, uint32_t size, kp_request *reque
     return offset == size;
 }
 
-/* An entry of a successful answer: index, error_code, offsets and times, and what ends it. */
+/* An entry of a successful answer: index, error_code, offsets and times, and the bytes that end it. */
 static inline uint32_t kp_offsets_bytes(int version) { return version >= 5 ? 24 : 16; }
 static inline uint32_t kp_end_bytes(int version) { return version >= KP_FLEXIBLE_FROM ? 3 : version == 8 ? 6 : 0; }
 static inline uint32_t kp_result_bytes(int version) { return 6 + kp_offsets_bytes(version) + kp_end_bytes(version); }
@@ -253,7 +254,7 @@ static inline uint32_t kp_answer_bytes(
     return bytes + 4 + (uint32_t)flexible;
 }
 
-/* Whether an answer says success for exactly the chosen entries of the request `frame`, in this order, and nothing
+/* Whether an answer reports success for exactly the chosen entries of the request `frame`, in this order, and nothing
  * else: no throttling, no tagged field. `results` gets the offset of each entry in the answer. */
 static inline int kp_is_success(
     const uint8_t *frame, const kp_request *request, const kp_topic *topics, const kp_entry *entries,
@@ -291,7 +292,7 @@ static inline int kp_is_success(
     return !flexible || answer[offset + 4] == 0;
 }
 
-/* Write all of a successful answer to the whole request but its results; `results` gets the offset of each entry. */
+/* Write a successful answer to the whole request, except its results; `results` gets the offset of each entry. */
 static inline void kp_put_answer(
     const uint8_t *frame, const kp_request *request, const kp_topic *topics, uint8_t *answer, uint32_t size,
     uint32_t *results

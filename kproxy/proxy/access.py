@@ -1,11 +1,11 @@
 """Enforce the rules on the connections of clients: which partitions are refused, and which requests.
 
 `AccessControl` has the rules of this process, `ClientAccess` is one connection's view of them. Its decisions are cached
-with the rules that they were made by, so that new rules count at once; routes of the compiled plain path, which were
-proven under earlier ones, are forgotten at the next look (`has_changed`).
+with the rules that they follow, so that new rules count at once; routes of the compiled plain path, which were proven
+under earlier ones, are forgotten at the next check (`has_changed`).
 
-Each refusal is counted, and logged a few times a minute for each principal. With `dry_run` nothing is refused: what
-would have been is counted and logged.
+Each refusal is counted, and logged a few times a minute for each principal. With `dry_run` refusals are counted and
+logged but not enforced.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class AccessControl:
 
 
 class ClientAccess:
-    """What the client of one connection may do."""
+    """The permissions of one connection's client."""
 
     def __init__(self, control: AccessControl) -> None:
         self._control = control
@@ -92,7 +92,7 @@ class ClientAccess:
         self._looked_at = self._rules
 
     def authenticated(self, principal: Principal) -> None:
-        """The client is `principal` from now on."""
+        """Set the client's principal."""
         self.principal = principal
         self._permissions = self._rules.of(principal)
 
@@ -104,7 +104,7 @@ class ClientAccess:
         return self._permissions
 
     def has_changed(self) -> bool:
-        """Whether there are other rules than at the last look."""
+        """Whether the rules have changed since the last check."""
         rules = self._control.rules
         changed, self._looked_at = rules is not self._looked_at, rules
         return changed
@@ -119,7 +119,7 @@ class ClientAccess:
         return self.allows(operation, Resource.CLUSTER, CLUSTER_NAME)
 
     def permits(self, operation: Operation, resource: Resource, name: str) -> bool:
-        """The same, of something that the client has not asked for by name: nothing is counted."""
+        """The same for something that the client has not asked for by name: nothing is counted."""
         return self._current().allows(operation, resource, name) or not self._control.is_enforced
 
     def may_create(self, topic: str) -> bool:
@@ -157,7 +157,7 @@ class ClientAccess:
         return refused or NOTHING_REFUSED
 
     def refused_writes(self, request: PartitionedRequest) -> Mapping[Entry, int]:
-        """The same of a produce request; without the right to its transactional id all entries are refused."""
+        """The same for a produce request; without the right to its transactional id all entries are refused."""
         header = request.header
         start, end, _ = skip_string(
             request.frame, header.body_offset, len(request.frame), compact=request.flexible, nullable=True
@@ -174,5 +174,5 @@ class ClientAccess:
 
 
 def text(name: bytes) -> str:
-    """A name from the wire; what is no text is like no name of a rule."""
+    """Decode a name from the wire; a name that is not valid text equals no rule's name."""
     return name.decode(errors="replace")

@@ -18,8 +18,8 @@ Invariants
 1. While closed only kproxy.security.sasl reads the client's frames, except for ApiVersions; these are at most
    MOST_FRAME_BYTES long.
 2. At most one step of a mechanism runs, in a task that `close` awaits; meanwhile the client is not read. Where
-   identities are carried on, the task goes on until a broker has judged the client's (kproxy.proxy.client_identity).
-3. Nothing that a client sent is in the log but its user's name and its mechanism.
+   identities are carried on, the task continues until a broker has judged the client's (kproxy.proxy.client_identity).
+3. Of the data that a client sent, the log has only its user's name and its mechanism.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from kproxy_codec.framing import parse_request_header
 
 log = structlog.get_logger(__name__)
 
-# As connection.failed.authentication.delay.ms of Kafka: who guesses passwords waits.
+# As connection.failed.authentication.delay.ms of Kafka: it slows down the guessing of passwords.
 REFUSAL_DELAY_S: Final = 0.1
-# The part of the time to authenticate in which a broker has to judge a client, so that the log can say what was wrong.
+# The part of the time to authenticate in which a broker has to judge a client, so that the log can give the reason.
 JUDGED_WITHIN: Final = 0.9
 
 
@@ -64,7 +64,7 @@ class Guarded(Protocol):
         ...
 
     async def carry(self, step: Step, credential: Credential, within_s: float) -> Step | Refused:
-        """Have a broker judge what the client has presented. Raises NotJudged."""
+        """Have a broker judge the credential that the client has presented. Raises NotJudged."""
         ...
 
     def admit(self, principal: Principal) -> None:
@@ -80,7 +80,7 @@ class Guarded(Protocol):
         ...
 
     def drain(self) -> None:
-        """Close the connection behind the answers that are due."""
+        """Close the connection after the answers that are due."""
         ...
 
 
@@ -93,10 +93,10 @@ class OpenConnections:
 
 
 class Admission:
-    """What a listener asks of its clients: SASL by `servers`, or without these the certificate that TLS asks for.
+    """A listener's requirements for clients: SASL by `servers`, or without these the certificate that TLS asks for.
 
-    `timeout_s` is the time to authenticate, `rules` turn a certificate's name into a principal's. `quotas` return
-    those that were read last; an address has at most `most_of_an_address` connections, 0: any number. The listeners of
+    `timeout_s` is the time to authenticate, `rules` turn a certificate's name into a principal's. `quotas` returns the
+    quotas that were read last; an address has at most `most_of_an_address` connections, 0: any number. The listeners of
     a process share `connections`. `carries`: clients' identities are carried on to brokers.
     """
 
@@ -238,7 +238,7 @@ class Gate:
             self._on_pressure(False)
 
     async def _judged(self, result: Step | Refused) -> Step | Refused:
-        """The outcome of a step, a broker's where the identity is carried on. Raises NotJudged."""
+        """Return the outcome of a step: a broker's where the identity is carried on. Raises NotJudged."""
         credential = self._exchange.credential
         if credential is None or isinstance(result, Refused) or result.principal is None:
             return result
@@ -277,7 +277,7 @@ class Gate:
         self._admission.counters[f"sasl.{outcome}.{self._exchange.mechanism}"] += 1
 
     def look(self, now: float) -> None:
-        """Close the connection of a client that takes too long; ask again where a session has ended."""
+        """Close the connection of a client that takes too long; have it authenticate again if its session has ended."""
         if not self._is_open:
             is_renewal = self._exchange.state is State.AUTHENTICATED
             if now - self._began_at > self._admission.timeout_s and not is_renewal:

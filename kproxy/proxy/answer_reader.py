@@ -1,4 +1,4 @@
-"""Send requests on one broker connection and take their answers: what every request and answer passes.
+"""Send requests on one broker connection and take their answers: the code that each of them passes through.
 
 `kproxy.proxy.broker_connection.Upstream` is the whole connection; its text has the states and invariants.
 
@@ -37,7 +37,7 @@ class Ticket(Protocol):
         ...
 
     def answered(self, frame: memoryview) -> None:
-        """The answer, a whole frame that the ticket now owns."""
+        """Take the answer, a whole frame that the ticket now owns."""
         ...
 
     def lost(self, *, written: bool) -> None:
@@ -78,7 +78,7 @@ class AnswerReader:
         return self._in_flight.next_id()
 
     def forward(self, ticket: Ticket, frame: memoryview) -> None:
-        """Send a whole request as it came, but for its correlation_id. Not to be called when closed."""
+        """Send a whole request as it came, except for its correlation_id. Not to be called when closed."""
         correlation_id = self._in_flight.next_id()
         set_correlation_id(frame, correlation_id)
         if self._outbox is None or not ticket.expects_answer:
@@ -92,7 +92,7 @@ class AnswerReader:
         raise NotImplementedError
 
     def distrust(self, reason: str) -> None:
-        """Close because of what the broker said."""
+        """Close because of the broker's answer."""
         raise NotImplementedError
 
     def _take_in(self, share: Share, nbytes: int) -> None:

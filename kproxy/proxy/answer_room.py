@@ -28,12 +28,12 @@ The next client may finish when all of them are gone.
 
 Invariants
 1. Large answers of each kind hold a quarter of the limit and one answer more, besides those of the one client that
-   finishes. Small answers hold, for each client, HOLD_BACK_BYTES and what it had requested before
+   finishes. Small answers hold, for each client, HOLD_BACK_BYTES and the bytes that it had requested before
    (limits.max_in_flight_bytes).
 2. Requests always have half of the limit: `Budget.limit` is the part that answers leave, and at least half.
 3. No answer waits forever. While one waits, each client that holds room of the same kind must move its bytes, from the
    broker or to the client, at the pace of `Arrival` (kproxy.proxy.memory_budget), or its connection is closed,
-   whatever the cause. Once an answer has waited for LONG_S the higher pace counts. So room becomes free in the end, and
+   whatever the cause. Once an answer has waited for LONG_S the higher pace counts. So room becomes free eventually, and
    the answer that came first or the one that came last gets it, in turn.
 4. The room of an answer is given back once, by the end of its buffer, and by nothing else.
 """
@@ -175,7 +175,7 @@ class AnswerRoom:
             self.wake()
 
     def wake(self) -> None:
-        """Soon give room to waiters that may go on; also to be called from time to time, as clients become proven."""
+        """Schedule room for waiters that may have it; call it also from time to time, as clients become proven."""
         if self._waiting and not self._is_waking:
             self._is_waking = True
             asyncio.get_running_loop().call_soon(self._wake_one)
@@ -227,7 +227,7 @@ class AnswerRoom:
 
 
 class Share:
-    """One client's part of the room. `on_hold_back` is called when its brokers are not to be read, or again to be."""
+    """One client's part of the room. `on_hold_back` is called to stop or resume reading its brokers."""
 
     __slots__ = (
         "_arrival",
@@ -268,7 +268,7 @@ class Share:
 
     @property
     def may_finish(self) -> bool:
-        """Whether it has a part of something, of which it may need the rest."""
+        """Whether it has a part of its answers and may need the rest."""
         return not self._untaken and self._in_rooms[False] + self._in_rooms[True] > 0
 
     def take(self, size: int, source: Waiter) -> bool:

@@ -4,16 +4,16 @@ An API is offered in the versions that the proxy (kproxy.proxy.apis) and all ups
 are asked with ApiVersions (KIP-35): `BrokerVersions`. A request outside of the offered versions closes the connection,
 as in Kafka; only ApiVersions has an error for that (KIP-511).
 
-Some APIs the proxy answers itself where brokers leave them to it (`Api.ends_here`). It then offers its own versions,
+The proxy answers some APIs itself where brokers leave them to it (`Api.ends_here`). It then offers its own versions,
 whatever brokers serve.
 
 Features (KIP-584) are the brokers' common ones, except for transaction.version. From its level 2 on a client leaves out
 AddPartitionsToTxn and uses newer versions of its other requests instead (KIP-890). So level 2 is offered only with
-those versions: a client that is told level 2 and may not send them aborts its transactions.
+those versions: a client that is offered level 2 and may not send them aborts its transactions.
 
 States of a broker of the topology
-  unknown    it has never said what it serves
-  known      it has said so at its present address, and the connection that it said it on is open
+  unknown    it has never reported what it serves
+  known      it has reported it at its present address, and the connection of that report is open
   outdated   its last answer still counts, but the broker may be another version by now: it has left and come back,
              changed its address, or closed that connection (as a broker does that is restarted)
 
@@ -347,7 +347,7 @@ class BrokerVersions:
     def know_batches_again(self) -> bool:
         """Whether all brokers that answer keep producer state.
 
-        Brokers that give out producer ids keep it.
+        Brokers that assign producer ids keep it.
         """
         version = self._topology.version
         if self._know_again is None or self._know_again[0] != version:
@@ -360,7 +360,7 @@ class BrokerVersions:
     def fenced(self) -> bool:
         """Whether all known brokers keep fences, and there are any.
 
-        Call `current` first: this property asks nobody. An unknown broker does not count: it is asked when it is to
+        Call `current` first: this property asks no broker. An unknown broker does not count: it is asked when it is to
         keep a fence for a partition that it leads.
         """
         said = [known for broker in self._topology.brokers if (known := self.has_fences(broker)) is not None]

@@ -3,7 +3,7 @@
 `APIS` has one row for each API key that has a name. Requests are dispatched by it, the answer to ApiVersions names its
 versions (kproxy.proxy.api_versions), and scripts/protocol_support.py writes docs/protocol-support.md from it.
 
-`versions` are those that the proxy itself serves. Clients are offered what the upstream brokers serve as well.
+`versions` are those that the proxy itself serves. Clients are offered those that the upstream brokers serve as well.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             Handling.TRANSACTION_COORDINATOR,
             (0, 5),
             needs=(_WRITE_TRANSACTION,),
-            # Brokers that give out producer ids use them to recognise a batch that is sent again.
+            # Brokers that assign producer ids use them to recognise a batch that is sent again.
             ends_here=lambda common: keys.INIT_PRODUCER_ID not in common,
             note="Any broker answers a request without a transactional id. Where brokers give out no producer ids"
             " (KafScale), it is ended here, with ids from etcd.",

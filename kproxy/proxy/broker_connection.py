@@ -20,7 +20,7 @@ Transitions
                          `close` was called
 
 Invariants
-1. A ticket that expects an answer is told exactly once: `answered` or `lost`.
+1. A ticket that expects an answer gets exactly one call: `answered` or `lost`.
 2. Answers are matched in order and the correlation_id of each is verified. On a mismatch the connection is closed.
 3. `lost(written=False)` is called only for requests that never reached the transport.
 4. A ticket that expects no answer (acks=0) gets `sent` when its last byte has left this process, or `lost` if the
@@ -29,7 +29,7 @@ Invariants
 5. The connection is not read while a large answer waits for room or its client reads too slowly
    (kproxy.proxy.answer_room), and not for the rest of a turn of the event loop in which its client's answers took long.
 
-What every request and answer passes is in `AnswerReader` (kproxy.proxy.answer_reader).
+`AnswerReader` (kproxy.proxy.answer_reader) has the code that every request and answer passes through.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ LOOK_PAUSE_S = 0.005
 
 
 class Oldest(NamedTuple):
-    """What a connection waits for first: an answer, or (None) the kernel to take written bytes."""
+    """The first thing that a connection waits for: an answer, or (None) that the kernel takes written bytes."""
 
     correlation_id: int | None
     written: bool
@@ -77,8 +77,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     """A connection to the broker `owner` at `address`, dialled by `dialler` in its `turn`.
 
     With `dials` false, requests are lost unwritten. `before_open` is called before queued requests are written and may
-    withdraw some. `on_end` is called once the connection has ended and all tickets know, but not by `close`. Large
-    answers wait for room in `share`, if given. `access` None: that of the dialler.
+    withdraw some. `on_end` is called once the connection has ended and all tickets have been called; `close` does not
+    call it. Large answers wait for room in `share`, if given. `access` None: that of the dialler.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._queue: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
         self._queued_bytes = 0
         self._access = access or dialler.access
-        # The session of SASL, and why there is none.
+        # The session of SASL, and the reason why there is none.
         self._session: Session | None = None
         self._failure: Exception | None = None
         self._renewable_at = -inf
-        # Done when the next session begins, or none will; None: nobody waits for that.
+        # Done when the next session begins, or when there will be none; None: nobody waits for that.
         self._next_session: asyncio.Future[None] | None = None
         self._on_pressure = on_pressure
         self._before_open = before_open
@@ -197,7 +197,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         return oldest[1] if oldest else None
 
     def oldest(self) -> Oldest | None:
-        """What the connection waits for first; None for nothing."""
+        """The first thing that the connection waits for; None for nothing."""
         if oldest := self._in_flight.oldest:
             return Oldest(oldest[0], written=True)
         if self._queue:
@@ -225,7 +225,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
                 async with asyncio.timeout(timeout_s) as self._patience:
                     await attempt.connect(self)
         except (OSError, UnicodeError) as error:
-            # The dialler has noted it; TimeoutError is an OSError. What was tried must not be kept with it.
+            # The dialler has noted it; TimeoutError is an OSError. Its traceback would keep the attempt's objects.
             self._failure = error.with_traceback(None)
             self._end()
 
@@ -238,7 +238,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             cast(asyncio.Transport, transport).abort()
             return
         if self._patience is not None:
-            # From here on the dial must not be cancelled: uvloop would close the handle and never say that it is lost.
+            # From here on the dial must not be cancelled: uvloop would close the handle and never report its end.
             self._patience.reschedule(None)
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
@@ -300,7 +300,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         try:
             renewed = await self._access.authenticate(self._exchange, session.authenticate_version)
         except Lost:
-            # Its end is told by itself.
+            # The end of the connection is reported separately.
             return
         except OSError as error:
             self._failure = error.with_traceback(None)
@@ -310,7 +310,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             log.exception("session with a broker not renewed", broker=self.owner, address=str(self.address))
             self.give_up("its session is not renewed")
             return
-        # As after a dial: what was queued may have to be withdrawn.
+        # As after a dial: queued requests may have to be withdrawn.
         self._before_open(self)
         if not self.closed:
             self._outbox, self._kept = self._kept, None
@@ -390,12 +390,12 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._adjust_reading()
 
     def distrust(self, reason: str) -> None:
-        """Close because of what the broker said."""
+        """Close because of the broker's answer."""
         log.warning("broker answer invalid", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
     def give_up(self, reason: str) -> None:
-        """Close because no answer is to be hoped for."""
+        """Close because no answer can be expected."""
         log.warning("broker connection abandoned", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
@@ -447,7 +447,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._renewal.cancel()
         self._queued_bytes = 0
         self._tell_of_session()
-        # One by one: what is not told yet is still under way, and whoever is told may ask for that.
+        # One by one: a ticket that is called may ask for the unanswered ones, which are those not called yet.
         for ticket in self._in_flight.end():
             ticket.lost(written=True)
         self._end_unanswered(by_client=by_client)
@@ -460,7 +460,10 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         return self._renewal is asyncio.current_task()
 
     def _end_unanswered(self, *, by_client: bool) -> None:
-        """What expects no answer and has not left is lost. Of the rest nobody knows, unless the client ends it."""
+        """End requests that expect no answer: those that have not left are lost, the last that left is unconfirmed.
+
+        No request is unconfirmed if the client ends the connection.
+        """
         if self._looks_for_left is not None:
             self._looks_for_left.cancel()
             self._looks_for_left = None
@@ -471,7 +474,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             if last_byte > written_bytes:
                 ticket.lost(written=False)
             elif self._is_stuck:
-                # Some of the first may have left, and of the others too since it was looked at last.
+                # The kernel had not taken all of them at the last check, and may have taken more since.
                 ticket.lost(written=True)
             else:
                 ticket.sent()
@@ -481,9 +484,9 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             last_left.unconfirmed()
 
     async def close(self) -> None:
-        """End the connection: what was written and has no answer (acks=0) leaves this process and reaches the broker.
+        """End the connection; written requests without an answer (acks=0) leave this process and reach the broker.
 
-        What expects an answer is dropped: its client is gone and will send it again itself.
+        Requests that expect an answer are dropped: their client is gone and will send them again itself.
         """
         has_sent_unanswered = bool(self._leaving) or self._last_left is not None
         outbox = self._kept if self._outbox is None else self._outbox
@@ -491,19 +494,19 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._take_no_more()
             outbox.flush()
             # Not closed yet: answers that nobody reads would make the kernel reset the connection, and a reset drops
-            # what is still on its way. The broker closes once it has read everything.
+            # the bytes that are still on their way. The broker closes once it has read everything.
             if not self._transport.can_write_eof():
-                # TLS: the end of its own is sent, and the other side's awaited.
+                # TLS has an end of its own: it is sent, and that of the other side is awaited.
                 self._transport.close()
             elif not self._transport.is_closing():
-                # An OSError: the broker has reset the connection, and the event loop is about to say so.
+                # An OSError: the broker has reset the connection, and the event loop is about to report it.
                 with contextlib.suppress(OSError):
                     self._transport.write_eof()
             await asyncio.wait((self._ended,), timeout=FLUSH_S)
         self._take_no_more()
         self._tell_of_session()
         self._end_unanswered(by_client=True)
-        # Who is not told any more is not kept either: a read that waits here may hold large answers of other brokers.
+        # Drop the tickets that will not be called: a read that waits here may hold large answers of other brokers.
         self._in_flight.clear()
         self._queue.clear()
         if self._transport is not None:
@@ -536,10 +539,10 @@ class Question:
         self.answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
 
     def sent(self) -> None:
-        """Never said: every question has an answer."""
+        """Never called: every question has an answer."""
 
     def unconfirmed(self) -> None:
-        """Never said, for the same reason."""
+        """Never called, for the same reason."""
 
     def answered(self, frame: memoryview) -> None:
         if not self.answer.done():

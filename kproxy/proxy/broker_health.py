@@ -10,8 +10,8 @@ brokers are down.
 | finding | answer |
 | --- | --- |
 | starting or draining | not ready |
-| no broker is known, or none of them answers | not ready: every request would fail; another proxy may fare better |
-| the table is stale | ready, degraded: the last known table serves on |
+| no broker is known, or none of them answers | not ready: every request would fail; another proxy may reach a broker |
+| the table is stale | ready, degraded: the last known table stays in use |
 | some brokers do not answer | ready: their partitions fail wherever a client goes |
 
 `/readyz` makes the proxy ask its brokers, at most once every FRESH_S; without it the proxy sends nothing.
@@ -62,7 +62,7 @@ from kproxy_codec.partitioned import with_length
 
 log = structlog.get_logger(__name__)
 
-# Clusters are smaller than this; what is beyond is not watched, and its requests end at their deadlines.
+# Clusters are smaller than this; further brokers are not watched, and their requests end at their deadlines.
 MAX_WATCHED: Final = 1000
 # The oldest version, which every broker answers (KIP-35) without looking at anything that could make it wait.
 _PROBE_VERSION: Final = 0
@@ -76,7 +76,7 @@ class _Reply(Enum):
 
 
 class _Watched:
-    """`suspected`: a request still waits, said after the latest probe began."""
+    """A broker that is probed. `suspected`: a request still waits, as reported after the latest probe began."""
 
     __slots__ = ("breaker", "connection", "suspected", "task")
 
@@ -88,7 +88,7 @@ class _Watched:
 
 
 class BrokerHealth:
-    """By broker address. `clock` is in seconds."""
+    """The health of brokers by address. `clock` is in seconds."""
 
     def __init__(
         self,
@@ -128,19 +128,19 @@ class BrokerHealth:
 
     @property
     def all_well(self) -> bool:
-        """Whether nothing speaks against any broker."""
+        """Whether no broker is known to be in trouble."""
         return not self._watched and self.dialler.all_up
 
     def is_well(self, address: Address) -> bool:
-        """Whether nothing speaks against the broker there: it does not hang, and the last dial came through."""
+        """Whether the broker there is not known to be in trouble: it does not hang, and the last dial succeeded."""
         return not self.is_open(address) and not self.dialler.is_down(address)
 
     def refuses(self, address: Address) -> bool:
-        """Whether what is sent to the broker there now is lost unwritten, at once: it hangs, or is down."""
+        """Whether a request to the broker there is now lost unwritten, at once: the broker hangs, or is down."""
         return self.is_open(address) or self.dialler.refuses(address)
 
     def suspect(self, owner: int, address: Address) -> None:
-        """A request has been waiting for this broker for SUSPICIOUS_S."""
+        """Suspect a broker for which a request has waited for SUSPICIOUS_S."""
         watched = self._watched.get(address)
         if watched is not None:
             watched.suspected = True
@@ -150,7 +150,7 @@ class BrokerHealth:
 
     @contextmanager
     def wondering(self, owner: int, address: Address) -> Iterator[None]:
-        """Suspect the broker there if what is done within takes SUSPICIOUS_S."""
+        """Suspect the broker there if the body of the context takes SUSPICIOUS_S."""
         timer = asyncio.get_running_loop().call_later(SUSPICIOUS_S, self.suspect, owner, address)
         try:
             yield
@@ -158,9 +158,9 @@ class BrokerHealth:
             timer.cancel()
 
     def is_cut_off(self, upstream: Upstream, waits_s: float) -> bool:
-        """Whether nothing gets through on a connection that has let something wait for so long.
+        """Whether nothing gets through on a connection on which a request has waited for `waits_s`.
 
-        As long as for a probe: it is the same that is lost, and the probe tells nothing of this connection.
+        The time allowed is that of a probe: the same is lost, and the probe shows nothing about this connection.
         """
         patience_s = self._limits.probe_timeout_s
         told = upstream.delivery() if waits_s >= patience_s else None
@@ -173,13 +173,13 @@ class BrokerHealth:
         )
 
     def heard(self, address: Address, since: float) -> None:
-        """The broker has answered a client's request, not earlier than `since`."""
+        """Note that the broker has answered a client's request, not earlier than `since`."""
         watched = self._watched.get(address)
         if watched is not None:
             watched.breaker.heard(since)
 
     async def _watch(self, owner: int, address: Address, watched: _Watched) -> None:
-        """Probe until nobody wonders any more."""
+        """Probe until nobody suspects the broker any more and its breaker is closed."""
         try:
             while watched.suspected or watched.breaker.is_open:
                 watched.suspected = False
@@ -209,7 +209,7 @@ class BrokerHealth:
         self.on_open(address)
 
     async def _probe(self, owner: int, address: Address, watched: _Watched) -> _Reply:
-        """One probe, on the connection of the one before where that was answered."""
+        """Send one probe, on the connection of the last probe if that was answered."""
         if watched.connection is None or watched.connection.closed:
             watched.connection = self._dial(owner, address, watched)
         watched.breaker.asked(self._clock())
@@ -223,7 +223,7 @@ class BrokerHealth:
             turn=Turn.BESIDE,
             arena=self._arena,
             max_answer_bytes=self._limits.max_control_request_bytes,
-            # The probe's own patience is to be over first: a dial that hangs is silence.
+            # The probe's own timeout ends first: a dial that hangs counts as silence.
             connect_timeout_s=watched.breaker.patience_s + 1,
             on_pressure=lambda slow: None,
         )
@@ -235,7 +235,8 @@ class BrokerHealth:
             async with asyncio.timeout(watched.breaker.patience_s):
                 await ask(connection, correlation_id, with_length([request]))
         except TimeoutError:
-            # What a hung host's network lost is repeated ever more slowly; a new connection comes through sooner.
+            # Packets lost in the network of a hung host are repeated ever more slowly; a new connection gets through
+            # sooner.
             await connection.close()
             return _Reply.SILENCE
         except Lost:
@@ -253,7 +254,7 @@ class BrokerHealth:
 
 
 def _may_wait_until(upstream: Upstream) -> float:
-    """The time until which the next answer may be late as requested: a fetch that waits for data."""
+    """The time until which the request itself lets its answer wait: a fetch that waits for data."""
     ticket = upstream.oldest_unanswered()
     return ticket.may_wait_until if ticket is not None else -inf
 
@@ -261,13 +262,13 @@ def _may_wait_until(upstream: Upstream) -> float:
 class Waiting:
     """The waiting requests of one client connection's broker connections, as seen in checks at intervals.
 
-    Requests are not timed: a connection whose next answer is still the same one at look after look lets it wait. Such a
-    connection may be cut off alone, while its broker answers on others: while it waits, its own way is watched.
+    Requests are not timed: a request waits as long as its connection has the same next answer at each check. Such a
+    connection alone may be cut off, while its broker answers on others: its own path is watched while it waits.
     """
 
     def __init__(self, health: BrokerHealth) -> None:
         self._health = health
-        # The next answer of each connection, and since when it has been that.
+        # The next answer of each connection, and the time since when it has been the next.
         self._seen: dict[Upstream, tuple[Oldest, float]] = {}
         self._looked_at = -inf
         # The connections that the kernel watches closely.
@@ -275,11 +276,11 @@ class Waiting:
 
     @property
     def watches(self) -> bool:
-        """Whether there is something to be undone at the next look."""
+        """Whether the next check has something to undo."""
         return bool(self._watched)
 
     def look(self, upstreams: Iterable[Upstream], now: float) -> None:
-        """Suspect the brokers that let something wait; tell of those that have answered since the last look."""
+        """Suspect the brokers that let a request wait; report those that have answered since the last check."""
         seen: dict[Upstream, tuple[Oldest, float]] = {}
         waiting: dict[Upstream, float] = {}
         for upstream in upstreams:
@@ -302,7 +303,7 @@ class Waiting:
             self._watch(waiting)
 
     def _watch(self, waiting: Mapping[Upstream, float]) -> None:
-        """Watch the ways of those that wait, for so long, and no others; give up what nothing gets through on."""
+        """Watch the paths of waiting connections and no others; give up connections on which nothing gets through."""
         for upstream in waiting.keys() - self._watched:
             upstream.watch_path(closely=True)
         for upstream in self._watched - waiting.keys():
@@ -322,7 +323,7 @@ _ANSWER_HEAD = struct.Struct(">ii")
 
 
 class Brokers:
-    """Whether any of `addresses` answers, in `timeout_s` seconds a broker; `clock` in seconds."""
+    """Check whether any of `addresses` answers, in `timeout_s` seconds for each broker; `clock` in seconds."""
 
     def __init__(
         self,
@@ -344,7 +345,7 @@ class Brokers:
         self._problem: str | None = None
 
     async def problem(self) -> str | None:
-        """Why no broker can be used; None where one answers."""
+        """Return the reason why no broker can be used; None where one answers."""
         if self._asking is None:
             if self._clock() < self._fresh_until:
                 return self._problem
@@ -362,7 +363,7 @@ class Brokers:
         if not brokers:
             return "no broker is known"
         self._random.shuffle(brokers)
-        # The one that answered last is enough, as a rule.
+        # The one that answered last is usually enough.
         brokers.sort(key=lambda broker: broker != self._last)
         groups = [brokers[:1], *(brokers[at : at + AT_ONCE] for at in range(1, len(brokers), AT_ONCE))]
         for group in groups:
@@ -385,7 +386,7 @@ class Brokers:
             await asyncio.gather(*asked, return_exceptions=True)
 
     async def _answers(self, broker: int, address: Address) -> tuple[int, Address] | None:
-        """Itself if a broker answers there. Connecting is not enough: a stopped process's kernel does that."""
+        """Return the broker if it answers. Connecting is not enough: a stopped process's kernel does that."""
         reader = asyncio.StreamReader()
         transport: asyncio.Transport | None = None
         deadline = asyncio.get_running_loop().time() + self._timeout_s
@@ -411,7 +412,7 @@ class Brokers:
 
 
 async def readiness(not_ready: str | None, view: TableView, brokers: Brokers) -> Readiness:
-    """The table above; `not_ready` is the listener's own word."""
+    """Apply the table at the top of this module; `not_ready` is the listener's own reason."""
     problem = not_ready or await brokers.problem()
     if problem is not None:
         return Readiness(ready=False, text=problem)

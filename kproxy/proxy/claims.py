@@ -1,17 +1,17 @@
 """Claims at the proxy: Own requests, refused partitions, and fences at the leaders of partitions.
 
-A topic with a writer group is written by the owners of its partitions in that group, and by nobody else: a produce
-request of anybody else gets POLICY_VIOLATION, which no client retries. Readers that are bound to a group exclude each
-other; readers that are bound to none read as ever.
+Only the claimants of its partitions in that group write to a topic with a writer group: a produce request of any other
+client gets POLICY_VIOLATION, which no client retries. Readers that are bound to a group exclude each other; readers
+that are bound to none read as usual.
 
 A leader that knows fences (kproxy_codec.own, BindFences) serves a connection's requests in order: a batch that is sent
 after a binding is checked against its fence. So a claim is bound when it is made, on the connection that its client's
-writes take, and again before the first batch on every other connection to whoever leads by then.
+writes take, and again before the first batch on every other connection to the leader of that time.
 
 Invariants
 1. Nothing of a claimed partition is sent on a connection before a binding of its fence.
 2. A binding that failed counts as none: the next batch is preceded by another.
-3. At most MAX_RELEASES wait; a release that a later claim has made needless is not sent.
+3. At most MAX_RELEASES wait; a release that a later claim has made unnecessary is not sent.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from kproxy_codec.own import (
 from kproxy_codec.partitioned import PartitionedRequest, with_length
 from kproxy_codec.primitives import Buffer
 
-# A proxy that starts waits so long for etcd. Without etcd it serves as well, and grants nothing.
+# The time that a starting proxy waits for etcd. Without etcd it serves as well, and grants nothing.
 ETCD_WAIT_S: Final = 2.0
 # How much of a client's id is shown to people who look at claims.
 MAX_CLIENT_BYTES: Final = 100
@@ -98,7 +98,7 @@ class ClientClaims:
         self._context = context
         self._own = context.own
         self._sever = sever
-        # What it has claimed; None before its first Own request.
+        # Its claims; None before its first Own request.
         self.connection: ClaimingConnection | None = None
         self.binder = FenceBinder(context, connections)
         self._is_claiming = False
@@ -151,8 +151,8 @@ class ClientClaims:
         """Return the refused entries of a fetch request, with error codes, and the callback for its answer.
 
         If another connection claims a partition while it is read, the client does not get the answer: the connection
-        ends instead. If this connection claims meanwhile, the answer waits for that; the answer to the claim comes
-        behind it in any case.
+        ends instead. If this connection claims meanwhile, the answer waits for that; the answer to the claim follows it
+        in any case.
         """
         own, connection = self._own, self.connection
         if own is None or connection is None or connection.group is None:
@@ -240,7 +240,7 @@ class _BindingTicket:
         _record(self._upstream, self._bindings, _codes(self._upstream, frame))
 
     def lost(self, *, written: bool) -> None:
-        """Do nothing: what was bound on the connection is lost with it."""
+        """Do nothing: the bindings of the connection are lost with it."""
 
 
 def _codes(upstream: Upstream, frame: memoryview) -> dict[Partition, int]:
@@ -252,7 +252,7 @@ def _codes(upstream: Upstream, frame: memoryview) -> dict[Partition, int]:
 
 
 def _record(upstream: Upstream, bindings: Iterable[FenceBinding], codes: dict[Partition, int]) -> None:
-    """Record in `upstream.fences` what is bound on the connection."""
+    """Record in `upstream.fences` the fences that are bound on the connection."""
     for binding in bindings:
         partition = binding.topic.encode(), binding.partition_index
         if codes.get(binding[:2]) != NONE or binding.is_released:
@@ -401,7 +401,7 @@ async def open_own(
 ) -> AsyncIterator[OwnService | None]:
     """Run the Own API where there is an etcd. Use `attach` before clients are served.
 
-    Raises StartupError for errors that waiting does not mend.
+    Raises StartupError for errors that waiting does not resolve.
     """
     if not config.etcd:
         yield None

@@ -1,9 +1,9 @@
-"""Carry one client's identity on: its broker connections authenticate with what the client itself has presented.
+"""Carry one client's identity on: its broker connections authenticate with the credential that it has presented.
 
 The gate (kproxy.proxy.admission) presents each credential before it answers the client: one broker has to take it, on
-the connection that the client's control requests use. That broker's words and lifetime of the session are the client's.
+the connection that the client's control requests use. The client gets that broker's message and session lifetime.
 Further connections authenticate as they are dialled, and open ones renew their sessions with the new credential, all by
-kproxy.security.broker_access. Nobody else's connections have the identity, and no answer that it got is shared.
+kproxy.security.broker_access. No other client's connections have the identity, and no answer that it got is shared.
 
 States
   empty       nothing was presented
@@ -18,10 +18,10 @@ Transitions
   any -> gone                    `forget`
 
 Invariants
-1. The latest credential alone is kept, and none once the client is gone. Nothing else refers to it but what
-   authenticates with it.
+1. The latest credential alone is kept, and none once the client is gone. Nothing else refers to it except the code
+   that authenticates with it.
 2. A broker's refusal while the credential is presented is the client's answer; any later one ends the client's
-   connection, so that the client authenticates again and is told.
+   connection, so that the client authenticates again and gets the refusal.
 3. A broker that hangs, closes or answers nonsense has judged nothing: the next one is asked, within the time that the
    client has.
 """
@@ -44,7 +44,7 @@ class NotJudged(Exception):
 class ClientIdentity:
     """The identity of one client. `access`: that of the process.
 
-    `authenticate` has one broker take the present credential, and raises IdentityRefused with that broker's words, or
+    `authenticate` has one broker take the present credential, and raises IdentityRefused with that broker's message, or
     NotJudged. `upstreams` are all connections of the client to brokers. `on_refused` gets refusals by invariant 2.
     """
 
@@ -81,11 +81,11 @@ class ClientIdentity:
         return step._replace(lifetime_s=session.lifetime_s or None)
 
     def refused(self, error: IdentityRefused) -> None:
-        """Take note that a broker has not taken the identity."""
+        """Note that a broker has not taken the identity."""
         if self._is_accepted and error.to_client is not None:
             self._on_refused(error)
 
     def forget(self) -> None:
-        """The client's broker connections are closed."""
+        """Forget the credential: the client's broker connections are closed."""
         self.credential = None
         self._is_accepted = False

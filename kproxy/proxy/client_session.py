@@ -97,7 +97,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             on_forbidden=lambda: self.sever("what it was reading was claimed by another"),
         )
         self._takes_backlog = False
-        # The number of partitions of the first of them, if that is what it waits for.
+        # The number of partitions of the backlog's first request, if it waits for room for them.
         self._wanted_partitions = 0
         # Whether other connections have their turn of the event loop before more is begun.
         self._rests = False
@@ -106,7 +106,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._arrival = Arrival()
         self._share = Share(context.answer_room, lambda holds: self._connections.hold_back(holds))
         admission = self._reception.admission
-        # With which its broker connections authenticate; None: with the proxy's.
+        # The identity that its broker connections authenticate with; None: the proxy's.
         self._identity: ClientIdentity | None = None
         if admission is not None and admission.carries:
             self._identity = ClientIdentity(
@@ -127,11 +127,11 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._broker_pressure = 0
         self._client_pressure = False
         self._draining = False
-        # When a connection that drains by itself is closed at the latest.
+        # The time by which a connection that drains by itself is closed.
         self._drained_by = inf
         self._gone = asyncio.get_running_loop().create_future()
         claims = ClientClaims(context, self._connections, self.sever)
-        # What the client may do; None: anything. Connections from within the process are not asked.
+        # The client's permissions; None: all. Connections from within the process are not checked.
         self._access = context.access.client() if context.access is not None and admission is not None else None
         may_write = self._access.may_write if self._access is not None else None
         self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable, may_write)
@@ -201,7 +201,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._fanout.acks.principal = str(principal)
 
     async def carry(self, step: Step, credential: Credential, within_s: float) -> Step | Refused:
-        """Have a broker judge what the client has presented. Raises NotJudged."""
+        """Have a broker judge the credential that the client has presented. Raises NotJudged."""
         if self._identity is None:
             return step
         return await self._identity.carry(step, credential, within_s)
@@ -376,7 +376,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def read_on(self) -> None:
-        """Read on: the budget has room again, or this session may pass."""
+        """Resume reading: the budget has room again, or this session may pass."""
         self._is_let_go = True
         self.adjust_reading()
         if not self._reading:
@@ -391,7 +391,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._control.give_up_broker(address)
 
     def _undeliverable(self, topic: bytes, error_code: int) -> None:
-        """Count a lost acks=0 part and, as Kafka does, close the connection so that the client learns of it."""
+        """Count a lost acks=0 part and, as Kafka does, close the connection so that the client notices it."""
         self._context.counters["acks0.undeliverable"] += 1
         name = self._context.topology.name_of(topic) or topic
         self._tally.drop(name, error_code)
@@ -426,7 +426,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
     def expire(self, now: float, *, is_late: bool = False) -> None:
         """Answer requests at their deadline, and judge the connection's pace.
 
-        It suspects slow brokers, and closes the connection if a request arrives too slowly or answers stand still.
+        It suspects slow brokers, and closes the connection if a request arrives too slowly or answers do not move.
 
         `is_late`: this process has not run for a while. Bytes that came meanwhile wait in the kernel and are not judged
         yet.
@@ -461,7 +461,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self.refuse(Unanswerable(f"a request arrives too slowly: {arrived} bytes of it by now"))
 
     def _judge_taking(self, now: float) -> None:
-        """Close if answers stand still in memory that others wait for."""
+        """Close if answers do not move and others wait for their memory."""
         outbox = self._answers.outbox
         if outbox is None or self._transport is None or not self._share.is_stuck(now, outbox.taken_bytes):
             return
@@ -556,7 +556,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._on_closed(self)
 
     def _half_close(self, transport: asyncio.Transport) -> bool:
-        """Send end-of-file and read on until the client closes; return whether that was possible."""
+        """Send end-of-file and keep reading until the client closes; return whether that was possible."""
         if transport.is_closing() or not transport.can_write_eof():
             return False
         try:
@@ -568,7 +568,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         return True
 
     def _let_go(self) -> None:
-        """Release everything except requests with acks=0, which live on until they are settled."""
+        """Release everything except requests with acks=0, which are kept until they are settled."""
         self._budget.arriving -= self._arriving_bytes
         held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog) + self._answers.let_go()
         self._arriving_bytes = 0
@@ -576,7 +576,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._budget.leave(self)
 
     async def _count_lost(self) -> None:
-        """Count acks=0 batches in the backlog as lost: they are not begun, but their client takes them for sent."""
+        """Count acks=0 batches in the backlog as lost: they are not begun, but their client assumes they are sent."""
         began = self._clock()
         while self._backlog:
             frame, _ = self._backlog.popleft()

@@ -110,7 +110,7 @@ class Connections:
         return sum(not upstream.closed for upstream in self.by_broker.values())
 
     async def close(self) -> None:
-        """End them all; what was written with acks=0 still reaches the brokers."""
+        """End them all; requests written with acks=0 still reach the brokers."""
         await asyncio.gather(*(upstream.close() for upstream in self.by_broker.values()))
 
 

@@ -77,7 +77,7 @@ class ProxyContext:
     has_sasl: bool = False
     # The quotas that were read last; None: clients have none.
     quotas: Callable[[], Quotas] | None = None
-    # What clients may do; None: anything.
+    # The permissions of clients; None: all.
     access: AccessControl | None = None
     # Acknowledgements are noted here; None: they are not.
     trail: Trail | None = None
@@ -116,7 +116,7 @@ class ProxyContext:
 
 
 class Claims(Protocol):
-    """What one client has claimed."""
+    """The claims of one client."""
 
     @property
     def connection(self) -> ClaimingConnection | None:

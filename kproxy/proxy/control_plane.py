@@ -15,9 +15,9 @@ that one broker may have carried out, is given up: the client's connection is cl
 
 Where brokers leave it to the proxy (`Api.ends_here`), it also answers
 - FindCoordinator for a group: with this proxy, which knows the group's coordinator from its lease when it is asked.
-- InitProducerId without a transactional id: with a producer id that no other proxy and no broker gives out, and epoch
-  0. Brokers do not look at it. An idempotent producer works before them, and nothing is deduplicated. If etcd gives no
-  id in time, the answer is COORDINATOR_NOT_AVAILABLE, after which clients ask again.
+- InitProducerId without a transactional id: with a producer id that no other proxy and no broker assigns, and epoch 0.
+  Brokers ignore it. An idempotent producer works with them, and nothing is deduplicated. If etcd gives no id in time,
+  the answer is COORDINATOR_NOT_AVAILABLE, after which clients ask again.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class Client(Protocol):
 class ControlRequests:
     """Run the control requests of `client`.
 
-    Its Own requests go to `claims`, its SASL requests to `gate`, and it is told the proxies of `fleet`. `access` None:
-    it may do anything. Its requests to brokers go there by `to_brokers`, with its own identity if that is given.
+    Its Own requests go to `claims`, its SASL requests to `gate`, and answers name the proxies of `fleet`. `access`
+    None: it may do anything. Its requests go to brokers by `to_brokers`, with its own identity if that is given.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class ControlRequests:
 
     async def _own(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         """Answer a claim. Raises CodecError, Unanswerable."""
-        # It is a part of every claim, and a client may choose any id.
+        # The client's id is a part of every claim, and a client may choose any id.
         called = (client_id(frame) or b"")[:MAX_CLIENT_BYTES].decode(errors="replace")
         try:
             if self._access is not None:
@@ -224,7 +224,7 @@ class ControlRequests:
         return self._plane.upstream_count
 
     def end(self) -> None:
-        """Free what the client had claimed; it is gone."""
+        """Free the client's claims: it is gone."""
         self._claims.end()
 
     async def close(self) -> None:

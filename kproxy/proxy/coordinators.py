@@ -1,17 +1,17 @@
 """Find the coordinators of groups and transactions, and send to them.
 
-Clients are told that proxies coordinate everything (kproxy.proxy.virtual_brokers). `Coordinators` remembers the real
-coordinators from brokers' answers to FindCoordinator. Clients ask it before anything else, and again after
-NOT_COORDINATOR, so a client's own request corrects what is remembered.
+Answers to clients name proxies as coordinators of everything (kproxy.proxy.virtual_brokers). `Coordinators` remembers
+the real coordinators from brokers' answers to FindCoordinator. Clients send it before anything else, and again after
+NOT_COORDINATOR, so a client's own request corrects an outdated entry.
 
-KafScale's brokers each answer that they are the coordinator themselves. There a lease in etcd names a group's
+Each of KafScale's brokers answers that it is the coordinator itself. With them a lease in etcd names a group's
 coordinator: `LeasedCoordinators`. A group without a lease is coordinated by the broker that is asked first, which takes
 the lease; every proxy asks the same one first.
 
 `CoordinatorRequests` sends a client's request once, to the known coordinator; where none is known (another connection
-asked, long ago) the proxy asks first. The client acts on the result, as in Kafka: a broker's error code is handed on,
+asked, long ago) the proxy asks first. The client acts on the result, as in Kafka: a broker's error code is passed on,
 and a lost connection becomes NOT_COORDINATOR, after which clients look for the coordinator again and repeat the
-request. Where brokers keep no transactions, a transactional producer is told so at once, with a code that it takes as
+request. Where brokers keep no transactions, a transactional producer is refused at once, with a code that it takes as
 final.
 
 Invariants
@@ -78,9 +78,9 @@ _FETCH_EPOCH_FROM: Final = 5
 
 
 class Coordinators:
-    """Remember the brokers that were last said to coordinate keys.
+    """Remember the brokers that were last reported as coordinators of keys.
 
-    Those not used for longest are forgotten first.
+    The least recently used are forgotten first.
     """
 
     are_leased = False
@@ -153,7 +153,7 @@ class LeasedCoordinators:
         return preferred(key.encode(errors="surrogateescape"), takers or self._topology.takers)
 
     def refused(self, key_type: int, key: str, broker_id: int) -> None:
-        """Note that a broker says that it does not coordinate a group."""
+        """Note that a broker reports that it does not coordinate a group."""
         if key_type != GROUP or self._leases.holder(key) is not None or len(key) > MAX_KEY_LENGTH:
             return
         self._refused_by[key] = self._refused_by.pop(key, frozenset()) | {broker_id}
@@ -161,7 +161,7 @@ class LeasedCoordinators:
             del self._refused_by[next(iter(self._refused_by))]
 
     def forget(self, key_type: int, key: str) -> None:
-        """Do nothing: the lease says who coordinates a group."""
+        """Do nothing: the lease names the coordinator of a group."""
 
     def take(self, key_type: int, found: Found) -> None:
         """Do nothing: brokers' answers do not count."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 RESERVED_PART = 8
 # A client counts as new for this time at least, and for twice this time at most, in seconds.
 NEW_S = 5.0
-# A client's connections: those to brokers for records, of which few clients need more, and one for all else.
+# A client's connections: those to brokers for records, of which few clients need more, and one for everything else.
 MOST_BROKERS = 3
 CONTROL = 1
 

@@ -14,8 +14,8 @@ Invariants
    meanwhile wait for it: if it fails they fail too, and if it succeeds they dial for themselves.
 2. A connection that is wanted during the pause after a failure fails at once: nothing is written.
 3. A dial that is given up (its client has gone) shows nothing about the broker. The next one that waits for it dials.
-4. A lack of resources in this process shows nothing about the broker either. Nor does what comes of a client's
-   identity: a dial that gets that far is a success, and nobody waits for it any more.
+4. A lack of resources in this process shows nothing about the broker either. The same holds for the result of a
+   client's identity: a dial that gets that far is a success, and nobody waits for it any more.
 5. At most MAX_DOWN addresses are remembered; those that failed first are forgotten first.
 """
 
@@ -203,7 +203,7 @@ class Attempt:
             self._under_way = None
 
     def _reached(self) -> None:
-        """The broker is there; what follows is about a client alone."""
+        """Note that the broker is there; everything later is about a client alone."""
         self._dials = False
         self._dialler.succeeded(self._owner, self._address)
         self._end_turn()

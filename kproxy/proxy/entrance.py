@@ -1,8 +1,8 @@
-"""Let clients in by a listener with TLS or the PROXY protocol: all that comes before Kafka's protocol.
+"""Let clients in by a listener with TLS or the PROXY protocol: everything before Kafka's protocol.
 
 States of a connection
   accepted     it is admitted, and the PROXY protocol's header is awaited, if the listener asks for it
-  recognised   its first byte is looked at, and left in the socket: a client without TLS is told apart
+  recognised   its first byte is read, and left in the socket: it shows a client without TLS
   handshake    the event loop's TLS runs
   inside       a client session has it
   refused      it is closed
@@ -16,10 +16,10 @@ Transitions
                            more than `max_half_open` that are not inside; the listener closes
 
 Invariants
-1. Nothing is read of what follows the PROXY protocol's header: it is consumed to the byte, and the first byte behind it
-   is only looked at. The event loop's TLS begins with an untouched socket.
+1. Exactly the PROXY protocol's header is consumed, and the first byte after it is left in the socket. The event loop's
+   TLS begins with an untouched socket.
 2. At most `max_half_open` connections are not inside, each for at most HANDSHAKE_S. Where there are more, the oldest is
-   refused: a client that goes about it finishes within a few round trips, so it is not the oldest.
+   refused: an ordinary client finishes within a few round trips, so it is not the oldest.
 3. Each connection that is not inside is one task, which owns its socket until the event loop has it.
 """
 
@@ -53,26 +53,26 @@ from kproxy_codec.foreign import ANSWER_TO_HTTP, foreign_protocol
 
 log = structlog.get_logger(__name__)
 
-# To finish the header and the handshake, in seconds; semantics: as long as a client may take to authenticate.
+# To finish the header and the handshake, in seconds; this is as long as a client may take to authenticate.
 HANDSHAKE_S: Final = 10.0
-# To say goodbye in TLS, in seconds.
+# To end TLS, in seconds.
 SHUTDOWN_S: Final = 5.0
-# For a client that is not let in to read why, in seconds.
+# For a refused client to read the reason, in seconds.
 LINGER_S: Final = 2.0
 # After an error of accept, in seconds: there is no descriptor left.
 PAUSE_S: Final = 0.1
 _TLS_HANDSHAKE: Final = 0x16
 _FIRST_BYTES: Final = 4
 _DISCARD_BYTES: Final = 64 << 10
-# Of a failure by itself, for at most so many lines a minute.
+# The most lines in the log a minute for each kind of failure.
 _MOST_A_MINUTE: Final = 5
 
 
 class _Handshake:
-    """What is to be known of a handshake that fails.
+    """The data of a handshake that are needed if it fails.
 
-    `server_name` is what the client asks for, `outgoing` what TLS wants to be sent; `spare` is a descriptor of the
-    connection that stays open when the event loop closes its own.
+    `server_name` is the name that the client asks for, `outgoing` has the bytes that TLS wants to send; `spare` is a
+    descriptor of the connection that stays open when the event loop closes its own.
     """
 
     __slots__ = ("outgoing", "server_name", "spare")
@@ -83,7 +83,7 @@ class _Handshake:
         self.spare = spare
 
     def send_alert(self) -> None:
-        """Send the client the reason: event loops drop what TLS has left to say (python/cpython#98078)."""
+        """Send the client the reason: event loops drop the last bytes that TLS wants to send (python/cpython#98078)."""
         if self.outgoing is not None:
             with contextlib.suppress(OSError):
                 self.spare.send(self.outgoing.read())
@@ -125,7 +125,7 @@ _Context.sslobject_class = _Object
 
 
 def load_for_entrance(options: ListenerTls) -> Loaded:
-    """A listener's context that tells `_Handshake` what it needs. Raises StartupError."""
+    """Load a listener's context that fills in the `_Handshake`. Raises StartupError."""
     loaded = load_listener_tls(options, _Context)
     certificate = loaded.certificate
 
@@ -144,8 +144,8 @@ def load_for_entrance(options: ListenerTls) -> Loaded:
 class Entrance:
     """One listener.
 
-    `refuses` tells, and logs, whether one more connection is not admitted. `session` makes the session of a connection
-    that is inside, or returns None if there are too many; `welcome` takes it once it is connected.
+    `refuses` returns, and logs, whether one more connection is not admitted. `session` makes the session of a
+    connection that is inside, or returns None if there are too many; `welcome` takes it once it is connected.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Entrance:
 
     @property
     def name(self) -> str:
-        """The listener's."""
+        """The listener's name."""
         return self._config.name
 
     @property
@@ -187,18 +187,18 @@ class Entrance:
 
     @property
     def descriptor(self) -> int:
-        """One that is open, while it accepts."""
+        """An open descriptor, while the listener accepts connections."""
         return self._sockets[0].fileno()
 
     @property
     def half_open(self) -> int:
-        """How many connections are not inside yet."""
+        """The number of connections that are not inside yet."""
         return len(self._half_open)
 
     def open(self, bound: asyncio.Server, fleet: Fleet, admission: Admission | None = None) -> None:
         """Accept connections on the sockets of `bound`, which is closed.
 
-        Clients are told the proxies of `fleet`, and asked what `admission` says.
+        Answers to clients name the proxies of `fleet`; clients authenticate as `admission` asks.
 
         Raises StartupError.
         """
@@ -220,7 +220,7 @@ class Entrance:
             self._accepting.append(asyncio.get_running_loop().create_task(self._accept(listening)))
 
     async def close(self) -> None:
-        """Accept no more, and refuse what is not inside."""
+        """Accept no more connections, and refuse those that are not inside."""
         for task in self._accepting:
             await cancel(task)
         for task in list(self._half_open):
@@ -286,7 +286,7 @@ class Entrance:
         except Exception:  # the boundary: an error with one connection must not end the listener
             log.exception("client connection not let in", client=peer)
         finally:
-            # Nothing, where the event loop has taken the descriptor out of it.
+            # This does nothing where the event loop has taken the descriptor.
             connection.close()
 
     async def _shake_hands(self, connection: socket.socket, reception: Reception, loaded: Loaded, peer: str) -> None:
@@ -305,7 +305,7 @@ class Entrance:
                     await _let_read(spare)
 
     async def _enter(self, connection: socket.socket, reception: Reception, context: ssl.SSLContext | None) -> None:
-        """Make it a session's. Raises OSError."""
+        """Give the connection to a session. Raises OSError."""
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threshold = _Threshold(lambda: self._session(reception))
@@ -359,7 +359,7 @@ class Entrance:
 
 
 class _Threshold(asyncio.BufferedProtocol):
-    """Stands for a session until the handshake is finished: there is none before that."""
+    """The placeholder of a session until the handshake is finished."""
 
     def __init__(self, make: Callable[[], ClientSession | None]) -> None:
         self._make = make
@@ -392,7 +392,7 @@ async def _read_header(connection: socket.socket) -> Source | None:
 
 
 async def _peek(connection: socket.socket, most: int) -> bytes:
-    """Its first bytes, at least one, which stay unread. Raises OSError, EOFError."""
+    """Return the connection's first bytes, at least one, which stay unread. Raises OSError, EOFError."""
     loop = asyncio.get_running_loop()
     while True:
         try:

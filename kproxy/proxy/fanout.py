@@ -8,7 +8,8 @@ Invariants
 1. If the topology has changed, that is the next event.
 2. Claims are checked to be live when something is written and again when a dial completes: no past event guarantees it.
    The fences of a batch, which the core names with it, are bound before it where its connection has not bound them.
-3. After an answer that took longer than TURN_S, none of the client's is read in the same turn of the event loop.
+3. After an answer that took longer than TURN_S, no other answer for the client is read in the same turn of the event
+   loop.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from kproxy_codec.partitioned import PartitionedRequest
 class FanoutShell:
     """Runs the core of one client connection on `connections`.
 
-    `claims` is what the client has claimed. `on_undeliverable` gets lost acks=0 parts.
+    `claims` has the client's claims. `on_undeliverable` gets lost acks=0 parts.
     """
 
     def __init__(

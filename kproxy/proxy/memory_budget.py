@@ -1,10 +1,10 @@
 """Bound the bytes of requests that one process holds, by not reading; cut off frames that arrive too slowly.
 
-`limit` is what brokers' answers leave of `total` (kproxy.proxy.answer_room), at least half of it.
+`limit` is the part of `total` that brokers' answers leave (kproxy.proxy.answer_room), at least half of it.
 
 Counted are the buffers of frames that are arriving, whole frames that wait to be begun, and requests that are not
-answered yet. The sum is one integer that sessions add to. While it is at its limit, sessions read nothing but what they
-have begun to read in that moment (LAST_READ_BYTES).
+answered yet. The sum is one integer that sessions add to. While it is at its limit, sessions only finish the reads that
+have begun at that moment (LAST_READ_BYTES).
 
 States of a session
   free      it may read
@@ -14,8 +14,8 @@ States of a session
 Transitions
   free    -> waiting   `wait`: it finds the limit reached
   waiting -> free      there is room again; sessions are released one by one, the longest waiting first
-  waiting -> passing   there is no room, arriving frames hold most of it, and no session passes: the first session that
-                       is amid a frame does
+  waiting -> passing   there is no room, arriving frames hold most of it, and no session passes: the first session with
+                       a partial frame does
   passing -> free      `leave`; or in PASS_S little arrived and less than half more than the limit is held: the next one
                        passes, and this one, which is still read, waits again with its next bytes
   any     -> free      `leave`: the session ends
@@ -23,12 +23,12 @@ Transitions
 Invariants
 1. At most one session passes, and only while whole requests hold less than half of the limit. Otherwise partial frames
    could fill the budget and block every reader.
-2. The sum exceeds the limit by no more than half of it, one frame, and what sessions have begun to read in that moment.
-3. Every waiting session is released in the end: requests end at their deadline, and a frame that arrives too slowly
+2. The sum exceeds the limit by no more than half of it, one frame, and the reads that have begun at that moment.
+3. Every waiting session is eventually released: requests end at their deadline, and a frame that arrives too slowly
    while others wait is cut off (`Arrival`).
 
-`Arrival` judges whole windows of time in which the session read all along; where it did not, for back-pressure of any
-kind, a new window begins. An idle connection, which is amid no frame, is never judged.
+`Arrival` judges whole windows of time in which the session read without a pause. After back-pressure of any kind a new
+window begins. An idle connection, which has no partial frame, is never judged.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Waiter(Protocol):
         ...
 
     def read_on(self) -> None:
-        """Read on: there is room, or the session passes. Then `leave` or `wait` again."""
+        """Resume reading: there is room, or the session passes. Then `leave` or `wait` again."""
         ...
 
 
@@ -72,7 +72,7 @@ class HeldBytes:
     held: int
     arriving: int
     limit: int
-    # In the order of their coming.
+    # In the order of arrival.
     waiting: OrderedDict[Waiter, None]
     passing: Waiter | None
 
@@ -115,7 +115,7 @@ class Budget(HeldBytes):
         self.wake()
 
     def leave(self, waiter: Waiter) -> None:
-        """Forget a session that has ended, is amid no frame any more, or finds room."""
+        """Forget a session that has ended, has no partial frame any more, or finds room."""
         self.waiting.pop(waiter, None)
         if self.passing is waiter:
             self._end_pass()
@@ -123,13 +123,13 @@ class Budget(HeldBytes):
             self.wake()
 
     def wake(self) -> None:
-        """Soon release sessions that may go on; call it when less is held than before and a session waits."""
+        """Schedule the release of sessions that may read; call it when less is held and a session waits."""
         if not self._is_waking:
             self._is_waking = True
             asyncio.get_running_loop().call_soon(self._wake_one)
 
     def _wake_one(self) -> None:
-        """Release one session; what it reads counts before the next is released."""
+        """Release one session; the bytes that it reads count before the next is released."""
         self._is_waking = False
         if self.held < self.limit:
             waiter = next(iter(self.waiting), None)

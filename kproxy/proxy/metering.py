@@ -1,9 +1,9 @@
-"""Meter what a client uses, and make it wait by not reading.
+"""Meter a client's use, and make it wait by not reading.
 
 A `Meter` stands where the compiled plain path of a session is and hands each request on to it, after it has charged
 the client's account. A request that exceeds a quota is served, as in Kafka: its answer says how long the client is
 throttled (throttle_time_ms, in answers to Produce, Fetch and ListOffsets), and the client is not read meanwhile. A
-session whose client no quota fits has no meter.
+session has no meter if no quota applies to its client.
 
 Bytes produced are those of whole Produce requests. Bytes fetched are all that was sent to the client since its last
 request.
@@ -44,12 +44,12 @@ class Metered(Protocol):
     def plain_path(self) -> Taker | None: ...
 
     def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
-        """Begin a request whose answer tells how long its client is throttled. Raises CodecError."""
+        """Begin a request whose answer states how long its client is throttled. Raises CodecError."""
         ...
 
 
 class _Charging:
-    """What each request of a meter passes. `quotas` returns those that were read last."""
+    """What each request of a meter passes. `quotas` returns the quotas that were read last."""
 
     def __init__(self, quotas: Callable[[], Quotas], session: Metered, clock: Callable[[], float]) -> None:
         self._quotas = quotas
@@ -153,7 +153,7 @@ def _api_key(frame: memoryview) -> int:
 
 
 class ThrottledSlot(Slot):
-    """The place of an answer that tells how long its client is throttled."""
+    """The place of an answer that states how long its client is throttled."""
 
     __slots__ = ("api_key", "api_version", "throttle_ms")
 

@@ -11,7 +11,7 @@ States of a number
 Transitions
   unknown -> in use    `to`
   in use  -> ending    the upstream ends: `lost` for each piece, `leave_unconfirmed` for acks=0 batches in doubt
-  ending  -> unknown   `take`, in the event that tells the core
+  ending  -> unknown   `take`, in the event that reports the end to the core
 
 Invariants
 1. A piece that could not be sent any more is lost with its connection, in that connection's event.
@@ -87,7 +87,7 @@ class PieceTicket:
 
 
 class NumberedConnections:
-    """The numbered ones of `connections`; `on` gets what happens to pieces."""
+    """The numbered ones of `connections`; `on` gets the events of pieces."""
 
     def __init__(self, connections: Connections, topology: Topology, on: Tickets) -> None:
         self._connections = connections
@@ -146,7 +146,7 @@ class NumberedConnections:
         for upstream in self.upstreams.values():
             upstream.replace(tickets)
 
-    # What waits
+    # Waiting pieces
 
     def oldest_pieces(self) -> dict[int, int]:
         """By number, the piece whose answer comes next."""

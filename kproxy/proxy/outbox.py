@@ -64,7 +64,7 @@ class Flushes:
                 outbox.is_waiting = False
                 outbox.flush()
         finally:
-            # One of them has failed; it must not cost the others their turn.
+            # One of them has failed; the others keep their turn.
             for outbox in waiting:
                 self.add(loop, outbox)
 
@@ -169,7 +169,7 @@ class PacedOutbox(Outbox):
             self._share.leave_untaken(0)
 
     def flush(self) -> None:
-        """Hand to the transport what it takes."""
+        """Hand as much to the transport as it takes."""
         if not self._is_paused:
             if self._bytes <= FLUSH_BYTES:
                 super().flush()

@@ -1,4 +1,4 @@
-"""How a client came in: by which listener, from where, and what is asked of it."""
+"""Describe how a client connected: its listener, its address, and how it has to authenticate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kproxy.security.proxy_protocol import Source
 class Reception:
     """`fleet`: the proxies as clients of this listener reach them.
 
-    `source`: the client's address as a load balancer tells it; None: that of the connection.
+    `source`: the client's address as a load balancer reports it; None: that of the connection.
     `admission` None: the client needs no proof of who it is.
     """
 

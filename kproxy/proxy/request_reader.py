@@ -1,4 +1,4 @@
-"""Read the requests of one client and begin them: what every request passes.
+"""Read the requests of one client and begin them: the code that every request passes through.
 
 `kproxy.proxy.client_session.ClientSession` is the whole session; its text has the states and invariants.
 
@@ -120,7 +120,7 @@ class RequestReader:
         return self._reader.pending_bytes
 
     def read_on(self) -> None:
-        """Read on: the budget has room again, or this session may pass."""
+        """Resume reading: the budget has room again, or this session may pass."""
         raise NotImplementedError
 
     def refuse(self, error: Exception) -> None:

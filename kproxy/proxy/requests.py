@@ -1,7 +1,8 @@
 """Check the Produce, Fetch and ListOffsets requests of one client connection, and begin them.
 
-A request that names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST. What may be sent goes the
-plain path (kproxy.proxy.plain_path) if all its routes are proven, and else to the core (kproxy.proxy.fanout).
+A request that names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST. A request that may be sent
+takes the plain path (kproxy.proxy.plain_path) if all its routes are proven; otherwise the core gets it
+(kproxy.proxy.fanout).
 
 Invariant: open requests have at most MAX_OPEN_PARTITIONS partitions together, or as many as a single request has. So an
 event, such as the end of a broker's connection, concerns no more, and its duration is bounded. Requests for one
@@ -13,7 +14,7 @@ when sent, by closing the connection as Kafka does. acks other than -1, 0 and 1 
 The deadline of a produce request counts from its first byte: a request that is past it when its last byte arrives is
 not sent. For a client that waits for no answer (acks=0) it counts from the last byte, as such a client has no timer.
 
-acks=0 has no answer. With `confirm_acks0` brokers are asked for acks=1 all the same and their answers end here. So the
+acks=0 has no answer. With `confirm_acks0` brokers are still asked for acks=1, and their answers end here. So the
 proxy knows which batches were refused, sends them to the new owner, keeps their order, and counts losses exactly. For
 topics with a writer group this is always so.
 
@@ -65,7 +66,7 @@ class NoRoom(Exception):
 
 
 class DataRequests:
-    """Begins requests of one client connection, which has claimed `claims`; `access` None: it may do anything.
+    """Begins requests of one client connection, which has `claims`; `access` None: it may do anything.
 
     Each method serves one request whose first byte came at `now`. It returns the bytes that the answer may have beyond
     the request's own size, or None if it has no answer (acks=0). It raises CodecError, and NoRoom if the request has to
@@ -117,7 +118,7 @@ class DataRequests:
         return None if acks == 0 else 0
 
     def _refused_writes(self, request: PartitionedRequest) -> Mapping[Entry, int]:
-        """The entries that the client may not write, by the rules or for want of a claim."""
+        """The entries that the client may not write, by the rules or without a claim."""
         refused, own = NOTHING_REFUSED, self._context.own
         if own is not None and own.gated:
             refused = refused_writes(own, self._claims.connection, request)

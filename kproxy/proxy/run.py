@@ -3,8 +3,8 @@
 It has listeners, an ownership source, and reports about itself. A proxy may be started before its source is up: it
 reports what it waits for, also on `/readyz`, and serves once its table is loaded. On SIGHUP it reads the source again,
 and the files of TLS, users, keys, rules and quotas.
-On SIGTERM and SIGINT it leaves the other proxies, serves on for `drain_delay`, which a second signal cuts short, and
-drains.
+On SIGTERM and SIGINT it leaves the other proxies, continues to serve for `drain_delay`, which a second signal cuts
+short, and drains.
 """
 
 from __future__ import annotations
@@ -151,12 +151,12 @@ class _Proxy:
             await unless_failed(_reload_at(self._signals.hangup, opened.source, self._reloads), running)
 
     async def _linger(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Serve on for a while after a signal to stop, but not after a failure."""
+        """Continue to serve for a while after a signal to stop, but not after a failure."""
         if kind is asyncio.CancelledError:
             await self._listener.linger(self._signals.insists)
 
     def _advertised(self, port: int) -> tuple[str, int]:
-        """The address that clients are told; `port` is the one listened on."""
+        """The advertised address; `port` is the one listened on."""
         return self._config.listeners[0].advertised(port)
 
     async def _bind(self) -> list[int]:
@@ -235,7 +235,7 @@ class _Proxy:
         )
 
     def _admissions(self, security: SecurityFiles) -> dict[str, Admission]:
-        """What is asked of clients, by the name of their listener; nothing where none is named."""
+        """The requirements for clients, by the name of their listener; none for a listener that is not in it."""
         config, connections = self._config, OpenConnections()
         for_all = config.access is not None or config.quotas is not None or config.limits.max_connections_per_address
         admissions = {}
@@ -401,7 +401,7 @@ class Audit:
 
     `keep` begins the trail before the first client is served and ends it when the last one is gone. `ship` is called
     once the proxy serves, as the trail may pass through the proxy itself, which `dial` connects to from any thread. The
-    rest is shipped at the end. An offset that is given out twice is logged and counted. Raises StartupError for a sink
+    rest is shipped at the end. An offset that is assigned twice is logged and counted. Raises StartupError for a sink
     that cannot be used.
     """
 

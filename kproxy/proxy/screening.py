@@ -1,6 +1,6 @@
-"""Enforce the rules on control requests: refuse one, cut out what its client may not have, or let it pass.
+"""Enforce the rules on control requests: refuse one, cut out the parts that its client may not have, or let it pass.
 
-| request | needs | what is refused is answered with |
+| request | needs | error codes of refused parts |
 | --- | --- | --- |
 | JoinGroup, SyncGroup, Heartbeat, LeaveGroup | read the group | 30 |
 | OffsetCommit | read the group; read each topic | 30 everywhere; 29 for a topic |
@@ -19,7 +19,7 @@ To create a topic a permission for the cluster is enough. A client without the r
 asking for its metadata. Everybody may ask for the cluster (DescribeCluster), as in Kafka: the answer names proxies.
 
 Messages are read by kproxy_codec.control, a long one on another thread: requests are at most 1 MiB, and only
-authenticated clients send them. A request is encoded again only if something of it is refused.
+authenticated clients send them. A request is encoded again only if a part of it is refused.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ Amend: TypeAlias = Callable[[Message], None]
 
 
 class Screened(NamedTuple):
-    """What becomes of a request.
+    """The decision about a request.
 
-    `answer`: the whole body of its answer, if it is refused. Otherwise it goes on as `frame`, and `amend` adds to the
-    answer what was cut out of it. `verdict` decides about the topics of an answer that names brokers.
+    `answer`: the whole body of its answer, if it is refused. Otherwise `frame` is sent to the broker, and `amend` adds
+    the results of the parts that were cut out to the answer. `verdict` decides about the topics of an answer that names
+    brokers.
     """
 
     frame: memoryview
@@ -103,7 +104,7 @@ class Screen:
         return decide(self, frame, header, request)
 
     async def amend(self, screened: Screened, header: RequestHeader, body: Buffer) -> Buffer:
-        """The answer's body with what was cut out of the request. Raises CodecError."""
+        """Return the answer's body with the results of the parts that were cut out. Raises CodecError."""
         if screened.amend is None:
             return body
         if len(body) > _SHORT_BYTES:
@@ -286,7 +287,7 @@ class Screen:
     # Metadata
 
     def _metadata(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
-        """No topic is created by a client without the right to."""
+        """Keep a client without the right to create a topic from creating it."""
         verdict = self._verdict(header, request)
         named = [each.name for each in request.topics or () if each.name is not None]
         may_be_created = getattr(request, "allow_auto_topic_creation", True)
@@ -304,7 +305,7 @@ class Screen:
             for each in refused:
                 del each["is_internal"]
         request.topics = [each for each in request.topics if self._is_known(each.name)]
-        # In version 0 no topic would mean all of them; later a client is told the brokers beside its refusals.
+        # In version 0 no topic would mean all of them; in later versions the answer names the brokers as well.
         is_any_left = bool(request.topics) or header.api_version > 0
         return _rest(frame, header, request, "topics", refused, is_any_left)._replace(verdict=verdict)
 
@@ -312,7 +313,7 @@ class Screen:
         return Screened(frame, verdict=self._verdict(header, request))
 
     def _cluster(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
-        # It has no topics; a verdict leaves out what the proxy's own identity may do.
+        # It has no topics; with a verdict the answer leaves out the operations allowed to the proxy's own identity.
         return Screened(frame, verdict=lambda name, topic_id, error_code: (error_code, True))
 
     def _is_known(self, topic: str) -> bool:
@@ -327,7 +328,7 @@ class Screen:
         creates = is_metadata and bool(getattr(request, "allow_auto_topic_creation", True))
 
         def decide(name: bytes, topic_id: bytes, error_code: int) -> tuple[int, bool] | None:
-            """The error of a topic and whether its name is told; None: it is left out."""
+            """Return a topic's error and whether the answer has its name; None: the topic is left out."""
             topic = text(name)
             if name and asks_for_all:
                 return (error_code, True) if self._sees(topic) else None
@@ -371,7 +372,7 @@ def _rest(
     refused: Sequence[Mapping[str, object]],
     is_any_left: bool,
 ) -> Screened:
-    """Let the rest of a request pass, if there is any; the refused ones are in the answer."""
+    """Let the rest of a request pass, if there is any; the answer has the results of the refused parts."""
     if not refused:
         return Screened(frame)
     if not is_any_left:

@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 DEADLINE_TICK_S = 0.1
 NO_FLEETS: Mapping[str, Fleet] = MappingProxyType({})
 NO_ADMISSIONS: Mapping[str, Admission] = MappingProxyType({})
-# A tick that is later than this, in seconds, finds work undone that is not the clients' fault.
+# If a tick is later than this, in seconds, the clients are not to blame for work that is not done.
 LATE_S = 0.5
 
 
@@ -178,8 +178,8 @@ class Listener:
     ) -> None:
         """Accept connections, all of them on `context`.
 
-        `fleets`: the proxies that clients are told, by the name of their listener; by default those of the context.
-        `admissions`: what is asked of clients, by the name of their listener; by default nothing.
+        `fleets`: the proxies that answers name, by the name of the client's listener; by default those of the context.
+        `admissions`: the requirements for clients, by the name of their listener; by default none.
         `follows_versions`: brokers are asked for their versions as soon as they are known, not only when a client asks.
         """
         if not self._servers and not self._entrances:
@@ -300,7 +300,7 @@ class Listener:
         return used is not None and self._descriptors.admit(used, self._client_count, len(context.topology.brokers))
 
     def _descriptor(self) -> int:
-        """One that is open."""
+        """An open descriptor."""
         if self._servers:
             return int(self._servers[0].sockets[0].fileno())
         return self._entrances[0][0].descriptor
@@ -320,7 +320,7 @@ class Listener:
                 self._empty.set()
 
     def _follow_ranges(self, ranges: Ranges) -> None:
-        """Tell all sessions of a change of the offered versions."""
+        """Report a change of the offered versions to all sessions."""
         for session in list(self._sessions):
             try:
                 session.follow_ranges(ranges)
@@ -361,11 +361,11 @@ class Listener:
                     session.abandon()
 
     def leave(self) -> None:
-        """Report that clients should go elsewhere, and serve on."""
+        """Report that clients should go elsewhere, and continue to serve."""
         self._leaving = True
 
     async def linger(self, insists: asyncio.Event) -> None:
-        """Serve on for `drain_delay`, or until `insists` is set."""
+        """Continue to serve for `drain_delay`, or until `insists` is set."""
         if self._limits.drain_delay:
             log.info("drain delayed", seconds=self._limits.drain_delay)
             with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
 """Open the configured ownership source.
 
-Its table is loaded once, and kept current until it is closed. Owners that a client's requests cast doubt on are looked
-up again meanwhile (`OwnerLookups`).
+Its table is loaded once, and kept current until it is closed. Owners that a client's requests call into question are
+looked up again meanwhile (`OwnerLookups`).
 """
 
 from __future__ import annotations

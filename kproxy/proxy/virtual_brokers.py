@@ -6,14 +6,14 @@ always -1, so that no client compares one with a broker's (KIP-320). Racks are l
 partitions, ids, configurations and error codes stay as the broker says, so all proxies of one upstream say the same.
 
 An answer may be megabytes long, and one step of that length would delay all other clients. `Portions` works on it in
-portions of about a millisecond (`kproxy_codec.walk`), one in a turn of the event loop. An answer names the proxies of
-the time when it was begun.
+portions of about a millisecond (`kproxy_codec.walk`), one in a turn of the event loop. An answer names the proxies that
+were in the fleet when it was begun.
 
 Invariants
 1. In a turn of the event loop at most one portion of one long message is worked on; several messages alternate.
 2. Short messages, up to SHORT_BYTES, do not wait.
 3. The answer that `Shared` returns for a request was asked for after that request had come: a client that has created
-   a topic and asks then learns of it.
+   a topic and asks then sees it.
 4. `Shared` keeps the latest answer to a question, and only while somebody waits for that question.
 """
 
@@ -41,7 +41,7 @@ from kproxy_codec.primitives import Buffer
 from kproxy_codec.walk import Work, at_once
 
 if TYPE_CHECKING:
-    # It holds what this module defines.
+    # It holds objects of this module.
     from kproxy.proxy.context import ProxyContext
 
 Result = TypeVar("Result")
@@ -185,9 +185,9 @@ class _Question(Generic[Result]):
 
 
 class Shared(Generic[Result]):
-    """Ask a question once for all who came before it was asked.
+    """Ask a question once for all callers that came before it was asked.
 
-    Those that come later wait until it is answered, and ask again, as one. If the one who asks is cancelled or fails,
+    Later callers wait until it is answered, and ask again, once for all. If the caller that asks is cancelled or fails,
     another asks.
     """
 

@@ -1,4 +1,4 @@
-"""Say what the end of a client's connection forbids, and hold the partitions of its last writes.
+"""Forbid sends after the end of a client's connection, and hold the partitions of its last writes.
 
 States of a client
   present   everything may be sent

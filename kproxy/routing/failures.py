@@ -1,7 +1,7 @@
-"""Decide what follows a failed attempt of one partition of a request.
+"""Decide whether to retry or fail one partition of a request after a failed attempt.
 
-kproxy.routing.retry has the rules for each error. This module adds what the client connection knows: earlier attempts,
-batches before it in its lane, deadlines, the client's end.
+kproxy.routing.retry has the rules for each error. This module adds the facts of the client connection: earlier
+attempts, batches before it in its lane, deadlines, the client's end.
 
 Rules
 1. Nothing is sent again after its deadline, to a broker that hangs, or against the client's end.
@@ -46,8 +46,8 @@ class Failure(NamedTuple):
 class AttemptOutcome(NamedTuple):
     """The next step: another attempt after `pause`, or `error_code` for the client.
 
-    Without a pause the entry is sent again behind the one before it. `gives_up`: what its client sent behind it must
-    not come before it.
+    Without a pause the entry is sent again behind the one before it. `gives_up`: the batches that its client sent
+    behind it must not come before it.
     """
 
     sends_again: bool

@@ -10,7 +10,7 @@ sends it by a `plan` and answers it in turn (the plain path). Before any other e
 
 The states are those of the core's parts: kproxy.routing.merge has those of an exchange, kproxy.routing.lanes of a lane,
 kproxy.routing.in_flight of a connection to a broker, kproxy.routing.client_end of the client. kproxy.routing.routes
-says where batches may be pipelined, kproxy.routing.failures what follows a failed attempt.
+decides where batches may be pipelined, kproxy.routing.failures decides about failed attempts.
 
 Invariants
 1. A partition's entry is in one place at any time: a piece in flight, a lane, or done.
@@ -20,13 +20,13 @@ Invariants
 5. Nothing is sent again after its deadline, or for the first time after waiting until then. An entry that a broker may
    have seen keeps its lane until it is answered or its connection has ended; entries that the client sent behind it
    meanwhile are given up with it.
-6. What the client's end forbids (kproxy.routing.client_end) is not sent. Batches that a broker has got for topics with
-   a writer group are held from that event on until they are answered or lost.
+6. Entries that the client's end forbids (kproxy.routing.client_end) are not sent. Batches that a broker has got for
+   topics with a writer group are held from that event on until they are answered or lost.
 7. An event changes all lanes it concerns before anything is sent.
 8. A request is answered once, or never if it is dropped. The acknowledgement of an entry is noted once, before that.
 9. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
-10. What is sent of claimed partitions goes with the fences in force at that moment. Whether the claims are live is not
+10. Batches of claimed partitions are sent with the fences in force at that moment. Whether the claims are live is not
    decided here: the caller checks it when it writes.
 """
 
@@ -104,7 +104,7 @@ class Fanout:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether requests whose routes are all proven may go the plain path."""
+        """Whether requests whose routes are all proven may take the plain path."""
         return not self.lanes.table
 
     @property
@@ -114,7 +114,7 @@ class Fanout:
 
     @property
     def takes_plain(self) -> bool:
-        """Whether they may go it unreported and uncounted: the core is quiet, and `open_partitions` is 0."""
+        """Whether they may take it unreported and uncounted: the core is quiet, and `open_partitions` is 0."""
         return not self.lanes.table and not self._exchanges.awaits and not self._exchanges.partitions
 
     @property
@@ -148,7 +148,7 @@ class Fanout:
         self._names.put(request)
 
     def arrived(self, exchange: Exchange) -> None:
-        """Note a request from the client that goes the plain path."""
+        """Note a request from the client that takes the plain path."""
         self._exchanges.arrived(exchange)
 
     def adopt(self, records: Sequence[Adopted]) -> list[int]:
@@ -405,7 +405,7 @@ class Fanout:
         self._actions.add(Send(connection.number, owner, piece.number, exchange, part, shares, fences))
 
     def _fences(self, exchange: Exchange, selection: Selection) -> list[Fenced]:
-        """The fences that the entries must stand behind, as they are now: a claim may be raised before a retry."""
+        """The fences to send the entries with, as they are now: a claim may be raised before a retry."""
         if exchange.api.api_key != PRODUCE:
             return []
         partitions = map(exchange.partition, entries_of(selection))
@@ -442,7 +442,7 @@ class Fanout:
                     self.lanes.queue(key, item)
                 else:
                     add_entry(pieces.setdefault(self._route(exchange, item.entry), []), *item.entry)
-            # One of several partitions is one part among others, whatever the state of those.
+            # An entry of a request with several partitions is sent as a part, whatever the state of the others.
             whole = exchange.is_ordered and exchange.request.partition_count == 1
             for owner, selection in pieces.items():
                 self._send(exchange, owner, selection, shares=max(2, len(pieces)), whole=whole)
@@ -472,7 +472,7 @@ class Fanout:
                     self.lanes.block(lane_key(exchange, entry), (exchange.sequence,))
 
     def _rename(self) -> None:
-        """Use the names that the topology has learnt since of topics, for requests that are open or in flight."""
+        """Use the topic names that the topology has learnt since, for requests that are open or in flight."""
         in_flight = [piece.exchange for piece in self._in_flight.ordered()]
         renamed = self._names.learn([*in_flight, *self._exchanges])
         if renamed:
@@ -676,7 +676,7 @@ class Fanout:
             if is_severed or any(self._client.forbids(exchange, entry) for entry in exchange.open_entries()):
                 self._part_from(exchange, sent)
         self._settle_pieces(withdrawn)
-        # Items that these release are over as well; the next event finds that.
+        # Items that these release have ended as well; the next event notices it.
         return self._actions.take()
 
     def _part_from(self, exchange: Exchange, sent: set[tuple[int, Entry]]) -> None:

@@ -1,8 +1,8 @@
-"""Identify what is ordered and what is sent again: the partitions and batches of requests.
+"""Identify the partitions and batches of requests, to keep their order and to send them again.
 
 Order is kept per topic name and partition index. A client may name its topic by id (KIP-516) in one request and by name
-in the next, as franz-go does. So ids are replaced by names, and what was requested before the name was known is renamed
-when the topology learns it.
+in the next, as franz-go does. So ids are replaced by names, and requests that came before the name was known are
+renamed when the topology learns it.
 """
 
 from __future__ import annotations

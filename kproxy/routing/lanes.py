@@ -205,7 +205,7 @@ class Lanes:
                 self._schedule(key, lane)
 
     def settled(self, key: LaneKey, sequence: int, *, appended: bool, given_up: bool) -> Release:
-        """Take an item's final outcome: `appended`, `given_up` after retries, or refused for good by a broker."""
+        """Take an item's final outcome: `appended`, `given_up` after retries, or finally refused by a broker."""
         lane = self.table.get(key)
         if lane is None:
             return _NOTHING

@@ -10,16 +10,16 @@ Invariants
 2. `revision` is the highest revision seen; it decreases only in `begin_rebuild` (a restored etcd).
 3. `version` grows by one with every change that could alter a route. `moved_since` names every partition whose entry
    has changed since a version, or returns None: a change was of another kind, or is too long ago. Versions, and not
-   revisions, tell what this table knew when a request was sent: a read of one partition may bring a revision before
-   the watch brings a lower one of another partition.
+   revisions, identify the state of this table when a request was sent: a read of one partition may bring a revision
+   before the watch brings a lower one of another partition.
 4. A topic id (KIP-516, 16 bytes) is another name of its topic: lookups by either find the same entry, at the same cost.
-   A topic has at most one id; with a new id it is a new topic, and the old id leads nowhere. Kafka's ids are UUIDs of
+   A topic has at most one id; with a new id it is a new topic, and the old id finds nothing. Kafka's ids are UUIDs of
    version 4, whose bytes are never all ASCII: none of them is the name of a topic.
 5. `owned_count` is the number of partitions that have an owner.
 6. A broker may be doubted: it is not known to answer at its address. `takers`, which are offered partitions without an
    owner, are the brokers that are not doubted, or all if all are doubted. Partitions that a doubted broker owns still
    go to it.
-7. Partition indexes lie in [0, MAX_PARTITION_INDEX]; others are refused, so that a bad key cannot cost memory.
+7. Partition indexes lie in [0, MAX_PARTITION_INDEX]; others are refused, so that a bad key cannot use up memory.
 8. A load (`begin_load`) sets each row at once, so a row counts before the load has ended. Entries that the load does
    not name are removed at its end, unless they are newer than the load. A load that is dropped halfway removes nothing.
 """

@@ -1,5 +1,5 @@
-"""Security: TLS, the PROXY protocol, SASL on both sides, and who a client is, what it may do and how much of it.
+"""Security: TLS, the PROXY protocol, SASL on both sides, and the identities, permissions and quotas of clients.
 
-Decisions are pure; `reloading` and `files` read files, `broker_access` is what every connection to a broker begins
-with. `kproxy.proxy.admission` and `kproxy.proxy.access` carry out what is decided about clients.
+Decisions are pure; `reloading` and `files` read files, `broker_access` begins every connection to a broker.
+`kproxy.proxy.admission` and `kproxy.proxy.access` carry out the decisions about clients.
 """

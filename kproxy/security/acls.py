@@ -1,6 +1,6 @@
-"""Access control: what a principal may do with which resources. Pure rules.
+"""Access control: the operations that a principal may do on resources. Pure rules.
 
-As in Kafka a denial wins over whatever allows, and nothing is allowed that no rule allows. Read, write, delete and
+As in Kafka a denial wins over any permission, and nothing is allowed without a rule. Read, write, delete and
 alter of a resource include its description; `admin` includes every operation. A rule is for a user, for every user
 (`User:*`), or for a group.
 
@@ -101,7 +101,7 @@ class Rules:
             self._by_subject.setdefault(acl.subject, []).append(acl)
 
     def of(self, principal: Principal) -> Permissions:
-        """What a principal may do."""
+        """Return the permissions of a principal."""
         known = self._known.get(principal)
         if known is None:
             subjects = [EVERY_USER, USER + principal.name, *(GROUP + group for group in principal.groups)]
@@ -117,7 +117,7 @@ class _Patterns(NamedTuple):
     prefixes: tuple[str, ...]
 
     def cover(self, name: str) -> bool:
-        # A tuple of no prefixes fits nothing.
+        # An empty tuple of prefixes matches nothing.
         return name in self.literals or name.startswith(self.prefixes)
 
 
@@ -127,7 +127,7 @@ class _Decided(NamedTuple):
 
 
 class Permissions:
-    """What one principal may do, with the decisions that were made."""
+    """The permissions of one principal, with a cache of decisions."""
 
     def __init__(self, acls: Iterable[Acl]) -> None:
         self._acls = list(acls)

@@ -1,15 +1,15 @@
-"""What every connection to a broker begins with: TLS, and an identity, the proxy's own or a client's.
+"""Begin each connection to a broker: with TLS, and with an identity, the proxy's own or a client's.
 
-A connection is in nobody's hands until the broker has accepted it: a client certificate that the broker refuses shows
-only at the first answer (TLS 1.3), and so one question is asked in any case. What is refused is an AccessRefused, a
-ConnectionError whose text names the remedy: for whoever dials, the broker cannot be reached.
+A connection is not handed over until the broker has accepted it: the refusal of a client certificate shows only at the
+first answer (TLS 1.3), so one request is sent in any case. A refusal raises AccessRefused, a ConnectionError whose text
+names the remedy: for the caller the broker cannot be reached.
 
-Each authentication reads the proxy's password or token anew. A session that the broker limits is to be renewed on the
-same connection (KIP-368): the proxy's after `RENEW_AFTER` of its life, a client's when the client renews its own, which
-is told the broker's limit.
+Each authentication reads the proxy's password or token anew. A session that the broker limits is renewed on the same
+connection (KIP-368): the proxy's after `RENEW_AFTER` of its life, a client's when the client renews its own. The client
+gets the broker's limit.
 
-A client's identity that a broker does not take shows nothing about the broker: that is an IdentityRefused, whatever
-goes wrong from the first message of SASL on, and it comes within JUDGE_S.
+A broker that does not take a client's identity is not at fault: any failure from the first message of SASL on raises
+IdentityRefused, within JUDGE_S.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AccessRefused(ConnectionError):
 class IdentityRefused(AccessRefused):
     """A broker does not take a client's identity.
 
-    `to_client`: what it says to the client; None: it has not judged the identity.
+    `to_client`: its message for the client; None: it has not judged the identity.
     """
 
     def __init__(self, reason: str, to_client: str | None = None) -> None:
@@ -88,7 +88,7 @@ class Identity(Protocol):
         ...
 
     def refused(self, error: IdentityRefused) -> None:
-        """Take note that a broker has not taken it."""
+        """Note that a broker has not taken it."""
         ...
 
 
@@ -123,19 +123,19 @@ class BrokerAccess:
 
     @classmethod
     def once(cls, options: BrokerTls | None, sasl: BrokerSasl | None) -> Self:
-        """With files as they are now, for a command that ends soon. Raises StartupError."""
+        """Make one with the files as they are now, for a command that ends soon. Raises StartupError."""
         tls = None
         if options is not None:
             tls = Reloading("TLS", (), lambda: load_broker_tls(options), counters=Counter())
         return cls(options, tls, sasl)
 
     def carrying(self, identity: Identity) -> BrokerAccess:
-        """The same way to brokers, with a client's identity."""
+        """Return the same access with a client's identity."""
         return BrokerAccess(self._options, self._tls, identity=identity, random=self._random)
 
     @property
     def is_plain(self) -> bool:
-        """Whether connections begin with what they are used for."""
+        """Whether connections have neither TLS nor SASL."""
         return self._tls is None and not self._has_sasl
 
     @property
@@ -168,7 +168,7 @@ class BrokerAccess:
         return None if self._options is None else self._options.server_name or host
 
     def explain(self, error: OSError, host: str) -> OSError:
-        """The error of a dial, with TLS's own in words."""
+        """Return the error of a dial; an error of TLS is explained."""
         if self._options is None or not (isinstance(error, (ssl.SSLError, ConnectionError)) and _is_of_tls(error)):
             return error
         failure = broker_failure(
@@ -224,9 +224,9 @@ class BrokerAccess:
         return transport
 
     async def introduce(self, exchange: Exchange, on_reached: Callable[[], None] = lambda: None) -> Session:
-        """Ask one question, and authenticate; `on_reached` as in `connect`.
+        """Send one request, and authenticate; `on_reached` as in `connect`.
 
-        Raises AccessRefused, and what `exchange` raises.
+        Raises AccessRefused, and the errors of `exchange`.
         """
         frame = await exchange(keys.API_VERSIONS, 0, b"")
         if not self._has_sasl:
@@ -243,7 +243,7 @@ class BrokerAccess:
         return await self.authenticate(exchange, offered[keys.SASL_AUTHENTICATE])
 
     async def authenticate(self, exchange: Exchange, version: int) -> Session:
-        """Authenticate, for the first time or again. Raises AccessRefused, and what `exchange` raises."""
+        """Authenticate, for the first time or again. Raises AccessRefused, and the errors of `exchange`."""
         if self._identity is not None:
             return await self._carry(self._identity, exchange, version)
         if self._sasl is None:
@@ -288,7 +288,7 @@ async def _converse(client: SaslClient, exchange: Exchange) -> float:
     while True:
         frame = await exchange(request.api_key, request.api_version, request.body)
         body = _body(frame, request.api_key, request.api_version)
-        # A refusal must be read at once: the broker closes the connection behind it.
+        # A refusal must be read at once: the broker closes the connection after it.
         following = await asyncio.to_thread(client.receive, body) if client.is_slow else client.receive(body)
         if following is None:
             return client.session_lifetime_ms / 1000
@@ -305,7 +305,7 @@ def _is_of_tls(error: OSError) -> bool:
 
 
 class _Introduction(asyncio.BufferedProtocol):
-    """A connection that is in nobody's hands yet: one request at a time."""
+    """A connection that the broker has not accepted yet: one request at a time."""
 
     def __init__(self, access: BrokerAccess, host: str) -> None:
         self._access = access

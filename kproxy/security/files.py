@@ -1,4 +1,4 @@
-"""What is read for authentication and authorisation, and read again when it changes: files, and keys from a URL."""
+"""Read the data for authentication and authorisation, again when they change: files, and keys from a URL."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class SecurityFiles:
         tells: bool = True,
     ) -> None:
         self._users = self._tokens = self._rules = self._quotas = None
-        # Whoever has this object runs it.
+        # The code that has this object runs it.
         self.key_server: KeyServer | None = None
-        # Whether a user exists must not show in a salt, nor in that it changes when the file is read again.
+        # A salt must not show whether a user exists, so it must not change when the file is read again.
         stand_in_key = secrets.token_bytes(32)
 
         def follow(named: str, file: Path, read: Callable[[Path], Content]) -> Reloading[Content]:
@@ -72,7 +72,7 @@ class SecurityFiles:
 
     @property
     def rules(self) -> Rules:
-        """Without any nothing is allowed."""
+        """The rules; without any nothing is allowed."""
         return self._rules.current if self._rules is not None else _NO_RULES
 
     @property

@@ -72,12 +72,12 @@ class KeyServer:
         self.current = TokenVerifier({}, options, self._want)
 
     def _want(self) -> None:
-        """A token names a key that is not known; called on any thread."""
+        """Request a fetch, because a token names a key that is not known; called on any thread."""
         with contextlib.suppress(RuntimeError):  # the event loop has been closed meanwhile
             self._loop.call_soon_threadsafe(self._wanted.set)
 
     async def run(self) -> None:
-        """Fetch the keys now and again, until cancelled."""
+        """Fetch the keys now and repeatedly, until cancelled."""
         while True:
             self._wanted.clear()
             is_fetched = await self._look()
@@ -88,7 +88,7 @@ class KeyServer:
                         await self._wanted.wait()
 
     async def _look(self) -> bool:
-        """Fetch the keys; whether they could be used."""
+        """Fetch the keys; return whether they can be used."""
         try:
             content = await self._fetch(self._url)
             if content != self._content:
@@ -99,7 +99,7 @@ class KeyServer:
         except (FetchFailed, StartupError) as error:
             self._failed(str(error))
             return False
-        except Exception:  # the boundary: whatever the server says, the process serves on
+        except Exception:  # the boundary: whatever the server sends, the process continues to serve
             log.exception("keys of tokens not fetched")
             self._failed("an internal error")
             return False
@@ -119,7 +119,7 @@ async def fetch_keys(url: str) -> bytes:
     """The content of `url`. Raises FetchFailed."""
     try:
         async with (
-            # What is compressed may be longer than it says: it is not taken.
+            # Compressed content may be longer than its length says: it is not taken.
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=FETCH_S), auto_decompress=False) as session,
             session.get(url, allow_redirects=False, headers=_HEADERS) as answer,
         ):

@@ -7,7 +7,7 @@
 | OAUTHBEARER | a token; after a refusal one byte, which ends the exchange | RFC 7628, KIP-255 |
 
 States of each: open, done (`step` returned a principal), failed (`step` raised). `step` is not called again after done
-or failed (kproxy.security.sasl sees to it).
+or failed (kproxy.security.sasl ensures this).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kproxy.security.users import SCRAM_MECHANISMS, Users
 
 
 class Refused(Exception):
-    """The client is refused. `to_client` is what Kafka's broker says; the message is for the log, without secrets."""
+    """The client is refused. `to_client` is the text of Kafka's broker; the message is for the log, without secrets."""
 
     def __init__(self, reason: str, to_client: str) -> None:
         super().__init__(reason)
@@ -35,8 +35,8 @@ class Refused(Exception):
 class Step(NamedTuple):
     """The answer to one message; `principal` is set once the exchange is done.
 
-    `expires_at`: seconds since the epoch, where the credential has an end. `lifetime_s`: how long brokers that it was
-    carried on to take it, in seconds, where they say so.
+    `expires_at`: seconds since the epoch, where the credential has an end. `lifetime_s`: how long the brokers that it
+    was carried on to accept it, in seconds, where they report that.
     """
 
     token: bytes
@@ -137,9 +137,9 @@ _GIVES_UP: Final = b"\x01"
 
 
 class Oauthbearer:
-    """OAUTHBEARER: a token. A refusal is told in JSON first, and the client's next message is the end.
+    """OAUTHBEARER: a token. A refusal is first sent in JSON, and the client's next message ends the exchange.
 
-    `verify` returns who it names and when it ends, if that is known. Raises InvalidToken.
+    `verify` returns the principal that the token names, and the token's end if that is known. Raises InvalidToken.
     """
 
     def __init__(self, verify: Callable[[str], tuple[Principal, float | None]], *, is_slow: bool = True) -> None:
@@ -170,7 +170,7 @@ class Oauthbearer:
 
 
 Servers = Mapping[str, Callable[[], Mechanism]]
-"""How to begin an exchange, by mechanism, in the order in which a client is told."""
+"""Functions that begin an exchange, by mechanism, in the order in which clients get the mechanisms."""
 
 
 def servers(
@@ -180,9 +180,9 @@ def servers(
     *,
     unverified_claim: str | None = None,
 ) -> Servers:
-    """The servers of these mechanisms; `users` and `tokens` return what was read last.
+    """The servers of these mechanisms; `users` and `tokens` return those that were read last.
 
-    `unverified_claim`: brokers check what there is nothing here to check with, and this claim of a token names its
+    `unverified_claim`: brokers check credentials that cannot be checked here, and this claim of a token names its
     principal. None: everything is checked here.
     """
 

@@ -30,7 +30,7 @@ class Principal(NamedTuple):
 
 
 ANONYMOUS: Final = Principal("ANONYMOUS")
-"""A client that nothing was asked of, as in Kafka."""
+"""A client that does not have to authenticate, as in Kafka."""
 
 
 def map_name(distinguished_name: str, rules: Sequence[MappingRule]) -> str | None:

@@ -1,4 +1,4 @@
-"""The PROXY protocol, version 2: the header in which a load balancer says where a connection comes from.
+"""The PROXY protocol, version 2: the header in which a load balancer names the source of a connection.
 
 Source: "The PROXY protocol, versions 1 & 2" of HAProxy. Version 1 is text and is not read. A header is read strictly: a
 connection without a correct one is closed, since its bytes may come from anybody.
@@ -17,7 +17,7 @@ Transitions
 
 Invariants
 1. `needed` bytes are taken at a time, and never one of the bytes behind the header.
-2. At most MAX_BYTES are taken in all; a longer announcement fails unread.
+2. At most MAX_BYTES are taken in total; a longer announcement fails unread.
 3. In `done` and `failed` nothing more is taken.
 """
 
@@ -46,7 +46,7 @@ class ProxyHeaderError(ValueError):
 
 
 class Source(NamedTuple):
-    """Where the connection comes from."""
+    """The source of the connection."""
 
     host: str
     port: int
@@ -82,7 +82,7 @@ class ProxyHeader:
             if self.state is State.SIGNATURE:
                 self._look_at_signature()
             if self.needed == 0:
-                # A load balancer speaks for itself (LOCAL, a health check): what follows the 16 bytes says nothing.
+                # The load balancer's own connection (LOCAL, a health check): the rest of the header has no meaning.
                 self.source = self._parse() if self._received[12] == _PROXY else None
                 self.state = State.DONE
         except ProxyHeaderError:
@@ -90,7 +90,7 @@ class ProxyHeader:
             raise
 
     def _look_at_signature(self) -> None:
-        # At once, so that a client that speaks something else is not waited for.
+        # At once, so as not to wait for a client that speaks something else.
         if self._received[:12] != SIGNATURE[: len(self._received)]:
             raise ProxyHeaderError("the connection does not begin with a header of the PROXY protocol, version 2")
         if len(self._received) < _HEAD.size:
@@ -109,7 +109,7 @@ class ProxyHeader:
         rest = memoryview(self._received)[_HEAD.size :]
         layout = _OF_FAMILY.get(self._received[13])
         if layout is None:
-            # The balancer does not know either.
+            # The balancer does not know the source either.
             self._check_extensions(rest, _HEAD.size)
             return None
         if len(rest) < layout.size:

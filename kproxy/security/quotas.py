@@ -1,15 +1,15 @@
-"""Quotas: how long a client must wait, by what it has used. Pure; the time is an argument, in seconds.
+"""Quotas: compute how long a client must wait after its use. Pure; the time is an argument, in seconds.
 
-Each principal, or client id, that a quota fits has an account of its own, which its connections share. A rate is a
-bucket that leaks: it takes what is used over one second at once, and whatever is beyond makes its client wait until it
-has leaked. The first quota of the list that names a client counts: by principal and client id, by principal, by client
-id, for everybody, in this order.
+Each principal, or client id, that a quota applies to has an account of its own, which its connections share. A rate is
+a leaky bucket: it takes the use of one second at once, and a client that uses more waits until the excess has leaked.
+The first quota of the list that names a client counts: by principal and client id, by principal, by client id, for
+everybody, in this order.
 
 The compiled plain path (kproxy.plain) has twins of `Bucket` and `Account`, which are used instead where it is built.
 
 Invariants
-1. Over any time T a client that waits as it is told uses at most rate × (T + BURST_S), and one request more.
-2. At most MOST_ACCOUNTS accounts are kept; the ones used longest ago are forgotten first.
+1. Over any time T a client that waits as required uses at most rate × (T + BURST_S), and one request more.
+2. At most MOST_ACCOUNTS accounts are kept; the least recently used are forgotten first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kproxy.plain import compiled
 from kproxy.security.principals import USER, Principal
 
 BURST_S: Final = 1.0
-# A client is told to wait for at most this long at a time; it may be told again.
+# The longest wait at a time; a client may have to wait again.
 LONGEST_WAIT_S: Final = 30.0
 MOST_ACCOUNTS: Final = 10_000
 _EVERY_USER: Final = "User:*"
 
 
 class _Bucket:
-    """One rate, per second; `level` is what was used and has not leaked."""
+    """One rate, per second; `level` is the used amount that has not leaked."""
 
     __slots__ = ("_at", "level", "rate")
 
@@ -47,7 +47,7 @@ class _Bucket:
 
 
 class _Account:
-    """What one client has used, by rates per second; None: not limited."""
+    """The use of one client, by rates per second; None: not limited."""
 
     __slots__ = ("fetched", "produced", "requests")
 
@@ -75,7 +75,7 @@ else:
 
 
 class Quotas:
-    """The quotas of one reading of the file; of each rate this process has `share`."""
+    """The quotas of one reading of the file; this process has the part `share` of each rate."""
 
     def __init__(self, quotas: Iterable[QuotaSection], share: float = 1.0) -> None:
         self._quotas = tuple(quotas)

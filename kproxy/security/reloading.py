@@ -1,4 +1,4 @@
-"""Values made of files, made again when the files change: certificates, authorities, revocation lists, secrets.
+"""Values loaded from files, and again when the files change: certificates, authorities, revocation lists, secrets.
 
 States of a value
   settled    the files are as they were at the last attempt
@@ -14,7 +14,7 @@ Invariants
 1. `current` is always a value that was loaded whole. An invalid file leaves it as it is, with one line in the log for
    each attempt, and is counted.
 2. Files are read off the event loop, and one attempt at a time.
-3. Nothing that was made of an earlier value is touched: open connections stay.
+3. Objects made from an earlier value are not changed: open connections stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Print = tuple[tuple[int, int, int] | None, ...]
 
 
 class Reloading(Generic[T]):
-    """The value that `load` makes of `files`; `named` tells in the log what it is.
+    """The value that `load` makes of `files`; `named` is its name in the log.
 
     `load` raises StartupError. `tells`: whether this process logs, and not another worker.
     """
@@ -71,14 +71,14 @@ class Reloading(Generic[T]):
             await self.reload()
 
     async def reload(self) -> bool:
-        """Load the files now; whether they could be loaded."""
+        """Load the files now; return whether they could be loaded."""
         self._attempted = self._seen = await asyncio.to_thread(_print_of, self._files)
         try:
             value = await asyncio.to_thread(self._load)
         except StartupError as error:
             self._failed(str(error))
             return False
-        except Exception:  # the boundary: whatever the files hold, the process serves on
+        except Exception:  # the boundary: whatever the files hold, the process continues to serve
             log.exception("files not loaded", what=self.named)
             self._failed("an internal error")
             return False
@@ -107,7 +107,7 @@ class Reloads:
         return value
 
     async def run(self) -> None:
-        """Look at the files now and then, until cancelled."""
+        """Look at the files at intervals, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             async with self._turn:
@@ -122,7 +122,7 @@ class Reloads:
 
 
 def _print_of(files: Sequence[Path]) -> _Print:
-    """What tells one content of the files from another."""
+    """The attributes of the files that show a change of their content."""
     return tuple(map(_of_one, files))
 
 

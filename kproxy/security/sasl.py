@@ -17,7 +17,7 @@ Invariants
 2. Outside of authenticated only SaslHandshake and SaslAuthenticate are taken, and before the first handshake
    ApiVersions. In authenticate a new request is taken only after the outcome of the last one (`resume`).
 3. The principal never changes once there is one, and neither does the mechanism; a renewal by another fails.
-   Whoever carries the credential on asks first (`may_become`): brokers are not to see what fails here.
+   Code that carries the credential on calls `may_become` first: brokers must not see a credential that fails here.
 4. A client gets Kafka's own answers: an error code where the protocol has one, and the end of the connection where it
    has none.
 
@@ -64,19 +64,19 @@ class State(Enum):
 
 
 class PassOn(NamedTuple):
-    """The request is ApiVersions, which is answered as ever."""
+    """The request is ApiVersions, which is answered as usual."""
 
 
 class Answer(NamedTuple):
-    """One whole frame for the client; empty for none. The exchange goes on, or has ended well."""
+    """One whole frame for the client; empty for none. The exchange continues, or has succeeded."""
 
     frame: bytes
 
 
 class Failure(NamedTuple):
-    """The connection is to be closed, behind `frame` if there is one. `reason` is for the log.
+    """The connection is to be closed, after `frame` if there is one. `reason` is for the log.
 
-    `is_refusal`: the client was taken for somebody else, or for nobody; its answer is delayed, as Kafka does.
+    `is_refusal`: the client's identity is not proven, or is another than before; its answer is delayed, as in Kafka.
     """
 
     frame: bytes
@@ -105,7 +105,7 @@ class Times(NamedTuple):
 class SaslExchange:
     """The exchange of one connection. `principal` is None until it is authenticated.
 
-    With `carries`, `credential` is what the client has presented while the outcome of that is not known.
+    With `carries`, `credential` is the one that the client has presented, until its outcome is known.
     """
 
     def __init__(self, servers: Servers, times: Times, *, carries: bool = False) -> None:
@@ -204,11 +204,11 @@ class SaslExchange:
         return Answer(self._admit(header, outcome, outcome.principal))
 
     def may_become(self, principal: Principal) -> bool:
-        """Whether this client may be that principal: it was nobody before, or the same."""
+        """Whether this client may be that principal: it had no principal before, or the same."""
         return self.principal is None or self.principal.name == principal.name
 
     def give_up(self, reason: str) -> Failure:
-        """End without an outcome of the pending step: nobody could tell whether the client is who it says."""
+        """End without an outcome of the pending step: it is not known whether the client is who it claims to be."""
         self._is_waiting = False
         self.credential = None
         return self._fail(reason)
@@ -254,7 +254,7 @@ class SaslExchange:
 
 
 def illegal_state(header: RequestHeader) -> bytes:
-    """The answer to a SASL request where none is expected, as Kafka's: the connection goes on."""
+    """The answer to a SASL request where none is expected, as Kafka's: the connection stays open."""
     if header.api_key == SASL_HANDSHAKE:
         return _encoded(header, error_code=ILLEGAL_SASL_STATE, mechanisms=[])
     text = "SaslAuthenticate request received after successful authentication"

@@ -4,13 +4,13 @@ States
   new            nothing was sent
   handshake      SaslHandshake was sent: the mechanism is proposed
   authenticate   SaslAuthenticate was sent, once or several times
-  authenticated  the broker is satisfied and, with SCRAM, has proven that it knows the password too
-  failed         the broker refuses, or what it says is wrong
+  authenticated  the broker accepts the identity and, with SCRAM, has proven that it knows the password too
+  failed         the broker refuses, or its answer is wrong
 
 Transitions
   new          -> handshake      `begin`
   handshake    -> authenticate   the broker supports the mechanism
-  authenticate -> authenticate   the mechanism goes on
+  authenticate -> authenticate   the mechanism continues
   authenticate -> authenticated  the mechanism is done, and the broker reports no error
   any          -> failed         anything else; `receive` raises SaslRefused
 
@@ -43,7 +43,7 @@ _MAX_TEXT: Final = 300
 # A year.
 _MAX_LIFETIME_MS: Final = 31_536_000_000
 _ACKNOWLEDGEMENT: Final = b"\x01"
-# Of a listener without SASL.
+# The error of a listener without SASL.
 _ILLEGAL_SASL_STATE: Final = 34
 _HANDSHAKE_VERSION: Final = 1
 # Version 1 has the lifetime; version 2 differs in its encoding alone.
@@ -53,7 +53,7 @@ _MAX_AUTHENTICATE_VERSION: Final = 1
 class SaslRefused(Exception):
     """The broker does not take the identity, or cannot be trusted; the text says why, without the secret.
 
-    `to_client`: what the broker says to whoever has this identity, if it has judged it.
+    `to_client`: the broker's message for the client with this identity, if it has judged the identity.
     """
 
     def __init__(self, reason: str, to_client: str | None = None) -> None:
@@ -78,7 +78,7 @@ class State(Enum):
 
 
 class Mechanism(Protocol):
-    """What one mechanism sends. `is_slow`: it computes for milliseconds."""
+    """The messages of one mechanism. `is_slow`: it computes for milliseconds."""
 
     @property
     def name(self) -> str: ...
@@ -87,7 +87,7 @@ class Mechanism(Protocol):
     def is_slow(self) -> bool: ...
 
     def shown(self, text: str) -> str:
-        """What a broker says, fit for logs."""
+        """Return a broker's message without secrets, for logs."""
         ...
 
     def first(self) -> bytes:
@@ -100,7 +100,7 @@ class Mechanism(Protocol):
 
 
 class _Own:
-    """Of the proxy's own identity."""
+    """The base of mechanisms for the proxy's own identity."""
 
     is_slow = False
 
@@ -140,7 +140,7 @@ class Bearer(_Own):
 
 
 class Credential:
-    """What a client has presented by PLAIN or OAUTHBEARER: its message, which is sent to brokers as it came.
+    """The message that a client has presented by PLAIN or OAUTHBEARER, which is sent to brokers as it came.
 
     `authenticate_version`: that of the SaslAuthenticate it came in, 0 for none. Brokers are asked in no higher one, so
     that they end no session of a client that does not know of it (KIP-368). Neither the repr nor any error has the
@@ -228,7 +228,7 @@ def mechanism(name: str, username: str, secret: str) -> Mechanism:
 class SaslClient:
     """One authentication by `mechanism`; `authenticate_version` is the highest that the broker serves.
 
-    Errors name `option` as what chooses the mechanism.
+    Errors name `option` as the setting that chooses the mechanism.
     """
 
     def __init__(self, mechanism: Mechanism, authenticate_version: int, option: str = "broker_sasl.mechanism") -> None:

@@ -1,6 +1,6 @@
-"""Why a TLS handshake failed, in a sentence for the log and a word for the metrics.
+"""Explain why a TLS handshake failed: a sentence for the log and a word for the metrics.
 
-OpenSSL's own words name neither the side that objects nor the remedy. A failure that the other side reports comes as an
+OpenSSL's own texts name neither the side that objects nor the remedy. A failure that the other side reports comes as an
 alert (RFC 8446, section 6).
 """
 
@@ -59,7 +59,7 @@ _ALERTS: Final = {
 
 
 def client_failure(error: BaseException, *, names: tuple[str, ...], asked_for: str) -> Failure:
-    """Why a client's handshake failed.
+    """Explain why a client's handshake failed.
 
     `names` are those of the listener's certificate; `asked_for` the server name of the client, or empty.
     """
@@ -97,7 +97,7 @@ def _hint(names: tuple[str, ...], asked_for: str) -> str:
 
 
 def broker_failure(error: BaseException, *, name: str, has_ca: bool, has_cert: bool) -> Failure:
-    """Why a handshake with a broker failed. `name` is the name that its certificate must have."""
+    """Explain why a handshake with a broker failed. `name` is the name that its certificate must have."""
     if isinstance(error, ssl.SSLCertVerificationError):
         code = error.verify_code
         if code in _OTHER_NAME:

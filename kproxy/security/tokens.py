@@ -1,8 +1,8 @@
 """Verify the tokens of OAUTHBEARER: JSON Web Tokens, by keys from a file or from the issuer's URL.
 
 A token counts if a key of the set has signed it by an asymmetric algorithm, if its issuer and its audience are the
-configured ones, and if it has an end that has not come. Nothing of it is believed before that; its header says which
-key it wants and no more: no key and no address of keys is taken from a token.
+configured ones, and if it has an end that has not come. Nothing of it is trusted before that. Its header only names the
+key that it wants: no key and no address of keys is taken from a token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kproxy.errors import StartupError
 from kproxy.installed import install_command
 from kproxy.security.principals import MOST_NAME_CHARACTERS, Principal
 
-# Asymmetric ones alone: a symmetric one would take the public key for a password.
+# Asymmetric ones alone: a symmetric one would use the public key as a password.
 ALGORITHMS: Final = (
     *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
     *("ES256", "ES384", "ES512", "EdDSA"),
@@ -30,18 +30,18 @@ MOST_GROUPS: Final = 1_000
 
 
 class InvalidToken(Exception):
-    """The message says why, and has no part of the token."""
+    """A token is not accepted. The message says why, and has no part of the token."""
 
 
 class Verified(NamedTuple):
-    """Who a token names, and until when, in seconds since the epoch."""
+    """The principal that a token names, and the token's end, in seconds since the epoch."""
 
     principal: Principal
     expires_at: float
 
 
 class TokenOptions(NamedTuple):
-    """What a token must say, and which of its claims name the principal and its groups."""
+    """The requirements for a token, and its claims that name the principal and its groups."""
 
     issuer: str
     audience: Sequence[str]
@@ -104,7 +104,7 @@ class TokenVerifier:
 
 
 def name_in(token: str, claim: str) -> Principal:
-    """Who a token names that nobody has verified here: to be believed once a broker has accepted the token.
+    """Return the principal of a token that is not verified here: it counts once a broker has accepted the token.
 
     Raises InvalidToken.
     """

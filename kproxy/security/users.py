@@ -1,9 +1,9 @@
 """Users and their salted credentials, in a file.
 
 The file is TOML with one table, `[users]`: a name and its credentials for SCRAM, at most one for each hash, in the form
-of RFC 5803 (`SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY`). No password can be read from it, but who reads it
-can try passwords, and who has a stored key and an observed exchange can pretend to be its user. So the file must not be
-readable by everybody, nor writable by anybody but its owner. PLAIN is checked against the same credentials.
+of RFC 5803 (`SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY`). No password can be read from it, but anybody who
+reads it can try passwords, and anybody with a stored key and an observed exchange can impersonate its user. So the file
+must not be readable by everybody, nor writable by anybody but its owner. PLAIN is checked against the same credentials.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FORBIDDEN_MODE: Final = stat.S_IWGRP | stat.S_IRWXO
 
 
 class Credential(NamedTuple):
-    """What a server keeps of a password (RFC 5802); it is shown by `str` only to be written to the file."""
+    """The server's record of a password (RFC 5802); `str` shows it only for writing it to the file."""
 
     mechanism: str
     salt: bytes
@@ -101,7 +101,7 @@ class Users:
     """The users of one reading of the file.
 
     `stand_in_key` is random: an unknown user gets a salt made with it, the same each time, so that an exchange does not
-    show who exists.
+    show which users exist.
     """
 
     def __init__(self, by_name: Mapping[str, Credentials], stand_in_key: bytes) -> None:
@@ -128,7 +128,7 @@ class Users:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a user. Raises ValueError for one that cannot be."""
+    """Return the name of a user. Raises ValueError for an invalid one."""
     if not name or len(name.encode(errors="surrogatepass")) > MOST_NAME_BYTES or not name.isprintable():
         raise ValueError(f"a user's name is printable text of at most {MOST_NAME_BYTES} bytes")
     return name
@@ -157,7 +157,7 @@ def _parse(given: Mapping[str, object], file: Path) -> dict[str, Credentials]:
                 raise ValueError("a user has one credential for each mechanism")
             users[check_name(name)] = by_mechanism
         except ValueError as error:
-            # Not chained: a cause may show what was read.
+            # Not chained: a cause may show the text that was read.
             raise StartupError(
                 f"sasl.users {file}: the entry of {name[:100]!r} cannot be used: {error}. Write it "
                 "with `kproxy user add`."

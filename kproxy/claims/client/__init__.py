@@ -20,15 +20,15 @@ Resources and generations
     `resources` are "topic/partition", (topic, partition) or any other names; None for the whole group. A topic's writes
     are gated by the group that the proxies are given for it (--writer-group TOPIC=GROUP), its reads by any group.
     They are owned with `generation`: a client that claims with the same or a higher one takes over. 0 takes over from
-    any owner and counts as 1 from then on. A whole group is granted the highest generation in it.
+    any claimant and counts as 1 from then on. A whole group is granted the highest generation in it.
     `stand_by=True` waits until nobody owns them with this generation or a higher one. It asks with one less, so that of
     two clients with the same generation the second one waits for the first.
 
 Losing ownership, because another client took over, or because the connection or the proxy broke
     `own` cancels the block and raises Severed out of it, as asyncio.timeout does; with cancels_body=False it raises at
     the end of the block. `own_sync` raises Severed at the end of the block, and `ownership.check()` does so earlier.
-    `ownership.is_valid`, `ownership.severed` and `ownership.wait_severed()` tell, and `on_severed` is called, on the
-    event loop or the client's own thread, before any record that was under way is reported as failed.
+    `ownership.is_valid`, `ownership.severed` and `ownership.wait_severed()` report it, and `on_severed` is called, on
+    the event loop or the client's own thread, before any record in flight is reported as failed.
     From then on every produce and fetch request of the client fails, its own resends too; a request that was sent and
     not answered may have been written, or not. Close a producer that was severed and make a new one: the sequence of an
     idempotent producer is broken.
@@ -38,7 +38,7 @@ Claiming again: only with `reclaim=True`
     A lost connection is opened again, and the client's requests wait until the resources are claimed once more, with
     the generation they were owned with. This takes nothing from a client that owns them with that generation by then:
     it is tried for `timeout_s`, and the ownership is severed if that fails. In between others may have owned and
-    written; requests that were under way before are written after theirs.
+    written; requests that were in flight before are written after theirs.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def own(
     cancels_body: bool = True,
     on_severed: Callable[[Severed], None] | None = None,
 ) -> AioOwn:
-    """Own resources in `async with own(...) as ownership`, with a started client of aiokafka, else RuntimeError.
+    """Own resources in `async with own(...) as ownership`, with a started client of aiokafka.
 
     `timeout_s` bounds each of a claim, a second claim and the sending of pending records, in seconds; standing by has
     no bound. The default is longer than the proxies wait for answers that may never come (limits.own_unsettled_s).
-    Raises ValueError and TypeError for invalid arguments.
+    Raises ValueError and TypeError for invalid arguments, and RuntimeError for a client that is not started.
     """
     from kproxy.claims.client.aiokafka import AioOwn
 

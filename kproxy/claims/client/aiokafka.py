@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class AioOwnership(Ownership):
-    """For code on the event loop."""
+    """The ownership for code on the event loop."""
 
     def __init__(self, claimant: Claimant[Any]) -> None:
         super().__init__(claimant)
@@ -141,7 +141,7 @@ class AioOwn:
             raise severed from error
 
     async def _uncancelled(self, error: BaseException | None) -> bool:
-        """Take back our cancellation of the block. Return whether it alone ends the block."""
+        """Undo our cancellation of the block. Return whether it alone ends the block."""
         body = self._body
         # From here on `_severed` does not cancel it.
         self._body = None

@@ -12,7 +12,7 @@ States and transitions:
     any         -> LEFT         the claims are released
 
 Invariants:
-    1. SEVERED is final, and for all: once one of several resources is lost, none is owned any more.
+    1. SEVERED is final, and holds for all resources: once one of several is lost, none is owned any more.
     2. `is_valid` is true only while OWNED and every connection with claims is open, as far as this process can know.
     3. The state is SEVERED or RECLAIMING before a request on the lost connection is reported as failed, and before the
        library can send again: produce and fetch requests wait while RECLAIMING and fail once SEVERED.
@@ -41,7 +41,7 @@ from kproxy_codec.own import WHOLE_GROUP, OwnedResource, OwnRequest, OwnResource
 
 _ASK_AGAIN_S = 0.1
 _TRY_AGAIN_S = 0.25
-# In units of `check_every_s`: how long an answer may take when nothing else is under way.
+# In units of `check_every_s`: how long an answer may take when nothing else is in flight.
 _PING_PATIENCE = 2
 _LOOKS_AT_LEADERS = 3
 _RETRIABLE = (REQUEST_TIMED_OUT, COORDINATOR_NOT_AVAILABLE)
@@ -367,7 +367,7 @@ class Ownership:
 
     @property
     def severed(self) -> Severed | None:
-        """Why it is no longer owned, once that is final."""
+        """The reason why it is no longer owned, once that is final."""
         return self._claimant.severed
 
     @property

@@ -1,4 +1,4 @@
-"""Errors of claims, with sentences that tell an application what to do."""
+"""Errors of claims; their messages say what an application can do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`own_sync` for kafka-python: claim on the connections that its producers and consumers use.
 
-Their network runs on a thread of the client's own, and so does everything here but the context manager. Requests go
+Their network runs on a thread of the client's own, and so does everything here except the context manager. Requests go
 out through `KafkaConnectionManager.send`, on one connection for each node. The first request opens it, and the next one
 after it has closed opens it again. All of this belongs to kafka-python 3.0, most of it under private names; the tests
 run it.
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class SyncOwnership(Ownership):
-    """For code on threads."""
+    """The ownership for code on threads."""
 
     def __init__(self, claimant: Claimant[Any]) -> None:
         super().__init__(claimant)

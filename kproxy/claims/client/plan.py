@@ -26,7 +26,7 @@ class ClaimPlan(NamedTuple):
 
     @property
     def yielding(self) -> int:
-        """The generation that takes nothing from an owner with `generation`."""
+        """The generation that takes nothing from a claimant with `generation`."""
         return self.generation - 1
 
 
@@ -71,7 +71,7 @@ class Driver(Protocol[ConnectionT]):
 
     def now(self) -> float: ...
     async def wait(self, seconds: float) -> None:
-        """Wait so long, or until `wake`."""
+        """Wait for this time, or until `wake`."""
 
     def wake(self) -> None: ...
     async def refresh(self, topics: Collection[str]) -> None:
