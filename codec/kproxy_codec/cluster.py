@@ -78,7 +78,7 @@ out. A topic with an error has no partitions. Without an id in the version the i
 class Named(NamedTuple):
     """The brokers to name: `brokers` as node id, host and port, and which of them lead partitions of a topic.
 
-    `verdict` decides about each topic; None: all are named. With it operations that a client may do are not told.
+    `verdict` decides about each topic; None: all are named. With it the operations that a client may do are left out.
     """
 
     brokers: Sequence[tuple[int, str, int]]
@@ -204,7 +204,7 @@ def _topics(walk: Walk, form: _Form, named: Named, out: bytearray) -> Work[None]
         out += encode_count(count, compact=form.compact)
         yield from _each_topic(walk, form, named, count, out)
         return
-    # How many are told is known behind them.
+    # The number of topics in the answer is known only behind them.
     told = bytearray()
     left_out = yield from _each_topic(walk, form, named, count, told)
     out += encode_count(count - left_out, compact=form.compact)

@@ -11,7 +11,7 @@ Transitions
   in step -> out of step   a frame of an illegal length, an answer shorter than its header, or not the awaited answer
 
 Invariants
-1. A waiter is handed out at most once: with its answer (`match`, `receive`) or without one (`end`).
+1. A waiter is returned at most once: with its answer (`match`, `receive`) or without one (`end`).
 2. Answers are matched in the order of `sent`, and the correlation_id of each is verified.
 3. At most `most` requests await answers. Frames are bounded by their reader (kproxy_codec.framing).
 """

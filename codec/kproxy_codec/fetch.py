@@ -218,14 +218,17 @@ class FetchApi:
     max_version = MAX_VERSION
 
     def parse_request(self, frame: memoryview, header: RequestHeader) -> FetchRequest:
-        """Raises CodecError. A replica_id of 0 or more is refused: it would move the high watermark."""
+        """Parse a client's request. Raises CodecError.
+
+        A replica_id of 0 or more is refused: it would move the high watermark.
+        """
         request = parse_fetch(frame, header)
         if request.replica_id >= 0:
             raise InvalidField(f"Fetch with replica_id {request.replica_id}: followers fetch from brokers, not here")
         return request
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
-        """Raises CodecError. Blanks hints and the session in place.
+        """Parse an answer; blank hints and the session in place. Raises CodecError.
 
         These are leader hints, preferred read replicas and the session id. Null records become empty records.
         """
@@ -266,7 +269,7 @@ class FetchApi:
         return response_ends(api_version, throttle_time_ms, tags)
 
     def plain_answer(self, request: PartitionedRequest, selection: Places) -> None:
-        """None: in every answer the session and preferred replicas must be blanked."""
+        """Return None: in every answer the session and preferred replicas must be blanked."""
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
         """The preamble of one piece: its share of max_bytes, and no wait.

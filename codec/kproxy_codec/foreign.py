@@ -1,7 +1,7 @@
 """Recognise clients that do not speak Kafka's protocol in plain text.
 
-The first bytes of a connection show them. In the place of a frame's length, all of these send a number that no listener
-admits. SASL is part of Kafka's protocol and is recognised by its requests.
+The first bytes of a connection show them. All of these send, in the place of a frame's length, a number that no
+listener admits. SASL is part of Kafka's protocol and is recognised by its requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TLS_ALERT = 0x1503
 _HTTP = frozenset(b"GET |POST|PUT |HEAD|OPTI|CONN|DELE|PATC|TRAC|PRI |HTTP".split(b"|"))
 _SSH = b"SSH-"
 
-# How answers in other protocols begin.
+# The first bytes of answers in other protocols.
 _ANSWERS = {
     b"HTTP": "HTTP, not Kafka, as etcd and admin pages do",
     b"\x15\x03": "TLS, which is not spoken here",

@@ -49,7 +49,7 @@ LEAST_FREE_BYTES = 64 << 10
 GROWTH = 4
 # Chunks kept for reuse; further ones are left to the allocator.
 KEPT_CHUNKS = 64
-# So many of them are looked at for one that is free.
+# At most this many of them are searched for one that is free.
 LOOKS = 16
 
 _LENGTH = Struct(">i")
@@ -210,7 +210,7 @@ class FrameReader:
         self._view, self._start, self._end, self._own = memoryview(buffer), 0, len(held), True
 
     def drop(self) -> None:
-        """Forget the arriving frame. Nothing more is to be read."""
+        """Forget the arriving frame: nothing more will be read."""
         self._max_frame_bytes = _BROKEN
         self._let_go()
 

@@ -43,7 +43,7 @@ class ListOffsetsApi:
     max_version = MAX_VERSION
 
     def parse_request(self, frame: memoryview, header: RequestHeader) -> PartitionedRequest:
-        """Raises CodecError. A replica_id of 0 or more is refused: only brokers may send it."""
+        """Parse a request. Raises CodecError. A replica_id of 0 or more is refused: only brokers may send it."""
         version = header.api_version
         if not MIN_VERSION <= version <= MAX_VERSION:
             raise UnsupportedVersion(f"ListOffsets v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
@@ -72,7 +72,7 @@ class ListOffsetsApi:
         return request
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
-        """Raises CodecError. Leader epochs are set to -1 in place: no answer of the proxy carries one."""
+        """Parse an answer; set leader epochs to -1 in place: no answer of the proxy has one. Raises CodecError."""
         flexible = is_flexible(LIST_OFFSETS, api_version)
         entry_bytes = _RESULT.size + (4 if api_version >= 4 else 0)
         response = PartitionedResponse(frame)
@@ -106,11 +106,11 @@ class ListOffsetsApi:
         return head, encode_tagged_fields(tags) if is_flexible(LIST_OFFSETS, api_version) else b""
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
-        """None: the request's own preamble is kept."""
+        """Return None: the request's own preamble is kept."""
         return None
 
     def plain_answer(self, request: PartitionedRequest, selection: Places) -> None:
-        """None: in every answer leader epochs must be blanked."""
+        """Return None: in every answer leader epochs must be blanked."""
 
     def admit(self, request: PartitionedRequest) -> None:
         """Remove leader epochs from the request."""

@@ -9,8 +9,8 @@ Own (key 20311, versions 0 and 1): a client claims resources for its connection,
 Null resources claim the whole group. The answer then has one resource with an empty name; requests cannot name such a
 resource.
 
-BindFences (key 20312, version 0): a proxy tells the broker that leads a partition that produce requests on this
-connection stand behind these fences from now on, or that a fence is released.
+BindFences (key 20312, version 0): a proxy reports to a partition's leader that produce requests on this connection
+stand behind these fences from now on, or that a fence is released.
     BindFencesRequest   partitions COMPACT_ARRAY of {topic COMPACT_STRING, partition_index INT32, fence INT64,
                         is_released BOOLEAN}
     BindFencesResponse  throttle_time_ms INT32, partitions COMPACT_ARRAY of {topic COMPACT_STRING,

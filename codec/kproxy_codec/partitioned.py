@@ -93,7 +93,7 @@ class PartitionedRequest:
         self.topics_start = header.body_offset
         self.topics_end = len(frame)
         self.by_id = False
-        # Only for Produce; the others always have an answer, so that theirs are -1 (all) and 0.
+        # Only Produce sets these; the other APIs always have an answer, so theirs are -1 (all) and 0.
         self.acks = -1
         self.timeout_ms = 0
 
@@ -127,7 +127,7 @@ class PartitionedRequest:
             self.frame = memoryview(bytearray(self.frame))
 
     def let_go(self) -> None:
-        """Release the request's bytes: it is not to be encoded again, whole or in parts."""
+        """Release the request's bytes: it is not encoded again, whole or in parts."""
         self.frame = memoryview(b"")
 
     def topic_head(self, topic: TopicSpan) -> memoryview:
@@ -197,11 +197,11 @@ class PartitionedApi(Protocol):
     max_version: int
 
     def parse_request(self, frame: memoryview, header: RequestHeader) -> PartitionedRequest:
-        """Raises CodecError."""
+        """Parse a request. Raises CodecError."""
         ...
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
-        """Raises CodecError. Leader hints in the entries are blanked in place (KIP-951)."""
+        """Parse an answer; blank leader hints in the entries in place (KIP-951). Raises CodecError."""
         ...
 
     def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer | None:
@@ -231,7 +231,7 @@ class PartitionedApi(Protocol):
         ...
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
-        """Whether this many bytes of records are enough for the request, or a read should be asked again."""
+        """Whether this many bytes of records are enough for the request; if not, the read is repeated."""
         ...
 
 
@@ -337,7 +337,7 @@ def _expect_utf8(name: bytes) -> None:
 
 
 def expect_end(frame: memoryview, offset: int) -> None:
-    """Raises InvalidField if bytes follow the message."""
+    """Raise InvalidField if bytes follow the message."""
     if offset != len(frame):
         raise InvalidField(f"{len(frame) - offset} bytes follow the end of the message")
 

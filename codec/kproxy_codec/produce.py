@@ -255,7 +255,7 @@ class ProduceApi:
         return parse_produce(frame, header)
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
-        """Raises CodecError. Current-leader hints are blanked in place (KIP-951)."""
+        """Parse an answer; blank current-leader hints in place (KIP-951). Raises CodecError."""
         flexible = api_version >= 9
         response = PartitionedResponse(frame)
         limit = len(frame)
@@ -280,7 +280,7 @@ class ProduceApi:
         return response
 
     def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer:
-        """See `PartitionedApi`. Only success: no error, tagged field or throttling, and no named broker."""
+        """Return an answer of success only: no error, tagged field or throttling, and no named broker."""
         plain = _PLAIN[request.header.api_version]
         texts: list[bytes] = []
         text = plain.tags + encode_count(len(selection), compact=request.flexible)
@@ -296,7 +296,7 @@ class ProduceApi:
         return PlainAnswer(texts, plain.offsets_bytes, before=_INDEX_AND_ERROR_CODE.size, after=len(plain.end_of_entry))
 
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
-        """base_offset, log_append_time_ms and log_start_offset are -1: the proxy assigns no offset."""
+        """Encode base_offset, log_append_time_ms and log_start_offset as -1: the proxy assigns no offset."""
         return result_entry(api_version, partition_index, error_code, base_offset=-1, log_start_offset=-1)
 
     def response_ends(
@@ -306,11 +306,11 @@ class ProduceApi:
         return b"", tail + encode_tagged_fields(tags) if api_version >= 9 else tail
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
-        """None: the request's own preamble is kept."""
+        """Return None: the request's own preamble is kept."""
         return None
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Nothing to change: it is forwarded as received."""
+        """Change nothing: the request is forwarded as received."""
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
         return True

@@ -2,7 +2,7 @@
 
 It has `/metrics`, `/livez`, `/readyz`, and `/`, a short summary for people.
 
-`/metrics` has the broker's replicas, its lease and its disk as Prometheus families, made upon request. docs/metrics.md
+`/metrics` has the broker's replicas, its lease and its disk as Prometheus families, made on request. docs/metrics.md
 explains each family. Totals count all replicas on this broker; series of single partitions are limited to the first
 MAX_PARTITION_SERIES by topic and index, to bound the page.
 

@@ -101,7 +101,7 @@ class BrokerLease:
             claimed = result.succeeded
         finally:
             if not claimed:
-                # Whatever became of the transaction, leave nothing of it behind.
+                # Leave nothing of the transaction behind, whatever its outcome.
                 await self._client.lease_revoke(lease.lease_id)
         if not claimed:
             return None

@@ -229,7 +229,7 @@ class ClusterView:
         return self._states.entries.get(PartitionKey(topic, partition_index))
 
     def is_fully_owned(self, topic: str) -> bool:
-        """Tell whether the topic exists and each of its partitions has a live owner."""
+        """Return whether the topic exists and each of its partitions has a live owner."""
         found = self.topics.get(topic)
         return found is not None and all(self.owner(topic, index) != NO_OWNER for index in range(len(found.replicas)))
 

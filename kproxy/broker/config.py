@@ -7,9 +7,9 @@ A topic may set
     retention.ms          from -1; age beyond which old segments are removed; -1: no limit
     segment.bytes         from 1 MiB; size at which a segment is full
 
-The ranges are Apache Kafka 4.3's. A `min.insync.replicas` above the replication factor means all replicas, as there. A
-few more names are accepted with the value that holds anyway, because tools always send them. Everything else is
-refused, known to Kafka or not: a configuration that is accepted and has no effect is worse than none.
+The ranges are Apache Kafka 4.3's. A `min.insync.replicas` above the replication factor means all replicas, as in
+Kafka. A few more names are accepted with the value that is in force anyway, because tools always send them. Everything
+else is refused, known to Kafka or not: a configuration that is accepted and has no effect is worse than none.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BrokerConfig:
 
     Sizes are bytes; addresses are (host, port), port 0 means any free one.
 
-    - `advertise`: the address that clients are told; None: the address listened on (port 0: the port listened on).
+    - `advertise`: the address that clients see; None: the address listened on (port 0: the port listened on).
     - `replication_listen`: where followers fetch, under the advertised host; None: the host of `listen`, any free port.
     - `admin`: where the admin page is served; None: nowhere.
     - `isr_lag_s`: how long a follower may go without having caught up and stay in sync (Kafka's
@@ -128,7 +128,7 @@ FIXED_CONFIGS: Mapping[str, str] = {
 }
 """Configurations that hold for every topic, and may be given with just this value."""
 
-# With so many replicas one may fail and acks=all still means two copies.
+# With this many replicas one may fail, and acks=all still means two copies.
 _REPLICAS_FOR_TWO_IN_SYNC = 3
 
 
@@ -182,7 +182,7 @@ def default_min_insync_replicas(replication_factor: int, config: BrokerConfig) -
 def topic_config_values(
     configs: Mapping[str, str], replication_factor: int, config: BrokerConfig
 ) -> list[tuple[str, str]]:
-    """List every configuration of a topic with these configurations and so many replicas, by name."""
+    """List every configuration of a topic with these configurations and this many replicas, by name."""
     values = {
         **FIXED_CONFIGS,
         "max.message.bytes": str(config.message_max_bytes),
@@ -195,7 +195,7 @@ def topic_config_values(
 
 
 def topic_settings(configs: Mapping[str, str], replication_factor: int, config: BrokerConfig) -> TopicSettings:
-    """Compute the settings of a topic with these checked configurations and so many replicas."""
+    """Compute the settings of a topic with these checked configurations and this many replicas."""
     min_insync_replicas = int(configs.get(MIN_INSYNC_REPLICAS, default_min_insync_replicas(replication_factor, config)))
     return TopicSettings(
         min(min_insync_replicas, replication_factor),

@@ -60,8 +60,8 @@ class ClientConnection(asyncio.BufferedProtocol):
         """Set the callbacks.
 
         `on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
-        `on_queued` is called when a request arrives behind one that is being served. `advises`: a client that speaks
-        another protocol is told so.
+        `on_queued` is called when a request arrives behind one that is being served. `advises`: answer a client of
+        another protocol in that protocol.
         """
         self._serve = serve
         self._reader = FrameReader(max_frame_bytes, arena)
@@ -220,7 +220,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     # Ending
 
     def _refuse_bytes(self, error: CodecError) -> None:
-        """Close upon bytes that are no request; tell a client of another protocol so, in that protocol."""
+        """Close after bytes that are no request; answer a client of another protocol in that protocol."""
         stranger = foreign_protocol(error) if self._advises else None
         if stranger is None or self._closing or self._transport is None:
             self.refuse(str(error))

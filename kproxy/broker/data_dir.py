@@ -59,8 +59,8 @@ class DataDir:
         self._lock_fd = lock_fd
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="data-dir")
         self._log_options = log_options
-        # Held between reading whose a directory is and renaming it: of a topic that is deleted and at once created
-        # again, one thread removes the log while another sets up the new one.
+        # Held from reading which log a directory holds until it is renamed: if a topic is deleted and created again
+        # at once, one thread removes the old log while another sets up the new one.
         self._rename_lock = threading.Lock()
         self._deleted_topics: set[str] = set()
 
@@ -177,7 +177,7 @@ class DataDir:
         return uuid.uuid4() if checkpoint.get("is_whole") == 0 else self.log_id
 
     def _set_up(self, directory: Path, identity: dict[str, object]) -> None:
-        """Make the directory this partition's, whichever it was before. Raises OSError, LogFailed."""
+        """Set up the directory for this partition, whichever partition had it before. Raises OSError, LogFailed."""
         with self._rename_lock:
             found = read_json(directory / _PARTITION_FILE)
             if found is not None and found.get("topic") != identity["topic"]:

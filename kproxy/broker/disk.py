@@ -32,7 +32,7 @@ def disk_error(error: OSError, directory: Path) -> DiskError:
     """Convert an error of a write into `directory` to one that names its disk."""
     if isinstance(error, DiskError):
         return error
-    # A relative --data-dir says nothing of the disk.
+    # A relative --data-dir does not show which disk it is on.
     whole = directory.absolute()
     disk = next(parent for parent in (whole, *whole.parents) if parent.is_mount() or parent == parent.parent)
     if error.errno in _NO_ROOM:
@@ -127,7 +127,7 @@ class FlushTimes:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Time what is done within."""
+        """Measure how long the `with` block takes."""
         began = time.monotonic()
         try:
             yield

@@ -7,13 +7,13 @@ Candidates
 
 The candidate that comes first in the replica list takes the partition first, so that the preferred replica leads. The
 others follow with a delay, in case it cannot. Where no replica lives, rendezvous hashing orders the live brokers, so
-that all brokers come to the same answer and partitions spread.
+that all brokers reach the same result and partitions spread.
 
 States of a partition in `ElectionQueue`
   (none)    it is not waited for
   queued    other candidates come first, or may start soon; a timer says when to look again
   due       the candidates before this broker have had their time
-A partition is orphaned where this broker saw its owner go.
+A partition is orphaned if this broker saw its owner go.
 
 Invariants
 1. The candidate at place n among the live ones waits n times CANDIDATE_DELAY_S; n times UNWRITTEN_DELAY_S for a
@@ -26,8 +26,8 @@ Invariants
 Rebalance
 A partition's preferred leader is its first replica. Once that replica is in sync again and this broker has led for long
 enough, the leadership moves back, one partition at a time. So leaders that moved when a broker failed return to it.
-4. The leader refuses writes from before the wait until its end: what followers have then is all there is.
-5. If followers do not catch up in time, the leader goes on leading.
+4. The leader refuses writes from before the wait until its end, so a follower that has caught up has every record.
+5. If followers do not catch up in time, the leader continues to lead.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ START_GRACE_S = 2.0
 
 
 def keeps_replica(view: ClusterView, topic: Topic, partition_index: int, node_id: int) -> bool:
-    """Tell whether the broker keeps a replica of the partition."""
+    """Return whether the broker keeps a replica of the partition."""
     state = view.state(topic, partition_index)
     return node_id in view.replicas(topic, partition_index) or (state is not None and node_id in state.in_sync)
 
 
 def is_in_sync(view: ClusterView, topic: Topic, partition_index: int, replica: ReplicaKey) -> bool:
-    """Tell whether this log holds all committed records: it is in the ISR, or nothing was ever written."""
+    """Return whether this log holds all committed records: it is in the ISR, or nothing was ever written."""
     state = view.state(topic, partition_index)
     return state is None or replica in state.isr
 
@@ -66,8 +66,8 @@ def is_in_sync(view: ClusterView, topic: Topic, partition_index: int, replica: R
 def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool) -> int:
     """Count the candidates before this broker; NOT_A_CANDIDATE if it is none.
 
-    `count_dead` counts dead candidates too, which may be about to start; of a partition that was never written only its
-    first replica.
+    `count_dead` also counts dead candidates, which may be about to start; for a partition that was never written, only
+    its first replica.
     """
     live = {*view.brokers, node_id}
     replicas = view.replicas(topic, partition_index)
@@ -136,7 +136,7 @@ class ElectionQueue:
             timer.cancel()
 
     def may_take_now(self, key: PartitionKey, topic: Topic) -> bool:
-        """Tell whether to take the partition now; if other candidates come first, `look_again` is called after them."""
+        """Return whether to take the partition now; if others come first, `look_again` is called after them."""
         loop = asyncio.get_running_loop()
         grace_s = self._began_at + START_GRACE_S - loop.time()
         count_dead = grace_s > 0 and key not in self._orphaned

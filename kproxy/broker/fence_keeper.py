@@ -12,8 +12,8 @@ Invariants
    mod_revision, so that nothing is put for a deleted topic; and by the fence key's mod_revision, so that a late
    transaction changes nothing that came after it.
 2. Success is answered only by a partition that still leads and has the fence in memory.
-3. A fence above etcd's revision is nobody's grant: it is of a history that is gone, and would shut out everybody in
-   this one.
+3. A fence above etcd's revision belongs to no grant: it is from a history that is gone, and would shut out every writer
+   in this one.
 4. One transaction of a partition runs at a time, and at most CONCURRENT_FENCES of all.
 """
 

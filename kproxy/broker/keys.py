@@ -9,7 +9,7 @@
     {prefix}/refbroker/fences/{topic}/{partition}       {"fence": n, "is_owned": bool, "topic_id": uuid}
     {prefix}/refbroker/cluster-id                       the cluster's id, as Kafka's clients see it
     {prefix}/refbroker/replication-secret               the secret that brokers share (replication.authentication)
-    {prefix}/producer-ids                               decimal: the first producer id not given out yet
+    {prefix}/producer-ids                               decimal: the first producer id not assigned yet
 
 `replicas[p]` are the brokers that keep partition p; the first of them that can takes it. A state or fence with another
 topic_id belongs to an earlier topic of the same name and counts as absent. Unreadable values raise ValueError.
@@ -100,7 +100,8 @@ class FenceValue(msgspec.Struct, frozen=True):
 class BrokerValue(msgspec.Struct, frozen=True):
     """The addresses of a live broker for clients and for followers.
 
-    A port is 0 where it does not. `log_id` is that of its data directory, None where its release has none.
+    A port is 0 if the broker does not listen on it. `log_id` is that of its data directory, None if its release has
+    none.
     """
 
     node_id: int

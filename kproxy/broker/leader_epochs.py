@@ -1,6 +1,6 @@
 """Leader epochs of a log (KIP-101), and leaderships.
 
-Replicas find by them where their logs diverge.
+Replicas use them to find where their logs diverge.
 
 State: entries (leader epoch, start offset), both rising. An epoch reaches from its start to the next entry's, the last
 one to the log's end.
@@ -58,11 +58,10 @@ class LeaderEpochs:
         return last[0] if last else NO_LEADER_EPOCH
 
     def assign(self, leader_epoch: int, start_offset: int) -> None:
-        """Give `leader_epoch` to what is written from `start_offset`.
+        """Assign `leader_epoch` to everything written from `start_offset` on.
 
-        Nothing changes where it has that epoch already. Epochs that began at or above `start_offset` wrote nothing and
-        are forgotten. Raises ValueError if the epoch would go back behind one that did write: no leader's log does
-        that.
+        Nothing changes if it has that epoch already. Epochs that began at or above `start_offset` wrote nothing and are
+        forgotten. Raises ValueError if the epoch is lower than one that did write: that happens in no leader's log.
         """
         if self._epochs and self._epochs[-1] == leader_epoch and self._start_offsets[-1] <= start_offset:
             return

@@ -2,7 +2,7 @@
 
 Take: if the lease key is absent, and the state and the topic are unchanged since the decision, put the lease key on the
 broker's lease, and the state with the next leader epoch and the same ISR. All or nothing: no partition has an owner
-without a state, no two brokers both believe that they took it, and none takes it that has left the ISR meanwhile. The
+without a state, no two brokers both believe that they took it, and no broker takes it after it has left the ISR. The
 same transaction reads the writers' fence. The fence changes only under the lease key that is put, so the new leader
 knows the highest one.
 
@@ -94,7 +94,7 @@ class TakeOver:
     ) -> Taken | None:
         """Take the partition with `state`; None if it is not available.
 
-        An earlier attempt without an answer may have taken it; then return what that one took. `stored_revision` is the
+        An earlier attempt without an answer may have taken it; then return its result. `stored_revision` is the
         mod_revision of the stored state, 0 where there is none. `known_epoch` is the last leader epoch that this broker
         led or followed in. Raises EtcdError; ValueError for an unreadable state or fence.
         """

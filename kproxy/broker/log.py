@@ -14,7 +14,7 @@ Invariants
 3. Opening reads every batch, up to the first damage: a bad batch, or a gap between segments. The recovery point is the
    high watermark of the last checkpoint. From there on, a killed process or a power cut may leave damage, also in the
    middle of the log, because a segment begins before the one before it is on the disk: the log is cut off at the
-   damage, and what follows is removed. Damage below the recovery point is LogCorrupt: those offsets were given out and
+   damage, and what follows is removed. Damage below the recovery point is LogCorrupt: those offsets were assigned and
    committed.
 4. Only the process that opened the log writes to it (the data directory is locked).
 5. `producers` and `leader_epochs` follow from the batches in the log, and from the epoch that a leader assigned at its
@@ -84,7 +84,7 @@ class Log:
         self._unsynced_from = _NO_OFFSET
         # The lowest offset at which the log was cut off since the running flush began.
         self._cut_at = _NO_OFFSET
-        # Held while a thread flushes: another one must not count what that one has taken on.
+        # Held while a thread flushes: another one must not count bytes that the first has not flushed yet.
         self._flush_lock = threading.Lock()
         # Held while `flushed_offset` and what it depends on change.
         self._flushed_lock = threading.Lock()
@@ -342,8 +342,9 @@ class Log:
     def remove_old_segments(self, now_ms: int, high_watermark: int) -> int:
         """Apply retention: remove old segments; return their number.
 
-        Only whole segments below the high watermark. Raises OSError, LogFailed. If the last segment is old enough too,
-        a new, empty one takes its place; the old one is removed in the next round, once the new one is on the disk.
+        Only whole segments below the high watermark are removed. Raises OSError, LogFailed. If the last segment is old
+        enough too, a new, empty one takes its place; the old one is removed in the next round, once the new one is on
+        the disk.
         """
         self._check()
         count = _removable_segments(self._segments, self.options, now_ms, high_watermark)
@@ -383,8 +384,8 @@ class Log:
     def read(self, offset: int, max_bytes: int, *, up_to: int | None = None) -> bytes:
         """Read batches of one segment, from the one that holds `offset`.
 
-        The first is whole, the last perhaps partial. Only batches that end below `up_to`, where that is given. `offset`
-        must lie in the log; at its end the result is empty. Raises OSError, LogFailed.
+        The first is whole, the last perhaps partial. If `up_to` is given, only batches that end below it are read.
+        `offset` must lie in the log; at its end the result is empty. Raises OSError, LogFailed.
         """
         self._check()
         position = max(bisect_right(self._base_offsets, offset) - 1, 0)
@@ -462,7 +463,7 @@ class Log:
                 if obeyed > self.leadership and self.options.flush != "never":
                     sync_directory(self.directory)
             except OSError as error:
-                # A log closed meanwhile may have lost its directory, which is no disk's error.
+                # A log closed meanwhile may have lost its directory, which is no error of the disk.
                 self._check()
                 raise disk_error(error, self.directory) from error
             self.high_watermark_checkpoint, self.leadership = high_watermark, obeyed
@@ -540,7 +541,8 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint, replacing: Abstrac
 def _removable_segments(segments: Sequence[Segment], options: LogOptions, now_ms: int, high_watermark: int) -> int:
     """Count the oldest segments that retention removes.
 
-    None that reaches above the high watermark is. Kafka's retention.bytes and retention.ms with cleanup.policy=delete.
+    None of them reaches above the high watermark. The rules are those of Kafka's retention.bytes and retention.ms with
+    cleanup.policy=delete.
     By size: while the rest is at least `retention_bytes`, and never the last segment. By time: while the largest
     timestamp is older than `retention_ms`. `now_ms` is milliseconds since the epoch, as timestamps are.
     """

@@ -8,12 +8,12 @@ Invariants
    between, the write is undone in the same step of the event loop, before anybody can read it.
 2. Nothing is served as leader, to clients or to followers, unless the fence is certain to live.
 3. Producer state is updated only by batches that are in the log.
-4. An offset is given out once: `append_as_leader` runs on one event loop and never awaits.
+4. An offset is assigned once: `append_as_leader` runs on one event loop and never awaits.
 5. A follower's log changes only by the answer to its last request, from the leader it follows, in the epoch it follows
    in; any other answer is late and dropped.
 6. A replica obeys no leadership older than the newest that it has obeyed. `log_maintenance` writes that one beside the
    log, soon but not at once: the disk would take too long when a broker fails and many partitions move.
-7. No batch is appended of a writer that the partition's fence refuses (`writer_fence`); not even a duplicate is
+7. A writer that the partition's fence refuses (`writer_fence`) appends no batch, and not even its duplicates are
    answered.
 8. A follower whose leader lacks records that are committed here stops for good; `failure` says why.
 9. With `--flush always` a replica reports no record before it is on the disk: not in an answer, not in the high
@@ -234,7 +234,7 @@ class Partition:
     # As leader: writes
 
     def takes_writes(self) -> bool:
-        """Tell whether this broker leads for certain and has not resigned."""
+        """Return whether this broker leads for certain and has not resigned."""
         return self.role is Role.LEADER and self._fence.is_live()
 
     def refusal_of_writer(self, bound: int) -> AppendResult | None:
@@ -312,11 +312,11 @@ class Partition:
         return _NOT_LEADER
 
     def is_committed(self, offset: int) -> bool:
-        """Tell whether every in-sync replica has `offset`, and this broker may still say so."""
+        """Return whether every in-sync replica has `offset`, and this broker may still say so."""
         return self.high_watermark > offset and self._fence.is_live()
 
     def is_on_disk(self, offset: int) -> bool:
-        """Tell whether `offset` is here, on the disk if required, and this broker may still say so."""
+        """Return whether `offset` is here, on the disk if required, and this broker may still say so."""
         return self.log.counted_end_offset > offset and self._fence.is_live()
 
     async def wait_for_isr(self, offset: int, timeout_s: float) -> int:
@@ -358,8 +358,8 @@ class Partition:
     def read(self, offset: int, max_bytes: int) -> ReadResult:
         """Read batches from `offset`, below the high watermark.
 
-        The first is whole, at most `max_bytes` otherwise. Between the high watermark and the log's end the result is
-        empty: a consumer that was there before the leader changed waits, it is not sent back.
+        The first is whole; otherwise at most `max_bytes` are read. Between the high watermark and the log's end the
+        result is empty: a consumer that was there before the leader changed waits, it is not sent back.
         """
         if not self.log_start_offset <= offset <= self.log_end_offset:
             return ReadResult(error_codes.OFFSET_OUT_OF_RANGE)
@@ -400,7 +400,7 @@ class Partition:
     # As leader: followers
 
     def fetch_as_replica(self, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
-        """Answer a follower's fetch, which also tells what the follower has.
+        """Answer a follower's fetch, which also reports what the follower has.
 
         It must name its epoch and its log: without a log the request could be anybody's.
         """
@@ -569,8 +569,8 @@ class Reconciliation:
 def divergence_point(log: Log, leader_end: EpochEnd) -> int:
     """Return the first offset at which `log` may differ from the leader's.
 
-    `leader_end` is the leader's answer for our last epoch: the largest of its epochs not above ours, and its end. Of an
-    epoch that both have, the logs diverge at the shorter one's end; of one that we lack, at the end of our next older
+    `leader_end` is the leader's answer for our last epoch: the largest of its epochs not above ours, and its end. In an
+    epoch that both have, the logs diverge at the shorter one's end; in one that we lack, at the end of our next older
     epoch (KIP-279).
     """
     own_end = log.leader_epochs.end_offset_for(leader_end.leader_epoch, log.log_end_offset)

@@ -186,7 +186,7 @@ class ProducerHistory:
     """Earlier copies of a log's producer states, at most HISTORY_COPIES.
 
     Each belongs to the offset that it stands before. With a copy, truncating a log need not read it from the beginning:
-    most truncations cut off little. A copy is made every so many bytes; the more producers there are, the rarer,
+    most truncations cut off little. The number of bytes between two copies grows with the number of producers,
     because copying would otherwise cost more than appending.
     """
 

@@ -24,7 +24,7 @@ Invariants
    never reuses an offset.
 2. A key is ours if it stands on our lease. Its value names a broker id, and a predecessor with the same id is not us.
 3. A release deletes only the very key that was ours. A key of a deleted topic is released as soon as it is seen,
-   whatever became of earlier attempts: it would keep a new topic of that name from being led.
+   whatever the outcome of earlier attempts: it would keep a new topic of that name from being led.
 4. At most one task works on a partition, and its log is open at most once: `HostedReplicas` opens and closes for that
    task alone. A closed replica is opened anew from the disk.
 5. A stop refuses writes first, lets live in-sync followers reach the log's end, and only then gives up the lease.
@@ -260,7 +260,7 @@ class ReplicaManager:
         return self.partitions.get((topic, partition_index))
 
     def may_take(self, topic: str, partition_index: int) -> bool:
-        """Tell whether a client's request may make this broker take a partition that it does not lead."""
+        """Return whether a client's request may make this broker take a partition that it does not lead."""
         key = PartitionKey(topic, partition_index)
         return self._may_take(key) and self._may_take_for_client(key)
 
@@ -381,7 +381,7 @@ class ReplicaManager:
         return place != NOT_A_CANDIDATE
 
     def _may_take_for_client(self, key: PartitionKey) -> bool:
-        """Tell whether a client's request may take this partition here.
+        """Return whether a client's request may take this partition here.
 
         Clients send requests for a never-written partition to any broker, and it should begin on its preferred one. If
         that broker cannot take it, another one takes it after a delay.
@@ -618,7 +618,7 @@ class ReplicaManager:
             self._queue(key)  # otherwise when the view reports the deletion
 
     def _is_of_deleted_topic(self, key: PartitionKey, ownership: Ownership, fence: LeaseFence) -> bool:
-        """Tell whether a key on our lease belongs to a deleted topic, whether or not a new one has its name."""
+        """Return whether a key on our lease belongs to a deleted topic, whether or not a new one has its name."""
         topic = self._topic_of(key)
         return ownership.lease_id == fence.lease_id and (
             topic is None or ownership.mod_revision < topic.create_revision

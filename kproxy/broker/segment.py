@@ -13,7 +13,7 @@ Invariants
    the last batch, or the base offset of an empty segment.
 3. The index holds a batch about every INDEX_INTERVAL_BYTES: its base offset, its position, and the largest timestamp of
    all batches before it. It lives in memory and is rebuilt by the scan at opening. The newest batch's place is kept
-   besides: nearly all reads ask for it.
+   as well: nearly all reads ask for it.
 4. One thread works on a segment; only `flush` may run beside it, in one other thread at a time.
 """
 
@@ -141,7 +141,7 @@ class Segment:
     def append(self, records: Buffer, batches: Sequence[RecordBatch], base_offset: int) -> None:
         """Write whole batches.
 
-        The first carries `base_offset` in its bytes already, whatever `batches` says of it. OSError leaves the segment
+        The first carries `base_offset` in its bytes already, whatever `batches` says. OSError leaves the segment
         as it was; LogFailed means that the partial write could not be undone.
         """
         written = 0
@@ -195,8 +195,8 @@ class Segment:
     def read(self, offset: int, max_bytes: int, up_to: int | None = None) -> bytes:
         """Read from the batch that holds `offset`, or the next one.
 
-        That batch whole, `max_bytes` in all. Only batches that end below `up_to`. The last batch may be partial, as in
-        Kafka's answers. Empty where no such batch is here.
+        That batch is whole; otherwise the result has at most `max_bytes`. Only batches that end below `up_to` are read.
+        The last batch may be partial, as in Kafka's answers. The result is empty if no such batch is here.
         """
         place = self._place_before(offset)
         if place.base_offset == offset and up_to is None and max_bytes >= HEADER_BYTES:

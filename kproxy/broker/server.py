@@ -232,7 +232,7 @@ class _Server:
     async def _when_etcd_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Retry `ask` while etcd is unavailable.
 
-        Raises what waiting does not mend: EtcdError, IdInUse, StartupError.
+        Raises the errors that waiting does not fix: EtcdError, IdInUse, StartupError.
         """
         while True:
             try:
@@ -244,7 +244,7 @@ class _Server:
                 await asyncio.sleep(RECLAIM_PAUSE_S)
 
     async def _synced(self, mirroring: asyncio.Task[None]) -> None:
-        """Wait until the mirror has read the cluster from etcd; raise what the mirror fails with."""
+        """Wait until the mirror has read the cluster from etcd; raise the mirror's error if it fails."""
         synced = asyncio.create_task(self._mirror.wait_synced())
         try:
             while not synced.done():

@@ -1,8 +1,8 @@
 """Validate record batches before they are appended.
 
-A produced batch is checked by the rules of Kafka's LogValidator; a replicated one only for continuing the log, because
+A produced batch is checked by the rules of Kafka's LogValidator. A replicated one must only continue the log, because
 the leader has checked the rest. The records inside stay unread: the CRC shows that they are what the producer sent, and
-more is not promised.
+nothing more is promised.
 
 The error code matters: clients resend after CORRUPT_MESSAGE, and give up after INVALID_RECORD.
 `tests/contract/test_produce_oracle.py` lists where Apache Kafka itself answers otherwise.

@@ -19,11 +19,11 @@ broker leads, so that the next leader knows it.
 
 Invariants
 1. The fence never goes down while this broker leads, nor from one leader to the next.
-2. A connection bound below the fence writes nothing, whether the partition is owned or open: no batch of a lower fence
-   follows one of a higher in the log.
+2. A connection bound below the fence writes nothing, whether the partition is owned or open: in the log, no batch of a
+   lower fence follows one of a higher fence.
 3. While the partition is owned, only connections bound to that very fence write.
 4. A connection bound above the fence writes nothing before that fence is kept here: where a topic was deleted and
-   created anew, its writers have not told the new one their fence.
+   created anew, its writers have not bound their fence to the new one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WriterFence:
         return f"{whose} behind fence {self.fence}, and this connection is bound to the older {bound}"
 
     def is_above(self, bound: int) -> bool:
-        """Tell whether that fence must be kept before anything is written behind it."""
+        """Return whether that fence must be kept before anything is written behind it."""
         return bound > self.fence
 
     def compare(self, fence: int, *, is_released: bool) -> FenceComparison:

@@ -62,7 +62,7 @@ class BrokerSasl:
 
 
 def broker_sasl(given: BrokerSaslSection, sources: Mapping[str, str], *, with_tls: bool) -> BrokerSasl | None:
-    """Check the options; None if brokers are not authenticated to. Raises StartupError."""
+    """Check the options; None if the proxy does not authenticate to brokers. Raises StartupError."""
     values = {key: value for key, value in msgspec.structs.asdict(given).items() if value is not UNSET}
     values.pop("allow_plain_text")
     if given.mechanism is UNSET:

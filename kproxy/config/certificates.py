@@ -1,4 +1,4 @@
-"""A certificate of this process: its names and its end, found out by a handshake with itself.
+"""Find out a certificate's names and its end by a handshake of this process with itself.
 
 The handshake happens in memory. The standard library shows the fields of a certificate only to a peer that has verified
 it, so the peer trusts the certificate itself. That also shows that certificate and key belong together, that the
@@ -38,7 +38,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def rehearse(cert: Path, key: Path, *, server_side: bool) -> Certificate:
-    """Show the certificate to oneself, as a server or as a client.
+    """Return the certificate after a handshake with itself, as a server or as a client.
 
     Raises ssl.SSLError (SSLCertVerificationError if it has ended, or is not meant for that), OSError, ValueError.
     """
@@ -50,7 +50,7 @@ def rehearse(cert: Path, key: Path, *, server_side: bool) -> Certificate:
     if server_side:
         looks.check_hostname = False
         return _certificate(_meet(shows, looks, looker_is_server=False))
-    # The side that listens needs a certificate as well, which nobody looks at.
+    # The side that listens needs a certificate as well, which is not checked.
     shows.check_hostname = False
     shows.verify_mode = ssl.CERT_NONE
     looks.load_cert_chain(cert, key)
@@ -68,7 +68,7 @@ def _first(text: str) -> str:
 
 
 def _meet(server: ssl.SSLContext, client: ssl.SSLContext, *, looker_is_server: bool) -> ssl.SSLObject:
-    """A whole handshake in memory; return the side that has verified the other. Raises ssl.SSLError."""
+    """Do a whole handshake in memory; return the side that has verified the other. Raises ssl.SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [
         client.wrap_bio(to_client, to_server, server_side=False),

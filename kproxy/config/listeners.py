@@ -39,10 +39,10 @@ class ListenerSection(msgspec.Struct, kw_only=True):
 class ListenerConfig:
     """A listener, checked.
 
-    `name` is empty for the one of `[listen]`. Proxies that share an etcd tell the clients of a listener the addresses
-    of the listeners with the same name. `advertise` None: the address listened on. With `proxy_protocol` a connection
-    begins with a header of the PROXY protocol, version 2. `sasl`: the mechanisms that it is to offer, none if empty;
-    None: those of `[sasl]` that fit it. `identity`: that of its clients' broker connections; None: that of `[sasl]`.
+    `name` is empty for the one of `[listen]`. Clients of a listener see the listeners with the same name of all proxies
+    that share an etcd. `advertise` None: the address listened on. With `proxy_protocol` a connection begins with a
+    header of the PROXY protocol, version 2. `sasl`: the mechanisms that it is to offer, none if empty; None: those of
+    `[sasl]` that fit it. `identity`: that of its clients' broker connections; None: that of `[sasl]`.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ListenerConfig:
     identity: Identity | None = None
 
     def advertised(self, port: int) -> Address:
-        """The address that clients are told; `port` is the one listened on."""
+        """The address that clients see; `port` is the one listened on."""
         host, advertised_port = self.advertise or self.listen
         return Address(host, advertised_port or port)
 
@@ -143,7 +143,7 @@ def one_listener(
 
 
 def advertised_listeners(listeners: Sequence[ListenerConfig], ports: Sequence[int]) -> dict[str, Address]:
-    """By name, the addresses that clients of named listeners are told."""
+    """By name, the addresses that clients of named listeners see."""
     pairs = zip(listeners, ports, strict=True)
     return {listener.name: listener.advertised(port) for listener, port in pairs if listener.name}
 

@@ -67,7 +67,7 @@ def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
 
 
 def advertised(listen: Address, advertise: Address | None) -> Address | None:
-    """Check `advertise`: a wildcard address cannot be told to clients.
+    """Check `advertise`: a wildcard address cannot be given to clients.
 
     Raises StartupError.
     """

@@ -30,7 +30,7 @@ DEFAULT_RULES: Final = (MappingRule(),)
 
 
 def parse_rules(given: str | Iterable[str]) -> tuple[MappingRule, ...]:
-    """Parse rules, in order. Raises ValueError with a sentence's predicate for what is no rule."""
+    """Parse rules, in order. Raises ValueError for a text that is no rule; its message is a sentence's predicate."""
     texts = [given] if isinstance(given, str) else given
     rules = [_compiled(match) for text in texts for match in _split(text)]
     if not 0 < len(rules) <= MOST_RULES:

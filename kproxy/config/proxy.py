@@ -78,7 +78,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     # From SIGTERM until clients are disconnected: meanwhile they move by themselves. The flag is --drain-delay.
     drain_delay: Annotated[float, Meta(ge=0, le=3_600)] = 0.0
     drain_s: Seconds = 10.0
-    # How long claims wait for the writes of earlier owners, before brokers without writer fences.
+    # How long claims wait for the writes of earlier claimants, in front of brokers without writer fences.
     own_unsettled_s: Seconds = 60.0
 
 
@@ -94,7 +94,7 @@ def worker_count(wanted: int) -> int:
     """
     if wanted:
         return wanted
-    # macOS does not tell which CPUs a process may use.
+    # macOS does not report which CPUs a process may use.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(usable, MAX_WORKERS)
 
@@ -251,7 +251,7 @@ class Options(msgspec.Struct, kw_only=True):
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {each.name: each.type for each in msgspec.structs.fields(Options)}
-# The flags of these sections begin with the section's name: their keys alone say too little.
+# The flags of these sections begin with the section's name: their keys alone are ambiguous.
 _SECTIONS_IN_FLAGS = ("etcd", "audit", "tls", "broker_tls", "broker_sasl")
 # Keys that belong to one source of owners.
 OF_ONE_SOURCE = {"ownership.bootstrap": "kafka", "ownership.refresh_s": "kafka", "ownership.table": "static"}
@@ -290,14 +290,14 @@ class ProxyConfig:
     `listeners` has at least one. `admin` None: no admin page. `workers` is at least 1; they share the `limits` of all
     connections together.
 
-    `ownership` tells which of `etcd`, `bootstrap` and `owners` is set; the others are empty. `etcd` may be set beside
+    `ownership` says which of `etcd`, `bootstrap` and `owners` is set; the others are empty. `etcd` may be set beside
     any of them: all proxies that share one are named to clients, unless they are `alone`. A proxy is named until
     `lease_ttl_s` after its last sign of life.
 
     `writer_groups`: for each topic that only owners may write to, the group in which they own; these need an `etcd`.
-    The bounds of `audit` hold for each process by itself. `broker_tls` None: brokers are spoken to in plain text;
-    `broker_sasl` None: without authentication. `sasl` None: clients need no proof of who they are. `access` None: all
-    of them may do anything. `quotas` None: as much as they like.
+    The bounds of `audit` hold for each process by itself. `broker_tls` None: brokers are accessed in plain text;
+    `broker_sasl` None: without authentication. `sasl` None: clients need not authenticate. `access` None: all of them
+    may do anything. `quotas` None: there are no quotas.
     """
 
     listeners: tuple[ListenerConfig, ...]
@@ -330,7 +330,7 @@ class ProxyConfig:
 
     @property
     def advertise(self) -> Address | None:
-        """The address that clients of the first listener are told, if it is not the one listened on."""
+        """The address that clients of the first listener see, if it is not the one listened on."""
         return self.listeners[0].advertise
 
 
@@ -611,7 +611,7 @@ def _converted(path: str, value: object, source: str, *, strict: bool) -> Settin
     try:
         return Setting(path, msgspec.convert(value, kind, strict=strict), source)
     except msgspec.ValidationError as error:
-        # msgspec names no key here: it converts the value alone.
+        # msgspec does not know the key here: it converts the value alone.
         shown = "this" if path in SECRETS else repr(str(value)[:80])
         raise StartupError(f"{source}: {shown} will not do: {str(error).lower()}.") from error
 

@@ -25,9 +25,9 @@ SCRAM_256: Final = "SCRAM-SHA-256"
 SCRAM_512: Final = "SCRAM-SHA-512"
 OAUTHBEARER: Final = "OAUTHBEARER"
 MECHANISMS: Final = (PLAIN, SCRAM_256, SCRAM_512, OAUTHBEARER)
-# Who reads along can use what the client sends.
+# Anybody who can read the connection can use the credentials that the client sends.
 NEED_TLS: Final = frozenset({PLAIN, OAUTHBEARER})
-# What a client sends by them is proof enough for every broker.
+# The credentials that a client sends by these can be presented to every broker.
 CARRIED: Final = frozenset({PLAIN, OAUTHBEARER})
 
 
@@ -43,7 +43,7 @@ class SaslSection(msgspec.Struct, kw_only=True):
 
 
 class OauthSection(msgspec.Struct, kw_only=True):
-    """`[oauth]`: what a token of OAUTHBEARER must say, and which claims name its principal and groups."""
+    """`[oauth]`: the checks of an OAUTHBEARER token, and the claims that name its principal and groups."""
 
     jwks: str | UnsetType = UNSET
     jwks_refresh_s: Annotated[float, Meta(ge=10, le=86_400)] = 300.0
@@ -71,8 +71,8 @@ class OauthOptions:
 class SaslOptions:
     """`[sasl]` and `[oauth]`, checked.
 
-    `users` and `oauth` are set if a mechanism needs them. What is carried on to brokers may go without: brokers alone
-    judge it then, and `principal_claim` names the principal of a token that a broker has accepted.
+    `users` and `oauth` are set if a mechanism needs them. Identities that are carried on to brokers need neither: then
+    brokers alone judge them, and `principal_claim` names the principal of a token that a broker has accepted.
     """
 
     mechanisms: tuple[str, ...]
@@ -139,7 +139,7 @@ def sasl_options(
     for listener in listeners:
         _refuse_what_is_not_carried(options, listener, source)
         _refuse_what_does_not_fit(options, listener, source)
-    # What no broker judges, the proxy must be able to.
+    # The proxy must be able to judge the credentials that no broker judges.
     judged = {name for each in listeners if not options.carries(each) for name in options.wanted(each)}
     judged |= {name for name in mechanisms if name not in CARRIED}
     if judged - {OAUTHBEARER} and given.users is UNSET:
@@ -164,7 +164,7 @@ def _refuse_what_does_not_fit(options: SaslOptions, listener: ListenerConfig, so
             )
     offered = options.offered(listener)
     wanted = options.wanted(listener)
-    # What is named for this listener must do; of what is named for all, something.
+    # Each mechanism named for this listener must be usable; of those named for all listeners, at least one.
     if len(offered) < len(wanted) and (listener.sasl is not None or not offered):
         exposed = " and ".join(name for name in wanted if name in NEED_TLS)
         raise StartupError(
@@ -186,7 +186,7 @@ def _refuse_what_is_not_carried(options: SaslOptions, listener: ListenerConfig, 
     if not wanted:
         raise StartupError(f"{_named(listener)} has {_NOTHING_TO_CARRY}")
     bound = [name for name in wanted if name in options.mechanisms and name not in CARRIED]
-    # What is named for this listener must do; of what is named for all, something.
+    # Each mechanism named for this listener must be usable; of those named for all listeners, at least one.
     is_meant = listener.sasl is not None or listener.identity is None
     if bound and (is_meant or len(bound) == len(wanted)):
         raise StartupError(
@@ -204,9 +204,9 @@ def refuse_unsafe_identity(
     has_own: bool,
     is_secret: bool,
 ) -> None:
-    """Check what carrying identities asks of the way to brokers.
+    """Check that broker connections allow identities to be carried on.
 
-    `has_own`: the proxy has an identity there; `is_secret`: nobody reads along, or this is allowed.
+    `has_own`: the proxy has an identity there; `is_secret`: the connections are encrypted, or need not be.
 
     Raises StartupError.
     """
@@ -237,7 +237,7 @@ def _changed(section: str, given: msgspec.Struct) -> list[str]:
 
 
 def _jwks(given: str, source: str) -> Path | str:
-    """A file, or a URL. Whoever could answer in the issuer's place could make tokens: the way to it must be secured."""
+    """A file, or a URL. Anybody who could answer for the issuer could make tokens: the connection must be secured."""
     if "://" not in given:
         return Path(given)
     try:

@@ -155,7 +155,7 @@ def _principal_rules(given: str | list[str] | UnsetType, source: str) -> tuple[M
 
 
 def broker_tls(given: BrokerTlsSection, sources: Mapping[str, str]) -> BrokerTls | None:
-    """Check the options; None if brokers are spoken to in plain text. Raises StartupError as `listener_tls`."""
+    """Check the options; None if brokers are accessed in plain text. Raises StartupError as `listener_tls`."""
     values = _given(given, sources)
     if not (bool(values) if given.enabled is UNSET else given.enabled):
         return None

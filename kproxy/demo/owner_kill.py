@@ -242,7 +242,7 @@ class TakeOvers:
 class IsrShrinks:
     """The times (`at`, by partition) when the ISRs of `partitions`, which others lead, lose `broker`.
 
-    Until then writes with acks=all wait for it there.
+    Until then writes with acks=all wait for that broker.
     """
 
     def __init__(

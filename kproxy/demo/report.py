@@ -23,7 +23,7 @@ class KilledOwner:
 
     `rows_before`: about how many rows had been written. For its partitions: `taken_s`, when each had an owner again;
     `taken_by`, that owner; `written_s`, when newer records could be read. A missing partition never got that far. For
-    the partitions of others: `shrunk_s`, when the broker left the ISR, for which acks=all waited until then.
+    the partitions of others: `shrunk_s`, when the broker left the ISR; until then acks=all waited for it.
     `in_sync_s` None: it had not caught up when the demo stopped waiting.
     """
 

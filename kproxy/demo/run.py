@@ -11,7 +11,7 @@ Invariants
 2. It deletes the directory that it made for the run and nothing else; it keeps it on request and after a failure. The
    audit's report is elsewhere and stays.
 3. The job knows one address, the proxy's. Only the number of rows by owner comes from etcd, after everything was
-   judged, and with `kill_owner` what is reported of the kill.
+   judged, and with `kill_owner` the report of the kill.
 """
 
 from __future__ import annotations
@@ -467,7 +467,7 @@ def create_topic(bootstrap: str, topic: str, partitions: int, client: Mapping[st
     `client` has options of kafka-python.
     """
     try:
-        # One with its own connections leaves none behind where it fails, but knows plain text alone.
+        # A client with its own connections leaves none behind if it fails, but supports plain text only.
         make: Any = KafkaAdminClient if client else partial(topic_sink.connected, KafkaAdminClient)
         admin = make(
             bootstrap_servers=bootstrap,

@@ -45,7 +45,7 @@ PLAIN: Final = Secured()
 
 
 def secure(directory: Path, *, tls: bool, sasl: bool) -> Secured:
-    """Make what the proxy and its clients need for TLS, SASL, or both, in `directory`."""
+    """Make the files that the proxy and its clients need for TLS, SASL, or both, in `directory`."""
     if not (tls or sasl):
         return PLAIN
     directory.mkdir(parents=True)

@@ -114,14 +114,14 @@ class Child:
             ) from error
 
     async def wait(self) -> int:
-        """Wait until it ends: its exit status, negative for a signal.
+        """Wait until it ends; return its exit status, negative for a signal.
 
         Its whole log has been read then.
         """
         if self._process is None:
             raise RuntimeError(f"{self.name} has not been started")
         status = await self._process.wait()
-        # Not gather: if this wait is cancelled, the tasks must go on reading.
+        # Not gather: if this wait is cancelled, the tasks must continue to read.
         done, _ = await asyncio.wait(self._tasks)
         for task in done:
             task.result()
@@ -194,7 +194,7 @@ class Child:
                 try:
                     self._write_log(data)
                 except OSError as error:
-                    # Go on reading: a full disk must not block the child on its own log.
+                    # Continue to read: a full disk must not block the child on its own log.
                     self._log_problem = error
                     log.error("child log not written", child=self.name, log=str(self.log_path), reason=str(error))
 

@@ -286,9 +286,7 @@ class DevCluster:
         return End(status, process.pid, process.log_path, last_lines)
 
     async def restart(self, part: Part) -> str:
-        """Restart an ended part with its data.
-
-        Etcd and the proxy at their former address.
+        """Restart an ended part with its data, etcd and the proxy at their former address.
 
         Returns its address and pid once it is ready. Raises StartupError if it does not become ready.
         """
@@ -336,7 +334,7 @@ class DevCluster:
         try:
             await self._broker_ready(node_id, child)
         except StartupError:
-            # It may still run and wait in vain.
+            # It may still run, waiting for something that does not come.
             await child.stop(STOP_TIMEOUT_S)
             raise
         self._brokers[node_id] = self._down.pop(node_id)

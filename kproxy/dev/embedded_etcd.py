@@ -189,7 +189,7 @@ class EmbeddedEtcd:
             await _kill_group(guard)
 
     async def wait(self) -> int:
-        """Wait until etcd ends: its exit status, negative for a signal."""
+        """Wait until etcd ends; return its exit status, negative for a signal."""
         if self._process is None:
             raise RuntimeError("this etcd has not been started")
         process, guard = self._process, self._guard

@@ -18,7 +18,7 @@ Invariants
 3. A stopped part (SIGSTOP) has not ended.
 4. Before a dead broker is restarted its lease has ended, and others lead its partitions.
 5. `keep` raises ChildEnded when nothing is served any more: the proxy is left, or all attempts to start etcd failed.
-   Brokers may be left; the others serve on.
+   Brokers may be left; the others continue to serve.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Keeper:
                 return
 
     async def _start_again(self, part: Part, back_off: BackOff, pause_s: float, end: End) -> bool:
-        """Try to start a part; whether it runs again before the attempts are over."""
+        """Try to start a part; return whether it runs again before the attempts are over."""
         while True:
             await asyncio.sleep(pause_s)
             try:
@@ -125,7 +125,7 @@ class Keeper:
     def _leave(self, part: Part, end: End, *, in_vain: bool) -> None:
         """Report that the part is not restarted. Raises ChildEnded if nothing is served without it."""
         if part.kind == "proxy" or (part.kind == "etcd" and in_vain):
-            # After SIGKILL its last lines tell nothing of its end.
+            # After SIGKILL its last lines say nothing about its end.
             last_lines = [] if end.status == -signal.SIGKILL else end.last_lines
             raise ChildEnded(part.kind, end.status, end.log_path, last_lines)
         why = f"after {MAX_ATTEMPTS} attempts" if in_vain else "because of --no-restart"

@@ -1,6 +1,6 @@
 """A small etcd client over grpc.aio: KV, transactions, leases, watches.
 
-No published client fits (several members, require-leader, progress, fragments, errors that tell an unknown outcome).
+No published client fits (several members, require-leader, progress, fragments, errors that report an unknown outcome).
 Start at `client.py`; `mirror.py` keeps a local copy of a few prefixes current.
 """
 

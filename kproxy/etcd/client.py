@@ -10,9 +10,9 @@ Guarantees, with three members of which any one is killed, hangs, or is cut off
 - A keepalive moves to another member after a quarter of the TTL, a watch 4 s after it fell silent.
 
 Invariants
-1. Every call has a deadline, `timeout_s` after its begin, also over several members and a new token.
+1. Every call has a deadline, `timeout_s` after its start, also over several members and a new token.
 2. A write is handed to gRPC once. It is tried again only if nothing of it was done: no connection, a refusal before it
-   was proposed, a token refused. If its outcome is unknown the error tells so (`EtcdError.maybe_applied`) and the
+   was proposed, a token refused. If its outcome is unknown the error says so (`EtcdError.maybe_applied`) and the
    caller decides; only reads are tried again here.
 3. Received data is bounded: a message has at most `max_message_bytes`, a snapshot at most MAX_SNAPSHOT_KEYS keys.
 4. Reads are linearizable, whichever member answers.
@@ -105,7 +105,7 @@ class EtcdClient:
     async def connect(self) -> EtcdStatus:
         """Wait, at most `timeout_s`, until a member answers and accepts our user.
 
-        EtcdUnavailable tells why none did; EtcdMisused, a kind of it, is not worth a retry.
+        EtcdUnavailable says why none did; EtcdMisused, a kind of it, is not worth a retry.
         """
         if self._closed:
             raise EtcdUnavailable(f"The etcd client for {self.endpoints} is closed.")
@@ -251,7 +251,7 @@ class EtcdClient:
         return int((await self._call("Put", request, write=True)).header.revision)
 
     async def delete(self, key: str) -> bool:
-        """Delete a key; whether it existed."""
+        """Delete a key; return whether it existed."""
         response = await self._call("DeleteRange", rpc.DeleteRangeRequest(key=encode_key(key)), write=True)
         return bool(response.deleted)
 

@@ -114,7 +114,7 @@ class Token:
             return self._token
 
     def refused(self, token: str) -> bool:
-        """Drop `token`, which etcd refused; whether another may help."""
+        """Drop `token`, which etcd refused; return whether another may help."""
         if not self._options.username:
             return False
         if token == self._token:

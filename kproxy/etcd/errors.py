@@ -24,7 +24,7 @@ class EtcdUnavailable(EtcdError):
 
 
 class EtcdMisused(EtcdUnavailable):
-    """The configuration cannot work: an invalid address, a server not etcd."""
+    """The configuration cannot work: an invalid address, a server that is not etcd."""
 
 
 class EtcdDenied(EtcdError):
@@ -56,12 +56,12 @@ _TOKEN_REFUSED = (
 
 
 def is_not_begun(error: Any) -> bool:
-    """Whether an error tells that nothing was done: another member may do it."""
+    """Whether an error says that nothing was done: another member may do it."""
     return (error.details() or "").startswith(_NOT_BEGUN)
 
 
 def is_token_refused(details: str) -> bool:
-    """Whether etcd's words tell that it refused the token, or wants one."""
+    """Whether etcd's words say that it refused the token, or wants one."""
     return any(words in details for words in _TOKEN_REFUSED)
 
 
@@ -71,7 +71,7 @@ def is_of_etcd(error: Any) -> bool:
 
 
 def from_rpc_error(error: Any, call: str, endpoints: str, *, write: bool) -> EtcdError:
-    """Convert a gRPC error. etcd tells its own errors by their text.
+    """Convert a gRPC error. etcd's own errors are recognized by their text.
 
     The codes are those of its rpctypes.
     """

@@ -55,7 +55,7 @@ from kproxy.etcd.client import EtcdClient
 from kproxy.etcd.errors import Compacted, EtcdError, EtcdUnavailable, TooLarge
 from kproxy.etcd.messages import Pages, Snapshot, WatchEvent, encode_key, key_value, prefix_end, rpc
 
-# The watcher that `ask_for_sign_of_life` creates and cancels: its messages tell nothing of the others.
+# The watcher that `ask_for_sign_of_life` creates and cancels: its messages say nothing about the others.
 SIGN_OF_LIFE_WATCH_ID = 1 << 62
 
 _DELETE = 1
@@ -214,7 +214,7 @@ class PrefixMirror:
     `run` is one coroutine that the caller owns.
 
     `clock` gives seconds; `last_heard` is on it. An etcd that cannot be reached, or refuses, is tried again for ever:
-    `last_error` tells why nothing new comes.
+    `last_error` says why nothing new comes.
     """
 
     def __init__(

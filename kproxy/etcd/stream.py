@@ -52,7 +52,7 @@ class EtcdStream:
         self._token = ""
         self._channel: Any = None
         self._call: Any = None
-        # Cancelling a gRPC read ends the call, so a late read goes on and is awaited again.
+        # Cancelling a gRPC read ends the call, so a late read continues and is awaited again.
         self._reading: asyncio.Task[Any] | None = None
         self._in_vain = False
 

@@ -80,7 +80,7 @@ class Membership:
 
     @property
     def rows(self) -> list[ProxyRow]:
-        """The proxies that clients are told of."""
+        """The proxies that clients see."""
         return [ProxyRow(*proxy, proxy.address == self._address) for proxy in self.fleet.proxies]
 
     @property

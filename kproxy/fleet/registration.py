@@ -8,7 +8,7 @@ name, `listeners`. `FleetView` (kproxy.fleet.view) reads the entries.
 States
   out           no entry: not yet, or the lease was lost, or etcd does not answer
   registered    an entry with this address is on our lease
-  standing by   an entry with this address is on the lease of another process; clients are told of the address anyway
+  standing by   an entry with this address is on the lease of another process; clients see the address anyway
 
 Transitions
   out -> registered           the lowest free id is claimed; or an existing entry with this address is taken over:
@@ -57,7 +57,7 @@ from kproxy.routing.fleet import FIRST_NODE_ID, Proxy
 
 
 def proxies_prefix(prefix: str) -> str:
-    """The prefix of the keys of all proxies; `prefix` is the root of all keys."""
+    """The prefix of the keys of all proxies; `prefix` is that of all keys."""
     return f"{prefix.rstrip('/')}/kproxy/proxies/"
 
 
@@ -135,7 +135,7 @@ class Registrar:
 
     `run` is one coroutine that the caller owns.
 
-    `listeners` are the addresses of its named listeners. `prefix` is the root of all keys; `ttl_s` the lease's TTL in
+    `listeners` are the addresses of its named listeners. `prefix` is that of all keys; `ttl_s` the lease's TTL in
     seconds, of which etcd may grant more; `clock` in seconds.
     """
 
@@ -212,7 +212,7 @@ class Registrar:
             # Another process was faster: read the entries again.
 
     async def _put(self, node_id: int, key: str, condition: TxnCompare) -> bool:
-        """Put the entry on a new lease if the condition holds; whether it did."""
+        """Put the entry on a new lease if the condition holds; return whether it did."""
         lease = await self._client.lease_grant(self._ttl_s)
         self._lease_id, done = lease.lease_id, False
         try:
@@ -261,7 +261,7 @@ class Registrar:
     # Holding
 
     async def _hold(self) -> bool:
-        """Wait until the entry is not ours any more; whether it may be taken over from its owner."""
+        """Wait until the entry is not ours any more; return whether it may be taken over from its owner."""
         keeper = asyncio.create_task(
             self._client.lease_keep_alive(self._lease_id, clock=self._clock, on_renewed=lambda *_: None)
         )

@@ -2,8 +2,8 @@
 
 Their keys are under `{prefix}/kproxy/proxies/`.
 
-This proxy's own entry is found by its advertised address, so processes that share one address (workers) all know their
-id without being told.
+This proxy's own entry is found by its advertised address, so processes that share one address (workers) find their id
+without asking each other.
 
 States: ALONE, before the first snapshot, and CURRENT. While etcd is away the last known fleet stays.
 
@@ -52,9 +52,8 @@ class FleetView:
     """Feeds `fleet` from etcd. `run` is one coroutine that the caller owns.
 
     `listeners` are the advertised addresses of this proxy's named listeners; `by_listener` the fleets that their
-    clients are told. `prefix` is the root of all keys, `host` and `port` are advertised by this proxy, `clock` is in
-    seconds. Skipped
-    entries are counted in `counters` as `fleet.skipped.{reason}`.
+    clients see. `prefix` is that of all keys, `host` and `port` are advertised by this proxy, `clock` is in seconds.
+    Skipped entries are counted in `counters` as `fleet.skipped.{reason}`.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class FleetView:
     # Calls of the mirror
 
     def on_restored(self) -> None:
-        """The snapshot that follows has everything."""
+        """Do nothing: the snapshot that follows has everything."""
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         self._found.clear()
@@ -176,7 +175,7 @@ def _in_words(proxies: Iterable[Proxy]) -> str:
 
 
 async def named_in(client: EtcdClient, prefix: str) -> list[Proxy]:
-    """The proxies under this root as clients see them, read once.
+    """The proxies under this prefix as clients see them, read once.
 
     Raises EtcdError.
     """

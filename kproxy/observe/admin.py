@@ -4,7 +4,7 @@
 | --- | --- |
 | `/table` | JSON of the routing table: `?topic=`, `?after=`, `?limit=`; follow `next` for more; `?worker=` |
 | `/own` | JSON of the claims of the Own API: `?group=`, `?after=`, `?limit=`; 501 where it is not offered |
-| `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group; their owners are severed |
+| `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group; their claimants are severed |
 | `/replication` | JSON of reference brokers' replicas: `?topic=`, `?after=`, `?limit=`; 501 where there is no etcd |
 
 `observe.http_page` has the pages of every process. In `/readyz` a stale table is degraded, not unready.

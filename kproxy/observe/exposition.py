@@ -77,7 +77,7 @@ def growing(page: Sequence[Metric]) -> list[Metric]:
 def render(collectors: Iterable[Collector], accept: str) -> tuple[bytes, str]:
     """Render the page in the format that an HTTP Accept header asks for.
 
-    The page and its content type.
+    Returns the page and its content type.
     """
     registry = CollectorRegistry(auto_describe=False)
     PlatformCollector(registry=registry)

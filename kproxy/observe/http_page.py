@@ -30,7 +30,7 @@ SHUTDOWN_TIMEOUT_S = 1.0
 class Readiness:
     """Whether clients should be sent here.
 
-    `text` is `ready`, how it is degraded, or why not.
+    `text` is `ready`, or says how it is degraded or why it is not ready.
     """
 
     ready: bool

@@ -3,9 +3,9 @@
 stdout is for the ready line and for the output of commands. Events are constant phrases; what varies is in fields,
 which are numbers and strings, or lists of them. Times are UTC. The loggers of libraries write in the same format.
 
-The bound keeps a client that sends nonsense in a loop from filling the disk. A kind is a level and an event, without
-its fields; for the standard library's loggers it is the level and the message before its arguments are filled in. A
-line may bring a bound of its own, `most_a_minute=N`, and the name of a field whose values are kinds apart,
+The bound keeps a client that sends invalid data in a loop from filling the disk. A kind is a level and an event,
+without its fields; for the standard library's loggers it is the level and the message before its arguments are filled
+in. A line may bring a bound of its own, `most_a_minute=N`, and the name of a field whose values are kinds apart,
 `bounded_by=NAME`.
 
 States of a kind
@@ -14,10 +14,10 @@ States of a kind
 
 Transitions
   unknown  -> counting   its first line
-  counting -> unknown    its minute is over, and one line has told how many were left out; that line is never left out
+  counting -> unknown    its minute is over, and one line has said how many were left out; that line is never left out
 
 Invariants
-1. A line is logged or counted, and each count is told: when the minute is over, and at the end of the process.
+1. A line is logged or counted, and each count is logged: when the minute is over, and at the end of the process.
 2. At most MOST_KINDS kinds are known at a time; the kinds beyond are one kind per level.
 """
 
@@ -88,7 +88,7 @@ class LogBound:
     def tell(self, *, at_once: bool = False) -> None:
         """Log how many lines were left out in minutes that are over.
 
-        `at_once`: in all.
+        `at_once`: also in minutes that are not over.
         """
         due = []
         with self._lock:
@@ -116,7 +116,7 @@ LEVELS = ("debug", "info", "warning", "error")
 _OF_STRUCTLOG: Final = frozenset({"exc_info", "stack_info", "_record", "_from_structlog"})
 _PLAIN: Final = frozenset({str, int, float, bool, type(None)})
 
-# Marks the line that tells how many were left out: it is always logged.
+# Marks the line that says how many were left out: it is always logged.
 _TOLD: Final = "_told"
 
 
@@ -174,7 +174,7 @@ def _say(level: str, event: str, count: int) -> None:
 
 
 def _event_first(logger: WrappedLogger, method_name: str, event_dict: EventDict) -> EventDict:
-    """Put what every line has before its own fields."""
+    """Put the fields that every line has before its own fields."""
     return {key: event_dict[key] for key in ("timestamp", "level", "event")} | dict(event_dict)
 
 

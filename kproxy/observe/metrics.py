@@ -27,7 +27,7 @@ class Vitals:
     `brokers`: by id whether each can be used, as far as known.
 
     `own_claims` are held by clients of this process, `own_members` are the processes that can hold claims, and
-    `own_unsettled` the partitions whose claims wait for writes of earlier owners through this process.
+    `own_unsettled` the partitions whose claims wait for writes of earlier claimants through this process.
     """
 
     client_connections: int = 0

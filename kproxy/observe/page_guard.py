@@ -1,9 +1,9 @@
-"""Protect an admin page: a bearer token where one is set, and Host and Origin of whatever changes something.
+"""Protect an admin page by a bearer token, if one is set, and by Host and Origin of requests that change something.
 
-A foreign web page in an operator's browser can send requests to an admin page that the browser reaches. It cannot read
-the answers, nor send JSON, unless its name resolves to the page's address (DNS rebinding). So a request that changes
-something must call the page by an address or a known name, and must not come from another origin. A request with the
-token needs no known name: a foreign page has none.
+A foreign web page in an operator's browser can send requests to an admin page that the browser reaches. It can neither
+read the answers nor send JSON, unless its name resolves to the page's address (DNS rebinding). So a request that
+changes something must call the page by an address or a known name, and must not come from another origin. A request
+with the token needs no known name: a foreign page has no token.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PageGuard:
         return guarded
 
     def refusal(self, method: str, path: str, host: str, origin: str | None, token: str) -> tuple[int, str] | None:
-        """The status and the reason with which a request is refused; None: it is not."""
+        """The status and the reason with which a request is refused; None if it is not."""
         if self._token and path not in self._open and not hmac.compare_digest(token.encode(), self._token.encode()):
             return 401, "this page needs its token: Authorization: Bearer TOKEN"
         if method in _READING:

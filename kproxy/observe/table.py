@@ -15,12 +15,12 @@ import msgspec
 
 from kproxy.routing.topology import Ownership, Topology
 
-# A page is made between two requests of clients: so many rows take about 10 ms.
+# A page is made between two requests of clients: this many rows take about 10 ms.
 MAX_PAGE_ROWS = 10_000
 
 
 class ProxyRow(msgspec.Struct, frozen=True):
-    """One proxy that clients are told of; `this`: it is the one that answers."""
+    """One proxy that clients see; `this`: it is the one that answers."""
 
     id: int
     host: str

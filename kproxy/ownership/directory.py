@@ -64,7 +64,7 @@ class Layers(Generic[Key, Value]):
     def set_own(self, key: Key, value: Value | None) -> bool:
         """Set the value of the key's own entry, None if that is gone.
 
-        Whether the present value changes.
+        Return whether the present value changes.
         """
         if value is None:
             self._own.pop(key, None)
@@ -83,7 +83,7 @@ class Layers(Generic[Key, Value]):
     def set_listed(self, listed: Mapping[Key, Value]) -> bool:
         """Replace the values listed by the snapshot.
 
-        Whether any present value changes.
+        Return whether any present value changes.
         """
         self._listed = listed
         standing = {**listed, **self._own}
@@ -192,7 +192,7 @@ class Directory:
         return (self._snapshot_key,)
 
     def take(self, event: WatchEvent) -> bool:
-        """Apply a change; whether it changed a broker's address."""
+        """Apply a change; return whether it changed a broker's address."""
         said = self._read(event.kv, deleted=event.deleted)
         if said is None:
             return False

@@ -27,7 +27,7 @@ _READ_BYTES = 64 << 10
 
 
 class BrokerUnreachable(Exception):
-    """No answer from a broker; the text tells which and why."""
+    """No answer from a broker; the text says which and why."""
 
 
 class BrokerGone(BrokerUnreachable):
@@ -114,7 +114,7 @@ class KafkaConnection:
             await self._authenticate(self._access.introduce(self._exchange_frame))
 
     async def _authenticate(self, authenticating: Awaitable[Session]) -> None:
-        """Raises BrokerUnreachable."""
+        """Await the authentication. Raises BrokerUnreachable."""
         try:
             session = await authenticating
         except AccessRefused as error:
@@ -148,7 +148,7 @@ class KafkaConnection:
     async def has_ended_within(self, seconds: float) -> bool:
         """Wait while no request is in flight.
 
-        Whether the broker has closed the connection.
+        Return whether the broker has closed the connection.
         """
         try:
             async with asyncio.timeout(seconds):

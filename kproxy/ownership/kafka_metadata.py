@@ -10,8 +10,8 @@ since the present read may be older than the refusal that caused them.
 Invariants
 1. At most BURST rounds at once and RATE_PER_S a second on average, for any number of requests: they share rounds. Lost
    connections cause a round about all topics at most every WHOLE_APART_S.
-2. A broker whose answer did not help is not asked next: it may lag or be cut off from the controllers. Nor is the same
-   broker asked about all topics twice in a row, if there are others.
+2. A broker whose answer did not help is not asked next: it may lag or be cut off from the controllers. The same
+   broker is not asked about all topics twice in a row, if there are others.
 3. A round blocks the event loop for milliseconds only, however large the cluster is.
 4. At most MAX_DOUBTED topics are asked for by name; if more are in doubt, all are asked for.
 """

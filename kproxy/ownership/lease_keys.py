@@ -24,7 +24,7 @@ MAX_BROKER_ID = 2**31 - 1
 MAX_BROKER_VALUE_BYTES = 4096
 # A topic's value lists the replicas of each of its partitions.
 MAX_TOPIC_VALUE_BYTES = 1 << 20
-# KafScale's snapshot lists every partition of every topic; etcd takes requests of 1.5 MiB unless told otherwise.
+# KafScale's snapshot lists every partition of every topic; etcd takes requests of 1.5 MiB by default.
 MAX_SNAPSHOT_VALUE_BYTES = 8 << 20
 MAX_SNAPSHOT_BROKERS = 10_000
 MAX_REASONS = 1_000

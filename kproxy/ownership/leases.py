@@ -120,7 +120,7 @@ log = structlog.get_logger(__name__)
 class LeaseTable:
     """Feeds `topology` from etcd. `run` is one coroutine that the caller owns.
 
-    `prefix` is the root of all keys, such as `/kafscale`. `on_change` is called, on the loop, after owners or addresses
+    `prefix` is that of all keys, such as `/kafscale`. `on_change` is called, on the loop, after owners or addresses
     changed. `clock` and `stale_after_s` are in seconds.
     """
 

@@ -7,8 +7,8 @@ Requests are not routed by them, so nothing is mirrored. A read is one state of 
     {prefix}/partition-leases/{topic}/{partition}       the leader
     {prefix}/brokers/{id}                               the live brokers
 
-A partition without a state was never led, and has no row. Nor has one whose state is of an earlier topic of its name.
-If there are no such topics, as with KafScale's brokers, the rest is not read.
+A partition without a state was never led, and has no row. A partition whose state is of an earlier topic of its name
+has none either. If there are no such topics, as with KafScale's brokers, the rest is not read.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _is_broker(name: str) -> bool:
 
 
 def _leader(lease: KeyValue | None, create_revision: int, live: set[int]) -> int:
-    """The live broker in the lease key; a key older than the topic belongs to a deleted namesake."""
+    """The live broker in the lease key; a key older than the topic belongs to a deleted topic of its name."""
     if lease is None or lease.mod_revision < create_revision:
         return NO_LEADER
     try:

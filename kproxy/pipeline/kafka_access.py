@@ -26,7 +26,7 @@ _JAAS: Final = re.compile(r"""\b(username|password)\s*=\s*("(?:[^"\\]|\\.)*"|'(?
 
 
 class WrongKafkaOption(Exception):
-    """An option cannot be used; the sentence names it and the way out, without the value of a secret."""
+    """An option cannot be used; the sentence names it and the remedy, without the value of a secret."""
 
 
 class KafkaOptions(Mapping[str, str]):

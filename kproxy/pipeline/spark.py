@@ -41,7 +41,7 @@ from kproxy.pipeline.java import Java, trust_options, user_cache_dir
 
 # The driver and its tasks share the machine with the cluster they write to.
 LOCAL_MASTER: Final = "local[2]"
-# A foreign Spark's home, configuration and options, and the switches that turn a session into a remote one.
+# Another Spark's home, configuration and options, and the switches that turn a session into a remote one.
 _FOREIGN_PREFIXES: Final = ("SPARK_", "PYSPARK_", "HADOOP_", "YARN_", "_PYSPARK_", "_SPARK_")
 # Removed for every master: these make our driver join, or become, another Spark.
 _NEVER: Final = (

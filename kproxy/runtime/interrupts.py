@@ -1,8 +1,8 @@
 """Handle Ctrl-C before and after a command has something to stop.
 
 While modules are imported, KeyboardInterrupt may be raised anywhere: in the first import it shows as a traceback, in a
-library as another error, in a callback of the import system as a warning. Nothing has been started then, so the process
-just ends. `kproxy.__main__` imports this module first: it must import nothing that takes time.
+library as another error, in a callback of the import system as a warning. Nothing has been started by then, so the
+process just ends. `kproxy.__main__` imports this module first: it must import nothing that takes time.
 
 States: Python's own handler --`end_at_once`--> this one --`interruptible`--> Python's own. Any other handler stays, and
 so does an ignored SIGINT (a shell script's background job).

@@ -32,7 +32,7 @@ def say_ready(places: str) -> None:
 
 
 def say_stopping() -> None:
-    """Tell the service manager."""
+    """Report to the service manager that the process stops."""
     notify("STOPPING=1")
 
 
@@ -56,7 +56,7 @@ def notify(*assignments: str) -> None:
 
 
 def _address(name: str) -> bytes:
-    """Raise OSError if it is no address of a Unix socket."""
+    """Convert the socket's name. Raises OSError if it is no address of a Unix socket."""
     address = os.fsencode(name)
     if address[:1] == b"@":
         return b"\0" + address[1:]
@@ -92,7 +92,7 @@ class Reminders:
 
 
 def say_waiting(sentence: str) -> None:
-    """Print `sentence`, which names the obstacle and the remedy, and tell the service manager."""
+    """Print `sentence`, which names the obstacle and the remedy, and report it to the service manager."""
     sys.stderr.write(f"kproxy: {sentence} Waiting for it.\n")
     sys.stderr.flush()
     notify(f"STATUS={sentence} Waiting for it.")

@@ -2,8 +2,7 @@
 
 `kproxy dev`, the supervisor of workers and a test run hand their children the read end of a pipe that they alone hold
 open (`ParentPipe`), and its number in the environment. A thread of the child blocks on it (`end_with_parent`). Nothing
-is ever written, so the thread wakes only when the parent has ended, even by SIGKILL. No call of one platform alone is
-needed for that.
+is ever written, so the thread wakes only when the parent has ended, even by SIGKILL. This works on every platform.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class ParentPipe:
 def end_with_parent(*, insist: bool = False, remove: Path | None = None) -> None:
     """If the parent asked for it, end this process when the parent has ended: by SIGTERM, and SIGKILL after GRACE_S.
 
-    `insist`: send SIGTERM twice, to a process that serves on for a while after the first. `remove`: a directory of the
-    parent, which it cannot remove any more.
+    `insist`: send SIGTERM twice, to a process that continues to serve for a while after the first. `remove`: a
+    directory of the parent, which the parent cannot remove any more.
     """
     number = os.environ.pop(PARENT_FD, "")
     if not number.isdigit():

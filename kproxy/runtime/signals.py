@@ -16,7 +16,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def stop_signals(stop: Callable[[], None], numbers: Sequence[signal.Signals] = _STOP_SIGNALS) -> Iterator[None]:
-    """Call `stop` on the running loop upon SIGTERM and SIGINT, or other signals, on Windows too."""
+    """Call `stop` on the running loop on SIGTERM and SIGINT, or other signals, on Windows too."""
     loop = asyncio.get_running_loop()
     try:
         for number in numbers:

@@ -74,7 +74,7 @@ def _not_bound(address: str, error: OSError, choose: str) -> StartupError:
     return StartupError(f"cannot listen on {address} ({error.strerror or error}): choose {choose}")
 
 
-# After so many seconds of silence the kernel sends a keepalive probe, then more at this interval.
+# After this many seconds of silence the kernel sends a keepalive probe, then more at this interval.
 IDLE_S = 60
 INTERVAL_S = 10
 PROBES = 6
@@ -102,7 +102,7 @@ def keep_alive(transport: asyncio.BaseTransport) -> None:
 def watch_path(transport: asyncio.BaseTransport, *, closely: bool) -> None:
     """Have the kernel detect it within seconds (`closely`) or minutes, on a connection that is kept alive.
 
-    The kernel probes only while nothing is unacknowledged; otherwise `delivery` tells.
+    The kernel probes only while nothing is unacknowledged; otherwise `delivery` shows it.
     """
     sock = _tcp_socket(transport)
     if sock is None:
@@ -116,9 +116,9 @@ def watch_path(transport: asyncio.BaseTransport, *, closely: bool) -> None:
 class Delivery(NamedTuple):
     """TCP's view of a connection to the other host.
 
-    `unacknowledged`: segments sent and not acknowledged. `retransmits`: vain retransmissions of the first of them, at
-    intervals that double. `probes`: vain probes of whether the other side is there, or has room again. `silent_s`:
-    seconds since it last acknowledged anything.
+    `unacknowledged`: segments sent and not acknowledged. `retransmits`: unanswered retransmissions of the first of
+    them, at intervals that double. `probes`: unanswered probes of whether the other side is there, or has room again.
+    `silent_s`: seconds since it last acknowledged anything.
     """
 
     unacknowledged: int
@@ -128,7 +128,7 @@ class Delivery(NamedTuple):
 
 
 def delivery(transport: asyncio.BaseTransport) -> Delivery | None:
-    """The delivery state of a connection; None where the system does not tell."""
+    """The delivery state of a connection; None where the system does not report it."""
     sock = _tcp_socket(transport) if sys.platform == "linux" else None
     if sock is None:
         return None

@@ -16,9 +16,9 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 
 
 async def unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task[None]]) -> _Result:
-    """The result of `work`.
+    """Return the result of `work`.
 
-    If a `running` task fails, end `work` and raise that error itself, in no group.
+    If a `running` task fails, end `work` and raise that error itself, not in a group.
     """
     working = asyncio.ensure_future(work)
     try:
@@ -34,7 +34,7 @@ async def unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task
 
 
 async def in_time(work: Awaitable[None], running: asyncio.Task[None], seconds: float) -> bool:
-    """Whether `work`, which waits for the `running` task, ends in time.
+    """Return whether `work`, which waits for the `running` task, ends in time.
 
     Raise the error of that task.
     """

@@ -9,7 +9,7 @@ States of `Acked`
   open   something has; mostly a chunk is open: `volume` is not 0
 
 Transitions
-  idle -> open   `begin` or `add`, which tell the trail that there is something to take
+  idle -> open   `begin` or `add`, which notify the trail that there is something to take
   open -> open   a batch continues the chunk; or the chunk is finished, and the batch opens another
   open -> idle   `take`, by the trail's look
 
@@ -216,7 +216,7 @@ class Acked(OpenChunk):
         self.volume += size + ONE_BATCH
 
     def wake(self, asked: Asked) -> None:
-        """Something comes after a look."""
+        """Queue it for the next look: something comes after a look."""
         self.is_idle = False
         self.trail.queue(self, asked)
         self.acks = asked.acks

@@ -26,7 +26,7 @@ from pathlib import Path
 from kproxy.errors import StartupError
 from kproxy.trail.sink import Appetite, SinkFailed, on_thread
 
-# The trail tells who wrote where and when: it is not for every user.
+# The trail shows who wrote where and when: it is not for every user.
 FILE_MODE = 0o640
 PREFIX = "kproxy-audit-"
 # The suffix of a file that is not finished.

@@ -1,6 +1,6 @@
 """Detect offsets of a partition that were assigned twice.
 
-It knows the offsets that this process has seen acknowledged.
+The detector knows the offsets that this process has seen acknowledged.
 
 Two owners of one partition cause that (split brain), and so does a new owner that lacks records which an earlier owner
 had acknowledged. An idempotent batch that is sent again gets its first offset again; that is no overlap.
@@ -9,7 +9,7 @@ Invariants
 1. The intervals of a partition are disjoint and in order, neighbours are joined, and there are at most MAX_INTERVALS:
    the lowest go first. Offsets below `floor` are forgotten and not judged.
 2. An offset is reported once for each time it is assigned again.
-3. A partition of a recreated topic is another partition. For topics without ids, offset 0 tells that.
+3. A partition of a recreated topic is another partition. For topics without ids, offset 0 shows that.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Chunk(NamedTuple):
 
 MAX_INTERVALS: Final = 64
 # For each partition this much is remembered, to name the first origin of an offset and to recognize resent batches: the
-# last writes of MAX_REMEMBERED producers, MAX_SPANS_REMEMBERED spans of each, MAX_SPANS_TOGETHER in all. Each keeps its
+# last writes of MAX_REMEMBERED producers, MAX_SPANS_REMEMBERED spans of each, MAX_SPANS_TOGETHER of all. Each keeps its
 # last LEAST_SPANS_REMEMBERED: a producer sends at most five batches again, and other producers' writes must not push
 # them out. MAX_ADDED chunks may come in addition before the excess is forgotten.
 MAX_REMEMBERED: Final = 128
@@ -96,7 +96,7 @@ class _Write:
         return any(first <= offset < first + count for first, count in _pairs(self.spans))
 
     def shorten(self, most: int) -> None:
-        """Forget the first spans: at most so many are left."""
+        """Forget the first spans; leave at most `most` of them."""
         excess = 2 * (len(self.spans) // 2 - most)
         if excess > 0:
             if self.first_sequence >= 0:
@@ -105,7 +105,7 @@ class _Write:
 
 
 class _LastWrites:
-    """The last chunks written to a partition, in the order of their coming.
+    """The last chunks written to a partition, in the order of arrival.
 
     A chunk that continues its producer's last one is added to that one.
     """
@@ -149,9 +149,9 @@ class _LastWrites:
         return holders[0].origin if holders else _NOBODY
 
     def _shorten(self) -> None:
-        """Forget what is beyond the limits.
+        """Forget the spans beyond the limits.
 
-        Half of MAX_SPANS_TOGETHER is left. The producers that wrote last get what not all of them can have.
+        Half of MAX_SPANS_TOGETHER is left. If there is not enough for all producers, those that wrote last get it.
         """
         newest_first: dict[Hashable, list[tuple[int, _Write]]] = {}
         for age, write in enumerate(reversed(self._writes)):
@@ -209,7 +209,7 @@ class OverlapDetector:
         return bool(self._added)
 
     def judge(self, most: int = MAX_PARTITIONS) -> list[Overlap]:
-        """Judge the added chunks of at most so many partitions.
+        """Judge the added chunks of at most `most` partitions.
 
         Return the overlaps.
         """
@@ -258,7 +258,7 @@ class _Partition:
             self._forget()
 
     def _merge(self, added: Sequence[tuple[Chunk, Origin]]) -> bool:
-        """Take all chunks in if none of their offsets was assigned before; whether it did."""
+        """Take all chunks in if none of their offsets was assigned before; return whether it did."""
         merged = union(self.floor, self._starts, self._ends, [chunk.spans for chunk, _ in added], MAX_INTERVALS)
         if merged is None:
             return False

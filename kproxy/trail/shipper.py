@@ -12,7 +12,7 @@ Invariants
    written again after a failure: at least once.
 3. Queued pages cost at most `max_bytes`. A page for which there is no room is dropped whole, and counted: the numbers
    of its rows are missing from the trail, so readers see the gap.
-4. The first page does not wait for others: an audit knows nothing of a process without a page in the sink.
+4. The first page does not wait for others: an audit does not know a process without a page in the sink.
 5. No failure is silent: each episode has a line in the log when it begins, when pages are dropped, and when it is over.
 """
 

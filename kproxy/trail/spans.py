@@ -62,8 +62,8 @@ def union(
     # The spans of each connection are in order already, so sorting is cheap.
     starts.sort()
     ends.sort()
-    # The number of intervals that an offset lies in is the number that begin up to it less the number that end. So
-    # the intervals are disjoint exactly if each start after the first is at or behind the end of the same rank.
+    # An offset lies in as many intervals as begin up to it, less those that end up to it. So the intervals are
+    # disjoint exactly if each start after the first is at or behind the end of the same rank.
     behind = starts[1:]
     if starts[0] < floor or not all(map(le, ends, behind)):
         return None

@@ -1,6 +1,4 @@
-"""Write the trail to a topic with kafka-python.
-
-And its clients, made so that a failure leaks nothing.
+"""Write the trail to a topic with kafka-python, and make its clients so that a failure leaks nothing.
 
 Messages have the process's incarnation as key, so one partition has all of its trail in order. kafka-python's producer
 runs its network on a thread of its own; blocking calls are made on another one. By default it reaches the cluster
@@ -154,7 +152,7 @@ class TopicSink:
         except TopicAlreadyExistsError:
             pass
         except KafkaError as error:
-            # The topic may exist, or be created by others: writing to it tells.
+            # The topic may exist, or be created by others: writing to it shows that.
             self._not_made = str(error) or type(error).__name__
         finally:
             admin.close()
@@ -182,5 +180,5 @@ def _close(producer: Any) -> None:
     try:
         producer.close(timeout=CLOSE_S)
     except KafkaError:
-        # `close` gives up if it cannot send all; without this the sender goes on in the background.
+        # `close` gives up if it cannot send all; without this the sender continues in the background.
         producer._sender.force_close()

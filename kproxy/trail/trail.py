@@ -12,8 +12,9 @@ Transitions
 Invariants
 1. The next look (`look`), at most LOOK_S later, judges acknowledged offsets, whether anything is shipped or not.
 2. An acknowledgement is in a row that is closed at most `interval_s` later; LATE_S is allowed for a late event loop.
-3. Rows get sequence numbers in the order in which they are closed, each once. An acknowledgement that cannot be told
-   also takes a number, which is not shipped: a gap means that something is missing, and nothing else makes one.
+3. Rows get sequence numbers in the order in which they are closed, each once. An acknowledgement that cannot be put
+   into a row also takes a number, which is not shipped. A gap means that something is missing, and nothing else makes
+   one.
 4. While the trail runs a row comes at least every MARK_S, and a mark within `interval_s` of the last row. Durations are
    measured on the monotonic clock; the wall clock only dates rows.
 5. Memory is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS numbers each, and what comes between two looks.
@@ -53,7 +54,7 @@ MAX_STEP: Final = 200
 STEP_S: Final = 0.003
 # Partitions that are judged between two looks at the clock.
 JUDGED_AT_ONCE: Final = 10
-# In one look at most so many overlaps are logged.
+# At most this many overlaps are logged in one look.
 MAX_OVERLAPS_LOGGED: Final = 20
 _MICROS: Final = 1_000_000
 
@@ -142,7 +143,7 @@ class Trail:
         self._overlaps = OverlapDetector()
         self._connections = 0
         self._woken: list[Acked] = []
-        # What the present look has still to take.
+        # The batches that the present look has still to take.
         self._taking: deque[Acked] = deque()
         self._open: dict[Acked, _OpenRow] = {}
         # The lines of a page to come, how long they are together, and the first one's sequence.
@@ -227,7 +228,7 @@ class Trail:
         while self._close_some():
             yield
         self._mark()
-        # Acknowledgements that come during a look are later than its begin.
+        # Acknowledgements that come during a look are later than its beginning.
         self._looked_at, self._looked = looked_at, looked
         self._offer_page()
 
@@ -244,7 +245,7 @@ class Trail:
                 break
 
     def _mark(self) -> None:
-        """Write a mark when there is nothing to tell: soon after the last row, then every MARK_S."""
+        """Write a mark when there is nothing to report: soon after the last row, then every MARK_S."""
         if self._woken:
             return
         quiet_s = self._interval_s if self._has_told else MARK_S
@@ -253,7 +254,7 @@ class Trail:
             self._has_told = False
 
     def _close_some(self) -> bool:
-        """Close rows that would be too old at the next look, oldest first; whether there may be more."""
+        """Close rows that would be too old at the next look, oldest first; return whether there may be more."""
         self._read_clocks()
         due = self._now - self._interval_s + LOOK_S
         for _ in range(MAX_STEP):
@@ -358,7 +359,7 @@ class Trail:
         self._told = self._now
 
     def _miss(self) -> None:
-        """Leave a gap in the sequence numbers: an acknowledgement could not be told."""
+        """Leave a gap in the sequence numbers: an acknowledgement could not be put into a row."""
         self._offer_page()
         self._sequence += 1
 

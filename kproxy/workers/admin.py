@@ -48,7 +48,7 @@ class WorkerPages:
         return HttpPage(self, [web.get("/table", self._get_table), replication_route(replication), *own], guard)
 
     def drain(self) -> None:
-        """Report that the workers were told to stop."""
+        """Report that the workers are stopping."""
         self._drains = True
 
     async def summary(self) -> str:

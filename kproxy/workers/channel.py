@@ -1,7 +1,7 @@
 """Messages between a supervisor and one worker, over a socket pair that nobody else holds.
 
-The supervisor's only frame is an Assignment. The worker sends Waits when what it waits for changes, and now and then;
-and then Ready. Instead of any of them it may send Failed. Its admin page is on a socket of its own.
+The supervisor's only frame is an Assignment. The worker sends Waits at intervals and when the reason for its wait
+changes, and then Ready. Instead of any of them it may send Failed. Its admin page is on a socket of its own.
 A frame is its length in four bytes and a body. A frame longer than its reader's limit ends the channel.
 """
 
@@ -104,7 +104,7 @@ def encode(message: WorkerMessage) -> bytes:
 
 
 async def next_message(channel: Channel) -> WorkerMessage:
-    """Raises ChannelClosed, ChannelMisused."""
+    """Receive a worker's next message. Raises ChannelClosed, ChannelMisused."""
     frame = await channel.receive(MAX_MESSAGE_BYTES)
     try:
         return _MESSAGE.decode(frame)
@@ -118,7 +118,10 @@ def assign(channel: Channel, assignment: Assignment) -> None:
 
 
 async def next_assignment(channel: Channel) -> Assignment:
-    """Raises ChannelClosed. It unpickles only what its parent sent, over a socket that nobody else ever held."""
+    """Receive the assignment. Raises ChannelClosed.
+
+    It unpickles only bytes that its parent sent, over a socket that nobody else ever held.
+    """
     assignment = pickle.loads(await channel.receive(MAX_ASSIGNMENT_BYTES))  # noqa: S301 -- see above
     if not isinstance(assignment, Assignment):
         raise ChannelMisused(f"{type(assignment).__name__} where an assignment is due")

@@ -105,7 +105,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is posted to a page of a worker."""
+    """A request to be posted to a page of a worker."""
 
     body: bytes
     content_type: str
@@ -116,7 +116,7 @@ class NoAnswer(Exception):
 
 
 class WorkerProcess:
-    """`on_wait` is called with what keeps it from serving; `failure`: why it cannot start, once it has sent that."""
+    """`on_wait` is called with the reason why it does not serve; `failure`: why it cannot start, once it says so."""
 
     def __init__(self, assignment: Assignment, launch: Launch, on_wait: Callable[[str], None]) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -257,7 +257,7 @@ def exit_text(status: int) -> str:
 
 
 class Slot:
-    """Restarts a worker. `clock` is in seconds; `on_wait` is called with what keeps the worker from serving."""
+    """Restarts a worker. `clock` is in seconds; `on_wait` is called with the reason why it does not serve yet."""
 
     def __init__(
         self, assignment: Assignment, launch: Launch, *, clock: Callable[[], float], on_wait: Callable[[str], None]

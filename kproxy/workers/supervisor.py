@@ -11,7 +11,7 @@ Transitions
   starting -> stopped   one of them could not start: the others are stopped, and its sentence is this command's
   serving  -> stopping  SIGTERM, SIGINT
   stopping -> stopped   all have ended; by SIGKILL where one takes longer than `drain_delay`, `drain_s` and
-                        STOP_MARGIN_S, and at once upon a second signal
+                        STOP_MARGIN_S, and at once on a second signal
 
 Invariants
 1. Each port is held by a socket that never listens: it takes no connections, and port 0 is one port for all workers.

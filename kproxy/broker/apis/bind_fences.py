@@ -83,7 +83,7 @@ def _answer(request: Request, asked: tuple[FenceBinding, ...], answers: list[Bou
 
 
 def _has_room(broker: Broker, bindings: Bindings, more: int) -> bool:
-    """Tell whether the connection may be bound to `more` fences; those of deleted topics are dropped."""
+    """Return whether the connection may be bound to `more` fences; those of deleted topics are dropped."""
     if len(bindings) + more > MAX_BINDINGS:
         gone = error_codes.UNKNOWN_TOPIC_OR_PARTITION
         for topic, index in [place for place in bindings if broker.refusal(place[0].decode(), place[1]) == gone]:

@@ -4,12 +4,12 @@ Neither groups nor transactions are offered; idempotent producers are.
 
 FindCoordinator, versions 0-6
 - No coordinator is ever named: every key gets an error and, from version 1, a sentence that says why. The codes are
-  those upon which clients fail at once and show the sentence (tried with librdkafka 2.16 and kafka-python 3.0):
+  those at which clients fail at once and show the sentence (tried with librdkafka 2.16 and kafka-python 3.0):
   INVALID_REQUEST for groups; CLUSTER_AUTHORIZATION_FAILED for transactions, because librdkafka would ask for ever after
   INVALID_REQUEST.
 
 InitProducerId, versions 0-5
-- Without a transactional id: a producer id that was never given out before, epoch 0. COORDINATOR_NOT_AVAILABLE, which
+- Without a transactional id: a producer id that was never assigned before, epoch 0. COORDINATOR_NOT_AVAILABLE, which
   clients retry, where etcd gives none.
 - With one: TRANSACTIONAL_ID_AUTHORIZATION_FAILED, the one code that makes every client fail at once instead of asking
   for ever. (Clients ask FindCoordinator first, whose answer says why.)

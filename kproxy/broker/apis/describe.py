@@ -10,7 +10,7 @@ DescribeConfigs, versions 1-4
 DescribeTopicPartitions, version 0 (KIP-966)
 - Topics come in order of name; a request that names none means all. No topic is created.
 - An answer has at most as many partitions as the request allows, and at most MAX_DESCRIBED_PARTITIONS; a cursor says
-  where to go on.
+  where to continue.
 
 While this broker has no lease, the Describe requests close the connection (`Broker.check_knows_cluster`).
 

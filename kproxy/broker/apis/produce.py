@@ -6,7 +6,7 @@
   3.
 - From version 13 topics are named by id (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
 - A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
-- acks=0 is not answered; upon an error the connection is closed, as in Kafka, so that the client learns of it.
+- acks=0 is not answered; after an error the connection is closed, as in Kafka, so that the client notices it.
 - A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent. A fence that the
   connection is bound to, and that is not kept for this very topic, is kept first; else LEADER_NOT_AVAILABLE.
 - With `--flush always` no answer is sent before the records are on the disk: 7 if the disk fails. acks=0 does not wait
@@ -151,7 +151,7 @@ def _answer(broker: Broker, produce: PartitionedRequest, results: list[AppendRes
 
 
 def _close_on_failure(produce: PartitionedRequest, results: list[AppendResult]) -> None:
-    """Close upon an error with acks=0: it is the only way to tell the client."""
+    """Close after an error with acks=0: it is the only way to report it to the client."""
     names = [(topic.name, index) for topic in produce.topics for index in topic.partitions]
     failures = [
         f"{name.decode(errors='replace')}-{index}: {error_codes.name_of(result.error_code)}"

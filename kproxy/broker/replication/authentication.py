@@ -2,10 +2,10 @@
 
 RFC 5802 and RFC 7677, both ways.
 
-The secret is the cluster's, random, and in etcd, which every broker can read anyway; the first broker makes it. A
+The secret is random and shared by the cluster. The first broker puts it into etcd, which every broker can read. A
 follower's name is its broker id and the log id of its data directory (as KIP-858's directory ids), so that a listener
 can tell it from an earlier one with that id. Neither side reveals the secret: a listener learns nothing from a follower
-that came to the wrong address, and a follower trusts no listener that has not proved to know it.
+that came to the wrong address, and a follower trusts no listener that has not proved that it knows it.
 
 States, of either handshake
   first     nothing was exchanged

@@ -1,4 +1,4 @@
-"""Fetch what this broker follows.
+"""Fetch the partitions that this broker follows.
 
 Each broker that leads a partition followed here has one task, a fetcher, and one connection.
 
@@ -28,7 +28,7 @@ Transitions
   dialling -> fetching   both sides are authenticated
   fetching -> fetching   the answer is applied; the next request reports what is here, which the leader waits for
   fetching -> resting    there is nothing to ask;   resting -> fetching   a leadership changed, a pause is over
-  fetching, resting -> dialling   the connection is lost, or the leader answers nonsense
+  fetching, resting -> dialling   the connection is lost, or the leader's answer is invalid
   any -> ended           `ReplicaFetchers` sees that leaderships or brokers changed
 
 Invariants of a fetcher
@@ -292,7 +292,7 @@ class ReplicaFetchers:
             self.wake()
 
     async def run(self) -> None:
-        """Fetch what is followed, until cancelled."""
+        """Fetch the followed partitions until cancelled."""
         try:
             while True:
                 self._assign()
@@ -498,7 +498,7 @@ class _Fetcher:
             if self._loop.time() >= deadline:
                 raise LeaderLost("no answer in time")
             if hurried is None and self._is_more_to_ask(asked):
-                # Its answer does not matter: standing behind the waiting fetch is all it does.
+                # Its answer does not matter: its only purpose is to stand behind the waiting fetch.
                 hurried = connection.fetch((), max_wait_ms=0, min_bytes=0, max_bytes=0)
         if hurried is not None:
             try:

@@ -65,7 +65,7 @@ class ReplicationListener:
     """Accepts the other brokers' followers: `bind`, `start`, `close`."""
 
     def __init__(self, secret: Callable[[], Secret], arena: ReceiveArena, presence: FollowerPresence) -> None:
-        """`secret` returns the cluster's current secret; `presence` is told which followers are connected."""
+        """`secret` returns the cluster's current secret; `presence` records which followers are connected."""
         self._secret = secret
         self._presence = presence
         self._arena = arena
@@ -230,7 +230,7 @@ class _Session:
 
 
 def _authentication_failed(request: Request) -> Body:
-    """Only the log says what exactly was wrong."""
+    """Answer a failed authentication; only the log has the exact reason."""
     code = error_codes.SASL_AUTHENTICATION_FAILED
     return _encoded(request, error_code=code, error_message="authentication failed", auth_bytes=b"")
 

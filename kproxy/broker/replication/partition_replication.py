@@ -58,7 +58,7 @@ class Role(Enum):
 
 
 class WrongRole(Exception):
-    """A replica that is not a follower is told to lead or to follow."""
+    """A change of role that only a follower may make, on a replica that is not one."""
 
 
 _LEADING = (Role.LEADER, Role.RESIGNED)
@@ -72,7 +72,7 @@ class Isr(NamedTuple):
 
 
 class _Progress:
-    """A follower's progress, as its fetches tell. Times are the clock's. `replica` is None before its first fetch."""
+    """A follower's progress, as its fetches report. Times are the clock's. `replica` is None before its first fetch."""
 
     __slots__ = ("caught_up_at", "fetched_at", "leader_end_at_fetch", "log_end_offset", "replica")
 
@@ -145,7 +145,7 @@ class ReplicationManager:
 
     @property
     def is_leading(self) -> bool:
-        """Leader, or resigned and still serving its followers."""
+        """Whether it is leader, or resigned and still serving its followers."""
         return self.role in _LEADING
 
     def check_follows(self) -> None:
@@ -193,7 +193,7 @@ class ReplicationManager:
         return self.isr.members if self.proposed is None else self.isr.members | self.proposed
 
     def is_in_sync(self, node_id: int) -> bool:
-        """Tell whether a log of that broker is in etcd's ISR."""
+        """Return whether a log of that broker is in etcd's ISR."""
         return any(replica.node_id == node_id for replica in self.isr.members)
 
     @property
@@ -219,7 +219,7 @@ class ReplicationManager:
             self.log_appended()
 
     def is_follower(self, replica_id: int) -> bool:
-        """Tell whether that broker keeps a replica that follows this leader."""
+        """Return whether that broker keeps a replica that follows this leader."""
         return replica_id in self._followers
 
     def follower_progress(self) -> dict[int, tuple[int, float]]:
@@ -253,8 +253,8 @@ class ReplicationManager:
 
         Also None while a proposal is running. `live` are the live brokers, `gone` those among them whose connection has
         broken. A replica leaves the ISR if its broker is dead, it has lagged too long, or it lacks committed records;
-        also if it is gone, where enough others stay for the high watermark to move. A replica joins that has everything
-        below the high watermark and below the beginning of this epoch.
+        also if it is gone, where enough others stay for the high watermark to move. A replica joins once it has
+        everything below the high watermark and below the beginning of this epoch.
         """
         if self.role is not Role.LEADER or self.proposed is not None:
             return None
@@ -296,7 +296,7 @@ class ReplicationManager:
                 waiter.answer(error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
 
     def followers_behind(self, live: Collection[int]) -> bool:
-        """Tell whether a live in-sync follower lacks a part of the log."""
+        """Return whether a live in-sync follower lacks a part of the log."""
         log_end = self._log_end()
         return any(
             self._log_end_in(replica) < log_end

@@ -140,7 +140,7 @@ def window_counts(segments: DataFrame) -> DataFrame:
     """Count by `log_id` and `window_ms` the records acknowledged then that are present, lost, removed, overlapped.
 
     A count within an interval is the sum before its end minus the sum before its start, so no interval is looked up. An
-    offset given out twice counts in the window of each acknowledgement.
+    offset assigned twice counts in the window of each acknowledgement.
     """
     told = segments.where("window_ms is not null")
     counts = [F.sum(-F.col("weight") * F.col(f"{name}_before")).alias(name) for name in _JUDGED]

@@ -256,7 +256,7 @@ def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
 
 
 def of_overlaps(concerned: DataFrame) -> DataFrame:
-    """Return a finding for each island, with the first ownership that gave the offsets out and the last other one.
+    """Return a finding for each island, with the first ownership that assigned the offsets and the last other one.
 
     The other one is of another owner, if there is any.
     """

@@ -3,8 +3,8 @@
 Each micro-batch is audited as it comes, and faults are reported at once.
 
 States: RUNNING --no micro-batch for a while--> SILENT --a micro-batch--> RUNNING; --stop--> ENDED. A failure of Spark,
-or of the brokers for longer than the log source's patience, also ends it. Started again with its checkpoint, it goes on
-from there.
+or of the brokers for longer than the log source's patience, also ends it. Started again with its checkpoint, it
+continues from there.
 
 Invariants
 1. A micro-batch's rows are on disk before logs are read, and logs are read up to their end at that time: every record
@@ -84,7 +84,7 @@ SETTLE_MS: Final = 30_000
 SECOND_LOOK_S: Final = 3.0
 # Silence after which proxies are judged again, plus the time that a row takes: a live proxy writes marks more often.
 SILENCE_S: Final = 30.0
-# At the end; shorter than the silence after which a proxy is missed.
+# At the end; shorter than the silence after which a proxy is reported missing.
 SILENCE_AT_END_S: Final = 10.0
 _POLL_S: Final = 0.25
 

@@ -69,7 +69,7 @@ class FollowState(msgspec.Struct):
     def forget(self, key: str, count: int) -> None:
         """Remember that the first `count` rows of a trail were dropped.
 
-        If the trail goes on long after, its dropped rows are not a gap.
+        If the trail continues long after, its dropped rows are not a gap.
         """
         self.forgotten[key] = max(count, self.forgotten.pop(key, 0))
         while len(self.forgotten) > TRAILS_AT_MOST:

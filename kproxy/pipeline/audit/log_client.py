@@ -43,7 +43,7 @@ CLIENT_ID: Final = b"kproxy-audit"
 PLAIN_TEXT: Final = KafkaAccess()
 # Brokers send the first batch whole, however large: the most that an answer may exceed the requested bytes.
 LARGEST_BATCH_BYTES: Final = 128 << 20
-# Enough for the Metadata answer of a large cluster.
+# Large enough for the Metadata answer of a large cluster.
 MAX_CONTROL_BYTES: Final = 128 << 20
 # Longer answers are received into one buffer that is reused: fresh memory costs more than their reading.
 _SHARED_BYTES: Final = 64 << 10
@@ -78,7 +78,7 @@ class LogConnection:
     ) -> None:
         """Connect, ask for the broker's API versions, and authenticate.
 
-        Raise BrokerFailed, or LogReadFailed if it is not a broker or lets nobody in.
+        Raise BrokerFailed, or LogReadFailed if it is not a broker or refuses the credentials.
         """
         self.address = address
         self._is_plain_text = access.context is None

@@ -198,7 +198,7 @@ class BoundsDataSourceReader(DataSourceReader):  # type: ignore[misc]
         return [InputPartition(0)]
 
     def read(self, partition: Any) -> Iterator[tuple[str, int, int, int, bool, str | None]]:
-        """Raises LogReadFailed."""
+        """Yield the bounds of each partition. Raise LogReadFailed."""
         options = self._options
         with options.client() as client:
             partitions = options.partitions(client)

@@ -188,8 +188,8 @@ class FindingCount:
 class Verdict:
     """The audit's result.
 
-    `trail_faults`: gaps and tails of trails. `conflicts`: findings of two brokers that gave out the same offsets, which
-    is a split brain. Offsets that one broker gave out twice also count as overlapped.
+    `trail_faults`: gaps and tails of trails. `conflicts`: findings of two brokers that assigned the same offsets, which
+    is a split brain. Offsets that one broker assigned twice also count as overlapped.
     """
 
     sums: Sums

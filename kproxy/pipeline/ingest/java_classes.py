@@ -164,7 +164,7 @@ def add_documents_function(session: SparkSession) -> None:
 def documents_in(text: Column) -> Column:
     """Return the text of the document, or of each document in an array.
 
-    Null for text that is not JSON by RFC 8259, for an element that is not an object, for text after the document, and
-    for a field that occurs twice at any depth.
+    The result is null for text that is not JSON by RFC 8259, for an element that is not an object, for text after the
+    document, and for a field that occurs twice at any depth.
     """
     return F.call_function(_FUNCTION, text)

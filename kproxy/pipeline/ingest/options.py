@@ -78,7 +78,7 @@ class DeadLetters:
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """One job. A job started again with the same `checkpoint` goes on.
+    """One job. A job started again with the same `checkpoint` continues.
 
     source, checkpoint: the source of rows; the directory of the job's progress.
     bootstrap:          `HOST:PORT`, or several: the proxy.
