@@ -162,7 +162,7 @@ class FanoutShell:
             self._emptied.set()
 
     def _topology_changed(self) -> None:
-        # ChangeSignal may come in groups: handle them together.
+        # Topology changes may come in groups: handle them together.
         asyncio.get_running_loop().call_soon(self._run_unless_running)
 
     def _run_unless_running(self) -> None:

@@ -1,7 +1,7 @@
 """Listen: admit clients, watch their deadlines, drain and stop.
 
 States
-  starting   the listener is bound, then the lease table is loaded, so that a port in use is reported at once
+  starting   the listener is bound, then the routing table is loaded, so that a port in use is reported at once
   serving    `ready` has been printed
   leaving    `/readyz` is 503, and clients are served as before: they find other proxies meanwhile
   draining   no new connections; the requests that were read are answered, for at most `drain_s`

@@ -10,7 +10,7 @@ Transitions
 
 Invariants
 1. `current` is always a set that was read whole. A fetch that fails leaves it as it is, with one line in the log for
-   each failure that follows a success, and is counted; the next one comes after RETRY_S.
+   the first failure and for each that follows a success, and is counted; the next one comes after RETRY_S.
 2. One fetch at a time, of at most FETCH_S and MOST_FILE_BYTES, and without redirects.
 3. Between two fetches are at least RETRY_S, whatever clients send.
 """
