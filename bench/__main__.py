@@ -1,7 +1,7 @@
-"""`python -m bench [SECTION ...]`: measurements, each section a table; all of them where none is named.
+"""`python -m bench [SECTION ...]`: run measurements; each section prints a table. Without a section, run all of them.
 
-`python -m bench plain` puts the proxy beside haproxy, and beside any other proxy by `--peer`. `python -m bench against
-CHECKOUT` puts this checkout's proxy beside another one's; it is done only where it is named.
+`python -m bench plain` compares the proxy with haproxy, and with any other proxy by `--peer`. `python -m bench against
+CHECKOUT` compares this checkout's proxy with another one's; it runs only if it is named.
 """
 
 from __future__ import annotations

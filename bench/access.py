@@ -1,8 +1,8 @@
-"""`make bench SECTION=access`: what SASL, ACLs and quotas cost the requests of clients that are let in; a minute.
+"""`make bench SECTION=access`: the cost of SASL, ACLs and quotas per request of an admitted client; a minute.
 
-One kproxy for each way, before the same null brokers, by turns. Connections are open and authenticated before anything
-is measured: a password is checked once for each connection, and costs milliseconds then. A ratio is taken within a
-round, where all had the same neighbours on the machine.
+One kproxy for each way, before the same null brokers; they take turns. Connections are open and authenticated before
+the measurement starts: a password is checked once for each connection, which costs milliseconds. A ratio is taken
+within a round, because all runs of a round have the same neighbours on the machine.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ def _configurations(directory: Path) -> dict[str, str]:
 
 
 async def _take_turns(load: Load, ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
-    """CPU µs for a request of each round."""
+    """CPU µs for one request, by round."""
     connections = {name: await way.open(load) for name, way in ways.items()}
     for each in connections.values():
         await send_again(each, min(WARM_UP_REQUESTS, load.requests))
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
-        # Each is the first one as often.
+        # Each is the first one equally often.
         order = [*ways.items()]
         for name, way in order[number % len(order) :] + order[: number % len(order)]:
             before = cpu_seconds(way.pid)

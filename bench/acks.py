@@ -1,9 +1,9 @@
-"""`make bench SECTION=acks`: what writers get at acks 0, 1 and all, through the proxy and past it; about three minutes.
+"""`make bench SECTION=acks`: throughput and latency at acks 0, 1 and all, with and without the proxy; three minutes.
 
 Real processes: Kafka's own ProducerPerformance tool with 100-byte records, `kproxy serve`, three `kproxy broker`, one
-etcd, all on this machine. Runs through the proxy and past it take turns, in pairs whose order turns too, and the median
-of each counts: whatever else this machine does falls on both alike. A run begins when the followers have all of the run
-before. Replication is judged by the log files (`bench.replicas`), not by what brokers say of themselves.
+etcd, all on this machine. Runs with and without the proxy take turns, in pairs of alternating order, and the median of
+each counts: other load on this machine affects both alike. A run begins when the followers have all records of the run
+before. Replication is measured on the log files (`bench.replicas`), not by what brokers report.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LAG_GOAL_MS = 100
 
 @dataclass
 class Found:
-    """What the runs of one kind, `acks` by a way, came to."""
+    """The results of the runs of one kind: `acks` by a way."""
 
     rates: list[float] = field(default_factory=list)
     tails_s: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Found:
 
 
 class _Runs:
-    """All runs, one after the other, and what they came to."""
+    """All runs, one after the other, and their results."""
 
     def __init__(self, cluster: Cluster, replication_factor: int) -> None:
         self.replication_factor = replication_factor
@@ -73,8 +73,8 @@ class _Runs:
     def make(self) -> None:
         with self._topic("warm-up") as topic:
             rates = {(acks, way): self._send(topic, acks, way, WARM_UP_RECORDS)[0] for acks in ACKS for way in WAYS}
-        # What the warm-up wrote must be on the disk, and what full speed writes must not be there yet: a disk that is
-        # busy with hundreds of megabytes would be what is measured.
+        # The data of the warm-up must be on the disk, and the data of the full-speed run must not be there yet:
+        # otherwise the measurement would be of a disk that is busy with hundreds of megabytes.
         os.sync()
         with self._topic("latency") as topic:
             for acks in P50_GOALS_MS:
@@ -95,7 +95,7 @@ class _Runs:
             self.missing += topic.missing()
 
     def _send(self, topic: Topic, acks: str, way: str, records: int, throughput: int = -1) -> tuple[float, float]:
-        """Records a second until the last was in its leader's log, and how long after that the followers had it."""
+        """Records a second until the last was in its leader's log, and the delay until the followers had it."""
         run = self._cluster.java.run(
             self._cluster.bootstraps[way], topic.name, records, throughput=throughput, acks=acks
         )
@@ -134,7 +134,7 @@ class _Runs:
             self._settle(topic, LATENCY_RECORDS)
 
     def _lag(self, topic: Topic, acks: str) -> None:
-        """At half of the rate that was reached through the proxy."""
+        """At half the rate that was reached through the proxy."""
         rate = int(self.rate(acks, VIA_PROXY) / 2)
         with LagWatch(topic.replicas) as watch:
             self._send(topic, acks, VIA_PROXY, int(rate * LAG_S), throughput=rate)
@@ -145,7 +145,7 @@ class _Runs:
 
 
 def _turns(rounds: int) -> Iterator[str]:
-    """The proxy and the direct way in pairs, each pair the other way round than the last."""
+    """The proxy and the direct way in pairs; each pair reverses the order of the pair before."""
     for number in range(rounds):
         yield from (VIA_PROXY, DIRECT) if number % 2 == 0 else (DIRECT, VIA_PROXY)
 
@@ -240,7 +240,7 @@ async def _run(console: Console, replication_factor: int) -> None:
 
 
 def acks(console: Console, replication_factor: int = REPLICATION_FACTOR) -> None:
-    """Measure, and print the tables. SystemExit where there is no Java, no etcd or none of Kafka's jars."""
+    """Measure, and print the tables. SystemExit if Java, etcd or one of Kafka's jars is missing."""
     try:
         asyncio.run(_run(console, replication_factor))
     except StartupError as error:

@@ -1,8 +1,8 @@
-"""`make bench SECTION=acks0`: what it costs to have brokers confirm what clients send with acks=0; some seconds.
+"""`make bench SECTION=acks0`: the cost of having brokers confirm acks=0 requests; some seconds.
 
-Each connection sends windows of acks=0 requests that end in one with an answer, which tells that the window has been
-taken. The proxy sends acks=0 on as it is, or asks for acks=1 and keeps the answers to itself (`--confirm-acks0`); the
-two take turns, and the least CPU of the rounds counts.
+Each connection sends windows of acks=0 requests. A window ends in a request with an answer, which shows that the window
+has been taken. The proxy sends acks=0 on as it is, or asks for acks=1 and keeps the answers to itself
+(`--confirm-acks0`). The two take turns, and the least CPU time of the rounds counts.
 """
 
 from __future__ import annotations

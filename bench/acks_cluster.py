@@ -1,4 +1,4 @@
-"""What the section `acks` runs against: three brokers, a proxy before them, Kafka's load tool, and topics."""
+"""The setting of the section `acks`: three brokers, a proxy before them, Kafka's load tool, and topics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADMIN_TIMEOUT_S = 30.0
 
 
 class Cluster(NamedTuple):
-    """Everything that runs; `pids` by what the processes are."""
+    """All running processes; `pids` by their role."""
 
     java: JavaLoad
     bootstraps: dict[str, str]
@@ -49,7 +49,7 @@ def cluster(etcd: EmbeddedEtcd, directory: Path) -> Iterator[Cluster]:
 
 
 class Topic:
-    """A topic of the measurement, and what was sent to it. It goes when its block ends, for its bytes are many."""
+    """A topic of the measurement, and the records sent to it. It is deleted when its block ends: it is large."""
 
     def __init__(self, cluster: Cluster, name: str, replication_factor: int) -> None:
         self.name = name
@@ -85,11 +85,11 @@ class Topic:
         return Replicas(leader, tuple(places.values()))
 
     def in_sync(self) -> int:
-        """The smallest number of replicas in sync; 0 where a partition has no leader."""
+        """The smallest number of replicas in sync; 0 if a partition has no leader."""
         return _in_sync(self._partitions())
 
     def missing(self) -> int:
-        """Records sent that a reader is not offered; below 0 where there are more than were sent."""
+        """The number of records sent that a reader does not get; negative if there are more than were sent."""
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         asked = {TopicPartition(self.name, index): latest for index in range(PARTITIONS)}
         ends = self._cluster.admin.list_offsets(asked).values()

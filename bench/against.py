@@ -1,13 +1,13 @@
-"""`make bench SECTION=against AGAINST=path`: this checkout's proxy beside another checkout's; three minutes.
+"""`make bench SECTION=against AGAINST=path`: compare this checkout's proxy with another checkout's; three minutes.
 
-Both stand before the same brokers and get the same load by turns, in the rows of `bench.quick` and `bench.paths`. The
-other one's process runs the other checkout's code in this interpreter. Two processes of one program differ by some
-percent for as long as they live: each round starts new ones. The least of all runs counts; they are many and short, for
-on a shared machine quiet moments are short too, and their connections are there before they begin.
+Both stand before the same brokers and take turns with the same load, in the rows of `bench.quick` and `bench.paths`.
+The other proxy runs the other checkout's code in this interpreter. Two processes of one program differ by some percent
+as long as they live, so each round starts new ones. The least of all runs counts. Runs are many and short, because
+quiet moments of a shared machine are short. Connections are open before a run begins.
 
-`by round` is the median of the rounds' own ratios, and between which two half of them are. What a neighbour on the
-machine does to a round it does to both, so that this tells a small difference where the ratio of the minima does not:
-the same code on both sides has 1 within, or next to, these two.
+`by round` is the median of the ratios within each round, and the range of the middle half of them. A neighbour on the
+machine affects both proxies of a round, so this shows a small difference that the ratio of the minima does not show.
+With the same code on both sides, 1 is within this range or next to it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from bench.processes import cpu_seconds
 from bench.quick import CHECKOUT, environment_of, serve
 
 ROUNDS = 8
-# Of each row in each round, that much shorter than in the other tables.
+# For each row in each round; shorter by that much than in the other tables.
 RUNS = 8
 
 
 def against(console: Console, checkout: Path, rounds: int = ROUNDS) -> None:
-    """The table that is printed; at least two rounds. SystemExit where no kproxy is in `checkout`."""
+    """The table that is printed; at least two rounds. SystemExit if there is no kproxy in `checkout`."""
     checkouts = {"this": CHECKOUT, "other": checkout.resolve()}
     for each in checkouts.values():
         _expect_own_code(each)
@@ -44,7 +44,7 @@ def against(console: Console, checkout: Path, rounds: int = ROUNDS) -> None:
     found: dict[tuple[str, str], list[float]] = {(load.name, name): [] for load in loads for name in checkouts}
     with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory, path_table(Path(directory)) as brokers:
         for number in range(rounds):
-            # Who is first, in the one and in the other order.
+            # The order alternates from round to round.
             names = list(checkouts)[:: -1 if number % 2 else 1]
             with contextlib.ExitStack() as stack:
                 proxies = {name: stack.enter_context(serve(brokers, checkout=checkouts[name])) for name in names}
@@ -70,7 +70,7 @@ def _by_round(this: Sequence[float], other: Sequence[float]) -> str:
 
 
 async def _take_turns(load: Load, proxies: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-    """CPU µs for a request, the least of RUNS; a first run of each proxy only warms it up."""
+    """CPU µs for one request, the least of RUNS; the first run of each proxy only warms it up."""
     requests = load.requests // (RUNS + 1)
     connections = {name: await load.open(port, 0) for name, (_, port) in proxies.items()}
     found: dict[str, list[float]] = {name: [] for name in proxies}
@@ -85,7 +85,7 @@ async def _take_turns(load: Load, proxies: Mapping[str, tuple[int, int]]) -> dic
 
 
 def _expect_own_code(checkout: Path) -> None:
-    """A checkout that lacks kproxy would be measured with the installed one."""
+    """Without this check a checkout that lacks kproxy would be measured with the installed one."""
     environment = environment_of(checkout)
     command = [sys.executable, "-c", "import kproxy; print(kproxy.__file__)"]
     if checkout.is_dir():

@@ -1,6 +1,6 @@
-"""A trail and its log, made up inside Spark, of any size: for measuring the audit, and for its tests at scale.
+"""A trail and its log of any size, generated inside Spark: for measuring the audit, and for its tests at scale.
 
-All is computed from row numbers, so the two agree, and whoever breaks one on purpose knows what must be found.
+Everything is computed from row numbers, so the two agree, and a test that damages one knows what must be found.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _SEQUENCES = 1 << 31
 
 
 class Shape(NamedTuple):
-    """What the trail looks like. Each row has `spans` spans of `batches` batches of `records` records.
+    """The shape of the trail. Each row has `spans` spans of `batches` batches of `records` records.
 
-    `producers` write to each partition by turns, span by span: with more than one, and more than one span, no two spans
-    of a row are contiguous, the worst there is for who merges them. The rows come evenly over `seconds`, through
-    `proxies` proxies, to `topics` topics of `partitions` partitions.
+    `producers` alternate span by span in each partition: with more than one producer and more than one span, no two
+    spans of a row are contiguous, which is the worst case for merging them. The rows are spread evenly over `seconds`,
+    through `proxies` proxies, to `topics` topics of `partitions` partitions.
     """
 
     ranges: int = 10_000_000
@@ -42,13 +42,13 @@ class Shape(NamedTuple):
 
 
 def _named(frame: DataFrame, columns: dict[str, Column], schema: Any) -> DataFrame:
-    """`frame` with the columns of `schema`, null where `columns` says nothing."""
+    """`frame` with the columns of `schema`; a column that `columns` does not have is null."""
     nothing = F.lit(None)
     return frame.select(*(columns.get(f.name, nothing).cast(f.dataType).alias(f.name) for f in schema.fields))
 
 
 def synthetic_trail(session: Any, shape: Shape) -> DataFrame:
-    """TRAIL_SCHEMA: of each proxy a whole trail, from its begin to its end."""
+    """TRAIL_SCHEMA: for each proxy a whole trail, from its begin to its end."""
     i = F.col("id")
     log, nth = i % shape.logs, F.floor(i / shape.logs)
     block, producer = F.floor(nth / shape.producers), nth % shape.producers
@@ -98,7 +98,7 @@ def synthetic_trail(session: Any, shape: Shape) -> DataFrame:
 
 
 def synthetic_log(session: Any, shape: Shape) -> DataFrame:
-    """LOG_SCHEMA: the batches that the trail says were acknowledged, each once."""
+    """LOG_SCHEMA: the batches that are acknowledged in the trail, each once."""
     per_row = shape.spans * shape.batches
     i, part = F.floor(F.col("id") / per_row), F.col("id") % per_row
     log, nth = i % shape.logs, F.floor(i / shape.logs)
@@ -131,7 +131,7 @@ def synthetic_log(session: Any, shape: Shape) -> DataFrame:
 
 
 def synthetic_bounds(session: Any, shape: Shape) -> DataFrame:
-    """BOUNDS_SCHEMA: every log from offset 0 on, to behind all that the trail has."""
+    """BOUNDS_SCHEMA: every log from offset 0 to an end behind everything in the trail."""
     log = F.col("id")
     rows = F.ceil(F.lit(shape.ranges) / shape.logs)
     blocks = F.ceil(rows / shape.producers)

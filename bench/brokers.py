@@ -16,7 +16,7 @@ PREFIX = "/kafscale"
 
 
 class Brokers(NamedTuple):
-    """`addresses` is a bootstrap list; `data_dirs` where each broker's logs are, by its id."""
+    """`addresses` is a bootstrap list; `data_dirs` has the directory of each broker's logs, by its id."""
 
     addresses: str
     pids: list[int]
@@ -25,7 +25,7 @@ class Brokers(NamedTuple):
 
 @contextlib.contextmanager
 def brokers(etcd: EmbeddedEtcd, directory: Path) -> Iterator[Brokers]:
-    """Brokers that serve, with their data under `directory`."""
+    """Running brokers with their data under `directory`."""
     with contextlib.ExitStack() as stack:
         data_dirs = {number: directory / f"broker-{number}" for number in range(1, BROKERS + 1)}
         command = (sys.executable, "-m", "kproxy", "--log-level", "error", "broker", "--etcd", etcd.endpoint)

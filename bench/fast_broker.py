@@ -1,8 +1,8 @@
-"""`python -m bench.fast_broker [PORT]`: a null broker that answers a request that it knows without parsing it.
+"""`python -m bench.fast_broker [PORT]`: a null broker that answers a known request without parsing it.
 
-A request is known by its length and its beginning, up to the first batch's header: `bench.load` sends the same request
-again and again, and the proxy makes the same parts of it. An answer to a known one is two joins, also for a hundred
-partitions, so that the broker is not what a proxy waits for.
+A request is known by its length and its beginning, up to the first batch's header: `bench.load` repeats the same
+request, and the proxy makes the same parts of it. An answer to a known one takes two joins, even for a hundred
+partitions, so that a proxy does not wait for the broker.
 
 Invariants
 1. All partitions of one broker process have one end offset, `next_offset`. It goes up with each request by the most
@@ -25,8 +25,8 @@ from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.primitives import INT64
 from kproxy_codec.produce import parse_produce, records_span
 
-# Of a request: its length, API key and version; the correlation id; the rest of the header, the first topic and the
-# beginning of its first batch.
+# The parts of a request: its length, API key and version; the correlation id; the rest of the header, the first topic
+# and the beginning of its first batch.
 _CORRELATION_ID = slice(8, 12)
 _BEGINNING = slice(12, 76)
 _RESPONSE_BODY = RESPONSE_CORRELATION_ID_OFFSET + 4
@@ -66,7 +66,7 @@ class FastBroker(NullBroker):
 
 def _learn(request: PartitionedRequest) -> _Known:
     none, all_ones = (encoded(request, base_offset) for base_offset in (0, -1))
-    # Of an offset all eight bytes differ, and of nothing else any.
+    # All eight bytes of an offset differ, and no other byte does.
     differing = [place for place, (one, other) in enumerate(zip(none, all_ones, strict=True)) if one != other]
     pieces, end = [], _RESPONSE_BODY
     for place in differing[::OFFSET_BYTES]:

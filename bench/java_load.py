@@ -1,4 +1,4 @@
-"""Kafka's own ProducerPerformance tool as the load: one Java that makes one run after another."""
+"""Kafka's own ProducerPerformance tool as the load: one Java process that makes one run after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kproxy.pipeline.java import find_java
 from tests.support.brokers.jars import kafka_classpath, pyspark_jars
 
 RECORD_BYTES = 100
-# As Kafka's own script starts it.
+# Kafka's own script starts it in the same way.
 _OPTIONS = ("-Xmx512M",)
 _SOURCE = Path(__file__).with_name("PerformanceRuns.java")
 _SUMMARY = re.compile(
@@ -27,8 +27,8 @@ _SUMMARY = re.compile(
 
 
 class Run(NamedTuple):
-    """What the tool said of a run: records per second of the tool's own clock, and latencies in whole ms, each from
-    `send` to its callback. `ended` is when it had said so, on time.monotonic.
+    """The tool's report of a run: records per second by the tool's own clock, and latencies in whole ms, each from
+    `send` to its callback. `ended` is the time of the report, on time.monotonic.
     """
 
     records: int
@@ -56,9 +56,9 @@ class JavaLoad:
     def run(
         self, bootstrap: str, topic: str, records: int, *, throughput: int = -1, warm_up: int = 0, **settings: object
     ) -> Run:
-        """Send `records`, at most `throughput` a second; the first `warm_up` of them are in no figure.
+        """Send `records`, at most `throughput` a second; the figures leave out the first `warm_up` of them.
 
-        `settings` are the producer's, with _ for each dot. SystemExit where the run fails.
+        `settings` are the producer's, with _ for each dot. SystemExit if the run fails.
         """
         arguments = ["--bootstrap-server", bootstrap, "--topic", topic, "--num-records", str(records)]
         arguments += ["--record-size", str(RECORD_BYTES), "--throughput", str(throughput)]
@@ -79,7 +79,7 @@ class JavaLoad:
 
 @contextlib.contextmanager
 def java_load(directory: Path) -> Iterator[JavaLoad]:
-    """The tool, ready to run; what it complains of goes to a file in `directory`. Raises StartupError."""
+    """The tool, ready to run; its stderr goes to a file in `directory`. Raises StartupError."""
     compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
     classpath = f"{compiler}{os.pathsep}{kafka_classpath()}"
     stderr_path = directory / "java.stderr"

@@ -1,8 +1,8 @@
-"""Latency at a fixed rate: requests leave when they are due, whether or not earlier ones are answered.
+"""Latency at a fixed rate: each request leaves when it is due, whether or not earlier ones are answered.
 
-One thread and blocking sockets, by turns on each of CONNECTIONS; `select` waits for the next due time to the
-microsecond, which an event loop's timers (a millisecond) do not. A latency is from the write of a request to the read
-of its answer. The sender itself may be late on a busy machine: that is not the proxy's, and delays no other request.
+One thread uses blocking sockets on CONNECTIONS connections, one after another. `select` waits for the next due time to
+the microsecond; an event loop's timers are exact to a millisecond. A latency is the time from the write of a request to
+the read of its answer. A late sender on a busy machine does not count for the proxy, and delays no other request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from struct import unpack_from
 
 from bench.load import CONNECTIONS
 
-# What a proxy may leave unanswered before it counts as too slow for the rate: some seconds of it.
+# A proxy with more unanswered requests than this is too slow for the rate: some seconds of it.
 MAX_UNANSWERED = 4000
 PATIENCE_S = 10.0
 READ_BYTES = 1 << 16
@@ -30,7 +30,7 @@ class TooSlow(Exception):
 
 
 class _Paced:
-    """One connection: when each unanswered request was written, and the beginning of an answer."""
+    """One connection: the write time of each unanswered request, and the beginning of an answer."""
 
     def __init__(self, host: str, port: int) -> None:
         self.socket = socket.create_connection((host, port), PATIENCE_S)
@@ -43,7 +43,7 @@ class _Paced:
         self.socket.sendall(frame)
 
     def take(self) -> list[float]:
-        """Read what there is; the latencies of whole answers in seconds. ConnectionError at the end."""
+        """Read the bytes that are there; the latencies of whole answers in seconds. ConnectionError at the end."""
         read = self.socket.recv(READ_BYTES)
         now = time.perf_counter()
         if not read:
@@ -60,7 +60,7 @@ class _Paced:
 
 
 def latencies(host: str, port: int, frame: bytes, rate: int, seconds: float) -> list[float]:
-    """Of each request in seconds, at `rate` requests a second. TooSlow where the answers do not keep up."""
+    """The latency of each request in seconds, at `rate` requests a second. TooSlow if the answers do not keep up."""
     with contextlib.ExitStack() as stack:
         paced = [_Paced(host, port) for _ in range(CONNECTIONS)]
         for each in paced:
@@ -72,7 +72,7 @@ def latencies(host: str, port: int, frame: bytes, rate: int, seconds: float) -> 
 
 
 def _warm_up(paced: Sequence[_Paced], frame: bytes) -> None:
-    """Some on each, one at a time: the proxy connects to its brokers and proves the route."""
+    """Send some requests on each, one at a time: the proxy connects to its brokers and proves the route."""
     for each in paced:
         for _ in range(5):
             each.send(frame)

@@ -1,7 +1,7 @@
 """Raw produce load: connections that each keep a number of requests in flight and count the answers.
 
-The requests are made once and sent as they are, or with a producer's sequence numbers put in: what is measured is the
-proxy, so the generator does little.
+The requests are made once and sent as they are, or with a producer's sequence numbers put in. The proxy is measured, so
+the generator does little.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TIMESTAMP = 1_700_000_000_000
 _MAX_SEQUENCE = 0x7FFF_FFFF
 _producer_ids = count(1)
 Frames: TypeAlias = bytes | Callable[[], bytes | bytearray]
-"""What a connection sends: one request again and again, or what each call gives."""
+"""The frames of a connection: one request repeated, or the result of each call."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ SHAPES = (
     Shape("10 × 16 KiB", 10, 16 << 10, 400),
     Shape("1 × 1 MB", 1, 1_000_000, 60),
 )
-# Many small batches: what a partition costs shows in these.
+# Many small batches: these show the cost of a partition.
 MANY_PARTITIONS = (
     Shape("10 × 1 KiB", 10, 1 << 10, 800),
     Shape("100 × 100 B", 100, 100, 200),
@@ -72,7 +72,7 @@ def produce_frame(shape: Shape, first: int = 0, acks: int = -1, topic: bytes = T
 
 
 def _frame(shape: Shape, first: int, acks: int = -1, topic: bytes = TOPIC) -> tuple[bytes, list[int]]:
-    """The request, and where in it each batch begins."""
+    """The request, and the place of each batch in it."""
     tags = encode_tagged_fields([])
     body = encode_count(-1, compact=True) + INT16.pack(acks) + INT32.pack(30_000)
     body += encode_count(1, compact=True) + encode_count(len(topic), compact=True) + topic
@@ -88,7 +88,7 @@ def _frame(shape: Shape, first: int, acks: int = -1, topic: bytes = TOPIC) -> tu
 
 
 def _batch(shape: Shape) -> bytes:
-    """A batch by its header. CRC and records are zeros: nobody here reads them."""
+    """A batch by its header. CRC and records are zeros, because nothing here reads them."""
     records = shape.records
     length = shape.batch_bytes - LOG_OVERHEAD_BYTES
     times = _TIMESTAMP, _TIMESTAMP
@@ -97,7 +97,7 @@ def _batch(shape: Shape) -> bytes:
 
 
 class ProducerFrames:
-    """What an idempotent producer of its own id sends: the same request, its sequence numbers going on."""
+    """The requests of an idempotent producer with its own id: the same request with ascending sequence numbers."""
 
     def __init__(self, shape: Shape, first: int = 0, topic: bytes = TOPIC) -> None:
         self._frame, self._starts = _frame(shape, first, topic=topic)
@@ -114,7 +114,7 @@ class ProducerFrames:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection. It sends `opening`, whose answer `ready` gives, or nothing; then, from `start` on, the load."""
+    """One connection. It sends `opening`, if any, and `ready` returns its answer; then, from `start` on, the load."""
 
     def __init__(self, frames: Frames, requests: int, arena: ReceiveArena, opening: bytes = b"") -> None:
         self._frames = frames
@@ -137,7 +137,7 @@ class Connection(asyncio.BufferedProtocol):
         self._send(IN_FLIGHT)
 
     def start_again(self, requests: int) -> None:
-        """So many more, once every answer is there."""
+        """Send `requests` more, once every answer is there."""
         if self._transport.is_closing():
             raise ConnectionError("the proxy has closed")
         self._to_send = self._to_come = requests
@@ -202,7 +202,7 @@ async def open_all(
 
 
 async def send(connections: Sequence[Connection]) -> None:
-    """The load of all of them, IN_FLIGHT requests at a time on each, until every answer is there; then they close."""
+    """Send the load on all of them, IN_FLIGHT requests at a time on each; close them when every answer is there."""
     for connection in connections:
         connection.start()
     await asyncio.gather(*(connection.done for connection in connections))
@@ -211,7 +211,7 @@ async def send(connections: Sequence[Connection]) -> None:
 
 
 async def send_again(connections: Sequence[Connection], requests: int) -> None:
-    """So many more on each of connections that are open and have all their answers."""
+    """Send `requests` more on each of connections that are open and have all their answers."""
     for connection in connections:
         connection.start_again(requests)
     await asyncio.gather(*(connection.done for connection in connections))
@@ -223,7 +223,7 @@ async def send_all(port: int, frame: bytes, requests: int, connections: int = CO
 
 
 class Load(NamedTuple):
-    """A row of a table: `requests` on each of `connections`, for each of which `frames` makes what it sends."""
+    """A row of a table: `requests` on each of `connections`, each with the frames that `frames` makes for it."""
 
     name: str
     frames: Callable[[], Frames]
@@ -237,7 +237,7 @@ class Load(NamedTuple):
         return await open_all(port, frames, requests, kind=self.kind, host=host)
 
     async def send(self, port: int, requests: int) -> None:
-        """So many requests on each of new connections."""
+        """Send that many requests on each of new connections."""
         await send(await self.open(port, requests))
 
 

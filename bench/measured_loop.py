@@ -1,8 +1,8 @@
 """`python -m bench.measured_loop serve …`: kproxy on an event loop that measures its turns.
 
-A turn is all that the loop does between two looks at its sockets: every other client waits for its end. uvloop does not
-tell how long its turns are, so this is asyncio's own loop. Upon SIGUSR1 the process prints the CPU time of the longest
-turn since the last such line, in ms: the thread's CPU time, so that other processes of a busy machine do not count.
+A turn is all work of the loop between two looks at its sockets; every other client waits for its end. uvloop does not
+report how long its turns are, so this is asyncio's own loop. On SIGUSR1 the process prints the CPU time of the longest
+turn since the last such line, in ms. It is the thread's CPU time, so other processes of a busy machine do not count.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kproxy.__main__ import main
 
 
 class MeasuredLoop(asyncio.SelectorEventLoop):
-    """asyncio's own loop, and its longest turn so far in seconds of CPU time."""
+    """asyncio's own loop with its longest turn so far, in seconds of CPU time."""
 
     longest = 0.0
 
     def __init__(self) -> None:
         super().__init__()
-        # The line is of whole turns: this handler is run by the loop, within the turn that comes after them.
+        # The line covers whole turns: the loop runs this handler within the turn that follows them.
         self.add_signal_handler(signal.SIGUSR1, self._report)
 
     def _run_once(self) -> None:
@@ -47,7 +47,7 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
 
 
 def run_kproxy(loop: type[MeasuredLoop]) -> int:
-    """Run the command on this kind of loop, in the place of uvloop's."""
+    """Run the command on this kind of loop instead of uvloop's."""
     uvloop.new_event_loop = loop  # type: ignore[assignment, misc]
     return main()
 

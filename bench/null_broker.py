@@ -1,8 +1,8 @@
-"""A broker that keeps nothing: every produce request but those with acks=0 is answered at once with success.
+"""A broker that stores nothing: it answers every produce request, except those with acks=0, at once with success.
 
-What a proxy costs is measured in front of these, so that the brokers' own work is not in the way. Offsets go up by
-what a batch says of its records, as a proxy looks for offsets that are given out twice. Fences it takes, and forgets.
-One process each; prints its port.
+The proxy's cost is measured in front of these, so that the brokers' own work does not add to it. Offsets go up by the
+number of records in a batch's header, because a proxy looks for offsets that are assigned twice. It accepts fences and
+does not keep them. One process each; prints its port.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ OFFSET_BYTES = 8
 
 
 class Answer(NamedTuple):
-    """A whole response, and where in it each partition's base offset is."""
+    """A whole response, and the place of each partition's base offset in it."""
 
     frame: bytes
     base_offsets: list[int]
 
 
 class NullBroker(asyncio.BufferedProtocol):
-    """One connection. Answers of the same shape are made once and copied."""
+    """One connection. Answers of the same shape are encoded once and copied."""
 
     answers: dict[tuple[object, ...], Answer] = {}  # noqa: RUF012 -- shared by the process on purpose
     end_offsets: dict[tuple[bytes, int], int] = {}  # noqa: RUF012 -- shared by the process on purpose
@@ -97,13 +97,13 @@ class NullBroker(asyncio.BufferedProtocol):
 def _make(request: PartitionedRequest) -> Answer:
     """The answer to requests of this shape."""
     none, all_ones = (encoded(request, base_offset) for base_offset in (0, -1))
-    # Of an offset all eight bytes differ, and of nothing else any.
+    # All eight bytes of an offset differ, and no other byte does.
     differing = [place for place, (one, other) in enumerate(zip(none, all_ones, strict=True)) if one != other]
     return Answer(none, differing[::OFFSET_BYTES])
 
 
 def encoded(request: PartitionedRequest, base_offset: int, error_code: int = NONE, correlation_id: int = 0) -> bytes:
-    """An answer that says the same of every partition, length prefix included."""
+    """An answer with the same result for every partition, length prefix included."""
     header = request.header
     topics = [
         (
@@ -138,7 +138,7 @@ def _bound(frame: memoryview, header: RequestHeader) -> bytearray:
 
 
 async def main(make: Callable[[ReceiveArena], NullBroker] = NullBroker, port: int = 0) -> None:
-    """Serve; each connection is one that is made. Port 0: any free one."""
+    """Serve; `make` creates each connection. Port 0: any free one."""
     arena = ReceiveArena()
     server = await asyncio.get_running_loop().create_server(lambda: make(arena), "127.0.0.1", port)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")

@@ -1,8 +1,8 @@
-"""`make bench SECTION=own`: how long a claim takes, and what it costs those who write; about two minutes.
+"""`make bench SECTION=own`: the time that a claim takes, and its cost for other writers; about two minutes.
 
-Real processes: `kproxy serve` once and three times, three `kproxy broker`, one etcd, all on this machine; clients are
-connections of this process, but for those that are killed. A claim's time is that from its request to its answer, so
-it includes the transaction in etcd, the confirmation by every proxy and, of a partition of a gated topic, the broker's.
+Real processes: `kproxy serve` once and three times, three `kproxy broker`, one etcd, all on this machine. Clients are
+connections of this process, except those that are killed. A claim's time is that from its request to its answer, so it
+includes the transaction in etcd, the confirmation by every proxy and, for a partition of a gated topic, the broker's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FLEETS = (1, 3)
 LEASE_TTL_S = 4
 ADMIN_TIMEOUT_S = 30.0
 GRANT_TIMEOUT_S = 60.0
-# What ended has left the table and the brokers long before.
+# By then a claimant that ended has long left the table and the brokers.
 SETTLE_S = 0.5
 
 FIRST = "first claim"
@@ -70,7 +70,7 @@ OWNERS_GENERATION = 2
 
 @dataclass
 class _Case:
-    """Claims of one kind, so many at a time; seconds that each took, by the number of proxies."""
+    """Claims of one kind, that many at a time; the seconds that each took, by the number of proxies."""
 
     what: str
     at_once: int
@@ -86,12 +86,12 @@ class _Claims:
         self._claims = OwnKeys(PREFIX).claims
 
     async def first(self, at_once: int, group: str = WRITERS) -> tuple[list[float], list[float]]:
-        """What claims of all partitions took, and the same claims once more."""
+        """The times of claims of all partitions, and of the same claims repeated."""
         async with self._connections(at_once, self._ports) as connections:
             return await self._claim_all(connections, group), await self._claim_all(connections, group)
 
     async def take_over(self, at_once: int) -> list[float]:
-        """Each partition is taken from a connection of its own, to another proxy where there is another."""
+        """Take each partition from a connection of its own, at another proxy if there is one."""
         async with (
             self._connections(PARTITIONS, self._ports[:1]) as owners,
             self._connections(at_once, self._ports[1:] or self._ports) as successors,
@@ -101,7 +101,7 @@ class _Claims:
 
     @contextlib.asynccontextmanager
     async def _connections(self, count: int, ports: Sequence[int]) -> AsyncIterator[list[OwnConnection]]:
-        """Connections, spread over the proxies; in the end nothing is owned any more."""
+        """Connections spread over the proxies; at the end nothing is owned any more."""
         made = [await OwnConnection.connect(ports[number % len(ports)]) for number in range(count)]
         try:
             yield made
@@ -119,7 +119,7 @@ class _Claims:
         await asyncio.sleep(SETTLE_S)
 
     async def _claim_all(self, connections: Sequence[OwnConnection], group: str) -> list[float]:
-        """Claim every partition, shared out among the connections, which claim theirs one after the other."""
+        """Claim every partition. The connections divide them, and each claims one after the other."""
 
         async def claim(number: int) -> list[float]:
             wanted = range(number, PARTITIONS, len(connections))
@@ -131,7 +131,7 @@ class _Claims:
 
 async def _latencies(cases: Sequence[_Case], fleet: int, ports: Sequence[int], client: EtcdClient) -> None:
     claims = _Claims(ports, client)
-    # What is needed once, connections to brokers above all, is not what is measured.
+    # Work that is done once, above all connecting to brokers, is not part of the measurement.
     await claims.first(AT_ONCE)
     for _ in range(ROUNDS):
         for case in cases:
@@ -145,7 +145,7 @@ async def _latencies(cases: Sequence[_Case], fleet: int, ports: Sequence[int], c
 
 
 class _Proxies:
-    """Proxies that come and go."""
+    """Proxies that are started and killed."""
 
     def __init__(self, endpoint: str, stack: contextlib.ExitStack) -> None:
         self._endpoint = endpoint
@@ -168,7 +168,7 @@ def _owner(port: int, resource: str, generation: int) -> Iterator[Popen[str]]:
 
 
 def _kill(process: Popen[str]) -> float:
-    """The moment of kill -9."""
+    """The time of kill -9."""
     os.kill(process.pid, signal.SIGKILL)
     return time.monotonic()
 
@@ -176,7 +176,7 @@ def _kill(process: Popen[str]) -> float:
 async def _until_granted(successor_port: int, owner_port: int, victim: Popen[str] | None, generation: int) -> float:
     """Seconds from kill -9 of the owner's process, or of its proxy `victim`, until a successor is granted.
 
-    With a generation below the owner's, which it has asked for all along, that is when the owner's claim is gone.
+    A successor with a generation below the owner's, which asks all the time, is granted when the owner's claim is gone.
     """
     resource = f"{TOPIC}/0"
     successor = await OwnConnection.connect(successor_port)
@@ -196,7 +196,7 @@ async def _until_granted(successor_port: int, owner_port: int, victim: Popen[str
 
 
 async def _kills(proxies: _Proxies, fleet: list[tuple[Popen[str], int]], claims: _Claims) -> dict[str, list[float]]:
-    """Seconds without an owner, by what was killed; a proxy that was killed is followed by another."""
+    """Seconds without an owner, by what was killed; a proxy that was killed is replaced."""
     found: dict[str, list[float]] = {OWNER_KILLED: [], PROXY_KILLED: [], PROXY_KILLED_TAKEN: []}
     waits, takes = OWNERS_GENERATION - 1, OWNERS_GENERATION
     for _ in range(OWNER_KILLS):
@@ -287,7 +287,7 @@ async def _run(console: Console) -> None:
 
 
 def own(console: Console) -> None:
-    """Measure, and print the tables. SystemExit where there is no etcd."""
+    """Measure, and print the tables. SystemExit if there is no etcd."""
     try:
         asyncio.run(_run(console))
     except StartupError as error:

@@ -1,7 +1,7 @@
 """A client of the Own API: one connection, one request at a time.
 
-`python -m bench.own_client PORT GROUP RESOURCE GENERATION` is one in a process of its own, that somebody may kill: it
-claims, prints the fence, and holds what it has until its stdin ends.
+`python -m bench.own_client PORT GROUP RESOURCE GENERATION` runs one in a process of its own, which can be killed: it
+claims, prints the fence, and keeps the claim until its stdin ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kproxy_codec.own import (
 from kproxy_codec.primitives import INT32
 
 HOST = "127.0.0.1"
-# What a claim that cannot be granted yet, or not be confirmed yet, comes to: it is asked for again.
+# The errors of a claim that cannot be granted, or not be confirmed, yet: the client asks again.
 NOT_YET = (FENCED_INSTANCE_ID, REQUEST_TIMED_OUT, COORDINATOR_NOT_AVAILABLE)
 ASK_AGAIN_S = 0.005
 
@@ -37,7 +37,7 @@ def own_frame(group: str, *claims: tuple[str, int]) -> bytes:
 
 
 class OwnConnection:
-    """`close` gives back all that it owns."""
+    """`close` gives back everything that it owns."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -48,7 +48,7 @@ class OwnConnection:
         return cls(*await asyncio.open_connection(HOST, port))
 
     async def ask(self, group: str, resource: str, generation: int) -> OwnedResource:
-        """What became of one claim. SystemExit where the request as a whole was refused, or the connection was cut."""
+        """The outcome of one claim. SystemExit if the request as a whole was refused, or the connection was cut."""
         self._writer.write(own_frame(group, (resource, generation)))
         try:
             length = await self._reader.readexactly(LENGTH_BYTES)
@@ -61,7 +61,7 @@ class OwnConnection:
         return response.resources[0]
 
     async def claim(self, group: str, resource: str, generation: int = 1) -> float:
-        """Seconds until it was granted. SystemExit where it was not."""
+        """Seconds until it was granted. SystemExit if it was not."""
         started = time.perf_counter()
         owned = await self.ask(group, resource, generation)
         took = time.perf_counter() - started
@@ -70,7 +70,7 @@ class OwnConnection:
         return took
 
     async def claim_when_possible(self, group: str, resource: str, generation: int, timeout_s: float) -> float:
-        """The moment (time.monotonic) of the grant. SystemExit where it does not come in time."""
+        """The time (time.monotonic) of the grant. SystemExit if it does not come in time."""
         deadline = time.monotonic() + timeout_s
         while (owned := await self.ask(group, resource, generation)).error_code != NONE:
             if owned.error_code not in NOT_YET or time.monotonic() > deadline:
@@ -85,7 +85,7 @@ class OwnConnection:
 
 async def hold(port: int, group: str, resource: str, generation: int) -> None:
     connection = await OwnConnection.connect(port)
-    # What nobody owns is granted with generation 1, whatever was asked for, and then raised.
+    # A resource without an owner is granted with generation 1, whatever was asked for, and then raised.
     for asked in (1, generation):
         owned = await connection.ask(group, resource, asked)
         if owned.error_code != NONE:

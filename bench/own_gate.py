@@ -1,7 +1,7 @@
-"""What the writer gate costs on the way of a produce request: CPU of the proxy, in front of null brokers.
+"""The writer gate's cost for a produce request: CPU time of the proxy, in front of null brokers.
 
-The same load goes to proxies that differ in one thing, in turns, and the least of their runs counts. Each connection
-writes to a partition of its own, which it claims first where the topic is gated.
+Proxies that differ in one thing take turns with the same load, and the least of their runs counts. Each connection
+writes to a partition of its own, which it claims first if the topic is gated.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _measure(proxy: _Proxy, shape: Shape, requests: int) -> float:
 
 
 async def gate(console: Console, etcd: EmbeddedEtcd, directory: Path) -> None:
-    """Print the table. What etcd holds under other prefixes is not looked at."""
+    """Print the table. Keys in etcd under other prefixes are not looked at."""
     with contextlib.ExitStack() as stack:
         null_brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
         ports = [int(first_line(broker)) for broker in null_brokers]

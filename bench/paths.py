@@ -1,18 +1,18 @@
-"""`make bench SECTION=paths`: what a request costs where it is not sent straight on; half a minute.
+"""`make bench SECTION=paths`: the cost of a request that does not take the plain path; half a minute.
 
 Connections send batches of 1 KiB, IN_FLIGHT requests at a time. One connection:
 
-  plain             all to one partition, whose route is proven after the first: what the others are to be held against
+  plain             all to one partition, whose route is proven after the first: the others are compared with this
   first batches     each to another partition, so that its route is new: it is probed, and proven by its answer
 
-REFUSED_CONNECTIONS at once, for a batch that is refused waits for its back-off, and a process that rests between
+REFUSED_CONNECTIONS at once, because a refused batch waits for its back-off, and a process that rests between
 requests pays for waking up:
 
   refused, alone    by turns to more partitions than are in flight; the broker refuses each tenth batch once with
                     NOT_LEADER_OR_FOLLOWER (`bench.refusing_broker`), so that nothing is under way behind it
   refused, behind   all to one partition; what is under way behind the refused batch is refused too, and sent again
 
-Batches that are refused are an idempotent producer's. Every answer has to be a success: a proxy that hands a refusal on
+Batches that are refused are an idempotent producer's. Every answer has to be a success: a proxy that hands on a refusal
 does something else.
 """
 
@@ -60,7 +60,7 @@ _FIRSTS = [produce_frame(SHAPE, index, topic=FIRST) for index in range(FIRST_PAR
 
 
 class Successes(Connection):
-    """One connection, which fails with the first answer that is no success."""
+    """One connection, which fails with the first answer that is not a success."""
 
     def _take(self, frames: Sequence[memoryview]) -> None:
         for frame in frames:
@@ -78,13 +78,13 @@ def first_batches() -> Frames:
 
 
 def refused_alone() -> Frames:
-    """To each of TURNS partitions by turns, as idempotent producers do."""
+    """Requests to each of TURNS partitions in rotation, as idempotent producers send them."""
     following = cycle([ProducerFrames(SHAPE, index, REFUSED) for index in range(TURNS)])
     return lambda: next(following)()
 
 
 def path_loads() -> list[Load]:
-    """The rows; for proxies before `path_table`."""
+    """The rows, for proxies in front of `path_table`."""
     plain = produce_frame(SHAPE)
 
     def row(name: str, frames: Callable[[], Frames], requests: int, connections: int) -> Load:
@@ -100,7 +100,7 @@ def path_loads() -> list[Load]:
 
 @contextlib.contextmanager
 def path_table(directory: Path) -> Iterator[Path]:
-    """A static table of every topic that is sent to, and its brokers while it is used: null ones and a refusing one."""
+    """A static table of all the topics used, and its brokers while it is in use: null ones and a refusing one."""
     with contextlib.ExitStack() as stack:
         modules = ["bench.null_broker"] * BROKERS + ["bench.refusing_broker"]
         brokers = [stack.enter_context(child(sys.executable, "-m", module)) for module in modules]

@@ -1,4 +1,4 @@
-"""`make bench SECTION=pipeline`: what jobs on Spark get through the proxy, and what its audit trail costs.
+"""`make bench SECTION=pipeline`: the throughput of jobs on Spark through the proxy, and the cost of its audit trail.
 
 The trail's share of a produce request's CPU (`bench.pipeline_trail`), Spark's Kafka sink through the proxy and past it
 (`bench.pipeline_sink`), and an audit of ten million ranges (`bench.pipeline_audit`).
@@ -19,9 +19,9 @@ from kproxy.errors import StartupError
 
 
 def pipeline(console: Console, ranges: int = RANGES) -> None:
-    """Measure, and print the tables; `ranges` are for the audit.
+    """Measure, and print the tables; `ranges` is the number of ranges for the audit.
 
-    SystemExit where there is no Java, no Spark, no etcd or none of Kafka's jars.
+    SystemExit if Java, Spark, etcd or one of Kafka's jars is missing.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:

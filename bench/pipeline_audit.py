@@ -1,8 +1,8 @@
-"""The audit over ten million ranges, in Spark's local mode: how long it takes, and with how much memory.
+"""The audit of ten million ranges, in Spark's local mode: its time and memory.
 
-The trail, the logs' batch headers and where the logs begin and end are made up inside Spark and laid down as Parquet
-files: reading them from a cluster is not what is measured. One batch is taken out of the log, so that it shows whether
-the audit has looked at all of it.
+The trail, the logs' batch headers and the bounds of the logs are generated inside Spark and written as Parquet files:
+reading them from a cluster is not part of the measurement. One batch is taken out of the log, to show whether the audit
+has looked at all of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MIB = 1 << 20
 
 
 class _Found(NamedTuple):
-    """`missing` are the records that the audit says are lost; `taken_out` are those that are."""
+    """`missing` are the records that the audit reports as lost; `taken_out` are those that are."""
 
     shape: Shape
     made_s: float
@@ -48,7 +48,7 @@ class _Found(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether it has found what there is to find, and nothing else."""
+        """Whether it has found the missing batch, and nothing else."""
         shape = self.shape
         acked = shape.ranges * shape.spans * shape.batches * shape.records
         return self.acked == acked and self.missing == [self.taken_out] and self.kinds == {LOST}
@@ -101,7 +101,7 @@ def _made(
 
 
 def audit(console: Console, directory: Path, ranges: int = RANGES) -> None:
-    """Measure, and print the table. Raises StartupError where there is no Java or no Spark."""
+    """Measure, and print the table. Raises StartupError if Java or Spark is missing."""
     driver = SparkDriver(find_java(), directory / "spark", settings={"spark.driver.memory": HEAP})
     try:
         driver.start()

@@ -1,4 +1,4 @@
-"""What Spark's sink is measured against: brokers of Apache Kafka, a proxy before them, Spark, and topics."""
+"""The setting for Spark's sink: brokers of Apache Kafka, a proxy before them, Spark, and topics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADMIN_TIMEOUT_S = 30.0
 
 
 class Cluster(NamedTuple):
-    """Everything that runs; `pids` by what the processes are."""
+    """All running processes; `pids` by their role."""
 
     session: Any
     kafka: RealKafka
@@ -37,7 +37,7 @@ class Cluster(NamedTuple):
 
 @contextlib.contextmanager
 def cluster(directory: Path) -> Iterator[Cluster]:
-    """Raises StartupError where there is no Java, no Spark or none of Kafka's jars."""
+    """Raises StartupError if Java, Spark or one of Kafka's jars is missing."""
     java = find_java()
     kafka_classpath()
     with contextlib.ExitStack() as stack:
@@ -55,7 +55,7 @@ def cluster(directory: Path) -> Iterator[Cluster]:
 
 
 class Topic:
-    """A topic of the measurement, of one replica. It goes when its block ends, for its bytes are many."""
+    """A topic of the measurement, with one replica. It is deleted when its block ends, because it is large."""
 
     def __init__(self, kafka: RealKafka, name: str) -> None:
         self.name = name
@@ -76,5 +76,5 @@ class Topic:
         self._kafka.admin().delete_topics([self.name])[self.name].result(ADMIN_TIMEOUT_S)
 
     def records(self) -> int:
-        """All that a reader is offered. Raises KafkaException."""
+        """The number of records that a reader gets. Raises KafkaException."""
         return sum(self._kafka.end_offsets(self.name, PARTITIONS).values())

@@ -1,7 +1,7 @@
-"""What it costs to note a batch that was acknowledged, and to judge it, without a proxy around it.
+"""The cost of noting an acknowledged batch and judging it, without a proxy around it.
 
-In one process and in loops so short that the least disturbed of them is hardly disturbed at all: on a shared machine
-two runs of a proxy (`bench.pipeline_trail`) may differ by more than that. Requests come from memory, as in a proxy.
+It runs in one process and in loops so short that the least disturbed of them is hardly disturbed at all: on a shared
+machine two runs of a proxy (`bench.pipeline_trail`) may differ by more. Requests come from memory, as in a proxy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kproxy_codec.primitives import INT64
 from kproxy_codec.produce import PRODUCE_API, parse_produce
 
 PRODUCERS = 8
-# Each producer's, between two looks: what a busy connection has.
+# For each producer, between two looks, as on a busy connection.
 BATCHES = 500
 LOOKS = 60
 SHAPE = Shape("one batch", 1, 1 << 10, 1)
@@ -29,7 +29,7 @@ _ANSWER_BYTES = 256
 
 
 class Cost(NamedTuple):
-    """Nanoseconds a batch: as its answer passes, and at the next look, twice a second."""
+    """Nanoseconds per batch: when its answer passes, and at the next look, twice a second."""
 
     note: float
     judge: float
@@ -101,7 +101,7 @@ def _noting(batches: list[tuple[_Producer, Exchange, int]]) -> int:
 
 
 def _nothing(batches: list[tuple[_Producer, Exchange, int]]) -> int:
-    """The same loop, without what is measured."""
+    """The same loop, without the measured work."""
     before = time.thread_time_ns()
     for producer, _, offset in batches:
         INT64.pack_into(producer.answer, producer.place, offset)

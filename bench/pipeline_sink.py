@@ -1,10 +1,10 @@
-"""Rows a second of Spark's Kafka sink: straight to the brokers, and through the proxy before the very same brokers.
+"""Rows a second of Spark's Kafka sink: directly to the brokers, and through the proxy before the same brokers.
 
 Three brokers of Apache Kafka, a proxy that learns the owners from them, and Spark in local mode, all on this machine.
-The rows lie in Spark's memory: once as messages, so that a run is the sink and nothing else, and once as columns of
-which the job makes JSON. Producers have their defaults, idempotent and with acks=all. Topics have one replica: what
-brokers do for replication would hide what a proxy costs. Runs through the proxy and past it take turns, in pairs whose
-order turns too, and of the pairs' ratios the median counts.
+The rows are in Spark's memory: once as messages, so that a run is the sink and nothing else, and once as columns that
+the job turns into JSON. Producers have their defaults, idempotent and with acks=all. Topics have one replica: the
+brokers' work for replication would hide the proxy's cost. Runs with and without the proxy take turns, in pairs of
+alternating order, and the median of the pairs' ratios counts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ READY_BYTES = 200
 
 
 class _Run(NamedTuple):
-    """Rows a second; CPU ms for 1,000 rows, by what took them."""
+    """Rows a second; CPU ms for 1,000 rows, by process."""
 
     rate: float
     cpu_ms: dict[str, float]
 
 
 class _Work:
-    """One kind of rows, and what the runs with them came to."""
+    """One kind of rows, and the results of its runs."""
 
     def __init__(self, name: str, rows: Any, count: int) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class _Work:
 
     @property
     def ratios(self) -> list[float]:
-        """Percent of the rate past the proxy, pair by pair."""
+        """Percent of the rate without the proxy, pair by pair."""
         pairs = zip(self.runs[VIA_PROXY], self.runs[DIRECT], strict=True)
         return [100 * through.rate / past.rate for through, past in pairs]
 
@@ -108,7 +108,7 @@ def _held(rows: Any) -> Any:
 
 
 def sink(console: Console, directory: Path) -> None:
-    """Measure, and print the tables. Raises StartupError where there is no Java, no Spark or none of Kafka's jars."""
+    """Measure, and print the tables. Raises StartupError if Java, Spark or one of Kafka's jars is missing."""
     with cluster(directory) as running:
         runs = _Runs(running, [_ready(running.session), _flights(running.session, directory / "flights")])
         runs.make()

@@ -1,10 +1,10 @@
-"""What the audit trail costs on the path of produce requests, in the proxy's CPU.
+"""The audit trail's cost on the path of produce requests, in the proxy's CPU time.
 
-Proxies before the same three null brokers: one that looks for offsets given out twice and ships nothing, as `kproxy
-serve` does by default, and two that ship, to files and to a topic of another cluster. Each keeps a trail of one run's
-connections and none of the next one's, by turns: two processes of the same program differ by more than the trail costs.
-Two kinds of run without a trail say what the machine's noise comes to. As in `bench.quick` the least of the runs
-counts, the least disturbed.
+Proxies before the same three null brokers: one that looks for offsets assigned twice and ships nothing, as `kproxy
+serve` does by default, and two that ship, to files and to a topic of another cluster. Each keeps a trail of every other
+run's connections: two processes of the same program differ by more than the trail costs. Two kinds of run without a
+trail show how large the machine's noise is. As in `bench.quick` the least of the runs counts, because it is the least
+disturbed.
 
 Clients are idempotent producers, as Spark's, Java's and franz-go's are by default, all to the same partitions. The CPU
 of a run counts until its last acknowledgement has been shipped.
@@ -39,7 +39,7 @@ GOAL_PERCENT = 3.0
 PAIRS = 8
 # A tenth of the default: rows are closed, and shipped, ten times as often.
 INTERVAL_S = 0.5
-# Until what was acknowledged last is judged; shipped, that much after INTERVAL_S.
+# Until the last acknowledgements are judged; they are shipped that much after INTERVAL_S.
 LOOKED_S = 0.7
 SWITCHED_S = 0.1
 IDLE_S = 10.0
@@ -50,7 +50,7 @@ GOALS = (FILES, TOPIC)
 
 
 class _Proxy(NamedTuple):
-    """`rest_s`: how long it has to do with what was acknowledged last."""
+    """`rest_s`: the time it takes to process the last acknowledgements."""
 
     pid: int
     port: int
@@ -58,14 +58,14 @@ class _Proxy(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Of one proxy and shape: CPU µs for a request, run by run, without a trail and with it."""
+    """For one proxy and shape: CPU µs for a request, run by run, without a trail and with it."""
 
     without: list[float]
     cost: list[float]
 
     @property
     def percent(self) -> float:
-        """What it costs more."""
+        """The additional cost."""
         return 100 * (min(self.cost) / min(self.without) - 1)
 
 
@@ -95,7 +95,7 @@ async def _load(port: int, shape: Shape, requests: int) -> None:
 
 
 def _cost(proxy: _Proxy, shape: Shape, requests: int, *, trail: bool) -> float:
-    """CPU µs for a request, until it is in the trail and that is shipped."""
+    """CPU µs for a request, until it is in the trail and the trail is shipped."""
     os.kill(proxy.pid, signal.SIGUSR2 if trail else signal.SIGUSR1)
     time.sleep(SWITCHED_S)
     before = cpu_seconds(proxy.pid)
@@ -105,7 +105,7 @@ def _cost(proxy: _Proxy, shape: Shape, requests: int, *, trail: bool) -> float:
 
 
 def _measure(proxy: _Proxy, shape: Shape, *, trail: bool) -> _Found:
-    """Pairs of runs, the second of each with the trail that is asked for; by turns it comes first."""
+    """Measure pairs of runs, one without a trail and one with `trail`; the order alternates."""
     found = _Found([], [])
     for way in (False, trail):
         _cost(proxy, shape, WARM_UP_REQUESTS, trail=way)
@@ -117,14 +117,14 @@ def _measure(proxy: _Proxy, shape: Shape, *, trail: bool) -> _Found:
 
 
 def _idle(proxy: _Proxy) -> float:
-    """CPU ms a second where there is nothing to do."""
+    """CPU ms a second without load."""
     before = cpu_seconds(proxy.pid)
     time.sleep(IDLE_S)
     return (cpu_seconds(proxy.pid) - before) / IDLE_S * 1000
 
 
 async def trail(console: Console, directory: Path) -> None:
-    """Measure, and print the table. Raises StartupError where there is no etcd for the cluster that has the topic."""
+    """Measure, and print the table. Raises StartupError if there is no etcd for the cluster that has the topic."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
     async with EmbeddedEtcd(directory / "etcd") as etcd:
         await asyncio.to_thread(_trail, console, etcd, directory)

@@ -1,21 +1,21 @@
-"""`make bench SECTION=plain`: what the plain path costs beside haproxy, and the latency that it adds; five minutes.
+"""`make bench SECTION=plain`: the cost of the plain path compared with haproxy's, and its latency; five minutes.
 
-Seven shapes of requests, from one batch of 1 KiB to a hundred of 100 bytes and one of 1 MB. The contestants, by turns:
+Seven shapes of requests, from one batch of 1 KiB to a hundred of 100 bytes and one of 1 MB. Contestants take turns:
 
   haproxy   in TCP mode with one thread, before one broker: it reads nothing and splits nothing, so it is the floor
   kproxy    one process with its metrics, its limits and an audit trail that is shipped to files, before three brokers
   peers     any other proxies (`--peer name=host:port,pid`), which the reader has started, before the same brokers
 
-Each round starts new processes, for two processes of one program differ by some percent as long as they live. In a
+Each round starts new processes, because two processes of one program differ by some percent as long as they live. In a
 round each contestant has its connections open and has had some requests before it is measured; the least of its RUNS
-there counts. The CPU time of a run is counted until LOOK_S after the last answer, when kproxy has judged what its trail
-noted. The brokers (`bench.fast_broker`) do
-not parse what they know, so that none of the contestants waits for them more than for the machine.
+there counts. The CPU time of a run is counted until LOOK_S after the last answer, when kproxy has judged the entries
+of its trail. The brokers (`bench.fast_broker`) do not parse known requests, so that no contestant waits for them more
+than for the machine.
 
-The latency is that of `bench.latency`, at a fixed rate. kproxy's longest turn is of one more process, on asyncio's loop
-(`bench.measured_loop`), under the same load.
+The latency is that of `bench.latency`, at a fixed rate. kproxy's longest turn is measured in one more process, on
+asyncio's loop (`bench.measured_loop`), under the same load.
 
-A peer needs brokers to stand before: with `--brokers-at 19092` they listen there and on the next two ports, and peers
+A peer needs brokers before it starts: with `--brokers-at 19092` they listen there and on the next two ports, and peers
 may be started first. It takes Produce requests of version 9 to the topic `bench`, without ApiVersions before them.
 """
 
@@ -59,7 +59,7 @@ from bench.processes import child, cpu_seconds, first_line
 from bench.quick import BROKERS, CHECKOUT, START_TIMEOUT_S, WARM_UP_REQUESTS, haproxy, serving, write_table
 
 ROUNDS = 5
-# Of each contestant and shape in a round, by turns; quiet moments of a shared machine are short.
+# For each contestant and shape in a round, taking turns; quiet moments of a shared machine are short.
 RUNS = 3
 RATE = 2000
 LATENCY_S = 2.0
@@ -86,9 +86,9 @@ def plain(
     json_file: Path | None = None,
     svg_directory: Path | None = None,
 ) -> None:
-    """Measure, print the tables, and write JSON and plots. SystemExit where a contestant does not serve."""
+    """Measure, print the tables, and write JSON and plots. SystemExit if a contestant does not serve."""
     if svg_directory is not None:
-        # Before minutes of measuring, not after them.
+        # Fail before minutes of measuring, not after them.
         _expect_matplotlib()
     console.width = max(console.width, MIN_WIDTH)
     loads = [shape_load(shape) for shape in MEASURED]
@@ -170,7 +170,7 @@ async def _take_turns(load: Load, ways: Mapping[str, Way]) -> dict[str, tuple[fl
         with _naming(name, way):
             connections[name] = await load.open(way.port, 0, way.host)
             await send_again(connections[name], min(WARM_UP_REQUESTS, load.requests))
-    # What is still to do with the first requests is not counted with the following ones.
+    # Work left from the first requests does not count for the following ones.
     await asyncio.sleep(LOOK_S)
     each = load.requests // RUNS
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
@@ -204,7 +204,7 @@ def _latencies(name: str, host: str, port: int, frame: bytes) -> list[float]:
 
 
 def _longest_turn(process: subprocess.Popen[str]) -> float:
-    """In ms since the last such question."""
+    """The longest turn in ms since the last such question."""
     process.send_signal(signal.SIGUSR1)
     return float(first_line(process))
 
@@ -220,7 +220,7 @@ def _kproxy(table: Path, directory: Path, module: str) -> Iterator[tuple[subproc
 
 @contextlib.contextmanager
 def _brokers(first_port: int) -> Iterator[list[int]]:
-    """The ports of brokers that run: so many from `first_port` on, or any free ones where it is 0."""
+    """The ports of running brokers: from `first_port` on, or any free ones if it is 0."""
     with contextlib.ExitStack() as stack:
         asked = [first_port + number if first_port else 0 for number in range(BROKERS)]
         command = (sys.executable, "-m", "bench.fast_broker")
@@ -229,7 +229,7 @@ def _brokers(first_port: int) -> Iterator[list[int]]:
 
 
 def _expect_peer(peer: Peer) -> None:
-    """SystemExit unless it listens, within START_TIMEOUT_S, and its process is there."""
+    """SystemExit unless it listens, within START_TIMEOUT_S, and its process exists."""
     if not psutil.pid_exists(peer.pid):
         raise SystemExit(f"there is no process {peer.pid}, which --peer names for {peer.name}")
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -251,7 +251,7 @@ def _expect_matplotlib() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and the programs of the measurement."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -274,7 +274,7 @@ def _cpu_model() -> str:
 
 
 def _first_output(*command: str) -> str:
-    """The first line that a command prints; empty where there is no such command, or it fails."""
+    """The first line that a command prints; empty if there is no such command, or it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=CHECKOUT)  # noqa: S603
     except (OSError, subprocess.CalledProcessError):

@@ -1,7 +1,7 @@
-"""What `bench.plain` makes of its measurements: statistics, a fit, tables and JSON. Nothing here measures.
+"""The evaluation of `bench.plain`: statistics, a fit, tables and JSON. Nothing here measures.
 
 Two figures per contestant and shape stand for all rounds: the least CPU time of a request, which is the least
-disturbed, and the median. A ratio is taken within a round, where both contestants had the same neighbours on the
+disturbed, and the median. A ratio is taken within a round, because both contestants have the same neighbours on the
 machine; `lowest` and `highest` are over the rounds. `of_least` is the ratio of the two least times.
 """
 
@@ -26,7 +26,7 @@ NO_HAPROXY = (
 
 
 class Peer(NamedTuple):
-    """Another proxy, which somebody else has started."""
+    """Another proxy, which the user has started."""
 
     name: str
     host: str
@@ -35,7 +35,7 @@ class Peer(NamedTuple):
 
 
 def parse_peer(text: str) -> Peer:
-    """Read `name=host:port,pid`. ValueError of one sentence where it is something else."""
+    """Read `name=host:port,pid`. Raises ValueError with one sentence for anything else."""
     name, _, rest = text.partition("=")
     address, _, pid = rest.rpartition(",")
     host, _, port = address.rpartition(":")
@@ -52,7 +52,7 @@ def _within(text: str, limit: int) -> bool:
 
 
 class Ratio(NamedTuple):
-    """Of one contestant's CPU time to haproxy's; see above."""
+    """The ratio of one contestant's CPU time to haproxy's; see above."""
 
     of_least: float
     lowest: float
@@ -61,13 +61,13 @@ class Ratio(NamedTuple):
 
 
 def ratio(costs: Sequence[float], floor: Sequence[float]) -> Ratio:
-    """Of two contestants in the same rounds."""
+    """The ratio of two contestants in the same rounds."""
     by_round = [one / other for one, other in zip(costs, floor, strict=True)]
     return Ratio(min(costs) / min(floor), min(by_round), statistics.median(by_round), max(by_round))
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The least of the values that at least so many percent of them do not exceed."""
+    """The least value that at least this percentage of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
@@ -91,7 +91,7 @@ class Latency:
 class Fit(NamedTuple):
     """CPU µs of a request: `request` + `partition` × partitions + `broker` × brokers + `megabyte` × MB.
 
-    `errors` are those of each shape, as parts of what was measured; above 0 the fit is too high.
+    `errors` are those of each shape, relative to the measured time; above 0 the fit is too high.
     """
 
     request: float
@@ -105,7 +105,7 @@ class Fit(NamedTuple):
 
 
 def fit(shapes: Sequence[Shape], request_bytes: Sequence[int], brokers: Sequence[int], costs: Sequence[float]) -> Fit:
-    """The least squares of the errors as parts of the measured times, so that no shape counts more than another."""
+    """The least squares of the errors relative to the measured times, so that all shapes count the same."""
     import numpy
 
     rows = [
@@ -121,7 +121,7 @@ def fit(shapes: Sequence[Shape], request_bytes: Sequence[int], brokers: Sequence
 
 @dataclass
 class Figures:
-    """All that was measured. By contestant: `cpu` and `rate` by shape and round, `latency` by round.
+    """All measurements. By contestant: `cpu` and `rate` by shape and round, `latency` by round.
 
     `turns` are the longest turns of kproxy's event loop in ms, by section and round.
     """
@@ -151,12 +151,12 @@ class Figures:
         self.per_second.setdefault(contestant, {}).setdefault(shape, []).append(per_second)
 
     def ratios(self, contestant: str) -> dict[str, Ratio]:
-        """To haproxy, by shape; empty where haproxy was not measured."""
+        """The ratios to haproxy, by shape; empty if haproxy was not measured."""
         floor = self.cpu.get(HAPROXY, {})
         return {shape: ratio(self.cpu[contestant][shape], costs) for shape, costs in floor.items()}
 
     def added(self, contestant: str, percent: int) -> list[float]:
-        """To the latency without a proxy in the same round, in µs."""
+        """The difference to the latency without a proxy in the same round, in µs."""
         beside = zip(self.latency[contestant].of(percent), self.latency[DIRECT].of(percent), strict=True)
         return [one - direct for one, direct in beside]
 
@@ -167,7 +167,7 @@ class Figures:
 
 
 def as_json(figures: Figures) -> dict[str, Any]:
-    """Every figure of every round, and what the tables say; times are µs unless the name says ms."""
+    """Every figure of every round, and the content of the tables; times are µs unless the name says ms."""
     contestants = {}
     for name in figures.contestants:
         ratios = figures.ratios(name)
@@ -208,7 +208,7 @@ def as_json(figures: Figures) -> dict[str, Any]:
 
 
 def number(value: float, digits: int) -> str:
-    """From a thousand on without digits behind the point."""
+    """Without decimal places from a thousand on."""
     return f"{value:,.{digits if abs(value) < 1000 else 0}f}"
 
 
@@ -230,7 +230,7 @@ def _table(first: str, columns: Sequence[str]) -> Table:
 
 
 def tables(figures: Figures) -> list[tuple[str, Table]]:
-    """What is printed, each with its heading."""
+    """The tables to print, each with its heading."""
     cpu = (
         "CPU time of the proxy for a request, µs: the median of the rounds (lowest–highest);\n"
         f"partitions × batch; {CONNECTIONS} connections, {IN_FLIGHT} requests in flight on each"
@@ -285,7 +285,7 @@ def turns_table(figures: Figures) -> Table:
 
 
 def fit_text(found: Fit) -> str:
-    """The rule, and how good it is."""
+    """The fitted rule, and its errors."""
     worst = max(map(abs, found.errors))
     average = statistics.fmean(map(abs, found.errors))
     return (

@@ -1,6 +1,6 @@
-"""Plots of `bench.plain` as SVG files, in the look of the audit's report, for light and dark pages.
+"""Plots of `bench.plain` as SVG files, in the style of the audit's report, for light and dark pages.
 
-The report's plots are parts of a page, whose style sheet has the colours. A file has its own, with the same values.
+The report's plots use the colours of their page's style sheet. A file has its own style sheet, with the same values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VARIABLE = re.compile(r"(--[\w-]+):\s*([^;]+);")
 
 
 def write_plots(figures: Figures, directory: Path) -> list[Path]:
-    """CPU time, its ratios to haproxy's where there are any, and latency; the files that are written."""
+    """Plot CPU time, its ratios to haproxy's if there are any, and latency; return the files written."""
     plots: dict[str, Callable[[Axes], None]] = {
         "plain-cpu": lambda axes: _paint_cpu(axes, figures),
         "plain-latency": lambda axes: _paint_latency(axes, figures),
@@ -59,7 +59,7 @@ def drawn(name: str, paint: Callable[[Axes], None]) -> str:
 
 
 def _style() -> str:
-    """The report's colours for light and for dark pages, and what matplotlib's style sheet says of lines."""
+    """The report's colours for light and for dark pages, and the relevant lines of matplotlib's style sheet."""
     light, _, dark = STYLE.partition("@media (prefers-color-scheme: dark)")
     dark = dark.partition("} }")[0]
     one, other = (" ".join(f"{name}:{value};" for name, value in _VARIABLE.findall(part)) for part in (light, dark))
@@ -71,7 +71,7 @@ def _style() -> str:
 
 
 def _colour(name: str, number: int) -> str:
-    """Of a contestant; peers have others than the rest."""
+    """The colour of a contestant; peers have others than the rest."""
     return colour(_COLOURS.get(name, f"owner-{2 + number % (OWNER_COLOURS - 3)}"))
 
 
@@ -110,7 +110,7 @@ def _paint_bars(
 
 
 def _set_log_scale(axes: Axes, values: dict[str, list[list[float]]]) -> None:
-    """From the power of ten below the least value, with plain numbers at the powers."""
+    """Set an axis from the power of ten below the least value, with plain numbers at the powers."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     found = [value for by_group in values.values() for group in by_group for value in group]

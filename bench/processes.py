@@ -1,4 +1,4 @@
-"""Child processes of a measurement, and what the system says of them."""
+"""Child processes of a measurement, and the system's figures about them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def child(
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
-    """The next line of a child's output. SystemExit where there is none."""
+    """The next line of a child's output. SystemExit if there is none."""
     if process.stdout is None:
         raise RuntimeError("the child's output is not read")
     line = process.stdout.readline().strip()
@@ -60,19 +60,19 @@ def resident_bytes(pid: int) -> int:
 
 
 def peak_resident_bytes(pid: int) -> int | None:
-    """The most it ever had; None where the system does not tell (only Linux does)."""
+    """The largest memory it ever had; None if the system does not report it (only Linux does)."""
     status = Path(f"/proc/{pid}/status")
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
     return int(found[1]) * 1024 if found else None
 
 
 def measure(pid: int, port: int, frame: bytes, requests: int) -> tuple[float, float]:
-    """CPU seconds of the proxy and seconds on the clock for one run of the load."""
+    """CPU seconds of the proxy and elapsed seconds for one run of the load."""
     return measure_run(pid, send_all(port, frame, requests))
 
 
 def measure_run(pid: int, run: Coroutine[object, object, None]) -> tuple[float, float]:
-    """The same for whatever is run."""
+    """The same for any work."""
     before, started = cpu_seconds(pid), time.monotonic()
     uvloop.run(run)
     return cpu_seconds(pid) - before, time.monotonic() - started

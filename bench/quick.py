@@ -1,8 +1,9 @@
-"""What the proxy costs per request and per megabyte, beside haproxy, in about a minute.
+"""The proxy's cost per request and per megabyte, compared with haproxy, in about a minute.
 
-CPU time of the proxy process, user and system, over runs of the same load in front of three null brokers; kproxy and
-haproxy take turns, and the least of their runs counts: on a shared machine the least is the least disturbed. haproxy in
-TCP mode reads nothing and splits nothing: it is the floor for a proxy of one address, here in front of one broker.
+The figure is the CPU time of the proxy process, user and system, over runs of the same load in front of three null
+brokers. kproxy and haproxy take turns, and the least of their runs counts: on a shared machine the least is the least
+disturbed. haproxy in TCP mode parses nothing and splits nothing: it is the floor for a proxy of one address, here in
+front of one broker.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def kproxy(ports: list[int], directory: Path, *flags: str) -> Iterator[tuple[int
 
 
 def environment_of(checkout: Path) -> dict[str, str]:
-    """In which Python finds a checkout's packages."""
+    """The directories in which Python finds a checkout's packages."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(checkout / "codec")])}
 
 
@@ -71,7 +72,7 @@ def serving(
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The same with the process; `command` is the module, and options before `serve`."""
     arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0", *flags)
-    # `python -m` looks in the working directory first, and elsewhere for what is not there.
+    # `python -m` looks in the working directory first, and elsewhere for modules that it does not have.
     environment = environment_of(checkout)
     with child(sys.executable, "-m", *command, "serve", *arguments, cwd=checkout, env=environment) as process:
         address = first_line(process).partition("kafka=")[2].split()[0]
@@ -112,7 +113,7 @@ def free_port() -> int:
 
 
 class Cost(NamedTuple):
-    """Of one run: CPU seconds of the proxy, and seconds on the clock."""
+    """For one run: CPU seconds of the proxy, and elapsed seconds."""
 
     cpu: float
     elapsed: float
@@ -142,7 +143,7 @@ def per_request(load: Load, cost: Cost) -> tuple[float, float, float]:
 
 
 def cells(load: Load, cost: Cost) -> list[str]:
-    """The same as a table shows it, below UNITS."""
+    """The same as a row of a table, below UNITS."""
     return [f"{value:,.{digits}f}" for value, digits in zip(per_request(load, cost), (1, 3, 0), strict=True)]
 
 

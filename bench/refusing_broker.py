@@ -1,8 +1,8 @@
-"""A null broker that refuses each tenth batch with NOT_LEADER_OR_FOLLOWER, and takes it when it comes again.
+"""A null broker that refuses each tenth batch with NOT_LEADER_OR_FOLLOWER, and accepts it when it is sent again.
 
-Until then it refuses whatever else comes for that partition, as a broker that does not lead it would. Every connection
-is counted by itself, from another number on, so that not all are refused at once. Batches are told by their producer's
-sequence numbers; requests are of one partition. One process each; prints its port.
+Until then it refuses everything else for that partition, as a broker that does not lead it would. It counts each
+connection by itself, from different numbers on, so that not all are refused at once. It identifies batches by their
+producer's sequence numbers. Requests are for one partition. One process each; prints its port.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RefusingBroker(NullBroker):
     def __init__(self, arena: ReceiveArena, counted: int = 0) -> None:
         super().__init__(arena)
         self._counted = counted
-        # By partition: the sequence number of the batch that is to come again.
+        # By partition: the sequence number of the batch that is to be sent again.
         self._awaited: dict[int, int] = {}
 
     def answer(self, frame: memoryview) -> bytes | bytearray:

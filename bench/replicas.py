@@ -1,7 +1,7 @@
-"""Replication as the disk shows it: the log files of a topic's replicas, looked at from outside of the brokers.
+"""Replication as the disk shows it: the log files of a topic's replicas, seen from outside the brokers.
 
-A follower's file holds the same bytes as its leader's, so a follower has caught up with what the leader had at a moment
-when its file is as long as the leader's was then. Nothing that a broker says of itself goes into this.
+A follower's file holds the same bytes as its leader's, so a follower has caught up with the leader's log at a given
+time when its file is as long as the leader's was then. Nothing that a broker reports is used here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Replicas(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """When the last bytes were seen to come (time.monotonic): in any leader's log, in any follower's."""
+    """The time of the last growth (time.monotonic): of any leader's log, of any follower's."""
 
     leaders: float
     followers: float
@@ -37,7 +37,7 @@ def log_bytes(directory: Path) -> int:
 
 
 def wait_settled(partitions: list[Replicas]) -> Settled:
-    """Wait until the leaders' logs are at rest and every follower has all of them. SystemExit where they never do."""
+    """Wait until the leaders' logs are at rest and every follower has all of them. SystemExit if that never happens."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     leaders_at = followers_at = time.monotonic()
     before: tuple[int, int] | None = None
@@ -58,7 +58,7 @@ def wait_settled(partitions: list[Replicas]) -> Settled:
 
 
 class Lags:
-    """For each growth of one leader's log, how long each follower's took to be as long. Reads no file and no clock."""
+    """For each growth of one leader's log, the time until each follower's is as long. Reads no file and no clock."""
 
     def __init__(self, leader_bytes: int, followers: int) -> None:
         self._leader_bytes = leader_bytes
@@ -86,7 +86,7 @@ class Lags:
 class LagWatch:
     """While it is entered: the lags of the followers of these partitions.
 
-    `lags` are seconds, right to about twice the poll interval: a thread polls the lengths of the files. Each topic's
+    `lags` are seconds, accurate to about twice the poll interval: a thread polls the lengths of the files. Each topic's
     logs must be one segment each, as they are below 1 GiB.
     """
 

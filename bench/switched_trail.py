@@ -1,5 +1,5 @@
-"""`python -m bench.switched_trail serve …`: kproxy, but that SIGUSR1 has it keep no trail of the connections that come
-from then on, and SIGUSR2 as ever: with and without are measured in one process, as no two cost quite the same.
+"""`python -m bench.switched_trail serve …`: kproxy whose trail can be switched. After SIGUSR1 it keeps no trail of new
+connections, after SIGUSR2 it does again. Both are measured in one process, because no two processes cost the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`make bench SECTION=table`: a table of a million partitions, from a real etcd; about three minutes.
 
-etcd runs with fsync off, beside everything else on this machine. What is measured is `kproxy serve` itself, or a lease
-table alone in a process of its own (`bench.table_follower`); who writes to etcd is another process.
+etcd runs with fsync off, beside everything else on this machine. The measured process is `kproxy serve` itself, or a
+lease table alone in a process of its own (`bench.table_follower`); another process writes to etcd.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ IDLE_S = 5.0
 
 
 class Report:
-    """The lines of the table that is printed in the end."""
+    """The lines of the table that is printed at the end."""
 
     def __init__(self, shape: Shape) -> None:
         self.table = Table(title=f"A table of {shape.count:,} partitions ({shape})", title_style="")
@@ -90,7 +90,7 @@ async def etcd_with(shape: Shape) -> AsyncIterator[tuple[EmbeddedEtcd, EtcdClien
 
 @contextlib.contextmanager
 def serve(endpoint: str, prefix: str, *more: str) -> Any:
-    """(process, Kafka port, admin port) of a real proxy that has loaded its table; `more` are flags of its own."""
+    """(process, Kafka port, admin port) of a real proxy that has loaded its table; `more` are additional flags."""
     arguments = ("--ownership", "etcd", "--etcd", endpoint, "--prefix", prefix, *more)
     addresses = ("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
     with child(sys.executable, "-m", "kproxy", "--log-level", "error", "serve", *arguments, *addresses) as process:
@@ -99,7 +99,7 @@ def serve(endpoint: str, prefix: str, *more: str) -> Any:
 
 
 class _Follower:
-    """A `bench.table_follower`, asked one thing at a time."""
+    """A `bench.table_follower` that answers one command at a time."""
 
     def __init__(self, process: Popen[str]) -> None:
         self.process = process
@@ -117,7 +117,7 @@ class _Follower:
 
 
 async def serving(report: Report, server: EmbeddedEtcd, shape: Shape, *, pages: bool) -> None:
-    """What a proxy with this table costs at rest, beside one with none."""
+    """The cost of a proxy with this table at rest, compared with one without."""
     with serve(server.endpoint, NO_KEYS) as (empty, _, _):
         empty_bytes = resident_bytes(empty.pid)
     started = time.monotonic()
@@ -150,7 +150,7 @@ def _pages(report: Report, shape: Shape, admin: int) -> None:
 
 
 async def _read_alone(report: Report, server: EmbeddedEtcd, client: EtcdClient) -> None:
-    """What etcd takes to hand out the whole prefix, to who does not look at it."""
+    """etcd's cost of sending the whole prefix to a reader that ignores it."""
     started, cpu = time.monotonic(), cpu_seconds(server.pid)
     await client.get_prefix(f"{PREFIX}/partition-leases/")
     elapsed, cpu = time.monotonic() - started, cpu_seconds(server.pid) - cpu
@@ -177,7 +177,7 @@ async def following(report: Report, server: EmbeddedEtcd, client: EtcdClient, sh
 
 
 async def _flood(report: Report, client: EtcdClient, follower: _Follower, shape: Shape) -> None:
-    """Changes made while the follower is stopped, so that how fast etcd is written to is not what is measured."""
+    """Changes made while the follower is stopped, so that the speed of writing to etcd is not measured."""
     await asyncio.sleep(1.0)
     await follower.ask("stall")
     cpu = await follower.ask("cpu")
@@ -188,7 +188,7 @@ async def _flood(report: Report, client: EtcdClient, follower: _Follower, shape:
     finally:
         written = time.monotonic()
         os.kill(follower.process.pid, signal.SIGCONT)
-    # The stop itself is no stall of the follower's own.
+    # The stop itself does not count as a stall of the follower.
     await follower.ask("stall")
     reached = await follower.ask("reach", last)
     cpu = await follower.ask("cpu") - cpu
@@ -199,7 +199,7 @@ async def _flood(report: Report, client: EtcdClient, follower: _Follower, shape:
 
 
 async def _lease_end(report: Report, client: EtcdClient, follower: _Follower) -> None:
-    """A broker with many partitions goes: they all go at one revision."""
+    """A broker with many partitions ends: they all lose their owner at one revision."""
     lease = await client.lease_grant(600)
     shape = Shape(100, LEASE_KEYS // 100, topic="leased")
     await fill(client, PREFIX, shape, lease.lease_id)
@@ -233,7 +233,7 @@ async def _routes(report: Report, client: EtcdClient, follower: _Follower, shape
 
 
 async def producing(report: Report, server: EmbeddedEtcd, client: EtcdClient, shape: Shape) -> None:
-    """What 1,000 changes a second, of partitions that nobody writes to, cost who writes to others."""
+    """The cost of 1,000 changes a second, of partitions without writers, for the writers of others."""
     with contextlib.ExitStack() as stack:
         brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(3)]
         await name_brokers(client, PREFIX, [int(first_line(broker)) for broker in brokers])
@@ -257,7 +257,7 @@ async def producing(report: Report, server: EmbeddedEtcd, client: EtcdClient, sh
 
 
 async def _cpu_of_requests(pid: int, port: int) -> dict[str, float]:
-    """µs of the proxy for one request of each shape, whatever else it did included; the least of several rounds."""
+    """µs of the proxy for one request of each shape, its other work included; the least of several rounds."""
     found: dict[str, float] = {}
     for shape in PRODUCED:
         frame = produce_frame(shape)

@@ -1,7 +1,7 @@
-"""A lease table alone in its process, so that what it costs is its own: follows etcd and says what it saw.
+"""A lease table alone in its process, so that its cost is its own: follows etcd and reports what it saw.
 
-`python -m bench.table_follower ENDPOINT PREFIX TOPICS PARTITIONS`; a command a line on standard input, an answer
-in JSON a line on standard output. Times are on the monotonic clock, which all processes of a machine share.
+`python -m bench.table_follower ENDPOINT PREFIX TOPICS PARTITIONS`. Reads a command per line on standard input, writes
+an answer in JSON per line on standard output. Times are on the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kproxy.routing.topology import Topology
 TICK_S = 0.002
 CALLS = 1_000_000
 EVENTS_AT_ONCE = 1_000
-# How far changes are looked for behind the first that has not come: puts that are sent together may overtake.
+# How far to look for changes behind the first one that has not come: puts sent together may overtake.
 LOOK_AHEAD = 64
 
 
@@ -41,13 +41,13 @@ class Follower:
         self._longest_stall = 0.0
         self._awaited_revision = 0
         self._reached: asyncio.Future[float] | None = None
-        # Changes in a row that are waited for, by the number of the put: (topic, index, owner), and when they came.
+        # Expected changes in a row, by the number of the put: (topic, index, owner), and their arrival times.
         self._awaited: list[tuple[bytes, int, int]] = []
         self._came: dict[int, float] = {}
         self._first_missing = 0
 
     async def tick(self) -> None:
-        """Note by how much the loop is late."""
+        """Note how late the loop is."""
         while True:
             due = time.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
@@ -117,7 +117,7 @@ class Follower:
         return CALLS / (time.process_time() - started)
 
     def _events(self) -> float:
-        """Events per second of CPU time that the table takes, decoded and in portions as the mirror hands them over."""
+        """Events per second of CPU time that the table applies, decoded and in portions as the mirror passes them."""
         revision = self._topology.revision
         numbers = (range(start, start + EVENTS_AT_ONCE) for start in range(0, CALLS // 5, EVENTS_AT_ONCE))
         portions = [[self._event(number, revision + 1 + number) for number in portion] for portion in numbers]

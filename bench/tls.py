@@ -1,7 +1,7 @@
-"""What TLS with clients costs: the same load in plain text and over TLS, through kproxy and through haproxy.
+"""The cost of TLS with clients: the same load in plain text and over TLS, through kproxy and through haproxy.
 
-Null brokers behind, one thread each, TLS 1.3 with the cipher that both sides choose, an ECDSA certificate. A handshake
-is measured by itself: connections that are opened and closed.
+The brokers are null brokers, one thread each. TLS 1.3 with the cipher that both sides choose, an ECDSA certificate.
+Handshakes are measured by themselves: connections that are opened and closed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def tls(console: Console, rounds: int | None = None) -> None:
 
 
 def _ways(stack: contextlib.ExitStack, directory: Path) -> dict[str, Way]:
-    # A tool of tests and measurements alone.
+    # A tool of tests and measurements only.
     import trustme
 
     authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
@@ -115,5 +115,5 @@ async def _open(way: Way, load: Load, requests: int) -> Connection:
 async def _open_and_close(way: Way) -> None:
     for _ in range(HANDSHAKES):
         await send([await _open(way, shape_load(SHAPES[0]), 1)])
-    # What is closed is still worked on for a moment.
+    # Closed connections still cause work for a moment.
     await asyncio.sleep(0.5)

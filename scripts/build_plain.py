@@ -1,7 +1,7 @@
 """Build the compiled plain path, kproxy/plain/_plain: `python scripts/build_plain.py` builds it in place.
 
-Cython writes the C file, which a source distribution brings along; a C compiler and Python's headers make the extension
-of it. Without them kproxy runs its plain path in Python, and the last line says so.
+Cython writes the C file, which a source distribution includes; a C compiler and Python's headers build the extension
+from it. Without them kproxy runs its plain path in Python, and the last line says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INCLUDE: Final = sysconfig.get_paths()["include"]
 
 
 class NotBuilt(Exception):
-    """The extension cannot be built here; the message is a clause that says why."""
+    """The extension cannot be built here; the message is a clause with the reason."""
 
 
 def write_c(directory: Path) -> Path:
@@ -57,7 +57,7 @@ def build(directory: Path) -> Path:
         raise NotBuilt(f"there is no Python.h in {INCLUDE}")
     shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
     extension = directory / NAME
-    # Not in place: a process that runs has the old one mapped.
+    # Not in place: a running process has the old one mapped.
     fresh = directory / f"{NAME}.new"
     command = [*compiler, "-O2", "-fPIC", "-fno-strict-overflow", *shared, f"-I{INCLUDE}", f"-I{PACKAGE}"]
     done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Write what of the Helm chart follows from elsewhere: `make docs`; with --check say whether it is up to date.
+"""Write the derived parts of the Helm chart: `make docs`; with --check report whether they are up to date.
 
 The table of values in README.md comes from values.yaml: a comment that begins with `# --` describes the key below it,
-and `# @default --` says in words what is too long to show. What is below a described key needs no words of its own.
+and `# @default --` describes a default that is too long to show. Keys below a described key need no description.
 The schema of the value `config` comes from the options of `kproxy serve`.
 """
 
@@ -32,7 +32,7 @@ class Value(NamedTuple):
 
 
 def values(lines: list[str]) -> Iterator[Value]:
-    """What values.yaml describes, in its order. Raises ValueError for a value that nobody describes."""
+    """The described values of values.yaml, in its order. Raises ValueError for a value without a description."""
     comment: list[str] = []
     open_keys: list[tuple[int, str]] = []
     described_at: int | None = None
@@ -71,7 +71,7 @@ def readme(before: str, table: list[Value]) -> str:
 
 
 def schema(before: str) -> str:
-    """values.schema.json with `config` as `kproxy serve` has it."""
+    """values.schema.json with the options of `kproxy serve` as `config`."""
     whole: dict[str, Any] = json.loads(before)
     config = {}
     for name, section in SECTIONS.items():

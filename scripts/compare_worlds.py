@@ -2,9 +2,9 @@
 
     scripts/compare_worlds.py OTHER_CHECKOUT --worlds 1000 --seed 1
 
-The simulation is this checkout's in both; `kproxy` and `codec` are each checkout's own. A world differs when anything
-does: a byte on any connection, its simulated time, a row of the audit trail, a counter. Of the first worlds that differ
-the first difference is shown. The exit status is 1 where there are any.
+Both runs use this checkout's simulation, and each checkout's own `kproxy` and `codec`. A world differs when anything
+does: a byte on any connection, its simulated time, a row of the audit trail, a counter. For the first worlds that
+differ, the first difference is shown. The exit status is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_CHARACTERS = 600
 
 
 class Side(NamedTuple):
-    """One of the two: a directory in which its code and the simulation are found together."""
+    """One of the two sides: a directory that holds its code and the simulation together."""
 
     name: str
     directory: Path
@@ -75,7 +75,7 @@ def compare(sides: tuple[Side, Side], arguments: list[str]) -> Iterator[str]:
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """What it prints. A process that fails ends the comparison."""
+    """The output of a process. A process that fails ends the comparison."""
     if process.stdout is not None:
         yield from process.stdout
     if process.wait():
@@ -83,7 +83,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def first_difference(sides: tuple[Side, Side], seed: str) -> Iterator[str]:
-    """Where two transcripts part first in simulated time, readably."""
+    """The first difference of two transcripts in simulated time, in readable form."""
     sys.path.insert(0, str(HERE))
     from tests.simulation.reading import by_heading, readable, time_of
 

@@ -1,4 +1,4 @@
-"""Write a man page for every command into docs/man, from what `--help` says; `--check` only says which differ."""
+"""Write a man page for every command into docs/man, from its `--help`; `--check` only reports which pages differ."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kproxy.cli import cli
 from kproxy.installed import version
 
 PAGES = Path(__file__).parents[1] / "docs" / "man"
-# click's mark of a paragraph whose lines stay as they are.
+# click's mark of a paragraph that keeps its line breaks.
 AS_IT_STANDS = "\b"
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[click.Context]:
-    """Every command that people see, from the top."""
+    """Every visible command, from the top."""
     yield context
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
@@ -27,7 +27,7 @@ def commands(command: click.Command, context: click.Context) -> Iterator[click.C
 
 
 def escaped(text: str) -> str:
-    """One line of roff that says just this."""
+    """One line of roff with exactly this text."""
     line = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{line}" if line.startswith((".", "'")) else line
 
@@ -75,7 +75,7 @@ def page(context: click.Context) -> str:
 
 
 def main() -> int:
-    """Status 1 where `--check` finds a page that is not what would be written."""
+    """Return status 1 if `--check` finds a page that differs from the generated one."""
     written = {
         f"{context.command_path.replace(' ', '-')}.1": page(context)
         for context in commands(cli, click.Context(cli, info_name="kproxy"))

@@ -1,11 +1,11 @@
-"""Put small faults into modules, one at a time, and see which ones the tests notice: `make mutants MUTANTS=60 SEED=7`.
+"""Put small faults into modules, one at a time, and see which of them tests notice: `make mutants MUTANTS=60 SEED=7`.
 
-A seed draws the faults (scripts/mutation.py); without one there is a new seed, which is printed. `--patch` runs faults
-that are unified diffs, beside the drawn ones; a survivor is printed as such a diff.
+A seed draws the faults (scripts/mutation.py); without one a new seed is drawn and printed. `--patch` also runs faults
+that are unified diffs; a survivor is printed as such a diff.
 
-Each fault is tried in a copy of the tree: the checkout is only read. It is killed where the tests fail, or run into
-their time limit, and survives where they pass. Exit status: 0 where at least PASS_SHARE of all are killed and every
-patch is, 1 otherwise, 2 where nothing could be judged.
+Each fault is tried in a copy of the tree: the checkout is only read. A fault is killed if the tests fail or exceed
+their time limit, and survives if they pass. Exit status: 0 if at least PASS_SHARE of all faults and every patch are
+killed, 1 otherwise, 2 if nothing could be judged.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ TESTS: Final = (
 )
 MUTANTS: Final = 60
 PASS_SHARE: Final = 0.9
-# Of one mutant: at most so long, and at least, and so many times what the tests take without a fault.
+# The time limit for one mutant: the most, the least, and the multiple of the time that the tests take without a fault.
 MAX_TIMEOUT_S: Final = 120.0
 MIN_TIMEOUT_S: Final = 30.0
 TIMEOUT_FACTOR: Final = 10.0
-# A loop that never ends may gather until there is no memory left.
+# An endless loop may allocate all memory.
 MAX_MEMORY_KIB: Final = 4 << 20
 NOT_COPIED: Final = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "dist", "build")
 
@@ -87,7 +87,7 @@ def drawn_fault(mutant: Mutant, source: bytes) -> Fault:
 
 
 def patch_fault(patch: Path, repository: Path) -> Fault:
-    """Raises ValueError where the patch does not apply to the checkout."""
+    """Raises ValueError if the patch does not apply to the checkout."""
     patch = patch.resolve()
     try:
         _git_apply(patch, repository, "--check")
@@ -105,7 +105,7 @@ def patch_fault(patch: Path, repository: Path) -> Fault:
 
 
 def _git_apply(patch: Path, tree: Path, *flags: str) -> str:
-    # What is copied is no repository, and may lie in one.
+    # The copy is not a repository, and may lie in one.
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
     command = ["git", "apply", *flags, str(patch)]
     ran = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=True)  # noqa: S603
@@ -118,7 +118,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _forget_bytecode(path: Path) -> None:
-    """Bytecode is told from its source's size and seconds: two mutants may have both alike."""
+    """Bytecode is identified by its source's size and seconds: two mutants may have both in common."""
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()
 
@@ -134,7 +134,7 @@ class Runner:
         self.timeout_s = MAX_TIMEOUT_S
 
     async def check(self) -> None:
-        """Run the tests without a fault, which bounds the time with one. Raises ValueError where they fail."""
+        """Run the tests without a fault; their time sets the limit for mutants. Raises ValueError if they fail."""
         tree = self._copy("unchanged")
         began = time.monotonic()
         killed_by = await self._run(tree)
@@ -145,7 +145,7 @@ class Runner:
         self.timeout_s = min(MAX_TIMEOUT_S, wanted)
 
     async def run(self, faults: Sequence[Fault], report: Callable[[Outcome], None]) -> list[Outcome]:
-        """Every fault's outcome, in their order; `report` gets each when it is known."""
+        """The outcome of every fault, in order; `report` gets each when it is known."""
         waiting = iter(enumerate(faults))
         outcomes: dict[int, Outcome] = {}
 
@@ -167,7 +167,7 @@ class Runner:
     def _copy(self, name: str) -> Path:
         tree = self._directory / name
         unchanged = self._directory / "unchanged"
-        # What ran once has its bytecode beside it.
+        # Modules that ran once have their bytecode there.
         source = unchanged if unchanged.exists() else self._repository
         shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         return tree
@@ -180,7 +180,7 @@ class Runner:
             (tree / path).unlink(missing_ok=True)
 
     async def _run(self, tree: Path) -> str:
-        """How the tests failed, or nothing."""
+        """How the tests failed; empty if they passed."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "codec")])}
         bounded = ("sh", "-c", f'ulimit -v {MAX_MEMORY_KIB}; exec "$@"', "sh", *self._command)
         with (tree.parent / f"{tree.name}.out").open("wb") as output:
@@ -193,7 +193,7 @@ class Runner:
             except TimeoutError:
                 return f"time-out after {self.timeout_s:.0f} s"
             finally:
-                # Whatever the tests have started is in their session.
+                # All processes that the tests started are in their session.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
@@ -201,7 +201,7 @@ class Runner:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Survivors with their diffs, and how many were killed: of each file, and of all."""
+    """Survivors with their diffs, and the number killed: for each file, and for all."""
     survivors = [each.fault for each in outcomes if not each.killed_by]
     timed_out = sum(each.killed_by.startswith("time-out") for each in outcomes)
     killed = len(outcomes) - len(survivors)
@@ -217,7 +217,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def passes(outcomes: Sequence[Outcome]) -> bool:
-    """Whether enough are killed, and every patch."""
+    """Whether enough faults are killed, and every patch."""
     survivors = [each.fault for each in outcomes if not each.killed_by]
     killed = len(outcomes) - len(survivors)
     return killed >= PASS_SHARE * len(outcomes) and not any(fault.is_patch for fault in survivors)
@@ -229,7 +229,7 @@ def _say(text: str) -> None:
 
 
 async def judge(faults: Sequence[Fault], command: Sequence[str], jobs: int) -> list[Outcome]:
-    """Every fault's outcome, and a line for each as it comes. Raises ValueError where the tests fail without one."""
+    """Every fault's outcome, and a line for each as it comes. Raises ValueError if the tests fail without a fault."""
     with tempfile.TemporaryDirectory(prefix="kproxy-mutants-") as directory:
         runner = Runner(REPOSITORY, Path(directory), command, jobs)
         await runner.check()

@@ -1,11 +1,11 @@
-"""What small faults there are of a module, and which of them a seed draws.
+"""The small faults that a module can have, and a draw of them by a seed.
 
-A mutant is a module with one change of its syntax tree; what is changed, and how, is in `_Finder`. Each one of all that
-there are is as likely to be drawn as any other.
+A mutant is a module with one change of its syntax tree; `_Finder` defines the changes. All mutants are equally likely
+to be drawn.
 
-Left alone: docstrings and all other text, annotations, decorators, assertions, log calls, `__slots__`, what only type
-checkers read, and what people alone read (`__repr__`). An assignment is removed only where its target has another value
-already, for elsewhere any test that comes by would fail.
+Left alone: docstrings and all other text, annotations, decorators, assertions, log calls, `__slots__`, code for type
+checkers only, and code for people only (`__repr__`). An assignment is removed only if its target already has another
+value: otherwise any test that reaches it would fail.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LOGS: Final = frozenset({"log", "_log", "logger", "_logger", "logging", "LOG"})
 _NO_BEHAVIOUR: Final = frozenset({"__slots__", "__all__", "__match_args__"})
 _FOR_PEOPLE: Final = frozenset({"__repr__", "__str__"})
 _FOR_TYPE_CHECKERS: Final = frozenset({"TypeVar", "NewType", "ParamSpec", "TypeVarTuple", "overload"})
-# What a function gives that gives nothing, by its annotation; where there is none of these, None.
+# The replacement result of a function, by its annotation; None for any other annotation.
 _DEFAULTS: Final = {
     "bool": ("False", "True"),
     "int": ("0",),
@@ -121,14 +121,14 @@ class _Finder(ast.NodeVisitor):
         self.found.append(Mutant(self._path, node.lineno, self._start(node), self._end(node), operator, text))
 
     def _put(self, operator: str, node: ast.expr, other: ast.expr) -> None:
-        """An expression in the place of another."""
+        """Replace an expression by another one."""
         self._add(operator, node, _in_parentheses(other))
 
     def _visit_all(self, nodes: Sequence[ast.AST]) -> None:
         for node in nodes:
             self.visit(node)
 
-    # What is left alone, or in part.
+    # Left alone, or in part.
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """Text."""
@@ -145,7 +145,7 @@ class _Finder(ast.NodeVisitor):
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         outer, self._function = self._function, None
         is_enum = any(isinstance(base, ast.Name) and base.id in {"Enum", "Flag"} for base in node.bases)
-        # What an Enum's members are equal to is nobody's affair.
+        # The values of an Enum's members do not matter.
         self._visit_all([each for each in node.body if not (is_enum and isinstance(each, ast.Assign))])
         self._function = outer
 
@@ -183,7 +183,7 @@ class _Finder(ast.NodeVisitor):
             self._drop_elements(node.value)
         if all(self._has_value_before(target) for target in node.targets):
             self._add("assignment removed", node, "pass")
-        # For an index on the left may be wrong too.
+        # An index on the left may be wrong too.
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
@@ -203,7 +203,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _has_value_before(self, target: ast.expr) -> bool:
-        """Whether the names of an assignment have a value where it is removed."""
+        """Whether the names of an assignment have a value at the place where it is removed."""
         if self._function is None:
             return False
         if isinstance(target, ast.Name):
@@ -311,7 +311,7 @@ class _Finder(ast.NodeVisitor):
         self._visit_all(node.ifs)
 
     def _negate(self, test: ast.expr) -> None:
-        """Where neither a comparison's other operator nor a dropped `not` says the same."""
+        """Negate `test`, unless a comparison's other operator or a dropped `not` makes the same change."""
         is_two_way = isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], _TWO_WAY)
         is_not = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
         if not (is_two_way or is_not or isinstance(test, ast.Constant)):
@@ -370,7 +370,7 @@ class _Finder(ast.NodeVisitor):
             self._drop("element dropped", node, element, other)
 
     def _drop(self, operator: str, node: ast.expr, element: ast.expr, other: ast.expr) -> None:
-        """`other` in the place of the whole, at the line of the element that it lacks."""
+        """`other` in place of the whole, at the line of the element that it lacks."""
         start, end = self._start(node), self._end(node)
         self.found.append(Mutant(self._path, element.lineno, start, end, operator, _in_parentheses(other)))
 
@@ -383,14 +383,14 @@ def _name(node: ast.expr) -> str:
 
 
 def _in_parentheses(node: ast.expr) -> str:
-    """An expression's text, such that what is around it does not bind more closely than what is in it."""
+    """An expression's text, in parentheses if its surroundings bind more closely than its own operators."""
     text = ast.unparse(node)
     is_closed = isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.Name) or text.isdigit()
     return text if is_closed else f"({text})"
 
 
 def _is_bare(node: ast.expr) -> bool:
-    """Whether it is a default, or a truth value, which has a mutant of its own."""
+    """Whether it is a default or a truth value, which has a mutant of its own."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, bool) or not node.value
     return isinstance(node, ast.Tuple | ast.List) and not node.elts
@@ -413,7 +413,7 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
 
 
 def draw(sources: dict[str, bytes], count: int, seed: int) -> list[Mutant]:
-    """`count` mutants of these modules, or all that there are, by a seed.
+    """`count` mutants of these modules, or all that there are, drawn by a seed.
 
     Each one has a syntax tree that neither its module nor another of them has.
     """
@@ -436,6 +436,6 @@ def _shape(path: str, source: bytes) -> tuple[str, str]:
 
 
 def diff(mutant: Mutant, source: bytes) -> str:
-    """As a unified diff that `--patch` takes."""
+    """The mutant as a unified diff that `--patch` takes."""
     before, after = (text.decode().splitlines(keepends=True) for text in (source, mutant.apply(source)))
     return "".join(difflib.unified_diff(before, after, f"a/{mutant.path}", f"b/{mutant.path}"))

@@ -1,12 +1,12 @@
 """Try the container image without a container engine: its steps, in root file systems of Debian packages.
 
 `sudo python3 scripts/try_image.py`, on Linux, with mmdebstrap and an etcd (on PATH, or the one of `make install`). It
-takes some minutes. What the Dockerfile builds with runs in one root; /opt/kproxy alone is carried to a second one,
-as by `COPY --from`. There `kproxy broker` and `kproxy serve` run as the image does: its entry point, as its user, as
-process 1, on a read-only root file system, with no shell in it. Its health check must agree, and `kproxy doctor` write
-and read a record.
+takes some minutes. The Dockerfile's build stage runs in one root; only /opt/kproxy is copied to a second one, as by
+`COPY --from`. There `kproxy broker` and `kproxy serve` run as in the image: with its entry point, as its user, as
+process 1, on a read-only root file system, without a shell. The image's health check must succeed, and `kproxy doctor`
+must write and read a record.
 
-Not tried: Docker itself, and the base image, in whose place is the same Debian release with its own Python.
+Not tried: Docker itself, and the base image; the same Debian release with its own Python replaces it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ IGNORED = (REPOSITORY / "deploy/docker/Dockerfile.dockerignore").read_text()
 PATIENCE_S = 60.0
 GRACE_S = 35.0
 SHELLS = ("sh", "bash", "dash", "rbash")
-# What the machine's own pip is told of certificates holds in the first root too.
+# The certificate settings of the machine's own pip apply in the first root too.
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 def instruction(name: str) -> str:
-    """What stands behind an instruction of the Dockerfile, the last of that name."""
+    """The arguments of an instruction of the Dockerfile, the last of that name."""
     text = re.sub(r"\\\n\s*", " ", DOCKERFILE)
     return re.findall(rf"^{name} (.*)$", text, re.MULTILINE)[-1]
 
@@ -59,7 +59,7 @@ def debian(root: Path, *packages: str) -> None:
 
 
 def copy_context(target: Path) -> None:
-    """What .dockerignore lets through."""
+    """The files that .dockerignore lets through."""
     for line in IGNORED.splitlines():
         if line.startswith("!"):
             name = line[1:]
@@ -83,7 +83,7 @@ def build(root: Path) -> None:
 
 @contextlib.contextmanager
 def read_only(root: Path) -> Iterator[None]:
-    """The root file system, mounted on itself; only /var/lib/kproxy may be written to."""
+    """The root file system, mounted on itself; only /var/lib/kproxy is writable."""
     data = root / "var/lib/kproxy"
     data.mkdir()
     run("mount", "--bind", root, root)
@@ -96,13 +96,13 @@ def read_only(root: Path) -> Iterator[None]:
 
 
 def inside(root: Path, command: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """How to run a command in `root` as the image's user; `more` is for unshare."""
+    """The command line to run a command in `root` as the image's user; `more` is for unshare."""
     return ["unshare", "--mount", *more, "chroot", f"--userspec={USER}", str(root), *command]
 
 
 @contextlib.contextmanager
 def serving(root: Path, *arguments: str) -> Iterator[None]:
-    """The image's entry point as process 1 of a namespace of its own, until SIGTERM; it must end well then."""
+    """Run the image's entry point as process 1 of a namespace of its own, until SIGTERM; it must then end well."""
     command = inside(root, [*ENTRYPOINT, *arguments], ["--pid", "--fork"])
     process = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, text=True)
     try:
@@ -118,13 +118,13 @@ def serving(root: Path, *arguments: str) -> Iterator[None]:
         print(f"{arguments[0]} ended {time.monotonic() - began:.1f} s after SIGTERM", flush=True)
     finally:
         if process.poll() is None:
-            # All of its namespace ends with its process 1.
+            # When process 1 ends, its whole namespace ends.
             signal_first(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def signal_first(unshare: int, number: int) -> None:
-    """To process 1 of the namespace that `unshare` made."""
+    """Send a signal to process 1 of the namespace that `unshare` made."""
     for child in Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split():
         os.kill(int(child), number)
 
