@@ -15,7 +15,7 @@ than for the machine.
 The latency is that of `bench.latency`, at a fixed rate. kproxy's longest turn is measured in one more process, on
 asyncio's loop (`bench.measured_loop`), under the same load.
 
-A peer needs brokers before it starts: with `--brokers-at 19092` they listen there and on the next two ports, and peers
+A peer needs the addresses of its brokers: with `--brokers-at 19092` they listen there and on the next two ports. Peers
 may be started first. It takes Produce requests of version 9 to the topic `bench`, without ApiVersions before them.
 """
 

@@ -1,4 +1,4 @@
-"""The rules of the proxy decide as Kafka's authorizer does: the same requests, of the same user, have the same errors.
+"""The proxy's ACL rules decide as Kafka's authorizer does: the same requests of the same user have the same errors.
 
 Each request is sent to a real Kafka broker with StandardAuthorizer and to the proxy, which has the same rules, before a
 listener of that broker on which everybody may do everything.

@@ -1,4 +1,4 @@
-"""librdkafka's new epoch, in which it sends again what is in doubt.
+"""librdkafka's new epoch, in which it sends unacknowledged batches again.
 
 Behind a batch that its broker refuses, the next one is out of order. librdkafka takes that for lost count: it begins a
 new epoch, and sends again in it all that is not acknowledged, of every partition. A broker cannot know these batches

@@ -1,4 +1,4 @@
-"""Logs of a real Apache Kafka cluster, read header by header while everything moves: leaders, beginnings, brokers."""
+"""Logs of a real Apache Kafka cluster, read header by header while leaders, log starts and brokers change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stock aiokafka clients that own what they write and read, through two proxies: `own` of kproxy.claims.client."""
+"""Unchanged aiokafka clients own what they write and read, through two proxies: `own` of kproxy.claims.client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stock kafka-python clients that own what they write and read, through two proxies: `own_sync` of fencing.clients."""
+"""Unchanged kafka-python clients own what they write and read, through two proxies: `own_sync` of fencing.clients."""
 
 from __future__ import annotations
 

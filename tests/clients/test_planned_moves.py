@@ -1,4 +1,4 @@
-"""Leaders of a real Apache Kafka cluster move as planned, both brokers alive: no client waits much longer than direct.
+"""Planned moves of leaders between live brokers of a real Apache Kafka cluster: clients wait hardly longer than direct.
 
 Each client writes to two partitions of one topic, which move together: to one of them direct, to the other one through
 a proxy of its own. A shared proxy would learn of a move from one client, and help the others.

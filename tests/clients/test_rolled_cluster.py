@@ -1,4 +1,4 @@
-"""Java and librdkafka write through two proxies to a real Apache Kafka cluster that is rolled under them.
+"""Java and librdkafka write through two proxies to a real Apache Kafka cluster during a rolling restart.
 
 Each broker in turn is stopped and started again: one comes back where it was, one on another port, one was killed. One
 of the proxies is killed meanwhile, the one with more client connections. All the while the clients write,

@@ -1,4 +1,4 @@
-"""Spark writes as well while a real Apache Kafka cluster is rolled: test_rolled_cluster with a third client.
+"""Spark writes too during a rolling restart of a real Apache Kafka cluster: test_rolled_cluster with a third client.
 
 Apart from it: what starts Spark is in a lane of its own.
 """

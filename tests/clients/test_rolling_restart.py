@@ -1,4 +1,4 @@
-"""Three proxies before an Apache Kafka cluster are restarted one after the other, as a rollout does it: no send fails.
+"""A rolling restart of three proxies before an Apache Kafka cluster, as a rollout does it: no send fails.
 
 SIGTERM, `--drain-delay`, the end, the start on the same address, ready, the next one. Clients run at their defaults, in
 all modes, each to a partition of its own; Spark writes batches. Nothing may be lost or doubled, also without

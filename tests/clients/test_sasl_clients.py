@@ -1,4 +1,4 @@
-"""Unchanged clients authenticate at the proxy as at a real Kafka broker, and tell the same of what fails."""
+"""Unchanged clients authenticate at the proxy as at a real Kafka broker, and report the same failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit reads a cluster behind a kproxy that wants TLS and SASL, with the options of Kafka's own clients."""
+"""The audit reads a cluster behind a kproxy that requires TLS and SASL, with the options of Kafka's own clients."""
 
 from __future__ import annotations
 

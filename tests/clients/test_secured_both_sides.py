@@ -1,4 +1,4 @@
-"""All of it at once: TLS, SCRAM, ACLs and quotas for unchanged clients, before a Kafka that asks for TLS and SCRAM."""
+"""TLS, SCRAM, ACLs and quotas together for unchanged clients, before a Kafka cluster that requires TLS and SCRAM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kproxy serve` before a real Apache Kafka that asks for TLS, client certificates and SASL."""
+"""`kproxy serve` before a real Apache Kafka cluster that requires TLS, client certificates and SASL."""
 
 from __future__ import annotations
 

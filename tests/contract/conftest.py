@@ -1,4 +1,4 @@
-"""What the tests against an oracle share."""
+"""Fixtures shared by the tests against an oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Apache Kafka's base offset tells with an error: -1 before the append, the batch's place after it.
+"""Apache Kafka's base offset in an error: -1 before the append, the batch's offset after it.
 
 The proxy sends again at once what was refused with -1, whoever the producer is. Where an offset comes with the error, a
 batch lies in a log and may stay there. Frames go to the brokers themselves, but for the last test.

@@ -1,4 +1,4 @@
-"""Apache Kafka is right: the same produce requests, byte for byte, come to the same at it and at the reference brokers.
+"""Apache Kafka is right: the same produce requests, byte for byte, have the same results at the reference brokers.
 
 Each script runs on both sides at once, step by step, on a partition of its own. What comes to something else here is
 the table DIFFERENT, with the reasons; a row that is not so any more, on either side, fails.

@@ -1,4 +1,4 @@
-"""Apache Kafka is right: what comes of produce requests when brokers hang, die, stop and come back.
+"""Apache Kafka is right: the results of produce requests when brokers hang, die, stop and come back.
 
 As in `test_produce_oracle`: the same on both sides, step by step, and what differs is listed with the reason.
 """

@@ -1,4 +1,4 @@
-"""What holds for every source of owners, each before the real thing: a fixed table, a Kafka cluster, leases in etcd."""
+"""Rules for every ownership source, each with the real system: a static table, a Kafka cluster, leases in etcd."""
 
 from __future__ import annotations
 

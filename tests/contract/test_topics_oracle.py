@@ -1,4 +1,4 @@
-"""Apache Kafka is right: what topics may be created, with how many replicas where, and configured to what."""
+"""Apache Kafka is right: which topics can be created, with which replicas and which configuration."""
 
 from __future__ import annotations
 

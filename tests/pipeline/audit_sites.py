@@ -1,4 +1,4 @@
-"""Where audits are put to the test: clusters whose logs can be tampered with, and proxies whose trails go to files.
+"""Settings for audits: clusters whose logs can be tampered with, and proxies whose trails go to files.
 
 Spark writes through the proxies, as it does through any. What else is needed to forge something is done to the brokers.
 """

@@ -1,4 +1,4 @@
-"""What becomes of logs that nobody should trust: batches cut out of them, cut off their ends, or appended once more.
+"""Tampering with logs: batches removed from the middle or the end, or appended once more.
 
 The files are those of a broker that has stopped, of the reference broker or of Apache Kafka: both keep batches as they
 were sent, with offsets that no CRC covers.

@@ -1,4 +1,4 @@
-"""What an ingest makes of files, without a topic."""
+"""The messages that an ingest makes of files, without a topic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that are killed in mid-stream, and how far they are, as their topic tells."""
+"""Jobs that are killed while they stream, and their progress as their topic shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP relay where a faulty proxy would stand: it loses, doubles or swaps one record on its way to the cluster.
+"""A TCP relay in place of a faulty proxy: it loses, doubles or swaps one record on its way to the cluster.
 
 Every produce request that comes by is taken apart and put together again by kafka-python, with the producer's id and
 sequence numbers removed: a broker that still saw them would refuse what is missing and drop what comes twice. So a run

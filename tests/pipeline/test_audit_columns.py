@@ -1,4 +1,4 @@
-"""What a proxy writes to Parquet files and what the audit reads from them are the same columns."""
+"""The columns that a proxy writes to Parquet files and the columns that the audit reads are the same."""
 
 from __future__ import annotations
 

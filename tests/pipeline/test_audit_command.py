@@ -1,4 +1,4 @@
-"""`kproxy pipeline audit`: what a person gets to see of it, from nothing to the exit status."""
+"""`kproxy pipeline audit`: its output for its users, up to the exit status."""
 
 from __future__ import annotations
 

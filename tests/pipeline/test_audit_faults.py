@@ -1,4 +1,4 @@
-"""What goes wrong with what a proxy acknowledged is found by the audit and named; what is well is said to be well.
+"""The audit finds and names every fault of acknowledged records, and reports intact records as intact.
 
 Spark, proxies, and reference brokers that fence themselves off from nothing. One story for all tests: rows are written
 and two owners give out the same offsets; the trail ends in order, and what nobody has touched is audited; a proxy is

@@ -1,4 +1,4 @@
-"""`kproxy pipeline audit --follow`: what is wrong is told as it comes, once, also over a restart."""
+"""`kproxy pipeline audit --follow`: each fault is reported when it occurs, once, also over a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An audit from some time on reads of trails and logs what it needs for that, and passes nothing over."""
+"""An audit from a given time on reads what it needs of trails and logs, and omits nothing."""
 
 from __future__ import annotations
 

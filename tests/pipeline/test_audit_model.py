@@ -1,4 +1,4 @@
-"""The audit against one that looks at every offset by itself, on random small histories: a history a topic, one audit.
+"""The audit against one that looks at every offset by itself, on random small histories: a topic each, one audit.
 
 Each run has new seeds. `KPROXY_SEEDS=1000 KPROXY_FIRST_SEED=5000` judges these histories; what fails names its seed.
 """

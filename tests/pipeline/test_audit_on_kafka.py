@@ -1,4 +1,4 @@
-"""The audit of real Apache Kafka: what is cut out of the midst of a log is lost, what retention let go is not."""
+"""The audit of real Apache Kafka: batches removed from the middle of a log are lost, those of retention are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trail does not prove is told: missing rows, trails without an end, rows that cannot be read."""
+"""The audit reports what a trail does not prove: missing rows, trails without an end, unreadable rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However large an audit's tables, a report takes so many rows from them, the worst, and counts the rest."""
+"""A report takes a fixed number of rows from an audit's tables, however large: the worst; it counts the rest."""
 
 from __future__ import annotations
 

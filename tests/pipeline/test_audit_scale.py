@@ -1,4 +1,4 @@
-"""How an audit goes about it: little in memory and much in files, with the same result; and for what it waits."""
+"""How an audit runs: with little in memory and much in files it has the same result; and when it waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trails that are not as they should be: proxies that share a name, and rows that no proxy wrote."""
+"""Suspect trails: proxies that share a name, and rows that no proxy wrote."""
 
 from __future__ import annotations
 

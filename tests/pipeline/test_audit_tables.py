@@ -1,4 +1,4 @@
-"""What the audit says of trails and logs written by hand. One audit for all cases: a topic is a case."""
+"""The audit's verdicts on trails and logs written by hand. One audit for all cases: a topic is a case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kproxy demo` as a command: from nothing to exit status 0 on a machine without Java; nothing left when stopped."""
+"""`kproxy demo` as a command: exit status 0 on a machine without Java; nothing is left when it is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo exits 1 when something between Spark and the cluster loses, doubles or swaps one single record.
+"""The demo exits 1 when something between Spark and the cluster loses, doubles or swaps a single record.
 
 One cluster and one Spark for all of these. The fault is made on the wire, by a relay that stands where a faulty proxy
 would, so that neither the demo nor Spark, nor the cluster, can know of it.

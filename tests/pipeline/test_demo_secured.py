@@ -1,4 +1,4 @@
-"""The demo with TLS and SASL: nothing of it, Spark and the audit included, is left out or in plain text."""
+"""The demo with TLS and SASL: no part of it, Spark and the audit included, is left out or in plain text."""
 
 from __future__ import annotations
 

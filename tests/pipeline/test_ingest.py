@@ -1,4 +1,4 @@
-"""An ingest on a real Spark, through a real proxy: each source, and what becomes of rows that do not fit."""
+"""An ingest on a real Spark, through a real proxy: each source, and the handling of rows that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON documents that are not as the schema has them: none loses a field in silence. On a real Spark, without Kafka."""
+"""JSON documents that deviate from the schema: none loses a field silently. On a real Spark, without Kafka."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ingest killed with -9 in mid-stream, and a broker too: started again it loses nothing.
+"""The ingest killed with -9 while it streams, and a broker too: started again it loses nothing.
 
 What is there twice then is part of the one micro-batch that was not committed, and told by its headers.
 """

@@ -1,4 +1,4 @@
-"""What an ingest makes of its rows, on a real Spark and without Kafka."""
+"""The messages that an ingest makes of its rows, on a real Spark and without Kafka."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline job's session: one that is there already, one of spark-submit's, one of its own."""
+"""A pipeline job's session: an existing one, one of spark-submit's, or one of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both jobs on a real Spark cluster: a master, a worker, and executors that find nothing of ours but what is sent."""
+"""Both jobs on a real Spark cluster: a master, a worker, and executors that have only the files sent to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spark's own sinks with nothing but an address: a stream with a checkpoint, and a batch, while owners move.
+"""Spark's own sinks, configured with only an address: a stream with a checkpoint, and a batch, while owners move.
 
 The stream's job is killed with -9 and started again. What is there twice then is of the one micro-batch that was not
 committed; nothing is missing.

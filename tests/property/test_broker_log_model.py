@@ -1,4 +1,4 @@
-"""The log against a model of it in memory: whatever is done, in whatever order, both hold the same.
+"""The log against a model of it in memory: after any operations in any order, both hold the same.
 
 The model is a list of batches. What a killed broker leaves is what was written; what a power cut leaves is, beyond what
 was flushed, any part of it; a write that was torn is cut off.

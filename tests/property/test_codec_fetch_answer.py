@@ -1,4 +1,4 @@
-"""Fetch answers as a reader of one partition takes them, against bytes made by hand and read by kafka-python."""
+"""Fetch answers as a reader of one partition receives them, against hand-made bytes and bytes read by kafka-python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several connections that read into one arena, in any order and any portions: every frame, unmodified while held.
+"""Several connections that read into one arena, in any order and any portions: every held frame stays unmodified.
 
 The chunks are made small here, so that a few kilobytes reach every renewal, move and reuse.
 """

@@ -1,4 +1,4 @@
-"""Bytes that somebody broke on purpose: a CodecError or a message, never another exception, and never much memory."""
+"""Bytes damaged on purpose: the result is a CodecError or a message, never another exception, and never much memory."""
 
 from __future__ import annotations
 

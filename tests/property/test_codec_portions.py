@@ -1,4 +1,4 @@
-"""Messages that are read and written in portions: byte for byte what kafka-python makes of them, in every version."""
+"""Messages read and written in portions are byte for byte those of kafka-python, in every version."""
 
 from __future__ import annotations
 

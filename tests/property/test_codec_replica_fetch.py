@@ -1,4 +1,4 @@
-"""What followers send and read, against kafka-python: the codec of the other side, made by somebody else."""
+"""The messages that followers send and read, against kafka-python, an independent codec of the other side."""
 
 from __future__ import annotations
 

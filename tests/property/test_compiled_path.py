@@ -1,4 +1,4 @@
-"""The compiled plain path does in every simulated world what the Python one does.
+"""The compiled plain path behaves as the Python one in every simulated world.
 
 The bytes that brokers and clients get, the trail's rows and the counters are the same, and so is every rule. Seeds are
 new in each run; KPROXY_WORLDS_SEED repeats one.

@@ -1,4 +1,4 @@
-"""The compiled functions over spans of acknowledged offsets give what those in Python give."""
+"""The compiled functions over spans of acknowledged offsets return the same results as those in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where claims and members stand in etcd: any group and resource has a key of its own, and nothing else is read."""
+"""The keys of claims and members in etcd: every group and resource has a key of its own, and no other key is read."""
 
 from __future__ import annotations
 

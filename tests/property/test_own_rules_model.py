@@ -1,4 +1,4 @@
-"""Random claims by several connections, against a model that knows no keys and no fences: who has what of a group.
+"""Random claims by several connections, against a model without keys and fences: who has which claims of a group.
 
 What the rules decide is carried out as proxies do it: a grant puts one key, at a revision of its own; who loses
 something by it is severed, and its keys are deleted: at once, or some time later and one by one.

@@ -1,4 +1,4 @@
-"""The quick look at a produce answer sees what parsing it sees, or nothing."""
+"""The quick check of a produce answer agrees with parsing it, or finds nothing."""
 
 from __future__ import annotations
 

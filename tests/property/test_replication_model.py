@@ -1,4 +1,4 @@
-"""Replication under everything that can befall brokers, their links to etcd and to each other: a stateful model.
+"""Replication under faults of brokers, of their links to etcd and to each other: a stateful model.
 
 Hypothesis draws the steps, `tests.support.models.replication_model` takes them on real partitions, logs and lease
 managers, and `tests.support.models.replication_checks` judges. `make sim SEEDS=100000` runs it as long as one likes.

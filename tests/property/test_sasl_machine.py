@@ -1,4 +1,4 @@
-"""Whatever a client sends, in whatever order: nobody is authenticated without the proof, and nothing escapes."""
+"""Any messages of a client in any order: nobody is authenticated without proof, and no exception escapes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The proxy's own code in simulated worlds: whatever befalls brokers, clients and the network, nothing is lost, doubled
-or reordered, and every request is answered once and in time. In some of the worlds clients claim partitions (the Own
-API), and what a claimant has lost it writes no more.
+"""The proxy's own code in simulated worlds: under any faults of brokers, clients and the network, nothing is lost,
+doubled or reordered, and every request is answered once and in time. In some of the worlds clients claim partitions
+(the Own API), and a claimant writes nothing more to a partition that it has lost.
 
 `KPROXY_WORLDS` is how many worlds are run and `KPROXY_WORLDS_SEED` the first one's seed; without it each run has new
 ones. `make worlds WORLDS=10000` runs as many as one likes, on all cores. Rules that only many worlds miss are switched

@@ -1,4 +1,4 @@
-"""Writers that claim a replicated partition from one another, and never stop by themselves: random runs of the model.
+"""Writers that claim a replicated partition from one another and never stop by themselves: random runs of the model.
 
 The world is that of `test_replication_model`; the runs are drawn here, by weights, for what matters is dense in them:
 claims, leaders that change, and an etcd that is slow or loses what it was asked. The first claim alone ends what others

@@ -1,4 +1,4 @@
-"""The answers of reference brokers on the wire, to a client that shares no encoder with them."""
+"""The answers of reference brokers on the wire, read by a client that shares no encoder with them."""
 
 from __future__ import annotations
 

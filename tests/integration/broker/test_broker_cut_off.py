@@ -1,4 +1,4 @@
-"""A broker cut off from etcd that its clients still reach: it takes and serves nothing once its lease is over."""
+"""A broker cut off from etcd that its clients still reach: it accepts and serves nothing once its lease has ended."""
 
 from __future__ import annotations
 

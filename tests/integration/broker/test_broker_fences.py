@@ -1,4 +1,4 @@
-"""Writers' fences at reference brokers, with a real etcd: who is let through, who is not, and who remembers it."""
+"""Writer fences at reference brokers, with a real etcd: which writers are accepted or refused, and who remembers it."""
 
 from __future__ import annotations
 

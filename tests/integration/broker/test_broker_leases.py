@@ -1,4 +1,4 @@
-"""ReplicaManager against a real etcd, with views kept from learning: what the transaction alone decides."""
+"""ReplicaManager against a real etcd, with views that do not update: decisions of the transaction alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partition leases with real brokers and a real etcd: who owns, who stops, what an owner that lost may still do."""
+"""Partition leases with real brokers and a real etcd: ownership, its end, and what a former owner may still do."""
 
 from __future__ import annotations
 

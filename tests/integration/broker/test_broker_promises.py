@@ -1,4 +1,4 @@
-"""What the documents promise of a broker's lease and of the ISR, with real brokers and what etcd itself counts."""
+"""The documented promises about a broker's lease and the ISR, with real brokers and etcd's own counters."""
 
 from __future__ import annotations
 

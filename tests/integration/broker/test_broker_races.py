@@ -1,4 +1,4 @@
-"""Five brokers race for one lease, two hundred times: etcd's own history says who won, and nobody else appends."""
+"""Five brokers race for one lease, two hundred times: etcd's history shows the winner, and no other broker appends."""
 
 from __future__ import annotations
 

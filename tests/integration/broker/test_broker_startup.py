@@ -1,4 +1,4 @@
-"""How a broker refuses to start: one sentence that names the thing, exit status 2, soon, nothing left behind.
+"""A broker that refuses to start: one sentence that names the cause, exit status 2, soon, nothing left behind.
 
 It waits for an etcd that does not answer, as a proxy does.
 

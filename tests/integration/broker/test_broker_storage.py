@@ -1,4 +1,4 @@
-"""Brokers and their disks: full ones, killed writers, torn tails, and what retention leaves for clients to read."""
+"""Brokers and their disks: full disks, killed writers, torn tails, and what clients can read after retention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dead broker costs the partitions that others lead: as long as it is in sync, acks=all waits for it.
+"""The cost of a dead broker for partitions led by others: as long as it is in sync, acks=all waits for it.
 
 `KPROXY_KILLS=30 pytest -s` prints the longest pause of healthy partitions for so many kills.
 """

@@ -1,4 +1,4 @@
-"""A broker that comes back leads again what it stands first for, and nobody who writes meanwhile notices."""
+"""A broker that comes back leads its preferred partitions again, and no writer notices the move."""
 
 from __future__ import annotations
 

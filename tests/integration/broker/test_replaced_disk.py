@@ -1,4 +1,4 @@
-"""A broker that comes back with an empty disk, and what of its predecessor is still under way (KIP-903).
+"""A broker that comes back with an empty disk, and requests of its predecessor that are still under way (KIP-903).
 
 Real brokers, real etcd. Both faults together lost every acknowledged record before there were log ids: the late fetch
 put the empty log into the ISR, and the leader died.

@@ -1,4 +1,4 @@
-"""Followers that fetch: from honest leaders, and from such as come and go, hang, or lie."""
+"""Followers that fetch from correct leaders, and from leaders that come and go, hang, or lie."""
 
 from __future__ import annotations
 

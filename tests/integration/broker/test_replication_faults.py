@@ -1,4 +1,4 @@
-"""Three real brokers, a real etcd, a real proxy: what becomes of acknowledged records when something goes wrong."""
+"""Acknowledged records under faults, with three real brokers, a real etcd and a real proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The listener for the other brokers: who is let in, what they may ask, and that nobody else notices those who are not.
+"""The listener for the other brokers: who is admitted, what they may ask, and that strangers disturb no one else.
 
 The brokers are real. What strangers do to one of them must leave a topic that is replicated through it alone.
 """

@@ -1,4 +1,4 @@
-"""The secret of a cluster's brokers: made once, by whichever comes first, and remembered by the brokers."""
+"""The secret of a cluster's brokers: created once, by the first of them, and kept by all."""
 
 from __future__ import annotations
 

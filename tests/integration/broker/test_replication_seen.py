@@ -1,4 +1,4 @@
-"""Who looks at a cluster sees what its replicas do: on brokers' pages, in `kproxy table` and in `kproxy doctor`."""
+"""The state of a cluster's replicas is visible on brokers' pages, in `kproxy table` and in `kproxy doctor`."""
 
 from __future__ import annotations
 

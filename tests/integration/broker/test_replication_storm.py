@@ -1,4 +1,4 @@
-"""Replicated brokers through whatever befalls them, several troubles at a time, at random, under every kind of client.
+"""Replicated brokers under several random faults at a time, with every kind of client.
 
 `KPROXY_STORM_MINUTES` is for how long, `KPROXY_STORM_SEED` decides what happens: `make storm MINUTES=60 SEED=7`. A seed
 gives the same troubles in the same order; how far clients and brokers come in the midst of each is up to the machine.

@@ -1,4 +1,4 @@
-"""Brokers and proxies cut off from etcd: nobody is told what the cluster was (the KRaft split-brain text, steps 5, 6).
+"""Brokers and proxies cut off from etcd give no outdated answers (the KRaft split-brain text, steps 5, 6).
 
 A is cut off and its lease has ended; B has made a topic since, and leads what A led. A is still reached by everybody.
 """

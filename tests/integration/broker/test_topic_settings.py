@@ -1,4 +1,4 @@
-"""What a topic is configured to reaches every replica's log."""
+"""A topic's configuration reaches every replica's log."""
 
 from __future__ import annotations
 

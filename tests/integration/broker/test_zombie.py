@@ -1,4 +1,4 @@
-"""The zombie leader of the KRaft split-brain text, thirty times: stopped for longer than its lease, then awake again.
+"""The zombie leader of the KRaft split-brain text, thirty times: stopped for longer than its lease, then continued.
 
 Ten brokers lead one partition each and are all stopped at once, while two others live on, take over and are written to.
 Three times, and each time every broker is caught at another place:

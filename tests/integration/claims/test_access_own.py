@@ -1,4 +1,4 @@
-"""Claims of the Own API need the operation `own` for their group."""
+"""Claims of the Own API require the operation `own` for their group."""
 
 from __future__ import annotations
 

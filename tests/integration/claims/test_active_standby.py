@@ -1,4 +1,4 @@
-"""The pair of examples/active_standby.py as a user runs it, killed and stopped: what the brokers' log shows of it."""
+"""The pair of examples/active_standby.py as a user runs it, killed and stopped, checked by the brokers' log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kproxy own` and the admin page on real proxies and a real etcd: what they show is so, what they free is free."""
+"""`kproxy own` and the admin page on real proxies and a real etcd: they show the true claims, and free them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of a proxy that holds claims for its clients: others can claim in time, and nobody writes after them."""
+"""Faults of a proxy that holds claims for its clients: others can claim in time, and nobody else writes after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ownership under whatever befalls it: random histories of claims, writes and deaths, checked for linearizability.
+"""Ownership under random faults: random histories of claims, writes and deaths, checked for linearizability.
 
 `KPROXY_OWN_HISTORIES` is how many, `KPROXY_OWN_SEED` what they are: `make own-histories HISTORIES=500 SEED=1`. A seed
 gives the same clients and the same troubles; how far they come in the midst of each other is up to the machine.

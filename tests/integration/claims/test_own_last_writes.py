@@ -1,4 +1,4 @@
-"""Before brokers without fences: what a writer that has ended wrote last keeps the next one's claim waiting.
+"""Brokers without fences: a claim waits for the last writes of a writer that has ended.
 
 The brokers are the test's, so that it knows what they have got and when they answer; claims go through a real etcd.
 """

@@ -1,4 +1,4 @@
-"""What may be claimed at most, by one connection and by all: one process's claims, on a real etcd."""
+"""The limits for claims, by one connection and by all: one process's claims, on a real etcd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that keep claims on one etcd, without brokers: what they tell each other, whatever etcd tells them."""
+"""Processes that keep claims on one etcd, without brokers: what they tell each other, whatever etcd reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spark's writer of examples/spark_foreach_batch.py: each row once, whatever is run again and whoever comes late."""
+"""Spark's writer of examples/spark_foreach_batch.py: each row once, despite reruns and late writers."""
 
 from __future__ import annotations
 

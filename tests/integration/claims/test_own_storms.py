@@ -1,4 +1,4 @@
-"""Many connections that claim the same, and requests that somebody made to do harm, on two proxies with two workers."""
+"""Many connections that claim the same resource, and malicious requests, on two proxies with two workers."""
 
 from __future__ import annotations
 

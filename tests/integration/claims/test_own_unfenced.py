@@ -1,4 +1,4 @@
-"""Single writer before a real Apache Kafka, which keeps no fences: a claim waits for what earlier writers wrote.
+"""Single writer before a real Apache Kafka, which has no fences: a claim waits for the writes of earlier writers.
 
 owner     - a proxy - Way - Kafka      what is written may be under way for as long as a test likes
 successor - another proxy - Kafka

@@ -1,4 +1,4 @@
-"""`kproxy dev`: everything comes up, serves, keeps what was written, and goes away as a whole, however it ends."""
+"""`kproxy dev`: everything starts, serves, keeps its data, and ends as a whole, however it ends."""
 
 from __future__ import annotations
 

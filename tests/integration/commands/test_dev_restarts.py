@@ -1,4 +1,4 @@
-"""`kproxy dev` goes on when a part of it dies: the rest serves, what happened is told, the part is started again."""
+"""`kproxy dev` continues when a part of it dies: the others serve, the death is reported, the part is restarted."""
 
 from __future__ import annotations
 

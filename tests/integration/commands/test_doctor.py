@@ -1,4 +1,4 @@
-"""`kproxy doctor` finds what is wrong with an etcd and with a proxy, and nothing where all is well."""
+"""`kproxy doctor` finds the faults of an etcd and of a proxy, and none if all is well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test run has started ends with it, even if it is killed and tears nothing down."""
+"""Processes that a test run has started end with it, even if it is killed and tears nothing down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service manager is told by real commands: that they wait, serve and stop."""
+"""Real commands report to a service manager that they wait, serve and stop."""
 
 from __future__ import annotations
 

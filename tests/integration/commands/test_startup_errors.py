@@ -1,4 +1,4 @@
-"""A command that cannot start says so in one sentence with a way out, ends with status 2, and leaves nothing behind."""
+"""A command that cannot start reports it in one sentence with a remedy, ends with status 2, leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kproxy serve --workers N`: several processes that look like one proxy, and none of which is missed for long."""
+"""`kproxy serve --workers N`: several processes that look like one proxy; one that dies is soon replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mirror and a lease table through whatever befalls three etcd members, one trouble after another, at random.
+"""A mirror and a lease table under random faults of three etcd members, one after another.
 
 `KPROXY_CHAOS_MINUTES` is for how long, `KPROXY_CHAOS_SEED` decides what happens: `make chaos MINUTES=60 SEED=7`. A seed
 gives the same troubles in the same order; how far etcd and the writers come in the midst of each is up to the machine.

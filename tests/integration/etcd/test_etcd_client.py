@@ -1,4 +1,4 @@
-"""The client against a real etcd: what each call does, and what is said when it cannot."""
+"""The client against a real etcd: the result of each call, and the error when it fails."""
 
 from __future__ import annotations
 

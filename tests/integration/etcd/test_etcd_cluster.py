@@ -1,4 +1,4 @@
-"""A mirror and a lease table before three real etcd members that fail in every way members fail.
+"""A mirror and a lease table before three real etcd members that fail in all the ways members can fail.
 
 What is heard is compared with etcd's own history, event by event, as a watcher reads it afterwards who met no trouble.
 """

@@ -1,4 +1,4 @@
-"""The commands on an etcd that wants TLS, a client certificate and a password: they serve, or say why they cannot."""
+"""The commands on an etcd that requires TLS, a client certificate and a password: they serve or report why not."""
 
 from __future__ import annotations
 

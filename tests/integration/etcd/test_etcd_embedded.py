@@ -1,4 +1,4 @@
-"""The embedded etcd: starts, says why it cannot, stops, and does not outlive who started it."""
+"""The embedded etcd: starts, reports why it cannot, stops, and does not outlive the process that started it."""
 
 from __future__ import annotations
 

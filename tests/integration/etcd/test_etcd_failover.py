@@ -1,4 +1,4 @@
-"""Three members, one of which is killed, stopped or cut off: calls, renewals and watches go on with the others."""
+"""Three members, one of which is killed, stopped or cut off: calls, renewals and watches continue with the others."""
 
 from __future__ import annotations
 

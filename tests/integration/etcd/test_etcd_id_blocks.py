@@ -1,4 +1,4 @@
-"""Numbers from one key in etcd: nobody gets one twice, whatever becomes of the swap."""
+"""Numbers from one key in etcd: no number is assigned twice, whatever the outcome of a swap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases: what keeps them, what ends them, and what a holder is told."""
+"""Leases: how they are kept, how they end, and what their holders learn."""
 
 from __future__ import annotations
 

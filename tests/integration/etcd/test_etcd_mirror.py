@@ -1,4 +1,4 @@
-"""The mirror against a real etcd: nothing is lost from load to watch, over breaks, compaction, fragments, silence."""
+"""The mirror against a real etcd: no change is lost from load to watch, over breaks, compaction, fragments, silence."""
 
 from __future__ import annotations
 

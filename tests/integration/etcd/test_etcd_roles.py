@@ -1,4 +1,4 @@
-"""deploy/etcd/roles.sh: with its roles proxies and brokers do their work, and neither can write what is the other's."""
+"""deploy/etcd/roles.sh: proxies and brokers work with its roles, and neither can write the other's keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes over a table at once: a stopped proxy's lost hours, a great lease's end, an etcd of yesterday."""
+"""Large changes to a table at once: hours missed by a stopped proxy, the end of a large lease, an outdated etcd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS to etcd: what it takes, and what is said when it fails."""
+"""TLS to etcd: its requirements, and the errors when it fails."""
 
 from __future__ import annotations
 

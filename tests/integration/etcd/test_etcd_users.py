@@ -1,4 +1,4 @@
-"""Users and passwords in etcd: tokens that are had, run out and are lost; what is said to those who have none."""
+"""Users and passwords in etcd: tokens that are obtained, expire and are lost; the errors without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lease table against a real etcd: current, refreshed after a refusal, honest about its age."""
+"""The lease table against a real etcd: current, refreshed after a refusal, with its true age."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several `kproxy serve` on one etcd, before reference brokers: whom they name, and what clients see as they go."""
+"""Several `kproxy serve` on one etcd, before reference brokers: whom they name, and what clients see when one ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transactions and groups: on real Apache Kafka they work unchanged through the proxy, elsewhere a client is told."""
+"""Transactions and groups: on real Apache Kafka they work unchanged through the proxy, elsewhere they fail with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real admin page with a token, of one process and of workers; commands bring the token."""
+"""A real admin page with a token, of one process and of workers; commands send the token."""
 
 from __future__ import annotations
 

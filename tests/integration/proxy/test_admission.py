@@ -1,4 +1,4 @@
-"""A listener with SASL: what it serves before and after the proof, how sessions end, and that strangers harm nobody."""
+"""A listener with SASL: what it serves before and after authentication, how sessions end, and harmless strangers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One record of each broker's health for all connections of a proxy: who is down and who hangs, whoever finds out."""
+"""One record of each broker's health for all connections of a proxy: which brokers are down and which hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM to a real `kproxy serve`: what is in flight is answered, nothing new is taken, and it ends in time."""
+"""SIGTERM to a real `kproxy serve`: requests in flight are answered, new ones are not accepted, and it ends in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command that serves logs a bounded number of lines of one kind, whatever is sent to it."""
+"""A serving command logs a bounded number of lines of one kind, whatever it receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric moves when what it counts happens, and by as much."""
+"""Every metric changes when the counted event happens, and by the right amount."""
 
 from __future__ import annotations
 

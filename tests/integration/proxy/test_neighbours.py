@@ -1,4 +1,4 @@
-"""What went wrong in the nearest neighbours, and the test here that would catch each of it.
+"""Known faults of comparable projects, and the test here that would catch each of them.
 
 KafScale's Go proxy and broker unless another one is named. Every entry names tests as module:function; that they exist
 is what is tested here.

@@ -1,4 +1,4 @@
-"""Descriptors: as many as the system allows, and when they run short it is new clients who are not served."""
+"""Descriptors: as many as the system allows; when they run short, only new clients are not served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who speaks TLS, HTTP, SSH or SASL to a plain listener is told so, and the log names it, once."""
+"""A client that speaks TLS, HTTP, SSH or SASL to a plain listener gets an error, and the log names it, once."""
 
 from __future__ import annotations
 

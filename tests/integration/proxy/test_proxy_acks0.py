@@ -1,4 +1,4 @@
-"""acks=0: nothing is ever answered, nothing waits for it, and what is lost is counted and told by closing."""
+"""acks=0: no request is answered, nothing waits for it, and a loss is counted and reported by closing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""acks=0 with `confirm_acks0`: brokers confirm, clients hear nothing, and nothing is lost that need not be."""
+"""acks=0 with `confirm_acks0`: brokers confirm, clients get no answer, and no avoidable loss occurs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory is bounded by what clients do not read as well: answers that brokers send count until the client has them."""
+"""The memory for unread answers is bounded too: brokers' answers count until the client has them."""
 
 from __future__ import annotations
 

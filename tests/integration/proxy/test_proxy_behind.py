@@ -1,4 +1,4 @@
-"""What is behind a batch in trouble, where what comes meanwhile goes the plain path.
+"""Batches behind an unresolved one, when later requests take the plain path.
 
 What the core decides about it is in the scripts tests/unit/routing/test_fanout_lanes.py and test_fanout_retries.py.
 """

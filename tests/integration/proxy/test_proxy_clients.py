@@ -1,4 +1,4 @@
-"""Client connections: bad input, those that leave, those that are slow, too many, and the proxy's own end."""
+"""Client connections: bad input, clients that leave, slow clients, too many clients, and the end of the proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests about the cluster: only the proxy is named, and brokers in trouble are passed over."""
+"""Requests about the cluster: answers name only the proxy, and brokers with faults are skipped."""
 
 from __future__ import annotations
 

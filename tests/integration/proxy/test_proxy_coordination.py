@@ -1,4 +1,4 @@
-"""Requests about transactional ids and groups reach their coordinator, whoever it is at the moment."""
+"""Requests about transactional ids and groups reach their current coordinator."""
 
 from __future__ import annotations
 

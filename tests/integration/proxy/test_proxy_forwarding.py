@@ -1,4 +1,4 @@
-"""One request to its answer in a healthy cluster, and what becomes of brokers that answer out of protocol."""
+"""One request to its answer in a healthy cluster, and brokers whose answers violate the protocol."""
 
 from __future__ import annotations
 

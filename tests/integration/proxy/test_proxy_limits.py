@@ -1,4 +1,4 @@
-"""Memory is bounded whatever clients do, by not reading; nobody waits for ever, and who comes too slowly is cut off."""
+"""Memory stays bounded by not reading clients; no client waits for ever, and a client that is too slow is cut off."""
 
 from __future__ import annotations
 

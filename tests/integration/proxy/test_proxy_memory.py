@@ -1,4 +1,4 @@
-"""What waits keeps its own bytes and not those of others."""
+"""A waiting request keeps its own bytes and not those of others."""
 
 from __future__ import annotations
 

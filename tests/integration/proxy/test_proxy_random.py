@@ -1,4 +1,4 @@
-"""Everything at once, at random: several producers of each kind before brokers that do whatever brokers can do.
+"""All faults at once, at random: several producers of each kind before brokers with all possible behaviours.
 
 `KPROXY_SEEDS` is how many seeds are run and `KPROXY_FIRST_SEED` the first of them. A seed decides who does what; the
 event loop and the machine decide when, so that a seed that fails once may have to be run several times.

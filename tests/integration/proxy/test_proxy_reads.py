@@ -1,4 +1,4 @@
-"""Fetch: sessions, long polls over several owners, limits, and what a merged answer says."""
+"""Fetch: sessions, long polls over several owners, limits, and the content of a merged answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the proxy asks of its sockets, as the kernel tells it."""
+"""The socket options that the proxy sets, as the kernel reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A broker connection at the moments where it changes its state."""
+"""A broker connection at the moments when it changes its state."""
 
 from __future__ import annotations
 

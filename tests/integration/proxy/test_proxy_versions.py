@@ -1,4 +1,4 @@
-"""Versions: what is offered follows the brokers, and what was offered binds what is then sent."""
+"""Versions: the offered ones follow the brokers, and requests are sent in versions that were offered."""
 
 from __future__ import annotations
 

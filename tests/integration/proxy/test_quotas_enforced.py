@@ -1,4 +1,4 @@
-"""Quotas of a real proxy: a client that sends too much is not read, is told so, and no other one notices."""
+"""Quotas of a real proxy: a client that sends too much is not read, its answers say so, and no other client notices."""
 
 from __future__ import annotations
 

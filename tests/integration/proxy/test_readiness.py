@@ -1,4 +1,4 @@
-"""`/readyz` says the truth: ready only where clients can be served, and a stale table is no reason not to."""
+"""`/readyz` is right: ready only if clients can be served, and a stale table does not prevent it."""
 
 from __future__ import annotations
 

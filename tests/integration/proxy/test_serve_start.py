@@ -1,4 +1,4 @@
-"""`kproxy serve` starts before what it learns owners from, and reads it anew on SIGHUP."""
+"""`kproxy serve` starts before its ownership source, and reads it again on SIGHUP."""
 
 from __future__ import annotations
 

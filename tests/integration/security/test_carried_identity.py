@@ -1,4 +1,4 @@
-"""The identity of each client on its broker connections: what brokers see of it, and what comes of their judgement."""
+"""The identity of each client on its broker connections: what brokers see of it, and the effects of their decisions."""
 
 from __future__ import annotations
 

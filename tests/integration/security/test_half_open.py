@@ -1,4 +1,4 @@
-"""Connections that do not finish their TLS handshake: bounded in number and time, and nobody else notices."""
+"""Connections that do not finish their TLS handshake: bounded in number and time, without effect on others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listeners that each ask for something else, and who a client is there: by SASL, by its certificate, or nobody."""
+"""Listeners with different requirements, and a client's principal there: by SASL, by its certificate, or anonymous."""
 
 from __future__ import annotations
 

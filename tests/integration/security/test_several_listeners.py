@@ -1,4 +1,4 @@
-"""Several listeners, and several proxies that have them: each client is told the addresses of its own listener."""
+"""Several listeners, and several proxies that have them: each client gets the addresses of its own listener."""
 
 from __future__ import annotations
 

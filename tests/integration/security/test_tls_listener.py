@@ -1,4 +1,4 @@
-"""TLS listeners: who comes in, who does not and is told why, and what happens when the files change."""
+"""TLS listeners: which clients are admitted, the errors of the others, and changes of the files."""
 
 from __future__ import annotations
 

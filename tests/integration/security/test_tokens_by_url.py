@@ -1,4 +1,4 @@
-"""Clients authenticate by tokens whose keys the proxy fetches from their issuer."""
+"""Clients authenticate with tokens whose keys the proxy fetches from their issuer."""
 
 from __future__ import annotations
 

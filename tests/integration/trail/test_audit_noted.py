@@ -1,4 +1,4 @@
-"""Whatever a request looks like and whichever way it takes, what is acknowledged is noted, and nothing else.
+"""Every acknowledged batch is noted, whatever its request looks like and whichever path it takes, and nothing else is.
 
 Before scripted brokers: every version of Produce, one owner and several, answers that are plain and answers that have
 to be parsed, batches whose length takes one, two, three and four bytes to say.

@@ -1,4 +1,4 @@
-"""The trail of a real proxy arrives where it is shipped to, whatever becomes of the proxy, its sink and its clients."""
+"""The trail of a real proxy arrives where it is shipped to, despite faults of the proxy, its sink and its clients."""
 
 from __future__ import annotations
 

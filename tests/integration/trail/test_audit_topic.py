@@ -1,4 +1,4 @@
-"""A trail in a topic, and what becomes of it while there is nobody to take it."""
+"""A trail in a topic, also while no broker accepts it."""
 
 from __future__ import annotations
 

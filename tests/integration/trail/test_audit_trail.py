@@ -1,4 +1,4 @@
-"""The trail of a real proxy before real brokers: what its clients were told is in it, once, and nothing else.
+"""The trail of a real proxy before real brokers has exactly the acknowledgements that its clients got, each once.
 
 Idempotent clients and plain ones write through one proxy while the owner of their partitions is killed with -9 and
 comes back. Then the proxy's trail, the clients' own accounts and the brokers' answers are held against each other.

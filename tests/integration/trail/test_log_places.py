@@ -1,4 +1,4 @@
-"""What there is to audit is asked for by name before it is said not to be there."""
+"""A topic to audit is requested by name before it is reported as missing."""
 
 from __future__ import annotations
 

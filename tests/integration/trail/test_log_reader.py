@@ -1,4 +1,4 @@
-"""Batch headers read through the proxy: what the reader of logs says of topics that real producers have written."""
+"""Batch headers read through the proxy: the log reader's results for topics that real producers have written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench.paths` sends, and its broker that refuses each tenth batch, and what comes before that is there again."""
+"""The requests of `bench.paths`, and its broker, which refuses each tenth batch until it is sent again."""
 
 from __future__ import annotations
 

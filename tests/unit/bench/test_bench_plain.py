@@ -1,4 +1,4 @@
-"""What `bench.plain` makes of its measurements, its brokers, and its loop at a fixed rate."""
+"""The evaluation of `bench.plain`'s measurements, its brokers, and its loop at a fixed rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far followers are behind is told by their log files, and not better than it is."""
+"""The lag of followers is measured by their log files, and never reported too small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker's view of the cluster: whichever tells first, nothing goes back, nothing unreadable ends it."""
+"""The broker's view of the cluster: whichever watch reports first, nothing goes back, nothing unreadable ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data directory: one broker at a time, its own broker only, and logs that belong to the very topic asked for."""
+"""The data directory: one broker at a time, its own broker only, and logs of exactly the topic requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk without room: what is refused says which disk, leaves nothing behind, and is taken once there is room."""
+"""A full disk: the refusal names the disk, leaves nothing behind, and the batch is accepted once there is room."""
 
 from __future__ import annotations
 

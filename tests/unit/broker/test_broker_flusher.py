@@ -1,4 +1,4 @@
-"""Replicas whose records are to be on the disk (`--flush always`), with a disk that takes as long as the test says."""
+"""Replicas that flush records to the disk (`--flush always`), with a disk whose speed the test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening replicas' logs: what cannot be opened is told, and tried again."""
+"""Opening replicas' logs: a log that cannot be opened is reported, and tried again."""
 
 from __future__ import annotations
 

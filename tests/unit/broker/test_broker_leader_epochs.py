@@ -1,4 +1,4 @@
-"""Which leader epoch wrote which offsets, and what that says of another replica's log (KIP-101, KIP-279)."""
+"""Which leader epoch wrote which offsets, and the conclusions for another replica's log (KIP-101, KIP-279)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a broker makes of what etcd tells: which partitions it leads, and in which epoch."""
+"""A broker's conclusions from etcd's changes: which partitions it leads, and in which epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker's log on a real disk: what is read back, what survives a torn write, what is refused."""
+"""The broker's log on a real disk: reading back, torn writes, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to logs from time to time, on real files: flushing, checkpoints, retention, and what may go wrong."""
+"""The periodic work on logs, on real files: flushing, checkpoints, retention, and their failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What opening a log makes of damaged files: what a power cut may have left is cut off, anything else is told.
+"""Opening a log with damaged files: the possible effects of a power cut are cut off, any other damage is reported.
 
 The line between the two is the recovery point: the high watermark that was written down last.
 """

@@ -1,4 +1,4 @@
-"""The log of a follower on a real disk: what it takes from a leader, and how it goes back."""
+"""The log of a follower on a real disk: what it accepts from a leader, and how it is truncated."""
 
 from __future__ import annotations
 

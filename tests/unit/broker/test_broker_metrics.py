@@ -1,4 +1,4 @@
-"""What a broker's `/metrics` and its page for people say, moves with what it tells of."""
+"""A broker's `/metrics` and its page for people change with the state that they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A led partition over a real log: what the fence, the role and producer state allow, and what an answer promises."""
+"""A led partition over a real log: the effects of fence, role and producer state, and the promise of an answer."""
 
 from __future__ import annotations
 

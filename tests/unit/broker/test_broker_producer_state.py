@@ -1,4 +1,4 @@
-"""Idempotent producers: what is a resend, what is a gap, what is fenced."""
+"""Idempotent producers: which batches are resends, gaps, or fenced."""
 
 from __future__ import annotations
 

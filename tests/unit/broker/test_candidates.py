@@ -1,4 +1,4 @@
-"""Who may take a partition, and who goes first."""
+"""Which brokers may take a partition, and in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeping writers' fences in etcd: what is answered where etcd is slow, silent or tells something else."""
+"""Keeping writer fences in etcd: the answers if etcd is slow, silent or reports a different fence."""
 
 from __future__ import annotations
 

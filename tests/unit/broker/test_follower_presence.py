@@ -1,4 +1,4 @@
-"""Which followers count as gone, told by their connections alone."""
+"""Which followers count as gone, judged by their connections alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing in-sync replicas to etcd: whose turn it is."""
+"""Writing in-sync replicas to etcd: the order of changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitions that replicate to each other, without a network: what one asks, the other answers, in one call."""
+"""Partitions that replicate to each other without a network: a request and its answer in one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two brokers that prove to each other that they know the cluster's secret, and those who do not know it."""
+"""Brokers that prove to each other that they know the cluster's secret, and those that do not know it."""
 
 from __future__ import annotations
 

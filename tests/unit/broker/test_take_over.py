@@ -1,4 +1,4 @@
-"""A take-over that finds its own key: what etcd has changed meanwhile is not overwritten by it."""
+"""A take-over that finds its own key: it does not overwrite what etcd has changed meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a topic may be configured to, what follows for its partitions, and where its replicas go."""
+"""The configuration of a topic, its effects on its partitions, and the placement of its replicas."""
 
 from __future__ import annotations
 

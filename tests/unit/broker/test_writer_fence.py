@@ -1,4 +1,4 @@
-"""Whose writes a partition takes: every case of a fence and a binding, and what holds whatever is asked."""
+"""Whose writes a partition accepts: every case of a fence and a binding, and the rules for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of claims as pages: all that is in force, once each, whatever the size of a page."""
+"""The table of claims as pages: every claim in force, once each, whatever the size of a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How claiming goes on, whatever is answered: a client library that answers as each test says, on asyncio's clock."""
+"""The course of claiming after any answer: a client library that answers as each test says, on asyncio's clock."""
 
 from __future__ import annotations
 

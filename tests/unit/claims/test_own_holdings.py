@@ -1,4 +1,4 @@
-"""What a connection has claimed: which fence its writes stand behind, what it may read, and what is left of it."""
+"""The claims of a connection: the fence of its writes, what it may read, and what remains of it."""
 
 from __future__ import annotations
 

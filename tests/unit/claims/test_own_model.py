@@ -1,4 +1,4 @@
-"""The judge of ownership: on what some told by hand, and on what a proxy without faults, made up at random, leaves."""
+"""The judge of ownership: on histories written by hand, and on random ones of a proxy without faults."""
 
 from __future__ import annotations
 

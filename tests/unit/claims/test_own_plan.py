@@ -1,4 +1,4 @@
-"""What an application may ask to own, and what it is told where that makes no sense."""
+"""What an application may ask to own, and the errors for requests that make no sense."""
 
 from __future__ import annotations
 

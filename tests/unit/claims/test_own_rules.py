@@ -1,4 +1,4 @@
-"""What a claim comes to: the rows of the Own API's table, and those in which a whole group takes part."""
+"""The outcome of a claim: the rows of the Own API's table, and those in which a whole group takes part."""
 
 from __future__ import annotations
 

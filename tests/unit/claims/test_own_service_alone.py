@@ -1,4 +1,4 @@
-"""What one process answers to claims that it cannot even look at."""
+"""The answers of one process to claims that it cannot even check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of claims: what it tells of each change, in order, and what it makes of snapshots and nonsense."""
+"""The table of claims: it reports each change, in order, and handles snapshots and invalid values."""
 
 from __future__ import annotations
 

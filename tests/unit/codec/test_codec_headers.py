@@ -1,4 +1,4 @@
-"""Headers: kafka-python writes them for every API and version it knows, and so do we; hostile ones are refused."""
+"""Headers: equal to kafka-python's for every API and version that it knows; hostile ones are refused."""
 
 from __future__ import annotations
 

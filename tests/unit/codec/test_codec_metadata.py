@@ -1,4 +1,4 @@
-"""Metadata answers read in portions, held against the decoder that reads them whole."""
+"""Metadata answers read in portions, compared with the decoder that reads them whole."""
 
 from __future__ import annotations
 

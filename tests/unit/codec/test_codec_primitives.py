@@ -1,4 +1,4 @@
-"""Primitive types: what is read, and what is refused before anything is done about it."""
+"""Primitive types: what is read, and what is refused before any work is done for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may not send in a partitioned request, and what is read of it: tables for the rules one by one."""
+"""Invalid partitioned requests of clients, and the fields read of valid ones: tables for the rules one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers: what is read, what is blanked, and whether kafka-python and kio read what is made here."""
+"""Answers: which fields are read and blanked, and whether kafka-python and kio can read the encoded ones."""
 
 from __future__ import annotations
 

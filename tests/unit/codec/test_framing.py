@@ -1,4 +1,4 @@
-"""The frame reader at its edges: every split, illegal lengths, what it may allocate and what it may overwrite."""
+"""The frame reader at its limits: every split, illegal lengths, what it may allocate and what it may overwrite."""
 
 from __future__ import annotations
 

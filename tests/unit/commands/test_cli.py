@@ -1,4 +1,4 @@
-"""The commands: what they are called, how they end, and what they say."""
+"""The commands: their names, their exit status, and their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims as they are printed and compared, and what `kproxy own claim` takes for a resource."""
+"""Printing and comparing claims, and the resources that `kproxy own claim` accepts."""
 
 from __future__ import annotations
 

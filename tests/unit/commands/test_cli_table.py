@@ -1,4 +1,4 @@
-"""The routing table as it is paged, printed, and compared."""
+"""Paging, printing and comparing the routing table."""
 
 from __future__ import annotations
 

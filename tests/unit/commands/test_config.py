@@ -1,4 +1,4 @@
-"""Options come from flags, environment and file, in this order; what is wrong is said with its source and a way out."""
+"""Options come from flags, environment and file, in this order; an error names its source and a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the audit trail goes: read from flags, environment and file; refused where it cannot go there."""
+"""The destination of the audit trail: read from flags, environment and file; refused if it cannot go there."""
 
 from __future__ import annotations
 

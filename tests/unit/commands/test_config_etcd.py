@@ -1,4 +1,4 @@
-"""How etcd is to be talked to: read from flags, environment and file; refused where it does not go together."""
+"""The connection to etcd: read from flags, environment and file; refused if the options contradict each other."""
 
 from __future__ import annotations
 

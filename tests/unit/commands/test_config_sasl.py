@@ -1,4 +1,4 @@
-"""`[sasl]` and `[oauth]`: what is taken, and the sentence for what is not."""
+"""`[sasl]` and `[oauth]`: accepted values, and the error for any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a part of `kproxy dev` that ends is left before it is started again."""
+"""The delay before a part of `kproxy dev` that ended is started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of the installed package: its version, its commit, and how to add an extra."""
+"""Information about the installed package: its version, its commit, and how to add an extra."""
 
 from __future__ import annotations
 

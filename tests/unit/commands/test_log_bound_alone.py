@@ -1,4 +1,4 @@
-"""Lines of one kind are bounded a minute, and what is left out is counted and told."""
+"""Lines of one kind are bounded per minute; omitted lines are counted and reported."""
 
 from __future__ import annotations
 

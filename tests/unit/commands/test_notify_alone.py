@@ -1,4 +1,4 @@
-"""What systemd is told arrives, and that it cannot be told costs nothing."""
+"""Notifications to systemd arrive, and a failure to send one has no effect."""
 
 from __future__ import annotations
 

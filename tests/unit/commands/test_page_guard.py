@@ -1,4 +1,4 @@
-"""The admin page's protection: the token, and what foreign web pages can make a browser send."""
+"""The admin page's protection: the token, and requests that foreign web pages can make a browser send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job is to run, as flags say it: what Spark would end with is told before Spark is started."""
+"""Where a job runs, by its flags: errors that Spark would end with are reported before Spark is started."""
 
 from __future__ import annotations
 

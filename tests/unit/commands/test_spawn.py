@@ -1,4 +1,4 @@
-"""A child process starts without a collection of garbage in the copy of this process that becomes it."""
+"""A child process starts without a garbage collection in the copy of this process that becomes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command waits for is said at once, and again now and then."""
+"""A waiting command reports at once what it waits for, and repeats it at intervals."""
 
 from __future__ import annotations
 

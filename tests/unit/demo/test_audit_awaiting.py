@@ -1,4 +1,4 @@
-"""When the trails tell of everything before some time, by the rows heard so far."""
+"""When the trails cover everything before a given time, by the rows received so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the flights are laid down for the stream, and what message each row must make."""
+"""The flights' files for the stream, and the message that each row must make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge: what it calls missing, duplicated, out of order, altered, scattered, and what it calls clean."""
+"""The judge: which records it calls missing, duplicated, out of order, altered, scattered, and which clean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the demo kills, when, and how it sees from etcd what becomes of the partitions."""
+"""Which broker the demo kills, when, and how it follows the partitions in etcd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table at the end, and the lines where there is no terminal."""
+"""The table at the end, and the lines without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo refuses to start with, one sentence each; and what of the user's settings reaches Spark."""
+"""What the demo refuses to start with, one sentence each; and which of the user's settings reach Spark."""
 
 from __future__ import annotations
 

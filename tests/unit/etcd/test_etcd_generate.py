@@ -1,4 +1,4 @@
-"""The committed descriptors are those of the committed .proto, and a stale one is noticed."""
+"""The committed descriptors match the committed .proto, and a stale one is noticed."""
 
 from pathlib import Path
 

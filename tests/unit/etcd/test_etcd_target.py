@@ -1,4 +1,4 @@
-"""Which endpoints are understood, and what is said of those that are not."""
+"""Which endpoints are valid, and the errors for the others."""
 
 import pytest
 

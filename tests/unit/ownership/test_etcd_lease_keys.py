@@ -1,4 +1,4 @@
-"""What the lease table makes of keys and values, the senseless ones included."""
+"""How the lease table reads keys and values, invalid ones included."""
 
 from __future__ import annotations
 

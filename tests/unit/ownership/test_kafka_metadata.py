@@ -1,4 +1,4 @@
-"""What the table makes of a cluster's Metadata, answer by answer, from a broker that says what the test tells it to."""
+"""How the table reads a cluster's Metadata, answer by answer, from a broker whose answers the test sets."""
 
 from __future__ import annotations
 

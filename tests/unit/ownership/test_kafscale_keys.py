@@ -1,4 +1,4 @@
-"""What the lease table makes of the keys of KafScale: its snapshot of the cluster, and the leases of groups.
+"""How the lease table reads the keys of KafScale: its snapshot of the cluster, and the leases of groups.
 
 SNAPSHOT is byte for byte what KafScale writes for two brokers and a topic of two partitions.
 """

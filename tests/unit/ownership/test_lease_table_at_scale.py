@@ -1,4 +1,4 @@
-"""What a load of very many leases costs: memory for the table and little besides, and the loop is never held up."""
+"""The cost of loading very many leases: little memory besides the table, and no long turn of the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a following audit remembers of trails, whatever they are called and however many there are."""
+"""The state that a following audit keeps of trails, whatever their names and however many there are."""
 
 from __future__ import annotations
 

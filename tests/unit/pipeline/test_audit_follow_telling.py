@@ -1,4 +1,4 @@
-"""What a following audit tells: each finding once, whatever was told before, and of too many how many there are."""
+"""The reports of a following audit: each finding once, whatever was reported before; too many are counted."""
 
 from __future__ import annotations
 

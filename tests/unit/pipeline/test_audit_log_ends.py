@@ -1,4 +1,4 @@
-"""An audit asks again where logs end, while what was acknowledged by one replica is not shown to readers yet."""
+"""An audit asks again for the ends of logs while readers do not see records that one replica has acknowledged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An audit's report says what was found, all of it and nothing else, and is one file that asks for nothing.
+"""An audit's report has every finding and nothing else, and is one file that loads nothing.
 
 How it looks is for people to judge; here is what a program can: its structure, its words and numbers, and what it must
 not contain, whatever topics are called.

@@ -1,4 +1,4 @@
-"""The archive that executors get: what is in it, that Python runs it as it is, and that it is never there in parts."""
+"""The archive for executors: its content, that Python runs it as it is, and that it is never there in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose checkpoint it is, how far behind a job is, how it is stopped, and what is said of how it ended."""
+"""The owner of a checkpoint, the lag of a job, how it is stopped, and the report of how it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kproxy pipeline ingest` may be asked for, and what it says to the rest."""
+"""Valid options of `kproxy pipeline ingest`, and the errors for all others."""
 
 from __future__ import annotations
 

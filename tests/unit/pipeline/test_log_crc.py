@@ -1,4 +1,4 @@
-"""Where there is no crc32c, as on an executor that was not given one, batches are read and nobody calls them whole."""
+"""Without crc32c, as on an executor that lacks it, batches are read but not reported as intact."""
 
 from __future__ import annotations
 

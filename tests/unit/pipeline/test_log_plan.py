@@ -1,4 +1,4 @@
-"""What a read of logs takes and in what pieces, and the options that say so."""
+"""The ranges and pieces of a read of logs, and the options for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told where Spark's jars could not be downloaded, by what Ivy says of it.
+"""The error when Spark's jars could not be downloaded, by Ivy's report.
 
 The reports were written by Spark 4.0.0 with Ivy 2.5.3, asked for its Kafka connector by `spark.jars.packages` of
 repositories that were made to fail, one way each; but for empty lines they are whole.

@@ -1,4 +1,4 @@
-"""What Spark leaves where somebody stands is removed, and nothing else."""
+"""Files that Spark leaves in the working directory are removed, and nothing else."""
 
 from __future__ import annotations
 

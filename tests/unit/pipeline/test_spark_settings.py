@@ -1,4 +1,4 @@
-"""What Spark is told, by where it is to run."""
+"""The settings of Spark, by where it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How slowly a frame may arrive."""
+"""The slowest permitted arrival of a frame."""
 
 from __future__ import annotations
 

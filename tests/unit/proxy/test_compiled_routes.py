@@ -1,4 +1,4 @@
-"""Which plain path runs, and what the compiled one keeps of routes: proven ones alone, and within a bound."""
+"""Which plain path runs, and which routes the compiled one keeps: only proven ones, and a bounded number."""
 
 from __future__ import annotations
 

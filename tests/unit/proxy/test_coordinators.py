@@ -1,4 +1,4 @@
-"""Who coordinates a group, by its lease."""
+"""The coordinator of a group, by its lease."""
 
 from __future__ import annotations
 

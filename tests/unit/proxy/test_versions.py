@@ -1,4 +1,4 @@
-"""What is offered before brokers that serve this and that."""
+"""The offered versions, by the versions that brokers serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several workers share, and what they say as one."""
+"""What several workers share, and what they report as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts for the fan-out: the client leaves, or what it had claimed is another's."""
+"""Scripts for the fan-out: the client leaves, or another client takes what it had claimed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts for the fan-out: deadlines, connections to brokers that end, and what has no answer (acks=0)."""
+"""Scripts for the fan-out: deadlines, connections to brokers that end, and requests without an answer (acks=0)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts for the fan-out: what is sent again after a failure, how often, for how long, and what the client is told."""
+"""Scripts for the fan-out: which pieces are sent again after a failure, how often, for how long, and the answers."""
 
 from __future__ import annotations
 

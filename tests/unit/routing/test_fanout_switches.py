@@ -1,4 +1,4 @@
-"""For each rule of the fan-out a switch that breaks it, and a script that goes red then.
+"""For each rule of the fan-out a switch that breaks it, and a script that then fails.
 
 The rules are the numbered invariants of kproxy.routing's modules. A script that stayed green with its rule broken would
 show nothing.

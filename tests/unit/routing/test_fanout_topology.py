@@ -1,4 +1,4 @@
-"""Scripts for the fan-out: what a change of the topology means, and requests that enter from the plain path."""
+"""Scripts for the fan-out: the effects of topology changes, and requests that enter from the plain path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom clients are told of: spread, stable, and the same on every proxy."""
+"""Which proxies are named to clients: spread, stable, and the same on every proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a broker that has a batch already would know again, and where a batch stands among those of its producer."""
+"""What identifies a batch to a broker that has it already, and a batch's place among those of its producer."""
 
 from __future__ import annotations
 

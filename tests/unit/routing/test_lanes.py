@@ -1,4 +1,4 @@
-"""Lanes by themselves, where the wire cannot be made to tell a rule from the ones before it."""
+"""Lanes by themselves, for rules that cannot be told apart on the wire."""
 
 from __future__ import annotations
 

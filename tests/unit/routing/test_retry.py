@@ -1,4 +1,4 @@
-"""How often something is tried, at one owner and at all of them, and how long is waited in between."""
+"""The number of tries, at one owner and at all of them, and the delays in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proven routes make a plan; it is kept for the next request like it, and for no other."""
+"""Proven routes make a plan; it is kept for the next request of the same kind, and for no other."""
 
 from __future__ import annotations
 

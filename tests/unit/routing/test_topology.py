@@ -1,4 +1,4 @@
-"""The routing table: entries go only upward, whatever order news arrives in."""
+"""The routing table: revisions of entries only rise, whatever order changes arrive in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routing table promises so that a million partitions stay cheap: pages, moves, loads in portions."""
+"""The routing table's promises that keep a million partitions cheap: pages, moves, loads in portions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules: what they allow, and what the configuration file may say."""
+"""The ACL rules: what they allow, and their form in the configuration file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of tokens from a URL: when they are fetched, and what is not taken."""
+"""Token keys from a URL: when they are fetched, and which are refused."""
 
 from __future__ import annotations
 

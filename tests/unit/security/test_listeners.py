@@ -1,4 +1,4 @@
-"""`[[listeners]]`, `[tls]`, `[broker_tls]` and `[broker_sasl]`: what they may say, and what is said of the rest."""
+"""`[[listeners]]`, `[tls]`, `[broker_tls]` and `[broker_sasl]`: valid values, and the errors for others."""
 
 from __future__ import annotations
 

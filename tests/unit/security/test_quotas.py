@@ -1,4 +1,4 @@
-"""Quotas: how much fits, who shares an account, and where an answer tells the wait."""
+"""Quotas: the amount allowed, which clients share an account, and where an answer states the wait."""
 
 from __future__ import annotations
 

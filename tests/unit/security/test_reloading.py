@@ -1,4 +1,4 @@
-"""Values made of files: when they are made again."""
+"""Values made from files: when they are made again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state machine of SASL, message by message, as a client of any kind may send them."""
+"""The state machine of SASL, message by message, for any kind of client."""
 
 from __future__ import annotations
 

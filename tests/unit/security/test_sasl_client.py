@@ -1,4 +1,4 @@
-"""The client's side of SASL towards a broker, against scramp's server side and answers made up."""
+"""The client's side of SASL towards a broker, against scramp's server side and generated answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What test_forked runs: `tell` prints what the process was given, `wait` waits for a signal."""
+"""The program that test_forked runs: `tell` prints what the process was given, `wait` waits for a signal."""
 
 from __future__ import annotations
 

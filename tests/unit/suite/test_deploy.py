@@ -1,4 +1,4 @@
-"""Every file of deploy/ names only flags, options, variables, metrics and ports that there are, and is of one version.
+"""Files of deploy/ name only flags, options, variables, metrics and ports that exist, and all have one version.
 
 The files are read as text: what checks them with tools of their own is `make check-deploy`.
 """

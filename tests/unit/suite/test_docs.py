@@ -1,4 +1,4 @@
-"""The guides name files, pages and anchors that are there, and every part of the code has its row."""
+"""The guides name files, pages and anchors that exist, and every part of the code has its row."""
 
 from __future__ import annotations
 

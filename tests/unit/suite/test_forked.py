@@ -1,4 +1,4 @@
-"""A forked process is what `python -m` would be, as far as a command and its test can see."""
+"""A forked process equals one of `python -m`, as far as a command and its test can see."""
 
 from __future__ import annotations
 

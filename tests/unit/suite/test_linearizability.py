@@ -1,4 +1,4 @@
-"""The checker of histories: on some by hand, on many that did happen, and beside one that tries all orders."""
+"""The checker of histories: on some by hand, on many real ones, and compared with one that tries all orders."""
 
 from __future__ import annotations
 

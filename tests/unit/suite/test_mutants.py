@@ -1,4 +1,4 @@
-"""Mutants are drawn by a seed, each is one change that parses, and what they are run in is a copy."""
+"""Mutants are drawn by a seed, each is one change that parses, and they run in a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a pause of this process makes fail are run again, and others are not."""
+"""Tests that fail because of a pause of this process are run again, and others are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of the suite hold: what is skipped or left behind is not passed over."""
+"""The rules of the suite hold: skipped tests and leftover processes are noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that run side by side are those that may, and the longest lanes begin."""
+"""Only tests that may run side by side do, and the longest lanes begin."""
 
 from __future__ import annotations
 

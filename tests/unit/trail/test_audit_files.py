@@ -1,4 +1,4 @@
-"""A trail in files: what is written is there, whole, in files that sort; a disk without room spoils nothing."""
+"""A trail in files: written rows are there, whole, in files that sort; a full disk damages nothing."""
 
 from __future__ import annotations
 

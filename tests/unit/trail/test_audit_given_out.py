@@ -1,4 +1,4 @@
-"""An offset that is given out twice is told, with both owners; a resend, and what only looks like it, is not."""
+"""An offset that is assigned twice is reported, with both owners; a resend, or what only looks like it, is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is offered leaves in order and at least once, or is dropped whole and counted; nobody who offers ever waits."""
+"""Offered rows leave in order and at least once, or are dropped whole and counted; no caller ever waits."""
 
 from __future__ import annotations
 

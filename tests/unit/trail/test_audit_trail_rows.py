@@ -1,4 +1,4 @@
-"""Acknowledged batches, put together to rows: nothing is said that was not acknowledged, and nothing is left out."""
+"""Acknowledged batches, combined into rows: no other batch is included, and none is left out."""
 
 from __future__ import annotations
 
