@@ -12,13 +12,13 @@ from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.world import Outcome, run_world
 
-# Worlds that are told in full, and what is told of each.
+# The number of worlds reported in full, and of lines for each.
 MOST_TOLD = 10
 MOST_FOUND = 5
 
 
 class Summary:
-    """What came of many worlds."""
+    """The results of many worlds."""
 
     def __init__(self) -> None:
         self.worlds = 0
@@ -50,7 +50,7 @@ class Summary:
         )
 
     def complaints(self) -> Iterator[str]:
-        """What was found, world by world, the first of it."""
+        """The findings, world by world, starting with the first."""
         for outcome in self.broken[:MOST_TOLD]:
             yield f"seed {outcome.seed}: {len(outcome.found)} found"
             yield from (f"    {found}" for found in outcome.found[:MOST_FOUND])

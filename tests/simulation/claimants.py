@@ -1,9 +1,9 @@
 """Clients that claim partitions of a topic with a writer group (the Own API), write while they own them, and lose them.
 
-A claimant claims on each of its connections anew, at one of the proxies: single partitions, now and then the whole
-group, half of the time with a generation that takes them from whoever has them. It writes what it owns, each batch
-once; now and then also what it does not own, or does not know yet to own. Beside that it writes partitions that are
-anybody's. It goes on claiming until it has sent all.
+A claimant claims on each of its connections anew, at one of the proxies: single partitions, sometimes the whole
+group, half of the time with a generation that takes them from their claimant. It writes what it owns, each batch
+once; sometimes also partitions that it does not own, or does not know yet to own. It also writes ungated partitions.
+It continues claiming until it has sent everything.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ CLAIMS_ALL: Final = 0.05
 
 
 class Claimant(Plain):
-    """It claims what of its `partitions` has a writer group; the others anybody writes."""
+    """It claims those of its `partitions` that have a writer group; anybody may write the others."""
 
     def __init__(self, world: World, number: int, setting: ClientSetting, partitions: list[Partition]) -> None:
         super().__init__(world, number, setting, partitions)
         self._claimable = [partition for partition in partitions if partition in world.cluster.gated]
-        # Of the connection `_on`: what was granted, with its fence; and whether a claim is not answered yet.
+        # For the connection `_on`: the grants with their fences, and whether a claim is not answered yet.
         self._on: Connection | None = None
         self._fences: dict[Partition, int] = {}
         self._is_asking = False
         self._claims = 0
-        # What was written of what was known to be owned, with the fence.
+        # The batches written to partitions known to be owned, with the fence.
         self._rightly: dict[int, int] = {}
 
     def proxy_of(self, ordinal: int) -> int:
         return int(self._dice.at(What.CLAIM, -self.number, ordinal) * len(self.world.proxies))
 
     def _rests_s(self, drawn: float) -> float:
-        # Long enough that others do something with what they have claimed.
+        # Long enough for others to use what they have claimed.
         return 1.2 * drawn**3
 
     def _compose(self) -> list[Batch]:
@@ -100,7 +100,7 @@ class Claimant(Plain):
     def patience_s(self, sent: Sent) -> float:
         if sent.api_key != wire.OWN:
             return super().patience_s(sent)
-        # An etcd that answers late, and brokers that do not say what they serve, are waited for beyond it.
+        # The wait also covers a slow etcd, and brokers that do not report what they serve.
         return self.world.limits.own_timeout_s + 15.0
 
     def _read_answer(self, sent: Sent, frame: bytes) -> tuple[int, wire.Results]:
@@ -126,7 +126,7 @@ class Claimant(Plain):
             if code and code not in REFUSALS:
                 self.world.found.append(f"{self} claimed {asked} and got {entries}")
         if not self._fences:
-            # Not at once again.
+            # Not again at once.
             self._wait(0.02 + 0.2 * self._dice.at(What.PAUSE, -self.number, self._claims))
 
     def _settled(self, batch: Batch, code: int | None) -> None:

@@ -1,10 +1,10 @@
-"""Clients of a simulated world, who keep account of every batch they send and judge every answer as it comes.
+"""Clients of a simulated world, which record every batch they send and judge every answer as it comes.
 
-`Idempotent` does what Java's producer does: five requests in flight at most, and after a failure nothing new before all
-that is in flight is answered; then what failed, in order. It sends until everything is acknowledged. A transactional
-one differs in its batches' flag. `Plain` never sends a batch twice, and `Silent` sends with acks=0. All of them leave
-in the midst of things, with a request half sent or answers unread, and come back on another connection; all of them
-read now and then.
+`Idempotent` does what Java's producer does: at most five requests in flight, and after a failure nothing new until all
+in flight is answered; then the failed batches, in order. It sends until everything is acknowledged. A transactional
+one differs in its batches' flag. `Plain` never sends a batch twice, and `Silent` sends with acks=0. All of them
+sometimes leave with a request half sent or answers unread, and come back on another connection; all of them read
+sometimes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 NONE: Final = 0
-# Codes that say of a batch sent once: it is not in the log.
+# Error codes that prove that a batch sent once is not in the log.
 NOT_APPENDED: Final = frozenset({2, 3, 5, 6, 10, 19, 29, 44, 45, 56, 87, 100})
-# The same of a batch that the proxy may have sent more than once: a failed disk says nothing of the first time.
+# The same for a batch that the proxy may have sent more than once: a failed disk says nothing about the first time.
 SAY_NOT_APPENDED: Final = NOT_APPENDED - {56}
-# Deadlines are looked after at this interval.
+# Interval for checking deadlines.
 TICK_S: Final = 0.1
 CLOCK_S: Final = 1e-6
-# What a read may take, with the longest wait that is asked for.
+# The time limit for a read, including the longest wait that it asks for.
 MOST_READ_S: Final = READ_GRACE_S + 0.05
 BATCH_RECORDS: Final = 4
 MOST_SENDS: Final = 200
-# A batch that is refused more often than this backs off, as clients do from the first time on.
+# A batch that is refused more often than this backs off. Real clients back off from the first time on.
 SENDS_AT_ONCE: Final = 20
 BACKOFF_S: Final = 0.1
 
@@ -52,7 +52,7 @@ class Sent:
         self.batches: list[Batch] = []
         self.partitions: list[Partition] = []
         self.timeout_ms = 0
-        # Where it lies in what the connection sends, and by when it must have been answered, once it has begun.
+        # Its place in the byte stream of the connection, and its deadline once it has begun.
         self.start = 0
         self.end = 0
         self.by = 0.0
@@ -71,7 +71,7 @@ class Connection:
         self.is_over = False
         self._bytes = b""
         self._sent_bytes = 0
-        # What the proxy has not read whole, and not begun to read.
+        # Requests that the proxy has not read whole, and those that it has not begun to read.
         self._unread: deque[Sent] = deque()
         self._unbegun: deque[Sent] = deque()
         self._latest_by = 0.0
@@ -97,7 +97,7 @@ class Connection:
             self._latest_by = sent.by = max(self._latest_by, now + self.client.patience_s(sent))
         while self._unread and self._unread[0].end <= total:
             sent = self._unread.popleft()
-            # What was not read in time, as there was no room, is answered when it is.
+            # A request that was not read in time, because there was no room, is answered when it is read.
             self._latest_by = max(self._latest_by, now)
             sent.by = max(sent.by, now)
             if self.session is not None and not self.session.closed:
@@ -125,7 +125,7 @@ class Connection:
 
 
 class Client:
-    """Sends `setting.count` requests. `number` counts from 1 and is its producer id where it has one."""
+    """Sends `setting.count` requests. `number` counts from 1 and is its producer id if it has one."""
 
     def __init__(self, world: World, number: int, setting: ClientSetting, partitions: list[Partition]) -> None:
         self.world = world
@@ -134,7 +134,7 @@ class Client:
         self.partitions = partitions
         self.left = setting.count
         self.batches: list[Batch] = []
-        # Of requests that were never sent whole: these may not be in any log.
+        # Batches of requests that were never sent whole: these must not be in any log.
         self.unsent: list[Batch] = []
         self.connection: Connection | None = None
         self.connections = 0
@@ -145,31 +145,31 @@ class Client:
         self._numbers: dict[Partition, int] = defaultdict(int)
         self._dice = world.dice
         self._is_waiting = False
-        # Whether something befell it that nobody can be blamed for; it is not judged any more then.
+        # Whether a fault happened to it that is nobody's error; it is no longer judged then.
         self.is_void = False
 
     def __str__(self) -> str:
         return f"{self.setting.kind} client {self.number} (acks {self.setting.acks})"
 
-    # What kinds of clients differ in
+    # Differences between kinds of clients
 
     @property
     def is_done(self) -> bool:
         return not self.left and not (self.connection is not None and self.connection.in_flight)
 
     def _compose(self) -> list[Batch]:
-        """The batches of the next request; none where none may be sent now."""
+        """The batches of the next request; none if none may be sent now."""
         raise NotImplementedError
 
     def _settled(self, batch: Batch, code: int | None) -> None:
-        """An answer has come, or (None) will not come any more."""
+        """Handle an answer; None for an answer that will never come."""
 
     def proxy_of(self, ordinal: int) -> int:
-        """Which of the proxies that connection of it leads to."""
+        """The proxy that this connection of the client leads to."""
         return 0
 
     def patience_s(self, sent: Sent) -> float:
-        """What a request may take from its first byte on."""
+        """The time limit for a request, from its first byte on."""
         if sent.api_key != wire.PRODUCE:
             return MOST_READ_S
         return max(1.0, 0.0009 * min(sent.timeout_ms, self.world.limits.deadline_cap_ms))
@@ -187,7 +187,7 @@ class Client:
             self._check(results, [(each.topic, each.index) for each in sent.partitions])
 
     def _rests_s(self, drawn: float) -> float:
-        """How long it stays away between two connections."""
+        """The pause between two connections."""
         return 0.1 * drawn
 
     # Running
@@ -205,7 +205,7 @@ class Client:
         self.go_on()
 
     def go_on(self) -> None:
-        """Send what may be sent now."""
+        """Send all requests that may be sent now."""
         dice, number = self._dice, self.number
         while not self._is_waiting and not self.world.found:
             if self.is_done:
@@ -289,7 +289,7 @@ class Client:
         self.disconnected(connection)
 
     def disconnected(self, connection: Connection) -> None:
-        """What was not answered never will be."""
+        """Requests without an answer never get one."""
         connection.is_over = True
         if self.connection is connection:
             self.connection = None
@@ -298,7 +298,8 @@ class Client:
                 batch.codes.append(None)
                 self._settled(batch, None)
         connection.in_flight.clear()
-        # Longer than any way: where brokers forget, what an earlier connection sent is not to come later.
+        # Longer than any network delay: with brokers that forget, batches of an earlier connection must not arrive
+        # later.
         self._is_waiting = False
         self._wait(0.05 + self._rests_s(self._dice.at(What.PAUSE, self.number, self.connections)))
 
@@ -322,7 +323,7 @@ class Client:
         batch.records = wire.batch(batch.id, batch.count, self._padding, transactional=False)
 
     def _some_of(self, partitions: list[Partition]) -> list[Partition]:
-        """Some partitions for the next request, one more often than many."""
+        """Some partitions for the next request; one is more frequent than many."""
         if len(partitions) == 1:
             return partitions
         drawn = self._dice.at(What.PARTITIONS, self.number, self.requests, self.left)
@@ -334,7 +335,7 @@ class Client:
     # Answers
 
     def answered(self, connection: Connection, frame: bytes, written_at: float) -> None:
-        """A whole answer has come that was written then."""
+        """Handle a whole answer, which was written at the given time."""
         found = self.world.found
         if not connection.in_flight:
             found.append(f"{self} got an answer too many: {frame[:40]!r}")
@@ -426,10 +427,10 @@ class Idempotent(Client):
         return [self._new_batch(partition) for partition in self._some_of(free)]
 
     def _may_begin(self, partition: Partition) -> bool:
-        """Whether a broker would still know the oldest batch that is not acknowledged again behind one more.
+        """Whether a broker would still recognize the oldest unacknowledged batch after one more.
 
-        The very first one goes alone: a broker that knows nothing of a producer accepts any sequence, so that what a
-        client sends before it hears that the first one was refused is accepted in its place, with a proxy or without.
+        The very first batch goes alone: a broker that knows nothing of a producer accepts any sequence. Batches sent
+        before the refusal of the first one is known would be accepted in its place, with a proxy or without.
         """
         unacked = self._unacked[partition]
         if not unacked:
@@ -457,20 +458,20 @@ class Idempotent(Client):
                 self.is_void = True
                 self.left = 0
                 return
-            # With all before it acknowledged this producer is broken for Java; with one that is not, librdkafka begins
-            # a new epoch.
+            # If everything before it is acknowledged, this producer is broken for Java; otherwise librdkafka begins a
+            # new epoch.
             self.world.found.append(f"{self}: {batch} is out of order")
         self._failed.append(batch)
         if batch.sends > SENDS_AT_ONCE:
-            # A broker that is known to be down is not waited for: it is answered for at once.
+            # A broker that is known to be down causes no wait: its requests are answered at once.
             self._wait(BACKOFF_S)
         if batch.sends > MOST_SENDS:
             self.world.found.append(f"{self}: {batch} is refused for ever")
 
     def is_beyond_help(self, partition: Partition) -> bool:
-        """Whether its order is lost for what no proxy can help, before brokers that forget: something was appended
-        twice, for its client sent it again; or something came to the proxy when what was before it had been given up,
-        and its client did not know yet.
+        """Whether its order is lost for a reason that no proxy can prevent, with brokers that forget: something was
+        appended twice because its client sent it again, or something reached the proxy after what preceded it had
+        been given up and before its client knew.
         """
         if self.world.setting.knows_again:
             return False

@@ -1,10 +1,10 @@
-"""Simulated brokers: one log per partition, Kafka's rules for what goes into it, and all that can go wrong.
+"""Simulated brokers: one log per partition, Kafka's rules for appending to it, and all faults of brokers.
 
-A model, not a broker: replication is perfect. In a world whose brokers know batches again a new owner knows every
-producer's last batches, as brokers do that rebuild that state from the log; in the others it knows nothing, and accepts
-any sequence number first.
+A model, not a broker: replication is perfect. In a world whose brokers recognize resent batches a new owner knows
+every producer's last batches, as brokers do that rebuild that state from the log; in the others it knows nothing, and
+accepts any sequence number first.
 
-A connection's requests are served one after another. What one has brought and nobody has begun to serve dies with it.
+A connection's requests are served one after another. Requests that are not being served yet are lost with it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ NOT_LEADER: Final = 6
 UNKNOWN_TOPIC_ID: Final = 100
 STORAGE_ERROR: Final = 56
 REFUSED_BEFORE_APPEND: Final = (5, 6, 19)
-# Perhaps appended, with acks=all and brokers that may say so afterwards; else refused before.
+# Perhaps appended, if acks=all and if brokers may answer it afterwards; otherwise refused before the append.
 REFUSED_AT_ANY_TIME: Final = (3, 6, 56)
 OUTCOME_UNKNOWN: Final = (7, 13)
 APPENDED_ALL_THE_SAME: Final = 20
 REFUSED_FOR_GOOD: Final = (2, 10, 29, 87)
-# A request in thirty or so that is served late is served when its client and its proxy have given it up.
+# About one request in thirty that is served late is served when its client and its proxy have given it up.
 LONG_PAUSE_S: Final = 1.35
-# Of what claimants send and brokers take their time for.
+# The share of slowly served claimants' requests that lose their connection meanwhile.
 CUT_AMID: Final = 0.5
-# How old what expects no answer may be, and still be missed by nobody: kproxy doubts what left in the last second.
+# An acks=0 request that left longer ago may be lost unnoticed: kproxy doubts those of the last second only.
 DOUBTED_S: Final = 0.9
 
 
@@ -49,7 +49,7 @@ def _be_done(future: asyncio.Future[None]) -> None:
 
 
 class Fate(Enum):
-    """What becomes of one request."""
+    """The outcome of one request."""
 
     RESET_BEFORE = "the connection is reset, nothing appended"
     RESET_AFTER = "appended; the connection is reset within the answer"
@@ -74,22 +74,22 @@ class BrokerConnection:
     def __init__(self, cluster: Cluster, broker: Broker) -> None:
         self.broker = broker
         self.is_open = True
-        # The session it is for, where it is a client connection's, and the number of that.
+        # The client session that the connection belongs to, if any, and the session's number.
         self.session: ClientSession | None = None
         self.whose = 0
         self.transport: SimulatedTransport | None = None
         self._cluster = cluster
         self._bytes = b""
-        # With the times at which they came and were written; and when what is served now was written.
+        # With their arrival and write times; and the write time of the request being served.
         self._queue: deque[tuple[bytes, float, float]] = deque()
         self.written_at = 0.0
-        # The fences that writes on it stand behind.
+        # The fences that bind writes on it.
         self.bindings: dict[Partition, int] = {}
         self._is_busy = False
         self._has_ended = False
 
     def fed(self, total: int, now: float) -> None:
-        """Nobody asks."""
+        """Never called."""
 
     def got(self, data: bytes, written_at: float) -> None:
         if not self.is_open:
@@ -115,7 +115,7 @@ class BrokerConnection:
         self.serve()
 
     def _drop(self) -> None:
-        """It is gone, with all that nobody has begun to serve."""
+        """The connection is gone, with all requests that are not being served yet."""
         self.is_open = False
         now = self._cluster.loop.now
         for frame, came_at, _ in self._queue:
@@ -125,7 +125,7 @@ class BrokerConnection:
         self._queue.clear()
 
     def serve(self) -> None:
-        """Serve what waits, one after another, as far as that can be done now."""
+        """Serve waiting requests, one after another, as far as possible now."""
         while self._queue and self.is_open and not self._is_busy and not self.broker.is_hung:
             frame, _, self.written_at = self._queue.popleft()
             self._cluster.serve(self, frame)
@@ -134,11 +134,11 @@ class BrokerConnection:
 
     @property
     def is_behind(self) -> bool:
-        """Whether something waits to be served."""
+        """Whether a request waits to be served."""
         return self._is_busy or bool(self._queue)
 
     def pause(self, seconds: float, then: Callable[[], object] = lambda: None) -> None:
-        """Serve nothing for so long, and then do this first."""
+        """Serve nothing for that long, and then call this first."""
         self._is_busy = True
         self._cluster.pauses += 1
         self._cluster.loop.call_later(seconds, self._go_on, then)
@@ -154,7 +154,7 @@ class BrokerConnection:
             self.transport.send(data)
 
     def close(self) -> None:
-        """Close behind what was written."""
+        """Close after the bytes that were written."""
         if self._queue or not self._has_ended:
             self.cut_short()
         self._drop()
@@ -163,7 +163,7 @@ class BrokerConnection:
             self.transport.end()
 
     def cut_short(self) -> None:
-        """Where the client has gone already, its proxy does not look any more at what ends here."""
+        """If the client has already gone, its proxy no longer reads what comes here."""
         if self.session is not None and self.session.closed:
             self._cluster.cut_short.add(self.whose)
 
@@ -190,7 +190,7 @@ class Broker:
 
 @functools.cache
 def _introductions(*, gives_out_ids: bool, fenced: bool) -> dict[int, bytes]:
-    """What brokers answer to ApiVersions, by version."""
+    """Brokers' answers to ApiVersions, by version."""
     ranges = [
         {"api_key": key, "min_version": lowest, "max_version": highest}
         for key, (lowest, highest) in proxy_ranges().items()
@@ -209,10 +209,10 @@ def _introductions(*, gives_out_ids: bool, fenced: bool) -> dict[int, bytes]:
 
 
 class Cluster:
-    """The brokers, who owns what, and what befalls them.
+    """The brokers, the owners of partitions, and the faults of brokers.
 
-    `on_fault` is told of everything that goes wrong, `found` gets what must not be. The
-    proxies' `topologies` are told of the table.
+    `on_fault` is called for every fault; `found` receives every broken rule. The proxies' `topologies` receive the
+    changes of the table.
     """
 
     def __init__(
@@ -228,18 +228,18 @@ class Cluster:
         self.dice = dice
         self.setting = setting
         self.topologies = topologies
-        # Those of the topic with a writer group. Who is told when a batch arrives, or is appended or refused there.
+        # The gated topic's partitions. Callbacks for a batch that arrives, is appended or is refused there.
         self.gated: frozenset[Partition] = frozenset()
         self.on_arrival: Callable[[Batch], object] = lambda batch: None
         self.on_append: Callable[[Batch], object] = lambda batch: None
         self.on_refusal: Callable[[Batch], object] = lambda batch: None
         self.batches: dict[int, Batch] = {}
         self.happened: Counter[str] = Counter()
-        # Requests that brokers take their time for.
+        # Requests that brokers serve slowly.
         self.pauses = 0
-        # Client connections whose acks=0 requests met a broker's end when the client had gone.
+        # Client connections whose acks=0 requests reached a broker connection's end after the client had gone.
         self.cut_short: set[int] = set()
-        # What became of everything, for whoever has to find out what went wrong.
+        # The history of every batch, for debugging.
         self.keeps_history = False
         self.history: list[str] = []
         self._on_fault = on_fault
@@ -287,7 +287,7 @@ class Cluster:
                 topology.set_topic_id(partition.topic, partition.topic_id)
 
     def _place(self, broker: Broker, after_s: float = 0.0) -> None:
-        """The proxies are told where a broker is."""
+        """The proxies learn a broker's address."""
         for topology in self.topologies:
             if after_s:
                 self.loop.call_later(after_s, topology.set_broker, broker.node_id, broker.address)
@@ -319,7 +319,7 @@ class Cluster:
             self._serve_read(connection, frame)
 
     def batches_of(self, request: wire.ProduceRequest) -> list[tuple[bytes, Partition, Batch]]:
-        """By the topic as it is called in the request."""
+        """By the topic as the request names it."""
         found = []
         for topic, entries in request.topics:
             for index, records in entries:
@@ -347,10 +347,10 @@ class Cluster:
             self.on_arrival(batch)
         fate = self._fate_of(node_id, first)
         if fate is Fate.SLOW:
-            # As if it came later: it is served then, and what is behind it too.
+            # As if it came later: it is served then, and the requests after it too.
             waits_s = self.dice.at(What.PAUSE, node_id, first.id, first.arrivals) ** 3 * 1.5
             if waits_s > LONG_PAUSE_S:
-                # Longer than anybody waits.
+                # Longer than any wait.
                 waits_s *= 7
             connection.pause(waits_s, lambda: self._serve_late(connection, request, batches, waits_s))
             cut = self.dice.at(What.CLAIM, node_id, first.id, first.arrivals)
@@ -368,12 +368,12 @@ class Cluster:
         waited_s: float,
     ) -> None:
         if connection.is_open or all(partition in self.gated for _, partition, _ in batches):
-            # Claimants send nothing twice: of theirs what is read is appended, whether or not anybody still waits.
+            # Claimants send nothing twice: their batches are appended even if nobody waits for the answer any more.
             for _, _, batch in batches:
                 batch.is_late = not connection.is_open
             self._append_all(connection, request, batches, None)
         if waited_s > DOUBTED_S:
-            # Also where it is refused: the proxy does not doubt a batch that left so long ago.
+            # Even if it is refused: the proxy does not doubt a batch that left so long ago.
             for _, _, batch in batches:
                 batch.is_excused = True
 
@@ -427,7 +427,7 @@ class Cluster:
         if request.acks != 0:
             self._answer(connection, request, results, leader, fate, batches[0][2])
         elif has_failed:
-            # What Kafka does, so that a producer without answers learns of it.
+            # As Kafka does, so that a producer without answers notices.
             connection.cut_short()
             connection.close()
 
@@ -479,7 +479,7 @@ class Cluster:
             self.happened["not the owner"] += 1
             is_deposed = not partition.serving and partition.latest == node_id
             if is_deposed and may_be_late and self.dice.at(What.LATE, node_id, batch.id, batch.arrivals) < 0.5:
-                # A leader that is deposed while it waits for the others: the batch is in the log for all that.
+                # A leader that is deposed while it waits for the others: the batch is in the log nevertheless.
                 code, offset = partition.append(batch)
                 return code or NOT_LEADER, offset
             return NOT_LEADER, wire.NO_OFFSET
@@ -494,7 +494,7 @@ class Cluster:
         return self._fail(partition, batch, drawn / self._codes, may_be_late=may_be_late)
 
     def _takes_over(self, node_id: int, partition: Partition) -> bool:
-        """What nobody owns is taken by the broker that it is offered to, where brokers do so."""
+        """A broker takes an unowned partition that is offered to it, if brokers do so in this world."""
         if partition.owner != NO_OWNER or not self.setting.conduct.refuses_before_append:
             return False
         if not self.setting.knows_again:
@@ -573,12 +573,12 @@ class Cluster:
             topology.set_owner(partition.topic, partition.index, owner, revision)
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        """As an ownership source does."""
+        """Change the topology as an ownership source does."""
         partition = self._found_by.get((topic, partition_index))
         if partition is None:
             return
         if topic == partition.topic_id and self.topologies[0].name_of(topic) is None:
-            # It hears of that by itself.
+            # It learns that by itself.
             return
         partition.refreshes += 1
         took = self.loop.create_future()
@@ -590,10 +590,11 @@ class Cluster:
     def _release(self, move: Move) -> None:
         partition = self.partitions[move.partition]
         if not partition.serving:
-            # It is on its way already.
+            # It is already on its way.
             return
         if partition.serving == move.to and not self.setting.knows_again:
-            # It came there another way since; and a broker that forgets must not be back while batches are on theirs.
+            # It arrived by another route meanwhile; and a broker that forgets must not be back while batches are under
+            # way.
             return
         self._befell("move")
         partition.serving = 0
@@ -606,7 +607,7 @@ class Cluster:
     def _take(self, move: Move) -> None:
         partition = self.partitions[move.partition]
         if partition.serving:
-            # Somebody has taken what nobody owned.
+            # A broker has taken an unowned partition.
             return
         self._give(partition, move.to)
         if move.told_after_s is not None:
@@ -622,12 +623,13 @@ class Cluster:
             self._note(f"{partition} is served by {move.to}, revision {partition.revision}")
         if not self.setting.knows_again:
             partition.known.clear()
-            # What it was sent when it had the partition before must not wait for it now: it would begin in the midst.
+            # Batches sent to it when it had the partition before must not arrive now: the log would begin with later
+            # ones.
             for connection in list(self.brokers[move.to - 1].connections):
                 if connection.is_behind:
                     connection.reset()
 
-    # What befalls brokers
+    # Faults of brokers
 
     def _befall(self, trouble: Trouble) -> None:
         broker = self.brokers[trouble.broker - 1]
@@ -659,7 +661,7 @@ class Cluster:
             self._lose_leases(broker, trouble)
 
     def _lose_leases(self, broker: Broker, trouble: Trouble) -> None:
-        """What it owns goes to others after a while, if it has not come back by then."""
+        """Its partitions go to other brokers after a while, if it has not come back by then."""
         now = self.loop.now
         for partition in self.partitions:
             drawn = self.dice.at(What.VICTIM, partition.number, now)
@@ -686,7 +688,7 @@ class Cluster:
             connection.serve()
 
     def heal(self) -> None:
-        """Everything serves, nothing goes wrong any more, and the table says so."""
+        """Everything serves, no fault happens any more, and the table says so."""
         self._fates = self._codes = 0.0
         for broker in self.brokers:
             self._recover(broker)

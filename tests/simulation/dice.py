@@ -1,6 +1,6 @@
-"""Chance in a simulated world: every draw is a function of what is drawn, not of how much was drawn before.
+"""Chance in a simulated world: a draw is a function of its key, not of the number of draws before it.
 
-So a proxy that does two things in another order within one moment meets the same brokers and the same network after it.
+So a proxy that does two things in another order within one moment meets the same brokers and network afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FRACTION: Final = 2.0**-53
 
 
 class What:
-    """What is drawn: the first part of every key. Plain numbers, for they are looked up thousands of times a world."""
+    """The kinds of draws: the first part of every key. Plain numbers, looked up thousands of times a world."""
 
     JITTER = 1
     LATENCY = 2
@@ -61,13 +61,13 @@ class Dice:
         return choices[int(self.at(*key) * len(choices))]
 
     def sample(self, choices: Sequence[Drawn], count: int, *key: float) -> list[Drawn]:
-        """So many of these, in any order."""
+        """That many of these, in any order."""
         left = list(choices)
         return [left.pop(int(self.at(*key, each) * len(left))) for each in range(count)]
 
 
 class TimeRandom(Random):
-    """What the proxy draws from: within one moment always the same, however often it is asked."""
+    """The proxy's source of random numbers: within one moment always the same, however often it is asked."""
 
     def __init__(self, dice: Dice, clock: Callable[[], float]) -> None:
         self._dice = dice

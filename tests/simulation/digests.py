@@ -1,4 +1,4 @@
-"""`python -m tests.simulation.digests SEED WORLDS [claims]`: run simulated worlds, print a line of digest for each.
+"""`python -m tests.simulation.digests SEED WORLDS [claims]`: run simulated worlds, print a digest line for each.
 
 The test of the compiled plain path compares them with those of a process that runs Python alone (KPROXY_PLAIN=off).
 """
@@ -13,7 +13,7 @@ from tests.simulation.world import Outcome, run_world
 
 
 def run(seed: int, *, claims: bool) -> Outcome:
-    """One world, which has claims if they are wanted."""
+    """One world, with claims if they are wanted."""
     return run_world(seed, setting=draw(seed, claims=True) if claims else None)
 
 

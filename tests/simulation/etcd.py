@@ -1,7 +1,7 @@
 """etcd as the proxies of a simulated world reach it: calls, keepalives and watches that take simulated time.
 
-The store, and the client down to where gRPC would begin, are those of the replication model (tests.support). Each proxy
-has a client of its own. While its way is `late_until` some time, nothing reaches etcd or comes from there before that.
+The store, and the client down to gRPC, are those of the replication model (tests.support). Each proxy has a client of
+its own. While its link is `late_until` some time, nothing reaches etcd or comes from there before that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tests.simulation.dice import Dice, What
 from tests.simulation.network import NetworkLoop
 from tests.support.models.simulated_etcd import CLUSTER_ID, EtcdStore, SimulatedEtcdClient
 
-# Far more than a world's claims come to while one proxy hears of nothing.
+# Far more than the changes of a world's claims while one proxy hears nothing.
 MOST_UNREAD: Final = 100_000
 
 
 class WorldEtcd:
-    """The store, and who watches it."""
+    """The store, and its watchers."""
 
     def __init__(self, loop: NetworkLoop) -> None:
         self.loop = loop
@@ -37,13 +37,13 @@ class WorldEtcd:
 
 
 class WorldEtcdClient(SimulatedEtcdClient):
-    """That of the proxy `number`; a way takes up to `slowest_s`."""
+    """The link of the proxy `number`; a message takes up to `slowest_s`."""
 
     def __init__(self, etcd: WorldEtcd, dice: Dice, number: int, slowest_s: float) -> None:
         super().__init__(etcd.store)
         self.etcd = etcd
         self.late_until = 0.0
-        # Every lease that it was granted.
+        # All leases that it was granted.
         self.leases: list[int] = []
         self._dice = dice
         self._number = number
@@ -67,7 +67,7 @@ class WorldEtcdClient(SimulatedEtcdClient):
         return response
 
     def lose_lease(self) -> None:
-        """etcd counts the last lease as over."""
+        """Make etcd end the last lease."""
         for lease_id in self.leases[-1:]:
             if lease_id in self.store.leases:
                 self.store.leases[lease_id] = self.store.leases[lease_id]._replace(expires_at=self.store.now())
@@ -78,7 +78,7 @@ class WorldEtcdClient(SimulatedEtcdClient):
 
 
 class _KeepAlive:
-    """One question at a time, and its answer."""
+    """One request at a time, and its answer."""
 
     def __init__(self, client: WorldEtcdClient) -> None:
         self._client = client
@@ -92,7 +92,7 @@ class _KeepAlive:
         self._ttl_s = self._client.store.keep_alive(request.ID)
 
     async def read(self, timeout_s: float) -> Any:
-        """None where no answer comes in time."""
+        """None if no answer comes in time."""
         way_s = self._client.way_s()
         await asyncio.sleep(min(way_s, timeout_s))
         return rpc.LeaseKeepAliveResponse(TTL=self._ttl_s) if way_s <= timeout_s else None
@@ -127,7 +127,7 @@ class _Watch:
             self.follow()
 
     def follow(self) -> None:
-        """Tell what has changed."""
+        """Deliver the changes."""
         store = self._client.store
         first, behind = self._range
         for _, events in store.events_after(self._told):
@@ -153,7 +153,7 @@ class _Watch:
         self._wake()
 
     async def read(self, timeout_s: float) -> Any:
-        """None where nothing comes in time."""
+        """None if nothing comes in time."""
         if not self._unread:
             woken = asyncio.Event()
             self._wake = woken.set

@@ -1,8 +1,8 @@
-"""What is known of claims in a simulated world, and what they promise on produce.
+"""The known claims of a simulated world, and their promises for produce requests.
 
-The promise (semantics of the Own API): when a claim is answered as granted, nothing that its partition's earlier
-writers wrote is appended any more. Before brokers without fences it is bounded: what takes longer than the time that
-the proxy waits for what is unsettled may still come.
+The promise (semantics of the Own API): when a claim is answered as granted, nothing more of its partition's earlier
+writers is appended. With brokers without fences the promise is bounded: a batch that takes longer than the proxy's wait
+for unsettled partitions may still arrive.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ class Holder(NamedTuple):
 
 
 class Grants:
-    """`unsettled_s` is how long the proxies wait for what is unsettled."""
+    """`unsettled_s` is the proxies' wait for an unsettled partition."""
 
     def __init__(self, loop: NetworkLoop, store: EtcdStore, unsettled_s: float, found: list[str]) -> None:
-        # The highest generation that anybody has asked for.
+        # The highest generation that any claimant has asked for.
         self.generations: dict[Partition, int] = defaultdict(int)
         self._loop = loop
         self._store = store
         self._unsettled_s = unsettled_s
         self._found = found
-        # By partition, as far as the claimants have heard: the fence of each holder, and the highest of all.
+        # By partition, as far as the claimants know: the fence of each holder, and the highest of all.
         self._fences: dict[Partition, dict[Holder, int]] = defaultdict(dict)
         self._highest: dict[Partition, tuple[int, Holder]] = {}
-        # When a connection was severed, by its number, and when the lease behind what it was granted ended.
+        # The time when each connection was severed, by its number, and when the lease behind its grants ended.
         self.severed_at: dict[int, float] = {}
         self.lapsed_at: dict[Holder, float] = {}
-        # What was appended of connections that had not heard of a grant.
+        # The appended batches of connections that had not heard of a grant.
         self._unheard: dict[Holder, Batch] = {}
 
     def granted(self, partition: Partition, holder: Holder, fence: int) -> None:
-        """A claimant has its answer."""
+        """A claimant receives its answer."""
         self._fences[partition][holder] = fence
         if fence > self._highest.get(partition, (0, holder))[0]:
             self._highest[partition] = fence, holder
 
     def severed(self, connection: int) -> None:
-        """Nothing more may be written for that client connection, to any partition."""
+        """From now on nothing may be written for that client connection, to any partition."""
         self.severed_at.setdefault(connection, self._loop.now)
 
     def arrived(self, batch: Batch) -> None:
-        """A broker has a batch."""
+        """A broker receives a batch."""
         severed_at = self.severed_at.get(batch.client * 1000 + batch.connection)
         if severed_at is not None and batch.written_at > severed_at:
             self._found.append(f"{batch} was written at {batch.written_at}, its client was severed at {severed_at}")
@@ -68,13 +68,13 @@ class Grants:
             self._found.append(f"{batch} was written at {batch.written_at}, the lease had ended at {lapsed_at}")
 
     def lapsed(self, holders: Iterable[Holder]) -> None:
-        """The lease behind all that these have been granted has ended."""
+        """The lease behind all grants of these has ended."""
         for holder in holders:
             if any(holder in fences for fences in self._fences.values()):
                 self.lapsed_at.setdefault(holder, self._loop.now)
 
     def appended(self, batch: Batch) -> None:
-        """A batch is in the log now."""
+        """A batch is appended to the log."""
         partition, holder = batch.partition, Holder(batch.client, batch.connection)
         mine = self._fences[partition].get(holder) if partition in self._fences else None
         if mine is None:
@@ -94,7 +94,7 @@ class Grants:
         return not any(event.kv.key in keys for _, events in self._store.events_after(fence) for event in events)
 
     def judge(self) -> Iterator[str]:
-        """Nobody has written who had not claimed."""
+        """Only claimants have written."""
         claimed = set[int]()
         for _, events in self._store.events_after(1):
             for event in events:

@@ -1,4 +1,4 @@
-"""What is judged of a world when it is over: the logs, the counters and the audit trail, against what clients know."""
+"""The judgement of a finished world: the logs, the counters and the audit trail, compared with the clients' records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def judge(world: World) -> list[str]:
-    """What is wrong, in words."""
+    """The findings, in words."""
     found: list[str] = []
     for client in world.clients:
         found += _judge_batches(world, client)
@@ -45,7 +45,7 @@ def _judge_batches(world: World, client: Client) -> Iterator[str]:
 
 
 def _judge_producer(client: Idempotent) -> Iterator[str]:
-    """All is there, in order."""
+    """Every batch is there, in order."""
     if client.is_void:
         return
     firsts: dict[Partition, int] = defaultdict(lambda: -1)
@@ -61,7 +61,7 @@ def _judge_producer(client: Idempotent) -> Iterator[str]:
 
 
 def _judge_order(client: Client) -> Iterator[str]:
-    """On one connection to one partition, in the order in which they were sent."""
+    """On one connection to one partition, in the order of sending."""
     latest: dict[tuple[Partition, int], Batch] = {}
     for batch in client.batches:
         if not batch.places or batch.is_late:
@@ -73,19 +73,20 @@ def _judge_order(client: Client) -> Iterator[str]:
 
 
 def _judge_silent(world: World) -> Iterator[str]:
-    """What the proxy had whole and no log has was counted: as lost, or as unconfirmed."""
+    """A batch that the proxy had whole and no log has was counted: as lost, or as unconfirmed."""
     missing: Counter[tuple[bytes, bytes]] = Counter()
     for client in world.clients:
         if client.setting.acks == 0:
             for batch in client.batches:
                 is_lost = batch.taken_at >= 0 and not batch.places and not batch.is_excused
-                # Where brokers keep fences a severed client's connections to them are cut, with what has just left.
+                # With brokers that keep fences a severed client's broker connections are cut, with batches that have
+                # just left.
                 number = client.number * 1000 + batch.connection
                 if is_lost and number not in world.cluster.cut_short and number not in world.grants.severed_at:
                     missing[batch.partition.topic, batch.partition.topic_id] += 1
     tallies = [proxy.context.tally for proxy in world.proxies]
     for (topic, topic_id), count in missing.items():
-        # What was lost before the proxy knew the topic's name is counted under its id.
+        # Batches lost before the proxy knew the topic's name are counted under its id.
         told = sum(
             tally.drops.get(each, Counter()).total() + tally.unconfirmed[each]
             for tally in tallies
@@ -96,7 +97,7 @@ def _judge_silent(world: World) -> Iterator[str]:
 
 
 def _judge_trail(world: World) -> Iterator[str]:
-    """Acknowledged batches are told, and nothing is told that no log has."""
+    """The trail has every acknowledged batch, and only batches that are in a log."""
     told: dict[tuple[str, int, int], set[int]] = defaultdict(set)
     for row in world.rows:
         number = int(row.client_id.rpartition("-")[2])

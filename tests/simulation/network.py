@@ -1,12 +1,12 @@
 """A network without sockets: connections whose bytes take simulated time, in order in each direction.
 
-One end of a connection is the proxy's: a transport as asyncio's, with the protocol of the product's code. The other is
-a client's or a broker's (`FarEnd`), which are part of the simulation and take bytes as they come.
+One end of a connection is the proxy's: a transport like asyncio's, with the protocol of the product's code. The other
+is a client's or a broker's (`FarEnd`), which are part of the simulation and receive bytes as they come.
 
-What the proxy writes is with the kernel at once, unless the connection is stalled, and arrives later. An `abort` loses
-what is on its way to the other end, so that nothing of it arrives behind what is sent on a later connection. Bytes to
-the proxy may arrive in two pieces. Times are multiples of a tenth of a microsecond: two ways to compute one time must
-not make two worlds.
+Bytes that the proxy writes are with the kernel at once, unless the connection is stalled, and arrive later. An `abort`
+loses the bytes on their way to the other end, so that none of them arrives behind those of a later connection. Bytes
+to the proxy may arrive in two pieces. Times are multiples of a tenth of a microsecond: two ways to compute one time
+must not make two worlds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tests.support.models.simulated_loop import NeverRests, SimulatedLoop
 TICKS_PER_S: Final = 10_000_000
 # More callbacks than any moment has.
 MOST_AT_ONCE: Final = 50_000
-# As asyncio's: above it a transport asks for a pause, below the other it is over.
+# As asyncio's: above the first limit a transport asks for a pause, below the second the pause ends.
 HIGH_WATER_BYTES: Final = 64 << 10
 LOW_WATER_BYTES: Final = 16 << 10
 
 
 class _Call:
-    """A callback that is to run; what asyncio calls a handle, with no more than what is used of it."""
+    """A scheduled callback; asyncio's handle, reduced to what is used of it."""
 
     __slots__ = ("_when", "args", "callback", "context", "is_cancelled")
 
@@ -57,11 +57,11 @@ class _Call:
 
 
 def _do_nothing() -> None:
-    """What a cancelled call does."""
+    """The callback of a cancelled call."""
 
 
 class NetworkLoop(SimulatedLoop):
-    """Runs itself, on a clock that stands still while anything can run; `dial` serves `create_connection`."""
+    """Runs itself, on a clock that stands still while anything can run; `dial` implements `create_connection`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -88,7 +88,7 @@ class NetworkLoop(SimulatedLoop):
         call = _Call(callback, args, context, when)
         ticks = int(when * TICKS_PER_S + 0.5)
         if ticks <= self._ticks:
-            # What is less than half a tick away comes with the next one: otherwise time would never get there.
+            # A timer less than half a tick away runs in the next tick: otherwise time would never reach it.
             ticks = self._ticks + (when > self.now)
         self._count = count = self._count + 1
         heappush(self._later, (ticks, count, call))
@@ -108,7 +108,7 @@ class NetworkLoop(SimulatedLoop):
         return connected
 
     def run(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Let time pass until then, or until it `is_over`, which is asked whenever time is about to pass."""
+        """Let time pass until then, or until `is_over`, which is asked before time passes."""
         outer, self._running = events._get_running_loop(), True
         events._set_running_loop(self)
         try:
@@ -154,7 +154,7 @@ class FarEnd(Protocol):
     """The simulated end of a connection."""
 
     def got(self, data: bytes, written_at: float) -> None:
-        """The proxy wrote this, then; it arrives now."""
+        """The proxy wrote this at the given time; it arrives now."""
         ...
 
     def ended(self, *, reset: bool) -> None:
@@ -162,7 +162,7 @@ class FarEnd(Protocol):
         ...
 
     def fed(self, total: int, now: float) -> None:
-        """The proxy is about to read on, up to so many bytes from the beginning."""
+        """The proxy continues reading, up to that many bytes from the beginning."""
         ...
 
 
@@ -171,10 +171,10 @@ _RESET: Final = object()
 
 
 class SimulatedTransport(asyncio.Transport):
-    """The proxy's end of one connection; what it `sent` is kept with its times.
+    """The proxy's end of one connection; it keeps what it `sent` with the times.
 
-    `key` names the connection in draws. A way takes `latency_s` and up to `jitter_s` more; of the messages to the proxy
-    a share of `cuts` comes in two pieces.
+    `key` names the connection in draws. A message takes `latency_s` and up to `jitter_s` more; a share of `cuts` of the
+    messages to the proxy come in two pieces.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class SimulatedTransport(asyncio.Transport):
         self._jitter_s = jitter_s
         self._cuts = cuts
         self._protocol: Any = None
-        # To the other end: what was written in this moment, and when the latest arrives.
+        # To the other end: the bytes written in this moment, and the latest arrival time.
         self._parcel: list[bytes] = []
         self._parcel_at = -1.0
         self._out_at = 0.0
@@ -308,11 +308,11 @@ class SimulatedTransport(asyncio.Transport):
             self._loop.call_soon(self._protocol.connection_lost, error)
 
     def stall(self) -> None:
-        """The kernel takes nothing more from now on."""
+        """The kernel accepts nothing more from now on."""
         self._is_stalled = True
 
     def flow(self) -> None:
-        """It takes everything again."""
+        """The kernel accepts everything again."""
         if not self._is_stalled:
             return
         self._is_stalled = False
@@ -329,7 +329,7 @@ class SimulatedTransport(asyncio.Transport):
             self._presses = False
             self._protocol.resume_writing()
 
-    # From the other end, which calls these
+    # From the other end, which calls these methods
 
     def send(self, data: bytes) -> None:
         """Bytes for the proxy."""
@@ -358,7 +358,7 @@ class SimulatedTransport(asyncio.Transport):
             self._send_piece(_END, 0.0)
 
     def reset(self) -> None:
-        """The other end is gone, and with it what is on its way from here; what is on its way to here arrives."""
+        """The other end is gone, with everything on its way from here; bytes on their way to here arrive."""
         if not self._far_ended:
             self._far_ended = True
             self._send_piece(_RESET, 0.0)

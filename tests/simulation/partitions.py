@@ -1,4 +1,4 @@
-"""Partitions of a simulated world and the batches in them: Kafka's rules for what goes into a log."""
+"""Partitions of a simulated world and the batches in them: Kafka's rules for appending to a log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tests.simulation import wire
 
 OUT_OF_ORDER: Final = 45
 POLICY_VIOLATION: Final = 44
-# Kafka keeps five batches of each producer to know them again.
+# Kafka remembers five batches of each producer.
 RETAINED_BATCHES: Final = 5
 
 
 class Batch:
-    """One batch of one client, and what became of it: `places` are its offsets in the log."""
+    """One batch of one client, and its outcome: `places` are its offsets in the log."""
 
     __slots__ = (
         "acks",
@@ -50,8 +50,8 @@ class Batch:
         self.producer = -1
         self.sequence = -1
         self.acks = -1
-        # Of the client's connection that it was sent on last, with how often it was sent and the answers it got, None
-        # for one that never came.
+        # For the client's connection that it was sent on last: how often it was sent, and the answers it got, None for
+        # one that never came.
         self.connection = -1
         self.sends = 0
         self.codes: list[int | None] = []
@@ -59,20 +59,20 @@ class Batch:
         # How often it has arrived at a broker.
         self.arrivals = 0
         self.places: list[int] = []
-        # When the proxy had it whole, the last time, and when it had got what was appended first; when it arrived at a
-        # broker first, where that was of its first sending. -1 for never.
+        # When the proxy last had it whole, when the proxy had received the one that was appended first, and when it
+        # first arrived at a broker, if that was its first sending. -1 for never.
         self.taken_at = -1.0
         self.appended_of = -1.0
         self.first_arrived_at = -1.0
         # When the proxy wrote it to a broker, the last time.
         self.written_at = -1.0
-        # With acks=0: nobody can be blamed for its loss.
+        # With acks=0: its loss is nobody's error.
         self.is_excused = False
-        # It was appended after the end of the connection that it came on.
+        # It was appended after its connection had ended.
         self.is_late = False
 
     def arrive(self, now: float, written_at: float) -> None:
-        """A broker has it."""
+        """A broker receives it."""
         self.arrivals += 1
         self.written_at = written_at
         if self.arrivals == 1 and self.sends == 1:
@@ -86,7 +86,7 @@ class Batch:
 
 
 class Fence:
-    """Whose writes a partition takes, where brokers keep fences: as the reference broker's, kept with the log."""
+    """Which writers a partition accepts, if brokers keep fences: like the reference broker's, kept with the log."""
 
     __slots__ = ("fence", "is_owned")
 
@@ -108,7 +108,7 @@ class Fence:
 
 
 class Partition:
-    """One partition: its log, who owns it by the authority's word, and who serves it."""
+    """One partition: its log, its owner according to the authority, and the broker that serves it."""
 
     __slots__ = (
         "end",
@@ -133,7 +133,7 @@ class Partition:
         self.index = index
         self.owner = owner
         self.revision = 0
-        # 0 for nobody; and who served it last.
+        # 0 for nobody; and the broker that served it last.
         self.serving = owner
         self.latest = owner
         self.log: list[Batch] = []

@@ -1,8 +1,8 @@
-"""One proxy of a simulated world: what its sessions share, and in worlds with claims its part in the Own API.
+"""One proxy of a simulated world: the state that its sessions share, and its claims in worlds with the Own API.
 
 The lease behind its claims is measured on a clock that counts suspend, as the product's does. A proxy that was
-suspended (`suspend`) finds that clock ahead, and nobody tells it: etcd has ended its lease meanwhile, and it hears of
-that late.
+suspended (`suspend`) finds that clock ahead, without any notice: etcd has ended its lease meanwhile, and it learns that
+late.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PREFIX: Final = "/worlds"
 
 
 class SimulatedProxy:
-    """`number` counts from 0. `found` is what was wrong."""
+    """`number` counts from 0. `found` receives the findings."""
 
     def __init__(
         self,
@@ -137,19 +137,19 @@ class SimulatedProxy:
         return not is_sure
 
     def suspend(self, deaf_s: float) -> None:
-        """It slept for longer than its lease lives, and hears nothing of etcd for some time more."""
+        """It slept for longer than its lease's TTL, and hears nothing of etcd for some time more."""
         if self.etcd is not None and self.own is not None:
             self.make_late(deaf_s)
             self._suspended_s += 1000.0
             self.etcd.lose_lease()
 
     def make_late(self, seconds: float) -> None:
-        """For so long nothing gets from it to etcd, or back."""
+        """For that long nothing gets from it to etcd, or back."""
         if self.etcd is not None:
             self.etcd.late_until = max(self.etcd.late_until, self._loop.now + seconds)
 
     def close(self) -> None:
-        """Everybody has gone."""
+        """Every client has gone."""
         self._is_over = True
         self._loop.create_task(self.context.versions.close())
         self._loop.create_task(self.context.health.close())

@@ -1,4 +1,4 @@
-"""Lines of a transcript as people read them."""
+"""Lines of a transcript in readable form."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def by_heading(lines: Iterable[str]) -> dict[str, list[str]]:
 
 
 def time_of(line: str) -> float:
-    """When something was sent, in simulated seconds; later than everything for what has no time."""
+    """The send time in simulated seconds; later than everything for a line without a time."""
     at = line.strip().partition(" ")[0]
     return float(at) if at.replace(".", "", 1).isdigit() else inf
 
 
 def readable(line: str) -> str:
-    """What was sent in one moment, with its time; any other line as it is."""
+    """The lines sent in one moment, with its time; any other line as it is."""
     at, _, sent = line.strip().partition(" ")
     if not line.startswith("  ") or not sent:
         return line
@@ -47,7 +47,7 @@ def readable(line: str) -> str:
 
 
 def _frame(frame: bytes) -> str:
-    """A request; an answer, which does not say of which version it is, by its bytes."""
+    """Describe a request; or an answer by its bytes, because it does not name its version."""
     try:
         key, version, correlation_id, _ = wire.head_of(frame)
         if key == wire.PRODUCE and version in range(3, 14):

@@ -1,4 +1,4 @@
-"""What a world is like and what befalls it, drawn from its seed before it begins."""
+"""The setting of a world and its faults, drawn from its seed before it begins."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Final
 from kproxy.routing.retry import KAFKA, LEASED, Conduct
 
 KINDS: Final = ("plain", "idempotent", "transactional", "silent")
-# The group whose claimants alone write to a topic with a writer group.
+# The writer group of the gated topic.
 WRITERS: Final = "writers"
-# Of all worlds.
+# The share of all worlds.
 WITH_CLAIMS: Final = 0.05
-# How long the trouble lasts in them: claims take their time.
+# The duration of the trouble in worlds with claims: claims take time.
 CLAIMS_S: Final = 4.0
 
 
 @dataclass(frozen=True)
 class Move:
-    """A partition goes from whoever serves it to the broker `to`; times in seconds.
+    """A partition moves from its broker to the broker `to`; times in seconds.
 
-    From `at` on nobody serves it, from `taken_at` on it is `to`'s, and from `served_at` on that one serves it. The
-    proxy hears of it `told_after_s` after it is taken, or (None) not of itself; where `is_released` it is also told
-    that nobody owns it.
+    From `at` on no broker serves it, from `taken_at` on `to` owns it, and from `served_at` on `to` serves it. The
+    proxy learns it `told_after_s` after it is taken, or (None) not by itself; if `is_released` it also learns that the
+    partition has no owner.
     """
 
     at: float
@@ -38,7 +38,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that befalls a broker for a while: `crash`, `hang`, `stall`, `deaf`, `readdress`, `leave`, `cut`."""
+    """A fault of a broker for a while: `crash`, `hang`, `stall`, `deaf`, `readdress`, `leave`, `cut`."""
 
     at: float
     kind: str
@@ -48,7 +48,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class ClientSetting:
-    """One client: `count` requests, at a pace of one in `pace_s`, each for some of `partitions`."""
+    """One client: `count` requests, one every `pace_s`, each for some of `partitions`."""
 
     kind: str
     count: int
@@ -65,7 +65,7 @@ class ClientSetting:
 
 @dataclass(frozen=True)
 class LeaseTrouble:
-    """What befalls the lease in etcd behind a proxy's claims: `suspend` and `late`."""
+    """A fault of the lease in etcd behind a proxy's claims: `suspend` and `late`."""
 
     at: float
     kind: str
@@ -75,10 +75,10 @@ class LeaseTrouble:
 
 @dataclass(frozen=True)
 class ClaimSetting:
-    """The claims of a world that has them: `topic` has a writer group.
+    """The claims of a world with claims: `topic` has a writer group.
 
-    `fenced`: the brokers keep fences. A way to etcd takes up to `etcd_way_s`. When something of a claimant is refused,
-    its proxy loses the lease behind its claims so often as `lapses` says.
+    `fenced`: the brokers keep fences. A message to etcd takes up to `etcd_way_s`. `lapses` is how often a proxy loses
+    the lease behind its claims when a claimant's request is refused.
     """
 
     topic: str
@@ -92,10 +92,10 @@ class ClaimSetting:
 
 @dataclass(frozen=True)
 class Setting:
-    """One world. `trouble_s` is how long its trouble lasts; rates are shares of requests or of batches.
+    """One world. `trouble_s` is the duration of its trouble; rates are shares of requests or of batches.
 
-    `limits` are those of the proxy that are not the defaults. The id of a topic in `late_ids` is not known to the proxy
-    before that time. In one with `claims` the last topic is theirs, and nobody else's.
+    `limits` are the proxy's limits that differ from the defaults. The proxy does not know the id of a topic in
+    `late_ids` before that time. In a world with `claims` only claimants use the last topic.
     """
 
     seed: int
@@ -119,9 +119,9 @@ class Setting:
 
 
 def draw(seed: int, *, forgets: bool = False, claims: bool = False) -> Setting:
-    """The setting of the world with this seed; in any case of one whose brokers forget, or of one with claims."""
+    """The setting of the world with this seed; on request one whose brokers forget, or one with claims."""
     setting = _draw(seed, forgets=forgets)
-    # Worlds without claims are what they were before there were any.
+    # Worlds without claims are the same as before claims were added.
     random = Random(f"claims {seed}")
     return _with_claims(setting, random) if random.random() < WITH_CLAIMS or claims else setting
 
@@ -133,7 +133,7 @@ def _draw(seed: int, *, forgets: bool) -> Setting:
     topics = tuple(random.randint(1, 4) for _ in range(random.randint(1, 3)))
     partitions = sum(topics)
     trouble_s = random.choice((0.6, 1.5, 3.0))
-    # Whether what is sent is known again matters where outcomes are unknown; brokers that forget are well otherwise.
+    # Recognizing resent batches matters if outcomes are unknown; otherwise brokers that forget do no harm.
     fates = random.choice((0.0, 0.01, 0.03, 0.1))
     late_ids = {topic: random.random() * trouble_s for topic in range(len(topics)) if random.random() < 0.1}
     return Setting(
@@ -158,8 +158,8 @@ def _draw(seed: int, *, forgets: bool) -> Setting:
 
 
 def _with_claims(setting: Setting, random: Random) -> Setting:
-    """The same world with one more topic, which has a writer group, and with those who claim it: the other clients
-    send half as much, and claimants the rest.
+    """The same world with one more topic, which has a writer group, and its claimants: the other clients send half as
+    much, and claimants the rest.
     """
     first, count = sum(setting.topics), random.randint(1, 3)
     partitions = range(first, first + count)
@@ -185,7 +185,7 @@ def _with_claims(setting: Setting, random: Random) -> Setting:
         setting,
         topics=(*setting.topics, count),
         trouble_s=CLAIMS_S,
-        # What is on its way when a claim is lost is what matters.
+        # The batches on their way when a claim is lost are what matters.
         fates=random.choice((setting.fates, 0.05, 0.2)),
         codes=random.choice((setting.codes, 0.05, 0.2)),
         limits={**setting.limits, **limits},
@@ -194,7 +194,7 @@ def _with_claims(setting: Setting, random: Random) -> Setting:
         claims=ClaimSetting(
             topic=f"topic-{len(setting.topics)}",
             proxies=proxies,
-            # Apache Kafka's brokers keep none.
+            # Apache Kafka's brokers keep no fences.
             fenced=setting.conduct is LEASED and random.random() < 0.4,
             ttl_s=ttl_s,
             etcd_way_s=etcd_way_s,
@@ -222,7 +222,7 @@ def _claimant(random: Random, partitions: range, ordinary: range, trouble_s: flo
 
 
 def _limits(random: Random) -> Mapping[str, float]:
-    """Now and then so low that requests have to wait for each other."""
+    """Sometimes so low that requests have to wait for each other."""
     limits: dict[str, float] = {"connect_timeout_s": random.choice((0.3, 1.0, 1.0, 3.0))}
     if random.random() < 0.15:
         limits["max_open_requests"] = random.choice((2, 4))
@@ -250,7 +250,7 @@ def _clients(random: Random, partitions: int, trouble_s: float, *, mixes_version
                 in_flight=random.choice((1, 2, 5, 5, 5)) if kind != "plain" else random.choice((1, 3, 5, 10)),
                 acks={"silent": 0, "plain": random.choice((-1, 1))}.get(kind, -1),
                 timeout_ms=random.choice((500, 1000, 1500, 3000)),
-                # What calls a topic by an id that nobody knows is not known to be the same as what calls it by name.
+                # A request with an unknown topic id is not known to be for the same topic as one with its name.
                 versions=(lowest,)
                 if random.random() < 0.5 or not mixes_versions
                 else tuple(random.randint(3, 13) for _ in range(4)),
@@ -264,7 +264,7 @@ def _clients(random: Random, partitions: int, trouble_s: float, *, mixes_version
 
 
 def _moves(random: Random, brokers: int, partitions: range, trouble_s: float, *, knows_again: bool) -> tuple[Move, ...]:
-    # Where brokers forget, moves are what matters.
+    # With brokers that forget, moves are what matters.
     a_second = random.choice((0.0, 0.5, 2.0, 5.0) if knows_again else (2.0, 5.0, 8.0))
     moves = []
     for partition in partitions:
@@ -274,7 +274,7 @@ def _moves(random: Random, brokers: int, partitions: range, trouble_s: float, *,
             served_at = taken_at + (random.random() * random.choice((0.004, 0.05)) if random.random() < 0.5 else 0.0)
             told_after_s = random.random() * random.choice((0.002, 0.02, 0.3)) if random.random() < 0.75 else None
             if knows_again:
-                # Now and then it comes back to where it was.
+                # Sometimes it comes back to its former broker.
                 owner = random.choice((owner, *range(1, brokers + 1)))
             else:
                 # A broker that forgets must not be back while batches for it are on their way.

@@ -1,9 +1,8 @@
-"""Rules of the produce path switched off, each of which the simulated worlds must miss.
+"""Rules of the produce path switched off; the simulated worlds must notice each.
 
-The rules are the numbered invariants of `kproxy.routing` and of what carries out its decisions; a switch names the one
-that it breaks. Switches are made on
-these modules alone, in ways that hold whoever imports what: methods of classes, rows of tables, what functions read
-from their modules, and the code of functions.
+The rules are the numbered invariants of `kproxy.routing` and of the code that carries out its decisions; a switch names
+the rule that it breaks. A switch patches only these modules, in ways that work whatever other modules have imported:
+methods of classes, rows of tables, names that functions read from their modules, and the code of functions.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ Patch = pytest.MonkeyPatch
 
 
 class Worlds(Enum):
-    """How many worlds are searched: many times what it takes."""
+    """How many worlds are searched: many times the number needed."""
 
     FEW = 1_000
-    # Slow ones, which `make test-all` looks for: a script in test_fanout_switches shows the same at once.
+    # Slow ones, for `make test-all`: a script in test_fanout_switches shows the same at once.
     SOME = 1_001
     MANY = 20_000
-    # Nothing that clients or brokers see is known to follow; the reason stands in the table.
+    # No known effect is visible to clients or brokers; the table has the reason.
     NONE = 0
 
 
 class Switch(NamedTuple):
-    """`off` switches off what `rule` says; `forgets`: only brokers that forget show it; `claims`: only claimants do."""
+    """`off` switches the rule `rule` off; `forgets`: only brokers that forget show it; `claims`: only claimants do."""
 
     name: str
     rule: str
@@ -62,7 +61,7 @@ def _method(kind: type, name: str, new: Callable[..., object]) -> Callable[[Patc
 
 
 def _code(function: Callable[..., object], new: Callable[..., object]) -> Callable[[Patch], None]:
-    """Whoever has imported the function has the new one."""
+    """Modules that have imported the function use the new one."""
     return lambda patch: patch.setattr(cast(FunctionType, function), "__code__", cast(FunctionType, new).__code__)
 
 
@@ -82,7 +81,7 @@ def _rows(events: Iterable[int], row: Row, tables: Iterable[dict[int, Row]] = _T
     return off
 
 
-# What becomes of the methods
+# Replacements of methods
 
 _settled, _refused, _prove, _note = Lanes.settled, Lanes.refused, Routes.prove, Refused.note
 _have_lapsed = ClientClaims.have_lapsed
@@ -211,8 +210,8 @@ SWITCHES: Final = (
     Switch(
         "what waits in lanes outlives its client",
         "fanout: dropped when its client is gone",
-        # Nothing of it is sent: whoever takes an item out of a lane asks first whether its request is still open. What
-        # is kept is memory, and that ends with the session.
+        # Nothing of it is sent: a caller that takes an item out of a lane first checks whether its request is still
+        # open. It only keeps memory, until the session ends.
         _method(Lanes, "drop", _nothing),
         Worlds.NONE,
     ),
@@ -233,9 +232,10 @@ SWITCHES: Final = (
     Switch(
         "a route is proven by what was sent under an earlier ownership",
         "routes 2",
-        # What follows goes where the partition was, is refused there, and then goes where it is. It would be out of
-        # order at a broker that forgets and gets the partition back while the batch that probed is unanswered. But what
-        # was pipelined to it before is appended in its midst whatever the proxy does, so none comes back so soon.
+        # Later batches go to the former owner, are refused there, and then go to the new one. They would be out of
+        # order at a broker that forgets and gets the partition back while the batch that probed is unanswered. But
+        # batches pipelined to it before are appended whatever the proxy does, so no broker gets a partition back so
+        # soon.
         _method(Routes, "prove", _prove_at_any_version),
         Worlds.NONE,
     ),
@@ -284,9 +284,9 @@ SWITCHES: Final = (
     Switch(
         "only the latest refused batch is remembered",
         "refused 1",
-        # It takes refusals that are noted in another order than that of their batches, and one out of order between
-        # them: these clients wait for all answers before they send anything again. Others could not be judged: what
-        # comes again ends what is known, and what was sent behind it before is rightly told to be out of order.
+        # It needs refusals that are noted in another order than that of their batches, and one out of order between
+        # them: these clients wait for all answers before they send anything again. Others could not be judged: a resent
+        # batch discards the knowledge, and batches sent behind it before are rightly reported as out of order.
         _method(Refused, "note", _note_the_last_alone),
         Worlds.NONE,
     ),
@@ -300,7 +300,7 @@ SWITCHES: Final = (
     Switch(
         "a second result for one partition is taken",
         "merge 1: every partition is answered exactly once",
-        # Nothing that runs today takes one: who is told late asks first whether the entry is open.
+        # No code today takes one: a late caller first checks whether the entry is open.
         _method(Exchange, "take", _take_twice),
         Worlds.NONE,
     ),
@@ -385,7 +385,7 @@ SWITCHES: Final = (
 
 
 def search(switch: Switch, first_seed: int, worlds: int) -> tuple[int, Outcome | None]:
-    """The first of so many worlds that misses the rule, and how many it took."""
+    """The first of that many worlds that notices the rule, and the number of worlds it took."""
     with pytest.MonkeyPatch.context() as patch:
         switch.off(patch)
         for run in range(worlds):

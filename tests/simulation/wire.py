@@ -43,7 +43,7 @@ _OWNED = Struct(">hqq")
 _BINDING = Struct(">iq?")
 _BOUND = Struct(">ihq")
 
-# Of one topic, as it is called in the message: (partition_index, records).
+# For one topic, as the message names it: (partition_index, records).
 Asked = list[tuple[bytes, list[tuple[int, bytes]]]]
 # (partition_index, error_code, base_offset)
 Results = list[tuple[bytes, list[tuple[int, int, int]]]]
@@ -65,7 +65,7 @@ class ProduceRequest(NamedTuple):
 def batch(
     batch_id: int, count: int, padding: bytes, producer: tuple[int, int, int] = (-1, -1, -1), *, transactional: bool
 ) -> bytes:
-    """`count` records in `padding`; `producer` is its id, epoch, and the first record's sequence number."""
+    """`count` records in `padding`; `producer` has its id, its epoch, and the first record's sequence number."""
     length = _BATCH.size - _BATCH_OVERHEAD + len(padding)
     attributes = _TRANSACTIONAL if transactional else 0
     return _BATCH.pack(0, length, -1, 2, 0, attributes, count - 1, batch_id, batch_id, *producer, count) + padding
@@ -140,7 +140,7 @@ def produce_request(
 
 
 def head_of(frame: bytes) -> tuple[int, int, int, int]:
-    """api_key, api_version, correlation_id, and where the client_id ends."""
+    """api_key, api_version, correlation_id, and the end of the client_id."""
     key, version, correlation_id, length = _HEAD.unpack_from(frame, 4)
     return key, version, correlation_id, 14 + max(0, length)
 
@@ -297,14 +297,14 @@ def _skip_tags(frame: bytes, at: int) -> int:
     for _ in range(count):
         tag, at = _read_uvarint(frame, at)
         length, at = _read_uvarint(frame, at)
-        # A leader's hint (KIP-951) of a proxy is blank: id -1, epoch -1; there are no endpoints then.
+        # In a proxy's answer a leader's hint (KIP-951) is blank: id -1, epoch -1; it has no endpoints.
         if tag == 0 and frame[at : at + min(8, length)] != b"\xff" * 8 and frame[at : at + length] != b"\1":
             raise NoMessage(f"an answer names a broker: {frame[at : at + length]!r}")
         at += length
     return at
 
 
-# Reads, in one version each: by topic the partition indexes
+# Reads, in one version each: the partition indexes by topic
 
 
 def read_request(api_key: int, correlation_id: int, client_id: bytes, topics: dict[bytes, list[int]]) -> bytes:
@@ -387,7 +387,7 @@ def read_read_response(api_key: int, frame: bytes) -> tuple[int, Results]:
 
 
 def own_request(correlation_id: int, client_id: bytes, group: str, resources: list[tuple[str, int]] | None) -> bytes:
-    """Claim these resources, each with its generation; None for the whole group."""
+    """Claim these resources, each with its generation; None claims the whole group."""
     parts = [_HEAD.pack(OWN, 1, correlation_id, len(client_id)), client_id, b"\0", _compact(group.encode())]
     parts.append(_uvarint(0 if resources is None else len(resources) + 1))
     for resource, generation in resources or ():

@@ -1,8 +1,8 @@
 """One simulated world: the proxy's own code between simulated clients and brokers, from its seed to its verdict.
 
-The proxy is what stays of it whatever becomes of its insides: a `ClientSession` for each client connection, a
-`ProxyContext` and a `Topology`. What the listener does beside that is done here: it hands over connections, and looks
-after deadlines at the same interval.
+The proxy is the part of it that is independent of its internals: a `ClientSession` for each client connection, a
+`ProxyContext` and a `Topology`. The listener's other work is done here: it hands over connections, and checks deadlines
+at the same interval.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.simulation.partitions import Batch
 from tests.simulation.proxy import SimulatedProxy
 from tests.simulation.setting import LeaseTrouble, Setting, draw
 
-# When all is well again, everything is done in this time; then everybody goes, and nothing is left.
+# After all faults have ended, all work is done within this time; then every client leaves, and nothing is left.
 PATIENCE_S: Final = 60.0
 REST_S: Final = 15.0
 
 
 class Outcome(NamedTuple):
-    """What came of a world. `digest` is of its whole transcript."""
+    """The result of a world. `digest` is of its whole transcript."""
 
     seed: int
     found: list[str]
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
 
 
 def _nobody(client: str) -> None:
-    """Nobody asks who is severed."""
+    """Never asked which connections are severed."""
 
 
 class _Logger:
@@ -68,7 +68,7 @@ class _Logger:
     on_severed: Callable[[str], object] = _nobody
 
     def debug(self, event: str, **values: object) -> None:
-        """Nobody reads it."""
+        """Never read."""
 
     info = debug
 
@@ -89,7 +89,7 @@ class _Logger:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What the proxy logs is not printed; loggers that are in use already go on as they are."""
+    """The proxy's log is not printed; loggers that are already in use stay as they are."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=_Logger, cache_logger_on_first_use=False)  # type: ignore[arg-type]
     try:
@@ -99,7 +99,7 @@ def quiet() -> Iterator[None]:
 
 
 class World:
-    """`found` is what was wrong; `etcd` is where claims stand, in worlds that have them."""
+    """`found` receives the findings; `etcd` holds the claims, in worlds that have them."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -111,7 +111,7 @@ class World:
         self.faults = 0
         self.faults_amid = 0
         claims = setting.claims
-        # Of a Kafka cluster a partition without a leader is nobody's to take.
+        # A partition of a Kafka cluster without a leader must not be taken by a broker.
         offers_unowned = setting.conduct.refuses_before_append
         topologies = [Topology(offers_unowned=offers_unowned) for _ in range(claims.proxies if claims else 1)]
         self.cluster = Cluster(self.loop, self.dice, setting, topologies, self.fault, self.found)
@@ -132,7 +132,7 @@ class World:
         self._busy = {client.number for client in self.clients}
         self._sessions: dict[ClientSession, Connection] = {}
         self._is_over = False
-        # Every connection that ever was, by a name that does not depend on who came first.
+        # Every connection ever opened, by a name that does not depend on the order of opening.
         self.lines: dict[tuple[str, int, int, int], SimulatedTransport] = {}
         self._dials: Counter[tuple[int, int]] = Counter()
         self.sessions_left: list[str] = []
@@ -140,7 +140,7 @@ class World:
     # Driving it
 
     def run(self) -> None:
-        """All of it; what is wrong is in `found`."""
+        """Run the whole world; `found` has the findings."""
         loop = self.loop
         _Logger.errors.clear()
         for proxy in self.proxies:
@@ -173,7 +173,7 @@ class World:
             proxy.close()
 
     def _refused(self, batch: Batch) -> None:
-        """What a claimant sent was refused, and may be about to be sent again: a good time to lose a lease."""
+        """A claimant's request was refused, and may be about to be sent again: a good time to lose a lease."""
         now = self.loop.now
         drawn = self.dice.at(What.LEASE, batch.id, batch.arrivals)
         if self.setting.claims is None or drawn >= self.setting.claims.lapses or now > self.setting.trouble_s:
@@ -184,7 +184,7 @@ class World:
         self.loop.call_at(at, self._befall, LeaseTrouble(at, "suspend", proxy, lasts_s))
 
     def severed(self, peer: str) -> None:
-        """The proxy has severed the connection of a client that is called so."""
+        """The proxy has severed the connection of the client with this name."""
         self.cluster.happened["severed"] += 1
         self.grants.severed(int(peer.rpartition(":")[2]))
 
@@ -247,7 +247,7 @@ class World:
     # Clients
 
     def connect(self, client: Client, ordinal: int) -> Connection:
-        """One more connection of a client; the proxy has it at once."""
+        """Open one more connection of a client; the proxy has it at once."""
         connection = Connection(client, ordinal, client.proxy_of(ordinal))
         context = self.proxies[connection.proxy].context
         key = client.number * 1000 + ordinal
@@ -274,7 +274,7 @@ class World:
         self._busy.discard(client.number)
 
     def fault(self, what: str) -> None:
-        """Something goes wrong."""
+        """Record a fault."""
         self.faults += 1
         self.faults_amid += any(
             client.connection is not None and client.connection.in_flight for client in self.clients
@@ -306,7 +306,7 @@ class World:
     ) -> tuple[SimulatedTransport, asyncio.BaseProtocol]:
         protocol = protocol_factory()
         broker = next(each for each in self.cluster.brokers if each.address.host == host)
-        # Whose connection it is: a client connection's, or the proxy's own.
+        # The owner of the connection: a client connection, or the proxy itself.
         session = getattr(getattr(protocol, "_on_pressure", None), "__self__", None)
         owner = self._sessions.get(session) if isinstance(session, ClientSession) else None
         whose = owner.client.number * 1000 + owner.ordinal if owner is not None else 0
@@ -337,16 +337,16 @@ class World:
         else:
             reached.set_exception(ConnectionRefusedError("nobody listens there"))
 
-    # What came of it
+    # Results
 
     @functools.cached_property
     def rows(self) -> list[Range]:
-        """What the trail says was acknowledged."""
+        """The batches that are acknowledged in the trail."""
         pages = [page for proxy in self.proxies for page in proxy.pages]
         return [row for page in pages for row in decode_page(page) if isinstance(row, Range)]
 
     def transcript(self) -> Iterator[str]:
-        """All that the proxy sent, line by line; what it sent in one moment on one connection is one line."""
+        """Everything that the proxy sent, line by line; what it sent in one moment on one connection is one line."""
         for name in sorted(self.lines):
             kind, number, whose, ordinal = name
             of = f" for client connection {whose // 1000}.{whose % 1000}" if whose else ""
@@ -395,8 +395,8 @@ def _told(error: dict[str, Any]) -> str:
 
 
 def run_world(seed: int, *, setting: Setting | None = None, keeps_transcript: bool = False) -> Outcome:
-    """Run one world. What escapes from the proxy is among what is found."""
-    # All of a world is garbage at once, when it is over: looking for some of it meanwhile takes an eighth of the time.
+    """Run one world. Exceptions that escape from the proxy are among the findings."""
+    # All of a world becomes garbage at once, at its end: collecting some of it meanwhile takes an eighth of the time.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -418,7 +418,7 @@ def _run(setting: Setting, *, keeps_transcript: bool) -> Outcome:
     except AssertionError as error:
         world.found.append(str(error))
     finally:
-        # Whatever outlives a world keeps all of it: what is garbage later is not looked for any more.
+        # Objects that outlive a world keep all of it alive: the collector no longer looks at later garbage.
         _Logger.on_severed = _nobody
     lines = list(world.transcript())
     return Outcome(

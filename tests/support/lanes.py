@@ -42,9 +42,9 @@ OWN_SPARK = "own_spark"
 # The table's name for modules that are a lane each; shorter ones are not recorded.
 ALONE = "alone"
 LEAST_RECORDED_S = 1.0
-# A process may start them again for another lane, so they share no etcd prefix with those of before.
+# A process may start them again for another lane, so they share no etcd prefix with earlier ones.
 END_WITH_LANE = ("spark_driver", "real_kafka", "etcd_cluster", "owned_topics", "own_site", "dev_cluster")
-# Spark computes; what hangs on time is not to find the machine busy.
+# Spark uses much CPU; tests that depend on time must not run beside it.
 NICENESS = 5
 
 # By lane, seconds by module.
@@ -70,7 +70,7 @@ def recorded_durations() -> Durations:
 
 
 def table_text(before: Durations, measured: Durations, existing: Iterable[str]) -> str:
-    """The table with what was measured, and without modules that no longer exist or are short."""
+    """The table with the measured times, without modules that no longer exist or are short."""
     merged = {module: (lane, seconds) for lane, modules in before.items() for module, seconds in modules.items()}
     merged |= {module: (lane, seconds) for lane, modules in measured.items() for module, seconds in modules.items()}
     text = _HEADER
@@ -117,7 +117,7 @@ class Lanes:
         return self._shared.get(module, module)
 
     def length_s(self, nodeid: str) -> float:
-        """How long its lane takes; 0 where that is not known."""
+        """The recorded length of its lane; 0 if it is not known."""
         return self._lengths.get(self.lane(nodeid), 0.0)
 
 
@@ -143,7 +143,7 @@ def _is_worker() -> bool:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Import all tests before they are collected, each process from another one on.
+    """Import all tests before they are collected; each process starts at a different module.
 
     pytest rewrites a module's assertions at its first import, which takes 12 s of CPU for all of them, and keeps the
     result in a file. So each process rewrites a part, and reads what the others have rewritten.
@@ -154,7 +154,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     files = sorted(DURATIONS.parents[1].rglob("test_*.py"))
     first = len(files) * int(given["workerid"].removeprefix("gw")) // given["workercount"]
     for file in files[first:] + files[:first]:
-        # What cannot be imported is reported when it is collected.
+        # Modules that fail to import are reported when they are collected.
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(".".join(file.relative_to(DURATIONS.parents[2]).with_suffix("").parts))
 
@@ -169,7 +169,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.user_properties.append((_LANE, needed[module_name(item.nodeid)]))
 
 
-# There is such a hook only where xdist is installed.
+# The hook exists only if xdist is installed.
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     from xdist.scheduler import LoadScopeScheduling
@@ -184,7 +184,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if _is_worker() and lanes().lane(item.nodeid) in (SHARED_LANES["spark_driver"], OWN_SPARK):
-        # What it starts inherits this.
+        # Processes that it starts inherit this.
         os.nice(max(0, NICENESS - os.nice(0)))
 
 
@@ -203,13 +203,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         alive = item.config.stash[_ALIVE]
         while alive:
             fixture, request = alive.pop()
-            # As pytest itself ends a fixture that is asked for with another parameter. What depends on it ends first.
+            # As pytest itself ends a fixture that is requested with another parameter. Dependent fixtures end first.
             fixture.finish(request)
     return outcome
 
 
 class Recorder:
-    """Adds up what the tests of each module take, and writes the table at the end."""
+    """Adds up the times of each module's tests, and writes the table at the end."""
 
     def __init__(self) -> None:
         self._measured: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))

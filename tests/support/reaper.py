@@ -1,7 +1,7 @@
-"""End what a killed test run has left behind: `reaper.py MARK`, which reads a pipe that the test run holds open.
+"""End the processes that a killed test run has left: `reaper.py MARK`, which reads a pipe that the test run holds open.
 
-A test run that ends by itself leaves nothing; one that was killed cannot see to it. All that it starts inherits a mark
-in its environment, and the system closes the pipe, however the run has ended.
+A test run that ends by itself leaves nothing; one that was killed cannot clean up. All its processes inherit a mark in
+their environment, and the system closes the pipe, however the run has ended.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import time
 import psutil
 
 RUN_MARK = "KPROXY_TEST_RUN"
-# What notices the end of the test run by itself ends better.
+# Processes that notice the end of the test run by themselves end better.
 GRACE_S = 5.0
-# What is killed may have started something just before.
+# A killed process may have started another just before.
 ROUNDS = 5
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """The living processes, wherever they hang, that a test run with this mark has started."""
+    """The living processes that a test run with this mark has started, wherever they are in the process tree."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -32,7 +32,7 @@ def marked_processes(mark: str) -> list[psutil.Process]:
             ):
                 found.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess):
-            # Another user's, or gone: not one of ours that lives.
+            # Another user's, or gone: not a living one of ours.
             continue
     return found
 

@@ -42,7 +42,7 @@ REQUIRE = "KPROXY_TEST_REQUIRE"
 LOOP = "KPROXY_TEST_LOOP"
 ALL = "KPROXY_TEST_ALL"
 FEW_EXAMPLES = 40
-# A process that was told to end may take a moment to be gone.
+# A process may take a moment to end after the signal.
 LEFT_BEHIND_GRACE_S = 30.0
 
 
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _most(mark: pytest.Mark) -> int:
-    """How many of the tests with this mark `make test` runs."""
+    """How many of the tests with this mark run in `make test`."""
     return int(mark.kwargs.get("but", 1 if "but_one" in mark.kwargs else 0))
 
 

@@ -1,7 +1,7 @@
-"""Wait until a condition holds: the one way to wait, for tests that block and for coroutines.
+"""Wait until a condition holds: the only such helper, for tests that block and for coroutines.
 
-The time limit is for hangs and much longer than a busy machine needs. A wait in vain fails the test and says what was
-missing; `what` may be a function, which is called then, such as the stderr of a process.
+The time limit is for hangs and much longer than a busy machine needs. A wait that times out fails the test and reports
+the missing condition; `what` may be a function, which is called then, such as one for the stderr of a process.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ async def eventually(
     timeout_s: float = PATIENCE_S,
     ignored: tuple[type[Exception], ...] = (),
 ) -> Any:
-    """Poll until `condition()`, awaited where it is a coroutine's, is true; return its value.
+    """Poll until `condition()`, awaited if it is a coroutine's, is true; return its value.
 
-    It is not true either while it raises one of `ignored`.
+    An exception in `ignored` counts as not true.
     """
     deadline = time.monotonic() + timeout_s
     while True:

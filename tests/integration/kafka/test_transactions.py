@@ -1,4 +1,4 @@
-"""Transactions and groups: on real Apache Kafka they work unchanged through the proxy, elsewhere they fail with an error."""
+"""Transactions and groups: on real Apache Kafka they work unchanged through the proxy, elsewhere they are refused."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _flow(column: int, owner: int) -> Flow:
 
 
 def _with(facts: Facts, at: int, states: dict[int, State], *findings: Finding, **counts: int) -> Facts:
-    """`facts` with other numbers for the partition at place `at`, and what was found."""
+    """`facts` with other numbers for the partition at place `at`, and the findings."""
     changed = facts.partitions[at]
     sums = replace(changed.sums, **counts)
     partitions = [*facts.partitions]
@@ -190,20 +190,20 @@ def unsequenced() -> Facts:
 
 
 def deleted() -> Facts:
-    """One partition's topic was deleted and made anew, on purpose."""
+    """One partition's topic was deleted and created again on purpose."""
     finding = Finding("deleted", "20000 records of orders/2 were acknowledged in a topic that was deleted since.")
     return _with(clean(), 2, {}, replace(finding, topic="orders", partition=2), present=100_000, deleted=20_000)
 
 
 def gone() -> Facts:
-    """The same, but nobody has said that it was to be deleted."""
+    """The same, but nobody has declared the deletion."""
     finding = Finding("gone", "20000 records of orders/2 were acknowledged in a topic that was deleted since.")
     counts = {"present": 100_000, "gone": 20_000, "unproven": 1}
     return _with(clean(), 2, {}, replace(finding, topic="orders", partition=2), **counts)
 
 
 def unchecked() -> Facts:
-    """One partition's batches were read where there is no crc32c."""
+    """One partition's batches were read without crc32c."""
     finding = Finding("unchecked", "Of orders/2 the checksums of 1200 batches were not checked.", "orders", 2)
     return _with(clean(), 2, dict.fromkeys(range(COLUMNS), State.UNPROVEN), finding, unchecked=1200, unproven=1)
 
@@ -288,7 +288,7 @@ def tiny() -> Facts:
 
 
 def hostile() -> Facts:
-    """A topic whose name would be markup, a terminal's escape sequence and a formula, were it let through."""
+    """A topic whose name would be markup, a terminal's escape sequence and a formula if it were not escaped."""
     facts = loss()
     name = HTML_TOPIC
     return replace(

@@ -1,4 +1,4 @@
-"""Trails to ship, and trails as they have arrived."""
+"""Trails to ship, and trails as they arrived."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEGAN_MS = 1_700_000_000_000
 
 
 def some_rows(count: int, first_sequence: int = 0) -> list[Row]:
-    """A row of every kind and then ranges; all of them if `count` says so. They differ in everything that can."""
+    """A row of every kind and then ranges; all of them if `count` is large enough. They differ in every field."""
     rows: list[Row] = []
     for sequence in range(first_sequence, first_sequence + count):
         stamp = (PROXY, INCARNATION, sequence, BEGAN_MS + sequence)
@@ -90,6 +90,6 @@ def trails_in_topic(bootstrap: str, topic: str) -> dict[str, list[Row]]:
 
 
 def is_whole(rows: Sequence[Row]) -> bool:
-    """Whether a trail has its begin and its end and every row between."""
+    """Whether a trail has its begin, its end and every row between."""
     numbered = [row.sequence for row in rows] == list(range(len(rows)))
     return numbered and isinstance(rows[0], Begin) and isinstance(rows[-1], End)

@@ -1,4 +1,4 @@
-"""Trails made by hand: what a proxy would have said."""
+"""Trails made by hand, as a proxy would have written them."""
 
 from __future__ import annotations
 

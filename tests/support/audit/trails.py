@@ -1,4 +1,4 @@
-"""Trails and logs written by hand, small ones: a case a topic, so that one audit judges all of them."""
+"""Small trails and logs written by hand: a topic per case, so that one audit judges all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 class Trail:
-    """One proxy's; times are milliseconds after BEGAN_AT."""
+    """The trail of one proxy; times are milliseconds after BEGAN_AT."""
 
     def __init__(self, proxy: str = "proxy:9092", incarnation: str = "a", began: int = 0) -> None:
         self._who = {"proxy": proxy, "incarnation": incarnation}
@@ -97,7 +97,7 @@ def batch(
     is_control: bool = False,
     crc_ok: bool | None = True,
 ) -> Row:
-    """A batch header: offsets [base, base + count), of which `records` are there (all)."""
+    """A batch header: offsets [base, base + count), of which `records` exist (all)."""
     return {
         "topic": topic,
         "partition": partition,
@@ -152,7 +152,7 @@ def bounds_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
 
 
 def shared_names() -> list[Row]:
-    """Two pairs of proxies that share a name. The first one goes on; it was killed, or its first row is lost."""
+    """Two pairs of proxies that share a name. The first one continues; it was killed, or its first row is lost."""
     killed, other = Trail("killed:9092", "a"), Trail("killed:9092", "b", began=10_000)
     killed.acked("t", 0, 10, at=20_000)
     other.end(30_000)

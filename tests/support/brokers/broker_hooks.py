@@ -1,12 +1,12 @@
 """Faults and hooks of a test's broker; each is an option of `tests.support.brokers.broker_main`.
 
-stops_at_marks=1       it stops itself in the midst of a write that carries a mark. A stopped process keeps its sockets
+stops_at_marks=1       it stops itself within a write that carries a mark. A stopped process keeps its sockets
                        and its place in the code, between the fence check and the write, say, where a page fault or a
                        hypervisor may hold it for longer than its lease lives.
-replication_at=PORT    followers are told this port and not the one that it listens on: what the test put in between
+replication_at=PORT    followers get this port and not the one that it listens on: a relay of the test in between
                        may cut them off.
-unfenced=1             from SIGUSR1 on, which it answers with UNFENCED in its log, it fences itself off from nothing:
-                       what it leads it leads for ever, whatever etcd says, and whoever else does.
+unfenced=1             from SIGUSR1 on, which it answers with UNFENCED in its log, it ignores its own fence:
+                       it leads its partitions for ever, whatever etcd says, and whichever other broker leads them.
 disk_may_stall=1       fsync and fdatasync do not return while a file DATA_DIR.stalled stands beside its data directory;
                        as a disk's, they wait without the interpreter's lock.
 """
@@ -29,11 +29,11 @@ from kproxy.broker.partition import Partition
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.etcd.lease import LeaseFence
 
-# The fence has been looked at; nothing is written.
+# The fence has been checked; nothing is written.
 BEFORE_THE_WRITE = b"[stop before the write]"
-# The bytes are in the file; the fence has not been looked at again.
+# The bytes are in the file; the fence has not been checked again.
 AFTER_THE_WRITE = b"[stop after the write]"
-# The batch is appended for good as far as the leader goes; nobody else has it and nobody is answered.
+# The leader has appended the batch; no follower has it, and no answer has been sent.
 AFTER_THE_APPEND = b"[stop after the append]"
 UNFENCED = "nothing fences this broker off any more"
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of the broker's log."""
+"""Helpers for the tests of the broker's log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.wire.record_batches import build_batch
 
 
 def append(log: Log, records: bytearray, *, leader_epoch: int = 0) -> int:
-    """Append as a leading partition does; the base offset given."""
+    """Append as a leading partition does; return the base offset assigned."""
     view = memoryview(records)
     batch = parse_batch(view)
     base_offset = log.log_end_offset
@@ -39,7 +39,7 @@ def read_all(log: Log) -> bytes:
 
 
 def leader_batches(base_offset: int, *counts: int, leader_epoch: int = 0, **fields: int) -> bytearray:
-    """Batches with so many records each, as a leader at `base_offset` would send them; `fields` as `build_batch`."""
+    """Batches of these numbers of records, as a leader at `base_offset` would send; `fields` as in `build_batch`."""
     data = bytearray()
     for count in counts:
         records = build_batch([b"v%d" % (base_offset + each) for each in range(count)], **fields)

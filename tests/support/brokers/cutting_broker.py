@@ -1,8 +1,8 @@
-"""A broker that breaks off after just so many bytes: of the request it reads, or of the answer it writes.
+"""A broker that breaks off after an exact number of bytes: of the request it reads, or of the answer it writes.
 
-It serves one partition and reads its socket byte by count, which a protocol on an event loop cannot. Its first request
-is answered well, so that the route to it is proven; the second one is cut; everything on later connections is served.
-A batch of an idempotent producer that is in its log already is known again.
+It serves one partition and reads its socket byte by byte, which a protocol on an event loop cannot do. It answers its
+first request with success, so that the route to it is proven. It cuts the second one, and serves everything on later
+connections. It recognizes a batch of an idempotent producer that is in its log already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEEN_AFTER_S = 0.1
 
 
 class Cut(NamedTuple):
-    """The place and way in which the second request's connection ends: after `at` bytes of one of the two."""
+    """Where and how the second request's connection ends: after `at` bytes of the request or the answer."""
 
     of_answer: bool
     at: int
@@ -47,7 +47,7 @@ class CuttingBroker:
         self._listener.setblocking(False)
         self._tasks: set[asyncio.Task[None]] = set()
         self._served = 0
-        # Connections on which it has said what it serves, before all requests.
+        # Connections on which it has answered ApiVersions, before any request.
         self._introductions = 0
         self._is_cut = False
 
@@ -109,12 +109,12 @@ class CuttingBroker:
 
     async def _cut_request(self, connection: socket.socket) -> None:
         while not _has_bytes(connection):
-            # A connection that ends before the request comes is idle, and noticed to be gone.
+            # A connection that ends before the request comes is idle, and the proxy notices its end.
             await asyncio.sleep(0.001)
         got = await _read(connection, self.cut.at)
         self._served += 1
         if len(got) >= 4 and len(got) == 4 + struct.unpack(">i", got[:4])[0]:
-            # Read to its end: nobody knows whether it was appended, and it was.
+            # Read to its end: the proxy does not know that it was appended.
             self._take(got)
         await self._end(connection)
 
@@ -122,18 +122,18 @@ class CuttingBroker:
         if self.cut.resets:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
             connection.close()
-            # Nothing tells when the other end has seen it.
+            # Nothing reports when the other end has seen it.
             await asyncio.sleep(SEEN_AFTER_S)
             self._is_cut = True
             return
-        # Closed while something is unread would be a reset as well.
+        # Closing with unread bytes would be a reset as well.
         connection.shutdown(socket.SHUT_WR)
         while await asyncio.get_running_loop().sock_recv(connection, 1 << 16):
             pass
         self._is_cut = True
 
     def _take(self, frame: bytes) -> bytes:
-        """Append what a request brings; the answer, if it has one."""
+        """Append the batch of a request; return the answer, if it has one."""
         try:
             header = parse_request_header(frame)
             request = read_by_kafka_python("request", PRODUCE, header.api_version, frame[header.body_offset :])
@@ -168,7 +168,7 @@ def _has_bytes(connection: socket.socket) -> bool:
 
 
 async def _read(connection: socket.socket, count: int) -> bytes:
-    """Just so many bytes. Raises EOFError."""
+    """Exactly that many bytes. Raises EOFError."""
     got = b""
     while len(got) < count:
         more = await asyncio.get_running_loop().sock_recv(connection, count - len(got))

@@ -1,4 +1,4 @@
-"""A relay before one broker that puts one batch in doubt and refuses another, as brokers do that lose followers.
+"""A relay before one broker that leaves one batch in doubt and refuses another, as brokers do that lose followers.
 
 It finds both batches by their partition and value. Everything else passes unchanged, one request of a connection after
 the other, as a broker handles them. The broker has to advertise the relay's address.
@@ -26,10 +26,10 @@ class Batch(NamedTuple):
 
 
 class DoubtfulRelay:
-    """The first time that they come, `doubtful` is appended and answered 7, `refused` is not appended and answered 19.
+    """At their first arrival `doubtful` is appended and answered 7, `refused` is not appended and answered 19.
 
-    The refusal waits until `behind` has come on the same connection. `doubted` and `arrived` are set when the answer to
-    `doubtful` is on its way, and when `refused` is there.
+    The refusal waits until `behind` has come on the same connection. `doubted` is set when the answer to `doubtful` is
+    on its way, `arrived` when `refused` has arrived.
     """
 
     def __init__(self, *, doubtful: Batch, refused: Batch, behind: Batch) -> None:

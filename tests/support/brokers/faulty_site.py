@@ -1,6 +1,6 @@
-"""Brokers on one prefix of a three-member etcd, each behind relays that a test may shut: to etcd, and to its followers.
+"""Brokers on one prefix of a three-member etcd, each behind relays that a test can shut: to etcd, and to its followers.
 
-Relays run on the test's event loop. So does nothing that blocks: `await asyncio.to_thread(...)`.
+Relays run on the test's event loop, so blocking work needs a thread: `await asyncio.to_thread(...)`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FaultyBroker(BrokerProcess):
         super().__init__(node_id, data_dir, "", prefix, **options)
 
     async def open_ways(self) -> None:
-        """Relays listen from here on, and the process is told of them."""
+        """Relays listen from here on, and the process gets their addresses."""
         for way in (*self.etcd_ways, self.replication_way):
             await way.open()
         self.arguments[2] = ",".join(way.endpoint for way in self.etcd_ways)
@@ -83,7 +83,7 @@ class FaultyBroker(BrokerProcess):
                 way.blackhole()
 
     async def heal(self) -> None:
-        """Whatever was done to it, it serves again and all its ways are open."""
+        """After any fault, it serves again and all its links are open."""
         for way in (*self.etcd_ways, self.replication_way):
             if not way.is_open:
                 await way.open()
@@ -146,7 +146,7 @@ class FaultySite:
     def bootstrap(self) -> str:
         return ",".join(broker.address for broker in self.brokers.values())
 
-    # What stands in etcd
+    # State in etcd
 
     async def put_topic(self, topic: str, replicas: list[list[int]], **configs: str) -> None:
         value = {"topic_id": str(uuid.uuid4()), "replicas": replicas, "configs": configs}
@@ -157,7 +157,7 @@ class FaultySite:
         return None if found is None else int(found.value)
 
     async def end_lease(self, node_id: int) -> None:
-        """Of a broker that is dead: it goes as at the end of its time."""
+        """Revoke the lease of a dead broker: it ends as at the end of its TTL."""
         found = await self.client.get(self.keys.broker(node_id))
         if found is not None:
             await self.client.lease_revoke(found.lease_id)
@@ -167,7 +167,7 @@ class FaultySite:
         return None if found is None else decode_value(found.value, StateValue)
 
     async def led_by(self, topic: str, partition: int, node_ids: Iterable[int], timeout_s: float = PATIENCE_S) -> int:
-        """Wait until one of these owns the partition; which one."""
+        """Wait until one of these owns the partition; return which one."""
         wanted = set(node_ids)
         owner: int | None = None
 
@@ -188,7 +188,7 @@ class FaultySite:
     async def in_sync(
         self, topic: str, partition: int, node_ids: Iterable[int], timeout_s: float = PATIENCE_S
     ) -> StateValue:
-        """Wait until the ISR is exactly these."""
+        """Wait until the ISR is exactly these brokers."""
         wanted = set(node_ids)
         state: StateValue | None = None
 
@@ -204,7 +204,7 @@ class FaultySite:
         assert state is not None
         return state
 
-    # What lies on the disks
+    # Contents of the disks
 
     def log_bytes(self, node_id: int, topic: str, partition: int = 0) -> bytes:
         return log_bytes(self.brokers[node_id].data_dir / f"{topic}-{partition}")
@@ -221,7 +221,7 @@ class FaultySite:
     async def same_logs(
         self, topic: str, partition: int, node_ids: Sequence[int], timeout_s: float = PATIENCE_S
     ) -> list[Stored]:
-        """Wait until the logs of these brokers are the same to the last byte; what is in them."""
+        """Wait until the logs of these brokers are the same to the last byte; return their content."""
         return stored(await self.same_log_bytes(topic, partition, node_ids, timeout_s))
 
     async def same_log_bytes(
@@ -243,7 +243,7 @@ class FaultySite:
 
 @asynccontextmanager
 async def faulty_site(etcd: EtcdCluster, prefix: str, directory: Path) -> AsyncIterator[FaultySite]:
-    """A site without brokers yet; all is stopped in the end."""
+    """A site without brokers yet; everything is stopped at the end."""
     async with connected(etcd) as client:
         site = FaultySite(etcd, client, prefix, directory)
         try:

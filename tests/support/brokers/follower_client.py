@@ -1,4 +1,4 @@
-"""One connection to a broker's replication listener that says exactly what a test wants said."""
+"""One connection to a broker's replication listener that sends exactly what a test specifies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kproxy_codec.fetch import PartitionFetch
 from kproxy_codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
 from tests.support.brokers.reference_broker import RawClient
 
-# As a data directory's id.
+# In the form of a data directory's id.
 NO_DIRECTORY = uuid.UUID(int=0)
 
 

@@ -1,6 +1,6 @@
-"""A relay that stands for the network between proxies and a broker: bytes may be under way for as long as one likes.
+"""A relay for the network between proxies and a broker: bytes may be under way for any time.
 
-What was written arrives in the end, in order, also when whoever wrote it is gone by then; only `cut` loses it.
+Written bytes arrive in order, even if their sender is gone by then; only `cut` loses them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Self
 
 HOST = "127.0.0.1"
-# Of one connection; more is not read.
+# For one connection; no more is read.
 MAX_HELD_BYTES = 16 << 20
-# A broker that was sent all there is and the end closes its side.
+# A broker that has received everything and the end closes its side.
 LAST_ANSWERS_S = 5.0
 
 
@@ -22,7 +22,7 @@ Which = Callable[[int], bool]
 
 
 class _Carried:
-    """One connection: what came of its client and is not sent on yet."""
+    """One connection: the bytes of its client that are not sent on yet."""
 
     def __init__(self) -> None:
         self.waiting: asyncio.Queue[bytes] = asyncio.Queue(maxsize=MAX_HELD_BYTES >> 16)
@@ -62,11 +62,11 @@ class Way:
         return len(found)
 
     def held(self) -> int:
-        """On how many connections something was written since they are held."""
+        """The number of connections with bytes written since they are held."""
         return sum(not carried.moving.is_set() and carried.has_written for _, carried in self._carried.values())
 
     def left_behind(self) -> int:
-        """How many connections are there still, though whoever made them is gone: to bring what was written last."""
+        """The number of connections that still exist to deliver their last bytes, though their client is gone."""
         return sum(carried.has_ended for _, carried in self._carried.values())
 
     def release(self) -> None:
@@ -75,7 +75,7 @@ class Way:
             carried.moving.set()
 
     async def cut(self, which: Which = lambda port: True) -> None:
-        """End these connections; what is held on them is lost."""
+        """End these connections; the bytes held on them are lost."""
         tasks = [task for port, (task, _) in self._carried.items() if which(port)]
         for task in tasks:
             task.cancel()
@@ -99,7 +99,7 @@ class Way:
                     async with asyncio.timeout(LAST_ANSWERS_S):
                         await asyncio.wait([back])
             except* (OSError, RuntimeError):
-                # One side ended: the other one learns of it by its own end.
+                # When one side ends, the other side is ended too.
                 pass
             finally:
                 for each in writers:
@@ -108,7 +108,7 @@ class Way:
 
 
 async def _take(reader: asyncio.StreamReader, carried: _Carried) -> None:
-    """Read at once: what a client that is reset has written before is under way."""
+    """Read at once: the bytes that a reset client has written before are under way."""
     with suppress(ConnectionError):
         while data := await reader.read(1 << 16):
             await carried.waiting.put(data)

@@ -1,9 +1,9 @@
 """Apache Kafka's own jars for tests and measurements: users' tools and clients, and a real broker, without Maven.
 
-They are resolved from Maven Central by the Ivy that pyspark carries, once per user; after that nothing is asked of
-the network. Whoever asks gets StartupError where they can be had in no way.
+The Ivy that pyspark carries resolves them from Maven Central, once per user; after that no network access is needed.
+The functions raise StartupError if the jars are not available at all.
 
-Clients of earlier releases come as bare as they run: without the libraries of compression types.
+Clients of earlier releases come with only the jars they need: without the libraries of compression types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kproxy.pipeline.java import Java, find_java, trust_options, user_cache_dir
 from kproxy.pipeline.spark import pyspark_home
 
 KAFKA_VERSION = "4.3.1"
-# What is here of the clients alone: the last of each line that talks to a broker of today in a way of its own.
+# The client releases in use: the last of each line that talks to a current broker in a way of its own.
 CLIENT_VERSIONS = (
     *("0.11.0.3", "1.0.2", "1.1.1", "2.0.1", "2.1.1", "2.3.1", "2.4.1", "2.7.2", "2.8.2"),
     *("3.6.2", "3.7.2", "3.8.1", "3.9.1", "4.0.2", "4.1.1", KAFKA_VERSION),
@@ -29,7 +29,7 @@ CLIENT_VERSIONS = (
 RESOLVE_TIMEOUT_S = 600.0
 RESOLVE_ATTEMPTS = 3
 # The two excluded modules serve Connect's REST server, which nothing here runs. Without a logging back end a broker
-# says nothing at all, not even that it has started.
+# logs nothing at all, not even that it has started.
 _BROKER_MODULE = f"""\
 <ivy-module version="2.0">
   <info organisation="kproxy" module="kafka-for-tests"/>
@@ -45,7 +45,7 @@ _BROKER_MODULE = f"""\
 """
 
 
-# Each version a configuration of its own, or Ivy would keep the newest alone.
+# Each version has a configuration of its own; otherwise Ivy would keep only the newest.
 _CLIENTS_MODULE = f"""\
 <ivy-module version="2.0">
   <info organisation="kproxy" module="clients-for-tests"/>
@@ -93,7 +93,7 @@ def _resolved(name: str, module: str, folder: str) -> Path:
 
 @functools.cache
 def _jars(name: str, module: str, folder: str) -> Path | str:
-    """The directory of the jars, or why there is none: that too is found out once."""
+    """The directory of the jars, or why there is none: that result is kept too."""
     jars = user_cache_dir() / "kafka" / name
     if jars.is_dir():
         return jars
@@ -105,11 +105,11 @@ def _jars(name: str, module: str, folder: str) -> Path | str:
     if ivy is None:
         return "this pyspark carries no Ivy to resolve Kafka's jars with"
     jars.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its final place and moved there whole: an interrupted or a second run never leaves half a set.
+    # Built beside its final place and moved there whole: an interrupted or a second run never leaves half a set.
     aside = Path(tempfile.mkdtemp(dir=jars.parent, prefix=".resolving-"))
     try:
         for _ in range(RESOLVE_ATTEMPTS):
-            # What the attempt before has downloaded is still there.
+            # The downloads of the previous attempt are still there.
             problem = _resolve(java, ivy, aside, module, folder)
             if problem is None:
                 break
@@ -126,7 +126,7 @@ def _jars(name: str, module: str, folder: str) -> Path | str:
 
 
 def _resolve(java: Java, ivy: Path, aside: Path, module: str, folder: str) -> str | None:
-    """Fill `aside`/jars; what went wrong, if anything did."""
+    """Fill `aside`/jars; return the error, if any."""
     description = aside / "ivy.xml"
     description.write_text(module)
     command: list[str | os.PathLike[str]] = [java.executable, *trust_options(java, aside / "truststore")]
@@ -145,7 +145,7 @@ def _resolve(java: Java, ivy: Path, aside: Path, module: str, folder: str) -> st
         )
     except subprocess.TimeoutExpired:
         return f"Kafka's jars could not be downloaded within {RESOLVE_TIMEOUT_S:.0f} s"
-    # Ivy has said so where it could not have all of them.
+    # Ivy has reported it if not all of them could be had.
     if done.returncode != 0 or not (aside / "jars").is_dir():
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" .")]
         return f"Kafka's jars could not be resolved from Maven Central: {' | '.join(lines[-3:])}"

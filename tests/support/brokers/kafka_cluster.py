@@ -1,7 +1,7 @@
-"""A cluster that behaves as Apache Kafka does where leaders move: its brokers are scripted, clients and proxies real.
+"""A cluster that behaves as Apache Kafka when leaders move: its brokers are scripted, clients and proxies real.
 
-A broker that is asked to append to what it does not lead refuses with NOT_LEADER_OR_FOLLOWER and no base offset; an
-acks=0 batch it refuses by closing the connection.
+A broker refuses a batch for a partition that it does not lead with NOT_LEADER_OR_FOLLOWER and no base offset. It
+refuses an acks=0 batch by closing the connection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOT_LEADER = 6
 
 
 class KafkaCluster:
-    """`leaders` says which broker leads a partition; every broker knows at once. `appended` has all that was."""
+    """`leaders` has the leading broker of each partition; every broker knows it at once. `appended` has all batches."""
 
     def __init__(self, count: int = 2) -> None:
         self.brokers = [ServedBroker(node_id, self._serve) for node_id in range(1, count + 1)]

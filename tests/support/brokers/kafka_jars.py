@@ -1,4 +1,4 @@
-"""Apache Kafka's own jars for tests; a test that asks for them is skipped where they can be had in no way."""
+"""Apache Kafka's own jars for tests; a test that asks for them is skipped if they are not available."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""KafScale as the proxy sees it: values as its operator and brokers write them to etcd, and brokers that answer alike.
+"""KafScale as the proxy sees it: values as its operator and brokers write them to etcd, and brokers with its answers.
 
-All of it as it was seen of KafScale's own broker (July 2026), the values byte for byte.
+Everything here was observed on KafScale's own broker (July 2026), the values byte for byte.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def snapshot_value(ports: dict[int, int], partitions: int = 2, topics: Mapping[s
 
 SNAPSHOT = snapshot_value({0: 29092, 1: 29093})
 
-# What KafScale's brokers list in ApiVersions: what they serve, and as -1 to -1 what they do not.
+# The ApiVersions of KafScale's brokers: the APIs that they serve, and as -1 to -1 those that they do not.
 API_RANGES: dict[int, tuple[int, int]] = {
     18: (0, 4),
     3: (0, 12),
@@ -72,7 +72,7 @@ API_RANGES: dict[int, tuple[int, int]] = {
 class KafScaleBroker(ScriptedUpstream):
     """A broker that lists what KafScale's do, and leaves the rest to the test.
 
-    `claims_producer_ids`: it says that it serves InitProducerId. What is not served gets the defaults of every field.
+    `claims_producer_ids`: it lists InitProducerId as served. Unserved requests get the defaults of every field.
     """
 
     def __init__(self, node_id: int, *, claims_producer_ids: bool = False) -> None:

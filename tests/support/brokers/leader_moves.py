@@ -1,4 +1,4 @@
-"""Records while leaders move: what a producer is to write, how fast, and what must be there in the end."""
+"""Records while leaders move: the records that a producer is to write, their pace, and the judgement at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.brokers.real_kafka import RealKafka
 from tests.support.clients.kafka_io import Placed, Record
 
 MOVE_EVERY_S = 1.0
-# A paced producer gets so many at once: enough to have several batches of each partition on their way.
+# A paced producer gets this many at once: enough to have several batches of each partition under way.
 _BURST = 500
 
 
@@ -47,7 +47,7 @@ def moving_leaders(real_kafka: RealKafka, topic: str) -> Iterator[LeaderMoves]:
 
 
 def numbered(total: int, partitions: int) -> Iterator[Record]:
-    """Records that tell their own place: number n is the one at offset n // partitions of partition n % partitions."""
+    """Records that state their own place: number n is the one at offset n // partitions of partition n % partitions."""
     for number in range(total):
         yield Record(b"key-%d" % (number % 100), b"%d" % number, number % partitions)
 
@@ -62,7 +62,7 @@ def paced(records: Iterable[Record], per_second: float) -> Iterator[Record]:
 
 
 def check_numbered(read: list[Placed], acknowledged: dict[int, tuple[int, int]], total: int, partitions: int) -> None:
-    """All of `numbered` in their places, and each acknowledged there: nothing lost, doubled or out of order."""
+    """Check that all of `numbered` are in place and acknowledged there: nothing lost, doubled or out of order."""
     assert acknowledged == {number: (number % partitions, number // partitions) for number in range(total)}
     for partition in range(partitions):
         found = [(each.offset, int(each.value or b"-1")) for each in read if each.partition == partition]

@@ -1,12 +1,12 @@
-"""Three brokers that share their partitions' logs, pass ownership around at random, and check sequences as Kafka does.
+"""Three brokers that share their partitions' logs, move ownership at random, and check sequences as Kafka does.
 
 Each broker serves a connection's requests strictly one after another, with a short random pause before each, so that
-ownership comes and goes between two requests of one connection. What a broker does with a batch of an idempotent
-producer is what Kafka does: appended before is answered again, the next sequence is appended, another one is out of
-order, and a broker that knows nothing of the producer takes any.
+ownership changes between two requests of one connection. A broker treats a batch of an idempotent producer as Kafka
+does: it answers an appended batch again, appends the next sequence, refuses any other one as out of order, and accepts
+any sequence if it knows nothing of the producer.
 
 Two kinds: with `rebuilds` a new owner learns the producer's state from the log, and connections may be cut as well,
-which leaves outcomes unknown. Without, a new owner knows nothing: whatever overtakes stays where it is.
+so that outcomes are unknown. Without it, a new owner knows nothing: a batch that overtakes another stays in the log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_LEADER = 6
 OUT_OF_ORDER = 45
 RETAINED_BATCHES = 5
 MOST_PAUSE_S = 0.001
-# How long the table may lag behind a move, and the new owner behind the table.
+# The longest lag of the table behind a move, and of the new owner behind the table.
 MOST_LAG_S = 0.004
 LEAST_STAY_S = 0.03
 MOST_STAY_S = 0.08
@@ -42,7 +42,7 @@ class MovingCluster:
         self.moves = 0
         self.refusals = 0
         self.cuts = 0
-        # Who believes to be the owner; the last sequences it knows, oldest first.
+        # The broker that believes it is the owner; the last sequences it knows, oldest first.
         self._serving: dict[Partition, int] = dict.fromkeys(partitions, 1)
         self._known: dict[Partition, deque[int]] = {
             partition: deque(maxlen=RETAINED_BATCHES) for partition in partitions
@@ -97,18 +97,18 @@ class MovingCluster:
         while True:
             await asyncio.sleep(self.random.uniform(LEAST_STAY_S, MOST_STAY_S))
             self.moves += 1
-            # Always on to the next: a broker that forgets must not be back while batches for it are on their way.
+            # Always on to the next: a broker that forgets must not be back while batches for it are under way.
             self.owners[partition] = new = self.owners[partition] % 3 + 1
             self._serving[partition] = 0
             if self.rebuilds and self.random.random() < 0.3:
                 self._cut()
             await self._lag()
             if self.random.random() < 0.7:
-                # Now and then the table hears of it only when a request has been refused.
+                # Sometimes the table learns it only when a request has been refused.
                 self._tell(proxy, partition)
             await self._lag()
             while not self.rebuilds and self._has_queued(new, partition):
-                # A loop that hardly runs has a round of moves over before it has served one connection's requests.
+                # A loop that hardly runs finishes a round of moves before it has served one connection's requests.
                 await asyncio.sleep(MOST_PAUSE_S)
             retained = self.logs[partition][-RETAINED_BATCHES:] if self.rebuilds else []
             self._known[partition] = deque(retained, RETAINED_BATCHES)
@@ -129,7 +129,7 @@ class MovingCluster:
             proxy.own(self.owners[partition], topic, [index])
 
     def _cut(self) -> None:
-        """Cut one connection with whatever is on its way in both directions."""
+        """Cut one connection with all bytes on their way in both directions."""
         connections = [each for broker in self.brokers for each in broker.connections if each.is_open]
         if connections:
             self.cuts += 1

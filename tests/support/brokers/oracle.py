@@ -1,7 +1,7 @@
-"""Two clusters that are told the same: Apache Kafka, which is right by definition, and the reference brokers.
+"""Two clusters that get the same requests: Apache Kafka, which is right by definition, and the reference brokers.
 
-A side is three brokers, each topic on all of them, spoken to over the protocol alone: how topics are made, who leads
-and who is in sync is asked in the same words of both. What differs is how a process is started and ended.
+A side is three brokers with every topic on all of them, and is used only over the protocol: creating topics and asking
+for leaders and in-sync replicas is the same for both. Only starting and ending a process differs.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Side(ABC):
         return found
 
     def wait_in_sync(self, topic: str, count: int) -> None:
-        """Wait until every node says that exactly so many replicas are in sync."""
+        """Wait until every node reports exactly that many in-sync replicas."""
 
         def in_sync() -> bool:
             told = [self.described(topic, node_id) for node_id in NODES if self.is_running(node_id)]
@@ -161,7 +161,7 @@ class ReferenceSide(Side):
         self._brokers[node_id].signal(signal.SIGCONT)
 
 
-# What is sent
+# Requests
 
 ONE = bytes(build_batch([b"v" * 50]))
 LAST_SEQUENCE = (1 << 31) - 1
@@ -180,7 +180,7 @@ def batch(sequence: int, *, count: int = 2, epoch: int = 0, producer_id: int = 7
     return bytes(build_batch(values, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence))
 
 
-# What comes of it
+# Results
 
 
 class Outcome(NamedTuple):
@@ -243,16 +243,16 @@ def fetch(client: RawClient, topic: str, offset: int) -> Read:
 
 
 def latest(client: RawClient, topic: str) -> Outcome:
-    """The offset that ListOffsets tells for the log's end, as consumers see it."""
+    """The offset that ListOffsets reports for the log's end, as consumers see it."""
     asked = [{"name": topic, "partitions": [{"partition_index": 0, "timestamp": -1}]}]
     found = client.request(LIST_OFFSETS, 6, replica_id=-1, topics=asked).topics[0].partitions[0]
     return outcome(found.error_code, found.offset)
 
 
 class ToLeader:
-    """Requests to whoever leads a topic's partition, made again where the lead has moved: on a busy machine it does.
+    """Requests to the leader of a topic's partition, repeated if the leader has moved, which happens on a busy machine.
 
-    CLOSED is what comes of a request where the leader is still the same.
+    CLOSED is the result of a request if the leader is still the same.
     """
 
     def __init__(self, side: Side, topic: str) -> None:
@@ -303,13 +303,13 @@ class ToLeader:
 
 
 def on_both(sides: Mapping[str, Side], script: Callable[[Side], _Result]) -> tuple[_Result, _Result]:
-    """The same script on both at once: what came of it at Apache Kafka, and at the reference brokers."""
+    """Run a script on both at once; the results of Apache Kafka, and of the reference brokers."""
     with ThreadPoolExecutor(len(sides)) as threads:
         real, ours = (threads.submit(script, sides[name]) for name in ("real", "ours"))
         return real.result(), ours.result()
 
 
 def differing(real: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The steps that did not come to the same: what came of them at Kafka, and here."""
+    """The steps with different results: the result of Kafka, and the one here."""
     assert list(real) == list(ours)
     return {what: (real[what], ours[what]) for what in real if real[what] != ours[what]}

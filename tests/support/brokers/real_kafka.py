@@ -1,7 +1,7 @@
-"""A real Apache Kafka cluster: KRaft, every node broker and controller, on free ports of this machine.
+"""A real Apache Kafka cluster: KRaft, every node is broker and controller, on free ports of this machine.
 
-`real_kafka` is one cluster of three for the whole run; tests keep apart by their topics, and a test that takes a broker
-down brings it back. `pytest_plugins = ["tests.support.brokers.real_kafka"]` brings it.
+`real_kafka` is one cluster of three for the whole run; tests use different topics, and a test that takes a broker down
+brings it back. `pytest_plugins = ["tests.support.brokers.real_kafka"]` provides it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.clients.java import java_executable
 from tests.support.processes.ports import free_port, free_ports
 
 CLUSTER_ID = "a3Byb3h5LXRlc3RzLTAwMQ"
-# Where others leave it little of two cores, Java takes minutes.
+# If other processes leave it little of two cores, Java takes minutes.
 START_TIMEOUT_S = 400.0
 ADMIN_TIMEOUT_S = 60.0
 # The port listens before the broker serves.
@@ -42,7 +42,7 @@ rootLogger.appenderRef.console.ref = console
 
 
 class RealBroker:
-    """One node; what it logs goes to `{directory}/log`."""
+    """One node; its log goes to `{directory}/log`."""
 
     def __init__(self, node_id: int, port: int, directory: Path, options: Mapping[str, str]) -> None:
         self.node_id = node_id
@@ -78,7 +78,7 @@ class RealBroker:
         return b"".join(segment.read_bytes() for segment in segments)
 
     def format(self) -> None:
-        """Make the data directory what a broker will start on."""
+        """Format the data directory for a broker to start on."""
         done = subprocess.run(
             [*self._java(), "kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c", str(self._properties)],
             capture_output=True,
@@ -113,13 +113,13 @@ class RealBroker:
             self._process.wait(ADMIN_TIMEOUT_S)
 
     def stop(self) -> None:
-        """SIGTERM, upon which a broker hands its leaderships over and ends; until it has."""
+        """SIGTERM: the broker hands its leaderships over and ends; wait until it has."""
         assert self._process is not None, "not started"
         self._process.terminate()
         self._process.wait(START_TIMEOUT_S)
 
     def move(self) -> None:
-        """Have clients come to another port of this machine from the next start on."""
+        """From the next start on, clients connect to another port of this machine."""
         moved = free_port()
         before, self.port = self.port, moved
         properties = self._properties.read_text()
@@ -196,8 +196,8 @@ class RealKafka:
     def takes_writes(self, topic: str, partitions: int) -> bool:
         """Whether all partitions have leaders, and these have their logs.
 
-        A broker takes the second batch of a producer that it knows nothing of. Where the first one came before the log
-        was there, it has no place any more, and is refused until the producer gives up.
+        A broker accepts the second batch of a producer that it knows nothing of. If the first one came before the log
+        was there, it no longer has a place, and is refused until the producer gives up.
         """
         try:
             return len(self.leaders(topic)) == partitions and len(self.end_offsets(topic, partitions)) == partitions
@@ -207,7 +207,7 @@ class RealKafka:
     def end_offsets(
         self, topic: str, partitions: int, level: IsolationLevel = IsolationLevel.READ_UNCOMMITTED
     ) -> dict[int, int]:
-        """By partition, as the leaders tell: the last stable offset for READ_COMMITTED. Raises KafkaException."""
+        """The leaders' offsets by partition: the last stable offset for READ_COMMITTED. Raises KafkaException."""
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         asked = {TopicPartition(topic, index): latest for index in range(partitions)}
         ends = self.admin().list_offsets(asked, isolation_level=level)
@@ -227,7 +227,7 @@ class RealKafka:
             time.sleep(0.05)
 
     def delete_records(self, topic: str, partition: int, before: int) -> None:
-        """As retention does: the log begins at that offset from here on."""
+        """Delete records as retention does: the log begins at that offset from here on."""
         place = TopicPartition(topic, partition, before)
         self.admin().delete_records([place])[place].result(ADMIN_TIMEOUT_S)
 
@@ -235,7 +235,7 @@ class RealKafka:
         self.admin().delete_topics([name])[name].result(ADMIN_TIMEOUT_S)
 
     def move_leaders(self, topic: str) -> None:
-        """Every partition's leadership to the next of its replicas; the data stays where it is."""
+        """Move every partition's leadership to the next of its replicas; the data stays in place."""
         found = self.admin().list_topics(topic, timeout=ADMIN_TIMEOUT_S).topics[topic].partitions
         rotated = {
             kafka.TopicPartition(topic, index): [*partition.replicas[1:], partition.replicas[0]]
@@ -312,9 +312,9 @@ def start_real_kafka(
             # Tests write records of past years; Kafka removes those after a week, at 30 s and then every 5 minutes.
             "log.retention.ms": -1,
             "log.cleaner.dedupe.buffer.size": 8 << 20,
-            # Left alone it looks for work every 15 s.
+            # By default it looks for work every 15 s.
             "log.cleaner.backoff.ms": 500,
-            # Longer than a busy machine stops a controller for: brokers would be fenced as they start.
+            # Longer than a busy machine stops a controller: brokers would be fenced as they start.
             "broker.session.timeout.ms": 6000,
             "broker.heartbeat.interval.ms": 500,
             "replica.lag.time.max.ms": 5000,
@@ -340,6 +340,6 @@ def start_real_kafka(
 
 @pytest.fixture(scope="session")
 def real_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKafka]:
-    """Three brokers for the whole run, each topic on all of them, two of which have to have what is acknowledged."""
+    """Three brokers for the whole run, each topic on all of them; an acknowledged batch is on at least two."""
     with start_real_kafka(tmp_path_factory.mktemp("kafka"), 3) as cluster:
         yield cluster

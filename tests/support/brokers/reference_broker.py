@@ -1,7 +1,7 @@
-"""Reference brokers as child processes, and a client that says exactly what a test wants said.
+"""Reference brokers as child processes, and a client that sends exactly what a test specifies.
 
-`start_broker` runs a broker for one test; the fixture `cluster` shares three between the tests that only use them, and
-comes with `pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]`.
+`start_broker` runs a broker for one test; the fixture `cluster` shares three between the tests that only use them. It
+needs `pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ READY_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
 BROKER_MAIN = "tests.support.brokers.broker_main"
-# Of a broker whose lease nobody waits for: a machine that stands still for seconds does not end it.
+# For a broker whose lease no test waits for: a machine that stands still for seconds does not end it.
 LASTING_TTL_S = 60
 
 
@@ -48,7 +48,7 @@ class Closed(Exception):
 
 
 class BrokerProcess:
-    """One broker; what it logs goes to `{data_dir}.stderr`."""
+    """One broker; its log goes to `{data_dir}.stderr`."""
 
     def __init__(self, node_id: int, data_dir: Path, etcd: str, prefix: str, **options: Any) -> None:
         self.node_id = node_id
@@ -126,7 +126,7 @@ class BrokerProcess:
         return self.process.wait(END_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Whatever state it is in, it is gone afterwards."""
+        """Make sure that the process is gone, whatever its state."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGCONT)
@@ -205,7 +205,7 @@ class RawClient:
         self._socket.sendall(data)
 
     def receive(self) -> control.Message:
-        """The answer to the oldest request that has none yet. Raises Closed."""
+        """The answer to the oldest unanswered request. Raises Closed."""
         api_key, api_version, correlation_id = self._expected.pop(0)
         frame = self.receive_frame()
         assert struct.unpack_from(">i", frame)[0] == correlation_id, "an answer to another request"
@@ -244,7 +244,7 @@ class RawClient:
         except ConnectionError:
             return True
 
-    # What most tests say
+    # The most frequent requests
 
     def produce(
         self,

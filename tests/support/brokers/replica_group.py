@@ -1,4 +1,4 @@
-"""Three replicas of one partition that fetch from one another by plain calls; what etcd would say, the test says."""
+"""Three replicas of one partition that fetch from one another by plain calls; the test plays the part of etcd."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Fence:
 
 
 class Group:
-    """Three replicas of one partition; who leads is what the test says, as etcd would."""
+    """Three replicas of one partition; the test chooses the leader, as etcd would."""
 
     def __init__(
         self, directory: Path, *, isr_lag_s: float = ISR_LAG_S, reconciliation: Reconciliation | None = None
@@ -69,13 +69,13 @@ class Group:
         return Partition("t", 0, TOPIC_ID, log, settings, log_id, reconciliation=self._reconciliation)
 
     def restart(self, node_id: int) -> Partition:
-        """Killed and started again: what was in memory is gone."""
+        """Kill and restart it: the state in memory is gone."""
         self.replicas[node_id].close()
         self.replicas[node_id] = self.open(node_id)
         return self.replicas[node_id]
 
     def replace_disk(self, node_id: int) -> Partition:
-        """It is started again with an empty disk, and follows who leads."""
+        """Restart it with an empty disk, as a follower of the leader."""
         self.replicas[node_id].close()
         shutil.rmtree(self.directory / str(node_id))
         replica = self.replicas[node_id] = self.open(node_id, disk=1)
@@ -84,7 +84,7 @@ class Group:
         return replica
 
     def elect(self, node_id: int) -> Partition:
-        """`node_id` takes the partition, and whoever is a follower follows it."""
+        """`node_id` takes the partition, and the followers follow it."""
         self.epoch += 1
         assert self.replicas[node_id].replica in self.isr.members, "only who is in sync may take it"
         fence = self.fences[node_id] = Fence()
@@ -96,14 +96,14 @@ class Group:
         return leader
 
     def depose(self, node_id: int) -> Partition:
-        """It learns that it does not lead any more: it opens its log anew and follows."""
+        """It learns that it no longer leads: it opens its log anew and follows."""
         follower = self.restart(node_id)
         leader = next(each for each in self.replicas.values() if each.replication.is_leading)
         follower.become_follower(leader.leader_id, self.leadership)
         return follower
 
     def fetch(self, node_id: int) -> PartitionFetched:
-        """One question and its answer."""
+        """One request and its answer."""
         follower = self.replicas[node_id]
         asked = follower.next_fetch()
         assert asked is not None

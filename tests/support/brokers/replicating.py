@@ -1,6 +1,6 @@
 """A leader and a follower in one process: the real listener, the real fetchers and real logs, but no etcd.
 
-Who leads what is what the test says; both sides' views are told as etcd would tell them.
+The test chooses the leaders; both sides' views receive the changes as from etcd.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Side:
 
 
 class LeaderSide(Side):
-    """Leads what it is told to, and listens for followers."""
+    """Leads the partitions that the test names, and listens for followers."""
 
     def __init__(self, directory: Path, node_id: int = LEADER) -> None:
         super().__init__(node_id, directory)
@@ -87,7 +87,7 @@ class LeaderSide(Side):
         self.port = 0
 
     async def start(self) -> None:
-        """On the port of the last time, once there was one."""
+        """Listen on the previous port, if there was one."""
         self.port = await self.listener.bind(("127.0.0.1", self.port))
         await self.listener.start(self._broker)
 
@@ -105,7 +105,7 @@ class LeaderSide(Side):
 
 
 class FollowerSide(Side):
-    """Follows what it is told to."""
+    """Follows the partitions that the test names."""
 
     def __init__(self, directory: Path, node_id: int = FOLLOWER) -> None:
         super().__init__(node_id, directory)
@@ -133,7 +133,7 @@ class FollowerSide(Side):
 
 
 class Pair:
-    """Both, and what they replicate."""
+    """Both brokers, and the partitions that they replicate."""
 
     def __init__(self, directory: Path) -> None:
         self.leader = LeaderSide(directory / "leader")
@@ -152,7 +152,7 @@ def append(partition: Partition, *values: bytes) -> AppendResult:
 
 @asynccontextmanager
 async def fetching(follower: FollowerSide) -> AsyncIterator[None]:
-    """The follower's fetchers at work, until the block ends."""
+    """Run the follower's fetchers until the block ends."""
     task = asyncio.create_task(follower.fetchers.run())
     try:
         yield

@@ -1,4 +1,4 @@
-"""Trouble with replicated brokers, at random from a seed, and a reader who remembers everything that it was shown."""
+"""Faults of replicated brokers, at random from a seed, and a reader that remembers everything it has read."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ KINDS = (
     "etcd majority stopped",
 )
 MOST_AT_A_TIME = 3
-# What may befall several at once without taking away what nobody else has.
+# Faults that may happen to several brokers at once without loss of the only copy.
 _ANY_NUMBER = frozenset({"killed", "stopped", "terminated", "cut off from etcd", "silent to etcd"})
 
 
 class Step(NamedTuple):
-    """One trouble: `what` befalls these brokers, by id. What comes next begins `hold_s` seconds later.
+    """One fault: `what` happens to these brokers, by id. The next one begins `hold_s` seconds later.
 
-    `settled`: only once all replicas are in sync. `healed`: all of it, and what it came on top of, is over before the
-    next one; else it goes on.
+    `settled`: only once all replicas are in sync. `healed`: it and the faults before it are over before the next one;
+    otherwise they continue.
     """
 
     what: str
@@ -66,7 +66,7 @@ def steps(seed: int) -> Iterator[Step]:
         count = chance.choice((1, 1, 1, 1, 2, 3)) if what in _ANY_NUMBER else 1
         brokers = tuple(chance.sample(BROKERS, count))
         healed = unhealed == MOST_AT_A_TIME - 1 or chance.random() < 0.5
-        # All replicas are in sync only where nothing else goes on.
+        # All replicas are in sync only if no other fault continues.
         settled = unhealed == 0 and chance.random() < 0.5
         unhealed = 0 if healed else unhealed + 1
         yield Step(what, brokers, chance.choice(HOLDS), settled, healed)
@@ -74,7 +74,7 @@ def steps(seed: int) -> Iterator[Step]:
 
 class Trouble:
     """Makes steps happen to a site's brokers and to its etcd. `topics` are those whose promises a wiped disk must not
-    break: of each partition of theirs one other broker at least that holds what was promised keeps its disk."""
+    break: for each of their partitions at least one other broker with the promised records keeps its disk."""
 
     def __init__(self, site: FaultySite, topics: Sequence[str], partitions: int) -> None:
         self._site = site
@@ -84,7 +84,7 @@ class Trouble:
         self.wipes = 0
 
     async def make(self, step: Step) -> None:
-        """From its beginning on for as long as it holds; where it is healed, until every process serves again."""
+        """Carry out a fault for as long as it holds; a healed one until every process serves again."""
         brokers = [self._site.brokers[node_id] for node_id in step.brokers]
         if step.what.startswith("etcd"):
             await self._befall_etcd(step)
@@ -95,12 +95,12 @@ class Trouble:
             await self.heal()
 
     async def heal(self) -> None:
-        """All that goes on ends, and every process serves again."""
+        """End all faults; every process serves again."""
         await self.close()
         await self._site.heal()
 
     async def close(self) -> None:
-        """etcd is left as it was found."""
+        """Leave etcd as it was found."""
         healing, self._healing = self._healing, AsyncExitStack()
         self._etcd_is_troubled = False
         await healing.aclose()
@@ -139,7 +139,7 @@ class Trouble:
         elif what == "cut off from followers":
             broker.replication_way.blackhole()
         elif what == "its disk is wiped":
-            # From then on it acknowledges nothing, and what it did others in sync have, where there are any.
+            # From then on it acknowledges nothing, and other in-sync replicas, if any, have what it acknowledged.
             await broker.down()
             if await self._others_hold_what_was_promised(broker.node_id):
                 shutil.rmtree(broker.data_dir)
@@ -151,7 +151,7 @@ class Trouble:
                     await self._site.client.lease_revoke(found.lease_id)
 
     async def _others_hold_what_was_promised(self, node_id: int) -> bool:
-        """Whether of each partition another one is in sync, with the very log that it has on its disk."""
+        """Whether for each partition another broker is in sync, with the very log that it has on its disk."""
         try:
             states = [await self._site.state(*each) for each in self._partitions]
         except EtcdError:
@@ -168,9 +168,9 @@ class Trouble:
 
 
 class Reader(ThreadedClient):
-    """Reads one partition from its beginning on, from whichever of `addresses` serves it, on a thread of its own.
+    """Reads one partition from its beginning, from whichever of `addresses` serves it, on a thread of its own.
 
-    What it was shown once must be there for good, and where it has been it must not be sent back from.
+    A record that it has read must be there for good, and an offset that it has reached must not be refused.
     """
 
     def __init__(self, topic: str, partition: int, addresses: Callable[[], Sequence[Address]]) -> None:
@@ -183,7 +183,7 @@ class Reader(ThreadedClient):
         self._client: RawClient | None = None
 
     def judge(self, log: Sequence[Stored]) -> None:
-        """Hold what it was shown against what is in the log in the end."""
+        """Compare the records read with the final log."""
         final = dict(log)
         for offset, value in self.seen.items():
             assert final.get(offset) == value, f"read {value!r} at {offset}, where {final.get(offset)!r} is in the end"
@@ -225,7 +225,7 @@ class Reader(ThreadedClient):
             self._offset = offset + 1
 
     def _ask_for_the_end(self, client: RawClient, where: str) -> None:
-        """Whoever names one may not name an earlier one than there was."""
+        """A broker may not name an earlier one than was named before."""
         topics = [{"name": self.topic, "partitions": [{"partition_index": self.partition, "timestamp": -1}]}]
         found = client.request(LIST_OFFSETS, 7, replica_id=-1, topics=topics).topics[0].partitions[0]
         if found.error_code == error_codes.NONE:

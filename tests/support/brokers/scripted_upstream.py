@@ -1,9 +1,9 @@
-"""A broker that does what its test says: a real TCP server on loopback, driven request by request.
+"""A broker that its test controls: a real TCP server on loopback, driven request by request.
 
 Without a `script` every request waits in `asked` until the test takes it and answers, or does not. With one, the script
-is called for each request as it arrives. Nothing is answered by itself but the probes of the breaker, unless
-`answers_probes` is off, and nothing is checked: what goes over the wire is the test's own affair, wrong correlation
-ids, halves of answers and closed connections included.
+is called for each request as it arrives. It answers nothing by itself except the breaker's probes, unless
+`answers_probes` is off. It checks nothing: the test may send anything, wrong correlation ids, halves of answers and
+closed connections included.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.support.wire.messages import (
     response_frame,
 )
 
-# Less than requests give a broker if nothing else is said: what is answered at its deadline alone comes too late.
+# Less than the default timeout of requests to a broker: an answer that comes only at its deadline is too late.
 PATIENCE_S = 25.0
 PROBE_CLIENT_ID = b"kproxy-probe"
 VERSIONS_CLIENT_ID = b"kproxy-versions"
-# Long enough for what is wrongly sent at once to arrive.
+# Long enough for requests that are wrongly sent at once to arrive.
 SILENCE_S = 0.05
 HOST = "127.0.0.1"
 # <asm-generic/socket.h>, <linux/bpf_common.h>
@@ -43,7 +43,7 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER, _BPF_RETURN = 26, 27, 0x06
 Partition = tuple[str, int]
 Script = Callable[["Asked"], None]
 
-# What every entry of an answer says where a test says nothing else.
+# The default fields of every entry of an answer.
 _RESULTS: dict[int, dict[str, Any]] = {
     PRODUCE: {
         "error_code": 0,
@@ -67,7 +67,7 @@ _RESULTS: dict[int, dict[str, Any]] = {
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One accepted connection. `got` holds every byte that ever came."""
+    """One accepted connection. `got` holds every byte received."""
 
     def __init__(self, upstream: ScriptedUpstream) -> None:
         self.upstream = upstream
@@ -79,7 +79,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self.upstream.connections.append(self)
         if self.upstream.reads_nothing:
-            # uvloop begins to read after this, whatever is said here.
+            # uvloop begins to read after this, whatever is set here.
             asyncio.get_running_loop().call_soon(self.transport.pause_reading)
 
     def data_received(self, data: bytes) -> None:
@@ -110,16 +110,16 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport.abort()
 
     def lose_arrivals(self) -> None:
-        """From now on every packet of this connection that arrives is lost; those of others, and the way back, are not.
+        """Lose every packet that arrives on this connection from now on; others, and the way back, are not affected.
 
-        Its kernel acknowledges nothing, as if the network swallowed it: a socket filter (BPF) lets nothing through.
+        Its kernel acknowledges nothing, as if the network dropped them: a socket filter (BPF) lets nothing through.
         """
         drop_all = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
         program = struct.pack("HP", 1, ctypes.addressof(drop_all))
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def take_arrivals(self) -> None:
-        """Stop losing what arrives."""
+        """Stop losing packets."""
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
     async def until_closed(self) -> None:
@@ -143,7 +143,7 @@ class Asked:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The request as kafka-python reads it; of the partitioned APIs alone."""
+        """The request as kafka-python reads it; for the partitioned APIs only."""
         if self._fields is None:
             self._fields = read_by_kafka_python("request", self.header.api_key, self.header.api_version, self.body)
         return self._fields
@@ -203,7 +203,7 @@ def message_frame(header: RequestHeader, **fields: Any) -> bytes:
 
 
 def introduction(header: RequestHeader) -> bytes:
-    """The ApiVersions of a broker that serves all that the proxy does, and gives out producer ids."""
+    """The ApiVersions of a broker that serves all that the proxy does, and assigns producer ids."""
     ranges = [
         {"api_key": key, "min_version": lowest, "max_version": highest}
         for key, (lowest, highest) in proxy_ranges().items()
@@ -241,7 +241,7 @@ class ScriptedUpstream:
         # The breaker's probes, which come over connections of their own; neither stands in the lists above.
         self.answers_probes = True
         self.probes: list[Asked] = []
-        # While the proxy asks what it serves, it says so by itself; that connection stands in no list either.
+        # When the proxy asks what it serves, it answers by itself; that connection is in no list either.
         self.introduces_itself = False
         self.introductions: list[Asked] = []
         self._server: asyncio.Server | None = None
@@ -286,14 +286,14 @@ class ScriptedUpstream:
             asked.answer_message(api_keys=[])
 
     def _introduce(self, asked: Asked) -> None:
-        """Say that it serves all that the proxy does, as a broker that gives out producer ids."""
+        """Answer that it serves all that the proxy does, like a broker that assigns producer ids."""
         if asked.connection in self.connections:
             self.connections.remove(asked.connection)
         self.introductions.append(asked)
         asked.connection.write(introduction(asked.header))
 
     def wake(self) -> None:
-        """Answer the latest probe, and those that come."""
+        """Answer the latest probe, and all later ones."""
         self.answers_probes = True
         if self.probes[-1].connection.is_open:
             self.probes[-1].answer_message(api_keys=[])
@@ -329,7 +329,7 @@ class ScriptedUpstream:
 class DeafListener:
     """A port where every dial hangs: the queue of connections to be accepted is full.
 
-    `open` makes an upstream accept them; the dial comes through when its SYN is repeated, which is after a second.
+    `open` makes an upstream accept them; the dial succeeds when its SYN is repeated, which is after a second.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -356,7 +356,7 @@ class DeafListener:
             each.close()
 
     async def open(self, upstream: ScriptedUpstream) -> None:
-        """Let `upstream` accept what waits and what comes."""
+        """Let `upstream` accept waiting and new connections."""
         for filler in self._fillers:
             filler.close()
         await upstream.start(listener=self._socket)

@@ -1,4 +1,4 @@
-"""A disk that can be filled: a small file system in memory where one may be mounted, a limit on files elsewhere."""
+"""A disk that can be filled: a small file system in memory if one can be mounted, otherwise a limit on files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Protocol
 
 
 class SmallDisk(Protocol):
-    """Room is `size` bytes, more or less, until `free`."""
+    """There is room for about `size` bytes, until `free`."""
 
     path: Path
 
     def confine(self, pid: int) -> None:
-        """See to it that the process notices, if the disk itself does not."""
+        """Apply the limit to the process, if the disk itself does not."""
 
     def fill(self) -> None:
-        """Leave room for nothing more."""
+        """Leave no room."""
 
     def free(self) -> None:
-        """Let there be room, plenty."""
+        """Make plenty of room."""
 
 
 class _Mounted:
@@ -84,7 +84,7 @@ def small_disk(path: Path, size: int) -> Iterator[SmallDisk]:
     try:
         yield _Mounted(path)
     finally:
-        # Lazily: whoever still has a file open there shall not keep it mounted.
+        # Lazily: a process that still has a file open there must not keep it mounted.
         _run("umount", "-l", str(path))
 
 

@@ -1,7 +1,7 @@
-"""Cases of the Own API as lists of steps, and what takes them: named connections to proxies with several workers each.
+"""Cases of the Own API as lists of steps, and their setting: named connections to proxies with several workers each.
 
-A case has a topic of its own, written by the owners in a group of its own. A resource that is a number is that
-partition of the case's topic; any other is itself.
+A case has a topic of its own, gated by a writer group of its own. A resource that is a number is that partition of the
+case's topic; any other is itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.processes.served import port_of
 from tests.support.processes.worker_processes import worker_pids
 from tests.support.waiting import PATIENCE_S
 
-# Connections that are made in one go.
+# Connections that are made at once.
 AT_ONCE = 24
 
 
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class Pool:
-    """Connections to each worker of several proxies: the system chooses the worker, so they are made in stock."""
+    """Connections to each worker of several proxies: the system chooses the worker, so they are opened in advance."""
 
     def __init__(self, proxies: Sequence[KproxyProcess]) -> None:
         self.proxies = proxies
@@ -57,7 +57,7 @@ class Pool:
             return self._stock[place].pop()
 
     async def _sort(self, proxy: int, clients: list[OwnClient]) -> None:
-        """By who has accepted each; all of them have once they are answered."""
+        """Connections by the worker that accepted each; all of them are accepted once they are answered."""
         await asyncio.gather(*(client.api_versions() for client in clients))
         for worker, pid in self._pids[proxy].items():
             held = {each.raddr.port for each in psutil.Process(pid).net_connections("tcp") if each.raddr}
@@ -69,12 +69,12 @@ class Pool:
 
 
 def writers_of(topic: str) -> str:
-    """The group in which a topic's writers own."""
+    """The writer group of a topic."""
     return f"{topic}-writers"
 
 
 class CaseRun:
-    """A case under way: its names, its connections, and the fences that were granted."""
+    """A running case: its names, its connections, and the fences that were granted."""
 
     def __init__(
         self, topic: str, where: str, places: Mapping[str, Place], pool: Pool, etcd: EtcdClient, keys: OwnKeys
@@ -82,7 +82,7 @@ class CaseRun:
         self.topic, self.group, self.where = topic, writers_of(topic), where
         self._places, self._pool, self._etcd, self._keys = places, pool, etcd, keys
         self.clients: dict[str, OwnClient] = {}
-        # Of each group and resource: the latest, which a later grant is above.
+        # By group and resource: the latest fence; a later grant is above it.
         self.fences: dict[tuple[str, str], int] = {}
 
     async def open(self, *names: str) -> None:
@@ -119,7 +119,7 @@ class CaseRun:
 
 Checked = Awaitable[None]
 Step = Callable[[CaseRun], Awaitable[Checked]]
-"""It sends what it is to send; awaiting what that returns waits for what is expected, and fails where it differs."""
+"""A step sends its request; awaiting the result waits for the expected outcome, and fails if another one comes."""
 
 
 async def take(run: CaseRun, steps: Sequence[Step]) -> None:
@@ -162,7 +162,7 @@ class New(NamedTuple):
 
 
 class Same(NamedTuple):
-    """Granted with the fence that the resource, or `of` another name, has already."""
+    """Granted with the fence that the resource, or `of` another name, already has."""
 
     generation: int
     of: str | None = None
@@ -237,7 +237,7 @@ def severed(*names: str) -> Step:
 
 
 def served(*names: str) -> Step:
-    """These connections are as they were: they get answers."""
+    """These connections are unchanged: they get answers."""
 
     async def step(run: CaseRun) -> None:
         for name in names:
@@ -263,7 +263,7 @@ def breaks(who: str) -> Step:
 
 
 def comes_back(who: str) -> Step:
-    """On a new connection, to the worker that it was at."""
+    """On a new connection, to the same worker."""
 
     async def step(run: CaseRun) -> None:
         await run.open(who)
@@ -272,7 +272,7 @@ def comes_back(who: str) -> Step:
 
 
 def freed(*resources: str, group: str | None = None) -> Step:
-    """Nobody owns these, soon."""
+    """Soon nobody owns these."""
 
     async def step(run: CaseRun) -> None:
         for each in resources:
@@ -281,7 +281,7 @@ def freed(*resources: str, group: str | None = None) -> Step:
     return _step(step)
 
 
-# What claims allow
+# Effects of claims
 
 
 def writes(who: str, *partitions: int, error_code: int = NONE, acks: int = -1, topic: str | None = None) -> Step:
@@ -317,7 +317,7 @@ def may_not_read(who: str, *partitions: int) -> Step:
 
 
 def holds(who: str, partition: int, *values: str) -> Step:
-    """All that this run wrote to a partition, as `who` reads it."""
+    """All records that this run wrote to a partition, as `who` reads them."""
 
     async def step(run: CaseRun) -> None:
         fetched = await run.clients[who].fetch(run.topic, partition, 0)
@@ -328,7 +328,7 @@ def holds(who: str, partition: int, *values: str) -> Step:
 
 
 def led_by(who: str, *partitions: int) -> Step:
-    """Metadata names the proxy of `who` as the leader, whoever is asked."""
+    """Metadata names the proxy of `who` as the leader, whichever proxy answers."""
 
     async def step(run: CaseRun) -> None:
         for name, client in run.clients.items():

@@ -1,9 +1,9 @@
-"""A client that claims what it produces with the Own API, all on one connection, and pipelines as it is told to.
+"""A client that claims what it produces with the Own API, all on one connection, with pipelining.
 
-Each call sends one request and awaits its answer, PATIENCE_S at most; the `send_` ones send at once and return the
-answer to be, so that several requests are under way. Answers are matched to requests by correlation id, in the order of
-requests, as the protocol has it. Where the connection ends first, the answers that are missing raise ConnectionError:
-what became of those requests is not known.
+Each call sends one request and awaits its answer, PATIENCE_S at most. The `send_` ones send at once and return a future
+of the answer, so that several requests are under way. Answers are matched to requests by correlation id, in the order
+of requests, as the protocol requires. If the connection ends first, the missing answers raise ConnectionError: the
+outcome of those requests is not known.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Leader(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """An answer that is to come."""
+    """An expected answer."""
 
     correlation_id: int
     take: Callable[[bytes], None]
@@ -132,7 +132,7 @@ class OwnClient:
         acks: int = -1,
         producer: Producer | None = None,
     ) -> Produced:
-        """One batch. With acks 0, which nobody answers: it is in the kernel's hands, without an error or an offset."""
+        """Send one batch. With acks 0 there is no answer: it is with the kernel, without an error or an offset."""
         produced = self.send_produce(topic, partition, value, acks, producer)
         await self.raw.sent()
         return await self._within(produced)
@@ -220,7 +220,7 @@ class OwnClient:
     # The cluster
 
     async def metadata_leader(self, topic: str, partition: int) -> Leader:
-        """Whom Metadata names as a partition's leader. KeyError where it names none."""
+        """The proxy that Metadata names as a partition's leader. KeyError if it names none."""
         answer = await self._control(
             METADATA, METADATA_VERSION, topics=[{"name": topic}], allow_auto_topic_creation=False
         )
@@ -265,7 +265,7 @@ class OwnClient:
     # Requests and answers
 
     def _send(self, api_key: int, version: int, body: bytes) -> int:
-        # The transport may know before whoever reads from it.
+        # The transport may know before its reader.
         if self.closed or self.raw.is_gone:
             raise ConnectionError("the connection has ended")
         self.raw.correlation_id += 1
@@ -275,7 +275,7 @@ class OwnClient:
 
     def _ask(self, api_key: int, version: int, body: bytes, read: Callable[[bytes], _Value]) -> asyncio.Future[_Value]:
         answer: asyncio.Future[_Value] = asyncio.get_running_loop().create_future()
-        # A test need not ask what became of every request that the connection's end left open.
+        # A test need not read the outcome of every request that was open at the connection's end.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         correlation_id = self._send(api_key, version, body)
 

@@ -1,8 +1,8 @@
-"""Random histories of ownership: clients that claim, write, pause and die, and what befalls what lies behind them.
+"""Random histories of ownership: clients that claim, write, pause and die, under faults of the processes behind them.
 
-A history is one topic of its own, with a writer group of its own, and MEMBERS clients; many run side by side through
-the same two proxies, and the same trouble. Everything comes from a seed; how far clients come in the midst of a trouble
-is up to the machine.
+A history is one topic with a writer group of its own, and MEMBERS clients; many run side by side through the same two
+proxies, and under the same faults. Everything is drawn from a seed, but the machine decides how far clients get during
+a fault.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.support.clients.attempts import Stored
 from tests.support.models.linearizability import NEVER, UNKNOWN
 
 MEMBERS: Final = 4
-# Above what a proxy takes for a claim that cannot be confirmed.
+# More than a proxy's time limit for a claim that cannot be confirmed.
 ANSWER_S: Final = 8.0
-# How long it may take until one who insists owns and writes, once all is well again.
+# The time limit for a client that keeps trying to own and write, once all faults have ended.
 GOES_ON_S: Final = 60.0
-# Between two steps of one client, in seconds; the last is a standby that wakes up late.
+# Pauses between two steps of one client, in seconds; the last is a standby that wakes up late.
 PAUSES: Final = (*(0.0,) * 3, *(0.05,) * 2, *(0.3,) * 6, *(0.6,) * 6, *(1.0,) * 3, 2.5)
 
 
@@ -40,7 +40,7 @@ def group_of(number: int) -> str:
 
 
 class Connection:
-    """One connection of a member, as the history has it."""
+    """One connection of a member, as recorded in the history."""
 
     def __init__(self, name: str, proxy: int, client: OwnClient, since: float) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class Connection:
         self.closed_at = NEVER
         # When it first sent something with acks=0.
         self.unconfirmed_from = NEVER
-        # Of each partition the fence that it was granted last.
+        # The fence granted last, by partition.
         self.fences: dict[int, int] = {}
 
     def end(self, now: float, *, abruptly: bool) -> None:
@@ -59,16 +59,16 @@ class Connection:
         self.client.abort() if abruptly else self.client.raw.close()
 
     def may_end_from(self, faults: Mapping[int, float], reasons: Sequence[float]) -> float:
-        """Since when what it owned may have been free.
+        """The time from which its partitions may have been free.
 
-        `faults`: since when something may have befallen its proxy. `reasons`: whatever else may have had it severed.
+        `faults`: the time from which its proxy may have had a fault. `reasons`: other possible reasons for severing it.
         """
         by_proxy = min(reasons, default=NEVER) if self.client.closed else NEVER
         return max(self.since, min(self.closed_at, by_proxy, faults.get(self.proxy, NEVER)))
 
 
 class History:
-    """One history: `run` it, let it `settle` once all is well, then `judge` it."""
+    """One history: `run` it, let it `settle` once all faults have ended, then `judge` it."""
 
     def __init__(self, site: OwnSite, number: int, seed: int) -> None:
         self.number = number
@@ -98,7 +98,7 @@ class History:
         await self.site.put_topic(self.topic, [placed for _ in self.partitions])
 
     async def run(self) -> None:
-        """Every client does what it has to do, side by side."""
+        """Run all clients side by side."""
         members = [
             Member(self, f"{self.number}{'abcd'[place]}", random.Random(self._chance.random()))
             for place in range(MEMBERS)
@@ -109,7 +109,7 @@ class History:
                 running.create_task(member.run(self._chance.randint(2, 5), at_once))
 
     async def settle(self) -> None:
-        """Somebody who insists owns and writes: it goes on. Then nobody waits for an answer any more."""
+        """A client that keeps trying owns and writes: there is progress. Then no client waits for answers."""
         member = Member(self, f"{self.number}last", random.Random(self._chance.random()))
         for partition in self.partitions:
             await member.insists(partition)
@@ -137,7 +137,7 @@ class History:
         for connection in self.connections:
             await connection.client.close()
 
-    # What members write down
+    # Records of the members
 
     def value(self, connection: Connection, partition: int) -> bytes:
         """The value of one record: its writer, connection and fence; no two are the same."""
@@ -151,25 +151,25 @@ class History:
     # The judgement
 
     async def judge(self, faults: Mapping[int, float]) -> Counter[str]:
-        """Read the logs and hold everything against them; what there was of everything. Raises AssertionError."""
+        """Read the logs and compare everything with them; return counts of everything. Raises AssertionError."""
         counts: Counter[str] = Counter()
         for partition in self.partitions:
             acked = sum(each.error_code == 0 and not each.may_be_lost for each in self.writes[partition])
             log = await self.site.log(self.topic, partition, at_least=acked)
-            # In a thread: the relays on this event loop would stand still, and leases end.
+            # In a thread: otherwise the relays on this event loop would stand still, and leases would end.
             await asyncio.to_thread(self.judge_partition, partition, log, faults)
             counts += self._counted(partition, log)
         return counts
 
     def recorded(self, partition: int, faults: Mapping[int, float]) -> Recorded:
-        """All that concerns a partition whose log was just read."""
+        """All records about a partition whose log was just read."""
         ends_from = {each.name: each.may_end_from(faults, self._reasons(each, partition)) for each in self.connections}
         return Recorded(self.claims[partition], self.writes[partition], ends_from, time.monotonic())
 
     def _reasons(self, connection: Connection, partition: int) -> list[float]:
-        """Since when a proxy may have freed `partition` for severing it, though nobody else had claimed that.
+        """The time from which a proxy may have freed `partition` by severing, without another claim of it.
 
-        It lost another one, or acks=0 came to nothing; or its own claim came too late, and was undone.
+        It lost another partition, or an acks=0 write failed; or its own claim came too late, and was undone.
         """
         return [
             each.called
@@ -219,7 +219,7 @@ class Member:
         self._connected = 0
 
     async def run(self, steps: int, at_once: asyncio.Barrier | None) -> None:
-        """`at_once`: all begin by claiming the same, at the same time."""
+        """`at_once`: all clients begin by claiming the same partitions at the same time."""
         if at_once is not None:
             connection = await self.connect()
             await at_once.wait()
@@ -252,7 +252,7 @@ class Member:
         return self._connection
 
     async def _writes(self, partition: int) -> bool:
-        """Claim, whoever owns it, and write one record; whether that succeeded."""
+        """Claim, whichever client owns it, and write one record; return whether that succeeded."""
         connection = await self.connect()
         if connection is None:
             return False
@@ -263,7 +263,7 @@ class Member:
         return error_codes.NONE in await self.send(connection, partition)
 
     async def connect(self, proxy: int | None = None) -> Connection | None:
-        """To that proxy or one at random, where there is no connection; None where it is down."""
+        """The connection, or a new one to that proxy or a random one; None if it is down."""
         if self._connection is not None and not self._connection.client.closed and self._connection.closed_at == NEVER:
             return self._connection
         if proxy is None:
@@ -317,18 +317,18 @@ class Member:
         return self._chance.choice((0, latest, latest, latest + 1, latest + 1, max(1, latest - 1)))
 
     async def _write(self, connection: Connection, partition: int) -> None:
-        """Some records, one right behind the other; sometimes nobody waits for the answers before what comes next."""
+        """Write some records without a pause; sometimes do not wait for the answers before the next step."""
         acks = self._chance.choice((-1, -1, -1, 1, 0))
         sending = asyncio.ensure_future(self.send(connection, partition, self._chance.randint(1, 3), acks))
         if self._chance.random() < 0.7:
             await sending
         else:
-            # So that it is sent before whatever is next.
+            # So that it is sent before the next step.
             await asyncio.sleep(0)
             self._history.await_answer(sending)
 
     async def send(self, connection: Connection, partition: int, count: int = 1, acks: int = -1) -> list[int | None]:
-        """So many records, one right behind the other: the error codes; None where no answer came."""
+        """Write that many records without a pause; return the error codes, None for a missing answer."""
         history = self._history
         fence = connection.fences.get(partition, 0)
         sent: list[tuple[bytes, float, asyncio.Future[Produced]]] = []

@@ -1,11 +1,11 @@
 """Single ownership of one partition, as a sequential model, and a judge of the clients' records of it.
 
-There are two things that a claim does, one after the other, both between its call and its answer. It is decided: from
-then on it is the owner's generation that others are held against. And it takes the partition: from then on nobody
-writes but its connection. In between the writer of before may still write; nobody is told that he owns it. So a claim
-is two operations, `Decide` and `Take`, of the same times.
+A claim does two things, one after the other, both between its call and its answer. It is decided: from then on other
+claims are compared with its generation. And it takes the partition: from then on only its connection may write. In
+between the earlier writer may still write, but no client is told that it owns the partition. So a claim is two
+operations, `Decide` and `Take`, of the same times.
 
-The table of the wiki's "Single Reader/Writer" is written down here once more, and not taken from `kproxy.claims`.
+This is a second version of the table of the wiki's "Single Reader/Writer", not taken from `kproxy.claims`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.clients.attempts import REFUSED, Stored
 from tests.support.models.linearizability import NEVER, UNKNOWN, Operation, check
 
 NOBODY: Final = ""
-# Said before anything is appended.
+# Errors from before the append.
 NOT_APPENDED: Final = REFUSED | {error_codes.POLICY_VIOLATION}
 
 
@@ -48,7 +48,7 @@ class Fenced(NamedTuple):
 
 
 class Write(NamedTuple):
-    """`fence` is what its writer was granted last; 0 where it owned nothing."""
+    """`fence` is the fence that its writer was granted last; 0 if it owned nothing."""
 
     connection: str
     fence: int
@@ -63,7 +63,7 @@ class Appended(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Whoever sent it is not the owner."""
+    """The sender is not the owner."""
 
 
 class End(NamedTuple):
@@ -73,9 +73,9 @@ class End(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """`owner` by the claim decided last, and its fence; where nobody was told of that, it is above `fence`.
+    """`owner` by the claim decided last, and its fence; above `fence` if no client was told.
 
-    `writer` by the claim that has taken the partition last, likewise; `offset` of what was written last.
+    `writer` by the claim that has taken the partition last, likewise; `offset` of the last record.
     """
 
     owner: str = NOBODY
@@ -135,7 +135,7 @@ def _found_again(state: Owned, told: Granted | Fenced | None) -> list[Owned]:
 
 def _take(state: Owned, asked: Take, told: Granted | None) -> list[Owned]:
     if not isinstance(told, Granted):
-        # With which fence is not known; it is above all that were there when it was decided.
+        # Its fence is not known; it is above all fences that existed when it was decided.
         taken = state._replace(writer=asked.connection, writer_fence_is_known=False)
         return [taken] if state.owner == asked.connection else []
     is_decided = told.fence <= state.fence or not state.fence_is_known
@@ -154,11 +154,11 @@ def _write(state: Owned, asked: Write, told: Appended | Refusal | None) -> list[
     return [state._replace(offset=told.offset)] if is_behind_its_fence and told.after == state.offset else []
 
 
-# What was recorded
+# Records of the clients
 
 
 class Claimed(NamedTuple):
-    """A claim, and what came of it; `told` UNKNOWN where nobody knows."""
+    """A claim and its outcome; `told` is UNKNOWN if nobody knows."""
 
     who: str
     called: float
@@ -183,10 +183,10 @@ class Written(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """All that concerns one partition.
+    """All records about one partition.
 
-    `ends_from` has every connection, and since when what it owned may have been free: since its client closed it or
-    something befell its proxy; NEVER where it is open and well. `read_at`: when the log was read.
+    `ends_from` has for every connection the time from which its partitions may have been free: when its client closed
+    it or its proxy had a fault; NEVER if it is open and has had none. `read_at`: the time when the log was read.
     """
 
     claims: Sequence[Claimed]
@@ -196,7 +196,7 @@ class Recorded(NamedTuple):
 
 
 def judge(recorded: Recorded, log: Sequence[Stored]) -> None:
-    """Hold what clients were told against the log and against the model. Raises AssertionError, with the reason."""
+    """Compare the answers of clients with the log and with the model. Raises AssertionError with the reason."""
     at = places(log)
     _judge_writes(recorded.writes, at)
     _judge_log(recorded.writes, log)
@@ -225,7 +225,7 @@ def _judge_writes(writes: Iterable[Written], places: Mapping[bytes, int]) -> Non
 
 
 def _judge_log(writes: Iterable[Written], log: Sequence[Stored]) -> None:
-    """Behind a record of a fence there is none of a lower one."""
+    """No record has a lower fence than the record before it."""
     fences = {each.value: each.fence for each in writes}
     highest, first = 0, Stored(-1, b"")
     for record in log:
@@ -238,7 +238,7 @@ def _judge_log(writes: Iterable[Written], log: Sequence[Stored]) -> None:
 
 
 def _judge_grants(claims: Iterable[Claimed]) -> None:
-    """A fence is one connection's, and rises from what was granted before to what was asked for after."""
+    """A fence belongs to one connection, and is not below any fence granted before its claim was sent."""
     granted = sorted((each for each in claims if isinstance(each.told, Granted)), key=lambda each: each.returned)
     owners: dict[int, Claimed] = {}
     for each in granted:
@@ -262,10 +262,10 @@ def _fence(claim: Claimed) -> int:
 
 
 def operations(recorded: Recorded, places: Mapping[bytes, int]) -> list[Operation]:
-    """For the checker. What is in the log was appended, whatever was told; what was not appended changed nothing."""
+    """Operations for the checker. Records in the log were appended, whatever the answer; others changed nothing."""
     found: list[Operation] = []
     ends_from = recorded.ends_from
-    # Whether somebody has taken the partition, and was not told so, can be seen by his records alone.
+    # Whether a client has taken the partition without being told shows only in its records.
     writers = {each.connection for each in recorded.writes if each.value in places}
     in_order = sorted(places.values())
     after = dict(zip(in_order, [-1, *in_order], strict=False))
@@ -282,11 +282,11 @@ def operations(recorded: Recorded, places: Mapping[bytes, int]) -> list[Operatio
         asked = Write(write.connection, write.fence, write.value)
         place = places.get(write.value)
         if place is not None:
-            # Whatever was told or not: it was there when the log was read.
+            # Whatever the answer: it was there when the log was read.
             returned = write.returned if write.error_code == error_codes.NONE else recorded.read_at
             found.append(Operation(write.who, write.called, returned, asked, Appended(place, after[place])))
         elif write.error_code == error_codes.POLICY_VIOLATION and write.returned < ends_from[write.connection]:
-            # Later it says nothing: what a connection owned may be lost before it is told so.
+            # Later it proves nothing: a connection may lose its partitions before it is told.
             found.append(Operation(write.who, write.called, write.returned, asked, Refusal()))
     # A claim may be decided when its connection has ended, and be undone for that: what is free may be freed again.
     found += [

@@ -1,7 +1,7 @@
 """Two proxies with two workers each before reference brokers, on one etcd, for tests of the Own API, as a fixture.
 
-`own_site` is one for the whole run; a test leaves no claims behind. Topics are there in advance, each written by the
-owners in a group of its own.
+`own_site` is one for the whole run; a test leaves no claims behind. Topics exist in advance, each gated by a writer
+group of its own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.support.waiting import PATIENCE_S
 
 PARTITIONS = 2
 TOPICS = [f"own-{number}" for number in range(60)]
-# Who stops holds up claims for so long, and no longer.
-# Of proxies that tests kill, and of those that they do not.
+# A stopped process delays claims for this long at most.
+# For proxies that tests kill, and for the others.
 TTL_S = 6
 LASTING_TTL_S = 60
 OPEN_TOPIC = "everybody-s"
@@ -45,7 +45,7 @@ class OwnSite:
         self._started = 0
         self._unused = iter(TOPICS)
         self._topics: dict[str, str] = {}
-        # They live as long as the site: on a busy machine a short lease ends, and nobody may read or write.
+        # They live as long as the site: on a busy machine a short lease ends, and then nobody may read or write.
         lasting = ("--workers", "2", "--lease-ttl", str(LASTING_TTL_S))
         self.proxies = [stack.enter_context(self.proxy(*lasting)) for _ in range(2)]
         self.pool, self.etcd = Pool(self.proxies), EtcdClient([etcd])
@@ -57,7 +57,7 @@ class OwnSite:
         return self._runner.run(work)
 
     def topic(self, use: str) -> str:
-        """One that is used for nothing else."""
+        """A site that is used for nothing else."""
         if use not in self._topics:
             self._topics[use] = next(self._unused)
         return self._topics[use]

@@ -1,9 +1,9 @@
-"""Brokers and two proxies for histories of ownership, with all between them that a test may hold, cut and kill.
+"""Brokers and two proxies for histories of ownership, with links that a test can hold, cut and kill.
 
     clients - proxies - Way (held_bytes) - brokers - etcd
                  `------ Relay ----------------------'
 
-Relays run on the test's event loop. So does nothing that blocks: `await asyncio.to_thread(...)`.
+Relays run on the test's event loop, so blocking work needs a thread: `await asyncio.to_thread(...)`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tests.support.waiting import eventually
 BROKERS: Final = (1, 2, 3)
 PROXIES: Final = 2
 TTL_S: Final = 2
-# Claims that have to wait for longer are answered with 7, and asked for again.
+# Claims that have to wait longer are answered with 7, and asked for again.
 OWN_TIMEOUT_S: Final = 5.0
-# Clients do not go by themselves when a proxy is told to end.
+# Clients do not leave by themselves when a proxy gets SIGTERM.
 DRAIN_S: Final = 1.0
 PATIENCE_S: Final = 60.0
 UNBOUND: Final = (sys.executable, "-P", "-m", "tests.support.processes.unbound_proxy_main")
@@ -82,20 +82,20 @@ class Proxy:
         await asyncio.to_thread(self.process.stop)
 
     async def terminate(self) -> None:
-        """SIGTERM: it answers what it has read, and gives up what it holds."""
+        """SIGTERM: it answers the requests that it has read, and gives up its claims."""
         self._is_killed = True
         self.process.signal(signal.SIGTERM)
         await asyncio.to_thread(self.process.wait)
         await asyncio.to_thread(self.process.stop)
 
     def stop(self) -> None:
-        """Whatever state it is in, it is gone afterwards."""
+        """Make sure that the process is gone, whatever its state."""
         if self._process is not None and not self._is_killed:
             self.process.signal(signal.SIGKILL)
             self.process.stop()
 
     def has_lost_claims(self) -> bool:
-        """Whether it has lost some that nobody took, since this was asked last: on a busy machine a lease may end."""
+        """Whether it has lost claims that nobody took, since the last call: on a busy machine a lease may end."""
         with self.process.stderr_path.open("rb") as file:
             file.seek(self._read_to)
             found = file.read()
@@ -103,7 +103,7 @@ class Proxy:
         return any(sign in found for sign in (b"its lease in etcd has ended", b"was freed"))
 
     def upstream_ports(self) -> list[int]:
-        """Its ends of all its connections."""
+        """End all its connections from its side."""
         return [each.laddr.port for each in psutil.Process(self.process.pid).net_connections("tcp") if each.laddr]
 
     async def heal(self) -> None:
@@ -118,7 +118,7 @@ class Proxy:
 
 
 class Broker(BrokerProcess):
-    """Clients are told of `way` alone; its port stays the same over restarts."""
+    """Clients learn the address of `way` only; its port stays the same over restarts."""
 
     def __init__(self, node_id: int, way: Way, data_dir: Path, etcd: str, prefix: str) -> None:
         self.way = way
@@ -173,16 +173,16 @@ class OwnSite:
                 await self.client.lease_revoke(entry.lease_id)
 
     async def heal(self) -> None:
-        """Whatever was done to processes, they serve again."""
+        """Every process serves again, after any fault."""
         await asyncio.gather(*(each.heal() for each in (*self.brokers.values(), *self.proxies)))
 
     def release(self) -> None:
-        """Deliver what is held on its way to brokers."""
+        """Deliver the bytes held on their way to brokers."""
         for broker in self.brokers.values():
             broker.way.release()
 
     async def all_arrived(self) -> None:
-        """Also of connections whose makers are gone."""
+        """Also on connections whose makers are gone."""
         await eventually(
             lambda: not any(each.way.left_behind() for each in self.brokers.values()),
             timeout_s=PATIENCE_S,
@@ -190,7 +190,7 @@ class OwnSite:
         )
 
     async def log(self, topic: str, partition: int, at_least: int = 0) -> list[Stored]:
-        """All that its leader has, asked without a proxy, once it shows so many records."""
+        """All records of the leader, read without a proxy, once it shows at least this many."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             node_id = await self.leader(topic, partition)
@@ -201,7 +201,7 @@ class OwnSite:
             await asyncio.sleep(0.05)
 
     async def _read(self, node_id: int, topic: str, partition: int) -> list[Stored] | str:
-        """From one broker; or why that fails."""
+        """The records of one broker; or the error."""
         found: list[Stored] = []
         try:
             client = await OwnClient.connect(HOST, self.brokers[node_id].way.target_port)
@@ -225,7 +225,7 @@ class OwnSite:
 async def own_site(
     etcd: str, client: EtcdClient, prefix: str, directory: Path, writer_groups: Mapping[str, str]
 ) -> AsyncIterator[OwnSite]:
-    """All of it serves until the block ends."""
+    """Run the whole site until the block ends."""
     site = OwnSite(client, prefix, etcd, directory, writer_groups)
     async with AsyncExitStack() as stack:
         for node_id in BROKERS:

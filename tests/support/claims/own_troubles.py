@@ -1,4 +1,4 @@
-"""Random faults, from a seed, of proxies, brokers and links while histories of ownership run."""
+"""Random faults of proxies, brokers and links from a seed, while histories of ownership run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ OF_WAYS: Final = (*("held up",) * 2, *(HELD_TO_THE_LAST,) * 2, "cut")
 
 
 class Trouble(NamedTuple):
-    """One of them: it begins so many seconds after the histories and lasts for so many, at most until they end for inf.
+    """One fault: it begins that many seconds after the histories and lasts that long; inf: until they end.
 
-    `number` is a proxy's place, a broker's id, or which of the ways' connections it concerns.
+    `number` is a proxy's place, a broker's id, or the number of a link's connections.
     """
 
     what: str
@@ -42,7 +42,7 @@ class Trouble(NamedTuple):
 def troubles(seed: int) -> Iterator[list[Trouble]]:
     """The endless sequence of faults, one batch of histories after another; the same for the same seed."""
     chance = random.Random(seed)
-    # Each of a proxy at least once before any comes again, so that a short run has seen most.
+    # Each fault of a proxy at least once before any repeats, so that a short run has most of them.
     of_a_proxy: list[str] = []
     while True:
         found = []
@@ -62,14 +62,14 @@ def _trouble(chance: random.Random, what: str, who: str, number: int) -> Trouble
 
 
 class Troublemaker:
-    """Makes them happen; `faults` has of each proxy since when it may have lost its lease."""
+    """Carries out faults; `faults` has for each proxy the time from which it may have lost its lease."""
 
     def __init__(self, site: OwnSite) -> None:
         self._site = site
         self.faults: dict[int, float] = {}
 
     async def make(self, trouble: Trouble) -> None:
-        """Make one fault, and return when it is over."""
+        """Carry out one fault, and return when it is over."""
         await asyncio.sleep(trouble.after_s)
         if trouble.who == "broker":
             await self._befall_broker(trouble)
@@ -89,7 +89,7 @@ class Troublemaker:
         await broker.heal()
 
     async def _befall_ways(self, trouble: Trouble) -> None:
-        """More and more of the connections, those that are made meanwhile too: each client writes on one of its own."""
+        """Hold more and more of the connections, new ones included: each client writes on one of its own."""
         chance = random.Random(trouble.number)
         ways = [each.way for each in self._site.brokers.values()]
         if trouble.what == "cut":

@@ -1,7 +1,7 @@
-"""Brokers, and two proxies each behind a relay that clients are told of: for clients that own what they write.
+"""Brokers, and two proxies each behind a relay whose address clients get: for clients that own what they write.
 
-The relays cut connections, or carry nothing and end none, as a network does. The topics that are handed out have the
-writer group WRITERS.
+The relays cut connections, or carry nothing and end none, as a network does. The topics of the site have the writer
+group WRITERS.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.waiting import wait_for
 
 WRITERS = "writers"
 PARTITIONS = 4
-# Nobody waits for the end of a lease here: a machine that stands still for seconds does not bring it about.
+# No test waits for the end of a lease: a machine that stands still for seconds does not end it.
 TTL_S = 60
 _TOPICS = 60
 _TIMEOUT_S = 60.0
@@ -61,7 +61,7 @@ class RelayThread:
 
 
 class RelayedProxy:
-    """A proxy, and the way to it."""
+    """A proxy, and the relay before it."""
 
     def __init__(self, process: KproxyProcess, relay: Relay, thread: RelayThread) -> None:
         self.process = process
@@ -78,16 +78,16 @@ class RelayedProxy:
         return f"127.0.0.1:{self.port}"
 
     def cut(self) -> None:
-        """All connections end."""
+        """End all connections."""
         self._thread.run(self._relay.cut())
 
     def freeze(self) -> None:
-        """Nothing more is carried on the connections there are, and none of them ends."""
+        """Carry nothing more on the existing connections, and end none of them."""
         self._thread.call(self._relay.freeze)
 
 
 class OwnedTopics:
-    """The site. `topic` hands out one that nobody has used, of PARTITIONS partitions."""
+    """The site. `topic` returns one that no test has used, with PARTITIONS partitions."""
 
     def __init__(self, brokers: list[BrokerProcess], proxies: list[RelayedProxy]) -> None:
         self.brokers = brokers
@@ -103,7 +103,7 @@ class OwnedTopics:
         return ",".join(each.address for each in self.brokers)
 
     def topic(self) -> str:
-        """One that both proxies know: a claim of a partition that a proxy does not know yet is refused at once."""
+        """A topic that both proxies know: a claim of a partition that a proxy does not know yet is refused at once."""
         number = next(self._unused)
         assert number < _TOPICS, "there are no more of them"
         topic = _name(number)
@@ -139,7 +139,7 @@ def _name(number: int) -> str:
 
 @contextmanager
 def _relayed_proxy(etcd: str, prefix: str, directory: Path, thread: RelayThread) -> Iterator[RelayedProxy]:
-    # Its port is known before the proxy starts, which tells clients of it.
+    # The relay's port is known before the proxy starts, which names it to clients.
     relay = Relay("http://127.0.0.1:1")
     thread.run(relay.open())
     try:

@@ -1,7 +1,7 @@
-"""Writers that send every value once, one after another, and write down what became of each; and how that is judged.
+"""Writers that send every value once, one after another, and record the outcome of each; and the judge of them.
 
-The rules are those of an end-to-end check: a value acknowledged with acks=all is at its offset, one that was refused
-for good is nowhere, none is there twice, and what is there stands in the order in which it was sent.
+The rules are those of an end-to-end check: a value acknowledged with acks=all is at its offset, a value refused for
+good is nowhere, no value is there twice, and the values in the log are in the order of sending.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.brokers.reference_broker import Closed, RawClient
 from tests.support.wire.record_batches import build_batch
 
 Address = tuple[str, int]
-# Said before anything is appended: the value is in no log, and never will be.
+# Errors from before the append: the value is in no log, and never will be.
 REFUSED = frozenset(
     {error_codes.NOT_LEADER_OR_FOLLOWER, error_codes.NOT_ENOUGH_REPLICAS, error_codes.UNKNOWN_TOPIC_OR_PARTITION}
 )
@@ -31,7 +31,7 @@ PATIENCE_S = 2.0
 
 
 class Attempt(NamedTuple):
-    """One value sent once; times are time.monotonic's. `error_code` is None where no answer came."""
+    """One value sent once; times are time.monotonic's. `error_code` is None if no answer came."""
 
     value: bytes
     acks: int
@@ -48,8 +48,8 @@ class Attempt(NamedTuple):
 class ThreadedClient:
     """A client that blocks, on a thread of its own for as long as an `async with` block lasts.
 
-    What it raises there is raised at the end of the block. Nothing here may block the test's event loop, or the relays
-    on it would stand still.
+    An exception on the thread is raised at the end of the block. Nothing here may block the test's event loop: the
+    relays on it would stand still.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,7 +71,7 @@ class ThreadedClient:
             raise self._failure
 
     def abandon(self) -> None:
-        """Stop as soon as may be: the test has failed."""
+        """Stop as soon as possible: the test has failed."""
         self._stopping.set()
 
     def run(self) -> None:
@@ -86,9 +86,9 @@ class ThreadedClient:
 
 
 class Writer(ThreadedClient):
-    """Writes to one partition, at whichever of `addresses` takes it, on a thread of its own.
+    """Writes to one partition, at whichever of `addresses` accepts it, on a thread of its own.
 
-    A refusal or a connection that ends sends it on to the next address.
+    After a refusal or the end of a connection it continues with the next address.
     """
 
     def __init__(
@@ -188,12 +188,12 @@ def stored(batches: bytes) -> list[Stored]:
 
 
 def log_bytes(directory: Path) -> bytes:
-    """All segments of a log, one behind the other."""
+    """All segments of a log, in order."""
     return b"".join(file.read_bytes() for file in sorted(directory.glob("*.log")))
 
 
 def judge(log: Sequence[Stored], attempts: Iterable[Attempt], *, may_lose: bool = False) -> None:
-    """Hold a log against what one writer knows. `may_lose`: acks below all, and the leader died or lost its lease."""
+    """Compare a log with one writer's records. `may_lose`: acks below all, and the leader died or lost its lease."""
     offsets = [each.offset for each in log]
     assert offsets == sorted(set(offsets)), "an offset was given twice, or they do not rise"
     places: dict[bytes, int] = {}

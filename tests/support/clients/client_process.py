@@ -1,9 +1,9 @@
-"""Clients that need a process of their own, all driven in one way: records on stdin, what became of them on stdout.
+"""Clients that need a process of their own, all with one interface: records on stdin, their outcomes on stdout.
 
 In: a line for each record, "partition key value [header-name header-value]...". Out, when the input has ended and all
-is settled: "sent COUNT", then "ack NUMBER PARTITION OFFSET" or "error NUMBER WHAT" for each record, numbered from 0 as
-they came, and "record PARTITION OFFSET KEY VALUE [HEADER-NAME HEADER-VALUE]..." for each that was read back. Bytes are
-":" and base64, "-" stands for null.
+records have an outcome: "sent COUNT", then "ack NUMBER PARTITION OFFSET" or "error NUMBER WHAT" for each record,
+numbered from 0 in order of input, and "record PARTITION OFFSET KEY VALUE [HEADER-NAME HEADER-VALUE]..." for each that
+was read back. Bytes are ":" and base64, "-" stands for null.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ClientRun(NamedTuple):
 
 
 def run_client(command: Sequence[str | os.PathLike[str]], records: Iterable[Record]) -> ClientRun:
-    """Run a client over `records`, handed to it as fast as they come; how it ends is asserted."""
+    """Run a client over `records`, which it gets as fast as it reads them; assert its exit status."""
     with TemporaryFile() as said, TemporaryFile() as complained:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=complained)
         try:
             assert process.stdin is not None
-            # One that ended early says why on stderr.
+            # A client that ended early reports the reason on stderr.
             with suppress(BrokenPipeError), process.stdin as lines:
                 lines.writelines(map(_line, records))
             status = process.wait(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""librdkafka with enable.idempotence and acks=all, which writes until told to stop; everything must come out right."""
+"""librdkafka with enable.idempotence and acks=all, which writes until it is stopped; every record must arrive once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.clients.attempts import ThreadedClient, stored
 
 SETTLE_S = 60
 PER_SECOND = 400
-# How many may wait for their acknowledgement, so that an outage does not pile up what then has to be read.
+# The limit of unacknowledged records, so that an outage does not accumulate too many to read back.
 MOST_WAITING = 300
 
 
 class IdempotentWriter(ThreadedClient):
     """Numbers 0, 1, 2 … to each of a topic's partitions, on a thread of its own.
 
-    `log`: where librdkafka writes why it took another epoch.
+    `log`: the file where librdkafka writes its reasons for a new epoch.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class IdempotentWriter(ThreadedClient):
                 "enable.idempotence": True,
                 "linger.ms": 0,
                 **({"log_level": 0} if log is None else {"log_level": 7, "debug": "eos", "logger": _file_logger(log)}),
-                # A broker that is away for a moment is asked again soon.
+                # A broker that is away for a moment is soon asked again.
                 "reconnect.backoff.max.ms": 500,
                 "retry.backoff.max.ms": 200,
                 "topic.metadata.refresh.interval.ms": 1000,
@@ -56,7 +56,7 @@ class IdempotentWriter(ThreadedClient):
         super().abandon()
 
     def wait_for_more(self, count: int, timeout_s: float = SETTLE_S) -> None:
-        """Wait until so many more are acknowledged."""
+        """Wait until that many more are acknowledged."""
         wanted = self._count() + count
         deadline = time.monotonic() + timeout_s
         while self._count() < wanted:
@@ -64,7 +64,7 @@ class IdempotentWriter(ThreadedClient):
             time.sleep(0.02)
 
     def judge(self, partition: int, log: bytes, *, may_repeat: bool = False) -> int:
-        """Everything acknowledged, as `judge` has it; how many of it there are more than once."""
+        """Judge everything acknowledged (see `judge`); return how many records are there more than once."""
         assert self.failed == []
         assert self._waiting == 0, f"{self._waiting} never acknowledged"
         try:
@@ -97,12 +97,12 @@ class IdempotentWriter(ThreadedClient):
 
 
 def judge(log: bytes, told: Mapping[int, int | None], *, may_repeat: bool = False) -> int:
-    """Hold the bytes of a log against the numbers that were acknowledged, and the offsets told of them.
+    """Compare the bytes of a log with the acknowledged numbers and their reported offsets.
 
-    Every number is there, once and in order, where it was said to be. `may_repeat`: no proxy hides from librdkafka that
-    a batch is out of order behind a refused one. It begins a new epoch then, and sends again what is in doubt, of all
-    partitions: brokers, Apache Kafka's too, cannot know these batches again (test_librdkafka_epochs). So a new epoch
-    may begin with numbers that are there already. Within an epoch none is there twice.
+    Every number is there, once and in order, at its reported offset. `may_repeat`: no proxy hides from librdkafka that
+    a batch is out of order behind a refused one. librdkafka then begins a new epoch, and sends unacknowledged batches
+    of all partitions again. Brokers, Apache Kafka's too, cannot recognize these batches (test_librdkafka_epochs). So a
+    new epoch may begin with numbers that are there already. Within an epoch no number is there twice.
 
     Return how many numbers are there more than once.
     """
@@ -119,7 +119,7 @@ def judge(log: bytes, told: Mapping[int, int | None], *, may_repeat: bool = Fals
             places[number].append(offset)
             following = number + 1
     assert following == len(places) == count, _differences(log, count)
-    # Of what it knows to be there by an answer to a later batch alone, librdkafka tells no offset.
+    # librdkafka reports no offset for a record that it knows to be there only by an answer to a later batch.
     wrong = {number: (told[number], has) for number, has in places.items() if told[number] not in (None, *has)}
     few = dict(islice(wrong.items(), 10))
     assert not wrong, f"told other offsets than it has, {len(wrong)}, (told, has) by number: {few}"
@@ -127,7 +127,7 @@ def judge(log: bytes, told: Mapping[int, int | None], *, may_repeat: bool = Fals
 
 
 def _differences(log: bytes, count: int) -> str:
-    """How a log differs from the numbers 0 to `count`, each once and in order."""
+    """The differences between a log and the numbers 0 to `count`, each once and in order."""
     offsets: dict[int, list[int]] = defaultdict(list)
     for offset, value in stored(log):
         offsets[int(value)].append(offset)

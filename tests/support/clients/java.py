@@ -1,4 +1,4 @@
-"""A Java for tests that run Java programs; a test that asks for one is skipped where there is none."""
+"""A Java for tests that run Java programs; a test that asks for one is skipped if there is none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kproxy.errors import StartupError
 from kproxy.pipeline.java import Java, find_java
 
-# For a program that runs for seconds: optimising the code and collecting in parallel cost it more than they give.
+# For a program that runs for seconds: optimising and parallel collection cost it more than they save.
 SHORT_JAVA = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx256m")
 
 
@@ -22,7 +22,7 @@ def _java() -> Java | str:
 
 
 def require_java() -> Java:
-    """The Java that the demo would use, or a skip that says why there is none."""
+    """The Java that the demo would use, or a skip with the reason why there is none."""
     java = _java()
     if isinstance(java, str):
         pytest.skip(java)

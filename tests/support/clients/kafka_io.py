@@ -1,4 +1,4 @@
-"""A few records in and out, for tests that are about something else. librdkafka, acks=all."""
+"""A few records in and out, for tests of something else. librdkafka, acks=all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT_S = 60.0
 
 
 def produce(bootstrap: str, topic: str, values: Sequence[bytes], partition: int = 0) -> list[bytes]:
-    """Write `values` to one partition, in order; they are acknowledged when this returns, and returned."""
+    """Write `values` to one partition, in order; return them once they are acknowledged."""
     failed: list[object] = []
 
     def delivered(error: object, _: object) -> None:
@@ -92,9 +92,9 @@ class Placed(NamedTuple):
 def read_topic(
     bootstrap: str, topic: str, partitions: int, at_least: int, timeout_s: float = TIMEOUT_S
 ) -> list[Placed]:
-    """All that lies in a topic that nothing was ever removed from; in order within each partition.
+    """All records of a topic from which nothing was ever removed; in order within each partition.
 
-    `at_least` is how many records were acknowledged: with acks=1 the end that readers are shown may lag behind.
+    `at_least` is how many records were acknowledged: with acks=1 the end shown to readers may lag behind.
     """
     consumer = confluent_kafka.Consumer(
         {
@@ -102,12 +102,12 @@ def read_topic(
             "group.id": "unused",
             "enable.auto.commit": False,
             "enable.partition.eof": True,
-            # The end of a partition is an answer with nothing in it, for which a broker would otherwise take its time.
+            # An answer without records marks the end of a partition; a broker would otherwise delay it.
             "fetch.wait.max.ms": 10,
         }
     )
     try:
-        # From 0 and not from the beginning, which it would spend half a second on asking for.
+        # From 0 and not from the beginning, because asking for that would take half a second.
         consumer.assign([confluent_kafka.TopicPartition(topic, each, 0) for each in range(partitions)])
         read: list[Placed] = []
         at_end: set[int | None] = set()

@@ -39,7 +39,7 @@ def run_librdkafka(topic: str, records: Iterable[Record], settings: Mapping[str,
                 )
                 break
             except BufferError:
-                # Its queue is full, because a broker is busy: Kafka's coordinator takes seconds to load.
+                # Its queue is full because a broker is busy: Kafka's coordinator takes seconds to load.
                 producer.poll(0.1)
         producer.poll(0)
         sent += 1

@@ -1,7 +1,7 @@
-"""kafka-python 2.0.2, which speaks versions that no newer client does, in a process of its own.
+"""kafka-python 2.0.2, which speaks versions that newer clients do not, in a process of its own.
 
 It cannot be installed beside today's kafka-python, so its wheel, downloaded once per user, is put on the path of that
-process alone. A test that asks for it is skipped where it can be had in no way.
+process alone. A test that asks for it is skipped if it is not available.
 """
 
 from __future__ import annotations

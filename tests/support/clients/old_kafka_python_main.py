@@ -1,6 +1,6 @@
 """Run by tests.support.clients.old_kafka_python without this project on its path.
 
-tests.support.clients.client_process tells what it reads and prints.
+tests.support.clients.client_process describes its input and output.
 Arguments: WHEEL BOOTSTRAP TOPIC API-VERSION CLIENT-ID.
 """
 
@@ -16,7 +16,7 @@ PATIENCE_S = 60.0
 
 
 def load_kafka(wheel: str) -> Any:
-    """The package in the wheel. The `six` that it carries finds its own parts in no Python since 3.12."""
+    """The package in the wheel. The `six` in it does not find its own parts in any Python since 3.12."""
     spec = zipimport.zipimporter(f"{wheel}/kafka/vendor").find_spec("six")
     assert spec is not None
     assert spec.loader is not None

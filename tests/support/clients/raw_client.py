@@ -91,7 +91,7 @@ class RawClient:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the connection has ended, as far as this end knows."""
+        """Whether the connection has ended, as seen from this end."""
         return self._writer.is_closing()
 
     @property

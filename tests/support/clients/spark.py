@@ -15,20 +15,20 @@ from kproxy.pipeline.java import user_cache_dir
 from kproxy.pipeline.spark import SparkDriver
 from tests.support.clients.java import require_java
 
-# Left alone Spark's idle producers and consumers stay for minutes and look for their brokers, which are gone when a
-# test is over, at addresses that another test may have been given since.
+# By default Spark's idle producers and consumers stay for minutes and look for their brokers, which are gone when a
+# test is over, at addresses that another test may use by then.
 SETTINGS: Final = {
     "spark.kafka.producer.cache.timeout": "2s",
     "spark.kafka.producer.cache.evictorThreadRunInterval": "1s",
     "spark.kafka.consumer.cache.timeout": "2s",
     "spark.kafka.consumer.cache.evictorThreadRunInterval": "1s",
     "spark.sql.shuffle.partitions": "4",
-    # Of what tests ask for each is asked once: to compile it costs more than to interpret it.
+    # Each query of a test runs once: compiling it costs more than interpreting it.
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
 }
-# For a Spark of its own that has little to do: it spends its time on planning and compiling.
+# For a Spark of its own with little work: it spends its time on planning and compiling.
 QUICK: Final = (
     "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.sql.shuffle.partitions=2",
@@ -48,7 +48,7 @@ with open_session(SessionOptions("jars", master="local[1]")):
 
 @contextmanager
 def _nobody_else_downloads() -> Iterator[bool]:
-    """Whether the jars of Spark's Kafka connector are there: Ivy must not fetch them twice at a time."""
+    """Whether the jars of Spark's Kafka connector are there: Ivy must not fetch them twice at the same time."""
     cache = user_cache_dir()
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "ivy.lock").open("w") as lock:
@@ -85,20 +85,20 @@ def spark_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkDriv
 
 @pytest.fixture(scope="session")
 def spark(spark_driver: SparkDriver) -> Any:
-    """The SparkSession that all tests share: who starts a query stops it, who changes a setting sets it back."""
+    """The SparkSession that all tests share: a test stops the queries that it started and restores changed settings."""
     return spark_driver.session
 
 
 def write_batches(
     session: Any, topic: str, partitions: int, settings: Mapping[str, str], *, rows: int, goes_on: Callable[[], bool]
 ) -> int:
-    """Write the numbers from 0 on, as text, in batches of `rows` for each partition while it `goes_on`.
+    """Write the numbers from 0 on, as text, in batches of `rows` for each partition as long as `goes_on`.
 
-    In each partition the numbers rise. Returns how many were written, all of them acknowledged.
+    The numbers rise in each partition. Returns how many were written, all of them acknowledged.
     """
     written = 0
     while goes_on():
-        # One Spark partition, and so one producer, for each of the topic's: rows of one task go out in their order.
+        # One Spark partition, and so one producer, for each of the topic's: rows of one task are sent in order.
         numbers = session.range(written, written + rows * partitions, 1, partitions)
         partition = f"cast((id - {written}) div {rows} as int) as partition"
         messages = numbers.selectExpr(partition, "cast(id as string) as value")

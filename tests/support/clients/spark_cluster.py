@@ -21,12 +21,12 @@ START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 20.0
 _MASTER: Final = re.compile(r"Starting Spark master at (spark://\S+)")
 _REGISTERED: Final = re.compile(r"Successfully registered with master")
-# What they do takes little, and they live but for a test.
+# Their work takes little, and they live only for a test.
 _OPTIONS: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 class SparkProcess:
-    """One of `org.apache.spark.deploy`; what it says goes to a file."""
+    """One class of `org.apache.spark.deploy`; its output goes to a file."""
 
     def __init__(self, java: Java, name: str, arguments: list[str], directory: Path, environ: dict[str, str]) -> None:
         home = pyspark_home()
@@ -54,7 +54,7 @@ class SparkProcess:
         return self.log_path.read_text(errors="replace")
 
     def said(self, pattern: re.Pattern[str]) -> re.Match[str]:
-        """Waits for it. Raises AssertionError where it does not come."""
+        """Wait for it. Raises AssertionError if it does not come."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while (found := pattern.search(self.log())) is None:
             assert self.process.poll() is None, self.log()[-2000:]
@@ -64,7 +64,7 @@ class SparkProcess:
 
     def stop(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            # With its executors, where it is a worker.
+            # With its executors, if it is a worker.
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
             with suppress(subprocess.TimeoutExpired):
@@ -74,7 +74,7 @@ class SparkProcess:
 
 @contextmanager
 def spark_cluster(java: Java, directory: Path, python: Path | str = sys.executable) -> Iterator[str]:
-    """Its master's address, once the worker is registered. Executors' Python is `python`, and finds nothing of ours."""
+    """The master's address, once the worker is registered. Executors' Python is `python`, without kproxy's packages."""
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("SPARK_", "PYSPARK_", "PYTHON"))
     }
@@ -94,7 +94,7 @@ def spark_cluster(java: Java, directory: Path, python: Path | str = sys.executab
 
 
 def bare_python(directory: Path) -> Path:
-    """This interpreter without its installed packages, but for what Spark wants of its workers."""
+    """This interpreter without its installed packages, except those that Spark needs on its workers."""
     packages = directory / "packages"
     packages.mkdir()
     for name in ("pyarrow", "numpy", "pandas"):

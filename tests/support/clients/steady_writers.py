@@ -1,4 +1,4 @@
-"""Producers that keep one record each in flight to one partition, and the times at which they were acknowledged.
+"""Producers that keep one record each in flight to one partition, and the times of its acknowledgements.
 
 Clients run with their default settings, in four modes. Record number n has the value n.
 """
@@ -55,9 +55,9 @@ class Writer:
     def __init__(self, name: str, bootstrap: str, topic: str, partition: int, mode: Mode) -> None:
         self.name = name
         self.bootstrap, self.topic, self.partition, self.mode = bootstrap, topic, partition, mode
-        # When, by time.monotonic; in order.
+        # The times (time.monotonic) in order.
         self.acknowledged_at: list[float] = []
-        # Offsets by number of all that has to be there: of a transaction, as soon as it is committed.
+        # Offsets by number of all records that must be there: those of a transaction as soon as it is committed.
         self.kept: dict[int, int] = {}
         self.problems: list[str] = []
         self._pending: dict[int, int] = {}
@@ -78,7 +78,7 @@ class Writer:
         self._pending.clear()
 
     def longest_gap(self, began: float, ended: float) -> float:
-        """The longest time without an acknowledgement, of all that reach into this time."""
+        """The longest time without an acknowledgement, of all such times that reach into this period."""
         before = [at for at in self.acknowledged_at if at <= began][-1:]
         within = [at for at in self.acknowledged_at if began < at <= ended]
         times = [*before, *within, ended]
@@ -86,7 +86,7 @@ class Writer:
 
 
 class _Session(ABC):
-    """One producer. `send` and `commit` raise what is in `failures` where the client gave up."""
+    """One producer. `send` and `commit` raise one of `failures` if the client gave up."""
 
     failures: tuple[type[Exception], ...]
 
@@ -234,7 +234,7 @@ class _Aiokafka(_Session):
         self._run(self._producer.abort_transaction())
 
     def pause(self) -> None:
-        # It does things of its own meanwhile.
+        # Meanwhile it does other work of its own.
         self._run(asyncio.sleep(PAUSE_S))
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ def _write(writer: Writer, ended: threading.Event) -> None:
 
 
 def _write_some(session: _Session, writer: Writer, number: int) -> int:
-    """A record, or the records of a transaction; the number to go on with."""
+    """Write a record, or the records of a transaction; return the next number."""
     is_transactional = writer.mode.is_transactional
     try:
         if is_transactional:
@@ -287,7 +287,7 @@ def _write_with_java(version: str, writers: Sequence[Writer], ended: threading.E
     for writer in writers:
         command += [writer.bootstrap, str(writer.partition)]
     command += [f"acks={first.mode.acks}", f"enable.idempotence={str(first.mode.is_idempotent).lower()}"]
-    # The default since 2.1. Before, a plain producer gave up at the first move.
+    # The default since 2.1. Earlier a plain producer gave up at the first move.
     command += ["retries=2147483647"]
     by_partition = {str(writer.partition): writer for writer in writers}
     with TemporaryFile() as complained, ThreadPoolExecutor(1) as pool:
@@ -328,14 +328,14 @@ class Running:
         self._jobs = jobs
 
     def check(self) -> None:
-        """Raise what has ended one before its time."""
+        """Raise the exception of a writer that has ended early."""
         for job in self._jobs:
             if job.done():
                 job.result()
                 raise AssertionError("a writer has ended before its time")
 
     def all_acknowledged(self, since: float, count: int, until: float) -> bool:
-        """Wait until each writer had so many acknowledgements `since`, or the time `until`; whether each has."""
+        """Wait until each writer has that many acknowledgements `since`, or until `until`; return whether each has."""
         while True:
             self.check()
             if all(len([at for at in each.acknowledged_at[-count:] if at > since]) == count for each in self.writers):
@@ -372,7 +372,7 @@ class Found(NamedTuple):
 
 
 def find(writer: Writer, read: Sequence[Placed]) -> Found:
-    """Judge what was read of a topic. A record that is there twice counts where it is first."""
+    """Judge the records read from a topic. A record that is there twice counts at its first place."""
     numbers = {each.offset: int(each.value or b"-1") for each in read if each.partition == writer.partition}
     first = list(dict.fromkeys(numbers.values()))
     lost = sum(numbers.get(offset) != number for number, offset in writer.kept.items())

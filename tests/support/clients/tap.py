@@ -1,7 +1,7 @@
-"""A relay between clients and a proxy that writes down which requests pass: evidence of what was really on the wire.
+"""A relay between clients and a proxy that records which requests pass: evidence of the actual requests on the wire.
 
-It reads the two fields at the head of each request by itself, not by the codec that is under test. The proxy has to
-advertise the tap's address, or clients would find their way round it.
+It reads the two fields at the head of each request by itself, not by the codec under test. The proxy must advertise the
+tap's address; otherwise clients would bypass it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SeenRequest(NamedTuple):
 
 
 class Tap:
-    """`upstream` is (host, port) of what is behind it; set it before a client connects."""
+    """`upstream` is the (host, port) behind it; set it before a client connects."""
 
     def __init__(self) -> None:
         self.upstream = ("", 0)
@@ -40,7 +40,7 @@ class Tap:
             def handle(self) -> None:
                 tap._relay(self.request)
 
-        # Threads whose client stays connected do not hold the end of the tests up.
+        # Threads whose client stays connected do not delay the end of the tests.
         self._server = type("Server", (ThreadingTCPServer,), {"daemon_threads": True})(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
 
@@ -49,7 +49,7 @@ class Tap:
         return f"127.0.0.1:{self._server.server_address[1]}"
 
     def versions(self, api_key: int, client_id: str) -> set[int]:
-        """In which versions this client, or those whose ids fit the pattern (`producer-*`), have sent this request."""
+        """The versions of this request from this client, or from clients whose ids match the pattern (`producer-*`)."""
         return {
             each.api_version
             for each in self._seen

@@ -1,7 +1,7 @@
-"""A real etcd for tests, as fixtures: `pytest_plugins = ["tests.support.etcd.embedded"]` brings them.
+"""A real etcd for tests, as fixtures: `pytest_plugins = ["tests.support.etcd.embedded"]` provides them.
 
-`etcd` is one server for the whole run; tests keep apart by `etcd_prefix`. A test that stops, kills or compacts etcd
-takes one of its own: `async with own_etcd(tmp_path)`.
+`etcd` is one server for the whole run; tests use different prefixes (`etcd_prefix`). A test that stops, kills or
+compacts etcd uses one of its own: `async with own_etcd(tmp_path)`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kproxy.etcd import EtcdClient, EtcdUnavailable, put_op
 from kproxy.etcd.messages import rpc
 from tests.support.waiting import PATIENCE_S, eventually
 
-# A single member need not wait a second to elect itself. Not for `etcd`: the shortest TTL granted hangs on it too.
+# A single member need not wait a second to elect itself. Not for `etcd`: the shortest TTL granted depends on it too.
 QUICK = ("--heartbeat-interval", "20", "--election-timeout", "200", "--unsafe-no-fsync")
 
 _prefixes = itertools.count(1)
@@ -33,7 +33,7 @@ _prefixes = itertools.count(1)
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def etcd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EmbeddedEtcd]:
-    """A running etcd with fsync off: nobody kills this one."""
+    """A running etcd with fsync off, because nothing kills it."""
     async with EmbeddedEtcd(tmp_path_factory.mktemp("etcd"), extra_arguments=["--unsafe-no-fsync"]) as server:
         yield server
 
@@ -46,7 +46,7 @@ def etcd_prefix() -> str:
 
 @pytest_asyncio.fixture
 async def etcd_client(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
-    # This etcd is always there, and slow at times.
+    # This etcd is always there, but sometimes slow.
     client = EtcdClient([etcd.endpoint], timeout_s=PATIENCE_S)
     await client.connect()
     yield client
@@ -57,7 +57,7 @@ async def etcd_client(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
 async def own_etcd(
     data_dir: Path, *, extra_arguments: Sequence[str] = ()
 ) -> AsyncIterator[tuple[EmbeddedEtcd, EtcdClient]]:
-    """An etcd that the test may treat as it likes, and a client of it."""
+    """An etcd of the test's own, and a client of it."""
     async with EmbeddedEtcd(data_dir, extra_arguments=[*QUICK, *extra_arguments]) as server:
         client = EtcdClient([server.endpoint])
         await client.connect()
@@ -68,18 +68,18 @@ async def own_etcd(
 
 
 async def kill(server: EmbeddedEtcd) -> None:
-    """kill -9, so that etcd has no chance to say goodbye."""
+    """kill -9, so that etcd cannot shut down cleanly."""
     os.kill(server.pid, signal.SIGKILL)
     assert await server.wait() == -signal.SIGKILL
     await server.stop()
 
 
 async def freeze(server: EmbeddedEtcd) -> None:
-    """SIGSTOP, and return when it has stopped: a thread that was running may run on for a moment."""
+    """SIGSTOP, and return when it has stopped: a running thread may continue for a moment."""
     os.kill(server.pid, signal.SIGSTOP)
     process = psutil.Process(server.pid)
     await eventually(lambda: process.status() == psutil.STATUS_STOPPED)
-    # What it had written to its sockets before is on its way all the same.
+    # Bytes that it had written to its sockets before still arrive.
     await asyncio.sleep(0.05)
 
 
@@ -95,7 +95,7 @@ async def compact(client: EtcdClient, revision: int) -> None:
 
 
 async def put_many(client: EtcdClient, items: Sequence[tuple[str, bytes]], lease_id: int = 0) -> int:
-    """Put all, as many in one transaction as etcd allows; the last revision."""
+    """Put all of them, as many in one transaction as etcd allows; return the last revision."""
     revision = 0
     for start in range(0, len(items), 128):
         chunk = items[start : start + 128]
@@ -104,7 +104,7 @@ async def put_many(client: EtcdClient, items: Sequence[tuple[str, bytes]], lease
 
 
 async def written(client: EtcdClient, key: str, value: bytes = b"") -> bool:
-    """Whether a put succeeds; one that an election met is tried again, as it does the same."""
+    """Whether a put succeeds; one that an election interrupts is tried again, because it has the same effect."""
     for _ in range(4):
         with suppress(EtcdUnavailable):
             return await client.put(key, value) > 0
@@ -112,7 +112,7 @@ async def written(client: EtcdClient, key: str, value: bytes = b"") -> bool:
 
 
 class Relay:
-    """A TCP relay before etcd, on a port of its own: refuses and cuts connections, or silently stops carrying."""
+    """A TCP relay before etcd, on a port of its own: refuses and cuts connections, or silently stops forwarding."""
 
     def __init__(self, endpoint: str) -> None:
         self.target(endpoint)
@@ -121,12 +121,12 @@ class Relay:
         self._answering: dict[asyncio.Task[None], asyncio.Event] = {}
         self._asking = asyncio.Event()
         self._asking.set()
-        # On how many connections something that was sent waits to be carried.
+        # The number of connections with bytes that wait to be forwarded.
         self.held = 0
         self.port = 0
         self._dead = False
         self._is_shut = False
-        # How much later everything arrives than it was sent, each way.
+        # The delay of all bytes, in each direction.
         self.delay_s = 0.0
 
     async def __aenter__(self) -> Self:
@@ -150,7 +150,7 @@ class Relay:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is a black hole."""
+        """Whether it silently drops everything."""
         return self._dead
 
     def target(self, endpoint: str) -> None:
@@ -165,7 +165,7 @@ class Relay:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def shut(self) -> None:
-        """Refuse new connections and cut those there are."""
+        """Refuse new connections and cut the existing ones."""
         self._is_shut = True
         if self._server is not None:
             self._server.close()
@@ -178,37 +178,37 @@ class Relay:
         await asyncio.gather(*connections, return_exceptions=True)
 
     def freeze(self) -> None:
-        """Carry nothing more on the connections there are, and do not end them; those made later do carry."""
+        """Forward nothing more on the existing connections, and do not end them; later ones are forwarded."""
         for carrying in self._connections.values():
             carrying.clear()
 
     def deafen(self) -> None:
-        """Carry no more answers on the connections there are; what is asked still arrives."""
+        """Forward no more answers on the existing connections; requests still arrive."""
         for answering in self._answering.values():
             answering.clear()
 
     def hold_questions(self) -> None:
-        """Keep what is asked from here on, also when whoever asked is gone; on connections made later carry nothing."""
+        """Keep requests from here on, even if their sender is gone; forward nothing on later connections."""
         self._asking.clear()
         self._dead = True
 
     def release_questions(self) -> None:
-        """Carry what was kept. Connections made meanwhile stay as they are until `restore`."""
+        """Forward the kept requests. Connections made meanwhile stay as they are until `restore`."""
         self._asking.set()
 
     def blackhole(self) -> None:
-        """Carry nothing on any connection, of now or later, and end none: a network that drops every packet."""
+        """Forward nothing on any connection, existing or later, and end none: a network that drops every packet."""
         self.freeze()
         self._dead = True
 
     async def restore(self) -> None:
-        """Carry again; connections from before are cut."""
+        """Forward again; earlier connections are cut."""
         self._dead = False
         await self.cut()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._is_shut:
-            # Made in the moment before the listening socket was closed.
+            # Opened in the moment before the listening socket was closed.
             writer.transport.abort()
             return
         task = asyncio.current_task()
@@ -226,7 +226,7 @@ class Relay:
                 ways.create_task(self._carry(reader, upstream_writer, [carrying, self._asking]))
                 ways.create_task(self._carry(upstream_reader, writer, [carrying, answering]))
         except (asyncio.CancelledError, OSError, ExceptionGroup):
-            # However a connection ends, the other side learns of it by its own ending.
+            # However a connection ends, the other side is ended too.
             pass
         finally:
             for each in writers:
@@ -252,7 +252,7 @@ class Relay:
 
 @asynccontextmanager
 async def running(work: Awaitable[None]) -> AsyncIterator[asyncio.Task[None]]:
-    """Run `work` beside the test; what it raises before the test ends fails the test."""
+    """Run `work` beside the test; an exception before the test ends fails the test."""
     task = asyncio.ensure_future(work)
     try:
         yield task  # type: ignore[misc]

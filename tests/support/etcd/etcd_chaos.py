@@ -1,4 +1,4 @@
-"""Trouble with a cluster of etcd, at random from a seed, and what a mirror may have heard when it is over."""
+"""Faults of an etcd cluster, at random from a seed, and the judgement of the changes that a mirror received."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.support.etcd.embedded import Relay, compact, put_many
 from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.etcd.etcd_history import Change, change_of
 
-# With such keys this many deletions at one revision are more than one fragment, if fragments are asked for.
+# With keys of this size, this many deletions at one revision need more than one fragment, if fragments are requested.
 LONG_TOPIC = "t" * 240
 LEASED_KEYS = 3_000
-# In seconds: below, around and beyond what anybody waits for a connection that has gone quiet.
+# In seconds: below, around and beyond the time limits for a silent connection.
 HOLDS = (0.1, 0.5, 1.0, 2.0, 2.0, 4.0, 7.0, 12.0)
 
 
@@ -26,7 +26,7 @@ Content = dict[str, bytes]
 
 
 class Step(NamedTuple):
-    """One trouble: `what` befalls these members for so long, counted from 0."""
+    """One fault: `what` happens to these members for that long, counted from 0."""
 
     what: str
     members: tuple[int, ...]
@@ -45,7 +45,7 @@ def steps(seed: int) -> Iterator[Step]:
 class Trouble:
     """Makes steps happen to `cluster`, and to the `relays` before its members, through which the mirror sees them.
 
-    `unreachable_since`: since when, on the monotonic clock, the mirror has had no majority to ask; None while it has.
+    `unreachable_since`: the monotonic time since which the mirror reaches no majority; None if it reaches one.
     """
 
     def __init__(self, cluster: EtcdCluster, client: EtcdClient, leases_prefix: str) -> None:
@@ -56,7 +56,7 @@ class Trouble:
         self._leases_prefix = leases_prefix
 
     async def make(self, step: Step) -> None:
-        """From its beginning until every member answers again."""
+        """Carry out a fault from its beginning until every member answers again."""
         async with self._befalling(step):
             needed = {"killed": 2, "hung": 2, "cut off": 3}
             if len(step.members) >= needed.get(step.what, 4):
@@ -101,7 +101,7 @@ class Trouble:
 
 
 class Chapter:
-    """What was heard from one snapshot on; `told`: after how many changes everything up to which revision was told."""
+    """The changes since one snapshot; `told`: after how many changes everything up to which revision was reported."""
 
     def __init__(self, revision: int, content: Content) -> None:
         self.revision = revision
@@ -110,7 +110,7 @@ class Chapter:
         self.told: list[tuple[int, int]] = []
 
     def follows(self, truth: Sequence[Change]) -> bool:
-        """Whether its changes are all of `truth`, in order; AssertionError if they are not its beginning.
+        """Whether its changes are all of `truth`, in order; AssertionError if they are not a prefix of it.
 
         A revision that a break cut in two may come again, from its beginning.
         """
@@ -132,7 +132,7 @@ class Chapter:
 
 
 class Story:
-    """A mirror's listener that writes down everything, in chapters that begin with a snapshot."""
+    """A mirror's listener that records everything, in chapters that begin with a snapshot."""
 
     def __init__(self) -> None:
         self.chapters: list[Chapter] = []
@@ -159,9 +159,9 @@ class Story:
         return chapter.revision >= revision or bool(chapter.changes and chapter.changes[-1][0] >= revision)
 
     def judge(self, before: Content, truth: Sequence[Change]) -> Content:
-        """What etcd holds after all of `truth`, when it held `before`; AssertionError where the story tells otherwise.
+        """The content of etcd after all of `truth`, if it held `before`; AssertionError if the story differs.
 
-        What is judged is forgotten: the story goes on from there.
+        Judged changes are forgotten: the story continues from there.
         """
         assert self.restores == 0, "nobody restored etcd"
         content: Content = dict(before)

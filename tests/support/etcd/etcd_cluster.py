@@ -1,8 +1,8 @@
 """A real cluster of three etcd members of a current release, for tests that take members down.
 
-The release that PyPI carries is from 2021 and known to revoke leases early; what is built here, once per user, is what
-people should run. `etcd_cluster` is one cluster for the whole run, for tests that leave it healthy; others take one of
-their own: `async with running_cluster(tmp_path)`.
+The release on PyPI is from 2021 and has a known fault: it revokes leases early. The release built here, once per user,
+is the one to run in production. `etcd_cluster` is one cluster for the whole run, for tests that leave it healthy;
+others use one of their own: `async with running_cluster(tmp_path)`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ BUILD_TIMEOUT_S = 900.0
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 START_ATTEMPTS = 3
-# An election takes a fifth of its default time, and nobody cuts this machine's power.
+# An election takes a fifth of its default time, and this machine's power is not cut.
 _QUICK = ("--heartbeat-interval", "50", "--election-timeout", "500", "--unsafe-no-fsync")
-# `go install` refuses etcd's modules, for what they replace.
+# `go install` refuses etcd's modules because of their replace directives.
 _MODULE = f"""\
 module kproxy.test/etcd
 
@@ -92,7 +92,7 @@ def _build(built: Path) -> None:
 
 
 class Member:
-    """One member of a cluster; what it logs goes to `{directory}/log`."""
+    """One member of a cluster; its log goes to `{directory}/log`."""
 
     def __init__(self, name: str, client_port: int, peer_port: int, directory: Path) -> None:
         self.name = name
@@ -141,7 +141,7 @@ class Member:
             self._process.wait(STOP_TIMEOUT_S)
 
     async def stop(self) -> None:
-        """SIGTERM, and what it had is on its disk."""
+        """SIGTERM: its data is on its disk afterwards."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
@@ -161,7 +161,7 @@ class Member:
         self._process.send_signal(signal.SIGCONT)
 
     def leads(self) -> bool:
-        """Whether it takes itself for the cluster's leader."""
+        """Whether it considers itself the cluster's leader."""
         connection = http.client.HTTPConnection(HOST, self.client_port, timeout=5)
         try:
             connection.request("GET", "/metrics")
@@ -196,7 +196,7 @@ class EtcdCluster:
                 await self.healthy()
                 return
             except AssertionError:
-                # Between finding free ports and etcd's binding them somebody else took one.
+                # Another process took a port between finding free ports and etcd's binding them.
                 taken = any("address already in use" in member.log() for member in self.members)
                 self.kill()
                 if not taken or attempt == START_ATTEMPTS - 1:
@@ -226,7 +226,7 @@ class EtcdCluster:
                 await asyncio.sleep(0.05)
 
     def leader(self) -> Member:
-        """The member that leads at the moment."""
+        """The current leader."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             for member in self.members:
@@ -244,7 +244,7 @@ class EtcdCluster:
             member.kill()
 
     async def snapshot(self, file: Path) -> None:
-        """Save what the cluster holds; one follower is down for a moment."""
+        """Save the content of the cluster; one follower is down for a moment."""
         member = self.followers()[0]
         await member.stop()
         shutil.copyfile(member.data / "member" / "snap" / "db", file)
@@ -252,9 +252,9 @@ class EtcdCluster:
         await self.healthy(member)
 
     async def restore(self, file: Path, *, same_cluster: bool, bump_revision: int = 0) -> None:
-        """Kill all and go on with what `file` holds; with another cluster id unless it is to be the same one's.
+        """Kill all members and continue with the content of `file`; with another id unless `same_cluster`.
 
-        `bump_revision`: so far above the snapshot's revision, and compacted up to there, so that watchers notice.
+        `bump_revision`: revisions continue this far above the snapshot's, compacted up to there: watchers notice.
         """
         self.kill()
         bump = ("--bump-revision", str(bump_revision), "--mark-compacted") if bump_revision else ()
@@ -296,7 +296,7 @@ async def _answers(member: Member) -> bool:
 
 @asynccontextmanager
 async def running_cluster(directory: Path, arguments: Sequence[str] = ()) -> AsyncIterator[EtcdCluster]:
-    """A cluster that the test may treat as it likes."""
+    """A cluster of the test's own."""
     etcd_binaries()
     cluster = EtcdCluster(directory, arguments)
     try:
@@ -308,6 +308,6 @@ async def running_cluster(directory: Path, arguments: Sequence[str] = ()) -> Asy
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def etcd_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EtcdCluster]:
-    """One cluster for the whole run; whoever takes a member down brings it back."""
+    """One cluster for the whole run; a test that takes a member down brings it back."""
     async with running_cluster(tmp_path_factory.mktemp("etcd-cluster")) as cluster:
         yield cluster

@@ -1,4 +1,4 @@
-"""Somebody who writes to etcd all the time, what a mirror hears of it, and etcd's own history to compare that with."""
+"""A constant writer to etcd, the changes that a mirror receives, and etcd's own history to compare with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def change_of(event: WatchEvent) -> Change:
 
 
 class Hearing:
-    """A mirror's listener that writes down everything."""
+    """A mirror's listener that records everything."""
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
@@ -54,7 +54,7 @@ async def history(client: EtcdClient, prefix: str, after: int, until: int) -> li
 
 
 class Churn:
-    """Puts and deletions until it is stopped, over every outage; `acknowledged` are those that etcd has confirmed."""
+    """Puts and deletions until it is stopped, through all outages; `acknowledged` are those that etcd has confirmed."""
 
     def __init__(self, client: EtcdClient, prefix: str, seed: int) -> None:
         self._client = client
@@ -77,7 +77,7 @@ class Churn:
                 await asyncio.sleep(0.02)
 
     async def goes_on(self, writes: int = 150) -> None:
-        """Wait until so many more puts are acknowledged."""
+        """Wait until that many more puts are acknowledged."""
         wanted = len(self.acknowledged) + writes
         await eventually(lambda: len(self.acknowledged) >= wanted, what="writes go on")
 

@@ -1,4 +1,4 @@
-"""etcd with TLS, client certificates and users, for tests: certificates made on the spot, servers that want them."""
+"""etcd with TLS, client certificates and users, for tests: generated certificates, and servers that require them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Authority:
         self._ca.cert_pem.write_to_path(self.ca)
 
     def issue(self, *names: str, common_name: str | None = None) -> Pair:
-        """A certificate made out to `names`, which may be addresses."""
+        """A certificate for `names`, which may be addresses."""
         issued = self._ca.issue_cert(*names, common_name=common_name, key_type=trustme.KeyType.ECDSA)
         stem = (common_name or names[0]).replace(":", "-")
         pair = Pair(self._directory / f"{stem}.pem", self._directory / f"{stem}.key")
@@ -49,7 +49,7 @@ class Authority:
 
 
 def tls_arguments(plain: str, port: int, pair: Pair, clients: Path | None = None, host: str = "127.0.0.1") -> list[str]:
-    """etcd's flags to speak TLS on `port` beside the URL `plain`; `clients`: the authority of client certificates."""
+    """etcd's flags for TLS on `port` beside the URL `plain`; `clients`: the authority of client certificates."""
     arguments = ["--listen-client-urls", f"{plain},https://{host}:{port}"]
     arguments += ["--cert-file", str(pair.cert), "--key-file", str(pair.key)]
     return arguments + (["--client-cert-auth", "--trusted-ca-file", str(clients)] if clients is not None else [])
@@ -57,7 +57,7 @@ def tls_arguments(plain: str, port: int, pair: Pair, clients: Path | None = None
 
 @asynccontextmanager
 async def tls_etcd(directory: Path, pair: Pair, clients: Path | None = None) -> AsyncIterator[tuple[EmbeddedEtcd, str]]:
-    """One etcd that listens for plain connections, and for TLS at `https://{host}:PORT`: its `:PORT` is given."""
+    """One etcd that listens for plain connections, and for TLS at `https://{host}:PORT`; returns its `:PORT`."""
     plain, port = free_ports(2)
     arguments = tls_arguments(f"http://127.0.0.1:{plain}", port, pair, clients)
     async with EmbeddedEtcd(directory, client_port=plain, extra_arguments=[*QUICK, *arguments]) as server:
@@ -65,7 +65,7 @@ async def tls_etcd(directory: Path, pair: Pair, clients: Path | None = None) -> 
 
 
 class TlsCluster(EtcdCluster):
-    """Three members with a certificate each, made out to its own name alone: a name, an IPv4 and an IPv6 address."""
+    """Three members with a certificate each, only for its own name: a name, an IPv4 and an IPv6 address."""
 
     names = ("localhost", "127.0.0.1", "::1")
 
@@ -87,7 +87,7 @@ class TlsCluster(EtcdCluster):
 
 
 async def ask_gateway(endpoint: str, path: str, message: Mapping[str, Any], token: str = "") -> dict[str, Any]:
-    """Etcd's answers by JSON to calls that the product does not make."""
+    """Etcd's JSON answers to calls that the product does not make."""
     headers = {"Authorization": token} if token else {}
     request = urllib.request.Request(f"{endpoint}/v3/{path}", json.dumps(message).encode(), headers)
 
@@ -99,7 +99,7 @@ async def ask_gateway(endpoint: str, path: str, message: Mapping[str, Any], toke
 
 
 async def enable_users(endpoint: str, *, prefix: str = "/", users: Sequence[str] = ("kproxy",)) -> None:
-    """Switch users on: `root` and `users`, all with PASSWORD; `users` may do everything under `prefix`, no more."""
+    """Enable users: `root` and `users`, all with PASSWORD; `users` may do everything under `prefix`, nothing else."""
     end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
     key, range_end = (_base64(text) for text in (prefix, end))
     await ask_gateway(endpoint, "auth/role/add", {"name": "limited"})

@@ -1,4 +1,4 @@
-"""Partition leases in etcd, and what a table makes of them, in one form."""
+"""Partition leases in etcd, and a table's view of them, in one form."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Writers that claim a simulated partition one after another, none of whom ever stops writing by itself.
+"""Writers that claim a simulated partition one after another, and never stop writing by themselves.
 
-What they do to brokers is what a proxy does for them: the BindFences API as it is, and on each connection to a broker a
-bind goes before what is written behind it. A writer writes once a bind of its claim has been answered; on further
-connections it does so without waiting. Claims and releases are revisions of the simulated etcd. A Judge is told what
-fence each batch stands behind, and what every writer was answered.
+They use brokers as a proxy does for them: with the real BindFences API, and on each connection to a broker a bind is
+sent before the batches behind it. A writer writes once a bind of its claim has been answered; on further connections it
+does so without waiting. Claims and releases are revisions of the simulated etcd. A Judge receives the fence of each
+batch, and the answers to every writer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CLAIM = "/p/kproxy/own/writers/t%2F0"
 
 
 class Connection:
-    """To one run of a broker; what is sent on it is served one after another."""
+    """A connection to one run of a broker; requests on it are served one after another."""
 
     def __init__(self, process: SimulatedProcess) -> None:
         self.process = process
@@ -57,7 +57,7 @@ class Writer:
 
 
 class FencedWriters:
-    """Three writers, and whoever releases their claims."""
+    """Three writers, and the releases of their claims."""
 
     def __init__(self, judge: Judge, clients: Clients, store: EtcdStore) -> None:
         self.writers = [Writer() for _ in range(WRITERS)]
@@ -86,7 +86,7 @@ class FencedWriters:
         self._store.apply("Put", put_op(_CLAIM, b"{}").message.request_put)
         return self._store.revision
 
-    # What they ask of brokers
+    # Requests to brokers
 
     def claim(self, which: int) -> None:
         writer = self.writer(which)
@@ -94,7 +94,7 @@ class FencedWriters:
         self.is_released = False
 
     def bind(self, which: int, process: SimulatedProcess) -> None:
-        """Only a claim that is not answered yet, or one that is and is not said on that connection."""
+        """Only a claim that is not answered yet, or one that is answered and not sent on that connection."""
         writer = self.writer(which)
         if writer.fence:
             connection = self._connection(writer, process)
@@ -102,7 +102,7 @@ class FencedWriters:
             self._send(connection, lambda: self._bind(writer, connection, fence))
 
     def write(self, which: int, process: SimulatedProcess, acks: int) -> Attempt | None:
-        """A batch behind the claim of one of those whose claim was answered, be that the latest or not."""
+        """A batch behind a claim that was answered, whether or not it is the latest."""
         may_write = [writer for writer in self.writers if writer.is_granted]
         if not may_write:
             return None
@@ -117,7 +117,7 @@ class FencedWriters:
         return attempt
 
     def release(self, process: SimulatedProcess, *, anew: bool) -> None:
-        """The latest claim is given up; `anew`, or as it was before, in case that was not heard."""
+        """The latest claim is given up; `anew`, or a repeated release, in case the first was not heard."""
         if anew or not self.released_at:
             self.released_at = self._revision()
             self._judge.released(self.released_at)
@@ -126,7 +126,7 @@ class FencedWriters:
         self._send(connection, lambda: self._release(connection, fence))
 
     def hang_up(self, which: int, process: SimulatedProcess) -> None:
-        """A connection is closed, with all that is on its way on it."""
+        """A connection is closed, with all requests on their way."""
         connection = self.writer(which).connections.pop(process, None)
         for task in connection.tasks if connection is not None else ():
             task.cancel()
@@ -136,7 +136,7 @@ class FencedWriters:
             writer.connections[process] = Connection(process)
         return writer.connections[process]
 
-    # On its way
+    # Requests on their way
 
     def _send(self, connection: Connection, serve: Callable[[], Awaitable[None]]) -> None:
         async def in_turn() -> None:

@@ -1,16 +1,15 @@
-"""Whether what concurrent clients were told can have happened one step after another: linearizability, of any model.
+"""Whether the answers to concurrent clients are possible in some sequential order: linearizability, for any model.
 
-A history is a set of operations, each with the times between which it took effect, once. What never returned may have
-taken effect at any time after its call, or never. A history is linearizable where its operations can be put in an
-order that respects these times and in which the model, one step after the other, says what the clients were told
+A history is a set of operations, each with the times between which it took effect, once. An operation that never
+returned may have taken effect at any time after its call, or never. A history is linearizable if its operations can be
+put in an order that respects these times and in which the model, step by step, gives the answers of the clients
 (Herlihy and Wing, 1990).
 
-The search goes through the history as time does, after Lowe ("Testing for linearizability", 2017): it holds all orders
-that are possible up to now, as (state, those that have taken effect of the operations that are under way), and puts
-an operation in its place no earlier than at its return. Orders that have come to the same are one, and what has
-returned is forgotten: memory goes with the operations that are under way at one time, and the search ends at the first
-return that no order explains. Objects that have nothing to do with one another are checked apart (`check_parts`), as
-linearizability is a property of each of them.
+The search goes through the history in order of time, after Lowe ("Testing for linearizability", 2017): it keeps all
+orders possible so far, as (state, the operations under way that have taken effect), and places an operation no earlier
+than at its return. Orders with the same result are one, and operations that have returned are forgotten: memory grows
+with the number of operations under way at one time, and the search ends at the first return that no order explains.
+Independent objects are checked apart (`check_parts`), because linearizability is a property of each of them.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from math import inf
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 NEVER: Final = inf
-# An output: nobody was told, anything may have come of it.
+# An output: it was not reported, and anything may have happened.
 UNKNOWN: Final = None
 MAX_ORDERS = 200_000
-# While an explanation is made shorter, what takes long is not worth it.
+# While an explanation is made shorter, a long search is not worthwhile.
 _MAX_ORDERS_TO_SHRINK = 5_000
 _MAX_OPERATIONS_TO_SHRINK = 300
 _WIDTH = 48
@@ -33,9 +32,9 @@ Part = TypeVar("Part", bound=Hashable)
 
 
 class Operation(NamedTuple):
-    """Times are of one clock. `returned` is NEVER where there was no answer, `output` UNKNOWN where none that tells.
+    """Times are of one clock. `returned` is NEVER if there was no answer, `output` UNKNOWN if it is not known.
 
-    `repeats`: it never returns, and may take effect as often as one likes.
+    `repeats`: it never returns, and may take effect any number of times.
     """
 
     who: str
@@ -57,19 +56,19 @@ class Model(Protocol[State]):
     def initial(self) -> State: ...
 
     def step(self, state: State, operation: Operation) -> Iterable[State]:
-        """The states that `operation` may lead to; none where its output cannot come about in `state`."""
+        """The possible states after `operation`; none if its output is impossible in `state`."""
         ...
 
 
 class Undecided(Exception):
-    """There are more orders to look at than are held at a time."""
+    """There are more orders to search than the limit at one time."""
 
 
 class Refuted(NamedTuple):
     """Why a history is not linearizable: `operations` alone are not, and each of them is needed for that.
 
-    No order has a place for `stuck` before it returned; `order` is one that comes far, to `state`. `others`: operations
-    of the history that may have taken effect at any time after their call, with any outcome, and it does not help.
+    No order has a place for `stuck` before it returned; `order` is one of the longest, to `state`. `others`: operations
+    of the history that may have taken effect at any time after their call, with any outcome, which does not help.
     """
 
     operations: tuple[Operation, ...]
@@ -99,7 +98,7 @@ _Orders = dict[_Order[State], _Path | None]
 
 
 def check(operations: Iterable[Operation], model: Model[Any], *, max_orders: int = MAX_ORDERS) -> Refuted | None:
-    """Why a history is not linearizable; None where it is. Raises Undecided."""
+    """Why a history is not linearizable; None if it is. Raises Undecided."""
     history = sorted(operations, key=lambda operation: operation.called)
     stuck = _search(history, model, max_orders)
     return None if stuck is None else _explained(history, model, stuck)
@@ -108,7 +107,7 @@ def check(operations: Iterable[Operation], model: Model[Any], *, max_orders: int
 def check_parts(
     operations: Iterable[Operation], model: Model[Any], part: Callable[[Operation], Part]
 ) -> Mapping[Part, Refuted]:
-    """Those objects whose operations are not linearizable, and why. Raises Undecided."""
+    """The objects whose operations are not linearizable, with the reasons. Raises Undecided."""
     parts: dict[Part, list[Operation]] = {}
     for operation in operations:
         parts.setdefault(part(operation), []).append(operation)
@@ -117,11 +116,11 @@ def check_parts(
 
 
 def timeline(operations: Sequence[Operation]) -> str:
-    """A line for each operation, by its call: when it was under way, and what it was. `>`: it never returned."""
+    """A line for each operation, by its call: its times, and the operation. `>`: it never returned."""
     times = sorted({time for each in operations for time in (each.called, each.returned) if time != NEVER})
     if not times:
         return ""
-    # By rank: what is a microsecond apart and what a second apart are equally important here.
+    # By rank: a microsecond and a second are equally important here.
     column = {time: round(rank * (_WIDTH - 1) / max(1, len(times) - 1)) for rank, time in enumerate(times)}
     lines = []
     for each in sorted(operations, key=lambda operation: operation.called):
@@ -136,7 +135,7 @@ def timeline(operations: Sequence[Operation]) -> str:
 
 
 class _Stuck(NamedTuple, Generic[State]):
-    """The end of the search: the operation that nothing explains, and the possible orders before it returned."""
+    """The end of the search: the unexplained operation, and the possible orders before it returned."""
 
     at: int
     orders: _Orders[State]
@@ -163,9 +162,9 @@ def _search(history: Sequence[Operation], model: Model[State], max_orders: int) 
 def _with(
     number: int, under_way: Mapping[int, Operation], orders: _Orders[State], model: Model[State], max_orders: int
 ) -> _Orders[State]:
-    """Those orders, and what they can become by what is under way, in which operation `number` has taken effect.
+    """Those orders, and their continuations with operations under way, in which operation `number` has taken effect.
 
-    It has returned and goes out of what is remembered of an order.
+    It has returned and is removed from the remembered part of an order.
     """
     found: _Orders[State] = {}
     seen: dict[_Order[State], _Path | None] = dict(orders)
@@ -193,16 +192,16 @@ def _with(
 
 
 def _explained(history: Sequence[Operation], model: Model[State], stuck: _Stuck[State]) -> Refuted:
-    """Only what was called before the return that nothing explains; and of that only what is needed."""
+    """Only operations called before the unexplained return; and of those only the needed ones."""
     end = history[stuck.at].returned
-    # What returned later had not yet, when it was clear that nothing explains it.
+    # Operations that returned later had not yet returned when the search failed.
     upto = [each if each.returned <= end else each._replace(returned=NEVER) for each in history]
     needed = [number for number, each in enumerate(history) if each.called <= end]
     if len(needed) <= _MAX_OPERATIONS_TO_SHRINK:
         others: list[Operation] = []
         for number in tuple(needed):
             fewer = [each for each in needed if each != number]
-            # How often is left open, so that there are not too many orders to look at.
+            # The number of times is left open, so that there are not too many orders to search.
             more_others = [*others, upto[number]._replace(returned=NEVER, output=UNKNOWN, repeats=True)]
             if _is_refuted([*(upto[each] for each in fewer), *more_others], model):
                 needed, others = fewer, more_others

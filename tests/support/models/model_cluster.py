@@ -1,13 +1,13 @@
-"""Three brokers with one log per partition, Kafka's rules for what goes into it, and everything that can go wrong.
+"""Three brokers with one log per partition, Kafka's rules for appending to it, and all possible faults.
 
 A model, not a broker: the logs are lists, replication is perfect, and a new owner knows every producer's last batches,
-as brokers do that rebuild that state from the log. What it shows is whether the proxy in between keeps its promises.
+as brokers do that rebuild that state from the log. The model shows whether the proxy in between keeps its promises.
 
-A connection's requests are served strictly one after another, each after a short pause. For every request a `Fate` is
-drawn: most are served well, some meet each thing that a broker can do, at each point where it can do it. Beside that
-ownership moves, brokers crash and come back, connections are reset at any time and addresses change.
+A connection's requests are served strictly one after another, each after a short pause. A `Fate` is drawn for every
+request: most are served well, some meet a possible fault of a broker, at each possible point. In addition ownership
+moves, brokers crash and come back, connections are reset at any time and addresses change.
 
-What a connection has brought and nobody has begun to serve dies with it, as in a process that is gone.
+Requests of a connection that are not being served yet are lost with it, as when a process ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.support.processes.running_proxy import RunningProxy
 
 NOT_LEADER = 6
 OUT_OF_ORDER = 45
-# Kafka keeps five batches of each producer to know them again.
+# Kafka remembers five batches of each producer.
 RETAINED_BATCHES = 5
 REFUSED_BEFORE_APPEND = (5, 6, 19)
-# Perhaps appended, with acks=all and brokers that may say so afterwards; else refused before.
+# Perhaps appended, if acks=all and if brokers may answer it afterwards; otherwise refused before the append.
 REFUSED_AT_ANY_TIME = (3, 6, 56)
 STORAGE_ERROR = 56
 OUTCOME_UNKNOWN = (7, 13)
@@ -36,7 +36,7 @@ APPENDED_ALL_THE_SAME = 20
 REFUSED_FOR_GOOD = (2, 10, 29, 87)
 
 
-# What producers write into their records: producer:partition:number.
+# The format of producers' records: producer:partition:number.
 NAME = re.compile(rb"\d+:\('\w', \d+\):-?\d+")
 
 
@@ -65,7 +65,7 @@ FAULTS = [fate for fate in Fate if fate is not Fate.SERVED]
 
 
 class ModelCluster:
-    """`trouble` in [0, 1] is the share of requests that meet something; `seed` decides what."""
+    """`trouble` in [0, 1] is the share of requests with a fault; `seed` decides which."""
 
     def __init__(self, partitions: list[Partition], seed: int, *, conduct: Conduct, trouble: float) -> None:
         self.random = Random(seed)
@@ -75,9 +75,9 @@ class ModelCluster:
         self.logs: dict[Partition, list[bytes]] = {partition: [] for partition in partitions}
         self.owners = {partition: self.random.randint(1, 3) for partition in partitions}
         self.happened: Counter[str] = Counter()
-        # What became of each batch that arrived, for whoever has to find out what went wrong.
+        # The outcome of each batch that arrived, for debugging.
         self.history: deque[str] = deque(maxlen=50_000)
-        # Who serves, 0 for nobody; and who did last.
+        # The serving broker, 0 for none; and the broker that served last.
         self._serving: dict[Partition, int] = dict(self.owners)
         self._latest: dict[Partition, int] = dict(self.owners)
         # By partition and producer id: (base_sequence, offset) of its last batches.
@@ -123,7 +123,7 @@ class ModelCluster:
         else:
             pause_s = 0.0
             if any("error_code" in result for result in results.values()):
-                # What Kafka does, so that a producer without answers learns of it.
+                # As Kafka does, so that a producer without answers notices.
                 asked.connection.close()
         if pause_s:
             asyncio.get_running_loop().call_later(pause_s, self._serve_next, queue)
@@ -137,7 +137,7 @@ class ModelCluster:
             self._serve_later(queue)
 
     def _answer(self, asked: Asked, results: dict[Partition, dict[str, int]], fate: Fate) -> float:
-        """Write the answer or something else; for how long the connection is busy with it, in seconds."""
+        """Write the answer or something else; return the seconds for which the connection is busy with it."""
         connection = asked.connection
         reply = asked.reply(results=results)
         cut = self.random.randrange(len(reply))
@@ -179,7 +179,7 @@ class ModelCluster:
             self.happened["not the owner"] += 1
             is_deposed = not self._serving[partition] and self._latest[partition] == node_id
             if is_deposed and self._may_refuse_late(asked) and self.random.random() < 0.5:
-                # A leader that is deposed while it waits for the others: the batch is in the log for all that.
+                # A leader that is deposed while it waits for the others: the batch is in the log nevertheless.
                 return {**self._append_batch(partition, records), "error_code": NOT_LEADER}
             return {"error_code": NOT_LEADER}
         code, appends = 0, True
@@ -196,7 +196,7 @@ class ModelCluster:
         return {"error_code": code}
 
     def _draw_code(self, asked: Asked, records: bytes) -> tuple[int, bool]:
-        """An error code, and whether the batch is appended all the same."""
+        """An error code, and whether the batch is appended nevertheless."""
         kinds = ["before", "any time", "unknown", "all the same"]
         if parse_header(records).producer_id < 0:
             # A gap in the sequence of an idempotent producer is its end.
@@ -239,13 +239,13 @@ class ModelCluster:
         )
 
     def history_of(self, producer: int, partition: Partition, most: int = 50) -> str:
-        """The beginning and the end of what became of a producer's batches."""
+        """The beginning and the end of the history of a producer's batches."""
         lines = [line for line in self.history if f" {producer}:{partition}:" in line]
         if len(lines) > most:
             lines[most // 2 : -(most // 2)] = ["..."]
         return "\n".join(lines)
 
-    # Trouble of its own
+    # Faults of the cluster
 
     async def make_trouble(self, proxy: RunningProxy) -> None:
         """Move, cut and crash until cancelled; the cluster is whole again by then or in `heal`."""
@@ -274,7 +274,7 @@ class ModelCluster:
             if self.random.random() < 0.2:
                 proxy.disown(topic, [index])
             await self._lag()
-            # To and fro at will; now and then it comes back to where it was.
+            # Back and forth at random; sometimes it comes back to its former broker.
             self.owners[partition] = self.random.randint(1, 3)
             if self.random.random() < 0.7:
                 self._tell(proxy, partition)
@@ -291,7 +291,7 @@ class ModelCluster:
             proxy.own(self.owners[partition], topic, [index])
 
     async def _cut(self) -> None:
-        """Reset connections with whatever is on its way in both directions."""
+        """Reset connections with all bytes on their way in both directions."""
         while True:
             await asyncio.sleep(self.random.uniform(0.02, 0.2))
             connections = [each for broker in self.brokers for each in broker.connections if each.is_open]

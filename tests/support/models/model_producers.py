@@ -1,12 +1,12 @@
-"""Producers that keep account of every batch they send, and what each kind of them may expect of a proxy.
+"""Producers that record every batch they send, and the promises of a proxy to each kind of them.
 
-`Idempotent` does what Java's producer does: five requests in flight at most, and after a failure nothing new before all
-that is in flight is answered; then what failed, in order. It sends until everything is acknowledged. `Plain` never
-sends a batch twice, so that a batch that is there twice was doubled on the way. `Silent` sends with acks=0.
+`Idempotent` does what Java's producer does: at most five requests in flight, and after a failure nothing new until all
+in flight is answered; then the failed batches, in order. It sends until everything is acknowledged. `Plain` never sends
+a batch twice, so that a batch that is there twice was doubled on the way. `Silent` sends with acks=0.
 
-All of them cut their requests into pieces at will, leave in the middle of things, with a request half sent or answers
-unread, and come back on another connection. Every answer is checked as it comes: the next one due, for exactly the
-partitions asked, in time, and with no offset but that of the batch's place in the log.
+All of them cut their requests into random pieces, sometimes leave with a request half sent or answers unread, and come
+back on another connection. Every answer is checked as it comes: it is the next one due, for exactly the partitions
+requested, in time, and with no offset but that of the batch's place in the log.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tests.support.wire.record_batches import build_batch
 
 NONE = 0
 OUT_OF_ORDER = 45
-# Kafka knows so many batches of a producer again.
+# Kafka remembers this many batches of a producer.
 RETAINED_BATCHES = 5
-# Codes that say of a batch sent once: it is not in the log.
+# Error codes that prove that a batch sent once is not in the log.
 NOT_APPENDED = frozenset({2, 3, 5, 6, 10, 19, 29, 45, 56, 87})
 LEAST_DEADLINE_S = 1.0
-# What a loaded machine may add to a deadline.
+# The delay that a loaded machine may add to a deadline.
 SLACK_S = 30.0
 MOST_PAUSE_S = 0.05
 
 
 @dataclass
 class Batch:
-    """One batch of one partition; `codes` are the answers it got, None one that never came."""
+    """One batch of one partition; `codes` are the answers it got, None for one that never came."""
 
     partition: Partition
     number: int
@@ -50,7 +50,7 @@ class Batch:
 
 @dataclass
 class Sent:
-    """A request in flight; `by` is when it must have been answered."""
+    """A request in flight; `by` is its deadline."""
 
     correlation_id: int
     version: int
@@ -59,7 +59,7 @@ class Sent:
 
 
 class Violation(AssertionError):
-    """The proxy did what it must not do; `producer` and `partition` say to whom."""
+    """The proxy broke a rule; `producer` and `partition` are the affected ones."""
 
     def __init__(self, producer: Producer, what: str, partition: Partition | None = None) -> None:
         super().__init__(f"{producer} {what}")
@@ -82,9 +82,9 @@ class Producer:
         self.in_flight_limit = random.randint(1, 5)
         self.leaves = random.choice((0.0, 0.0, 0.02))
         self.batches: list[Batch] = []
-        # Of requests that were never sent whole: these may not be in any log.
+        # Batches of requests that were never sent whole: these must not be in any log.
         self.unsent: list[bytes] = []
-        # Where `judge` found something.
+        # The place where `judge` found a fault.
         self.suspects: set[Partition] = set()
         self.connections = 0
         self.client: RawClient | None = None
@@ -94,7 +94,7 @@ class Producer:
         self._acks = random.choice(self.acks)
         self._padding = b"x" * random.choice((0, 0, 100, 20_000))
 
-    # What kinds of producers differ in
+    # Differences between kinds of producers
 
     def _identity(self, number: int) -> dict[str, int]:
         return {}
@@ -103,7 +103,7 @@ class Producer:
         raise NotImplementedError
 
     def _compose(self) -> dict[Partition, Batch] | None:
-        """The batches of the next request; None where none may be sent now."""
+        """The batches of the next request; None if none may be sent now."""
         raise NotImplementedError
 
     def _answered(self, batch: Batch, code: int) -> None:
@@ -234,7 +234,7 @@ class Producer:
             self._answered(batch, result.error_code)
 
     def open_partitions(self) -> list[Partition]:
-        """For which partitions it has not got what it waits for."""
+        """The partitions for which it lacks an expected result."""
         return [] if self._is_done() else self.partitions
 
     def tail(self, partition: Partition) -> str:
@@ -311,7 +311,7 @@ class Plain(Producer):
 
 
 class Silent(Plain):
-    """acks=0. Their order is nobody's promise: brokers that do not answer are not waited for."""
+    """acks=0. Their order is not promised: brokers that do not answer are not waited for."""
 
     acks = (0,)
 
@@ -359,10 +359,10 @@ class Idempotent(Producer):
         return {partition: self._new_batch(partition) for partition in chosen}
 
     def _may_begin(self, partition: Partition) -> bool:
-        """Whether a broker would still know the oldest batch that is not acknowledged again behind one more.
+        """Whether a broker would still recognize the oldest unacknowledged batch after one more.
 
-        The very first one goes alone: a broker that knows nothing of a producer accepts any sequence, so that what a
-        client sends before it hears that the first one was refused is accepted in its place, with a proxy or without.
+        The very first batch goes alone: a broker that knows nothing of a producer accepts any sequence. Batches sent
+        before the refusal of the first one is known would be accepted in its place, with a proxy or without.
         """
         number, unacked = self._numbers[partition], self._unacked[partition]
         return not unacked or (number - min(unacked) < RETAINED_BATCHES and min(unacked) > 0)
@@ -373,8 +373,8 @@ class Idempotent(Producer):
             unacked.discard(batch.number)
             return
         if code == OUT_OF_ORDER:
-            # With all before it acknowledged this producer is broken for Java; with one that is not, librdkafka begins
-            # a new epoch.
+            # If everything before it is acknowledged, this producer is broken for Java; otherwise librdkafka begins a
+            # new epoch.
             told = self.tail(batch.partition)
             raise Violation(self, f"batch {batch.number} is out of order: {told}", batch.partition)
         self._failed.append(batch)
@@ -389,7 +389,7 @@ class Idempotent(Producer):
         return batch
 
     def _judge_order(self, places: dict[Partition, dict[bytes, list[int]]]) -> list[str]:
-        """Total, and nothing missing."""
+        """All of it, with nothing missing."""
         found = []
         for partition in self.partitions:
             sent = [batch.records for batch in self.batches if batch.partition == partition]

@@ -1,4 +1,4 @@
-"""The plain path of a Playbook (tests.support.models.playbook): requests that the core does not know of."""
+"""The plain path of a Playbook (tests.support.models.playbook): requests that are not in the core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_plain(piece: Piece, frame: memoryview) -> bool:
 
 
 class _Plain:
-    """A request: its parts that are not answered, by connection."""
+    """A request: its unanswered parts, by connection."""
 
     def __init__(self, exchange: Exchange, routed_at: int, parts: dict[int, Selection | None]) -> None:
         self.exchange = exchange
@@ -53,7 +53,7 @@ class PlainRequests:
         return [f"plain c{part.connection}: {sequence} {selection_text(exchange, part.selection)}" for part in plan]
 
     def answer(self, sequence: int, connection: int, text: str) -> Exchange:
-        """A success for one part of several, which are not all answered then."""
+        """A success for one part of several; the others stay unanswered."""
         plain = self._table[sequence]
         exchange, selection = plain.exchange, plain.parts.pop(connection) or []
         assert plain.parts, "the last part ends the request, and the core never hears of it"
@@ -64,7 +64,7 @@ class PlainRequests:
         return exchange
 
     def enter(self) -> list[int]:
-        """All of it goes over to the core; the numbers of its pieces."""
+        """Move all requests into the core; return the numbers of their pieces."""
         entering = [plain for _, plain in sorted(self._table.items())]
         self._table.clear()
         return self._core.adopt([Adopted(each.exchange, each.routed_at, list(each.parts.items())) for each in entering])

@@ -1,12 +1,12 @@
 """The rules that hold after every event of a Playbook (tests.support.models.playbook), whatever its script is.
 
- 1. An open entry is in one place: one piece that is under way, or one lane, or its read waits to be asked again.
+ 1. An open entry is in one place: one piece under way, or one lane, or its read waits to be repeated.
  2. `open_count` is the number of entries that have no result, `open_partitions` that of the partitions of open requests
     that have more than one.
  3. `InFlight.of` names exactly what is under way, and what a lane waits for is under way.
  4. A lane's items are not done, and in the order of requests; one that waits for time alone is woken for.
  5. A request is answered or dropped once at most.
- 6. What is acknowledged is noted once, with what the client is told, and before it is told; nothing else is noted.
+ 6. An acknowledgement is noted once, with the client's answer, and before it is sent; nothing else is noted.
  7. An error that is answered was counted.
  8. Nothing is sent past its deadline, beside its lane, or while something before it is under way on another connection
     or from an earlier ownership. What is sent goes to the partition's owner, if it has one.

@@ -1,23 +1,23 @@
 """The promises of a replicated partition under any faults of its brokers; the judge of `replication_model`.
 
-The judge sees what producers were answered, what consumers read, and every replica's log. Rules it holds to, each with
-the name that a Violation carries:
+The judge sees the answers to producers, the records that consumers read, and every replica's log. It checks these
+rules, each with the name that a Violation carries:
 
-  LOST         what was acknowledged with acks=all, or read by a consumer, stands in every later leader's log, at its
-               offset, until retention removes it; so does it on every replica that etcd counts as in sync
-  MOVED        no offset is given to two records of which one was acknowledged or read
-  DIVERGED     below its own high watermark every replica has what all the others have there
+  LOST         a batch acknowledged with acks=all, or read by a consumer, is in every later leader's log, at its offset,
+               until retention removes it; and so it is on every replica that etcd counts as in sync
+  MOVED        no offset is assigned to two records of which one was acknowledged or read
+  DIVERGED     below its own high watermark every replica has the same batches as all the others
   BACKWARDS    a replica's high watermark never moves back while it is open, and is never above its log's end
   TWO_LEADERS  at most one broker leads with a fence that lives
   ZOMBIE       nobody acknowledges, or serves, once its fence is dead
-  DOUBLED      no batch of an idempotent producer stands twice in a leader's log
+  DOUBLED      no batch of an idempotent producer is twice in a leader's log
   WENT_BACK    no consumer is sent back: neither by an offset out of range, nor by a smaller "latest"
-  GAVE_WAY     what was acknowledged with acks=1 stands in every later leader's log, at its offset, as long as no broker
-               dies or loses its lease: through a stop in good order, or a hand-over
+  GAVE_WAY     a batch acknowledged with acks=1 is in every later leader's log, at its offset, as long as no broker dies
+               or loses its lease: through a stop in good order, or a hand-over
   USURPED      no broker that holds its lease finds its key in etcd on another one
-  LINGERS      who has gone, or does not fetch, leaves the ISR in time, where its leader is well
-  FENCED       no batch of a lower fence stands behind one of a higher, in any log; none is acknowledged that was sent
-               after a higher fence was granted, or released; what is bound to none writes only after a release
+  LINGERS      a broker that has gone, or does not fetch, leaves the ISR in time, if its leader is well
+  FENCED       no batch of a lower fence is behind one of a higher, in any log; none is acknowledged that was sent after
+               a higher fence was granted, or released; an unbound connection writes only after a release
   STUCK        once all is well again there is a leader, all replicas are in sync and equal, and producers get through
   CRASHED      product code raised where it should not
 """
@@ -51,7 +51,7 @@ class Rule(Enum):
 
 
 class Violation(AssertionError):
-    """A rule that was broken."""
+    """A broken rule."""
 
     def __init__(self, rule: Rule, what: str) -> None:
         super().__init__(f"{rule.value}: {what}")
@@ -82,7 +82,7 @@ def replica_at(node_id: int, directory: Path) -> Replica:
     """A broker's log as its files have it, whatever state the broker is in."""
     data, start, end = b"", 0, 0
     batches: dict[int, Stored] = {}
-    # For every broker after every step: what pathlib does is slow beside it.
+    # For every broker after every step: pathlib is slow by comparison.
     try:
         names = sorted(name for name in os.listdir(directory) if name.endswith(".log"))  # noqa: PTH208
     except FileNotFoundError:
@@ -111,21 +111,21 @@ def replica_at(node_id: int, directory: Path) -> Replica:
 
 
 class Judge:
-    """Remembers what was promised, and compares. `names` tells a batch's value by its identity, for messages."""
+    """Remembers promises, and compares. `names` gives a batch's value by its identity, for messages."""
 
     def __init__(self, watched: frozenset[Rule] = frozenset(Rule)) -> None:
         self.watched = watched
         self.is_broken = False
         self.names: dict[int, str] = {}
-        # By base offset: identity of what was acknowledged with acks=all or read, and how that came.
+        # By base offset: identity of the batch acknowledged with acks=all or read, and how it was.
         self.promised: dict[int, tuple[int, str]] = {}
-        # By base offset: what stood below some replica's high watermark.
+        # By base offset: identity of the batch below some replica's high watermark.
         self.committed: dict[int, Stored] = {}
-        # By base offset: identity of what was acknowledged with acks=1 since a broker was last lost.
+        # By base offset: identity of the batch acknowledged with acks=1 since a broker was last lost.
         self.given_way: dict[int, int] = {}
-        # Retention has removed what is below, on a leader's word.
+        # Retention has removed the batches below, on a leader's word.
         self.removed_below = 0
-        # By identity: the fence that a batch was sent behind, and the highest that was granted by then.
+        # By identity: the fence of a batch, and the highest fence granted by then.
         self._fences: dict[int, int] = {}
         self._granted_before: dict[int, int] = {}
         self._granted = 0
@@ -133,7 +133,7 @@ class Judge:
         self._high_watermarks: dict[object, int] = {}
 
     def violated(self, rule: Rule, what: str) -> None:
-        """Raises Violation where the rule is watched."""
+        """Raises Violation if the rule is watched."""
         if rule in self.watched:
             self.is_broken = True
             raise Violation(rule, what)
@@ -141,7 +141,7 @@ class Judge:
     def name(self, identity: int) -> str:
         return self.names.get(identity, f"crc {identity:08x}")
 
-    # What was promised
+    # Promises
 
     def acknowledged(self, identity: int, base_offset: int) -> None:
         """A producer got this offset, with acks=all."""
@@ -156,7 +156,7 @@ class Judge:
         self.given_way[base_offset] = identity
 
     def broker_lost(self) -> None:
-        """A broker has died, or lost its lease or its log: what was acknowledged with acks=1 may be lost with it."""
+        """A broker has died, or lost its lease or its log: batches acknowledged with acks=1 may be lost with it."""
         self.given_way.clear()
 
     def _promise(self, identity: int, base_offset: int, how: str) -> None:
@@ -165,7 +165,7 @@ class Judge:
             was = f"{self.name(known[0])} was {known[1]} at offset {base_offset}"
             self.violated(Rule.MOVED, f"{was}, and now {self.name(identity)} is {how} there")
 
-    # What is
+    # The present state
 
     def high_watermark(self, incarnation: object, label: str, high_watermark: int, log_end_offset: int) -> None:
         """An open replica's high watermark; `incarnation` is hashable and lives as long as that."""
@@ -190,7 +190,7 @@ class Judge:
                 )
 
     def holds_what_was_promised(self, replica: Replica, role: str) -> None:
-        """For leaders, and for whoever may be elected."""
+        """For leaders, and for brokers that may be elected."""
         for offset, (identity, how) in self.promised.items():
             if offset < self.removed_below:
                 continue
@@ -204,7 +204,7 @@ class Judge:
                 )
 
     def holds_what_is_committed(self, replica: Replica) -> None:
-        """For whoever etcd counts as in sync: what is below any replica's high watermark is there."""
+        """For replicas that etcd counts as in sync: batches below any replica's high watermark are there."""
         for offset, batch in self.committed.items():
             if offset >= self.removed_below and replica.batches.get(offset) != batch:
                 self.violated(
@@ -243,11 +243,11 @@ class Judge:
         self._granted_before[identity] = self._granted
 
     def granted(self, fence: int) -> None:
-        """Its claimant was told that it may write, and nobody else; or that whoever was granted less may not."""
+        """Its claimant was told that it may write, and nobody else; or that earlier claimants may not."""
         self._granted = max(self._granted, fence)
 
     def released(self, fence: int) -> None:
-        """Whatever was granted below is given up, be it that nobody has heard of it."""
+        """Everything granted below is given up, even if no client knows it."""
         self._released = max(self._released, fence)
 
     def let_through(self, identity: int) -> None:

@@ -1,4 +1,4 @@
-"""Producers and a consumer of a simulated partition, who tell a Judge all that they are told."""
+"""Producers and a consumer of a simulated partition, who report their answers to a Judge."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sent(NamedTuple):
 
 
 class Attempt:
-    """One sending of a batch to one broker; `result` is None as long as there is no answer."""
+    """One sending of a batch to one broker; `result` is None until there is an answer."""
 
     def __init__(self, sent: Sent, process: SimulatedProcess, acks: int) -> None:
         self.sent = sent
@@ -40,7 +40,7 @@ class Attempt:
 
 
 class Producer:
-    """An idempotent one: the next batch only when the last one's fate is known, which may take sending it again."""
+    """An idempotent one: the next batch only when the last one's outcome is known, which may take resending it."""
 
     def __init__(self, producer_id: int) -> None:
         self.producer_id = producer_id
@@ -56,7 +56,7 @@ class Clients:
     def __init__(self, judge: Judge, now: Callable[[], float]) -> None:
         self.producers = [Producer(producer_id) for producer_id in (1, 2)]
         self.position = 0
-        # What was found wrong within a task that nobody awaits.
+        # Findings within a task that nobody awaits.
         self.found_meanwhile: Violation | None = None
         self._judge = judge
         self._now = now
@@ -80,7 +80,7 @@ class Clients:
         self._names += 1
         name = f"p{producer_id}#{self._names}"
         is_idempotent = producer_id >= 0
-        # Of an idempotent one two records each, so that sequences are easily told.
+        # An idempotent producer's batches have two records each, so that sequences are easily distinguished.
         count = 2 if is_idempotent else 1 + self._names % 2
         records = bytes(
             build_batch(
@@ -104,7 +104,7 @@ class Clients:
         return attempt
 
     async def send(self, attempt: Attempt, bindings: Bindings) -> None:
-        """Send it on a connection that is bound so."""
+        """Send it on a connection with that binding."""
         try:
             await self._send_and_judge(attempt, bindings)
         except Violation as violation:
@@ -128,7 +128,7 @@ class Clients:
             self._judge.acknowledged_alone(attempt.sent.identity, result.base_offset)
 
     def consume(self, process: SimulatedProcess) -> None:
-        """The consumer reads on, where this broker serves reads."""
+        """The consumer continues reading, if this broker serves reads."""
         partition = process.leases.led(*PARTITION)
         if process.state is not State.RUNNING or partition is None or not partition.serves_reads():
             return

@@ -1,12 +1,12 @@
-"""A partition on several brokers, and everything that can befall them: what `test_replication_model` drives.
+"""A partition on several brokers and all their possible faults: the model that `test_replication_model` drives.
 
-The brokers are `simulated_broker`s around one `simulated_etcd`; they fetch from one another over a `simulated_network`,
-on which a question and its answer lie until somebody lets them arrive or lose them, be it after the broker that asked
-was restarted; who is killed leaves one behind, and its calls to etcd. Of what producers and a consumer were told
-`replication_clients` keeps account, and after every step `replication_checks` compares it with every replica.
+The brokers are `simulated_broker`s around one `simulated_etcd`. They fetch from one another over a `simulated_network`.
+There a request and its answer wait until a step lets them arrive or loses them, possibly after the broker that asked
+was restarted; a killed broker leaves a request and its calls to etcd behind. `replication_clients` records the answers
+to producers and a consumer, and after every step `replication_checks` compares them with every replica.
 
-There is one partition. What several have in common, a lease and its loss, a key each and turns at the work, takes no
-decision of one on the strength of another; with two of them every run would take nearly twice as long.
+There is one partition. Partitions share a lease and its loss, a key each and turns at the work, but no decision about
+one depends on another; with two of them every run would take nearly twice as long.
 
 A step is a method of World whose name stands in STEPS, with small numbers for arguments: `world.step("crash", 1)`. A
 number that names one of several things counts round, so that every sequence of steps can be replayed, shortened too.
@@ -47,12 +47,12 @@ MAX_FETCH_BYTES = 1 << 20
 SEGMENT_BYTES = 300
 RECOVERY_S = 90.0
 RECOVERY_CHECK_S = 3.0
-# Until a leader is found, and all are in sync.
+# The time until a leader is found, and all are in sync.
 FIRST_STEPS_S = 2.0
 START_TIME_S = 1000.0
-# As a broker's number: the leader.
+# A broker number that stands for the leader.
 LEADER = 5
-# Where there is memory to keep files in, they are kept there.
+# In memory, if there is a file system for it.
 _SCRATCH = Path("/dev/shm")
 _KEYS = Keys("/p")
 _TOPIC_ID = uuid.UUID(int=7)
@@ -60,14 +60,14 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
 class Setting(NamedTuple):
-    """How the cluster of one run is made."""
+    """The configuration of one run's cluster."""
 
     brokers: int = 3
     min_insync_replicas: int = 2
     retention_bytes: int = -1
-    # How fast each broker's clock goes; within what a lease's margin allows.
+    # The rate of each broker's clock; within the margin of a lease.
     rates: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    # When the lead goes back to the first replica; never in most runs, or it would always lead.
+    # When the lead goes back to the first replica; never in most runs, because otherwise it would always lead.
     hand_over_after_s: float = float("inf")
 
 
@@ -76,7 +76,7 @@ Taken = tuple[Any, ...]
 
 
 class Step(NamedTuple):
-    """How many numbers a step takes, whether it could do anything now, and how often it comes beside others."""
+    """How many numbers a step takes, whether it has an effect now, and its frequency relative to others."""
 
     arguments: int
     could: Callable[[World], bool]
@@ -84,7 +84,7 @@ class Step(NamedTuple):
 
 
 STEPS: dict[str, Step] = {}
-# Of writers that claim the partition. Who does not is refused, so that in runs with these little else is written.
+# Steps of writers that claim the partition. Other writers are refused, so that runs with these write little else.
 FENCE_STEPS = ("claim", "bind", "write_fenced", "release", "hang_up")
 
 
@@ -118,7 +118,7 @@ def _is_claimed(world: World) -> bool:
 
 
 class World:
-    """Use it as a context manager. Steps raise Violation where something watched does not hold."""
+    """Use it as a context manager. Steps raise Violation if a watched rule is broken."""
 
     def __init__(self, setting: Setting, watched: frozenset[Rule] = frozenset(Rule)) -> None:
         self.setting = setting
@@ -188,7 +188,7 @@ class World:
     # Taking steps
 
     def step(self, name: str, *arguments: int) -> None:
-        """Take one step, let everybody do what follows from it at once, and see whether all holds."""
+        """Take one step, run everything that follows from it at once, and check all rules."""
         if not self.is_over:
             self.taken.append((name, *arguments))
         self.trace.append(f"{name}({', '.join(map(str, arguments))})")
@@ -201,7 +201,7 @@ class World:
             self.step(name, *arguments)
 
     def settle(self) -> None:
-        """Let everybody do what there is to do at the present time."""
+        """Run everything that can be done at the present time."""
         while True:
             before = self.store.revision
             for process in self.processes.values():
@@ -210,7 +210,7 @@ class World:
                 return
 
     def pass_time(self, seconds: float) -> None:
-        """Time goes by, and everybody who is not stopped acts; those who do not lag fetch."""
+        """Let time pass; every process that is not stopped runs; followers fetch unless they lag."""
         end = self.now + seconds
         fetch_at = self.now
         while True:
@@ -238,7 +238,7 @@ class World:
         return self.processes[number % len(self.processes) + 1]
 
     def process(self, number: int) -> SimulatedProcess:
-        """The broker of that place or, from LEADER on, whoever leads: what befalls it matters most."""
+        """The broker of that place or, from LEADER on, the leader: faults of the leader matter most."""
         if number >= LEADER:
             for each in self.processes.values():
                 if each.state is not State.DEAD and self._leads(each):
@@ -249,7 +249,7 @@ class World:
 
     @_step(1, weight=4)
     def advance(self, number: int) -> None:
-        """Time passes: too little for anything but an ISR change, or up to more than a lease lives."""
+        """Time passes: from too little for anything but an ISR change to more than a lease's TTL."""
         seconds = (0.3, 1.0, 4.0, 12.5)[number % 4]
         leader = self._leader_that_is_well()
         going = self._out_of_sync_after(seconds) if leader is not None else set()
@@ -267,14 +267,14 @@ class World:
             self._kill(process)
 
     def _kill(self, process: SimulatedProcess) -> None:
-        # A follower has a question under way nearly always.
+        # A follower nearly always has a request under way.
         self.network.ask(process)
         process.kill(self._graveyard)
         self.judge.broker_lost()
 
     @_step(2)
     def crash_in_write(self, number: int, kept_bytes: int) -> None:
-        """kill -9 in the middle of a write: the log ends with a part of a batch that nobody was told of."""
+        """kill -9 during a write: the log ends with a part of a batch that was never answered."""
         process = self.process(number)
         if process.state is State.DEAD or process.partition is None:
             return
@@ -297,7 +297,7 @@ class World:
 
     @_step(1, _any_is(State.DEAD))
     def wipe(self, number: int) -> None:
-        """A dead broker's disk is lost; never the last that holds what was promised."""
+        """A dead broker's disk is lost; never the last one with the promised records."""
         process = self.broker(number)
         others = set(self.isr()) - {process.node_id}
         if process.state is State.DEAD and others:
@@ -314,7 +314,7 @@ class World:
 
     @_step(1)
     def fail_disk(self, number: int) -> None:
-        """The disk takes no more writes to the open log, until that is opened anew; nor can they be undone."""
+        """The disk accepts no more writes to the open log, until the log is opened again; nor can they be undone."""
         process = self.process(number)
         if process.state is not State.DEAD and process.partition is not None and not process.partition.log.is_closed:
             segment = process.partition.log._segments[-1]
@@ -325,7 +325,7 @@ class World:
 
     @_step(1)
     def stop(self, number: int) -> None:
-        """SIGTERM: the broker leaves in good order, as far as that takes no time."""
+        """SIGTERM: the broker shuts down in good order, as far as that takes no time."""
         process = self.process(number)
         if process.state is State.RUNNING:
             process.begin_stop()
@@ -346,7 +346,7 @@ class World:
 
     @_step(3, weight=2)
     def freeze_within(self, number: int, readings: int, duration: int) -> None:
-        """SIGSTOP at some place within what the broker does next where it reads its clock, and SIGCONT later."""
+        """SIGSTOP at some place in the broker's next work where it reads its clock, and SIGCONT later."""
         process = self.process(number)
         if process.state is State.RUNNING:
             process.interrupt_at(readings % 4, lambda: self._frozen(process, (1.0, 12.5)[duration % 2]))
@@ -372,7 +372,7 @@ class World:
 
     @_step(2, _any_waits(applied=False), weight=3)
     def etcd_applies(self, number: int, position: int) -> None:
-        """etcd gets one of the calls that are on their way from a broker."""
+        """A call on its way from a broker reaches etcd."""
         client = self.process(number).client
         count = client.count_pending(applied=False)
         if count:
@@ -380,7 +380,7 @@ class World:
 
     @_step(2, _any_waits(applied=True), weight=2)
     def etcd_answers(self, number: int, position: int) -> None:
-        """A broker gets one of the answers that are on their way to it."""
+        """An answer on its way to a broker arrives."""
         process = self.process(number)
         count = process.client.count_pending(applied=True)
         if count and process.client.link is not Link.CUT and process.state is State.RUNNING:
@@ -398,27 +398,27 @@ class World:
 
     @_step(2, lambda world: any(process.client.link is Link.SLOW for process in world.processes.values()))
     def watch(self, number: int, revisions: int) -> None:
-        """A broker whose link is slow hears of the next changes in etcd."""
+        """A broker whose link is slow receives the next changes in etcd."""
         process = self.process(number)
         if process.client.link is Link.SLOW and process.state is State.RUNNING:
             process.watch(1 + revisions % 3)
 
     @_step(3, lambda world: any(process.client.link is Link.SLOW for process in world.processes.values()))
     def watch_one(self, number: int, prefix: int, changes: int) -> None:
-        """A broker whose link is slow hears of the next changes under one prefix, before those under others."""
+        """A broker whose link is slow receives the next changes under one prefix, before those under others."""
         process = self.process(number)
         if process.client.link is Link.SLOW and process.state is State.RUNNING:
             process.watch_one(_one_of(process.view.prefixes, prefix), 1 + changes % 3)
 
     @_step(3)
     def delay_watch(self, number: int, prefix: int, delay: int) -> None:
-        """From now on a broker hears so late of changes under one prefix."""
+        """From now on a broker receives changes under one prefix this late."""
         process = self.process(number)
         process.watch_delays[_one_of(process.view.prefixes, prefix)] = (0.0, 0.3, 1.0, 4.0)[delay % 4]
 
     @_step(2)
     def reload(self, number: int, delay: int) -> None:
-        """A broker's watch is told what there is, as after a compaction, and gets that so late."""
+        """A broker's watch reloads, as after a compaction, and the broker receives the snapshot this late."""
         process = self.process(number)
         if process.state is State.RUNNING:
             process.reload((0.0, 0.3, 1.0, 4.0)[delay % 4])
@@ -432,7 +432,7 @@ class World:
 
     @_step(2)
     def block(self, one: int, other: int) -> None:
-        """Nothing gets through between two brokers."""
+        """Cut the network between two brokers."""
         self.network.blocked.add(frozenset((self.process(one).node_id, self.process(other).node_id)))
 
     @_step(0, lambda world: bool(world.network.blocked))
@@ -441,7 +441,7 @@ class World:
 
     @_step(1)
     def lag(self, number: int) -> None:
-        """A follower fetches no more by itself."""
+        """A follower no longer fetches by itself."""
         self.network.lagging.add(self.broker(number).node_id)
 
     @_step(1, lambda world: bool(world.network.lagging))
@@ -450,21 +450,21 @@ class World:
 
     @_step(1, weight=2)
     def fetch(self, number: int) -> None:
-        """A follower's question and the leader's answer, without delay."""
+        """A follower's request and the leader's answer, without delay."""
         process = self.broker(number)
         if process.state is State.RUNNING:
             self.network.round_trip(process)
 
     @_step(1, weight=2)
     def ask(self, number: int) -> None:
-        """A follower sends its question."""
+        """A follower sends its request."""
         process = self.broker(number)
         if process.state is State.RUNNING:
             self.network.ask(process)
 
     @_step(1, lambda world: bool(world.network.flights), weight=3)
     def arrive(self, position: int) -> None:
-        """A question reaches its leader, or an answer its asker."""
+        """A request reaches its leader, or an answer the follower."""
         if self.network.flights:
             flight = self.network.flights[position % len(self.network.flights)]
             if flight.fetched is None:
@@ -487,7 +487,7 @@ class World:
 
     @_step(2, weight=4)
     def produce_idempotent(self, number: int, which: int) -> None:
-        """An idempotent producer sends its next batch, or the last one again as long as its fate is unknown."""
+        """An idempotent producer sends its next batch, or the last one again while its outcome is unknown."""
         producer = self.clients.producers[which % len(self.clients.producers)]
         self.clients.resolve(producer)
         if producer.current is None:
@@ -498,7 +498,7 @@ class World:
 
     @_step(3)
     def resend(self, number: int, which: int, position: int) -> None:
-        """A batch that was acknowledged arrives once more: the network had kept it."""
+        """An acknowledged batch arrives once more: the network had delayed it."""
         producer = self.clients.producers[which % len(self.clients.producers)]
         self.clients.resolve(producer)
         recent = producer.done[-5:] if producer.current is None else producer.done[-4:]
@@ -510,23 +510,23 @@ class World:
 
     @_step(2, weight=3)
     def claim(self, number: int, which: int) -> None:
-        """A writer is granted the partition in etcd, and a broker is told, on a connection of the writer's."""
+        """A writer is granted the partition in etcd, and binds its fence at a broker on a connection of its own."""
         self.writers.claim(which)
         self.writers.bind(which, self.process(number))
 
     @_step(2, _is_claimed, weight=3)
     def bind(self, number: int, which: int) -> None:
-        """A broker is told of a writer's latest claim, perhaps once more."""
+        """A broker receives a writer's latest claim, perhaps once more."""
         self.writers.bind(which, self.process(number))
 
     @_step(3, lambda world: world.writers.is_granted, weight=6)
     def write_fenced(self, number: int, which: int, acks: int) -> None:
-        """A writer whose claim was answered writes, whoever has claimed the partition since."""
+        """A writer whose claim was answered writes, even if another has claimed the partition since."""
         self.writers.write(which, self.process(number), (ACKS_ALL, 1, 0)[acks % 3])
 
     @_step(2, _is_claimed)
     def release(self, number: int, anew: int) -> None:
-        """The claims are given up, or a broker is told so once more."""
+        """The claims are given up, or the release is sent to a broker once more."""
         self.writers.release(self.process(number), anew=anew % 3 == 0)
 
     @_step(2, _is_claimed)
@@ -538,7 +538,7 @@ class World:
 
     @_step(1, weight=2)
     def consume(self, number: int) -> None:
-        """The consumer reads on, from whichever broker serves reads."""
+        """The consumer continues reading, from whichever broker serves reads."""
         self.clients.consume(self.process(number))
 
     # Keeping logs
@@ -563,7 +563,7 @@ class World:
             if process.failure:
                 self.judge.violated(Rule.CRASHED, f"broker {node_id}: {process.failure}")
             if node_id in self._interrupted:
-                continue  # in the midst of something
+                continue  # it is stopped in the middle of its work
             partition = process.partition if process.state is not State.DEAD else None
             replica = self.replica(node_id)
             if self.setting.retention_bytes >= 0:
@@ -595,7 +595,7 @@ class World:
         self.judge.leaders(f"broker {each.node_id}" for each in leading)
 
     def _check_ids(self) -> None:
-        """At every change in etcd: who has lost its key is about to learn it."""
+        """At every change in etcd: a broker that has lost its key is about to learn it."""
         for process in self.processes.values():
             key = self.store.get(_KEYS.broker(process.node_id)) if process.lease_id else None
             if process.state is not State.DEAD and key is not None and key.lease_id != process.lease_id:
@@ -609,7 +609,7 @@ class World:
         return process.leases.led(*PARTITION) is not None and not process.is_fenced()
 
     def _leader_that_is_well(self) -> Partition | None:
-        """Whether nothing keeps it from changing the ISR, neither now nor later."""
+        """Whether nothing prevents it from changing the ISR, now or later."""
         partitions = [each.partition for each in self.processes.values() if each.hears_at_once and self._leads(each)]
         for partition in partitions:
             if partition is not None and partition.role is Role.LEADER and partition.replication.proposed is None:
@@ -617,7 +617,7 @@ class World:
         return None
 
     def _out_of_sync_after(self, seconds: float) -> set[int]:
-        """Whom a leader that is well has taken out of the ISR by then: nobody of these comes back by itself."""
+        """The brokers that a healthy leader has taken out of the ISR by then: none of these comes back by itself."""
         away = {node_id for node_id, process in self.processes.items() if process.state is not State.RUNNING}
         if seconds > ISR_LAG_S * 1.1:
             return away | self.network.lagging
@@ -629,7 +629,7 @@ class World:
         return decode_value(found.value, StateValue) if found is not None else None
 
     def isr(self) -> list[int]:
-        """The brokers that have the very logs on their disks which are in sync as etcd has it."""
+        """The brokers whose disks have the very logs that are in sync in etcd."""
         state = self.state_value()
         replicas = state.isr if state is not None else []
         return [each.node_id for each in replicas if self._log_id(each.node_id) == each.log_id]
@@ -644,7 +644,7 @@ class World:
     # The end
 
     def _is_whole(self) -> bool:
-        """Whether everybody is there, and in sync."""
+        """Whether all brokers run and are in sync."""
         everybody = self.processes.values()
         has_begun = all(
             each.state is State.RUNNING and each.partition is not None and not each.leases.stopping
@@ -653,7 +653,7 @@ class World:
         return has_begun and sum(each.leads for each in everybody) == 1 and sorted(self.isr()) == list(self.processes)
 
     def recover(self) -> None:
-        """All is well again: whatever happened, the partition must come back, with all that was promised."""
+        """All faults end: the partition must come back, with all promised records."""
         if Rule.STUCK not in self.judge.watched:
             return
         self.is_over = True
@@ -725,7 +725,7 @@ class World:
 
 
 def broken_by(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> Violation | None:
-    """The violation that the steps, or the recovery after them, show."""
+    """The violation shown by the steps, or by the recovery after them."""
     with World(setting, watched) as world:
         try:
             world.replay(steps)
@@ -736,7 +736,7 @@ def broken_by(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule]
 
 
 def shortened(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> list[Taken]:
-    """As few of the steps as still break the rule that all of them break: none can be left out, nor any eight."""
+    """As few of the steps as still break the same rule: no step can be left out, nor any eight."""
     found = broken_by(setting, steps, watched)
     if found is None:
         raise ValueError("nothing is broken by these steps")

@@ -1,20 +1,20 @@
-"""The rules of replication, each switched off: what the model has to find, or it would find nothing.
+"""The rules of replication, each switched off: the model must find a violation for each, to prove that it can.
 
-Every entry patches product code for as long as a test runs, and comes with a run that the model found or that a text
+Every entry patches product code for as long as a test runs, and has a run that the model found or that a text
 describes: with the rule on nothing happens in it, with the rule off it ends in a Violation. A random search that draws
-from the steps that it names has to find the same by itself; where that is rare, it goes on from a situation.
+from the steps that it names must find the same by itself; if that is rare, it starts from a situation.
 
-Of the compares of transactions these are not here.
-- The lease key in an ISR's change, and in `_begin_epoch`: nothing comes of leaving out one of them alone. Whoever takes
-  over puts the state, so that the compare of the state's mod_revision fails as well; and between the end of a lease and
-  the next take-over nothing is acknowledged, while whom a late change adds has counted since it was proposed.
-- The lease key in FenceKeeper: nothing comes of that either. Whoever takes over later reads the fence; for who did so
-  before, the compare of the fence's own revision fails at the next bind, which so learns it; and who was deposed
-  answers no success.
+These compares of transactions are not included.
+- The lease key in an ISR's change, and in `_begin_epoch`: leaving out one alone has no effect. A broker that takes
+  over puts the state, so that the compare of the state's mod_revision fails as well. Between the end of a lease and the
+  next take-over nothing is acknowledged, and a replica that a late change adds has counted since it was proposed.
+- The lease key in FenceKeeper: leaving it out has no effect either. A broker that takes over later reads the fence. For
+  one that did so before, the compare of the fence's own revision fails at the next bind, which so learns it. A deposed
+  broker answers no success.
 - The state in `_begin_epoch`: a late attempt would bring back an ISR from before a shrink. There is no run for it: a
-  broker begins an epoch under a key that it led under before only after a reload that told of an earlier one. It and
-  the lease there are held by `tests/unit/broker/test_take_over.py`.
-- The topic in TakeOver and FenceKeeper: the model has no topic that is deleted. They are held by
+  broker begins an epoch under a key that it led under before only after a reload that reported an earlier one. It and
+  the lease there are tested by `tests/unit/broker/test_take_over.py`.
+- The topic in TakeOver and FenceKeeper: the model has no topic that is deleted. They are tested by
   `tests/integration/broker/test_broker_leases.py` and `tests/unit/broker/test_fence_keeper.py`.
 """
 
@@ -54,7 +54,7 @@ A_WHILE, A_SECOND, SOME_SECONDS, A_LEASE = range(4)
 
 
 class Runs(Enum):
-    """How many random runs it takes to find something."""
+    """How many random runs it takes to find a violation."""
 
     FEW = "every run of the tests has time for them"
     MANY = "hundreds"
@@ -63,8 +63,8 @@ class Runs(Enum):
 class RuleOff(NamedTuple):
     """`off` switches the rule off; `steps` then end in a violation of `found`, and so does one of many random runs.
 
-    These take the steps that `drawn` names, by weight, with any numbers; without it those of `steps`, as they are, in
-    any order. They go on from `situation`, if any, for `length` steps.
+    These take the steps that `drawn` names, by weight, with any numbers; without it those of `steps`, unchanged, in
+    any order. They continue from `situation`, if any, for `length` steps.
     """
 
     name: str
@@ -115,7 +115,7 @@ def _find_no_divergence(patch: pytest.MonkeyPatch) -> None:
 
 
 class _FenceBelievedOnce:
-    """Is asked as often as the fence was, and says for good what that said first."""
+    """Asked as often as the real fence; always repeats the fence's first answer."""
 
     def __init__(self, fence: partition.Fence) -> None:
         self._fence = fence
@@ -227,7 +227,7 @@ def _fences_count_before_etcd_keeps_them(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FenceKeeper, "_keep", keep_here_first)
 
 
-# The transactions, by what they compare.
+# The transactions, by the values that they compare.
 _TAKE_OVER = ("create partition-leases", "mod partitions", "mod topics")
 _BEGIN_EPOCH = ("lease partition-leases", "mod partitions")
 _CHANGE_ISR = ("create partition-leases", "mod partitions")
@@ -261,7 +261,7 @@ def _without(transaction: Sequence[str], compared: str) -> Callable[[pytest.Monk
 
 
 def _wanted_isr_with(**fields: object) -> Callable[[pytest.MonkeyPatch], None]:
-    """The ISR that would be wanted if these fields of the manager were others."""
+    """The ISR that would be wanted with other values in these fields of the manager."""
 
     def off(patch: pytest.MonkeyPatch) -> None:
         wanted_isr = ReplicationManager.wanted_isr
@@ -298,7 +298,7 @@ def _deadline_from_the_answer(patch: pytest.MonkeyPatch) -> None:
 
 
 class _FenceNotAskedFirst:
-    """Is live when it is asked first, whatever it says."""
+    """Live at its first check, whatever the fence says."""
 
     def __init__(self, fence: partition.Fence) -> None:
         self._fence = fence
@@ -368,7 +368,7 @@ THREE_AND_ONE_IN_SYNC = Setting(3, min_insync_replicas=1)
 HANDS_OVER = Setting(3, min_insync_replicas=1, hand_over_after_s=5.0)
 CLOCKS_APART = Setting(3, min_insync_replicas=2, rates=(0.97, 1.03, 1.0, 1.0, 1.0))
 
-# What runs are drawn from.
+# Steps that runs are drawn from.
 _LEADERS_CHANGE = {
     "advance": 4.0,
     "produce": 2.0,
@@ -415,7 +415,7 @@ _ONE_IS_BACK: list[Taken] = [
 ]
 KIP_903_LATE_FETCH: list[Taken] = [
     *_ONE_IS_BACK,
-    # Broker 1's question, which says that it has everything, is under way when it dies and leaves the ISR.
+    # Broker 1's request, which says that it has everything, is under way when it dies and leaves the ISR.
     ("lag", 0),
     ("ask", 0),
     ("crash", 0),
@@ -429,7 +429,7 @@ KIP_903_LATE_FETCH: list[Taken] = [
     ("advance", A_LEASE),
     ("advance", A_SECOND),
 ]
-"""A question of a dead broker makes its successor, whose disk is empty, one in sync."""
+"""A request of a dead broker puts its successor, whose disk is empty, into the ISR."""
 KIP_903_LATE_PROPOSAL: list[Taken] = [
     ("crash", 0),
     ("advance", A_LEASE),
@@ -441,7 +441,7 @@ KIP_903_LATE_PROPOSAL: list[Taken] = [
     ("watch", 1, 2),
     ("watch", 1, 2),
     *[("fetch", 0)] * 4,
-    # Broker 2 proposes that 1 is in sync again; etcd hears of it when 1 has lost its disk.
+    # Broker 2 proposes that 1 is in sync again; the proposal reaches etcd when 1 has lost its disk.
     ("advance", A_WHILE),
     ("crash", 0),
     ("wipe", 0),
@@ -455,10 +455,10 @@ KIP_903_LATE_PROPOSAL: list[Taken] = [
     ("advance", A_SECOND),
 ]
 KIP_101: list[Taken] = [*_ACKNOWLEDGED, ("crash", 0), ("advance", A_LEASE)]
-"""The leader dies; the follower that has the record, and has not been told that it is committed, is elected."""
+"""The leader dies; the follower that has the record, and does not know that it is committed, is elected."""
 
 # Situations.
-# Brokers 1 and 2, which alone were in sync, have died; 1 is back, and 3 lives without what was acknowledged.
+# Brokers 1 and 2, the only ones in sync, have died; 1 is back, and 3 lives without the acknowledged batch.
 _ONE_IS_BACK_OF_TWO: list[Taken] = [
     *_THIRD_LAGS,
     ("advance", SOME_SECONDS),
@@ -468,7 +468,7 @@ _ONE_IS_BACK_OF_TWO: list[Taken] = [
     ("crash", 1),
     ("restart", 0),
 ]
-# Broker 2 leads without what 3 has of 1, and has not heard yet that 1 is dead. A question of 3's to 1 is under way.
+# Broker 2 leads without what 3 has of 1, and does not know yet that 1 is dead. A request of 3's to 1 is under way.
 _NEXT_LEADER_KNOWS_LITTLE: list[Taken] = [
     ("delay_watch", 1, 0, 3),
     ("produce", LEADER, 1),
@@ -546,7 +546,7 @@ RULES_OFF = [
         Rule.LOST,
         THREE_AND_ONE_IN_SYNC,
         [
-            # Broker 3 has a record and says so, in a question that is late.
+            # Broker 3 has a record and says so, in a request that is late.
             ("lag", 1),
             ("lag", 2),
             ("produce", LEADER, 1),
@@ -564,7 +564,7 @@ RULES_OFF = [
             ("fetch", 2),
             ("keep", 1),
             ("crash", 1),
-            # Broker 1 leads again, with the record, and now gets the question.
+            # Broker 1 leads again, with the record, and now gets the request.
             ("restart", 0),
             ("advance", A_LEASE),
             ("arrive", 0),
@@ -697,7 +697,7 @@ RULES_OFF = [
         _a_bind_that_is_refused_says_nothing,
         Rule.FENCED,
         THREE,
-        # What is sent on the second connection comes when nobody owns the partition any more.
+        # The batch on the second connection arrives when nobody owns the partition any more.
         [("claim", LEADER, 0), ("hang_up", LEADER, 0), ("release", LEADER, 0), ("write_fenced", LEADER, 0, 1)],
         {**_WRITERS, "hang_up": 4.0, "release": 4.0},
     ),
@@ -720,7 +720,7 @@ RULES_OFF = [
             ("claim", LEADER, 1),
             ("advance", SOME_SECONDS),
             ("advance", A_SECOND),
-            # Asked again, and the next leader has never heard of it.
+            # Asked again, and the next leader does not know it.
             ("bind", LEADER, 1),
             ("crash", LEADER),
             ("advance", A_LEASE),
@@ -745,7 +745,7 @@ RULES_OFF = [
             ("link", LEADER, SLOW),
             ("release", LEADER, 0),
             ("advance", A_SECOND),
-            # What etcd was asked before it is asked to keep the release: how far it has come.
+            # The call to etcd before the one that keeps the release: its progress.
             ("etcd_applies", LEADER, 0),
             ("etcd_answers", LEADER, 0),
             ("advance", SOME_SECONDS),
@@ -776,7 +776,7 @@ RULES_OFF = [
             ("link", 2, SLOW),
             ("crash", 0),
             ("advance", A_LEASE),
-            # Broker 3 hears of the state that 2 has put, and that 1 has gone, not that 2 leads.
+            # Broker 3 learns the state that 2 has put, and that 1 has gone, but not that 2 leads.
             ("watch_one", 2, 0, 0),
             ("watch_one", 2, 2, 2),
             ("watch_one", 2, 3, 0),
@@ -794,7 +794,7 @@ RULES_OFF = [
         [
             ("lag", 1),
             ("lag", 2),
-            # Broker 3 does not hear in time that it has left the ISR.
+            # Broker 3 does not learn in time that it has left the ISR.
             ("delay_watch", 2, 2, 3),
             ("advance", A_LEASE),
             ("produce_idempotent", LEADER, 0),
@@ -810,14 +810,14 @@ RULES_OFF = [
         [
             ("lag", 2),
             ("advance", A_LEASE),
-            # Broker 3 is back, and the leader asks twice for it to be in sync, since the first time has no answer.
+            # Broker 3 is back, and the leader proposes it for the ISR twice, because the first proposal has no answer.
             ("link", LEADER, SLOW),
             ("catch_up", 2),
             ("advance", A_SECOND),
             ("link", LEADER, FAST),
             ("advance", SOME_SECONDS),
             ("advance", A_SECOND),
-            # It leaves the ISR again; then comes what was asked first.
+            # It leaves the ISR again; then the first proposal arrives.
             ("lag", 2),
             ("advance", A_LEASE),
             ("produce_idempotent", LEADER, 0),
@@ -835,7 +835,7 @@ RULES_OFF = [
             ("stop", 0),
             ("restart", 0),
             ("advance", SOME_SECONDS),
-            # Broker 2 gives the partition back to 1. It is not told that its key is deleted, and deletes it again.
+            # Broker 2 gives the partition back to 1. It does not learn that its key is deleted, and deletes it again.
             ("link", 1, DEAF),
             ("advance", SOME_SECONDS),
             ("delay_watch", 0, 3, 3),
@@ -903,7 +903,7 @@ RULES_OFF = [
             ("advance", A_LEASE),
             ("produce_idempotent", LEADER, 0),
             ("advance", A_SECOND),
-            # When it asks again it has what was the end when it first asked.
+            # When it asks again it has the end of the log at its first request.
             ("fetch", 2),
             ("produce_idempotent", LEADER, 0),
             ("advance", A_SECOND),
@@ -921,7 +921,7 @@ RULES_OFF = [
         [
             ("produce_idempotent", LEADER, 0),
             ("advance", A_SECOND),
-            # Broker 3 leaves the ISR; what is written then is committed, and broker 2 does not know that it is.
+            # Broker 3 leaves the ISR; later batches are committed, and broker 2 does not know that they are.
             ("lag", 2),
             ("advance", A_LEASE),
             ("lag", 1),

@@ -1,7 +1,7 @@
 """Random runs of the replication model, drawn by weights: one seed, one run.
 
-Hypothesis draws from all steps alike, and looks at what it has drawn; this draws from few steps, as many as somebody
-names, and is several times as fast. What a rule is for takes a few steps in the right order, which are rare among all.
+Hypothesis draws from all steps alike, and examines what it has drawn. This search draws from a few named steps, and is
+several times as fast. Breaking a rule takes a few steps in the right order, which is rare among all steps.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tests.support.models.simulated_etcd import Link
 from tests.support.models.simulated_loop import NeverRests
 
 STEPS_PER_RUN = 40
-# Little time mostly, and more than a lease lives now and then.
+# Mostly little time, and sometimes more than a lease's TTL.
 ADVANCES = (0, 0, 0, 1, 1, 2, 3, 3)
 EVERYTHING = frozenset(Rule)
 
 
 Weights = Mapping[str | Taken, float]
-"""How often a step comes beside others: by its name, with any numbers, or with those that it is given."""
+"""How often a step is drawn relative to others: by its name, with any numbers, or with the given ones."""
 
 
 class Found(NamedTuple):
@@ -48,7 +48,7 @@ def run(
     begin: Sequence[Taken] = (),
     steps: int = STEPS_PER_RUN,
 ) -> tuple[list[Taken], Violation | None]:
-    """A run that goes on from `begin` as drawn from that seed, and recovery after it where that is watched."""
+    """A run that continues from `begin` as drawn from that seed, and the recovery after it if that is watched."""
     random = Random(seed)
     with World(setting, watched) as world:
         try:
@@ -59,7 +59,7 @@ def run(
         except Violation as violation:
             return world.taken, violation
         except NeverRests:
-            # With a rule off brokers may do something again and again; that is not what is looked for.
+            # With a rule off brokers may repeat work without end; the search is not for that.
             if watched == EVERYTHING:
                 raise
         return world.taken, None
@@ -72,7 +72,7 @@ def _step(world: World, random: Random, weights: Weights) -> None:
     if not isinstance(what, str):
         world.step(*what)
         return
-    # Of several things the first one mostly: what was done one after another comes so.
+    # Mostly the first of several: this yields the things that were done one after another.
     others = (0 if random.random() < 0.3 else random.randrange(10) for _ in range(2))
     world.step(what, *[random.choice(numbers[what]), *others][: STEPS[what].arguments])
 
@@ -90,11 +90,11 @@ _BEFALLS: dict[str, Callable[[SimulatedProcess], object]] = {
     "watch": lambda process: process.client.link is Link.SLOW,
     "watch_one": lambda process: process.client.link is Link.SLOW,
 }
-"""Steps that do nothing to other brokers."""
+"""Steps without effect on other brokers."""
 
 
 def _numbers(world: World, what: str | Taken) -> Sequence[int]:
-    """The values of a step's first number; none if the step could do nothing."""
+    """The values of a step's first number; none if the step would have no effect."""
     name = what if isinstance(what, str) else what[0]
     if not STEPS[name].could(world):
         return ()
@@ -105,7 +105,7 @@ def _numbers(world: World, what: str | Taken) -> Sequence[int]:
     befalls = _BEFALLS.get(name)
     if befalls is not None and isinstance(what, str):
         return [node_id - 1 for node_id, process in world.processes.items() if befalls(process)]
-    # A broker mostly, and what befalls the leader matters most.
+    # Mostly a broker; faults of the leader matter most.
     return [LEADER] * len(world.processes) + [node_id - 1 for node_id in world.processes]
 
 
@@ -119,7 +119,7 @@ def search(
     steps: int = STEPS_PER_RUN,
     shorten: bool = True,
 ) -> Found | None:
-    """The first of these runs that breaks a rule that is watched; each has one of the settings, by its seed."""
+    """The first of these runs that breaks a watched rule; each has one of the settings, by its seed."""
     for runs, seed in enumerate(seeds, 1):
         setting = settings[seed % len(settings)]
         taken, violation = run(seed, setting, weights, watched, begin=begin, steps=steps)

@@ -1,12 +1,11 @@
 """One reference broker as a simulated process: its lease, its view, its replicas; no sockets, no threads.
 
-Its watch on etcd is four watchers, one for each prefix of its view: each tells in order of revision, as late as
-`watch_delays` says, and nothing is said of the order between them. A reload puts a snapshot in the place of all that is
-on its way.
+Its watch on etcd is four watchers, one for each prefix of its view: each reports in order of revision, as late as
+`watch_delays` says, in no defined order relative to the others. A reload replaces everything on its way by a snapshot.
 
-What decides is the product's: BrokerLease, ClusterView, ReplicaManager, IsrKeeper, LogMaintenance, Partition, and
-Log on a disk. Simulated are the loop it runs on, its clock, its link to etcd and the watch on it; and what
-`kproxy.broker.server` does, which wires these together.
+The decisions are the product's: BrokerLease, ClusterView, ReplicaManager, IsrKeeper, LogMaintenance, Partition, and
+Log on a disk. Simulated are the loop it runs on, its clock, its link to etcd and the watch on it; and the work of
+`kproxy.broker.server`, which wires these together.
 
 States
   running    `run` does what there is to do
@@ -63,7 +62,7 @@ class State(Enum):
 class SimulatedProcess:
     """One run of a broker. `now` is the model's time; `rate` is how fast this broker's clock goes.
 
-    `on_left_behind` is called where it stops in good order, and has waited in vain for followers to have all it has.
+    `on_left_behind` is called if it stops in good order, and has waited in vain for followers to have all its records.
     """
 
     def __init__(
@@ -96,10 +95,10 @@ class SimulatedProcess:
         self.watches = True
         # By prefix, in seconds.
         self.watch_delays: dict[str, float] = {}
-        # By prefix: up to where etcd has told, be that on its way still, and when the last of it arrives.
+        # By prefix: the revision up to which etcd has sent changes, and the arrival time of the last of them.
         self._told: dict[str, int] = {}
         self._arrives_at: dict[str, float] = {}
-        # A reload begins another one; what is on its way on an earlier one is dropped.
+        # A reload begins another one; changes on their way on an earlier one are dropped.
         self._stream = 0
         self._on_left_behind = on_left_behind
         self._data_dir = DataDir.open(directory, node_id, log_options=log_options)
@@ -145,7 +144,7 @@ class SimulatedProcess:
         )
         self.loop.create_task(self._serve())
 
-    # What the server does
+    # The server's work
 
     async def _serve(self) -> None:
         fence = await self._establish()
@@ -180,7 +179,7 @@ class SimulatedProcess:
         self._lease.declare_lost(reason)
 
     def begin_stop(self) -> None:
-        """SIGTERM. The process is dead once it is through."""
+        """SIGTERM. The process is dead once it has shut down."""
         if not self.leases.stopping:
             self.loop.create_task(self._stop())
 
@@ -215,7 +214,7 @@ class SimulatedProcess:
         return self._now() * self._rate
 
     def interrupt_at(self, readings: int, happen: Callable[[], None]) -> None:
-        """At a reading of the clock, after `readings` others, the process stops and `happen` runs in its place."""
+        """At a reading of the clock, after `readings` others, the process stops and `happen` runs instead."""
         self._interruption = (readings, happen)
 
     def interrupt_never(self) -> None:
@@ -223,12 +222,12 @@ class SimulatedProcess:
 
     @property
     def next_timer(self) -> float | None:
-        """When this process has something to do, in the model's time."""
+        """The time of this process's next work, in the model's time."""
         when = self.loop.next_timer if self.state is State.RUNNING else None
         return None if when is None else when / self._rate
 
     def run(self) -> None:
-        """Do all that can be done now."""
+        """Do all work that is possible now."""
         if self.state is State.RUNNING and not self.loop.is_running():
             if self.is_behind:
                 self.watch()
@@ -242,7 +241,7 @@ class SimulatedProcess:
         self.view.on_snapshot(snapshot)
 
     def reload(self, delay_s: float) -> None:
-        """All that stands in etcd now comes after `delay_s`, in the place of what was on its way."""
+        """The present content of etcd arrives after `delay_s`, and replaces all changes on their way."""
         if not self._told or self.client.link is Link.CUT:
             return
         snapshot, arrives_at = self._store.snapshot(self.view.prefixes), self.loop.time() + delay_s
@@ -252,13 +251,13 @@ class SimulatedProcess:
         self.loop.call_at(arrives_at, self._tell, self._stream, self.view.on_snapshot, snapshot)
 
     def watch(self, revisions: int | None = None) -> None:
-        """Take in what has changed in etcd: all of it where watches are up, else the next `revisions`."""
+        """Apply changes in etcd: all of them if watches are up, otherwise the next `revisions`."""
         if self._told and (self.watches or revisions):
             least = min(self._told.values())
             self._send(self.view.prefixes, min(self._store.revision, least + (revisions or self._store.revision)))
 
     def watch_one(self, prefix: str, changes: int) -> None:
-        """Take in the next `changes` under one prefix, whatever has changed under others before."""
+        """Apply the next `changes` under one prefix, whatever has changed under others before."""
         if self._told:
             later = self._store.events_after(self._told[prefix])
             mine = [revision for revision, events in later if any(each.kv.key.startswith(prefix) for each in events)]
@@ -286,18 +285,18 @@ class SimulatedProcess:
 
     @property
     def hears_at_once(self) -> bool:
-        """Whether it runs on, and nothing between it and etcd is late."""
+        """Whether it runs, and nothing between it and etcd is late."""
         is_on_time = not any(self.watch_delays.values()) and max(self._arrives_at.values(), default=0.0) <= self.time
         keeps_alive = self.client.link is Link.FAST and self.client.keepalives is KeepAlives.ANSWERED
         return self.state is State.RUNNING and self._interruption is None and is_on_time and keeps_alive
 
     def hear_at_once(self) -> None:
-        """Nothing that etcd says is late any more."""
+        """Nothing from etcd is late any more."""
         self.watch_delays.clear()
         self.client.keepalives = KeepAlives.ANSWERED
 
     def kill(self, graveyard: Path) -> None:
-        """kill -9: what is on the disk stays, as it is; what this process still does goes to a copy."""
+        """kill -9: the disk stays as it is; further writes of this process go to a copy."""
         self.state = State.DEAD
         moved = graveyard / f"{self.node_id}-{len(list(graveyard.iterdir()))}"
         self.directory.rename(moved)
@@ -313,19 +312,19 @@ class SimulatedProcess:
             partition.close()
         self._data_dir.close()
 
-    # What clients and other brokers do with it
+    # Requests of clients and other brokers
 
     def partitions(self) -> list[Partition]:
         return list(self.leases.hosted.values())
 
     @property
     def partition(self) -> Partition | None:
-        """Its replica, where it is open."""
+        """Its replica, if it is open."""
         return self.leases.hosted.get(PARTITION)
 
     @property
     def leads(self) -> bool:
-        """Whether it leads, as it thinks and as its fence says."""
+        """Whether it leads, by its own view and its fence."""
         partition = self.leases.led(*PARTITION)
         return partition is not None and partition.serves_reads()
 
@@ -336,11 +335,11 @@ class SimulatedProcess:
 
     @property
     def lease_id(self) -> int:
-        """The id of the lease that it holds by its own fence; 0 for none."""
+        """The id of its lease by its own fence; 0 for none."""
         return 0 if self.is_fenced() or self._lease.fence is None else self._lease.fence.lease_id
 
     async def produce(self, records: bytearray, acks: int, bindings: Bindings) -> AppendResult:
-        """Do what the Produce API does for one partition, from the checked batch on."""
+        """The Produce API for one partition, from the checked batch on."""
         partition = self.leases.led(*PARTITION)
         if partition is None:
             return AppendResult(error_codes.NOT_LEADER_OR_FOLLOWER)

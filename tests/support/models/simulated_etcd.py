@@ -1,17 +1,16 @@
 """etcd without its processes: linearizable transactions, leases that end, watches; and a client whose link may fail.
 
-The client is kproxy's own EtcdClient down to where a call would be handed to gRPC, so that transactions, the meaning of
-what became of a write, and the keepalives of a lease are product code. What a transaction says is interpreted here from
-the very messages that etcd would get.
+The client is kproxy's own EtcdClient down to the call to gRPC, so that transactions, the outcome of a write, and the
+keepalives of a lease are product code. Transactions are interpreted here from the same messages that etcd would get.
 
 A broker's link to etcd is
-  FAST   a call is applied and answered at once, events are told at once
+  FAST   a call is applied and answered at once, events are reported at once
   SLOW   calls and answers wait until the model says so: applied late, answered late, also after the caller gave up
   DEAF   a call is applied at once, its answer is lost
   CUT    nothing gets through; what was on its way already may still be applied
 Its keepalives fare as KeepAlives says, unless the link is cut.
 
-A lease ends when the store is told that time has passed (`expire_leases`), never before its TTL is over.
+A lease ends when the store learns that time has passed (`expire_leases`), never before the end of its TTL.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class EtcdStore:
         return key_value(kv) if kv is not None else None
 
     def snapshot(self, prefixes: list[str]) -> Snapshot:
-        """All that stands under the prefixes, as a mirror would load it."""
+        """All keys under the prefixes, as a mirror would load them."""
         starts = tuple(prefix.encode() for prefix in prefixes)
         kvs = [key_value(kv) for key, kv in sorted(self.kvs.items()) if key.startswith(starts)]
         return Snapshot(self.revision, CLUSTER_ID, kvs)
@@ -67,7 +66,7 @@ class EtcdStore:
     # Calls
 
     def apply(self, name: str, request: Any) -> Any:
-        """Do what a call asks for; its answer. Raises LeaseLost."""
+        """Carry out a call; return its answer. Raises LeaseLost."""
         apply = {
             "Range": self._range,
             "Put": self._put,
@@ -130,7 +129,7 @@ class EtcdStore:
         kv = self.kvs.get(compare.key)
         kind = compare.WhichOneof("target_union")
         if kind is None:
-            # A union that is not set compares with zero, as key_absent's does where protobuf leaves it out.
+            # A union that is not set compares with zero, as key_absent's does when protobuf leaves it out.
             kind = {1: "create_revision", 2: "mod_revision"}[compare.target]
         if kind == "value" and kv is None:
             return False
@@ -198,7 +197,7 @@ class EtcdStore:
         return min((lease.expires_at for lease in self.leases.values()), default=None)
 
     def expire_leases(self) -> bool:
-        """End what is over by now; whether anything was."""
+        """End the leases that are over by now; return whether there were any."""
         over = [lease_id for lease_id, lease in self.leases.items() if lease.expires_at <= self.now()]
         for lease_id in over:
             self._end(lease_id)
@@ -226,7 +225,7 @@ class KeepAlives(Enum):
     LOST = "lost"
 
 
-# Less than the product waits for an answer, more than the margin that it keeps of a lease.
+# Less than the product's time limit for an answer, more than the margin of a lease.
 LATE_KEEPALIVE_S = 1.9
 
 
@@ -250,7 +249,7 @@ class PendingCall:
             self.response = error
 
     def answer(self) -> None:
-        """Let the caller have it, if it still waits."""
+        """Deliver the answer to the caller, if it still waits."""
         if self._answered.done():
             return
         if isinstance(self.response, Exception):
@@ -260,7 +259,7 @@ class PendingCall:
 
 
 class SimulatedEtcdClient(EtcdClient):
-    """kproxy's client with the simulated store where gRPC was."""
+    """kproxy's client with the simulated store in place of gRPC."""
 
     def __init__(self, store: EtcdStore) -> None:
         super().__init__(["etcd:2379"], timeout_s=CALL_TIMEOUT_S)
@@ -284,18 +283,18 @@ class SimulatedEtcdClient(EtcdClient):
             raise EtcdUnavailable(f"etcd did not answer {name} in time", maybe_applied=write) from None
 
     def apply_pending(self, position: int) -> None:
-        """Let etcd have one of the calls that are on their way to it."""
+        """Deliver one of the calls on their way to etcd."""
         self._waiting_for(applied=False)[position].apply(self.store)
 
     def answer_pending(self, position: int, *, lost: bool = False) -> None:
-        """Let the caller have one of the answers that are on their way back, or nobody."""
+        """Deliver one of the answers on their way back, to its caller or to nobody."""
         call = self._waiting_for(applied=True)[position]
         self.pending.remove(call)
         if not lost:
             call.answer()
 
     def lose_pending(self, position: int) -> None:
-        """One of the calls on their way to etcd never gets there."""
+        """Lose one of the calls on their way to etcd."""
         self.pending.remove(self._waiting_for(applied=False)[position])
 
     def inherit(self, predecessor: SimulatedEtcdClient) -> None:
@@ -315,7 +314,7 @@ class SimulatedEtcdClient(EtcdClient):
 
 
 class _KeepAliveStream:
-    """One question at a time, and its answer, as `client.keepalives` says when the question is asked."""
+    """One request at a time, and its answer, as `client.keepalives` is when the request is made."""
 
     def __init__(self, client: SimulatedEtcdClient) -> None:
         self._client = client
@@ -332,7 +331,7 @@ class _KeepAliveStream:
             self._ttl_s = self._client.store.keep_alive(request.ID)
 
     async def read(self, timeout_s: float) -> Any:
-        """None where no answer comes in time."""
+        """None if no answer comes in time."""
         if self._fate in (KeepAlives.ANSWERED_LATE, KeepAlives.ARRIVE_LATE):
             await asyncio.sleep(min(LATE_KEEPALIVE_S, timeout_s))
         if self._client.link is Link.CUT:

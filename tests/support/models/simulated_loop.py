@@ -1,12 +1,12 @@
-"""An event loop on a clock of its own: time passes when a test says so, and what runs, runs in one order only.
+"""An event loop on a clock of its own: a test moves the time, and callbacks run in a defined order.
 
-Each simulated process has one. A process that is stopped is a loop that nobody runs; one that was killed is a loop that
-is never run again. What product code hands to a thread is done at once, in the caller's step.
+Each simulated process has one. A stopped process is a loop that nobody runs; a killed one is a loop that is never run
+again. Work that product code hands to a thread is done at once, in the caller's step.
 
 Invariants
 1. Callbacks run in the order in which they became ready, timers by their time and then in the order they were set.
-2. `run_ready` ends: what never stops making itself ready is an error, not a hang.
-3. Loops nest: one may be run from within a callback of another, as others go on while a process is stopped in a call.
+2. `run_ready` ends: a callback that never stops making itself ready is an error, not a hang.
+3. Loops nest: one may be run within a callback of another, as others continue while a process is stopped in a call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextvars import Context
 from itertools import count
 from typing import Any
 
-# Far more than any simulated process does before it waits for something.
+# Far more callbacks than any simulated process runs before it waits.
 MOST_CALLBACKS = 20_000
 
 
@@ -71,13 +71,13 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     @property
     def next_timer(self) -> float | None:
-        """When, on this loop's clock, there is something to do next; None for never."""
+        """The time of its next work on this loop's clock; None for never."""
         while self._timers and self._timers[0][2].cancelled():
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
     def finish(self) -> None:
-        """End every task, so that nothing of it is left to the garbage collector."""
+        """End every task, so that none is left to the garbage collector."""
         for _ in range(10):
             pending = [task for task in self._tasks if not task.done()]
             if not pending:
@@ -87,7 +87,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self.run_ready()
         raise AssertionError(f"tasks that do not end: {pending}")
 
-    # What asyncio asks of a loop
+    # Methods that asyncio requires of a loop
 
     def time(self) -> float:
         return self._clock()

@@ -1,4 +1,4 @@
-"""The network between simulated brokers: fetches that arrive late, or never; brokers that do not reach each other."""
+"""The network between simulated brokers: fetches that arrive late, or never; brokers that cannot reach each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kproxy_codec.fetch import PartitionFetch, PartitionFetched
 from tests.support.models.simulated_broker import PARTITION_INDEX, SimulatedProcess, State
 
 MAX_FETCH_BYTES = 1 << 20
-# Questions and answers that are on their way at a time.
+# The limit of requests and answers on their way at a time.
 MOST_FLIGHTS = 8
 
 
@@ -22,7 +22,7 @@ class Flight:
 
 
 class Network:
-    """`processes` are the brokers as they run now, by id; a question may outlive the one that asked it."""
+    """`processes` are the brokers as they run now, by id; a request may outlive the process that sent it."""
 
     def __init__(self, processes: dict[int, SimulatedProcess]) -> None:
         self.flights: list[Flight] = []
@@ -32,7 +32,7 @@ class Network:
         self._processes = processes
 
     def mend(self) -> None:
-        """Nothing is under way, and everybody reaches everybody."""
+        """Nothing is under way, and all brokers reach each other."""
         self.flights.clear()
         self.blocked.clear()
         self.lagging.clear()
@@ -45,7 +45,7 @@ class Network:
         return Flight(process, partition.leader_id, asked)
 
     def ask(self, process: SimulatedProcess) -> None:
-        """A question is under way, where there is room; it may arrive after the process that asked is dead."""
+        """A request is under way, if there is room; it may arrive after the process that sent it is dead."""
         flight = self.question(process)
         if flight is not None and len(self.flights) < MOST_FLIGHTS:
             self.flights.append(flight)
@@ -56,7 +56,7 @@ class Network:
             self.take(flight)
 
     def serve(self, flight: Flight) -> bool:
-        """The leader answers, where it is there; whether it did."""
+        """The leader answers, if it runs; return whether it did."""
         leader, asker = self._processes[flight.leader_id], flight.asker
         if leader.state is not State.RUNNING or frozenset((leader.node_id, asker.node_id)) in self.blocked:
             return False
@@ -68,7 +68,7 @@ class Network:
         return True
 
     def take(self, flight: Flight) -> None:
-        """The asker, or its successor under the same id, gets the answer."""
+        """The process that asked, or its successor under the same id, gets the answer."""
         process = self._processes[flight.asker.node_id]
         partition = process.partition
         if process.state is State.RUNNING and partition is not None and flight.fetched is not None:

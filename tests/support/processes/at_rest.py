@@ -1,4 +1,4 @@
-"""The resources that a proxy holds when it should hold none: the only place where tests look into its state."""
+"""The resources that a proxy holds when it should hold none: tests look into its state only here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.support.processes.running_proxy import RunningProxy
 
 
 def what_is_left(proxy: RunningProxy) -> list[str]:
-    """Whatever is open or held for requests, though all are answered; open connections are as they should be."""
+    """Resources open or held for requests, though all are answered; open connections do not count."""
     return [left for session in proxy.listener._sessions for left in _left_in(session)]
 
 

@@ -24,7 +24,7 @@ from tests.support.waiting import PATIENCE_S
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 90.0
-# What is not given as a command is forked instead (tests.support.processes.forked).
+# Other processes are forked instead (tests.support.processes.forked).
 KPROXY = (sys.executable, "-P", "-m", "kproxy")
 
 
@@ -43,7 +43,7 @@ def run_kproxy(
     timeout_s: float = READY_TIMEOUT_S,
     command: Sequence[str] | None = None,
 ) -> Ended:
-    """Run a command to its end; it is killed, and the test fails, where that takes too long."""
+    """Run a command to its end; if that takes too long, it is killed, and the test fails."""
     environ = {**os.environ, **(environ or {})}
     if command is None and forked.can_fork(environ):
         return _run_forked(list(map(str, arguments)), environ, timeout_s)
@@ -73,7 +73,7 @@ def _run_forked(arguments: Sequence[str], environ: Mapping[str, str], timeout_s:
         finally:
             process.kill()
             process.wait()
-        # Its end is where the process wrote last.
+        # The file ends where the process wrote last.
         texts = [os.pread(each.fileno(), os.fstat(each.fileno()).st_size, 0).decode() for each in (stdout, stderr)]
     return Ended(status, *texts)
 
@@ -91,7 +91,7 @@ class KproxyProcess:
         self, arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] | None = None
     ) -> None:
         self.stderr_path = stderr_path
-        # What we start does not outlive us, however we end.
+        # Processes that we start do not outlive us, however we end.
         parent = _parent_pipe()
         environ = {**os.environ, PARENT_FD: str(parent.read_fd)}
         self._process: subprocess.Popen[bytes] | forked.Forked
@@ -160,7 +160,7 @@ class KproxyProcess:
         self.fields = dict(field.partition("=")[::2] for field in line.split()[1:])
 
     def children(self) -> list[psutil.Process]:
-        """Those that it started itself, and so has to wait for before it ends."""
+        """Its own child processes, which it has to wait for before it ends."""
         return psutil.Process(self.pid).children()
 
     def descendants(self) -> list[psutil.Process]:
@@ -173,7 +173,7 @@ class KproxyProcess:
         return self._process.wait(timeout_s)
 
     def stop(self) -> int:
-        """Ctrl-C, and kill -9 where that does not end it in time; the exit status."""
+        """Ctrl-C, then kill -9 if it does not end in time; return the exit status."""
         if self._process.poll() is None:
             self.signal(signal.SIGINT)
         try:
@@ -214,8 +214,8 @@ def gone(processes: Sequence[psutil.Process], timeout_s: float = PATIENCE_S) -> 
 def asyncios_own_loop() -> Iterator[None]:
     """Coroutines run on asyncio's own loop, as those of `kproxy dev` and `kproxy demo` do.
 
-    For whoever starts processes beside an etcd client: uvloop forks and runs what is to be run in the child of a fork,
-    and gRPC's part of that may never return.
+    For tests that start processes beside an etcd client: uvloop forks and runs some code in the child of a fork, and
+    gRPC's part of that may never return.
     """
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())

@@ -1,12 +1,12 @@
-"""Processes that are forked from one which has imported kproxy already.
+"""Processes that are forked from one that has imported kproxy already.
 
-A proxy takes most of a second of CPU to import what it runs, and a test run starts more than a thousand. `start` asks
-the *fork server* of this test process: a process that has imported all of it, runs nothing and has one thread. It
-forks, and the copy takes the descriptors, the environment, the directory and the arguments it is given and runs a
-module's `main`, as `python -m` would. Whatever is about the start itself takes a command of its own (`KPROXY`).
+A proxy takes most of a second of CPU for its imports, and a test run starts more than a thousand. `start` asks the
+*fork server* of this test process: a process that has imported all of it, runs nothing and has one thread. It forks,
+and the copy takes the given descriptors, environment, directory and arguments and runs a module's `main`, as `python
+-m` would. Tests of the start itself need a command of its own (`KPROXY`).
 
-The copy's command line and the environment that /proc shows are the server's. What is read while modules are imported
-cannot be changed afterwards: a start that wants other values (`AT_IMPORT`) must not be forked, `can_fork` tells.
+The copy's command line and the environment in /proc are the server's. Variables that are read while modules are
+imported cannot be changed afterwards: a start with other values (`AT_IMPORT`) must not be forked (see `can_fork`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, NoReturn
 
 ROOT: Final = Path(__file__).parents[3]
-# What commands import when they run.
+# The modules that commands import when they run.
 PRELOADED: Final = (
     "kproxy.__main__",
     "kproxy.cli.acl",
@@ -59,7 +59,7 @@ AT_IMPORT: Final = (
     "SSL_CERT_DIR",
     "SSL_CERT_FILE",
 )
-# As the fork server has them; a test may change them for what it starts.
+# As the fork server has them; a test may change them for its own processes.
 _AT_START: Final = {name: os.environ[name] for name in AT_IMPORT if name in os.environ}
 _MOST_BYTES: Final = 1 << 20
 _MOST_DESCRIPTORS: Final = 16
@@ -67,7 +67,7 @@ _NUMBER_BYTES: Final = 4
 
 
 class _Asked(NamedTuple):
-    """What a copy becomes; the descriptors come beside it, the first three as its stdin, stdout and stderr."""
+    """The order for a copy; the descriptors come beside it, the first three as its stdin, stdout and stderr."""
 
     module: str
     arguments: list[str]
@@ -127,7 +127,7 @@ class Forked:
 
 
 class ForkServer:
-    """A fork server; its end is not that of the processes that it has forked."""
+    """A fork server; its end does not end the processes that it has forked."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -145,7 +145,7 @@ class ForkServer:
             )
 
     def fork(self, asked: _Asked, descriptors: Sequence[int]) -> int:
-        """Have it forked; the descriptor that tells first the process id, then the exit status."""
+        """Order a copy; return the descriptor that reports first the process id, then the exit status."""
         reader, writer = os.pipe()
         try:
             socket.send_fds(self._control, [json.dumps(asked).encode()], [writer, *descriptors])
@@ -154,7 +154,7 @@ class ForkServer:
         return reader
 
     def stop(self) -> None:
-        """End it; what it has forked goes on."""
+        """End it; its forked processes continue."""
         self._control.close()
         self._process.wait()
 
@@ -220,7 +220,7 @@ def start(
 
 
 def _serve(control: socket.socket) -> tuple[_Asked, list[int]] | None:
-    """Fork as asked, and tell of each copy's end. In a copy return what it is to become; None at the end of all."""
+    """Fork as ordered, and report each copy's end. In a copy return its order; None after the last order."""
     woken, waker = os.pipe()
     for end in (woken, waker):
         os.set_blocking(end, False)
@@ -252,7 +252,7 @@ def _serve(control: socket.socket) -> tuple[_Asked, list[int]] | None:
 
 
 def _tell_ends(status_fds: dict[int, int]) -> None:
-    """Tell of each copy that has ended."""
+    """Report each copy that has ended."""
     while status_fds:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -271,7 +271,7 @@ def _tell(status_fd: int, number: int) -> None:
 
 
 def _become(asked: _Asked, descriptors: Sequence[int]) -> Callable[[], Any]:
-    """Take what was given; the `main` to run."""
+    """Take the given descriptors and settings; return the `main` to run."""
     above = max((*asked.numbers, *descriptors)) + 1
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in descriptors]
     for each, number in zip(moved, asked.numbers, strict=True):

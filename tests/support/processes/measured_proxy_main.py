@@ -1,12 +1,12 @@
 """`kproxy` on an event loop that measures its own turns.
 
 Run it with `python -m tests.support.processes.measured_proxy_main serve …`.
-Upon SIGUSR1 it prints a line of JSON about all turns since the last such line: how many there were, how long the
-longest one was, and the CPU time of all in seconds. That is the time of this thread alone, so that a busy machine does
-not count.
+On SIGUSR1 it prints a line of JSON about all turns since the last such line: how many there were, how long the longest
+one was, and the CPU time of all in seconds. That is the time of this thread alone, so that a busy machine does not
+count.
 
-How long a turn was is a ratio: its CPU time beside what this thread needs, right after it, to decode a produce request
-of 4,096 partitions. A neighbour on the same core doubles both, and so does a slower machine.
+The length of a turn is a ratio: its CPU time divided by the time that this thread needs, right after it, to decode a
+produce request of 4,096 partitions. A neighbour on the same core doubles both, and so does a slower machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ports for servers that have to be told theirs; those that choose one themselves tell it when they serve."""
+"""Ports for servers that need a given port; other servers choose a port and report it when they serve."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 HOST = "127.0.0.1"
-# Below those that the system gives to whoever asks for any, be it to listen or to connect: some seconds lie between
-# choosing one and listening on it, and it has to stay free while its server is down. None is given twice, nor by two
-# processes that run tests side by side.
+# Below the ports that the system assigns, to listen or to connect: some seconds pass between choosing one and listening
+# on it, and it has to stay free while its server is down. No port is given twice, also not by two processes that run
+# tests side by side.
 _PORTS = range(
     10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]),
     32_000,

@@ -1,8 +1,8 @@
 """A proxy in this process, without etcd, for upstreams and clients that a test drives.
 
-`both_loops` runs a test on asyncio's own event loop and on uvloop, and fails it for an exception that nobody caught and
-for a task of the proxy that is left running. What a test is about may be shorter than a busy machine stops a process
-for: it is run again where it failed meanwhile, if it is `in_one_go`.
+`both_loops` runs a test on asyncio's own event loop and on uvloop. It fails the test for an uncaught exception and for
+a task of the proxy that is left running. A busy machine may stop a process for longer than the times that a test
+checks: a test marked `in_one_go` is run again if it failed during such a stop.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ _IN_ONE_GO: set[Callable[..., Any]] = set()
 ATTEMPTS = 5
 STOOD_STILL_S = 0.1
 LOOK_S = 0.01
-# By which any look may be late.
+# The possible delay of any look.
 USUAL_S = 0.005
 IDENTITY = Proxy(1_000_000, "proxy.test", 19092)
 _PROXY_MODULES = ("kproxy.proxy", "kproxy.routing")
 
 
 def in_one_go(test: _Test) -> _Test:
-    """Run a test of `both_loops` again that failed while this process stood still: time passed that nobody had."""
+    """Run a failed test of `both_loops` again if this process stood still during it."""
     _IN_ONE_GO.add(test)
     return test
 
 
 class Pauses:
-    """For how long the event loop did not come to its work, be it that this process was stopped or that it computed.
+    """The time for which the event loop did not run: the process was stopped, or it computed.
 
-    In all: on a machine with much to do a process waits often rather than long.
+    In total: on a busy machine a process waits often rather than long.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Pauses:
         try:
             await work
         finally:
-            # It may end in the very turn behind the pause.
+            # It may end in the very turn after the pause.
             self._note()
             looking.cancel()
             await asyncio.wait((looking,))
@@ -119,13 +119,13 @@ def both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., 
 
 
 def run_on(loop_factory: Callable[[], asyncio.AbstractEventLoop], work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; whatever escapes into the event loop fails it, and so do tasks of the proxy that it leaves."""
+    """Run `work`; an exception that escapes into the event loop fails it, and so do tasks that the proxy leaves."""
     escaped: list[dict[str, Any]] = []
 
     async def watched() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: escaped.append(context))
         await work
-        # A callback or two may still be on their way.
+        # A callback or two may still be pending.
         await asyncio.sleep(0)
         left = [task for task in asyncio.all_tasks() if _is_the_proxys(task)]
         assert not left, f"tasks left running: {left}"
@@ -141,7 +141,7 @@ def _is_the_proxys(task: asyncio.Task[Any]) -> bool:
 
 
 class Owners:
-    """An ownership source that tells nothing new by itself: it records what it was asked to look up again.
+    """An ownership source that reports nothing by itself: it records the partitions it was asked to look up again.
 
     `on_refresh` may change the topology, as a re-read does.
     """
@@ -151,7 +151,7 @@ class Owners:
         self.on_refresh: Callable[[str, int, int], None] = lambda topic, index, revision: None
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        # An id that nobody knows is no text.
+        # An unknown id is not text.
         name = topic.decode(errors="backslashreplace")
         self.refreshed.append((name, partition_index, seen_revision))
         self.on_refresh(name, partition_index, seen_revision)
@@ -172,7 +172,7 @@ class RunningProxy:
         self.topology = Topology()
         self.source = Owners()
         self.pages: list[bytes] = []
-        # As in every proxy that serves; but nobody looks unless a test does.
+        # As in every proxy that serves; but only tests look at it.
         self.trail = Trail(
             "proxy.test:19092",
             "0123456789abcdef",
@@ -215,12 +215,12 @@ class RunningProxy:
         return sum(count for (cause, _), count in self.context.tally.retries.items() if cause == event)
 
     def ranges(self) -> list[Range]:
-        """What the trail says was acknowledged, all of it; call it once, after `trail.begin`."""
+        """All acknowledgements in the trail; call it once, after `trail.begin`."""
         self.trail.end()
         return [row for page in self.pages for row in decode_page(page) if isinstance(row, Range)]
 
     def own(self, owner: int, topic: str = "t", partitions: Sequence[int] = (0,)) -> int:
-        """Make `owner` (NO_OWNER: nobody) the owner of a topic with an id; the revision of that."""
+        """Make `owner` (NO_OWNER: nobody) the owner of a topic with an id; return the revision of that."""
         self.topology.set_topic_id(topic.encode(), topic_id(topic).bytes)
         for partition_index in partitions:
             self._revision += 1
@@ -258,11 +258,11 @@ async def running_proxy(
     times: Mapping[str, float] = MappingProxyType({}),
     carries: bool = False,
 ) -> AsyncIterator[RunningProxy]:
-    """A proxy that knows these upstreams, which are started where they are not; all is stopped in the end.
+    """A proxy that knows these upstreams; starts those that do not run, and stops everything at the end.
 
-    Upstreams are asked what they serve at the start, unless they are not to be `introduced`, and then only when a
-    client asks, so that nothing arrives that a test has not sent. With `mechanisms` clients authenticate by SASL;
-    `times` are the `timeout_s` and `lifetime_s` of that. `carries`: their identities are carried on to brokers.
+    Upstreams are asked at the start which versions they serve, unless not `introduced`: then only when a client asks,
+    so that nothing arrives that a test has not sent. With `mechanisms` clients authenticate by SASL; `times` are the
+    `timeout_s` and `lifetime_s` of that. `carries`: their identities are carried on to brokers.
     """
     async with AsyncExitStack() as stack:
         proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock, own, mechanisms, times, carries)
@@ -280,11 +280,11 @@ async def running_proxy(
 
 
 running_among_strangers = functools.partial(running_proxy, introduced=False)
-"""The same with brokers that have not said yet what they serve: whatever a test is about that."""
+"""The same with brokers that have not reported their versions yet, for tests of that."""
 
 
 async def introduce(proxy: RunningProxy, upstreams: Sequence[ScriptedUpstream]) -> None:
-    """Have the proxy learn what these upstreams serve."""
+    """Make the proxy learn which versions these upstreams serve."""
     for upstream in upstreams:
         upstream.introduces_itself = True
     await proxy.context.versions.current()

@@ -1,4 +1,4 @@
-"""A real `kproxy serve` before brokers that the test drives, and what its admin page says."""
+"""A real `kproxy serve` before brokers that the test drives, and the content of its admin page."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def static_proxy(
 ) -> Iterator[KproxyProcess]:
     """A proxy process that knows brokers by id and port; partition n of the topic `t` belongs to the n-th of them.
 
-    `rooms` are more of its configuration.
+    `rooms` are further options of its configuration.
     """
     lines = ["[ownership]", 'ownership = "static"', "[limits]"]
-    # Brokers in this process answer when that gets to run: no proxy is to give them up before.
+    # Brokers in this process answer when it gets to run: no proxy may give them up before.
     limits = {"probe_timeout_s": PATIENCE_S, **(limits or {})}
     lines += [f"{key} = {str(value).lower()}" for key, value in limits.items()]
     lines += ["[brokers]", *(f'{broker} = "127.0.0.1:{port}"' for broker, port in brokers.items())]
@@ -61,7 +61,7 @@ def kafka_proxy(directory: Path, bootstrap: str, *more: str) -> Iterator[KproxyP
 
 @asynccontextmanager
 async def beside(process: AbstractContextManager[KproxyProcess]) -> AsyncIterator[KproxyProcess]:
-    """Start and stop a process while this event loop goes on, which may have to answer it."""
+    """Start and stop a process while this event loop continues, because the process may need its answers."""
     with contextlib.ExitStack() as stack:
         try:
             yield await asyncio.to_thread(stack.enter_context, process)
@@ -70,7 +70,7 @@ async def beside(process: AbstractContextManager[KproxyProcess]) -> AsyncIterato
 
 
 class ServedBroker(ScriptedUpstream):
-    """One that says what it serves by itself: a proxy process asks, and the test need not care."""
+    """A broker that reports its versions by itself: a proxy process asks, and the test need not handle it."""
 
     def take(self, asked: Asked) -> None:
         if asked.header.api_key == API_VERSIONS:
@@ -100,7 +100,7 @@ def page(admin: str, path: str, **headers: str) -> tuple[int, str]:
 
 
 def counted(admin: str, beginning: str) -> float:
-    """The sum of what /metrics counts in the lines that begin so."""
+    """The sum of the values of /metrics in the lines that begin so."""
     lines = page(admin, "/metrics")[1].splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(beginning))
 

@@ -2,7 +2,7 @@
 
 Run it with `python -m tests.support.processes.unbound_proxy_main serve …`.
 No fence is ever bound at a broker, neither when a claim is made nor before the first batch on a connection. Everything
-else is as it is: claims wait for every proxy, and whoever lost one is severed.
+else is unchanged: claims wait for every proxy, and a connection that lost one is severed.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ async def shown(process: KproxyProcess) -> Samples:
 
 
 async def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Wait until it holds; a thread asks it."""
+    """Wait until it holds; a thread evaluates it."""
     await eventually(lambda: asyncio.to_thread(condition), what)
 
 

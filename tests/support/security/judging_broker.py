@@ -1,7 +1,7 @@
-"""A broker that authenticates connections by SASL and notes who each request comes from; for carried identities.
+"""A broker that authenticates connections by SASL and records the sender of each request; for carried identities.
 
-Connections without SASL are those of the proxy itself, which the broker serves as `anonymous` ones. What is presented
-is judged by `passwords` and `tokens`, unless `misbehaves` takes the request.
+Connections without SASL are those of the proxy itself, which the broker serves as `anonymous` ones. `passwords` and
+`tokens` decide about credentials, unless `misbehaves` takes the request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INVALID_TOKEN = b'{"status":"invalid_token"}'
 
 
 class JudgingBroker(ScriptedUpstream):
-    """`may_write`: who may write to what; everybody to everything without it."""
+    """`may_write`: who may write to which topics; without it everybody to all."""
 
     def __init__(self, node_id: int) -> None:
         super().__init__(node_id)
@@ -48,7 +48,7 @@ class JudgingBroker(ScriptedUpstream):
         # The message and the version of each SaslAuthenticate, in order.
         self.presented: list[tuple[bytes, int]] = []
         self.names: dict[UpstreamConnection, str] = {}
-        # Who asked for what: (name, API key); "" for the proxy itself.
+        # The sender of each request: (name, API key); "" for the proxy itself.
         self.requests: list[tuple[str, int]] = []
         self._mechanism: dict[UpstreamConnection, str] = {}
         self._renewed_at: dict[UpstreamConnection, float] = {}
@@ -76,7 +76,7 @@ class JudgingBroker(ScriptedUpstream):
     def _handshake(self, asked: Asked) -> None:
         mechanism = control.decode_request(SASL_HANDSHAKE, asked.header.api_version, memoryview(asked.body)).mechanism
         if asked.connection in self.names:
-            # As Kafka does, which takes a renewal at the earliest a second after the last one began.
+            # As Kafka does, which accepts a renewal no earlier than a second after the last one began.
             now, last = time.monotonic(), self._renewed_at.get(asked.connection, -inf)
             self._renewed_at[asked.connection] = now
             if now - last < 1.0:
@@ -115,7 +115,7 @@ class JudgingBroker(ScriptedUpstream):
         return self.tokens.get(token)
 
     def serve(self, asked: Asked) -> None:
-        """Answer whoever asks."""
+        """Answer every client."""
         key, name = asked.header.api_key, self.names.get(asked.connection, "")
         self.requests.append((name, key))
         self.log.append(asked)

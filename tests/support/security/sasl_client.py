@@ -20,7 +20,7 @@ from tests.support.clients.raw_client import control_frame
 
 ISSUER = "https://issuer.test/"
 AUDIENCE = "kafka.test"
-# For tests that are about something else.
+# For tests of something else.
 ALLOW_ALL = """
 [[acls]]
 principal = "User:*"

@@ -1,4 +1,4 @@
-"""Unchanged clients that authenticate and write one record, and what their users see of it."""
+"""Unchanged clients that authenticate and write one record, and the errors that their users see."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OK = "ok"
 
 
 def patience_s(mechanism: str | None) -> float:
-    """How long a client tries. At a listener with SASL one without it is told nothing, and gives up by itself."""
+    """How long a client tries. At a listener with SASL a client without it gets no error, and gives up by itself."""
     return 4.0 if mechanism is None else 40.0
 
 
@@ -33,7 +33,7 @@ def patience_ms(mechanism: str | None) -> int:
 
 
 def librdkafka(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str) -> str:
-    """`ok`, or the names of the errors that its callbacks tell."""
+    """`ok`, or the names of the errors that its callbacks report."""
     seen: set[str] = set()
     settings: dict[str, Any] = {"bootstrap.servers": bootstrap, "log_level": 0}
     settings["message.timeout.ms"] = patience_ms(mechanism)
@@ -59,7 +59,7 @@ def librdkafka(bootstrap: str, topic: str, mechanism: str | None, name: str, pas
 
 
 def kafka_python(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str) -> str:
-    """`ok`, or the name of the exception. It tries again after a refusal, for as long as it may."""
+    """`ok`, or the name of the exception. It tries again after a refusal, until the time limit."""
     within = 20_000 if USERS.get(name) == password else 6_000
     settings: dict[str, Any] = {"bootstrap_servers": bootstrap, "max_block_ms": within, "delivery_timeout_ms": within}
     settings["bootstrap_timeout_ms"] = within
@@ -103,7 +103,7 @@ def aiokafka_client(bootstrap: str, topic: str, mechanism: str | None, name: str
 
 
 def java(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str, version: str = "4.3.1") -> str:
-    """`ok`, or what its callback tells."""
+    """`ok`, or the error that its callback reports."""
     within = patience_ms(mechanism)
     settings: dict[str, object] = {"bootstrap.servers": bootstrap, "max.block.ms": within}
     settings |= {"delivery.timeout.ms": within, "request.timeout.ms": within // 2, "linger.ms": 0}

@@ -1,7 +1,7 @@
-"""A real Kafka broker with SASL and ACLs on one listener, and none of both on another: what kproxy is compared with.
+"""A real Kafka broker with SASL and ACLs on one listener, and neither on another: the reference for kproxy.
 
-Its users are those of tests.support.security.sasl_client. On the plain listener everybody is a super user, and so is
-PROXY on either one, which authenticates by PLAIN.
+Its users are those of tests.support.security.sasl_client. On the plain listener everybody is a super user; PROXY, which
+authenticates by PLAIN, is one on both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SecuredKafka:
         self.secured = f"127.0.0.1:{port}"
 
     def revoke(self, name: str) -> None:
-        """Start the broker anew without this user of PLAIN."""
+        """Restart the broker without this user of PLAIN."""
         (broker,) = self.plain.brokers
         broker.stop()
         broker.reconfigure(f' user_{name}="{USERS[name]}"', "")
@@ -44,7 +44,7 @@ class SecuredKafka:
 
 @contextlib.contextmanager
 def start_secured_kafka(directory: Path, *, session_s: float = 0, tokens: bool = False) -> Iterator[SecuredKafka]:
-    """Its sessions end after `session_s`, 0: never. With `tokens` it takes unsecured ones by OAUTHBEARER, too."""
+    """Its sessions end after `session_s`, 0: never. With `tokens` it also accepts unsecured ones by OAUTHBEARER."""
     port = free_port()
     listener = "listener.name.sasl_plaintext"
     known = " ".join(f'user_{name}="{password}"' for name, password in {PROXY: PROXY_SECRET, **USERS}.items())
@@ -66,7 +66,7 @@ def start_secured_kafka(directory: Path, *, session_s: float = 0, tokens: bool =
         options[f"{listener}.{mechanism.lower()}.sasl.jaas.config"] = f"{_SECURITY}.scram.ScramLoginModule required;"
     with start_real_kafka(directory, 1, more_listeners={"SASL_PLAINTEXT": port}, more=options) as cluster:
         for kind in _MECHANISMS.values():
-            # A user may be changed once in a request.
+            # A request may change a user only once.
             changes = [
                 UserScramCredentialUpsertion(name, ScramCredentialInfo(kind, 4_096), password.encode())
                 for name, password in USERS.items()

@@ -1,4 +1,4 @@
-"""Certificates for tests, made on the spot: an authority, what it signs, and what it revokes."""
+"""Generated certificates for tests: an authority, the certificates that it signs, and those that it revokes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Signer:
         self._ca.cert_pem.write_to_path(self.ca)
 
     def issue(self, stem: str, *names: str, common_name: str | None = None, days: int = 30) -> Pair:
-        """A certificate for `names`; it replaces the one with the same `stem`. `days` below 0: it has ended."""
+        """A certificate for `names`; it replaces the one with the same `stem`. `days` below 0: it has expired."""
         issued = self._ca.issue_cert(
             *names,
             common_name=common_name,
@@ -43,7 +43,7 @@ class Signer:
         )
         pair = Pair(self.directory / f"{stem}.pem", self.directory / f"{stem}.key")
         pair.cert.write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
-        # Java reads no other form.
+        # The only form that Java reads.
         key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         pair.key.write_bytes(key.private_bytes(*form))
@@ -66,7 +66,7 @@ class Signer:
 
 
 def client_context(ca: Path | None, pair: Pair | None = None, *, check_name: bool = True) -> ssl.SSLContext:
-    """What a client uses; `ca` None: it trusts anything."""
+    """The settings of a client; `ca` None: it trusts any certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = check_name and ca is not None
     if ca is None:

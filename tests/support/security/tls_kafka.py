@@ -47,7 +47,7 @@ class TlsKafka:
 def start_tls_kafka(directory: Path, *, session_s: float = 0) -> Iterator[TlsKafka]:
     signer = Signer(directory / "brokers-ca")
     server = signer.issue("broker", "localhost")
-    # Java wants key and chain in one file.
+    # Java requires key and chain in one file.
     store = directory / "broker-store.pem"
     store.write_bytes(server.key.read_bytes() + server.cert.read_bytes())
     ports = {"SSL": free_port(), "SASL_SSL": free_port()}
@@ -80,7 +80,7 @@ def start_tls_kafka(directory: Path, *, session_s: float = 0) -> Iterator[TlsKaf
 
 
 def unsecured_token(subject: str, valid_s: float = 3600) -> str:
-    """A token that Kafka's own development validator takes."""
+    """A token that Kafka's own development validator accepts."""
     claims = {"sub": subject, "iat": time.time() - 5, "exp": time.time() + valid_s}
     parts = [json.dumps(each).encode() for each in ({"alg": "none"}, claims)]
     return ".".join(base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in parts) + "."

@@ -1,6 +1,6 @@
 """The largest messages that an API has room for, written after kafka-python's schemas but not by its encoder.
 
-One array of the message has as many elements as fit, each as small as can be: nothing costs a reader more per byte.
+One array of the message has as many elements as fit, each as small as possible: the highest reading cost per byte.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kproxy_codec.api_keys import API_VERSIONS, is_flexible
 from tests.support.wire.messages import uvarint
 
 Path = tuple[str, ...]
-"""The names of an array and of those it is in, outermost first."""
+"""The names of an array and of the arrays around it, outermost first."""
 Values = Mapping[str, Any]
 
 _SIZES: Final = {
@@ -27,7 +27,7 @@ _SIZES: Final = {
 
 
 def schema_of(kind: str, api_key: int) -> Any:
-    """kafka-python's, of a "request" or "response"."""
+    """The schema of kafka-python, for a "request" or "response"."""
     return {"request": control._REQUESTS, "response": control._RESPONSES}[kind][api_key]._struct
 
 
@@ -48,10 +48,10 @@ def _arrays(schema: Any, version: int) -> Iterator[Path]:
 def body_of(
     kind: str, api_key: int, version: int, array: Path, count: int, *, tags: bytes = b"\x00", **values: Any
 ) -> bytes:
-    """A message with `count` elements in `array`, one in each that it is in, and none in any other.
+    """A message with `count` elements in `array`, one in each array around it, and none in any other.
 
-    `tags` is the section of tagged fields that ends each structure; `values` are those of fields, by name, for which
-    nothing, zero or an empty string will not do.
+    `tags` is the section of tagged fields that ends each structure; `values` are values of fields, by name, that must
+    not be null, zero or an empty string.
     """
     # The header of ApiVersions' answers is not flexible, its body is.
     flexible = is_flexible(api_key, version)

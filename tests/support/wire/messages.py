@@ -1,8 +1,8 @@
-"""Kafka messages for codec tests: hand-made bytes, random messages, and what kafka-python reads in the same bytes.
+"""Kafka messages for codec tests: hand-made bytes, random messages, and kafka-python's reading of the same bytes.
 
 A message is a plain mapping with kafka-python's field names. Any structure in it may hold "tags", a list of (tag,
-value): a writer of one's own is the only way to put tagged fields that nobody knows into a message. It shares nothing
-with `codec`; test_codec_messages holds it to kafka-python's encoder, byte for byte.
+value): only a separate writer can put unknown tagged fields into a message. It shares nothing with `codec`;
+test_codec_messages compares it with kafka-python's encoder, byte for byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ APIS: dict[int, PartitionedApi] = {PRODUCE: PRODUCE_API, FETCH: FetchApi(), LIST
 VERSIONS = {PRODUCE: range(3, 14), FETCH: range(4, 14), LIST_OFFSETS: range(1, 10)}
 FLEXIBLE_FROM = {PRODUCE: 9, FETCH: 12, LIST_OFFSETS: 6}
 EVERY_VERSION = [(api_key, version) for api_key, versions in VERSIONS.items() for version in versions]
-# For tests of thousands of partitions: of each API the first, the first flexible and the last version.
+# For tests of thousands of partitions: the first, the first flexible and the last version of each API.
 AT_LENGTH = [
     pytest.param(
         api_key,
@@ -238,7 +238,7 @@ def frame_of(*parts: bytes) -> memoryview:
 def request_frame(
     api_key: int, version: int, body: bytes, *, correlation_id: int = 7, client_id: bytes = b"tests", tags: Tags = ()
 ) -> memoryview:
-    """A request with `tags` in its header, where its version has room for them."""
+    """A request with `tags` in its header, if its version has room for them."""
     head = struct.pack(">hhih", api_key, version, correlation_id, len(client_id)) + client_id
     return frame_of(head, tag_section(tags) if version >= FLEXIBLE_FROM[api_key] else b"", body)
 
@@ -253,7 +253,7 @@ def head_of(frame: memoryview) -> RequestHeader:
 
 
 def read_by_kafka_python(kind: str, api_key: int, version: int, body: bytes) -> dict[str, Any]:
-    """The fields that kafka-python finds in a "request" or "response"; tagged fields are left out."""
+    """The fields that kafka-python reads in a "request" or "response"; tagged fields are left out."""
     decode, schemas = {
         "request": (control.decode_request, _REQUESTS),
         "response": (control.decode_response, _RESPONSES),
@@ -297,7 +297,7 @@ def _plain(schema: Schema, version: int, item: Any, get: Any) -> dict[str, Any]:
     return plain
 
 
-# Messages as they are met
+# Sample messages
 
 _ASKED: dict[int, Callable[[int], dict[str, Any]]] = {
     PRODUCE: lambda index: {"index": index, "records": b"records of %d" % index},
@@ -373,7 +373,7 @@ def sample_response(api_key: int, partitions: Mapping[str, Sequence[int]], **cha
 
 # Random messages
 
-# Low tags have a meaning in some versions; these have none in any.
+# Low tags have a meaning in some versions; these have none in any version.
 # Of a length that takes two bytes as a varint.
 _LONG_BYTES = st.integers(128, 300).map(lambda length: bytes([length % 256]) * length)
 _TAGS = st.dictionaries(st.integers(100, 2**31), st.binary(max_size=6), max_size=2).map(
