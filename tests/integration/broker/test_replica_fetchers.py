@@ -313,7 +313,7 @@ async def test_who_does_not_authenticate_in_time_is_closed(tmp_path: Path, monke
         with capture_logs() as logs:
             silent, dripping = [await asyncio.open_connection("127.0.0.1", both.leader.port) for _ in range(2)]
             for byte in frame_message(b"\x00\x11\x00\x01" + bytes(60)):
-                if dripping[0].at_eof():
+                if dripping[0].at_eof() or dripping[1].is_closing():
                     break
                 dripping[1].write(bytes([byte]))
                 await asyncio.sleep(0.02)
