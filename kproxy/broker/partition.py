@@ -419,7 +419,8 @@ class Partition:
                 return PartitionFetched(
                     index, error_codes.NONE, self.high_watermark, self.log_start_offset, diverging_epoch=leader_end
                 )
-        if not self.log_start_offset <= asked.fetch_offset <= self.log_end_offset:
+        is_compared = asked.fetch_offset > self.log_start_offset or self._has_epoch_up_to(asked.last_fetched_epoch)
+        if not is_compared or not self.log_start_offset <= asked.fetch_offset <= self.log_end_offset:
             return PartitionFetched(index, error_codes.OFFSET_OUT_OF_RANGE, self.high_watermark, self.log_start_offset)
         records = b""
         if asked.fetch_offset < self.log_end_offset:
@@ -429,6 +430,13 @@ class Partition:
         replica = ReplicaKey(replica_id, uuid.UUID(bytes=asked.replica_directory_id))
         self.replication.replica_fetched(replica, asked.fetch_offset)
         return PartitionFetched(index, error_codes.NONE, self.high_watermark, self.log_start_offset, records=records)
+
+    def _has_epoch_up_to(self, leader_epoch: int) -> bool:
+        """Whether the log still shows where a follower that ends in this epoch parts from it.
+
+        If retention has removed that, the follower drops all that it has: its records may be another leader's.
+        """
+        return leader_epoch < 0 or self.log.leader_epochs.end_offset_for(leader_epoch, self.log_end_offset)[0] >= 0
 
     # As follower
 
@@ -492,8 +500,9 @@ class Partition:
 
     def _take(self, fetched: PartitionFetched) -> bool:
         log = self.log
-        if fetched.error_code == error_codes.OFFSET_OUT_OF_RANGE and fetched.log_start_offset > log.log_end_offset:
-            # The leader's retention has removed what lies between; it removes only committed records.
+        if fetched.error_code == error_codes.OFFSET_OUT_OF_RANGE and fetched.log_start_offset >= log.log_end_offset:
+            # The leader's retention has removed what lies between, or where the logs part; it removes only committed
+            # records.
             log.reset_to(fetched.log_start_offset)
             self.replication.leader_told(fetched.log_start_offset)
             return True
