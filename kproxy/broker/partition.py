@@ -436,7 +436,8 @@ class Partition:
 
         If retention has removed that, the follower drops all that it has: its records may be another leader's.
         """
-        return leader_epoch < 0 or self.log.leader_epochs.end_offset_for(leader_epoch, self.log_end_offset)[0] >= 0
+        found = self.log.leader_epochs.end_offset_for(leader_epoch, self.log_end_offset)
+        return leader_epoch < 0 or found.leader_epoch >= 0
 
     # As follower
 

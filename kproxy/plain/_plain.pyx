@@ -7,6 +7,7 @@ Each class has a twin in Python, its reference, which runs where this is not bui
   outbox.pxi    kproxy.proxy.outbox
   answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
   path.pxi      kproxy.proxy.plain_path
+  meters.pxi    kproxy.security.quotas, kproxy.proxy.metering
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
   spans.pxi     kproxy.trail.spans
 

@@ -78,6 +78,7 @@ cdef class Charging:
         cdef Account account
         cdef int64_t sent_bytes, fetched
         cdef double wait
+        cdef bint is_produce
         if self._quotas() is not self._known:
             self._look()
         account = self._account

@@ -57,9 +57,6 @@ _NOBODY: Final = b""
 # magic, last_offset_delta, producer_id and producer_epoch together, base_sequence
 _HEAD = Struct(">16xb6xi16x10si")
 _PRODUCER = Struct(">qh")
-_RECORD_COUNT: Final = Chunk._fields.index("record_count")
-# Like Chunk._make, at half of its cost.
-_chunk_of = tuple.__new__
 
 
 class Asked(Protocol):
@@ -221,25 +218,18 @@ class Acked(OpenChunk):
         self.trail.queue(self, asked)
         self.acks = asked.acks
 
-    def take(self) -> tuple[Sequence[Chunk], int]:
+    def take(self) -> tuple[list[Chunk], int]:
         """Return and reset the chunks and the count of unread batches."""
-        finished = self.finished()
+        self._finish()
         self.is_idle = True
-        # Nearly all looks are like this.
-        if finished is not None and finished[_RECORD_COUNT] and not self.chunks and not self.unread:
-            return (_chunk_of(Chunk, finished),), 0
-        if finished is not None:
-            self._keep(finished)
         taken = self.chunks, self.unread
         self.chunks, self.unread = [], 0
         return taken
 
     def _finish(self) -> None:
         finished = self.finished()
-        if finished is not None:
-            self._keep(finished)
-
-    def _keep(self, finished: tuple[int, int, int, Spans, int, int, int]) -> None:
+        if finished is None:
+            return
         chunk = Chunk._make(finished)
         if chunk.record_count:
             self.chunks.append(chunk)

@@ -122,19 +122,17 @@ class _LastWrites:
     def add(self, added: Sequence[tuple[Chunk, Origin]]) -> None:
         latest = self._latest
         for chunk, origin in added:
-            producer_id, producer_epoch, first_sequence, spans, record_count, _, _ = chunk
-            key = (origin, producer_id, producer_epoch)
+            key = (origin, chunk.producer_id, chunk.producer_epoch)
             write = latest.get(key)
-            if write is not None and write.next_sequence == first_sequence:
+            if write is not None and write.next_sequence == chunk.first_sequence:
                 before = len(write.spans)
-                extend_spans(write.spans, spans)
+                extend_spans(write.spans, chunk.spans)
+                write.next_sequence = chunk.next_sequence
                 self._spans += (len(write.spans) - before) // 2
-                if first_sequence >= 0:
-                    write.next_sequence = add_sequence(first_sequence, record_count)
             else:
                 latest[key] = write = _Write(chunk, origin)
                 self._writes.append(write)
-                self._spans += len(spans) // 2
+                self._spans += len(write.spans) // 2
         if len(self._writes) > self._most or self._spans > MAX_SPANS_TOGETHER:
             self._shorten()
 

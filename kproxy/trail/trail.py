@@ -36,7 +36,6 @@ from kproxy.trail.acknowledgements import MAX_SPANS, Acked, Asked, ConnectionAck
 from kproxy.trail.overlaps import Chunk, Overlap, OverlapDetector
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
 from kproxy.trail.spans import extend_spans, to_json
-from kproxy_codec.record_batch import add_sequence
 
 log = structlog.get_logger(__name__)
 
@@ -72,7 +71,7 @@ class _Stamp(TypedDict):
 class _OpenRow:
     """A row that is not closed yet. Chunks that continue it extend it."""
 
-    __slots__ = ("_acks", "_next_sequence", "_producer", "began", "latency_us", "row", "spans")
+    __slots__ = ("began", "next_sequence", "row", "spans")
 
     def __init__(self, row: Range, first: Chunk, began: float) -> None:
         """`row` gets its spans, its sequence and `at` when it is closed.
@@ -80,33 +79,30 @@ class _OpenRow:
         `began` is in seconds of the monotonic clock.
         """
         self.row = row
-        self.latency_us = row.latency_us
-        # The detector of overlaps keeps the chunk's.
+        # A copy: these grow, and the detector of overlaps keeps the chunk's.
         self.spans = first.spans[:]
+        self.next_sequence = first.next_sequence
         self.began = began
-        self._acks = row.acks
-        self._producer = first[:2]
-        self._next_sequence = first.next_sequence
 
-    def took(self, acks: int, chunk: Chunk, acked_at: int) -> bool:
-        """Take a chunk that continues the row; without idempotence every chunk does."""
-        producer_id, producer_epoch, first_sequence, spans, record_count, batches, size = chunk
-        if (
-            first_sequence != self._next_sequence
-            or (producer_id, producer_epoch) != self._producer
-            or acks != self._acks
-            or len(self.spans) >= 2 * MAX_SPANS
-        ):
-            return False
-        extend_spans(self.spans, spans)
-        if first_sequence >= 0:
-            self._next_sequence = add_sequence(first_sequence, record_count)
+    def takes(self, acks: int, chunk: Chunk) -> bool:
+        """Whether a chunk continues the row; without idempotence every chunk does."""
         row = self.row
-        row.record_count += record_count
-        row.batches += batches
-        row.bytes += size
+        return (
+            chunk.first_sequence == self.next_sequence
+            and chunk.producer_id == row.producer_id
+            and chunk.producer_epoch == row.producer_epoch
+            and acks == row.acks
+            and len(self.spans) < 2 * MAX_SPANS
+        )
+
+    def extend(self, chunk: Chunk, acked_at: int) -> None:
+        extend_spans(self.spans, chunk.spans)
+        self.next_sequence = chunk.next_sequence
+        row = self.row
+        row.record_count += chunk.record_count
+        row.batches += chunk.batches
+        row.bytes += chunk.bytes
         row.last_acked_at = acked_at
-        return True
 
 
 class Trail:
@@ -285,14 +281,15 @@ class Trail:
         if unread:
             log.warning("acknowledged batches unreadable", topic=acked.topic, client=acked.client)
             self._miss()
-        if found is not None and len(found.latency_us) < MAX_LATENCIES:
-            found.latency_us.append(round(acked.latency_s * _MICROS))
+        if found is not None and len(found.row.latency_us) < MAX_LATENCIES:
+            found.row.latency_us.append(round(acked.latency_s * _MICROS))
 
     def _note(self, acked: Acked, chunk: Chunk) -> _OpenRow:
         found = self._open.get(acked)
+        if found is not None and found.takes(acked.acks, chunk):
+            found.extend(chunk, self._at)
+            return found
         if found is not None:
-            if found.took(acked.acks, chunk, self._at):
-                return found
             self._close_row(acked)
         row = Range(
             **self._stamp(),
