@@ -72,12 +72,11 @@ def recorded_durations() -> Durations:
 def table_text(before: Durations, measured: Durations, existing: Iterable[str]) -> str:
     """The table with the measured times, without modules that no longer exist or are short."""
     merged = {module: (lane, seconds) for lane, modules in before.items() for module, seconds in modules.items()}
-    # A long test may need the lane in which a module stands, and not be in this run.
-    merged |= {
-        module: (merged[module][0] if merged.get(module, (ALONE,))[0] != ALONE else lane, seconds)
-        for lane, modules in measured.items()
-        for module, seconds in modules.items()
-    }
+    for lane, modules in measured.items():
+        for module, seconds in modules.items():
+            recorded_lane, _ = merged.get(module, (ALONE, 0.0))
+            # A long test may need the recorded lane, and not be in this run.
+            merged[module] = (lane if recorded_lane == ALONE else recorded_lane, seconds)
     text = _HEADER
     for lane in dict.fromkeys((*SHARED_LANES.values(), OWN_SPARK, ALONE)):
         text += f"\n[{lane}]\n"

@@ -11,8 +11,6 @@ import selectors
 import signal
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,7 +36,6 @@ from tests.support.processes import forked
 READY_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
-BROKER_MAIN = "tests.support.brokers.broker_main"
 # For a broker whose lease no test waits for: a machine that stands still for seconds does not end it.
 LASTING_TTL_S = 60
 
@@ -63,32 +60,23 @@ class BrokerProcess:
         self.stderr_path = data_dir.with_name(f"{data_dir.name}.stderr")
         self.host, self.port = "127.0.0.1", 0
         self.admin = ""
-        self._process: subprocess.Popen[str] | forked.Forked | None = None
+        self._process: forked.Started | None = None
 
     def start(self, *, wait: bool = True) -> Self:
         with self.stderr_path.open("a") as stderr:
-            if forked.can_fork(os.environ):
-                self._process = forked.start(
-                    BROKER_MAIN,
-                    self.arguments,
-                    stdout=None,
-                    stderr=stderr.fileno(),
-                    environ=os.environ,
-                    directory=forked.ROOT,
-                    text=True,
-                )
-            else:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", BROKER_MAIN, *self.arguments],
-                    stdout=subprocess.PIPE,
-                    stderr=stderr,
-                    text=True,
-                    cwd=forked.ROOT,
-                )
+            self._process = forked.start(
+                "tests.support.brokers.broker_main",
+                self.arguments,
+                stdout=None,
+                stderr=stderr.fileno(),
+                environ=os.environ,
+                directory=forked.ROOT,
+                text=True,
+            )
         return self.wait_ready() if wait else self
 
     @property
-    def process(self) -> subprocess.Popen[str] | forked.Forked:
+    def process(self) -> forked.Started:
         assert self._process is not None, "not started"
         return self._process
 

@@ -25,6 +25,7 @@ from tests.support.waiting import PATIENCE_S
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 90.0
 # Other processes are forked instead (tests.support.processes.forked).
+KPROXY_MAIN = "kproxy.__main__"
 KPROXY = (sys.executable, "-P", "-m", "kproxy")
 
 
@@ -45,10 +46,10 @@ def run_kproxy(
 ) -> Ended:
     """Run a command to its end; if that takes too long, it is killed, and the test fails."""
     environ = {**os.environ, **(environ or {})}
-    if command is None and forked.can_fork(environ):
-        return _run_forked(list(map(str, arguments)), environ, timeout_s)
+    if command is None:
+        return _run_started(list(map(str, arguments)), environ, timeout_s)
     done = subprocess.run(
-        [*(command or KPROXY), *map(str, arguments)],
+        [*command, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -59,10 +60,10 @@ def run_kproxy(
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def _run_forked(arguments: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> Ended:
+def _run_started(arguments: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> Ended:
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = forked.start(
-            "kproxy.__main__",
+            KPROXY_MAIN,
             arguments,
             stdout=stdout.fileno(),
             stderr=stderr.fileno(),
@@ -94,11 +95,11 @@ class KproxyProcess:
         # Processes that we start do not outlive us, however we end.
         parent = _parent_pipe()
         environ = {**os.environ, PARENT_FD: str(parent.read_fd)}
-        self._process: subprocess.Popen[bytes] | forked.Forked
+        self._process: forked.Started
         with stderr_path.open("wb") as stderr:
-            if command is None and forked.can_fork(environ):
+            if command is None:
                 self._process = forked.start(
-                    "kproxy.__main__",
+                    KPROXY_MAIN,
                     list(map(str, arguments)),
                     stdout=None,
                     stderr=stderr.fileno(),
@@ -108,7 +109,7 @@ class KproxyProcess:
                 )
             else:
                 self._process = subprocess.Popen(
-                    [*(command or KPROXY), *map(str, arguments)],
+                    [*command, *map(str, arguments)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=stderr,

@@ -6,7 +6,7 @@ and the copy takes the given descriptors, environment, directory and arguments a
 -m` would. Tests of the start itself need a command of its own (`KPROXY`).
 
 The copy's command line and the environment in /proc are the server's. Variables that are read while modules are
-imported cannot be changed afterwards: a start with other values (`AT_IMPORT`) must not be forked (see `can_fork`).
+imported cannot be changed afterwards: a start with other values (`AT_IMPORT`) runs the interpreter (see `can_fork`).
 """
 
 from __future__ import annotations
@@ -126,6 +126,10 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+Started = Forked | subprocess.Popen[Any]
+"""A process of `start`."""
+
+
 class ForkServer:
     """A fork server; its end does not end the processes that it has forked."""
 
@@ -194,12 +198,25 @@ def start(
     new_session: bool = False,
     text: bool = False,
     server: ForkServer | None = None,
-) -> Forked:
-    """Run the `main` of `module` in a forked process, with nothing on its stdin.
+) -> Started:
+    """Run the `main` of `module` in a process with nothing on its stdin: forked if it may be, else by `python -m`.
 
     `stdout` and `stderr` are descriptors; without one for stdout that is a pipe, whose other end is its `stdout`.
     `pass_fds` have the same numbers there. Without a `server` it is that of this process.
     """
+    if not can_fork(environ):
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if stdout is None else stdout,
+            stderr=stderr,
+            bufsize=-1 if text else 0,
+            text=text,
+            env=environ,
+            cwd=directory,
+            pass_fds=pass_fds,
+            start_new_session=new_session,
+        )
     asked = _Asked(module, [*arguments], {**environ}, str(directory or Path.cwd()), [0, 1, 2, *pass_fds], new_session)
     piped: IO[Any] | None = None
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 -- a device

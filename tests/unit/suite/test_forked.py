@@ -19,6 +19,9 @@ from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
+# With other values a process is not forked.
+KEPT = {name: os.environ[name] for name in ("PATH", *forked.AT_IMPORT) if name in os.environ}
+
 
 def started(
     directory: Path,
@@ -34,7 +37,7 @@ def started(
             arguments,
             stdout=None,
             stderr=stderr.fileno(),
-            environ={"PATH": os.environ["PATH"], **environ},
+            environ={**KEPT, **environ},
             directory=directory,
             pass_fds=pass_fds,
             new_session=True,
@@ -62,7 +65,7 @@ def test_it_has_what_it_is_given_and_nothing_else(tmp_path: Path) -> None:
         os.close(reader)
         os.close(writer)
     assert given["arguments"] == ["tell", "a b"]
-    assert given["environ"] == {"PATH": os.environ["PATH"], "COLOUR": "blue"}
+    assert given["environ"] == {**KEPT, "COLOUR": "blue"}
     assert given["directory"] == str(tmp_path)
     assert given["pid"] == given["session"] == process.pid
     assert given["fds"] == [0, 1, 2, reader]

@@ -47,15 +47,24 @@ def test_what_starts_spark_is_in_one_lane_and_what_asks_for_kafka_in_another(req
 
 
 def test_durations_are_kept_of_modules_that_exist_and_take_their_time() -> None:
-    before = {"spark": {"test_gone": 9.0, "test_kept": 3.0}, ALONE: {"test_slow": 4.0, "test_now_short": 5.0}}
+    spark = {"test_gone": 9.0, "test_kept": 3.0, "test_seldom_on_spark": 8.0}
+    before = {"spark": spark, ALONE: {"test_slow": 4.0, "test_now_short": 5.0}}
     measured = {"kafka": {"test_kafka": 0.2}, ALONE: {"test_short": 0.3, "test_slow": 7.25, "test_now_short": 0.5}}
     # Its long test, which asks for Spark, was not run.
-    measured[ALONE]["test_kept"] = 0.5
-    existing = ["test_kept", "test_slow", "test_now_short", "test_short", "test_kafka", "test_new"]
+    measured[ALONE]["test_seldom_on_spark"] = 0.5
+    existing = [
+        "test_seldom_on_spark",
+        "test_kept",
+        "test_slow",
+        "test_now_short",
+        "test_short",
+        "test_kafka",
+        "test_new",
+    ]
     table = tomllib.loads(table_text(before, measured, existing))
     kafka = {"test_kafka": 0.2}
     kept = {lane: modules for lane, modules in table.items() if modules}
-    assert kept == {"spark": {"test_kept": 0.5}, "kafka": kafka, ALONE: {"test_slow": 7.2}}
+    assert kept == {"spark": {"test_kept": 3.0, "test_seldom_on_spark": 0.5}, "kafka": kafka, ALONE: {"test_slow": 7.2}}
 
 
 def test_a_shared_lane_takes_as_long_as_its_modules() -> None:
