@@ -43,6 +43,7 @@ cdef class Account:
 
     cdef readonly Bucket produced, fetched, requests
     cdef public bint is_shared
+    cdef object __weakref__
 
     def __init__(self, produced, fetched, requests):
         self.produced = None if produced is None else Bucket(produced)

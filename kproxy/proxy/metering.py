@@ -116,6 +116,7 @@ class Meter(Charging):
     ) -> None:
         super().__init__(quotas, session, clock)
         self._principal = principal
+        self._now = clock
         self._on_pressure = on_pressure
         self._counters = counters
         self._timer: asyncio.TimerHandle | None = None
@@ -143,12 +144,12 @@ class Meter(Charging):
         else:
             self._timer.cancel()
         self._exceeded = self._account_of(frame) if self._names_clients else self._account
-        self._ends_at = self._clock() + LONGEST_WAIT_S
+        self._ends_at = self._now() + LONGEST_WAIT_S
         self._timer = asyncio.get_running_loop().call_later(wait, self._go_on)
         self._session.take_throttled(frame, first_byte_at, max(1, round(wait * 1000)))
 
     def _go_on(self) -> None:
-        account, now = self._exceeded, self._clock()
+        account, now = self._exceeded, self._now()
         if account is not None and account.is_shared:
             # Its rate may have been cut meanwhile, or may rise while it waits.
             wait = min(account.wait(now), LOOK_S, self._ends_at - now)

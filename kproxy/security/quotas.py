@@ -15,7 +15,8 @@ Invariants
    its connections.
 2. A change of a rate never adds to the amount that may be used at once. So 1 holds for the use at all processes
    together while their shares are at most 1 in total, whenever these change.
-3. At most MOST_ACCOUNTS accounts are kept; the least recently used are forgotten first.
+3. At most MOST_ACCOUNTS accounts are kept beside those of open connections; the least recently used are forgotten
+   first. A client has one account as long as a connection of it is open.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import hashlib
 import heapq
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 from kproxy.config.quotas import QuotaSection
 from kproxy.plain import compiled
@@ -74,7 +76,7 @@ class _Bucket:
 class _Account:
     """The use of one client, by rates per second; None: not limited. `is_shared`: whether its rates may change."""
 
-    __slots__ = ("fetched", "is_shared", "produced", "requests")
+    __slots__ = ("fetched", "__weakref__", "is_shared", "produced", "requests")
 
     def __init__(self, produced: float | None, fetched: float | None, requests: float | None) -> None:
         self.produced = None if produced is None else _Bucket(produced)
@@ -125,8 +127,9 @@ class Accounts:
 
     def __init__(self, part: float = 1.0) -> None:
         self._part = part
-        self._accounts: dict[tuple[str, str], tuple[Account, bytes]] = {}
-        self._by_digest: dict[bytes, Account] = {}
+        self._accounts: dict[tuple[str, str], Account] = {}
+        # Those, and forgotten ones that connections still use.
+        self._by_digest: WeakValueDictionary[bytes, Account] = WeakValueDictionary()
         # Only of rates whose share is not PARTS; the supervisor bounds their number.
         self._parts: dict[bytes, int] = {}
         self._looked_at: float | None = None
@@ -134,23 +137,22 @@ class Accounts:
     def find(self, quota: str, principal: str, rates: tuple[float | None, ...]) -> Account:
         """The account of a principal by the text of its quota, which has these rates; it is opened if there is none."""
         key = (quota, principal)
-        held = self._accounts.pop(key, None) or self._open(key, rates)
-        self._accounts[key] = held
+        account = self._accounts.pop(key, None) or self._open(digest_of(*key), rates)
+        self._accounts[key] = account
         if len(self._accounts) > MOST_ACCOUNTS:
-            _, digest = self._accounts.pop(next(iter(self._accounts)))
-            self._by_digest.pop(digest, None)
-        return held[0]
+            del self._accounts[next(iter(self._accounts))]
+        return account
 
-    def _open(self, key: tuple[str, str], rates: tuple[float | None, ...]) -> tuple[Account, bytes]:
-        account, digest = Account(*(None if rate is None else rate * self._part for rate in rates)), b""
-        if self._part < 1:
-            digest = digest_of(*key)
-            self._by_digest[digest] = account
-            for kind in range(len(_KINDS)):
-                parts = self._parts.get(digest + bytes((kind,)))
-                if parts is not None:
-                    _set_parts(account, kind, parts, 0.0)
-        return account, digest
+    def _open(self, digest: bytes, rates: tuple[float | None, ...]) -> Account:
+        account = self._by_digest.get(digest)
+        if account is not None:
+            return account
+        account = self._by_digest[digest] = Account(*(None if rate is None else rate * self._part for rate in rates))
+        for kind in range(len(_KINDS)):
+            parts = self._parts.get(digest + bytes((kind,)))
+            if parts is not None:
+                _set_parts(account, kind, parts, 0.0)
+        return account
 
     def set_parts(self, parts: Mapping[bytes, int], now: float) -> None:
         """Change this process's share of rates, by their keys."""
@@ -171,7 +173,7 @@ class Accounts:
         passed = 1.0 if self._looked_at is None else max(_LEAST_INTERVAL_S, now - self._looked_at)
         self._looked_at = now
         found: list[tuple[bytes, int, bool]] = []
-        for account, digest in self._accounts.values():
+        for digest, account in list(self._by_digest.items()):
             if not account.is_active(now):
                 continue
             for kind, name in enumerate(_KINDS):

@@ -199,7 +199,7 @@ class Shares(RuleBasedStateMachine):
             self.site.check()
 
 
-Shares.TestCase.settings = settings(max_examples=250, stateful_step_count=25, deadline=None)
+Shares.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
 test_clients_in_total_keep_to_the_rate_whatever_happens = Shares.TestCase
 
 

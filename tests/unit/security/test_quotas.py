@@ -14,7 +14,9 @@ from kproxy.config import load_proxy_config
 from kproxy.config.quotas import parse_quotas
 from kproxy.errors import StartupError
 from kproxy.plain import compiled
+from kproxy.proxy.admission import OpenConnections
 from kproxy.proxy.metering import with_throttle
+from kproxy.security import quotas as quotas_module
 from kproxy.security.principals import Principal
 from kproxy.security.quotas import PARTS, Account, Accounts, Bucket, Quotas, _Account
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA, PRODUCE
@@ -151,6 +153,35 @@ def test_an_account_that_is_opened_later_has_the_share_and_the_most_active_are_t
     assert account.produced.rate == 500
     # What has been told and has leaked is no use.
     assert accounts.uses(100.0, 10) == []
+
+
+def test_a_forgotten_account_that_is_still_in_use_is_the_client_s_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas_module, "MOST_ACCOUNTS", 2)
+    accounts = Accounts(0.5)
+    some = Quotas(parse_quotas([{"requests_per_s": 100}], "here"), accounts)
+    held = some.account(ALICE, "")
+    assert held is not None
+    held.use(0.0, produced=0, fetched=0)
+    for n in range(9):
+        some.account(Principal(f"user-{n}"), "")
+    ((key, _, _),) = accounts.uses(1.0, 10)
+    accounts.set_parts({key: PARTS // 2}, 1.0)
+    assert held.requests is not None
+    assert held.requests.rate == 25
+    assert some.account(ALICE, "") is held
+
+
+def test_connections_at_other_workers_count_by_address_and_by_principal() -> None:
+    here, there = OpenConnections(), OpenConnections()
+    here.by_address.update({"10.0.0.1": 2, "10.0.0.2": 1})
+    here.by_principal.update({"10.0.0.1": 5})
+    there.elsewhere = here.counts(10)
+    there.by_address["10.0.0.1"] += 1
+    assert [there.of_address(name) for name in ("10.0.0.1", "10.0.0.2", "10.0.0.3")] == [3, 1, 0]
+    assert [there.of_principal(name) for name in ("10.0.0.1", "10.0.0.2")] == [5, 0]
+    # Those with the most, where there are too many.
+    there.elsewhere = here.counts(2)
+    assert (there.of_principal("10.0.0.1"), there.of_address("10.0.0.1"), there.of_address("10.0.0.2")) == (5, 3, 0)
 
 
 def test_connections_are_limited_by_principal() -> None:
