@@ -250,9 +250,7 @@ class _Proxy:
                 admissions[listener.name] = self._admission(listener, mechanisms, security)
         return admissions
 
-    def _admission(
-        self, listener: ListenerConfig, mechanisms: tuple[str, ...], security: SecurityFiles
-    ) -> Admission:
+    def _admission(self, listener: ListenerConfig, mechanisms: tuple[str, ...], security: SecurityFiles) -> Admission:
         config, sasl = self._config, self._config.sasl
         carries = sasl is not None and bool(mechanisms) and sasl.carries(listener)
         offered = servers(

@@ -12,7 +12,7 @@ The compiled plain path (kproxy.plain) has twins of `Bucket` and `Account`, whic
 
 Invariants
 1. Over any time T a client that waits as required uses at most rate × (T + BURST_S), and one request more on each of
-   its connections.
+   its connections, and on each that has waited for LONGEST_WAIT_S.
 2. A change of a rate never adds to the amount that may be used at once. So 1 holds for the use at all processes
    together while their shares are at most 1 in total, whenever these change.
 3. At most MOST_ACCOUNTS accounts are kept beside those of open connections; the least recently used are forgotten
@@ -76,7 +76,7 @@ class _Bucket:
 class _Account:
     """The use of one client, by rates per second; None: not limited. `is_shared`: whether its rates may change."""
 
-    __slots__ = ("fetched", "__weakref__", "is_shared", "produced", "requests")
+    __slots__ = ("__weakref__", "fetched", "is_shared", "produced", "requests")
 
     def __init__(self, produced: float | None, fetched: float | None, requests: float | None) -> None:
         self.produced = None if produced is None else _Bucket(produced)

@@ -30,8 +30,8 @@ REQUESTS_A_STEP = 6
 ALICE = Principal("alice")
 QUOTAS = parse_quotas([{"principal": "User:alice", "produce_bytes_per_s": RATE}], "here")
 
-# What happens to the messages of a worker in a second: all arrive; its own arrive late, in another order, and more than once; it does
-# not hear what it is told, or is not heard when it has applied it; it is not heard at all; all are lost.
+# What happens to the messages of a worker in a second: all arrive; its own arrive late, in another order, and more than
+# once; it does not hear what it is told, or is not heard when it has applied it; it is not heard at all; all are lost.
 FATES = PROMPT, LATE, DEAF, APPLIES, SILENT, LOST = "prompt", "late", "deaf", "applies", "silent", "lost"
 
 

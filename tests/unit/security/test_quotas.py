@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,16 @@ from kproxy.config import load_proxy_config
 from kproxy.config.quotas import parse_quotas
 from kproxy.errors import StartupError
 from kproxy.plain import compiled
+from kproxy.proxy import metering
 from kproxy.proxy.admission import OpenConnections
-from kproxy.proxy.metering import with_throttle
+from kproxy.proxy.metering import Meter, with_throttle
 from kproxy.security import quotas as quotas_module
 from kproxy.security.principals import Principal
 from kproxy.security.quotas import PARTS, Account, Accounts, Bucket, Quotas, _Account
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA, PRODUCE
 from kproxy_codec.control import build_response, decode_response, encode_response
-from kproxy_codec.framing import frame_message, response_body_offset, response_header
+from kproxy_codec.framing import frame_message, request_header, response_body_offset, response_header
+from tests.support.waiting import eventually
 
 ALICE, BOB = Principal("alice"), Principal("bob")
 
@@ -130,7 +134,8 @@ def test_an_account_outlasts_a_reading_that_leaves_its_quota_alone() -> None:
 
 def test_an_account_that_is_opened_later_has_the_share_and_the_most_active_are_told() -> None:
     accounts = Accounts(0.5)
-    some = Quotas(parse_quotas([{"produce_bytes_per_s": 1_000, "requests_per_s": 1_000}], "here"), accounts)
+    given = parse_quotas([{"produce_bytes_per_s": 1_000, "requests_per_s": 1_000}], "here")
+    some = Quotas(given, accounts)
     for n in range(5):
         account = some.account(Principal(f"user-{n}"), "")
         assert account is not None
@@ -141,9 +146,7 @@ def test_an_account_that_is_opened_later_has_the_share_and_the_most_active_are_t
     # Another process knows the account by the same key before it is opened there.
     elsewhere = Accounts(0.5)
     elsewhere.set_parts({uses[0][0]: PARTS // 20}, 1.0)
-    account = Quotas(parse_quotas([{"produce_bytes_per_s": 1_000, "requests_per_s": 1_000}], "here"), elsewhere).account(
-        Principal("user-4"), ""
-    )
+    account = Quotas(given, elsewhere).account(Principal("user-4"), "")
     assert account is not None
     assert account.produced is not None
     assert account.requests is not None
@@ -239,9 +242,7 @@ def test_other_answers_stay_as_they_are() -> None:
 
 
 uses = st.lists(
-    st.tuples(
-        st.floats(-10, 100), st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.none() | st.floats(1e-3, 64)
-    ),
+    st.tuples(st.floats(-10, 100), st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.none() | st.floats(1e-3, 64)),
     max_size=20,
 )
 rates = st.none() | st.floats(1e-3, 1e12)
@@ -265,3 +266,39 @@ def test_the_compiled_account_waits_as_long(
             waits += [account.is_active(now), account.wait(now)]
         found.append(waits)
     assert found[0] == found[1]
+
+
+class _Session:
+    """The session behind a meter."""
+
+    sent_bytes = 0
+    plain_path = None
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
+        self.told.append(throttle_ms)
+
+
+async def test_a_wait_goes_on_while_the_rate_is_cut_and_ends_when_it_has_risen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metering, "LOOK_S", 0.01)
+    accounts = Accounts(0.5)
+    some = Quotas(parse_quotas([{"produce_bytes_per_s": 2_000}], "here"), accounts)
+    session, pressure, now = _Session(), list[bool](), 100.0
+    meter = Meter(lambda: some, ALICE, session, pressure.append, lambda: now, Counter())
+    frame = memoryview(frame_message(request_header(PRODUCE, 9, 1, b"a"), bytes(990)))
+    # A few bytes more than may be used at once.
+    assert meter.take(frame, 0.0, {})
+    assert pressure == [True]
+    assert 1 <= session.told[0] <= 10
+    ((key, _, is_short),) = accounts.uses(now, 10)
+    assert is_short
+    accounts.set_parts({key: 1}, now)
+    now += 1
+    await asyncio.sleep(0.05)
+    assert pressure == [True]
+    accounts.set_parts({key: 2 * PARTS}, now)
+    now += 1
+    await eventually(lambda: pressure == [True, False])
+    meter.close()
