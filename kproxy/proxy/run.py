@@ -94,6 +94,7 @@ class _Proxy:
         self._reminders = Reminders(time.monotonic)
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
         self._reloads = Reloads()
+        self._connections = OpenConnections()
         self._access = self._open_access()
         self._dialler = Dialler(access=self._access)
 
@@ -108,6 +109,10 @@ class _Proxy:
             fetching = asyncio.create_task(security.key_server.run()) if security.key_server is not None else None
             if fetching is not None:
                 stack.push_async_callback(cancel, fetching)
+            # Before the first client: a process in place of one that ended begins with the shares of that one.
+            sharing = self._front.share(security.accounts, self._connections)
+            if sharing is not None:
+                stack.push_async_callback(cancel, sharing)
             audit = self._audit = self._open_audit(port)
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
@@ -144,8 +149,7 @@ class _Proxy:
             looking = asyncio.create_task(self._reloads.run())
             stack.push_async_callback(cancel, looking)
             running = [opened.following, failing, looking]
-            if fetching is not None:
-                running.append(fetching)
+            running += [task for task in (fetching, sharing) if task is not None]
             if own is not None and own.running is not None:
                 running.append(own.running)
             await unless_failed(_reload_at(self._signals.hangup, opened.source, self._reloads), running)
@@ -236,23 +240,17 @@ class _Proxy:
 
     def _admissions(self, security: SecurityFiles) -> dict[str, Admission]:
         """The requirements for clients, by the name of their listener; none for a listener that is not in it."""
-        config, connections = self._config, OpenConnections()
+        config = self._config
         for_all = config.access is not None or config.quotas is not None or config.limits.max_connections_per_address
         admissions = {}
         for listener in config.listeners:
             mechanisms = config.sasl.offered(listener) if config.sasl is not None else ()
             shows_certificates = listener.tls is not None and listener.tls.client_auth != "none"
             if mechanisms or shows_certificates or for_all:
-                admissions[listener.name] = self._admission(listener, mechanisms, security, connections)
+                admissions[listener.name] = self._admission(listener, mechanisms, security)
         return admissions
 
-    def _admission(
-        self,
-        listener: ListenerConfig,
-        mechanisms: tuple[str, ...],
-        security: SecurityFiles,
-        connections: OpenConnections,
-    ) -> Admission:
+    def _admission(self, listener: ListenerConfig, mechanisms: tuple[str, ...], security: SecurityFiles) -> Admission:
         config, sasl = self._config, self._config.sasl
         carries = sasl is not None and bool(mechanisms) and sasl.carries(listener)
         offered = servers(
@@ -269,7 +267,7 @@ class _Proxy:
             counters=self._counters,
             quotas=(lambda: security.quotas) if config.quotas is not None else None,
             most_of_an_address=config.limits.max_connections_per_address,
-            connections=connections,
+            connections=self._connections,
             carries=carries,
         )
 

@@ -13,7 +13,7 @@ from kproxy.config.quotas import QuotaOptions, read_quotas
 from kproxy.config.security import OauthOptions, SaslOptions
 from kproxy.security.acls import Rules, acls_of
 from kproxy.security.key_server import KeyServer
-from kproxy.security.quotas import Quotas
+from kproxy.security.quotas import Accounts, Quotas
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.tokens import TokenOptions, TokenVerifier, read_verifier
 from kproxy.security.users import Users, read_users
@@ -42,6 +42,7 @@ class SecurityFiles:
         self._users = self._tokens = self._rules = self._quotas = None
         # The code that has this object runs it.
         self.key_server: KeyServer | None = None
+        self.accounts = Accounts(quotas.share if quotas is not None else 1.0)
         # A salt must not show whether a user exists, so it must not change when the file is read again.
         stand_in_key = secrets.token_bytes(32)
 
@@ -63,8 +64,7 @@ class SecurityFiles:
         if access is not None and access.file is not None:
             self._rules = follow("acls", access.file, lambda file: Rules(acls_of(read_acls(file))))
         if quotas is not None:
-            share = quotas.share
-            self._quotas = follow("quotas", quotas.file, lambda file: Quotas(read_quotas(file), share))
+            self._quotas = follow("quotas", quotas.file, lambda file: Quotas(read_quotas(file), self.accounts))
 
     @property
     def quotas(self) -> Quotas:
