@@ -40,6 +40,7 @@ from kproxy.broker.log_maintenance import LogMaintenance
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.authentication import SharedSecret
+from kproxy.broker.replication.encryption import Encryption
 from kproxy.broker.replication.fetchers import ReplicaFetchers
 from kproxy.broker.replication.isr_keeper import FollowerPresence, IsrKeeper
 from kproxy.broker.replication.listener import ReplicationListener
@@ -49,8 +50,9 @@ from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdB
 from kproxy.etcd.lease import LeaseFence, lease_clock
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.process import raise_open_file_limit
-from kproxy.runtime.signals import stop_signals
+from kproxy.runtime.signals import Signals
 from kproxy.runtime.sockets import bind, bound_port
+from kproxy.security.reloading import Reloads
 from kproxy_codec.framing import ReceiveArena
 
 if TYPE_CHECKING:
@@ -138,7 +140,11 @@ class _Server:
         self._connections: set[ClientConnection] = set()
         self._arena = ReceiveArena()
         self._secret = SharedSecret(client, self._keys)
-        self._replication = ReplicationListener(lambda: self._secret.current, self._arena, self._presence)
+        self._reloads = Reloads()
+        self._encryption = Encryption(config.replication_tls, (config.advertise or config.listen)[0], self._reloads)
+        self._replication = ReplicationListener(
+            lambda: self._secret.current, self._arena, self._presence, self._encryption
+        )
         self._fetchers = ReplicaFetchers(
             ReplicaKey(config.node_id, data_dir.log_id),
             self._view,
@@ -147,6 +153,7 @@ class _Server:
             self._arena,
             config.max_frame_bytes,
             may_fetch=self._holds_lease,
+            encryption=self._encryption,
         )
         self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
@@ -160,10 +167,13 @@ class _Server:
     async def run(self) -> None:
         """Start, serve and stop."""
         listener = await self._bind()
-        stop = asyncio.Event()
-        with stop_signals(stop.set):
-            stopping = asyncio.create_task(stop.wait())
+        with Signals() as signals:
+            stopping = asyncio.create_task(signals.stop.wait())
             starting = asyncio.create_task(self._start(listener))
+            self._tasks += [
+                asyncio.create_task(self._reloads.run()),
+                asyncio.create_task(self._reload_at(signals.hangup)),
+            ]
             try:
                 await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
                 if starting.done():
@@ -180,6 +190,12 @@ class _Server:
     async def _bind(self) -> asyncio.Server:
         return await bind(self._connection, *self._config.listen, choose="another --listen")
 
+    async def _reload_at(self, hangup: asyncio.Event) -> None:
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            await self._reloads.reload()
+
     async def _start(self, listener: asyncio.Server) -> None:
         host, port = self._advertised(listener)
         replication_port = await self._replication.bind(self._config.replication_listen or (self._config.listen[0], 0))
@@ -189,7 +205,9 @@ class _Server:
             self._lease = BrokerLease(
                 self._client,
                 self._keys,
-                BrokerValue(self._config.node_id, host, port, replication_port, self._data_dir.log_id),
+                BrokerValue(
+                    self._config.node_id, host, port, replication_port, self._data_dir.log_id, self._encryption.mode
+                ),
                 ttl_s=self._config.lease_ttl_s,
                 clock=lease_clock,
                 on_claimed=self._on_claimed,

@@ -9,7 +9,7 @@ import click
 
 from kproxy.broker.config import FLUSH_POLICIES
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.options import etcd_flags
+from kproxy.cli.options import etcd_flags, replication_tls_from
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
 from kproxy.runtime.process import end_with_parent
@@ -26,6 +26,20 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
     "--replication-listen",
     metavar="H:P",
     help="Where other brokers connect to replicate, at the host of --advertise. [the host of --listen, any free port]",
+)
+@click.option(
+    "--replication-tls-cert",
+    metavar="FILE",
+    help="TLS between brokers: this broker's certificate for the host of --advertise, with its chain. [none]",
+)
+@click.option("--replication-tls-key", metavar="FILE", help="The private key of --replication-tls-cert.")
+@click.option(
+    "--replication-tls-ca", metavar="FILE", help="The CA certificates that sign the certificates of all brokers."
+)
+@click.option(
+    "--replication-tls-mode",
+    metavar="optional|required",
+    help="Whether to replicate without TLS with brokers that have none, while the others get it. [required]",
 )
 @click.option(
     "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="The directory of its logs."
@@ -131,6 +145,7 @@ def command(
     followers_address = parse_address(replication_listen, "--replication-listen") if replication_listen else None
     endpoints = split_list(etcd, "--etcd")
     options = etcd_options_from({name: given.pop(name) for name in list(given) if name.startswith("etcd_")})
+    tls = replication_tls_from({name: given.pop(name) for name in list(given) if name.startswith("replication_tls_")})
     from kproxy.broker.server import BrokerConfig, run_broker
 
     end_with_parent()
@@ -140,6 +155,7 @@ def command(
         listen=address,
         advertise=told,
         replication_listen=followers_address,
+        replication_tls=tls,
         admin=parse_address(admin, "--admin") if admin else None,
         **given,
     )

@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_PREFIX, Address, parse_address, split_list
 from kproxy.config.broker_sasl import BrokerSaslSection, broker_sasl
 from kproxy.config.etcd import EtcdOptions, etcd_options_from
-from kproxy.config.tls import BrokerTlsSection, broker_tls
+from kproxy.config.tls import BrokerTlsSection, ReplicationTls, ReplicationTlsSection, broker_tls, replication_tls
 from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ ADMIN_VARIABLE = "KPROXY_ADMIN"
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
-Section = TypeVar("Section", BrokerTlsSection, BrokerSaslSection)
+Section = TypeVar("Section", BrokerTlsSection, BrokerSaslSection, ReplicationTlsSection)
 
 _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE)
 
@@ -272,6 +272,17 @@ def broker_access(flags: Mapping[str, str | bool | None], environ: Mapping[str, 
     tls = broker_tls(_section(BrokerTlsSection, "broker_tls", flags, environ, tls_sources), tls_sources)
     given = _section(BrokerSaslSection, "broker_sasl", flags, environ, sasl_sources)
     return BrokerAccess.once(tls, broker_sasl(given, sasl_sources, with_tls=tls is not None))
+
+
+def replication_tls_from(
+    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
+) -> ReplicationTls | None:
+    """TLS between reference brokers; None without.
+
+    `flags` as `replication_tls_ca` win over the environment, as KPROXY_REPLICATION_TLS__CA. Raises StartupError.
+    """
+    sources = dict[str, str]()
+    return replication_tls(_section(ReplicationTlsSection, "replication_tls", flags, environ, sources), sources)
 
 
 def _section(
