@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -41,6 +41,8 @@ class BrokerStatus:
 
     `problem`: why clients should not be sent here, or empty. `lease_lapses`: how often the lease was renewed only after
     it might have ended. `etcd_silent_s`: time since etcd was last heard, infinite before that.
+    `certificate_expires_at`: when the certificate for other brokers ends, in seconds since the epoch, None without one.
+    `handshakes`: followers' ended TLS handshakes, by outcome.
     """
 
     problem: str
@@ -50,6 +52,8 @@ class BrokerStatus:
     etcd_silent_s: float
     client_connections: int
     follower_connections: int
+    certificate_expires_at: float | None = None
+    handshakes: Mapping[str, int] = field(default_factory=dict)
 
 
 class FollowerState(NamedTuple):
@@ -188,6 +192,7 @@ class BrokerCollector(Collector):
         yield from _replicas(self._counts, self._states)
         yield from _in_sync(self._counts, [state for state in self._states if state.is_leader])
         yield from _lease(self._status, self._counts)
+        yield from _encryption(self._status)
         yield from _disk(self._counts, self._states)
         yield from _partitions(self._states[:MAX_PARTITION_SERIES])
 
@@ -266,6 +271,22 @@ def _lease(now: BrokerStatus, counts: BrokerCounts) -> Iterable[Metric]:
         "Follower brokers connected to this broker.",
         now.follower_connections,
     )
+
+
+def _encryption(now: BrokerStatus) -> Iterable[Metric]:
+    if now.certificate_expires_at is None:
+        return
+    yield gauge(
+        "kproxy_broker_replication_certificate_expiry_timestamp_seconds",
+        "When the certificate that this broker shows other brokers ends, as Unix time.",
+        now.certificate_expires_at,
+    )
+    handshakes = CounterMetricFamily(
+        "kproxy_broker_replication_handshakes", "Followers' ended TLS handshakes, by outcome.", labels=["outcome"]
+    )
+    for outcome, count in sorted(now.handshakes.items()):
+        handshakes.add_metric([outcome], count)
+    yield handshakes
 
 
 def _disk(counts: BrokerCounts, states: Sequence[ReplicaState]) -> Iterable[Metric]:

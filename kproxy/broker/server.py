@@ -372,6 +372,8 @@ class _Server:
             silent_s,
             len(self._connections),
             len(self._replication.followers),
+            self._encryption.expires_at,
+            self._encryption.handshakes,
         )
 
     # Serving

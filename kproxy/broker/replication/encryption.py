@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kproxy.broker.cluster import LiveBroker
@@ -102,7 +102,7 @@ class TowardsLeader(NamedTuple):
         if self.context is None:
             return f"{text}; it requires TLS: {_THIS_ONE}" if self.mode == REQUIRED else text
         if error is None:
-            return text
+            return f"{text} before it had accepted this broker: see its log"
         failure = broker_failure(error, name=self.host, has_ca=True, has_cert=True, words=_DIAL_WORDS)
         if failure.word == "gone" and not self.mode:
             return f"{failure.text}, and has no TLS by its key in etcd: {_DIAL_WORDS.no_tls}"
@@ -133,8 +133,8 @@ class Encryption:
     @property
     def handshakes(self) -> dict[str, int]:
         """The ended handshakes of the listener, by outcome."""
-        outcomes = {word: self._counters[name] for name, word in _outcomes(self._counters)}
-        return {"done": 0} | outcomes if self._tls is not None else {}
+        counted = self._counters.items()
+        return {name.rpartition(".")[2]: count for name, count in counted if name.startswith("tls.handshakes.")}
 
     def towards(self, leader: LiveBroker) -> TowardsLeader:
         """How to dial a leader now."""
@@ -163,12 +163,6 @@ NO_ENCRYPTION = Encryption(None, "", Reloads())
 
 def _loader(options: ReplicationTls, host: str) -> Callable[[], LoadedReplication]:
     return lambda: load_replication_tls(options, host, EntranceContext)
-
-
-def _outcomes(counters: Counter[str]) -> Iterator[tuple[str, str]]:
-    for name in list(counters):
-        if name.startswith("tls.handshakes."):
-            yield name, name.rpartition(".")[2]
 
 
 def without_tls(error: Exception) -> str:
