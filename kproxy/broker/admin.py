@@ -41,8 +41,8 @@ class BrokerStatus:
 
     `problem`: why clients should not be sent here, or empty. `lease_lapses`: how often the lease was renewed only after
     it might have ended. `etcd_silent_s`: time since etcd was last heard, infinite before that.
-    `certificate_expires_at`: when the certificate for other brokers ends, in seconds since the epoch, None without one.
-    `handshakes`: followers' ended TLS handshakes, by outcome.
+    `certificates`: when they end, in seconds since the epoch, by use; `handshakes`: ended TLS handshakes, by use and
+    outcome. The uses are `listener` and `replication`.
     """
 
     problem: str
@@ -52,8 +52,8 @@ class BrokerStatus:
     etcd_silent_s: float
     client_connections: int
     follower_connections: int
-    certificate_expires_at: float | None = None
-    handshakes: Mapping[str, int] = field(default_factory=dict)
+    certificates: Mapping[str, float] = field(default_factory=dict)
+    handshakes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class FollowerState(NamedTuple):
@@ -192,7 +192,7 @@ class BrokerCollector(Collector):
         yield from _replicas(self._counts, self._states)
         yield from _in_sync(self._counts, [state for state in self._states if state.is_leader])
         yield from _lease(self._status, self._counts)
-        yield from _encryption(self._status)
+        yield from _tls(self._status)
         yield from _disk(self._counts, self._states)
         yield from _partitions(self._states[:MAX_PARTITION_SERIES])
 
@@ -273,19 +273,22 @@ def _lease(now: BrokerStatus, counts: BrokerCounts) -> Iterable[Metric]:
     )
 
 
-def _encryption(now: BrokerStatus) -> Iterable[Metric]:
-    if now.certificate_expires_at is None:
+def _tls(now: BrokerStatus) -> Iterable[Metric]:
+    if not now.certificates:
         return
-    yield gauge(
-        "kproxy_broker_replication_certificate_expiry_timestamp_seconds",
-        "When the certificate that this broker shows other brokers ends, as Unix time.",
-        now.certificate_expires_at,
+    ends = GaugeMetricFamily(
+        "kproxy_broker_tls_certificate_expiry_timestamp_seconds",
+        "When a certificate in use ends, as Unix time.",
+        labels=["use"],
     )
     handshakes = CounterMetricFamily(
-        "kproxy_broker_replication_handshakes", "Followers' ended TLS handshakes, by outcome.", labels=["outcome"]
+        "kproxy_broker_tls_handshakes", "Ended TLS handshakes of those who connect.", labels=["use", "outcome"]
     )
-    for outcome, count in sorted(now.handshakes.items()):
-        handshakes.add_metric([outcome], count)
+    for use, ends_at in now.certificates.items():
+        ends.add_metric([use], ends_at)
+        for outcome, count in sorted(now.handshakes.get(use, {}).items()):
+            handshakes.add_metric([use, outcome], count)
+    yield ends
     yield handshakes
 
 

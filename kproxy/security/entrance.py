@@ -141,6 +141,11 @@ def load_for_entrance(options: ListenerTls) -> Loaded:
     return loaded
 
 
+def handshakes_of(counters: Counter[str]) -> dict[str, int]:
+    """The ended handshakes that an entrance has counted, by outcome."""
+    return {name.rpartition(".")[2]: count for name, count in counters.items() if name.startswith("tls.handshakes.")}
+
+
 class Entrance(Generic[Session]):
     """One listener; `name` is empty for the only one. `tls` returns what a handshake uses that begins now.
 

@@ -34,7 +34,7 @@ from kproxy.broker.cluster import LiveBroker
 from kproxy.broker.connection import ClientConnection
 from kproxy.config.certificates import is_among
 from kproxy.config.tls import LoadedReplication, ReplicationTls, load_replication_tls
-from kproxy.security.entrance import Entrance, EntranceContext
+from kproxy.security.entrance import Entrance, EntranceContext, handshakes_of
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.tls_errors import DialWords, ListenerWords, broker_failure
 from kproxy_codec.foreign import foreign_protocol
@@ -133,8 +133,7 @@ class Encryption:
     @property
     def handshakes(self) -> dict[str, int]:
         """The ended handshakes of the listener, by outcome."""
-        counted = self._counters.items()
-        return {name.rpartition(".")[2]: count for name, count in counted if name.startswith("tls.handshakes.")}
+        return handshakes_of(self._counters)
 
     def towards(self, leader: LiveBroker) -> TowardsLeader:
         """How to dial a leader now."""

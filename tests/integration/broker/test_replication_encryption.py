@@ -1,6 +1,7 @@
 """TLS between brokers: who replicates with whom, what the others learn, new certificates, and a cluster that gets them.
 
-The first half has a leader and a follower in this process, the second half brokers as processes.
+The first half has a leader and a follower in this process, the second half brokers as processes. The last test is about
+TLS of clients.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from kproxy.security.reloading import Reloads
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS
 from tests.support.brokers.broker_logs import read_all
-from tests.support.brokers.follower_client import NO_DIRECTORY, Replication, replication_of
+from tests.support.brokers.follower_client import NO_DIRECTORY, FollowerClient, Replication, replication_of
 from tests.support.brokers.reference_broker import BrokerProcess, Closed, start_brokers
 from tests.support.brokers.replicating import LEADER, FollowerSide, append, fetching, pair
-from tests.support.processes.served import page, samples
+from tests.support.processes.dev import serving
+from tests.support.processes.served import page, port_of, samples
 from tests.support.security.tls_files import Pair, Signer, client_context
 from tests.support.waiting import PATIENCE_S, eventually, wait_for
 from tests.support.wire.record_batches import build_batch
@@ -380,7 +382,7 @@ def test_brokers_replicate_by_mutual_tls_and_let_in_no_one_else(site: Site, proc
             answer = client.prove(handshake.final(client.prove(handshake.first()).auth_bytes))
             assert answer.error_code == error_codes.SASL_AUTHENTICATION_FAILED
             assert reason in answer.error_message
-            assert reason in leader.log()
+        wait_for(lambda reason=reason: reason in leader.log(), what=reason)  # type: ignore[misc]
     # Nor the certificate without the secret.
     with way.client().secure(ours) as client:
         client.send_fetch(follower.node_id, [])
@@ -466,8 +468,8 @@ def test_certificates_change_and_no_replica_leaves_the_isr(site: Site, tmp_path:
     assert [each.log().count("follower authenticated") for each in brokers.brokers] == authenticated
     assert not any("ISR changed" in each.log() or "leader not reachable" in each.log() for each in brokers.brokers)
     told = samples(page(brokers.leader.admin, "/metrics")[1])
-    assert told["kproxy_broker_replication_handshakes_total", (("outcome", "done"),)] == 2
-    expiry = told["kproxy_broker_replication_certificate_expiry_timestamp_seconds", ()]
+    assert told["kproxy_broker_tls_handshakes_total", (("outcome", "done"), ("use", "replication"))] == 2
+    expiry = told["kproxy_broker_tls_certificate_expiry_timestamp_seconds", (("use", "replication"),)]
     assert expiry == pytest.approx(time.time() + 30 * 86_400, abs=86_400)
     # New connections have the new ones.
     way = brokers.replication(brokers.leader)
@@ -496,3 +498,45 @@ def test_a_cluster_gets_tls_broker_by_broker(site: Site, processes: Start) -> No
         with brokers.replication(broker).client() as client, pytest.raises(Closed):
             client.request(API_VERSIONS, 0)
     assert "Traceback" not in "".join(each.log() for each in brokers.brokers)
+
+
+def test_a_broker_admits_clients_by_tls_and_their_certificates(
+    site: Site, etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
+) -> None:
+    client_pair = site.theirs.issue("client", "client.example.org")
+    flags = {
+        "tls-cert": site.pair.cert,
+        "tls-key": site.pair.key,
+        "tls-client-ca": site.theirs.ca,
+        "replication-tls-cert": site.pair.cert,
+        "replication-tls-key": site.pair.key,
+        "replication-tls-ca": site.ours.ca,
+    }
+    arguments = ["broker", "--node-id", "1", "--replication-factor", "1", "--data-dir", tmp_path / "data"]
+    arguments += ["--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--admin", f"{HOST}:0"]
+    arguments += [part for flag, file in flags.items() for part in (f"--{flag}", file)]
+    with serving(arguments, tmp_path / "stderr") as process:
+        port = port_of(process)
+        with FollowerClient(HOST, port).secure(client_context(site.ours.ca, client_pair)) as client:
+            client.metadata(TOPIC)
+            produced = client.produce(TOPIC, 0, build_batch([b"v" * 300_000]), acks=-1)
+            assert produced.error_code == error_codes.NONE
+        # That of a broker is none of a client.
+        for context in (client_context(site.ours.ca), client_context(site.ours.ca, site.pair)):
+            with pytest.raises((OSError, Closed)), FollowerClient(HOST, port) as client:
+                client.secure(context).metadata(TOPIC)
+        with FollowerClient(HOST, port) as client, pytest.raises(Closed):
+            client.metadata(TOPIC)
+        for reason in (
+            "it shows no certificate, and this listener requires one",
+            "its certificate is not signed by an authority of tls.client_ca",
+            "it speaks plain text, and this listener speaks TLS: set security.protocol=SSL",
+        ):
+            wait_for(lambda reason=reason: reason in process.stderr(), what=reason)  # type: ignore[misc]
+        told = samples(page(process.admin, "/metrics")[1])
+        assert told["kproxy_broker_tls_handshakes_total", (("outcome", "done"), ("use", "listener"))] == 1
+        assert {each[1] for each in told if each[0].endswith("expiry_timestamp_seconds")} == {
+            (("use", "listener"),),
+            (("use", "replication"),),
+        }
+        assert process.stop() == 0
