@@ -152,7 +152,7 @@ class Entrance(Generic[Session]):
     `admits_plain_text`: whether a connection whose first byte is not that of TLS comes in as well. `refuses` returns,
     and logs, whether one more connection is not admitted. `session` makes the session of a connection that is inside,
     or returns None if there are too many; its argument is the client's address by the PROXY protocol. `welcome` takes
-    the session once it is connected. `words` name the options in explanations, and who connects.
+    the session once it is connected. `words` name the options in explanations.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Entrance(Generic[Session]):
             try:
                 connection, address = await loop.sock_accept(listening)
             except OSError as error:
-                log.warning(f"{self._words.who} connection not accepted", listener=self.name, reason=str(error))
+                log.warning("client connection not accepted", listener=self.name, reason=str(error))
                 await asyncio.sleep(PAUSE_S)
                 continue
             if self._refuses():
@@ -284,7 +284,7 @@ class Entrance(Generic[Session]):
             # TimeoutError is an OSError.
             self._refused(client_failure(error, names=(), asked_for="", words=self._words), peer)
         except Exception:  # the boundary: an error with one connection must not end the listener
-            log.exception(f"{self._words.who} connection not let in", client=peer)
+            log.exception("client connection not let in", client=peer)
         finally:
             # This does nothing where the event loop has taken the descriptor.
             connection.close()
@@ -340,10 +340,10 @@ class Entrance(Generic[Session]):
         self._counters[f"tls.handshakes.failed.{failure.word}"] += 1
         if failure.word == "gone":
             # A load balancer's check of the port, or a client that did not wait.
-            log.debug(f"{self._words.who} not let in", listener=self.name, client=peer, reason=failure.text)
+            log.debug("client not let in", listener=self.name, client=peer, reason=failure.text)
             return
         log.warning(
-            f"{self._words.who} not let in",
+            "client not let in",
             most_a_minute=_MOST_A_MINUTE,
             bounded_by="failure",
             failure=failure.word,

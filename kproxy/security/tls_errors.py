@@ -30,10 +30,9 @@ class Failure(NamedTuple):
 class ListenerWords(NamedTuple):
     """The options of a listener, as explanations name them.
 
-    `who` connects. `speak_tls`: the way out for one that does not speak TLS.
+    `speak_tls`: the way out for a client that does not speak TLS.
     """
 
-    who: str = "client"
     client_ca: str = "tls.client_ca"
     client_auth: str = "tls.client_auth"
     min_version: str = "tls.min_version"

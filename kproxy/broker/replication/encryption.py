@@ -48,7 +48,6 @@ _TURN_ON = f"give it {_OPTIONS}"
 _THIS_ONE = f"give this broker {_OPTIONS}"
 _UNTIL_ALL = "or this one --replication-tls-mode optional until all brokers have them"
 _LISTENER_WORDS = ListenerWords(
-    who="follower",
     client_ca="--replication-tls-ca",
     client_auth=_TURN_ON,
     min_version="1.2 and later",

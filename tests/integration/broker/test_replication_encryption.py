@@ -113,7 +113,7 @@ async def test_modes_agree_on_tls_where_both_have_it(
 REFUSED = {
     "none": (
         "required",
-        "follower not let in",
+        "client not let in",
         "it speaks plain text, and this listener speaks TLS: give it --replication-tls-cert",
         "it requires TLS: give this broker --replication-tls-cert",
     ),
