@@ -274,8 +274,6 @@ def _lease(now: BrokerStatus, counts: BrokerCounts) -> Iterable[Metric]:
 
 
 def _tls(now: BrokerStatus) -> Iterable[Metric]:
-    if not now.certificates:
-        return
     ends = GaugeMetricFamily(
         "kproxy_broker_tls_certificate_expiry_timestamp_seconds",
         "When a certificate in use ends, as Unix time.",
