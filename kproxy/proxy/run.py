@@ -43,7 +43,6 @@ from kproxy.proxy.broker_health import Brokers, readiness
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
-from kproxy.proxy.entrance import load_for_entrance
 from kproxy.proxy.front import Front, OwnFront, OwnPages
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
@@ -53,6 +52,7 @@ from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.entrance import load_for_entrance
 from kproxy.security.files import SecurityFiles
 from kproxy.security.mechanisms import servers
 from kproxy.security.reloading import Reloading, Reloads
