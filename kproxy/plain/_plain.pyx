@@ -98,6 +98,7 @@ cdef class Outbox
 cdef class Slot
 cdef class AnswerOrder
 cdef class CompiledPath
+cdef class CompiledSlot
 cdef class AnswerReader
 
 include "spans.pxi"

@@ -41,9 +41,6 @@ cdef void *_chunks[KP_MAX_PARTITIONS]
 _MINUS_INFINITY = float("-inf")
 
 
-cdef class CompiledSlot
-
-
 cdef class OpenChunk:
     """The open chunk of `kproxy.trail.acknowledgements.Acked`, which explains the attributes.
 
@@ -162,7 +159,9 @@ cdef class OpenChunk:
             return False
         self.is_idle = False
         self.woken.append(self)
-        self.acks, self.latency_s = slot.head.acks, slot.path.clock.now() - slot.began
+        self.acks = slot.head.acks
+        # As Trail.seconds_since computes it, to the last bit.
+        self.latency_s = slot.path.clock.now() - slot.deadline + slot.path.seconds_to_answer(slot.head.timeout_ms)
         memcpy(self.own_producer, header + 43, PRODUCER_BYTES)
         self.has_producer = True
         self.counts_sequences = kp_int64(header + 43) != -1
@@ -549,13 +548,19 @@ cdef class CompiledPath:
             self.forget()
         return self.is_open
 
+    cdef inline double seconds_to_answer(self, int32_t timeout_ms):
+        """See kproxy.routing.retry.deadline_s."""
+        cdef double cap_ms = timeout_ms if timeout_ms < self.deadline_cap_ms else self.deadline_cap_ms
+        cdef double seconds = 0.9 * cap_ms / 1000
+        return seconds if seconds > 1.0 else 1.0
+
     cdef bint take_span(
         self, view, uint8_t *chunk, Py_ssize_t start, Py_ssize_t size, double now, double first_byte_at, ranges
     ) except -1:
         """Like `take`, for a frame in `view`, whose bytes are at `chunk`; `now` is the time of the event."""
         cdef const uint8_t *data = chunk + start
         cdef kp_request head
-        cdef double cap_ms, seconds, deadline
+        cdef double deadline
         cdef uint32_t parts = 0
         if size < 8 or kp_int16(data + 4) != PRODUCE_KEY or size > 0x7FFFFFFF:
             return False
@@ -568,9 +573,7 @@ cdef class CompiledPath:
         versions = ranges.get(PRODUCE_KEY)
         if versions is None or not versions[0] <= head.version <= versions[1]:
             return False
-        cap_ms = head.timeout_ms if head.timeout_ms < self.deadline_cap_ms else self.deadline_cap_ms
-        seconds = 0.9 * cap_ms / 1000
-        deadline = first_byte_at + (seconds if seconds > 1.0 else 1.0)
+        deadline = first_byte_at + self.seconds_to_answer(head.timeout_ms)
         if deadline <= now:
             return False
         if self.plain.open_partitions and self.plain.open_partitions + head.entry_count > KP_MAX_PARTITIONS:
