@@ -15,6 +15,7 @@ from bench.access import access
 from bench.acks import REPLICATION_FACTOR, acks
 from bench.acks0 import acks0
 from bench.against import ROUNDS, against
+from bench.connections import connections
 from bench.own import own
 from bench.paths import paths
 from bench.pipeline import pipeline
@@ -26,7 +27,7 @@ from bench.quick import quick
 from bench.table import PARTITIONS, table
 from bench.tls import tls
 
-SECTIONS = "quick, plain, paths, tls, access, table, acks, acks0, own, pipeline"
+SECTIONS = "quick, plain, connections, paths, tls, access, table, acks, acks0, own, pipeline"
 
 
 def main() -> None:
@@ -70,6 +71,7 @@ def main() -> None:
             arguments.svg,
         ),
         "paths": lambda: paths(console),
+        "connections": lambda: connections(console),
         "tls": lambda: tls(console, arguments.rounds),
         "access": lambda: access(console, arguments.rounds),
         "table": lambda: table(console, arguments.partitions),

@@ -145,6 +145,8 @@ class Connection(asyncio.BufferedProtocol):
         self.start()
 
     def close(self) -> None:
+        # Nobody waits for what was not sent.
+        self.done.cancel()
         self._transport.close()
 
     def _send(self, wanted: int) -> None:

@@ -90,7 +90,7 @@ def haproxy(port: int, directory: Path, certificate: Path | None = None) -> Iter
     configuration = directory / f"haproxy-{listen}.cfg"
     tls = "" if certificate is None else f" ssl crt {certificate}"
     configuration.write_text(
-        "global\n  nbthread 1\n  maxconn 1000\ndefaults\n  mode tcp\n  timeout connect 5s\n  timeout client 60s\n"
+        "global\n  nbthread 1\n  maxconn 4000\ndefaults\n  mode tcp\n  timeout connect 5s\n  timeout client 60s\n"
         f"  timeout server 60s\nfrontend f\n  bind 127.0.0.1:{listen}{tls}\n  default_backend b\n"
         f"backend b\n  server s 127.0.0.1:{port}\n"
     )

@@ -12,6 +12,8 @@ cdef extern from *:
     #define SMALL_BYTES (8 << 10)
     #define BLOCK_BYTES (128 << 10)
     #define MOST_BLOCKS 64
+    /* For outboxes beyond MOST_BLOCKS that have messages in the same step. */
+    #define SMALL_BLOCK_BYTES (16 << 10)
 
     /* Whether only `view` refers to its memory, and only the caller and its list refer to `view`. */
     static inline int kp_is_free(PyObject *view) {
@@ -20,6 +22,7 @@ cdef extern from *:
     }
     """
     const Py_ssize_t JOIN_BYTES, FLUSH_BYTES, PART_BYTES, COPY_BYTES, SMALL_BYTES, BLOCK_BYTES, MOST_BLOCKS
+    const Py_ssize_t SMALL_BLOCK_BYTES
     bint kp_is_free(object view)
 
 
@@ -29,19 +32,28 @@ cdef class Flushes:
     cdef list waiting
     # Memoryviews of blocks, to be used again when nothing refers to their memory; the newest is likeliest in a cache.
     cdef list blocks
+    # Blocks that outboxes have.
+    cdef Py_ssize_t lent
 
     def __init__(self):
         self.waiting, self.blocks = [], []
 
     cdef object take_block(self):
         cdef Py_ssize_t at = len(self.blocks) - 1, last = at - LOOKS
+        self.lent += 1
+        if self.lent > MOST_BLOCKS:
+            return memoryview(PyByteArray_FromStringAndSize(NULL, SMALL_BLOCK_BYTES))
         while at >= 0 and at > last:
             if kp_is_free(self.blocks[at]):
                 return self.blocks.pop(at)
             at -= 1
-        return memoryview(bytearray(BLOCK_BYTES))
+        # Not zeros: what is not written to costs no memory.
+        return memoryview(PyByteArray_FromStringAndSize(NULL, BLOCK_BYTES))
 
     cdef int give_block(self, view) except -1:
+        self.lent -= 1
+        if len(view) < BLOCK_BYTES:
+            return 0
         if len(self.blocks) >= MOST_BLOCKS:
             del self.blocks[0]
         self.blocks.append(view)
@@ -152,7 +164,7 @@ cdef class Outbox:
             if held > SMALL_BYTES:
                 self.close_span()
                 held = 0
-        if self.block is None or BLOCK_BYTES - self.filled < held + size:
+        if self.block is None or len(self.block) - self.filled < held + size:
             if self.view is self.block:
                 self.close_span()
             if self.block is not None:
