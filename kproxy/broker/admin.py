@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -41,6 +41,8 @@ class BrokerStatus:
 
     `problem`: why clients should not be sent here, or empty. `lease_lapses`: how often the lease was renewed only after
     it might have ended. `etcd_silent_s`: time since etcd was last heard, infinite before that.
+    `certificates`: when they end, in seconds since the epoch, by use; `handshakes`: ended TLS handshakes, by use and
+    outcome. The uses are `listener` and `replication`.
     """
 
     problem: str
@@ -50,6 +52,8 @@ class BrokerStatus:
     etcd_silent_s: float
     client_connections: int
     follower_connections: int
+    certificates: Mapping[str, float] = field(default_factory=dict)
+    handshakes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class FollowerState(NamedTuple):
@@ -188,6 +192,7 @@ class BrokerCollector(Collector):
         yield from _replicas(self._counts, self._states)
         yield from _in_sync(self._counts, [state for state in self._states if state.is_leader])
         yield from _lease(self._status, self._counts)
+        yield from _tls(self._status)
         yield from _disk(self._counts, self._states)
         yield from _partitions(self._states[:MAX_PARTITION_SERIES])
 
@@ -266,6 +271,23 @@ def _lease(now: BrokerStatus, counts: BrokerCounts) -> Iterable[Metric]:
         "Follower brokers connected to this broker.",
         now.follower_connections,
     )
+
+
+def _tls(now: BrokerStatus) -> Iterable[Metric]:
+    ends = GaugeMetricFamily(
+        "kproxy_broker_tls_certificate_expiry_timestamp_seconds",
+        "When a certificate in use ends, as Unix time.",
+        labels=["use"],
+    )
+    handshakes = CounterMetricFamily(
+        "kproxy_broker_tls_handshakes", "Ended TLS handshakes of those who connect.", labels=["use", "outcome"]
+    )
+    for use, ends_at in now.certificates.items():
+        ends.add_metric([use], ends_at)
+        for outcome, count in sorted(now.handshakes.get(use, {}).items()):
+            handshakes.add_metric([use, outcome], count)
+    yield ends
+    yield handshakes
 
 
 def _disk(counts: BrokerCounts, states: Sequence[ReplicaState]) -> Iterable[Metric]:

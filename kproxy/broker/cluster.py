@@ -39,7 +39,11 @@ _logger = structlog.get_logger(__name__)
 
 
 class LiveBroker(NamedTuple):
-    """A broker that holds its key. `replication_port`: 0 where followers cannot fetch; `log_id`: its data directory."""
+    """A broker that holds its key.
+
+    `replication_port`: 0 where followers cannot fetch; `log_id`: its data directory; `replication_tls`: its mode of TLS
+    between brokers, empty without.
+    """
 
     node_id: int
     host: str
@@ -48,6 +52,7 @@ class LiveBroker(NamedTuple):
     mod_revision: int
     replication_port: int = 0
     log_id: uuid.UUID | None = None
+    replication_tls: str = ""
 
 
 class Topic(NamedTuple):
@@ -331,8 +336,8 @@ def _of_partition(kind: Kind, partition: PartitionKey) -> Change:
 
 def _parse_broker(node_id: int, kv: KeyValue) -> LiveBroker:
     value = decode_value(kv.value, BrokerValue)
-    place = value.host, value.port
-    return LiveBroker(node_id, *place, kv.lease_id, kv.mod_revision, value.replication_port, value.log_id)
+    replicates = value.replication_port, value.log_id, value.replication_tls
+    return LiveBroker(node_id, value.host, value.port, kv.lease_id, kv.mod_revision, *replicates)
 
 
 def _parse_topic(name: str, kv: KeyValue) -> Topic:

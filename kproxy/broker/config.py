@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from kproxy.config.etcd import EtcdOptions
+from kproxy.config.tls import ListenerTls, ReplicationTls
 
 FlushPolicy = Literal["always", "interval", "never"]
 """When appended records are flushed to the disk (fsync).
@@ -56,6 +57,8 @@ class BrokerConfig:
 
     - `advertise`: the address that clients see; None: the address listened on (port 0: the port listened on).
     - `replication_listen`: where followers fetch, under the advertised host; None: the host of `listen`, any free port.
+    - `tls`: TLS for clients, without the principals of their certificates; None: plain text.
+    - `replication_tls`: TLS between brokers; None: they replicate in plain text.
     - `admin`: where the admin page is served; None: nowhere.
     - `isr_lag_s`: how long a follower may go without having caught up and stay in sync (Kafka's
       replica.lag.time.max.ms).
@@ -76,6 +79,8 @@ class BrokerConfig:
     listen: tuple[str, int] = ("127.0.0.1", 0)
     advertise: tuple[str, int] | None = None
     replication_listen: tuple[str, int] | None = None
+    tls: ListenerTls | None = None
+    replication_tls: ReplicationTls | None = None
     admin: tuple[str, int] | None = None
     prefix: str = "/kafscale"
     lease_ttl_s: int = 10

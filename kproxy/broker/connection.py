@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import cast
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
 
 import structlog
 
@@ -55,20 +55,20 @@ class ClientConnection(asyncio.BufferedProtocol):
         on_closed: Callable[[ClientConnection], None],
         on_queued: Callable[[], None] = lambda: None,
         *,
-        advises: bool = True,
+        explain: Callable[[CodecError], str] | None = None,
     ) -> None:
         """Set the callbacks.
 
         `on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
-        `on_queued` is called when a request arrives behind one that is being served. `advises`: answer a client of
-        another protocol in that protocol.
+        `on_queued` is called when a request arrives behind one that is being served. `explain` gives the reason to log
+        for bytes that are no request; None: a client of another protocol is answered in that protocol.
         """
         self._serve = serve
         self._reader = FrameReader(max_frame_bytes, arena)
         self._on_opened = on_opened
         self._on_closed = on_closed
         self._on_queued = on_queued
-        self._advises = advises
+        self._explain = explain
         self.bindings: Bindings = {}
         self._transport: asyncio.Transport | None = None
         self._peer = ""
@@ -134,6 +134,12 @@ class ClientConnection(asyncio.BufferedProtocol):
     def admit(self, max_frame_bytes: int) -> None:
         """Change the limit of the frames that the client may send."""
         self._reader.admit(max_frame_bytes)
+
+    @property
+    def certificate(self) -> Mapping[str, Any] | None:
+        """The fields of the verified certificate that the other side has shown; None without TLS."""
+        fields: Mapping[str, Any] | None = self._transport.get_extra_info("peercert") if self._transport else None
+        return fields
 
     @property
     def task(self) -> asyncio.Task[None] | None:
@@ -221,7 +227,10 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def _refuse_bytes(self, error: CodecError) -> None:
         """Close after bytes that are no request; answer a client of another protocol in that protocol."""
-        stranger = foreign_protocol(error) if self._advises else None
+        if self._explain is not None:
+            self.refuse(self._explain(error))
+            return
+        stranger = foreign_protocol(error)
         if stranger is None or self._closing or self._transport is None:
             self.refuse(str(error))
             return

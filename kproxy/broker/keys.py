@@ -1,7 +1,8 @@
 """The broker's keys in etcd, and their values.
 
     {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092, "replication_port": 9,
-                                                         "log_id": uuid} on the broker's lease
+                                                         "log_id": uuid, "replication_tls": "required"} on the broker's
+                                                         lease
     {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
     {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…}}
     {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [[id, log id], …], "topic_id": uuid,
@@ -101,7 +102,7 @@ class BrokerValue(msgspec.Struct, frozen=True):
     """The addresses of a live broker for clients and for followers.
 
     A port is 0 if the broker does not listen on it. `log_id` is that of its data directory, None if its release has
-    none.
+    none. `replication_tls`: the mode of TLS between brokers, empty without TLS; earlier releases ignore it.
     """
 
     node_id: int
@@ -109,6 +110,7 @@ class BrokerValue(msgspec.Struct, frozen=True):
     port: int
     replication_port: int = 0
     log_id: uuid.UUID | None = None
+    replication_tls: str = ""
 
 
 _Value = TypeVar("_Value", TopicValue, StateValue, FenceValue, BrokerValue)

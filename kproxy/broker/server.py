@@ -20,6 +20,7 @@ import asyncio
 import base64
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -40,17 +41,21 @@ from kproxy.broker.log_maintenance import LogMaintenance
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.authentication import SharedSecret
+from kproxy.broker.replication.encryption import Encryption
 from kproxy.broker.replication.fetchers import ReplicaFetchers
 from kproxy.broker.replication.isr_keeper import FollowerPresence, IsrKeeper
 from kproxy.broker.replication.listener import ReplicationListener
 from kproxy.broker.topics import TopicAdmin
+from kproxy.config.tls import ListenerTls
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError, EtcdMisused, EtcdUnavailable, IdBlocks, PrefixMirror
 from kproxy.etcd.lease import LeaseFence, lease_clock
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.process import raise_open_file_limit
-from kproxy.runtime.signals import stop_signals
+from kproxy.runtime.signals import Signals
 from kproxy.runtime.sockets import bind, bound_port
+from kproxy.security.entrance import Entrance, handshakes_of, load_for_entrance
+from kproxy.security.reloading import Reloading, Reloads
 from kproxy_codec.framing import ReceiveArena
 
 if TYPE_CHECKING:
@@ -68,6 +73,8 @@ LINGER_TIMEOUT_S = 1.0
 CHECKPOINT_TIMEOUT_S = 5.0
 RECLAIM_PAUSE_S = 1.0
 FLUSH_THREADS = 8
+# Clients whose TLS handshake is not finished, as limits.max_half_open of the proxy.
+MAX_HALF_OPEN = 500
 T = TypeVar("T")
 _logger = structlog.get_logger(__name__)
 
@@ -136,9 +143,16 @@ class _Server:
         self._lease: BrokerLease | None = None
         self._broker: Broker | None = None
         self._connections: set[ClientConnection] = set()
+        self._reloads = Reloads()
+        self._counters = Counter[str]()
+        # None: clients speak plain text.
+        self._entrance = self._client_entrance(config.tls)
         self._arena = ReceiveArena()
         self._secret = SharedSecret(client, self._keys)
-        self._replication = ReplicationListener(lambda: self._secret.current, self._arena, self._presence)
+        self._encryption = Encryption(config.replication_tls, (config.advertise or config.listen)[0], self._reloads)
+        self._replication = ReplicationListener(
+            lambda: self._secret.current, self._arena, self._presence, self._encryption
+        )
         self._fetchers = ReplicaFetchers(
             ReplicaKey(config.node_id, data_dir.log_id),
             self._view,
@@ -147,6 +161,7 @@ class _Server:
             self._arena,
             config.max_frame_bytes,
             may_fetch=self._holds_lease,
+            encryption=self._encryption,
         )
         self._view.subscribe(self._on_change)
         self._tasks: list[asyncio.Task[None]] = []
@@ -160,10 +175,13 @@ class _Server:
     async def run(self) -> None:
         """Start, serve and stop."""
         listener = await self._bind()
-        stop = asyncio.Event()
-        with stop_signals(stop.set):
-            stopping = asyncio.create_task(stop.wait())
+        with Signals() as signals:
+            stopping = asyncio.create_task(signals.stop.wait())
             starting = asyncio.create_task(self._start(listener))
+            self._tasks += [
+                asyncio.create_task(self._reloads.run()),
+                asyncio.create_task(self._reload_at(signals.hangup)),
+            ]
             try:
                 await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
                 if starting.done():
@@ -180,6 +198,12 @@ class _Server:
     async def _bind(self) -> asyncio.Server:
         return await bind(self._connection, *self._config.listen, choose="another --listen")
 
+    async def _reload_at(self, hangup: asyncio.Event) -> None:
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            await self._reloads.reload()
+
     async def _start(self, listener: asyncio.Server) -> None:
         host, port = self._advertised(listener)
         replication_port = await self._replication.bind(self._config.replication_listen or (self._config.listen[0], 0))
@@ -189,7 +213,9 @@ class _Server:
             self._lease = BrokerLease(
                 self._client,
                 self._keys,
-                BrokerValue(self._config.node_id, host, port, replication_port, self._data_dir.log_id),
+                BrokerValue(
+                    self._config.node_id, host, port, replication_port, self._data_dir.log_id, self._encryption.mode
+                ),
                 ttl_s=self._config.lease_ttl_s,
                 clock=lease_clock,
                 on_claimed=self._on_claimed,
@@ -224,9 +250,12 @@ class _Server:
             asyncio.create_task(self._fetchers.run()),
         ]
         await self._replica_manager.settle(OWN_PARTITIONS_TIMEOUT_S)
-        await listener.start_serving()
-        self._not_serving = ""
         kafka = f"{self._config.listen[0]}:{bound_port(listener)}"
+        if self._entrance is not None:
+            self._entrance.open(listener)
+        else:
+            await listener.start_serving()
+        self._not_serving = ""
         say_ready(f"kafka={kafka}{admin} etcd={self._client.endpoints}")
 
     async def _when_etcd_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
@@ -354,9 +383,31 @@ class _Server:
             silent_s,
             len(self._connections),
             len(self._replication.followers),
+            {use: ends_at for use, ends_at in self._certificates() if ends_at is not None},
+            {"listener": handshakes_of(self._counters), "replication": self._encryption.handshakes},
         )
 
+    def _certificates(self) -> Sequence[tuple[str, float | None]]:
+        """By use, when they end."""
+        listener = self._entrance.expires_at if self._entrance is not None else None
+        return ("listener", listener), ("replication", self._encryption.expires_at)
+
     # Serving
+
+    def _client_entrance(self, tls: ListenerTls | None) -> Entrance[ClientConnection] | None:
+        """The way in for clients; None without TLS. Raises StartupError."""
+        if tls is None:
+            return None
+        loaded = self._reloads.add(
+            Reloading("TLS of the listener", tls.files, lambda: load_for_entrance(tls), counters=self._counters)
+        )
+        return Entrance(
+            "",
+            lambda: loaded.current,
+            max_half_open=MAX_HALF_OPEN,
+            session=lambda _: self._connection(),
+            counters=self._counters,
+        )
 
     def _connection(self) -> ClientConnection:
         return ClientConnection(
@@ -426,7 +477,7 @@ class _Server:
         """Refuse writes, finish running requests, let followers catch up, flush logs, give up the lease."""
         self._not_serving = "stopping: writes are refused, and followers get the rest"
         say_stopping()
-        listener.close()
+        await self._stop_listening(listener)
         self._replica_manager.resign_all()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DRAIN_TIMEOUT_S
@@ -448,7 +499,7 @@ class _Server:
 
     async def _end(self, listener: asyncio.Server, tasks: Sequence[asyncio.Task[Any]]) -> None:
         """Release everything, whatever state it is in."""
-        listener.close()
+        await self._stop_listening(listener)
         await self._close_connections()
         await self._replication.close()
         await _cancel([*self._tasks, *tasks])
@@ -459,6 +510,11 @@ class _Server:
             await self._lease.revoke()
         if self._page is not None:
             await self._page.stop()
+
+    async def _stop_listening(self, listener: asyncio.Server) -> None:
+        listener.close()
+        if self._entrance is not None:
+            await self._entrance.close()
 
     async def _close_connections(self) -> None:
         """Close client connections, with a moment for clients to read their last answers."""

@@ -9,7 +9,7 @@ import click
 
 from kproxy.broker.config import FLUSH_POLICIES
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.options import etcd_flags
+from kproxy.cli.options import etcd_flags, listener_tls_flags, listener_tls_from, replication_tls_from
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
 from kproxy.runtime.process import end_with_parent
@@ -22,10 +22,25 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 @click.option("--node-id", metavar="N", type=int, required=True, help="The broker id, unique among live brokers.")
 @click.option("--listen", metavar="H:P", default="127.0.0.1:0", show_default=True, help="Where clients connect.")
 @click.option("--advertise", metavar="H:P", help="The address announced to clients. [as --listen]")
+@listener_tls_flags
 @click.option(
     "--replication-listen",
     metavar="H:P",
     help="Where other brokers connect to replicate, at the host of --advertise. [the host of --listen, any free port]",
+)
+@click.option(
+    "--replication-tls-cert",
+    metavar="FILE",
+    help="TLS between brokers: this broker's certificate for the host of --advertise, with its chain. [none]",
+)
+@click.option("--replication-tls-key", metavar="FILE", help="The private key of --replication-tls-cert.")
+@click.option(
+    "--replication-tls-ca", metavar="FILE", help="The CA certificates that sign the certificates of all brokers."
+)
+@click.option(
+    "--replication-tls-mode",
+    metavar="optional|required",
+    help="Whether to replicate without TLS with brokers that have none, while the others get it. [required]",
 )
 @click.option(
     "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="The directory of its logs."
@@ -131,6 +146,10 @@ def command(
     followers_address = parse_address(replication_listen, "--replication-listen") if replication_listen else None
     endpoints = split_list(etcd, "--etcd")
     options = etcd_options_from({name: given.pop(name) for name in list(given) if name.startswith("etcd_")})
+    client_tls = listener_tls_from({name: given.pop(name) for name in list(given) if name.startswith("tls_")})
+    replication_tls = replication_tls_from(
+        {name: given.pop(name) for name in list(given) if name.startswith("replication_tls_")}
+    )
     from kproxy.broker.server import BrokerConfig, run_broker
 
     end_with_parent()
@@ -140,6 +159,8 @@ def command(
         listen=address,
         advertise=told,
         replication_listen=followers_address,
+        tls=client_tls,
+        replication_tls=replication_tls,
         admin=parse_address(admin, "--admin") if admin else None,
         **given,
     )

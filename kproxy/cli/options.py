@@ -19,7 +19,16 @@ from click.core import ParameterSource
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_PREFIX, Address, parse_address, split_list
 from kproxy.config.broker_sasl import BrokerSaslSection, broker_sasl
 from kproxy.config.etcd import EtcdOptions, etcd_options_from
-from kproxy.config.tls import BrokerTlsSection, broker_tls
+from kproxy.config.tls import (
+    BrokerTlsSection,
+    ListenerTls,
+    ReplicationTls,
+    ReplicationTlsSection,
+    TlsSection,
+    broker_tls,
+    listener_tls,
+    replication_tls,
+)
 from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
@@ -31,7 +40,7 @@ ADMIN_VARIABLE = "KPROXY_ADMIN"
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
-Section = TypeVar("Section", BrokerTlsSection, BrokerSaslSection)
+Section = TypeVar("Section", BrokerTlsSection, BrokerSaslSection, ReplicationTlsSection, TlsSection)
 
 _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE)
 
@@ -228,7 +237,7 @@ def audit_flags(command: Command) -> Command:
     return _with(command, _AUDIT_FLAGS)
 
 
-_SECURITY_FLAGS = (
+_LISTENER_TLS_FLAGS = (
     click.option(
         "--tls-cert", metavar="FILE", help="TLS for clients: the listener's certificate, with its chain. [none]"
     ),
@@ -240,12 +249,13 @@ _SECURITY_FLAGS = (
         help="Whether clients show a certificate. [required with --tls-client-ca]",
     ),
     click.option("--tls-client-crl", metavar="FILE", help="The revocation list of clients' certificates. [none]"),
-    click.option(
-        "--proxy-protocol",
-        is_flag=True,
-        default=None,
-        help="Expect the PROXY protocol, version 2, from a load balancer on every connection.",
-    ),
+)
+
+_PROXY_PROTOCOL_FLAG = click.option(
+    "--proxy-protocol",
+    is_flag=True,
+    default=None,
+    help="Expect the PROXY protocol, version 2, from a load balancer on every connection.",
 )
 
 
@@ -275,7 +285,12 @@ _BROKER_FLAGS = (
 
 def security_flags(command: Command) -> Command:
     """Add the flags of listeners' TLS and of access to brokers of `kproxy serve`."""
-    return _with(command, (*_SECURITY_FLAGS, *_BROKER_FLAGS))
+    return _with(command, (*_LISTENER_TLS_FLAGS, _PROXY_PROTOCOL_FLAG, *_BROKER_FLAGS))
+
+
+def listener_tls_flags(command: Command) -> Command:
+    """Add the flags of a listener's TLS, for `listener_tls_from`."""
+    return _with(command, _LISTENER_TLS_FLAGS)
 
 
 def broker_flags(command: Command) -> Command:
@@ -294,6 +309,26 @@ def broker_access(flags: Mapping[str, str | bool | None], environ: Mapping[str, 
     tls = broker_tls(_section(BrokerTlsSection, "broker_tls", flags, environ, tls_sources), tls_sources)
     given = _section(BrokerSaslSection, "broker_sasl", flags, environ, sasl_sources)
     return BrokerAccess.once(tls, broker_sasl(given, sasl_sources, with_tls=tls is not None))
+
+
+def listener_tls_from(flags: Mapping[str, str | None]) -> ListenerTls | None:
+    """TLS of the one listener of a command without a configuration file; None without. `flags` as `tls_cert`.
+
+    The environment is that of `kproxy serve`, often on the same machine, and does not count. Raises StartupError.
+    """
+    sources = dict[str, str]()
+    return listener_tls(_section(TlsSection, "tls", flags, {}, sources), sources)
+
+
+def replication_tls_from(
+    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
+) -> ReplicationTls | None:
+    """TLS between reference brokers; None without.
+
+    `flags` as `replication_tls_ca` win over the environment, as KPROXY_REPLICATION_TLS__CA. Raises StartupError.
+    """
+    sources = dict[str, str]()
+    return replication_tls(_section(ReplicationTlsSection, "replication_tls", flags, environ, sources), sources)
 
 
 def _section(

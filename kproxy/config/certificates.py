@@ -7,9 +7,13 @@ certificate is valid today, and that its purpose is the right one.
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _BEGIN = "-----BEGIN CERTIFICATE-----"
 _END = "-----END CERTIFICATE-----"
@@ -25,9 +29,21 @@ class Certificate:
     names: tuple[str, ...]
 
     def is_for(self, name: str) -> bool:
-        """Whether a name is one of its names; a wildcard stands for the first label."""
-        wanted = name.lower().rstrip(".")
-        return any(_matches(each.lower().rstrip("."), wanted) for each in self.names)
+        """Whether a name is one of its names."""
+        return is_among(name, self.names)
+
+
+def is_among(name: str, names: Iterable[str]) -> bool:
+    """Whether a DNS name or IP address is one of a certificate's; a wildcard stands for the first label."""
+    wanted = _normal(name)
+    return any(_matches(_normal(each), wanted) for each in names)
+
+
+def _normal(name: str) -> str:
+    with suppress(ValueError):
+        # OpenSSL writes out IPv6 addresses.
+        return str(ipaddress.ip_address(name))
+    return name.lower().rstrip(".")
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -49,13 +65,13 @@ def rehearse(cert: Path, key: Path, *, server_side: bool) -> Certificate:
     looks.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if server_side:
         looks.check_hostname = False
-        return _certificate(_meet(shows, looks, looker_is_server=False))
+        return _certificate(meet(shows, looks)[1])
     # The side that listens needs a certificate as well, which is not checked.
     shows.check_hostname = False
     shows.verify_mode = ssl.CERT_NONE
     looks.load_cert_chain(cert, key)
     looks.verify_mode = ssl.CERT_REQUIRED
-    return _certificate(_meet(looks, shows, looker_is_server=True))
+    return _certificate(meet(looks, shows)[0])
 
 
 def _first(text: str) -> str:
@@ -67,15 +83,18 @@ def _first(text: str) -> str:
     return text[begin : end + len(_END)] + "\n"
 
 
-def _meet(server: ssl.SSLContext, client: ssl.SSLContext, *, looker_is_server: bool) -> ssl.SSLObject:
-    """Do a whole handshake in memory; return the side that has verified the other. Raises ssl.SSLError."""
+def meet(server: ssl.SSLContext, client: ssl.SSLContext, *, name: str | None = None) -> tuple[ssl.SSLObject, ...]:
+    """Do a whole handshake in memory; return the server's side and the client's.
+
+    `name`: the name that the client looks for. Raises ssl.SSLError, ValueError.
+    """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides = [
-        client.wrap_bio(to_client, to_server, server_side=False),
+    sides = (
         server.wrap_bio(to_server, to_client, server_side=True),
-    ]
-    looker = sides[1] if looker_is_server else sides[0]
-    waiting = list(sides)
+        client.wrap_bio(to_client, to_server, server_side=False, server_hostname=name),
+    )
+    # The client begins.
+    waiting = [sides[1], sides[0]]
     for _ in range(_MAX_TURNS):
         for side in list(waiting):
             try:
@@ -83,14 +102,18 @@ def _meet(server: ssl.SSLContext, client: ssl.SSLContext, *, looker_is_server: b
             except ssl.SSLWantReadError:
                 continue
             waiting.remove(side)
-        if looker not in waiting:
-            return looker
+        if not waiting:
+            return sides
     raise ValueError("the handshake does not end")
+
+
+def names_of(fields: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The DNS names and IP addresses of a certificate, of which `getpeercert` has these fields."""
+    return tuple(str(pair[1]) for pair in (fields or {}).get("subjectAltName", ()))
 
 
 def _certificate(looker: ssl.SSLObject) -> Certificate:
     fields = looker.getpeercert()
     if not fields:
         raise ValueError("it shows no certificate")
-    names = tuple(str(pair[1]) for pair in fields.get("subjectAltName", ()))
-    return Certificate(ssl.cert_time_to_seconds(str(fields["notAfter"])), names)
+    return Certificate(ssl.cert_time_to_seconds(str(fields["notAfter"])), names_of(fields))

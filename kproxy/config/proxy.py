@@ -325,6 +325,11 @@ class ProxyConfig:
     admin_options: AdminOptions = field(default_factory=AdminOptions)
 
     @property
+    def counts_use(self) -> bool:
+        """Whether the use of clients is limited over all workers together."""
+        return self.quotas is not None or self.limits.max_connections_per_address > 0
+
+    @property
     def listen(self) -> Address:
         """The address of the first listener."""
         return self.listeners[0].listen

@@ -34,7 +34,7 @@ class QuotaSection(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 
 @dataclass(frozen=True)
 class QuotaOptions:
-    """`file` has the quotas; of each rate this process has `share`."""
+    """`file` has the quotas; of each rate this process has `share` at first."""
 
     file: Path
     share: float = 1.0

@@ -1,7 +1,7 @@
 """TLS of listeners and of connections to brokers: options, and the contexts made of them.
 
-`[tls]` and `tls` of a `[[listeners]]` are about clients, `[broker_tls]` about brokers. All files are PEM. A key is
-never part of an error.
+`[tls]` and `tls` of a `[[listeners]]` are about clients, `[broker_tls]` about brokers, `--replication-tls-...` about
+reference brokers among each other. All files are PEM. A key is never part of an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, NoReturn, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kproxy.config.certificates import Certificate, rehearse
+from kproxy.config.certificates import Certificate, meet, rehearse
 from kproxy.config.parsing import read_file
 from kproxy.config.principal_rules import DEFAULT_RULES, MappingRule, parse_rules
 from kproxy.errors import StartupError
@@ -26,6 +26,9 @@ MAX_CRL_BYTES = 64 << 20
 
 ClientAuth = Literal["none", "optional", "required"]
 MinVersion = Literal["1.2", "1.3"]
+ReplicationTlsMode = Literal["optional", "required"]
+# What comes before the names of the options of TLS between brokers.
+REPLICATION_FLAGS = "--replication-tls-"
 _VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 
 
@@ -52,6 +55,15 @@ class BrokerTlsSection(msgspec.Struct, kw_only=True):
     crl: str | UnsetType = UNSET
     server_name: str | UnsetType = UNSET
     min_version: MinVersion = "1.2"
+
+
+class ReplicationTlsSection(msgspec.Struct, kw_only=True):
+    """The flags `--replication-tls-...` as given."""
+
+    cert: str | UnsetType = UNSET
+    key: str | UnsetType = UNSET
+    ca: str | UnsetType = UNSET
+    mode: ReplicationTlsMode | UnsetType = UNSET
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,23 @@ class BrokerTls:
         return tuple(file for file in (self.ca, self.cert, self.key, self.crl) if file is not None)
 
 
+@dataclass(frozen=True)
+class ReplicationTls:
+    """TLS between reference brokers, checked: each shows `cert`, and accepts what an authority of `ca` has signed.
+
+    `mode`: whether a broker replicates without TLS with brokers that have none (kproxy.broker.replication.encryption).
+    """
+
+    cert: Path
+    key: Path
+    ca: Path
+    mode: ReplicationTlsMode = "required"
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.cert, self.key, self.ca
+
+
 Options = TypeVar("Options", ListenerTls, BrokerTls)
 
 
@@ -105,6 +134,14 @@ class Loaded:
 
     context: ssl.SSLContext
     certificate: Certificate | None
+
+
+@dataclass(frozen=True)
+class LoadedReplication:
+    """The contexts of a broker towards followers and towards leaders, which show the same certificate."""
+
+    listener: Loaded
+    dial: ssl.SSLContext
 
 
 def listener_tls(given: TlsSection, sources: Mapping[str, str]) -> ListenerTls | None:
@@ -174,7 +211,23 @@ def broker_tls(given: BrokerTlsSection, sources: Mapping[str, str]) -> BrokerTls
     return options
 
 
-def _given(given: TlsSection | BrokerTlsSection, sources: Mapping[str, str]) -> dict[str, object]:
+def replication_tls(given: ReplicationTlsSection, sources: Mapping[str, str]) -> ReplicationTls | None:
+    """Check the options; None if none is given. The files are read by `load_replication_tls`. Raises StartupError."""
+    values = _given(given, sources)
+    if not values:
+        return None
+    missing = [f"{REPLICATION_FLAGS}{key}" for key in ("cert", "key", "ca") if key not in values]
+    if given.cert is UNSET or given.key is UNSET or given.ca is UNSET:
+        raise StartupError(
+            f"{sources[next(iter(values))]}: TLS between brokers needs a certificate, its key and the authorities that "
+            f"sign brokers' certificates: give {' and '.join(missing)} as well."
+        )
+    return ReplicationTls(Path(given.cert), Path(given.key), Path(given.ca), given.mode or "required")
+
+
+def _given(
+    given: TlsSection | BrokerTlsSection | ReplicationTlsSection, sources: Mapping[str, str]
+) -> dict[str, object]:
     values = {key: value for key, value in msgspec.structs.asdict(given).items() if value is not UNSET}
     for key, value in values.items():
         if value == "":
@@ -190,7 +243,7 @@ def load_listener_tls(options: ListenerTls, kind: type[ssl.SSLContext] = ssl.SSL
     """Read the files into a context of that kind. Raises StartupError that names one that cannot be used."""
     context = kind(ssl.PROTOCOL_TLS_SERVER)
     _set_common(context, options.min_version)
-    _load_pair(context, options.cert, options.key, "tls")
+    _load_pair(context, options.cert, options.key, "tls.")
     if options.client_ca is not None:
         _load_authorities(context, options.client_ca, "tls.client_ca")
         context.verify_mode = ssl.CERT_REQUIRED if options.client_auth == "required" else ssl.CERT_OPTIONAL
@@ -207,8 +260,37 @@ def load_broker_tls(options: BrokerTls) -> Loaded:
     _load_crl(context, options.crl, "broker_tls.crl")
     if options.cert is None or options.key is None:
         return Loaded(context, None)
-    _load_pair(context, options.cert, options.key, "broker_tls")
+    _load_pair(context, options.cert, options.key, "broker_tls.")
     return Loaded(context, _rehearsed(options.cert, options.key, "broker_tls.cert", server_side=False))
+
+
+def load_replication_tls(
+    options: ReplicationTls, host: str, kind: type[ssl.SSLContext] = ssl.SSLContext
+) -> LoadedReplication:
+    """Read the files into contexts, the listener's of that kind, and have them meet each other.
+
+    `host` is the name that the broker advertises. Raises StartupError that names a file that cannot be used, also where
+    brokers with the same authorities would refuse the certificate, or look for another name in it.
+    """
+    listener, dial = kind(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for context in (listener, dial):
+        _set_common(context, "1.2")
+        _load_pair(context, options.cert, options.key, REPLICATION_FLAGS)
+        _load_authorities(context, options.ca, f"{REPLICATION_FLAGS}ca")
+        context.verify_mode = ssl.CERT_REQUIRED
+    named = f"{REPLICATION_FLAGS}cert"
+    _rehearsed(options.cert, options.key, named, server_side=False)
+    certificate = _rehearsed(options.cert, options.key, named, server_side=True)
+    try:
+        meet(listener, dial, name=host)
+    except ssl.SSLCertVerificationError as error:
+        raise StartupError(
+            f"{named} {options.cert}: other brokers would refuse it ({error.verify_message.rstrip('.')}): it has to be "
+            f"for the advertised host {host}, and signed by an authority in {REPLICATION_FLAGS}ca {options.ca}."
+        ) from error
+    except (ssl.SSLError, ValueError) as error:
+        raise StartupError(f"{named} {options.cert} cannot be used for a handshake: {error}.") from error
+    return LoadedReplication(Loaded(listener, certificate), dial)
 
 
 def _set_common(context: ssl.SSLContext, min_version: MinVersion) -> None:
@@ -216,23 +298,23 @@ def _set_common(context: ssl.SSLContext, min_version: MinVersion) -> None:
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
 
 
-def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, section: str) -> None:
-    for file, named in ((cert, f"{section}.cert"), (key, f"{section}.key")):
+def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, prefix: str) -> None:
+    for file, named in ((cert, f"{prefix}cert"), (key, f"{prefix}key")):
         read_file(file, named, MAX_FILE_BYTES, "that is another file")
     try:
-        context.load_cert_chain(cert, key, password=lambda: _no_passphrase(section))
+        context.load_cert_chain(cert, key, password=lambda: _no_passphrase(prefix))
     except ssl.SSLError as error:
         if "KEY_VALUES_MISMATCH" in str(error):
-            text = f"{section}.cert {cert} and {section}.key {key} do not belong together: give the two of one pair."
+            text = f"{prefix}cert {cert} and {prefix}key {key} do not belong together: give the two of one pair."
         else:
-            text = f"{section}.cert {cert} with {section}.key {key} cannot be used: both have to be PEM."
+            text = f"{prefix}cert {cert} with {prefix}key {key} cannot be used: both have to be PEM."
         raise StartupError(text) from error
     except OSError as error:
-        raise StartupError(f"{section}.cert {cert} or its key cannot be read: {error.strerror}.") from error
+        raise StartupError(f"{prefix}cert {cert} or its key cannot be read: {error.strerror}.") from error
 
 
-def _no_passphrase(section: str) -> NoReturn:
-    raise StartupError(f"{section}.key is encrypted, and nobody can be asked for its passphrase: store it without.")
+def _no_passphrase(prefix: str) -> NoReturn:
+    raise StartupError(f"{prefix}key is encrypted, and nobody can be asked for its passphrase: store it without.")
 
 
 def _load_authorities(context: ssl.SSLContext, file: Path, named: str) -> None:

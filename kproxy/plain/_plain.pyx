@@ -40,7 +40,7 @@ from cpython.array cimport array, clone, resize_smart
 from cpython.buffer cimport PyBUF_WRITE
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_FromMemory, PyMemoryView_GET_BUFFER
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memmove
@@ -100,13 +100,13 @@ cdef class AnswerOrder
 cdef class CompiledPath
 cdef class AnswerReader
 
+include "spans.pxi"
 include "frames.pxi"
 include "outbox.pxi"
 include "answers.pxi"
 include "path.pxi"
 include "meters.pxi"
 include "readers.pxi"
-include "spans.pxi"
 
 
 # The functions of wire.h, for tests.

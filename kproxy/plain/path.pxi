@@ -16,9 +16,19 @@ cdef extern from *:
     #define PRODUCE_KEY 0
     /* The number of entries, and of topics, that a slot itself has room for. */
     #define FEW 4
+    #define LEAST_ROOM 32
+    /* Chunks are fetched this many batches before they are needed. */
+    #define AHEAD 6
+    #define LINE_BYTES 64
+    #if defined(__GNUC__)
+    #define kp_fetch(p) __builtin_prefetch(p)
+    #else
+    #define kp_fetch(p) ((void)(p))
+    #endif
     """
-    const int64_t MOST_FINISHED, ONE_BATCH, MOST_OFFSET
-    const uint32_t LEAST_ENTRY, HEADER_BYTES, MOST_COPIED
+    const int64_t ONE_BATCH, MOST_OFFSET
+    const uint32_t MOST_FINISHED, LEAST_ENTRY, HEADER_BYTES, MOST_COPIED, LEAST_ROOM, AHEAD, LINE_BYTES
+    void kp_fetch(const void *p) nogil
     const int PRODUCER_BYTES, MAGIC, MOST_PLACES, PRODUCE_KEY, FEW
 
 # The index of a request before it is known to be plain, and the offsets of an answer's results.
@@ -27,18 +37,35 @@ cdef kp_entry _entries[KP_MAX_PARTITIONS]
 cdef uint32_t _results[KP_MAX_PARTITIONS]
 cdef uint32_t _parts[KP_MAX_PARTITIONS]
 cdef int64_t _connections[KP_MAX_PARTITIONS]
+cdef void *_chunks[KP_MAX_PARTITIONS]
 _MINUS_INFINITY = float("-inf")
 
 
-cdef class OpenChunk:
-    """The open chunk of `kproxy.trail.acknowledgements.Acked`, which explains the attributes."""
+cdef class CompiledSlot
 
-    cdef public bint is_idle
-    cdef public bytes producer
-    cdef public bint counts_sequences
-    cdef public int64_t first_sequence, next_sequence, first_offset, next_offset
-    cdef public array spans
-    cdef int64_t batches, size
+
+cdef class OpenChunk:
+    """The open chunk of `kproxy.trail.acknowledgements.Acked`, which explains the attributes.
+
+    A request of many partitions finds its chunks in no cache, so what each batch needs is together, and is in one place
+    with its producer.
+    """
+
+    cdef public int64_t next_sequence, next_offset, first_offset
+    cdef int64_t size, batches
+    # The finished spans: `count` numbers of at most `room`.
+    cdef int64_t *numbers
+    cdef uint32_t count, room
+    # Its own producer id and epoch as a header has them; none while no chunk is open.
+    cdef uint8_t own_producer[PRODUCER_BYTES]
+    cdef bint has_producer
+    cdef public bint is_idle, counts_sequences
+    cdef public int64_t first_sequence, acks, unread
+    cdef public double latency_s
+    cdef public list woken
+
+    def __dealloc__(self):
+        PyMem_Free(self.numbers)
 
     @property
     def volume(self):
@@ -48,40 +75,96 @@ cdef class OpenChunk:
     def volume(self, value):
         self.batches, self.size = divmod(value, ONE_BATCH)
 
-    cdef int add_span(self) except -1:
-        """Finish the open span."""
-        cdef Py_ssize_t count = len(self.spans)
-        resize_smart(self.spans, count + 2)
-        self.spans.data.as_longlongs[count] = self.first_offset
-        self.spans.data.as_longlongs[count + 1] = self.next_offset - self.first_offset
+    @property
+    def producer(self):
+        return PyBytes_FromStringAndSize(<const char *>self.own_producer, PRODUCER_BYTES if self.has_producer else 0)
+
+    @producer.setter
+    def producer(self, bytes producer):
+        self.has_producer = PyBytes_GET_SIZE(producer) == PRODUCER_BYTES
+        if self.has_producer:
+            memcpy(self.own_producer, PyBytes_AS_STRING(producer), PRODUCER_BYTES)
+
+    @property
+    def spans(self):
+        return array_of(self.numbers, self.count)
+
+    @spans.setter
+    def spans(self, array spans):
+        self.forget_spans()
+        if len(spans):
+            self.make_room(<uint32_t>len(spans))
+            self.count = <uint32_t>len(spans)
+            memcpy(self.numbers, spans.data.as_voidptr, self.count * sizeof(int64_t))
+
+    cdef inline void forget_spans(self):
+        PyMem_Free(self.numbers)
+        self.numbers, self.count, self.room = NULL, 0, 0
+
+    cdef int make_room(self, uint32_t more) except -1:
+        cdef uint32_t room = self.room or LEAST_ROOM
+        cdef void *numbers
+        while self.count + more > room:
+            room *= 2
+        if room > self.room:
+            numbers = PyMem_Realloc(self.numbers, room * sizeof(int64_t))
+            if numbers == NULL:
+                raise MemoryError
+            self.numbers, self.room = <int64_t *>numbers, room
         return 0
+
+    cdef inline int put_span(self) except -1:
+        if self.count + 2 > self.room:
+            self.make_room(2)
+        self.numbers[self.count] = self.first_offset
+        self.numbers[self.count + 1] = self.next_offset - self.first_offset
+        self.count += 2
+        return 0
+
+    def add_span(self):
+        self.put_span()
+
+    def is_full(self):
+        return self.count >= MOST_FINISHED
 
     def finished(self):
         """See kproxy.trail.acknowledgements._OpenChunk.finished."""
-        cdef int64_t at, records = 0
-        cdef array spans = self.spans
-        cdef const uint8_t *producer = <const uint8_t *>PyBytes_AS_STRING(self.producer)
-        if not self.batches or PyBytes_GET_SIZE(self.producer) != PRODUCER_BYTES:
+        cdef Chunk chunk = None
+        cdef int64_t records = 0
+        cdef uint32_t at
+        if not self.batches or not self.has_producer:
             return None
-        self.add_span()
-        for at in range(1, len(spans), 2):
-            if spans.data.as_longlongs[at] <= 0:
+        self.put_span()
+        for at in range(1, self.count, 2):
+            if self.numbers[at] <= 0:
                 records = 0
                 break
-            records += spans.data.as_longlongs[at]
-        finished = (
-            kp_int64(producer), kp_int16(producer + 8), self.first_sequence if self.counts_sequences else -1, spans,
-            records, self.batches, self.size)
-        self.spans, self.producer, self.batches, self.size = clone(spans, 0, False), b"", 0, 0
-        return finished
+            records += self.numbers[at]
+        if records:
+            chunk = Chunk.__new__(Chunk)
+            chunk.producer_id, chunk.producer_epoch = kp_int64(self.own_producer), kp_int16(self.own_producer + 8)
+            chunk.record_count = records
+            chunk.begin(self.first_sequence if self.counts_sequences else NO_SEQUENCE)
+            chunk.spans = array_of(self.numbers, self.count)
+            chunk.batches, chunk.bytes = self.batches, self.size
+        else:
+            self.unread += self.batches
+        self.forget_spans()
+        self.has_producer, self.batches, self.size = False, 0, 0
+        return chunk
 
-    cdef bint begin(self, asked, const uint8_t *header, int64_t base_offset, int64_t size) except -1:
+    cdef bint begin(
+        self, CompiledSlot slot, const uint8_t *header, int64_t base_offset, int64_t size
+    ) except -1:
         """Take the first batch since the last look; False if it is not, or is unreadable."""
         cdef int64_t delta = kp_int32(header + 23)
         if not self.is_idle or base_offset < 0 or base_offset > MOST_OFFSET or header[16] != MAGIC or delta < 0:
             return False
-        self.wake(asked)
-        self.producer = PyBytes_FromStringAndSize(<const char *>header + 43, PRODUCER_BYTES)
+        self.is_idle = False
+        self.woken.append(self)
+        self.acks, self.latency_s = slot.head.acks, slot.path.clock.now() - slot.began
+        memcpy(self.own_producer, header + 43, PRODUCER_BYTES)
+        self.has_producer = True
         self.counts_sequences = kp_int64(header + 43) != -1
         self.first_sequence = self.next_sequence = kp_int32(header + 53)
         if self.counts_sequences:
@@ -94,15 +177,15 @@ cdef class OpenChunk:
     cdef bint go_on(self, const uint8_t *header, int64_t base_offset, int64_t size) except -1:
         """Take a batch that continues the chunk; False if it does not."""
         cdef int64_t count, sequence = kp_int32(header + 53)
-        if sequence != self.next_sequence or PyBytes_GET_SIZE(self.producer) != PRODUCER_BYTES:
+        if sequence != self.next_sequence or not self.has_producer:
             return False
-        if memcmp(header + 43, PyBytes_AS_STRING(self.producer), PRODUCER_BYTES) != 0:
+        if memcmp(header + 43, self.own_producer, PRODUCER_BYTES) != 0:
             return False
         count = <int64_t>kp_int32(header + 23) + 1
         if base_offset != self.next_offset:
-            if base_offset < 0 or base_offset > MOST_OFFSET or len(self.spans) >= MOST_FINISHED:
+            if base_offset < 0 or base_offset > MOST_OFFSET or self.count >= MOST_FINISHED:
                 return False
-            self.add_span()
+            self.put_span()
             self.first_offset = base_offset
         self.next_offset = base_offset + count
         if self.counts_sequences:
@@ -146,12 +229,15 @@ cdef class CompiledSlot(Slot):
     cdef kp_topic own_topics[FEW]
     cdef kp_entry own_entries[FEW]
     cdef uint32_t own_places[2 * FEW]
+    cdef void *own_chunks[FEW]
     cdef void *block
     cdef kp_topic *topics
     cdef kp_entry *entries
     # The entries by part, and for a split request where their results go in the merged answer.
     cdef uint32_t *chosen
     cdef uint32_t *places
+    # Of each entry the OpenChunk of its route, or NULL; `routes` keeps them.
+    cdef void **chunks
     cdef list routes
     cdef bytearray answer
     cdef list done
@@ -163,21 +249,23 @@ cdef class CompiledSlot(Slot):
     cdef int keep(self, const kp_request *head, uint32_t parts) except -1:
         """Copy the index of the request; it is split where `parts` is more than 1."""
         cdef size_t topics = head.topic_count * sizeof(kp_topic), entries = head.entry_count * sizeof(kp_entry)
-        cdef size_t chosen = head.entry_count * sizeof(uint32_t)
+        cdef size_t chosen = head.entry_count * sizeof(uint32_t), chunks = head.entry_count * sizeof(void *)
         self.head = head[0]
         if head.topic_count <= FEW and head.entry_count <= FEW:
             self.topics, self.entries = self.own_topics, self.own_entries
-            self.chosen, self.places = self.own_places, self.own_places + FEW
+            self.chosen, self.places, self.chunks = self.own_places, self.own_places + FEW, self.own_chunks
         else:
-            self.block = PyMem_Malloc(topics + entries + (2 if parts > 1 else 1) * chosen)
+            self.block = PyMem_Malloc(chunks + topics + entries + (2 if parts > 1 else 1) * chosen)
             if self.block == NULL:
                 raise MemoryError
-            self.topics = <kp_topic *>self.block
-            self.entries = <kp_entry *>(<char *>self.block + topics)
-            self.chosen = <uint32_t *>(<char *>self.block + topics + entries)
+            self.chunks = <void **>self.block
+            self.topics = <kp_topic *>(<char *>self.block + chunks)
+            self.entries = <kp_entry *>(<char *>self.topics + topics)
+            self.chosen = <uint32_t *>(<char *>self.entries + entries)
             self.places = self.chosen + head.entry_count
         memcpy(self.topics, _topics, topics)
         memcpy(self.entries, _entries, entries)
+        memcpy(self.chunks, _chunks, chunks)
         self.open_parts = parts
         return 0
 
@@ -235,13 +323,19 @@ cdef class CompiledSlot(Slot):
         cdef bint flexible = self.head.version >= KP_FLEXIBLE_FROM
         cdef kp_entry *entry
         cdef OpenChunk acked
-        cdef uint32_t at, size
+        cdef uint32_t at, each, size
         cdef int64_t base_offset
         for at in range(count):
-            acked = (<_Route>self.routes[self.chosen[first + at]]).acked
-            if acked is None:
+            if at + AHEAD < count:
+                each = self.chosen[first + at + AHEAD]
+                kp_fetch(self.chunks[each])
+                kp_fetch(<char *>self.chunks[each] + LINE_BYTES)
+                kp_fetch(frame + self.entries[each].records + LINE_BYTES // 2)
+            each = self.chosen[first + at]
+            if self.chunks[each] == NULL:
                 continue
-            entry = self.entries + self.chosen[first + at]
+            acked = <OpenChunk>self.chunks[each]
+            entry = self.entries + each
             size = entry.end - flexible - entry.records
             if entry.end - entry.start < LEAST_ENTRY or size < HEADER_BYTES:
                 continue
@@ -519,6 +613,7 @@ cdef class CompiledPath:
                     _connections[part] = route.connection
                     part_count += 1
                 _parts[at] = part
+                _chunks[at] = NULL if route.acked is None else <void *>route.acked
                 found.append(route)
         parts[0] = part_count
         return found

@@ -25,8 +25,10 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import functools
+import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 import structlog
@@ -37,7 +39,7 @@ from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_identity import NotJudged
 from kproxy.security.mechanisms import Refused, Servers, Step
 from kproxy.security.principals import ANONYMOUS, Principal, principal_of
-from kproxy.security.quotas import Quotas
+from kproxy.security.quotas import Quotas, digest_of
 from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State, Times, illegal_state
 from kproxy.security.sasl_client import Credential
 from kproxy_codec.framing import parse_request_header
@@ -48,6 +50,10 @@ log = structlog.get_logger(__name__)
 REFUSAL_DELAY_S: Final = 0.1
 # The part of the time to authenticate in which a broker has to judge a client, so that the log can give the reason.
 JUDGED_WITHIN: Final = 0.9
+# Kept keys of addresses and principals for other workers.
+MOST_KEYS: Final = 4_096
+_ADDRESS: Final = "address"
+_PRINCIPAL: Final = "principal"
 
 
 class NotAdmitted(Exception):
@@ -85,11 +91,39 @@ class Guarded(Protocol):
 
 
 class OpenConnections:
-    """The clients' connections of a process, by address and by principal, as far as these are limited."""
+    """The clients' connections of a process, by address and by principal, as far as these are limited.
+
+    `elsewhere` has those of other processes on the same port, as of the last report, by the keys of `counts`.
+    """
 
     def __init__(self) -> None:
         self.by_address: Counter[str] = Counter()
         self.by_principal: Counter[str] = Counter()
+        self.elsewhere: Mapping[bytes, int] = {}
+
+    def of_address(self, address: str) -> int:
+        """The known connections of an address at all processes."""
+        return self.by_address[address] + (self.elsewhere.get(_key_of(_ADDRESS, address), 0) if self.elsewhere else 0)
+
+    def of_principal(self, name: str) -> int:
+        """The known connections of a principal at all processes."""
+        return self.by_principal[name] + (self.elsewhere.get(_key_of(_PRINCIPAL, name), 0) if self.elsewhere else 0)
+
+    def counts(self, most: int) -> dict[bytes, int]:
+        """Return the connections here by key, of at most `most` addresses and principals: those with the most."""
+        found = [
+            (count, kind, name)
+            for kind, counts in ((_ADDRESS, self.by_address), (_PRINCIPAL, self.by_principal))
+            for name, count in counts.items()
+        ]
+        if len(found) > most:
+            found = heapq.nlargest(most, found)
+        return {_key_of(kind, name): count for count, kind, name in found}
+
+
+@functools.lru_cache(MOST_KEYS)
+def _key_of(kind: str, name: str) -> bytes:
+    return digest_of(kind, name)
 
 
 class Admission:
@@ -121,9 +155,7 @@ class Admission:
         self.counters = counters
         self.quotas = quotas
         self.most_of_an_address = most_of_an_address
-        connections = connections or OpenConnections()
-        self.by_address = connections.by_address
-        self.by_principal = connections.by_principal
+        self.connections = connections or OpenConnections()
 
     def gate(self, client: Guarded, on_pressure: Callable[[bool], None]) -> Gate:
         """Make the gate of one client; `on_pressure` stops and resumes reading."""
@@ -149,8 +181,8 @@ class Gate:
         admission = self._admission
         if admission.most_of_an_address:
             self._address = address
-            admission.by_address[address] += 1
-            if admission.by_address[address] > admission.most_of_an_address:
+            admission.connections.by_address[address] += 1
+            if admission.connections.of_address(address) > admission.most_of_an_address:
                 admission.counters["clients.too_many"] += 1
                 self._client.refuse(
                     NotAdmitted(f"its address has more than {admission.most_of_an_address} connections")
@@ -169,9 +201,9 @@ class Gate:
         admission = self._admission
         if not self._counted_as and admission.quotas is not None:
             self._counted_as = principal.name
-            admission.by_principal[principal.name] += 1
+            admission.connections.by_principal[principal.name] += 1
             most = admission.quotas().connections(principal)
-            if most is not None and admission.by_principal[principal.name] > most:
+            if most is not None and admission.connections.of_principal(principal.name) > most:
                 admission.counters["clients.too_many"] += 1
                 self._exchange.time_is_over()
                 self._client.refuse(NotAdmitted(f"{principal} has more than {most} connections"))
@@ -294,8 +326,8 @@ class Gate:
         """End with the connection."""
         self._exchange.time_is_over()
         for counts, name in (
-            (self._admission.by_address, self._address),
-            (self._admission.by_principal, self._counted_as),
+            (self._admission.connections.by_address, self._address),
+            (self._admission.connections.by_principal, self._counted_as),
         ):
             if name:
                 counts[name] -= 1

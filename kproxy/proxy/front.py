@@ -21,7 +21,9 @@ from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
+from kproxy.proxy.admission import OpenConnections
 from kproxy.runtime.notify import say_ready, say_stopping, say_waiting
+from kproxy.security.quotas import Accounts
 from kproxy.trail.shipper import ShipperVitals
 
 Page = TypeVar("Page", bound=HttpPage)
@@ -94,6 +96,13 @@ class Front(Protocol):
         """Report what startup waits for; called again when that changes, and from time to time."""
         ...
 
+    def share(self, accounts: Accounts, connections: OpenConnections) -> asyncio.Task[None] | None:
+        """Share what these limit with other processes on the port, from now on; None: there is nothing to share.
+
+        The caller ends the task.
+        """
+        ...
+
     def ready(self, kafka: str, source: str) -> None:
         """Report that clients are served at `kafka`; `source` is the ready line's part about the ownership source."""
         ...
@@ -127,6 +136,9 @@ class OwnFront:
 
     def waits(self, sentence: str) -> None:
         say_waiting(sentence)
+
+    def share(self, accounts: Accounts, connections: OpenConnections) -> asyncio.Task[None] | None:
+        return None
 
     def ready(self, kafka: str, source: str) -> None:
         say_ready(f"kafka={kafka}{self._said}{source}")

@@ -5,6 +5,9 @@ the client's account. A request that exceeds a quota is served, as in Kafka: its
 throttled (throttle_time_ms, in answers to Produce, Fetch and ListOffsets), and the client is not read meanwhile. A
 session has no meter if no quota applies to its client.
 
+Where several processes share a rate, a client whose wait is over is read only if its use fits the rate that is then in
+force; until then the meter looks again every LOOK_S.
+
 Bytes produced are those of whole Produce requests. Bytes fetched are all that was sent to the client since its last
 request.
 
@@ -23,13 +26,16 @@ from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.request_reader import Taker
 from kproxy.security.principals import Principal
-from kproxy.security.quotas import Account, Quotas
+from kproxy.security.quotas import LONGEST_WAIT_S, Account, Quotas
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE, is_flexible
 from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import RESPONSE_CORRELATION_ID_OFFSET, client_id, parse_request_header
 from kproxy_codec.primitives import INT16, INT32, Buffer
 
 _API_KEY_AT: Final = 4
+# Between two looks at a shared rate during a wait; and a wait that is too short for a timer, in seconds.
+LOOK_S: Final = 1.0
+SHORTEST_WAIT_S: Final = 0.001
 # Versions from which an answer has throttle_time_ms at its beginning.
 _AT_BEGINNING_FROM: Final = {FETCH: 1, LIST_OFFSETS: 2}
 
@@ -110,9 +116,13 @@ class Meter(Charging):
     ) -> None:
         super().__init__(quotas, session, clock)
         self._principal = principal
+        self._now = clock
         self._on_pressure = on_pressure
         self._counters = counters
         self._timer: asyncio.TimerHandle | None = None
+        # The account that is waited for, and the time at which the wait ends in any case.
+        self._exceeded: Account | None = None
+        self._ends_at = 0.0
 
     def _look(self) -> None:
         self._known = quotas = self._quotas()
@@ -133,18 +143,27 @@ class Meter(Charging):
             self._on_pressure(True)
         else:
             self._timer.cancel()
+        self._exceeded = self._account_of(frame) if self._names_clients else self._account
+        self._ends_at = self._now() + LONGEST_WAIT_S
         self._timer = asyncio.get_running_loop().call_later(wait, self._go_on)
         self._session.take_throttled(frame, first_byte_at, max(1, round(wait * 1000)))
 
     def _go_on(self) -> None:
-        self._timer = None
+        account, now = self._exceeded, self._now()
+        if account is not None and account.is_shared:
+            # Its rate may have been cut meanwhile, or may rise while it waits.
+            wait = min(account.wait(now), LOOK_S, self._ends_at - now)
+            if wait > SHORTEST_WAIT_S:
+                self._timer = asyncio.get_running_loop().call_later(wait, self._go_on)
+                return
+        self._timer = self._exceeded = None
         self._on_pressure(False)
 
     def close(self) -> None:
         """End with the connection."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer = self._exceeded = None
 
 
 def _api_key(frame: memoryview) -> int:

@@ -43,7 +43,6 @@ from kproxy.proxy.broker_health import Brokers, readiness
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
-from kproxy.proxy.entrance import load_for_entrance
 from kproxy.proxy.front import Front, OwnFront, OwnPages
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
@@ -53,6 +52,7 @@ from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.entrance import load_for_entrance
 from kproxy.security.files import SecurityFiles
 from kproxy.security.in_etcd import AccessInEtcd
 from kproxy.security.mechanisms import servers
@@ -95,6 +95,7 @@ class _Proxy:
         self._reminders = Reminders(time.monotonic)
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
         self._reloads = Reloads()
+        self._connections = OpenConnections()
         self._access = self._open_access()
         self._dialler = Dialler(access=self._access)
 
@@ -110,6 +111,10 @@ class _Proxy:
             fetching = asyncio.create_task(security.key_server.run()) if security.key_server is not None else None
             if fetching is not None:
                 stack.push_async_callback(cancel, fetching)
+            # Before the first client: a process in place of one that ended begins with the shares of that one.
+            sharing = self._front.share(security.accounts, self._connections)
+            if sharing is not None:
+                stack.push_async_callback(cancel, sharing)
             audit = self._audit = self._open_audit(port)
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
@@ -149,8 +154,7 @@ class _Proxy:
             looking = asyncio.create_task(self._reloads.run())
             stack.push_async_callback(cancel, looking)
             running = [*following, failing, looking]
-            if fetching is not None:
-                running.append(fetching)
+            running += [task for task in (fetching, sharing) if task is not None]
             if own is not None and own.running is not None:
                 running.append(own.running)
             await unless_failed(_reload_at(self._signals.hangup, opened.source, self._reloads), running)
@@ -258,23 +262,17 @@ class _Proxy:
 
     def _admissions(self, security: SecurityFiles) -> dict[str, Admission]:
         """The requirements for clients, by the name of their listener; none for a listener that is not in it."""
-        config, connections = self._config, OpenConnections()
+        config = self._config
         for_all = config.access is not None or config.quotas is not None or config.limits.max_connections_per_address
         admissions = {}
         for listener in config.listeners:
             mechanisms = config.sasl.offered(listener) if config.sasl is not None else ()
             shows_certificates = listener.tls is not None and listener.tls.client_auth != "none"
             if mechanisms or shows_certificates or for_all:
-                admissions[listener.name] = self._admission(listener, mechanisms, security, connections)
+                admissions[listener.name] = self._admission(listener, mechanisms, security)
         return admissions
 
-    def _admission(
-        self,
-        listener: ListenerConfig,
-        mechanisms: tuple[str, ...],
-        security: SecurityFiles,
-        connections: OpenConnections,
-    ) -> Admission:
+    def _admission(self, listener: ListenerConfig, mechanisms: tuple[str, ...], security: SecurityFiles) -> Admission:
         config, sasl = self._config, self._config.sasl
         carries = sasl is not None and bool(mechanisms) and sasl.carries(listener)
         offered = servers(
@@ -291,7 +289,7 @@ class _Proxy:
             counters=self._counters,
             quotas=(lambda: security.quotas) if config.quotas is not None else None,
             most_of_an_address=config.limits.max_connections_per_address,
-            connections=connections,
+            connections=self._connections,
             carries=carries,
         )
 

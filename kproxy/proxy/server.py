@@ -15,7 +15,7 @@ Invariants
 1. Every session is in `_sessions` until its `close` has been awaited; nothing is left running when `stop` returns.
 2. At most `max_connections` clients are admitted by all listeners together, and none while descriptors run short
    (kproxy.proxy.descriptors); one more is closed at once, with a line in the log.
-3. Clients of a listener with TLS or the PROXY protocol have a session once they are inside (kproxy.proxy.entrance).
+3. Clients of a listener with TLS or the PROXY protocol have a session once they are inside (kproxy.security.entrance).
 4. The sessions in `_inside` are ends of `connect_inside`, no clients: they are neither counted nor drained.
 """
 
@@ -39,13 +39,14 @@ from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.descriptors import Descriptors, in_use
-from kproxy.proxy.entrance import Entrance
 from kproxy.proxy.reception import Reception
 from kproxy.proxy.request_reader import TURN_S
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.sockets import accept_from, bind, bound_port
+from kproxy.security.entrance import Entrance
+from kproxy.security.proxy_protocol import Source
 from kproxy.security.reloading import Reloading
 
 log = structlog.get_logger(__name__)
@@ -79,7 +80,7 @@ class Listener:
         self._fleets: Mapping[str, Fleet] = NO_FLEETS
         self._admissions: Mapping[str, Admission] = NO_ADMISSIONS
         self._servers: list[asyncio.Server] = []
-        self._entrances: list[tuple[Entrance, asyncio.Server]] = []
+        self._entrances: list[tuple[Entrance[ClientSession], asyncio.Server]] = []
         self._ticker: asyncio.Task[None] | None = None
 
     @property
@@ -157,11 +158,12 @@ class Listener:
             return bound_port(server)
         server = await bind(asyncio.Protocol, *config.listen, shared=shared)
         entrance = Entrance(
-            config,
-            tls,
+            config.name,
+            None if tls is None else lambda: tls.current,
+            proxy_protocol=config.proxy_protocol,
             max_half_open=self._limits.max_half_open,
             refuses=self._refuses,
-            session=self._session_inside,
+            session=lambda source: self._session_inside(config.name, source),
             welcome=self._welcome,
             counters=counters,
         )
@@ -195,7 +197,7 @@ class Listener:
         for server in self._servers:
             await accept_from(server)
         for entrance, server in self._entrances:
-            entrance.open(server, self._fleet_of(entrance.name), self._admissions.get(entrance.name))
+            entrance.open(server)
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
     def connect_inside(self) -> socket.socket:
@@ -241,18 +243,21 @@ class Listener:
     def _session(self, listener: str = "") -> asyncio.BaseProtocol:
         if self._refuses():
             return _Refusal()
-        return self._admit(Reception(listener, self._fleet_of(listener), admission=self._admissions.get(listener)))
+        return self._admit(self._reception(listener))
 
     def _fleet_of(self, listener: str) -> Fleet:
         if self._context is None:
             raise RuntimeError("serve comes first")
         return self._fleets.get(listener, self._context.fleet)
 
-    def _session_inside(self, reception: Reception) -> ClientSession | None:
+    def _reception(self, listener: str, source: Source | None = None) -> Reception:
+        return Reception(listener, self._fleet_of(listener), source, self._admissions.get(listener))
+
+    def _session_inside(self, listener: str, source: Source | None) -> ClientSession | None:
         """The session of a client that was not refused at first; None if others have come inside meanwhile."""
         if self._client_count >= self._limits.max_connections and self._refuses():
             return None
-        return self._admit(reception)
+        return self._admit(self._reception(listener, source))
 
     def _refuses(self) -> bool:
         """Whether one more client is not admitted; it is logged and counted."""

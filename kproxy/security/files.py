@@ -14,7 +14,7 @@ from kproxy.config.security import OauthOptions, SaslOptions
 from kproxy.security.acls import Acl, Rules, acls_of
 from kproxy.security.in_etcd import AccessInEtcd
 from kproxy.security.key_server import KeyServer
-from kproxy.security.quotas import Quotas
+from kproxy.security.quotas import Accounts, Quotas
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.tokens import TokenOptions, TokenVerifier, read_verifier
 from kproxy.security.users import Users, read_users
@@ -45,6 +45,7 @@ class SecurityFiles:
         self._in_etcd = in_etcd
         # The code that has this object runs it.
         self.key_server: KeyServer | None = None
+        self.accounts = Accounts(quotas.share if quotas is not None else 1.0)
         # A salt must not show whether a user exists, so it must not change when the file is read again.
         stand_in_key = secrets.token_bytes(32)
 
@@ -79,8 +80,7 @@ class SecurityFiles:
         # Another object after each change of the rules: open connections compare it.
         self.rules = Rules(self._all_acls())
         if quotas is not None:
-            share = quotas.share
-            self._quotas = follow("quotas", quotas.file, lambda file: Quotas(read_quotas(file), share))
+            self._quotas = follow("quotas", quotas.file, lambda file: Quotas(read_quotas(file), self.accounts))
 
     @property
     def quotas(self) -> Quotas:

@@ -5,17 +5,27 @@ a leaky bucket: it takes the use of one second at once, and a client that uses m
 The first quota of the list that names a client counts: by principal and client id, by principal, by client id, for
 everybody, in this order.
 
+A process that is one of several has a share of each rate, which changes while clients use it. A client that waits by a
+shared account looks again at the end of its wait, because the rate may have changed.
+
 The compiled plain path (kproxy.plain) has twins of `Bucket` and `Account`, which are used instead where it is built.
 
 Invariants
-1. Over any time T a client that waits as required uses at most rate × (T + BURST_S), and one request more.
-2. At most MOST_ACCOUNTS accounts are kept; the least recently used are forgotten first.
+1. Over any time T a client that waits as required uses at most rate × (T + BURST_S), and one request more on each of
+   its connections, and on each that has waited for LONGEST_WAIT_S.
+2. A change of a rate never adds to the amount that may be used at once. So 1 holds for the use at all processes
+   together while their shares are at most 1 in total, whenever these change.
+3. At most MOST_ACCOUNTS accounts are kept beside those of open connections; the least recently used are forgotten
+   first. A client has one account as long as a connection of it is open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import heapq
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 from kproxy.config.quotas import QuotaSection
 from kproxy.plain import compiled
@@ -25,36 +35,54 @@ BURST_S: Final = 1.0
 # The longest wait at a time; a client may have to wait again.
 LONGEST_WAIT_S: Final = 30.0
 MOST_ACCOUNTS: Final = 10_000
+# The unit of shares: so many are one worker's equal part of a rate.
+PARTS: Final = 1_000
+DIGEST_BYTES: Final = 16
+# The rates of an account; a rate's key ends with its place in this list.
+_KINDS: Final = ("produced", "fetched", "requests")
+# Whoever uses this part of its share is about to need more.
+_NEARLY_ALL: Final = 0.9
+_MOST_PARTS: Final = 1_000_000_000
+_LEAST_INTERVAL_S: Final = 0.01
 _EVERY_USER: Final = "User:*"
 
 
 class _Bucket:
-    """One rate, per second; `level` is the used amount that has not leaked."""
+    """One rate, per second; `level` is the used amount that has not leaked, `used` that since it was last set to 0."""
 
-    __slots__ = ("_at", "level", "rate")
+    __slots__ = ("_at", "level", "rate", "used", "usual")
 
     def __init__(self, rate: float) -> None:
-        self.rate = rate
+        self.rate = self.usual = rate
         self._at = 0.0
         self.level = 0.0
+        self.used = 0.0
 
     def use(self, amount: float, now: float) -> float:
-        """Use this much; return the seconds to wait afterwards."""
+        """Use this much; return the seconds to wait afterwards, by the first rate while the present one is lower."""
         leaked = max(0.0, now - self._at) * self.rate
         self.level = max(0.0, self.level - leaked) + amount
+        self.used += amount
         self._at = now
-        return max(0.0, self.level / self.rate - BURST_S)
+        return max(0.0, (self.level - self.rate * BURST_S) / max(self.rate, self.usual))
+
+    def set_rate(self, rate: float, now: float) -> None:
+        """Change the rate; what may still be used at once stays the same, but is at most one second of the new rate."""
+        self.use(0.0, now)
+        self.level = max(0.0, self.level + (rate - self.rate) * BURST_S)
+        self.rate = rate
 
 
 class _Account:
-    """The use of one client, by rates per second; None: not limited."""
+    """The use of one client, by rates per second; None: not limited. `is_shared`: whether its rates may change."""
 
-    __slots__ = ("fetched", "produced", "requests")
+    __slots__ = ("__weakref__", "fetched", "is_shared", "produced", "requests")
 
     def __init__(self, produced: float | None, fetched: float | None, requests: float | None) -> None:
         self.produced = None if produced is None else _Bucket(produced)
         self.fetched = None if fetched is None else _Bucket(fetched)
         self.requests = None if requests is None else _Bucket(requests)
+        self.is_shared = False
 
     def use(self, now: float, *, produced: int, fetched: int) -> float:
         """Use one request and these bytes; return the seconds to wait."""
@@ -65,6 +93,22 @@ class _Account:
             wait = max(wait, self.fetched.use(fetched, now))
         return min(wait, LONGEST_WAIT_S)
 
+    def wait(self, now: float) -> float:
+        """Return the seconds to wait before more is used."""
+        wait = 0.0
+        for bucket in (self.produced, self.fetched, self.requests):
+            if bucket is not None:
+                wait = max(wait, bucket.use(0.0, now))
+        return min(wait, LONGEST_WAIT_S)
+
+    def is_active(self, now: float) -> bool:
+        """Whether something was used since `used` was set to 0, or has not leaked."""
+        self.wait(now)
+        return any(
+            bucket is not None and (bucket.used > 0.0 or bucket.level > 0.0)
+            for bucket in (self.produced, self.fetched, self.requests)
+        )
+
 
 if TYPE_CHECKING:
     Account = _Account
@@ -74,13 +118,100 @@ else:
     Bucket = compiled.Bucket if compiled is not None else _Bucket
 
 
-class Quotas:
-    """The quotas of one reading of the file; this process has the part `share` of each rate."""
+class Accounts:
+    """The accounts of this process, which outlast a reading of the file where their quota stays the same.
 
-    def __init__(self, quotas: Iterable[QuotaSection], share: float = 1.0) -> None:
+    Each process has `part` of every rate at first. With several of them (kproxy.workers.shares) it is told of other
+    shares, in PARTS of that part, by the key of a rate: a digest of the quota and the principal, and the kind.
+    """
+
+    def __init__(self, part: float = 1.0) -> None:
+        self._part = part
+        self._accounts: dict[tuple[str, str], Account] = {}
+        # Those, and forgotten ones that connections still use.
+        self._by_digest: WeakValueDictionary[bytes, Account] = WeakValueDictionary()
+        # Only of rates whose share is not PARTS; the supervisor bounds their number.
+        self._parts: dict[bytes, int] = {}
+        self._looked_at: float | None = None
+
+    def find(self, quota: str, principal: str, rates: tuple[float | None, ...]) -> Account:
+        """The account of a principal by the text of its quota, which has these rates; it is opened if there is none."""
+        key = (quota, principal)
+        account = self._accounts.pop(key, None) or self._open(digest_of(*key), rates)
+        self._accounts[key] = account
+        if len(self._accounts) > MOST_ACCOUNTS:
+            del self._accounts[next(iter(self._accounts))]
+        return account
+
+    def _open(self, digest: bytes, rates: tuple[float | None, ...]) -> Account:
+        account = self._by_digest.get(digest)
+        if account is not None:
+            return account
+        account = self._by_digest[digest] = Account(*(None if rate is None else rate * self._part for rate in rates))
+        for kind in range(len(_KINDS)):
+            parts = self._parts.get(digest + bytes((kind,)))
+            if parts is not None:
+                _set_parts(account, kind, parts, 0.0)
+        return account
+
+    def set_parts(self, parts: Mapping[bytes, int], now: float) -> None:
+        """Change this process's share of rates, by their keys."""
+        for key, of_key in parts.items():
+            if of_key == PARTS:
+                self._parts.pop(key, None)
+            else:
+                self._parts[key] = of_key
+            account = self._by_digest.get(key[:-1])
+            if account is not None:
+                _set_parts(account, key[-1], of_key, now)
+
+    def uses(self, now: float, most: int) -> list[tuple[bytes, int, bool]]:
+        """Return the use since the last call by the keys of rates, of at most `most`: the most active ones.
+
+        Use is in PARTS of this process's first part of the rate. With it is whether it needs more than its share.
+        """
+        passed = 1.0 if self._looked_at is None else max(_LEAST_INTERVAL_S, now - self._looked_at)
+        self._looked_at = now
+        found: list[tuple[bytes, int, bool]] = []
+        for digest, account in list(self._by_digest.items()):
+            if not account.is_active(now):
+                continue
+            for kind, name in enumerate(_KINDS):
+                bucket: Bucket | None = getattr(account, name)
+                if bucket is None or not (bucket.used or bucket.level):
+                    continue
+                used, bucket.used = bucket.used, 0.0
+                is_short = bucket.level > bucket.rate * BURST_S or used >= _NEARLY_ALL * bucket.rate * passed
+                parts = min(round(PARTS * used / (bucket.usual * passed)), _MOST_PARTS)
+                found.append((digest + bytes((kind,)), parts, is_short))
+        if len(found) > most:
+            return heapq.nlargest(most, found, key=lambda use: (use[2], use[1]))
+        return found
+
+
+def digest_of(*names: str) -> bytes:
+    """A short name of something to other workers."""
+    return hashlib.blake2b(repr(names).encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+
+
+def _set_parts(account: Account, kind: int, parts: int, now: float) -> None:
+    bucket: Bucket | None = getattr(account, _KINDS[kind])
+    if bucket is not None:
+        bucket.set_rate(bucket.usual * parts / PARTS, now)
+        account.is_shared = True
+
+
+class Quotas:
+    """The quotas of one reading of the file, with the `accounts` of this process."""
+
+    def __init__(self, quotas: Iterable[QuotaSection], accounts: Accounts | None = None) -> None:
         self._quotas = tuple(quotas)
-        self._share = share
-        self._accounts: dict[tuple[int, str, str | None], Account] = {}
+        self._rates = [(each.produce_bytes_per_s, each.fetch_bytes_per_s, each.requests_per_s) for each in self._quotas]
+        # Texts, because these keep their hash.
+        self._texts = [
+            repr((each.principal, each.client_id, rates)) for each, rates in zip(self._quotas, self._rates, strict=True)
+        ]
+        self._accounts = accounts or Accounts()
 
     def names_clients(self, principal: Principal) -> bool:
         """Whether the client id matters for a principal."""
@@ -109,16 +240,7 @@ class Quotas:
         if not fitting:
             return None
         place = min(fitting)[2]
-        key = (place, principal.name, self._quotas[place].client_id)
-        account = self._accounts.pop(key, None) or self._open(self._quotas[place])
-        self._accounts[key] = account
-        if len(self._accounts) > MOST_ACCOUNTS:
-            del self._accounts[next(iter(self._accounts))]
-        return account
-
-    def _open(self, quota: QuotaSection) -> Account:
-        rates = (quota.produce_bytes_per_s, quota.fetch_bytes_per_s, quota.requests_per_s)
-        return Account(*(None if rate is None else rate * self._share for rate in rates))
+        return self._accounts.find(self._texts[place], principal.name, self._rates[place])
 
     def _fitting(self, principal: Principal) -> list[QuotaSection]:
         return [quota for quota in self._quotas if self._fits(quota, principal)]

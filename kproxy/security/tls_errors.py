@@ -20,16 +20,42 @@ _WRONG_PURPOSE: Final = 26
 _OTHER_NAME: Final = frozenset({62, 63, 64})
 
 
-_OURS: Final = "this listener's"
-_PROXYS: Final = "the proxy's"
-
-
 class Failure(NamedTuple):
     """`word` is a label of a metric, one of few."""
 
     word: str
     text: str
 
+
+class ListenerWords(NamedTuple):
+    """The options of a listener, as explanations name them.
+
+    `speak_tls`: the way out for a client that does not speak TLS.
+    """
+
+    client_ca: str = "tls.client_ca"
+    client_auth: str = "tls.client_auth"
+    min_version: str = "tls.min_version"
+    speak_tls: str = "set security.protocol=SSL"
+
+
+class DialWords(NamedTuple):
+    """The options of connections to brokers, as explanations name them.
+
+    `whose`: the owner of our certificate. `other_name`, `no_tls`: the ways out if the broker's certificate has another
+    name, and if the broker does not speak TLS.
+    """
+
+    whose: str = "the proxy's"
+    ca: str = "broker_tls.ca"
+    pair: str = "broker_tls.cert and broker_tls.key"
+    other_name: str = "correct the address that it advertises, or set broker_tls.server_name"
+    no_tls: str = "name its TLS port, or drop broker_tls"
+
+
+_OURS: Final = "this listener's"
+_CLIENTS: Final = ListenerWords()
+_BROKERS: Final = DialWords()
 
 _OF_CERTIFICATE: Final = {
     _EXPIRED: ("expired", "its certificate has expired"),
@@ -58,24 +84,28 @@ _ALERTS: Final = {
 }
 
 
-def client_failure(error: BaseException, *, names: tuple[str, ...], asked_for: str) -> Failure:
-    """Explain why a client's handshake failed.
+def client_failure(
+    error: BaseException, *, names: tuple[str, ...], asked_for: str, words: ListenerWords = _CLIENTS
+) -> Failure:
+    """Explain why the handshake of a client, or whoever else connects to a listener, failed.
 
     `names` are those of the listener's certificate; `asked_for` the server name of the client, or empty.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         code = error.verify_code
         if code in _UNTRUSTED:
-            return Failure("untrusted", "its certificate is not signed by an authority of tls.client_ca")
+            return Failure("untrusted", f"its certificate is not signed by an authority of {words.client_ca}")
         word, text = _OF_CERTIFICATE.get(
             code, ("certificate", f"its certificate is not accepted: {error.verify_message}")
         )
         return Failure(word, text)
     reason = _reason(error)
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return Failure("no_certificate", "it shows no certificate, and this listener requires one (tls.client_auth)")
+        return Failure(
+            "no_certificate", f"it shows no certificate, and this listener requires one ({words.client_auth})"
+        )
     if reason in ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "NO_PROTOCOLS_AVAILABLE"):
-        return Failure("version", "it speaks no TLS version that this listener admits (tls.min_version)")
+        return Failure("version", f"it speaks no TLS version that this listener admits ({words.min_version})")
     if reason == "NO_SHARED_CIPHER":
         return Failure("cipher", "it offers no cipher that fits this listener's certificate")
     if reason == "CALLBACK_FAILED":
@@ -96,32 +126,33 @@ def _hint(names: tuple[str, ...], asked_for: str) -> str:
     return f"; it asked for {asked_for or 'no name'}, and the certificate is for {', '.join(names[:10]) or 'no name'}"
 
 
-def broker_failure(error: BaseException, *, name: str, has_ca: bool, has_cert: bool) -> Failure:
+def broker_failure(
+    error: BaseException, *, name: str, has_ca: bool, has_cert: bool, words: DialWords = _BROKERS
+) -> Failure:
     """Explain why a handshake with a broker failed. `name` is the name that its certificate must have."""
     if isinstance(error, ssl.SSLCertVerificationError):
         code = error.verify_code
         if code in _OTHER_NAME:
             return Failure(
                 "name",
-                f"its certificate is for another name than {name}: correct the address that it advertises, or set "
-                f"broker_tls.server_name",
+                f"its certificate is for another name than {name}: {words.other_name}",
             )
         if code in _UNTRUSTED:
-            whom = "by the authorities in broker_tls.ca" if has_ca else "by an authority that this machine trusts"
-            return Failure("untrusted", f"its certificate is not signed {whom}: set broker_tls.ca to its authority")
+            whom = f"by the authorities in {words.ca}" if has_ca else "by an authority that this machine trusts"
+            return Failure("untrusted", f"its certificate is not signed {whom}: set {words.ca} to its authority")
         word, text = _OF_CERTIFICATE.get(
             code, ("certificate", f"its certificate is not accepted: {error.verify_message}")
         )
         return Failure(word, text)
     reason = _reason(error)
     if reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL"):
-        return Failure("plain_text", "it does not speak TLS there: name its TLS port, or drop broker_tls")
+        return Failure("plain_text", f"it does not speak TLS there: {words.no_tls}")
     alert = _alert(reason)
     if alert is not None:
         word, text = alert
         if word == "alert_certificate_required" or (word.startswith("alert_bad") and not has_cert):
-            return Failure(word, "it requires a client certificate: set broker_tls.cert and broker_tls.key")
-        return Failure(word, f"it {text.format(whose=_PROXYS)}")
+            return Failure(word, f"it requires a client certificate: set {words.pair}")
+        return Failure(word, f"it {text.format(whose=words.whose)}")
     return _transport_failure(error, reason)
 
 

@@ -35,8 +35,8 @@ from kproxy.plain import compiled
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import Topology
-from kproxy.trail.overlaps import Chunk, Origin
-from kproxy.trail.spans import Spans, record_count, spans_of
+from kproxy.trail.overlaps import Origin, PartitionKey
+from kproxy.trail.spans import Chunk, Spans, record_count, spans_of
 from kproxy_codec.framing import client_id
 from kproxy_codec.partitioned import PartitionedRequest, PlainAnswer
 from kproxy_codec.primitives import INT64, Buffer
@@ -79,16 +79,24 @@ class _OpenChunk:
     """The open chunk in Python; its attributes are explained in `Acked`."""
 
     __slots__ = (
+        "acks",
         "counts_sequences",
         "first_offset",
         "first_sequence",
         "is_idle",
+        "latency_s",
         "next_offset",
         "next_sequence",
         "producer",
         "spans",
+        "unread",
         "volume",
+        "woken",
     )
+
+    woken: list[Acked]
+    acks: int
+    latency_s: float
 
     is_idle: bool
     producer: bytes
@@ -99,22 +107,32 @@ class _OpenChunk:
     next_offset: int
     spans: Spans
     volume: int
+    unread: int
 
-    def finished(self) -> tuple[int, int, int, Spans, int, int, int] | None:
-        """Close the chunk and return its fields as in `Chunk`; None if none is open.
+    def add_span(self) -> None:
+        """Finish the open span."""
+        self.spans.extend((self.first_offset, self.next_offset - self.first_offset))
 
-        `record_count` is 0 if a span has no records.
-        """
+    def is_full(self) -> bool:
+        """Whether there is no room for one more finished span."""
+        return len(self.spans) >= MOST_FINISHED
+
+    def finished(self) -> Chunk | None:
+        """Close the chunk and return it; None if none is open, or if a span has no records: it counts as unread."""
         if not self.volume:
             return None
         batches, size = divmod(self.volume, ONE_BATCH)
+        self.add_span()
         spans, self.spans = self.spans, spans_of()
-        spans.extend((self.first_offset, self.next_offset - self.first_offset))
         producer_id, producer_epoch = _PRODUCER.unpack(self.producer)
         # Clients without idempotence write anything as the sequence.
         first_sequence = self.first_sequence if self.counts_sequences else NO_SEQUENCE
         self.producer, self.volume = _NOBODY, 0
-        return producer_id, producer_epoch, first_sequence, spans, record_count(spans), batches, size
+        records = record_count(spans)
+        if not records:
+            self.unread += batches
+            return None
+        return Chunk(producer_id, producer_epoch, first_sequence, spans, records, batches, size)
 
 
 if TYPE_CHECKING:
@@ -130,18 +148,13 @@ class Acked(OpenChunk):
     """
 
     __slots__ = (
-        "acks",
         "chunks",
         "client",
-        "latency_s",
+        "key",
         "origin",
-        "partition",
         "peer",
         "principal",
-        "topic",
-        "topic_id",
         "trail",
-        "unread",
     )
 
     def __init__(
@@ -157,13 +170,12 @@ class Acked(OpenChunk):
     ) -> None:
         self.trail = trail
         # A topic whose name is not known is named by its id.
-        self.topic = topic.decode() if topic.isascii() else topic.hex()
-        self.topic_id = topic_id
-        self.partition = partition
+        self.key = PartitionKey(topic.decode() if topic.isascii() else topic.hex(), topic_id, partition)
         self.origin = origin
         self.peer = peer
         self.client = client
         self.principal = principal
+        self.woken = trail.woken
         self.acks = -1
         self.latency_s = 0.0
         self.chunks: list[Chunk] = []
@@ -198,7 +210,7 @@ class Acked(OpenChunk):
         goes_on = (
             producer == self.producer
             and sequence == (add_sequence(self.next_sequence, 0) if self.counts_sequences else self.next_sequence)
-            and len(self.spans) < MOST_FINISHED
+            and not self.is_full()
         )
         if not goes_on:
             self._finish()
@@ -206,7 +218,7 @@ class Acked(OpenChunk):
             self.counts_sequences = _PRODUCER.unpack(producer)[0] != NO_PRODUCER_ID
             self.first_offset = self.next_offset = base_offset
         elif base_offset != self.next_offset:
-            self.spans.extend((self.first_offset, self.next_offset - self.first_offset))
+            self.add_span()
             self.first_offset = base_offset
         self.next_offset = base_offset + count
         self.next_sequence = sequence + count if self.counts_sequences else sequence
@@ -215,8 +227,9 @@ class Acked(OpenChunk):
     def wake(self, asked: Asked) -> None:
         """Queue it for the next look: something comes after a look."""
         self.is_idle = False
-        self.trail.queue(self, asked)
+        self.woken.append(self)
         self.acks = asked.acks
+        self.latency_s = self.trail.seconds_since(asked)
 
     def take(self) -> tuple[list[Chunk], int]:
         """Return and reset the chunks and the count of unread batches."""
@@ -227,14 +240,9 @@ class Acked(OpenChunk):
         return taken
 
     def _finish(self) -> None:
-        finished = self.finished()
-        if finished is None:
-            return
-        chunk = Chunk._make(finished)
-        if chunk.record_count:
+        chunk = self.finished()
+        if chunk is not None:
             self.chunks.append(chunk)
-        else:
-            self.unread += chunk.batches
 
 
 # A client may write to any number of partitions, and choose any client id.
@@ -313,11 +321,10 @@ class NotedEntry:
         if sequence == acked.next_sequence and producer == acked.producer:
             count = delta + 1
             if base_offset != acked.next_offset:
-                spans = acked.spans
-                if not 0 <= base_offset <= MOST_OFFSET or len(spans) >= MOST_FINISHED:
+                if not 0 <= base_offset <= MOST_OFFSET or acked.is_full():
                     acked.add(asked, frame, start, base_offset, size)
                     return
-                spans.extend((acked.first_offset, acked.next_offset - acked.first_offset))
+                acked.add_span()
                 acked.first_offset = base_offset
             acked.next_offset = base_offset + count
             if acked.counts_sequences:
@@ -408,7 +415,7 @@ class ConnectionAcks:
         revision = self._topology.owner_revision(topic, partition) - has_moved
         topic_id = self._topology.topic_ids.get(topic)
         found = self._acked.get((topic, partition))
-        if found is None or found.origin[:2] != (owner, revision) or found.topic_id != topic_id:
+        if found is None or found.origin[:2] != (owner, revision) or found.key.topic_id != topic_id:
             if found is None and len(self._acked) >= MAX_PARTITIONS:
                 self._acked.clear()
             client = (client_id(frame) or b"")[:MAX_CLIENT_ID_BYTES].decode(errors="replace")

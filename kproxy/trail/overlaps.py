@@ -18,28 +18,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
-from kproxy.trail.spans import Spans, extend_spans, union
-from kproxy_codec.record_batch import NO_PRODUCER_ID, NO_SEQUENCE, add_sequence
-
-
-class Chunk(NamedTuple):
-    """Acknowledged batches of one producer without a gap in their sequence numbers; fields as in `rows.Range`."""
-
-    producer_id: int
-    producer_epoch: int
-    first_sequence: int
-    spans: Spans
-    record_count: int
-    batches: int
-    bytes: int
-
-    @property
-    def next_sequence(self) -> int:
-        """The base_sequence of the producer's next batch."""
-        return add_sequence(self.first_sequence, self.record_count) if self.first_sequence >= 0 else NO_SEQUENCE
-
+from kproxy.trail.spans import Chunk, union
+from kproxy_codec.record_batch import NO_PRODUCER_ID
 
 MAX_INTERVALS: Final = 64
 # For each partition this much is remembered, to name the first origin of an offset and to recognize resent batches: the
@@ -65,6 +47,14 @@ class Origin(NamedTuple):
     client: str
 
 
+class PartitionKey(NamedTuple):
+    """A partition of a topic; `topic_id` is None where topics have none."""
+
+    topic: str
+    topic_id: bytes | None
+    partition: int
+
+
 class Overlap(NamedTuple):
     """Offsets from `first_offset` to `last_offset` that were assigned before.
 
@@ -79,29 +69,7 @@ class Overlap(NamedTuple):
     earlier: Origin | None
 
 
-class _Write:
-    """What is remembered of chunks that continue one another: the fields of the first, and the spans of all."""
-
-    __slots__ = ("first_sequence", "next_sequence", "origin", "producer", "spans")
-
-    def __init__(self, chunk: Chunk, origin: Origin) -> None:
-        self.producer = chunk[:2]
-        self.first_sequence = chunk.first_sequence
-        self.next_sequence = chunk.next_sequence
-        # A copy: these grow, and get shorter.
-        self.spans = chunk.spans[:]
-        self.origin = origin
-
-    def covers(self, offset: int) -> bool:
-        return any(first <= offset < first + count for first, count in _pairs(self.spans))
-
-    def shorten(self, most: int) -> None:
-        """Forget the first spans; leave at most `most` of them."""
-        excess = 2 * (len(self.spans) // 2 - most)
-        if excess > 0:
-            if self.first_sequence >= 0:
-                self.first_sequence = add_sequence(self.first_sequence, sum(self.spans[1:excess:2]))
-            del self.spans[:excess]
+_Write: TypeAlias = tuple[Origin, Chunk]
 
 
 class _LastWrites:
@@ -112,39 +80,44 @@ class _LastWrites:
 
     def __init__(self) -> None:
         self._writes: list[_Write] = []
-        self._latest: dict[Hashable, _Write] = {}
+        self._latest: dict[Hashable, Chunk] = {}
+        # At least the number of spans in them.
         self._spans = 0
         self._most = MAX_ADDED
 
     def __iter__(self) -> Iterator[_Write]:
         return iter(self._writes)
 
-    def add(self, added: Sequence[tuple[Chunk, Origin]]) -> None:
+    def add(self, added: Iterable[_Write]) -> None:
+        """Remember chunks; they are extended here from now on."""
         latest = self._latest
-        for chunk, origin in added:
+        for write in added:
+            origin, chunk = write
             key = (origin, chunk.producer_id, chunk.producer_epoch)
-            write = latest.get(key)
-            if write is not None and write.next_sequence == chunk.first_sequence:
-                before = len(write.spans)
-                extend_spans(write.spans, chunk.spans)
-                write.next_sequence = chunk.next_sequence
-                self._spans += (len(write.spans) - before) // 2
-            else:
-                latest[key] = write = _Write(chunk, origin)
+            last = latest.get(key)
+            if last is None or not last.extend(chunk):
+                latest[key] = chunk
                 self._writes.append(write)
-                self._spans += len(write.spans) // 2
-        if len(self._writes) > self._most or self._spans > MAX_SPANS_TOGETHER:
+            elif len(last.spans) > 4 * MAX_SPANS_REMEMBERED:
+                last.shorten(MAX_SPANS_REMEMBERED)
+            self._spans += len(chunk.spans) // 2
+        if len(self._writes) > self._most or (self._spans > MAX_SPANS_TOGETHER and self._count() > MAX_SPANS_TOGETHER):
             self._shorten()
+
+    def _count(self) -> int:
+        self._spans = sum(len(chunk.spans) // 2 for _, chunk in self._writes)
+        return self._spans
 
     def first_origin(self, offset: int, now: Chunk) -> Origin | None:
         """The first origin of the offset; None if it was this very batch of `now`, _NOBODY if it is forgotten."""
-        holders = [write for write in self._writes if write.covers(offset)]
-        shift = _shift(now[0], now.first_sequence, now.spans, offset)
+        holders = [write for write in self._writes if _covers(write[1], offset)]
+        shift = _shift(now, offset)
         if shift is not None:
-            for write in holders:
-                if write.producer == now[:2] and _shift(now[0], write.first_sequence, write.spans, offset) == shift:
+            producer = _producer(now)
+            for _, chunk in holders:
+                if _producer(chunk) == producer and _shift(chunk, offset) == shift:
                     return None
-        return holders[0].origin if holders else _NOBODY
+        return holders[0][0] if holders else _NOBODY
 
     def _shorten(self) -> None:
         """Forget the spans beyond the limits.
@@ -153,23 +126,23 @@ class _LastWrites:
         """
         newest_first: dict[Hashable, list[tuple[int, _Write]]] = {}
         for age, write in enumerate(reversed(self._writes)):
-            newest_first.setdefault((write.origin, write.producer), []).append((age, write))
+            newest_first.setdefault((write[0], *_producer(write[1])), []).append((age, write))
         spare = MAX_SPANS_TOGETHER // 2 - LEAST_SPANS_REMEMBERED * min(len(newest_first), MAX_REMEMBERED)
         kept: list[tuple[int, _Write]] = []
         for writes in islice(newest_first.values(), MAX_REMEMBERED):
             more = min(spare, MAX_SPANS_REMEMBERED - LEAST_SPANS_REMEMBERED)
             room = LEAST_SPANS_REMEMBERED + more
             for age, write in writes:
-                write.shorten(room)
+                write[1].shorten(room)
                 kept.append((age, write))
-                room -= len(write.spans) // 2
+                room -= len(write[1].spans) // 2
                 if room <= 0:
                     break
             spare -= max(0, more - room)
         kept.sort(key=itemgetter(0), reverse=True)
         self._writes = [write for _, write in kept]
-        self._latest = {(write.origin, *write.producer): write for write in self._writes}
-        self._spans = sum(len(write.spans) // 2 for write in self._writes)
+        self._latest = {(origin, *_producer(chunk)): chunk for origin, chunk in self._writes}
+        self._count()
         self._most = len(self._writes) + MAX_ADDED
 
 
@@ -181,25 +154,25 @@ class OverlapDetector:
 
     def __init__(self) -> None:
         # In the order of their last write.
-        self._partitions: dict[Hashable, _Partition] = {}
+        self._partitions: dict[PartitionKey, _Partition] = {}
+        # Those with something to judge.
         self._added: dict[_Partition, None] = {}
 
-    def add(self, topic: str, topic_id: bytes | None, partition: int, origin: Origin, chunk: Chunk) -> None:
-        """Take acknowledged offsets; `topic_id` is None where topics have none."""
-        key = (topic, topic_id, partition)
+    def add(self, key: PartitionKey, origin: Origin, chunk: Chunk) -> None:
+        """Take acknowledged offsets; the chunk is extended here from now on."""
         found = self._partitions.get(key)
         if found is None:
-            found = _Partition(topic, partition)
+            found = _Partition(key)
             if len(self._partitions) >= MAX_PARTITIONS:
                 del self._partitions[next(iter(self._partitions))]
-        elif topic_id is None and chunk.spans[0] == 0 and found.high > 0 and not found.is_resend(chunk):
-            found = _Partition(topic, partition)
-        if found not in self._added:
+        elif key.topic_id is None and chunk.spans[0] == 0 and found.high > 0 and not found.is_resend(chunk):
+            found = _Partition(key)
+        if not found.added:
             self._added[found] = None
             # Now it is the last one written to.
             self._partitions.pop(key, None)
             self._partitions[key] = found
-        found.added.append((chunk, origin))
+        found.added.append((origin, chunk))
 
     @property
     def has_added(self) -> bool:
@@ -220,14 +193,13 @@ class OverlapDetector:
 
 
 class _Partition:
-    def __init__(self, topic: str, partition: int) -> None:
-        self.topic = topic
-        self.partition = partition
+    def __init__(self, key: PartitionKey) -> None:
+        self.key = key
         self.floor = 0
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._last_writes = _LastWrites()
-        self.added: list[tuple[Chunk, Origin]] = []
+        self.added: list[_Write] = []
 
     @property
     def high(self) -> int:
@@ -240,8 +212,8 @@ class _Partition:
 
     def judge(self) -> list[Overlap]:
         added, self.added = self.added, []
-        if len(added) == 1 and len(added[0][0].spans) == 2 and added[0][0].spans[0] >= self.high:
-            self._append(*added[0][0].spans)
+        if len(added) == 1 and len(added[0][1].spans) == 2 and added[0][1].spans[0] >= self.high:
+            self._append(*added[0][1].spans)
         elif not self._merge(added):
             return self._judge_singly(added)
         self._last_writes.add(added)
@@ -255,9 +227,9 @@ class _Partition:
             self._ends.append(first + count)
             self._forget()
 
-    def _merge(self, added: Sequence[tuple[Chunk, Origin]]) -> bool:
+    def _merge(self, added: Sequence[_Write]) -> bool:
         """Take all chunks in if none of their offsets was assigned before; return whether it did."""
-        merged = union(self.floor, self._starts, self._ends, [chunk.spans for chunk, _ in added], MAX_INTERVALS)
+        merged = union(self.floor, self._starts, self._ends, [chunk.spans for _, chunk in added], MAX_INTERVALS)
         if merged is None:
             return False
         self.floor, self._starts, self._ends = merged
@@ -270,17 +242,18 @@ class _Partition:
             del self._starts[:excess]
             del self._ends[:excess]
 
-    def _judge_singly(self, added: Sequence[tuple[Chunk, Origin]]) -> list[Overlap]:
+    def _judge_singly(self, added: Sequence[_Write]) -> list[Overlap]:
         overlaps: list[Overlap] = []
-        for chunk, origin in added:
+        for write in added:
+            origin, chunk = write
             for first, count in _pairs(chunk.spans):
                 for start, end in self._known(first, first + count):
                     earlier = self._last_writes.first_origin(start, chunk)
                     if earlier is not None:
                         named = None if earlier is _NOBODY else earlier
-                        overlaps.append(Overlap(self.topic, self.partition, start, end - 1, origin, named))
+                        overlaps.append(Overlap(self.key.topic, self.key.partition, start, end - 1, origin, named))
                 self._cover(first, first + count)
-            self._last_writes.add(((chunk, origin),))
+            self._last_writes.add((write,))
         self._forget()
         return overlaps
 
@@ -291,7 +264,7 @@ class _Partition:
         pairs = zip(self._starts[low:high], self._ends[low:high], strict=True)
         cuts = [
             first,
-            *(edge for write in self._last_writes for edge in _edges(write.spans) if first < edge < end),
+            *(edge for _, chunk in self._last_writes for edge in _edges(chunk.spans) if first < edge < end),
             end,
         ]
         parts = []
@@ -313,12 +286,20 @@ class _Partition:
 _NOBODY = Origin(-1, 0, 0, "")
 
 
-def _shift(producer_id: int, first_sequence: int, spans: Spans, offset: int) -> int | None:
+def _covers(chunk: Chunk, offset: int) -> bool:
+    return any(first <= offset < first + count for first, count in _pairs(chunk.spans))
+
+
+def _producer(chunk: Chunk) -> tuple[int, int]:
+    return chunk.producer_id, chunk.producer_epoch
+
+
+def _shift(chunk: Chunk, offset: int) -> int | None:
     """Offset minus sequence number there: the same for a batch and its resend. None without a producer id."""
-    if producer_id == NO_PRODUCER_ID:
+    if chunk.producer_id == NO_PRODUCER_ID:
         return None
-    sequence = first_sequence
-    for first, count in _pairs(spans):
+    sequence = chunk.first_sequence
+    for first, count in _pairs(chunk.spans):
         if first <= offset < first + count:
             return (first - sequence) % _SEQUENCES
         sequence += count

@@ -33,9 +33,9 @@ import structlog
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.topology import Topology
 from kproxy.trail.acknowledgements import MAX_SPANS, Acked, Asked, ConnectionAcks
-from kproxy.trail.overlaps import Chunk, Overlap, OverlapDetector
+from kproxy.trail.overlaps import Overlap, OverlapDetector
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
-from kproxy.trail.spans import extend_spans, to_json
+from kproxy.trail.spans import Chunk, to_json
 
 log = structlog.get_logger(__name__)
 
@@ -69,40 +69,25 @@ class _Stamp(TypedDict):
 
 
 class _OpenRow:
-    """A row that is not closed yet. Chunks that continue it extend it."""
+    """A row that is not closed yet; `chunk` has what `row` gets when it is closed.
 
-    __slots__ = ("began", "next_sequence", "row", "spans")
+    `began` is in seconds of the monotonic clock.
+    """
 
-    def __init__(self, row: Range, first: Chunk, began: float) -> None:
-        """`row` gets its spans, its sequence and `at` when it is closed.
+    __slots__ = ("began", "chunk", "row")
 
-        `began` is in seconds of the monotonic clock.
-        """
+    def __init__(self, row: Range, chunk: Chunk, began: float) -> None:
         self.row = row
-        # A copy: these grow, and the detector of overlaps keeps the chunk's.
-        self.spans = first.spans[:]
-        self.next_sequence = first.next_sequence
+        self.chunk = chunk
         self.began = began
 
-    def takes(self, acks: int, chunk: Chunk) -> bool:
-        """Whether a chunk continues the row; without idempotence every chunk does."""
+    def extend(self, acks: int, chunk: Chunk, acked_at: int) -> bool:
+        """Take in a chunk that continues the row; False if it does not."""
         row = self.row
-        return (
-            chunk.first_sequence == self.next_sequence
-            and chunk.producer_id == row.producer_id
-            and chunk.producer_epoch == row.producer_epoch
-            and acks == row.acks
-            and len(self.spans) < 2 * MAX_SPANS
-        )
-
-    def extend(self, chunk: Chunk, acked_at: int) -> None:
-        extend_spans(self.spans, chunk.spans)
-        self.next_sequence = chunk.next_sequence
-        row = self.row
-        row.record_count += chunk.record_count
-        row.batches += chunk.batches
-        row.bytes += chunk.bytes
+        if acks != row.acks or len(self.chunk.spans) >= 2 * MAX_SPANS or not self.chunk.extend(chunk):
+            return False
         row.last_acked_at = acked_at
+        return True
 
 
 class Trail:
@@ -138,7 +123,8 @@ class Trail:
         self._on_overlap = on_overlap
         self._overlaps = OverlapDetector()
         self._connections = 0
-        self._woken: list[Acked] = []
+        # Something was acknowledged since the last look.
+        self.woken: list[Acked] = []
         # The batches that the present look has still to take.
         self._taking: deque[Acked] = deque()
         self._open: dict[Acked, _OpenRow] = {}
@@ -158,11 +144,9 @@ class Trail:
         self._connections += 1
         return ConnectionAcks(self, topology, self._connections)
 
-    def queue(self, acked: Acked, asked: Asked) -> None:
-        """Queue `acked` for the next look, and sample its first latency."""
-        self._woken.append(acked)
-        began = asked.deadline - deadline_s(asked.timeout_ms, self._deadline_cap_ms)
-        acked.latency_s = self._clock() - began
+    def seconds_since(self, asked: Asked) -> float:
+        """The time since the first byte of a request."""
+        return self._clock() - asked.deadline + deadline_s(asked.timeout_ms, self._deadline_cap_ms)
 
     def begin(self) -> None:
         """Write the first row: the process serves from now on."""
@@ -209,8 +193,8 @@ class Trail:
         """Look in steps. If it is abandoned, the next look takes the rest."""
         self._read_clocks()
         looked_at, looked = self._at, self._now
-        self._taking += self._woken
-        self._woken = []
+        self._taking += self.woken
+        self.woken.clear()
         while self._taking:
             self._take_some()
             if self._taking:
@@ -235,14 +219,14 @@ class Trail:
             try:
                 self._take(acked)
             except Exception:  # the boundary: an error here must not reach clients; the gap shows it
-                log.exception("acknowledgements not noted", topic=acked.topic, partition=acked.partition)
+                log.exception("acknowledgements not noted", topic=acked.key.topic, partition=acked.key.partition)
                 self._miss()
             if self._step_is_over():
                 break
 
     def _mark(self) -> None:
         """Write a mark when there is nothing to report: soon after the last row, then every MARK_S."""
-        if self._woken:
+        if self.woken:
             return
         quiet_s = self._interval_s if self._has_told else MARK_S
         if self._running and not self._open and self._now - self._told >= quiet_s:
@@ -275,27 +259,25 @@ class Trail:
         chunks, unread = acked.take()
         found = None
         for chunk in chunks:
-            self._overlaps.add(acked.topic, acked.topic_id, acked.partition, acked.origin, chunk)
+            self._overlaps.add(acked.key, acked.origin, chunk)
             if self._running:
-                found = self._note(acked, chunk)
+                found = self._open.get(acked)
+                if found is None or not found.extend(acked.acks, chunk, self._at):
+                    found = self._begin_row(acked, chunk)
         if unread:
-            log.warning("acknowledged batches unreadable", topic=acked.topic, client=acked.client)
+            log.warning("acknowledged batches unreadable", topic=acked.key.topic, client=acked.client)
             self._miss()
         if found is not None and len(found.row.latency_us) < MAX_LATENCIES:
             found.row.latency_us.append(round(acked.latency_s * _MICROS))
 
-    def _note(self, acked: Acked, chunk: Chunk) -> _OpenRow:
-        found = self._open.get(acked)
-        if found is not None and found.takes(acked.acks, chunk):
-            found.extend(chunk, self._at)
-            return found
-        if found is not None:
+    def _begin_row(self, acked: Acked, chunk: Chunk) -> _OpenRow:
+        if acked in self._open:
             self._close_row(acked)
         row = Range(
             **self._stamp(),
-            topic=acked.topic,
-            topic_id=None if acked.topic_id is None else acked.topic_id.hex(),
-            partition=acked.partition,
+            topic=acked.key.topic,
+            topic_id=None if acked.key.topic_id is None else acked.key.topic_id.hex(),
+            partition=acked.key.partition,
             owner=acked.origin.owner,
             revision=acked.origin.revision,
             acks=acked.acks,
@@ -307,15 +289,15 @@ class Trail:
             producer_epoch=chunk.producer_epoch,
             first_sequence=chunk.first_sequence,
             base_offset=chunk.spans[0],
-            record_count=chunk.record_count,
-            batches=chunk.batches,
-            bytes=chunk.bytes,
+            record_count=0,
+            batches=0,
+            bytes=0,
             first_acked_at=self._looked_at,
             last_acked_at=self._at,
             spans=[],
             latency_us=[],
         )
-        self._open[acked] = found = _OpenRow(row, chunk, self._looked)
+        self._open[acked] = found = _OpenRow(row, chunk.copy(), self._looked)
         return found
 
     def _judge_some(self, found_before: int) -> int:
@@ -338,10 +320,11 @@ class Trail:
     def _close_row(self, acked: Acked) -> None:
         found = self._open.pop(acked)
         self._has_told = True
-        row = found.row
+        row, chunk = found.row, found.chunk
         row.sequence, row.at = self._sequence, self._at
+        row.record_count, row.batches, row.bytes = chunk.record_count, chunk.batches, chunk.bytes
         # Encoded by themselves, which is cheaper: they are most of a row.
-        row.spans = cast("list[int]", msgspec.Raw(to_json(found.spans)))
+        row.spans = cast("list[int]", msgspec.Raw(to_json(chunk.spans)))
         self._close(row)
 
     def _close(self, row: Row) -> None:

@@ -1,7 +1,9 @@
 """Messages between a supervisor and one worker, over a socket pair that nobody else holds.
 
-The supervisor's only frame is an Assignment. The worker sends Waits at intervals and when the reason for its wait
+The supervisor's first frame is an Assignment. The worker sends Waits at intervals and when the reason for its wait
 changes, and then Ready. Instead of any of them it may send Failed. Its admin page is on a socket of its own.
+Where use is limited over all workers (kproxy.workers.shares), the worker also sends Usage, once a second at most and
+only if it has changed. After Ready the supervisor sends Shares, one at a time: the worker answers with Applied.
 A frame is its length in four bytes and a body. A frame longer than its reader's limit ends the channel.
 """
 
@@ -12,12 +14,16 @@ import contextlib
 import pickle
 import socket
 import struct
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Final, Self, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from kproxy.config import ProxyConfig
+from kproxy.security.quotas import DIGEST_BYTES, PARTS
+from kproxy.workers.shares import MOST_CHANGES
 
 # A configuration may carry a static table of a million partitions.
 MAX_ASSIGNMENT_BYTES = 256 << 20
@@ -36,10 +42,14 @@ class ChannelMisused(Exception):
 
 @dataclass(frozen=True)
 class Assignment:
-    """The task of a worker: `config` has its share of the limits."""
+    """The task of a worker: `config` has its share of the limits.
+
+    `parts` are its shares of rates at first, by their keys, where they are not its equal part.
+    """
 
     number: int
     config: ProxyConfig
+    parts: Mapping[bytes, int] = field(default_factory=dict)
 
 
 class Waits(msgspec.Struct, frozen=True, tag=True):
@@ -60,8 +70,38 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     sentence: str
 
 
-WorkerMessage = Waits | Ready | Failed
-_MESSAGE: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+# The key of a rate is a digest and the kind, that of a principal or an address the digest alone.
+_RateKey = Annotated[bytes, Meta(min_length=DIGEST_BYTES + 1, max_length=DIGEST_BYTES + 1)]
+_CountKey = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+_Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
+_Counts = Annotated[dict[_CountKey, _Amount], Meta(max_length=MOST_CHANGES)]
+
+
+class Usage(msgspec.Struct, frozen=True, tag=True):
+    """The use of rates in the last second, as Accounts.uses returns it, and connections by what limits them."""
+
+    uses: Annotated[list[tuple[_RateKey, _Amount, bool]], Meta(max_length=MOST_CHANGES)]
+    connections: _Counts
+
+
+class Applied(msgspec.Struct, frozen=True, tag=True):
+    """The worker uses the Shares with this number."""
+
+    number: int
+
+
+class Shares(msgspec.Struct, frozen=True, tag=True):
+    """The changed shares of a worker, and the connections that other workers have."""
+
+    number: int
+    parts: Annotated[dict[_RateKey, Annotated[int, Meta(ge=1, le=PARTS << 20)]], Meta(max_length=MOST_CHANGES)]
+    elsewhere: _Counts
+
+
+WorkerMessage = Waits | Ready | Failed | Usage | Applied
+_MESSAGE: Final[msgspec.msgpack.Decoder[WorkerMessage]] = msgspec.msgpack.Decoder(WorkerMessage)
+_SHARES: Final = msgspec.msgpack.Decoder(Shares)
+_Message = TypeVar("_Message")
 
 
 class Channel:
@@ -90,6 +130,11 @@ class Channel:
         """Send a frame without waiting. Only `receive` reports that the other side has gone."""
         self._writer.write(_LENGTH.pack(len(body)) + body)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the other side has not taken all that was sent."""
+        return self._writer.transport.get_write_buffer_size() > 0
+
     async def close(self) -> None:
         """Send what is buffered, for at most CLOSE_TIMEOUT_S, and close."""
         self._writer.close()
@@ -99,15 +144,23 @@ class Channel:
         self._writer.transport.abort()
 
 
-def encode(message: WorkerMessage) -> bytes:
+def encode(message: WorkerMessage | Shares) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
 async def next_message(channel: Channel) -> WorkerMessage:
     """Receive a worker's next message. Raises ChannelClosed, ChannelMisused."""
-    frame = await channel.receive(MAX_MESSAGE_BYTES)
+    return _decoded(_MESSAGE, await channel.receive(MAX_MESSAGE_BYTES))
+
+
+async def next_shares(channel: Channel) -> Shares:
+    """Receive a worker's next shares. Raises ChannelClosed, ChannelMisused."""
+    return _decoded(_SHARES, await channel.receive(MAX_MESSAGE_BYTES))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Message:
     try:
-        return _MESSAGE.decode(frame)
+        return decoder.decode(frame)
     except msgspec.MsgspecError as error:
         raise ChannelMisused(f"a frame that is no message: {error}") from error
 

@@ -34,6 +34,8 @@ Invariants
 4. The counts of a process are kept after its end, as of the last time that it was asked: a sum over workers never
    shrinks. Otherwise a rate over it would show the whole count at once.
 5. A process that starts gets SIGHUP only once it serves; earlier the signal would end it.
+6. The ledger of shares is told of an end after the process was reaped and its last message read, and before the next
+   one starts.
 """
 
 from __future__ import annotations
@@ -58,16 +60,21 @@ from kproxy.observe.exposition import growing, merge, parse
 from kproxy.runtime.process import spawn
 from kproxy.runtime.tasks import cancel
 from kproxy.workers.channel import (
+    Applied,
     Assignment,
     Channel,
     ChannelClosed,
     ChannelMisused,
     Failed,
     Ready,
+    Shares,
+    Usage,
     Waits,
     assign,
+    encode,
     next_message,
 )
+from kproxy.workers.shares import Ledger
 
 ANSWER_TIMEOUT_S = 2.0
 MAX_OPEN_PAGES = 16
@@ -116,13 +123,23 @@ class NoAnswer(Exception):
 
 
 class WorkerProcess:
-    """`on_wait` is called with the reason why it does not serve; `failure`: why it cannot start, once it says so."""
+    """`on_wait` is called with the reason why it does not serve; `failure`: why it cannot start, once it says so.
 
-    def __init__(self, assignment: Assignment, launch: Launch, on_wait: Callable[[str], None]) -> None:
+    `on_use` is called with its reports of use.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        launch: Launch,
+        on_wait: Callable[[str], None],
+        on_use: Callable[[Usage | Applied], None],
+    ) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._assignment = assignment
         self._launch = launch
         self._on_wait = on_wait
+        self._on_use = on_use
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Channel | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -190,6 +207,11 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
+    def tell(self, shares: Shares) -> None:
+        """Send it its shares; it serves."""
+        if self._channel is not None:
+            self._channel.send(encode(shares))
+
     async def ask(self, page: str, order: Order | None = None) -> Answer:
         """Get `page`, or send it an `order`. Raises NoAnswer."""
         if self._page is None or self._listening is None or self._listening.done():
@@ -243,6 +265,8 @@ class WorkerProcess:
                         self.ready.set_result(ready)
                     case Failed(sentence):
                         self.failure = sentence
+                    case Usage() | Applied() as use:
+                        self._on_use(use)
         except ChannelClosed:
             # The process ends; `wait` returns how.
             return
@@ -257,10 +281,19 @@ def exit_text(status: int) -> str:
 
 
 class Slot:
-    """Restarts a worker. `clock` is in seconds; `on_wait` is called with the reason why it does not serve yet."""
+    """Restarts a worker. `clock` is in seconds; `on_wait` is called with the reason why it does not serve yet.
+
+    `ledger` shares what is limited over all workers; None: nothing is.
+    """
 
     def __init__(
-        self, assignment: Assignment, launch: Launch, *, clock: Callable[[], float], on_wait: Callable[[str], None]
+        self,
+        assignment: Assignment,
+        launch: Launch,
+        *,
+        clock: Callable[[], float],
+        on_wait: Callable[[str], None],
+        ledger: Ledger | None = None,
     ) -> None:
         self.number = assignment.number
         self.first: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -269,6 +302,7 @@ class Slot:
         self._launch = launch
         self._clock = clock
         self._on_wait = on_wait
+        self._ledger = ledger
         self._process: WorkerProcess | None = None
         self._starting: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -309,7 +343,10 @@ class Slot:
 
     async def _run_one(self) -> tuple[str, str]:
         """Run one process. Return how it ended, and why it could not start, or an empty text."""
-        process = self._process = WorkerProcess(self._assignment, self._launch, self._on_wait)
+        assignment = self._assignment
+        if self._ledger is not None:
+            assignment = dataclasses.replace(assignment, parts=self._ledger.begin(self.number - 1))
+        process = self._process = WorkerProcess(assignment, self._launch, self._on_wait, self._on_use)
         process.ready.add_done_callback(self._on_ready)
         # Shielded: a process that is started half-way could not be ended.
         self._starting = asyncio.create_task(process.start())
@@ -317,15 +354,37 @@ class Slot:
             await asyncio.shield(self._starting)
             status = await process.wait()
         except OSError as error:
-            self._process = None
+            self._end()
             return f"could not be started ({error.strerror or error})", ""
-        self._process = None
+        self._end()
         self._past, self._last = merge([self._past, growing(self._last)]), []
         return exit_text(status), process.failure
 
+    def _end(self) -> None:
+        self._process = None
+        if self._ledger is not None:
+            self._ledger.end(self.number - 1)
+
     def _on_ready(self, ready: asyncio.Future[Ready]) -> None:
-        if not ready.cancelled() and ready.exception() is None and not self.first.done():
+        if ready.cancelled() or ready.exception() is not None:
+            return
+        if self._ledger is not None and self._process is not None and self._process.ready is ready:
+            self._ledger.serve(self.number - 1)
+        if not self.first.done():
             self.first.set_result(ready.result())
+
+    def _on_use(self, message: Usage | Applied) -> None:
+        if self._ledger is None:
+            return
+        if isinstance(message, Applied):
+            self._ledger.applied(self.number - 1, message.number)
+        else:
+            self._ledger.report(self.number - 1, message.uses, message.connections)
+
+    def tell(self, shares: Shares) -> None:
+        """Send the process its shares."""
+        if self._process is not None:
+            self._process.tell(shares)
 
     def reload(self, owners: Owners | None) -> None:
         """Have the process reload its source; later processes start with `owners`."""

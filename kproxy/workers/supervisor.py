@@ -16,7 +16,8 @@ Transitions
 Invariants
 1. Each port is held by a socket that never listens: it takes no connections, and port 0 is one port for all workers.
 2. Workers do not outlive this process, however it ends (kproxy.runtime.process).
-3. Limits of all client connections hold for all workers together (kproxy.config.share_limits).
+3. Limits of all client connections hold for all workers together (kproxy.config.share_limits). Quotas do by shares
+   that follow the use (kproxy.workers.shares); without quotas and limits by address nothing is done for that.
 4. The address that they share has one entry among the proxies of its etcd: this process registers it when all of them
    serve and removes it before they drain; replacing a worker does not change it.
 """
@@ -44,8 +45,9 @@ from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.sockets import bind, bound_port
 from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.workers.admin import WorkerPages
-from kproxy.workers.channel import Assignment
+from kproxy.workers.channel import Assignment, Shares
 from kproxy.workers.process import Launch, Slot
+from kproxy.workers.shares import ROUND_S, Ledger
 
 # The time of a worker beside its drain: last bytes for slow clients, the rest of its audit trail, and the end of its
 # interpreter.
@@ -67,6 +69,7 @@ class _Supervisor:
         self._launch = launch
         self._signals = signals
         self._slots: list[Slot] = []
+        self._ledger = Ledger(config.workers) if config.counts_use else None
         self._reminders = Reminders(time.monotonic)
 
     async def serve(self) -> None:
@@ -93,6 +96,9 @@ class _Supervisor:
                 stack.push_async_callback(page.stop)
             stack.push_async_callback(self._stop)
             keepers = [slot.keep() for slot in self._slots]
+            if self._ledger is not None:
+                keepers.append(asyncio.create_task(self._share_rates(self._ledger), name="shares of rates"))
+                stack.push_async_callback(cancel, keepers[-1])
             ready, *_ = await unless_failed(asyncio.gather(*(slot.first for slot in self._slots)), keepers)
             await stack.enter_async_context(membership)
             stack.push_async_callback(membership.leave)
@@ -121,9 +127,16 @@ class _Supervisor:
                 self._launch,
                 clock=time.monotonic,
                 on_wait=self._wait,
+                ledger=self._ledger,
             )
             for number, limits in enumerate(shares, 1)
         ]
+
+    async def _share_rates(self, ledger: Ledger) -> None:
+        while True:
+            await asyncio.sleep(ROUND_S)
+            for worker, changes in ledger.round().items():
+                self._slots[worker].tell(Shares(changes.number, changes.parts, changes.elsewhere))
 
     def _wait(self, sentence: str) -> None:
         """Report a wait once: all workers wait for the same."""

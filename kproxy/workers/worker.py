@@ -3,27 +3,38 @@
 Invariants
 1. It prints nothing on stdout: that is the supervisor's.
 2. Its admin page is on a unix socket in its supervisor's private directory. It is there until the worker has drained.
+3. Shares are in force before the supervisor is told so. A report that the supervisor has not taken is followed by none.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
 from kproxy.observe.admin import AdminPage
+from kproxy.proxy.admission import OpenConnections
 from kproxy.proxy.front import OwnFront, OwnPages
 from kproxy.proxy.run import run_proxy
+from kproxy.runtime.tasks import cancel
+from kproxy.security.quotas import Accounts
 from kproxy.workers.channel import (
+    Applied,
+    Assignment,
     Channel,
     ChannelClosed,
     Failed,
     Ready,
+    Usage,
     Waits,
     encode,
     next_assignment,
+    next_shares,
 )
+from kproxy.workers.shares import MOST_CHANGES, ROUND_S
 
 # Less than a supervisor waits for a page.
 READINESS_S = 1.5
@@ -39,7 +50,7 @@ async def run_worker(channel_fd: int, page: Path | None) -> int:
     channel = await Channel.over(socket.socket(fileno=channel_fd))
     try:
         assignment = await next_assignment(channel)
-        await run_proxy(assignment.config, WorkerFront(assignment.config, channel, assignment.number, page))
+        await run_proxy(assignment.config, WorkerFront(assignment, channel, page))
     except ChannelClosed:
         # The supervisor has gone before it sent the assignment: nobody reads a message.
         return NOT_STARTED
@@ -54,9 +65,11 @@ async def run_worker(channel_fd: int, page: Path | None) -> int:
 class WorkerFront(OwnFront):
     """Reports to the supervisor."""
 
-    def __init__(self, config: ProxyConfig, channel: Channel, number: int, page: Path | None) -> None:
-        super().__init__(config)
-        self.worker = number
+    def __init__(self, assignment: Assignment, channel: Channel, page: Path | None) -> None:
+        super().__init__(assignment.config)
+        self.worker = assignment.number
+        self._counts_use = assignment.config.counts_use
+        self._parts = assignment.parts
         self._channel = channel
         self._page = page
 
@@ -69,8 +82,51 @@ class WorkerFront(OwnFront):
     def waits(self, sentence: str) -> None:
         self._channel.send(encode(Waits(sentence)))
 
+    def share(self, accounts: Accounts, connections: OpenConnections) -> asyncio.Task[None] | None:
+        if not self._counts_use:
+            return None
+        accounts.set_parts(self._parts, time.monotonic())
+        return asyncio.create_task(
+            keep_shares(self._channel, accounts, connections, time.monotonic), name="shares of rates"
+        )
+
     def ready(self, kafka: str, source: str) -> None:
         self._channel.send(encode(Ready(source)))
 
     def stops(self) -> None:
         """Do nothing: the supervisor asked for the stop, and reports it for all."""
+
+
+async def keep_shares(
+    channel: Channel, accounts: Accounts, connections: OpenConnections, clock: Callable[[], float]
+) -> None:
+    """Report use every ROUND_S, and apply the shares that the supervisor sends, until it has gone.
+
+    Raises ChannelMisused.
+    """
+    applying = asyncio.create_task(_apply_shares(channel, accounts, connections, clock))
+    last = Usage([], {})
+    try:
+        while not applying.done():
+            await asyncio.wait((applying,), timeout=ROUND_S)
+            usage = Usage(accounts.uses(clock(), MOST_CHANGES), connections.counts(MOST_CHANGES))
+            if usage != last and not channel.is_behind:
+                channel.send(encode(usage))
+                last = usage
+        applying.result()
+    finally:
+        await cancel(applying)
+
+
+async def _apply_shares(
+    channel: Channel, accounts: Accounts, connections: OpenConnections, clock: Callable[[], float]
+) -> None:
+    try:
+        while True:
+            shares = await next_shares(channel)
+            accounts.set_parts(shares.parts, clock())
+            connections.elsewhere = shares.elsewhere
+            channel.send(encode(Applied(shares.number)))
+    except ChannelClosed:
+        # The supervisor has gone; this process is about to be ended.
+        return

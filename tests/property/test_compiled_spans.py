@@ -57,33 +57,48 @@ def test_the_same_union(added: list[Spans], floor: int, most: int) -> None:
             state = found
 
 
-@given(chunks, st.booleans())
-def test_the_same_extension(added: list[Spans], meets: bool) -> None:
-    first, *following = added
-    for more in following:
+def fields(chunk: Any) -> tuple[Any, ...]:
+    """Everything that a chunk has."""
+    names = ("producer_id", "producer_epoch", "first_sequence", "next_sequence", "record_count", "batches", "bytes")
+    return *(getattr(chunk, name) for name in names), chunk.spans
+
+
+numbers = st.sampled_from((-1, 0, 7, (1 << 31) - 3))
+KINDS = (spans_module.Chunk, python["Chunk"])
+
+
+@given(chunks, st.lists(st.tuples(numbers, numbers, st.booleans(), st.booleans()), min_size=1), st.integers(0, 5))
+def test_chunks_extend_and_shorten_alike(
+    added: list[Spans], given: list[tuple[int, int, bool, bool]], most: int
+) -> None:
+    made = [[kind(7, 0, given[0][1], added[0][:], sum(added[0][1::2]), 1, 100) for kind in KINDS]]
+    for spans, (producer_id, sequence, continues, meets) in zip(added[1:], given[1:], strict=False):
+        last = made[0][0]
         if meets:
-            more[0] = first[-2] + first[-1]
-        found = []
-        for extend in (spans_module.extend_spans, python["extend_spans"]):
-            spans, copy = first[:], more[:]
-            extend(spans, copy)
-            found.append((spans, copy))
-        assert found[0] == found[1]
-        assert found[0][1] == more
-        first = found[0][0]
-    empty = spans_of()
-    spans_module.extend_spans(empty, first)
-    assert empty == first
+            spans[0] = last.spans[-2] + last.spans[-1]
+        ids = (7, 0, last.next_sequence) if continues else (producer_id, 0, sequence)
+        made.append([kind(*ids, spans[:], sum(spans[1::2]), 2, 50) for kind in KINDS])
+        took = [one.extend(more) for one, more in zip(made[0], made[-1], strict=True)]
+        assert took[0] == took[1]
+        assert took[0] or not continues
+    for compiled_one, python_one in made:
+        assert fields(compiled_one) == fields(python_one)
+        copies = [compiled_one.copy(), python_one.copy()]
+        for copy in copies:
+            copy.shorten(most)
+            assert len(copy.spans) <= max(2 * most, 0)
+        assert fields(copies[0]) == fields(copies[1])
+        assert fields(compiled_one) == fields(python_one)
 
 
 @given(
-    st.lists(st.tuples(starts, st.integers(0, 3)), max_size=6),
+    st.lists(st.tuples(starts, st.integers(0, 3)), max_size=40),
     st.tuples(starts, st.integers(0, 3)),
     st.tuples(st.sampled_from((-1, 0, 7, 1 << 62)), st.integers(-1, 3)),
     st.booleans(),
     st.integers(0, 3),
 )
-def test_the_same_finished_chunk(
+def test_open_chunks_finish_alike(
     spans: list[tuple[int, int]], last: tuple[int, int], producer: tuple[int, int], counts: bool, batches: int
 ) -> None:
     found = []
@@ -91,11 +106,19 @@ def test_the_same_finished_chunk(
         chunk = kind()
         chunk.producer, chunk.counts_sequences = struct.pack(">qh", *producer), counts
         chunk.first_sequence, chunk.next_sequence = 5, 9
-        chunk.spans, chunk.first_offset, chunk.next_offset = spans_of(sum(spans, ())), last[0], sum(last)
+        chunk.spans, chunk.unread = spans_of(), 1
+        for chunk.first_offset, chunk.next_offset in [(first, first + count) for first, count in spans]:
+            chunk.add_span()
+        assert chunk.spans == spans_of(sum(spans, ()))
+        chunk.first_offset, chunk.next_offset = last[0], sum(last)
         chunk.volume = batches * (acknowledgements.ONE_BATCH + 100)
-        found.append((chunk.finished(), chunk.producer, chunk.volume, len(chunk.spans), chunk.finished()))
+        finished = chunk.finished()
+        left = chunk.producer, chunk.volume, chunk.spans, chunk.finished(), chunk.unread, chunk.is_full()
+        found.append((finished and fields(finished), left))
     assert found[0] == found[1]
-    assert (found[0][0] is None) == (batches == 0)
+    has_records = all(count for _, count in [*spans, last])
+    assert (found[0][0] is not None) == (batches > 0 and has_records)
+    assert found[0][1][-2] == 1 + (0 if has_records else batches)
 
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))

@@ -3,7 +3,7 @@
 Each broker that leads a partition followed here has one task, a fetcher, and one connection.
 
 States of a connection
-  dialling         the connection is being made
+  dialling         the connection is being made, with TLS where `encryption` says so
   authenticating   each side proves to the other that it knows the cluster's secret; frames are small
   open             requests may be sent
   lost             no more requests or answers; pending requests fail
@@ -55,10 +55,11 @@ from typing import Any, cast
 
 import structlog
 
-from kproxy.broker.cluster import Change, ClusterView, Kind
+from kproxy.broker.cluster import Change, ClusterView, Kind, LiveBroker
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
+from kproxy.broker.replication.encryption import CLOSED, NO_ENCRYPTION, Encryption, TowardsLeader
 from kproxy.runtime.resolver import dial
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
@@ -77,6 +78,8 @@ from kproxy_codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read
 
 CONNECT_TIMEOUT_S = 5.0
 UNAUTHENTICATED_FRAME_BYTES = 64 << 10
+# Of what a leader says about a failed authentication.
+MAX_MESSAGE_CHARACTERS = 500
 # A request, and the one that hurries its answer.
 MOST_AWAITED = 2
 _HANDSHAKE_VERSION = 1
@@ -90,39 +93,50 @@ class LeaderLost(Exception):
 class LeaderConnection(asyncio.BufferedProtocol):
     """A follower's connection, by its broker and data directory, to a leader. See `open`."""
 
-    def __init__(self, follower: ReplicaKey, arena: ReceiveArena) -> None:
+    def __init__(self, follower: ReplicaKey, arena: ReceiveArena, way: TowardsLeader) -> None:
         self._follower = follower
+        self._way = way
         self._sender = b"broker-%d" % follower.node_id
         self._reader = FrameReader(UNAUTHENTICATED_FRAME_BYTES, arena)
         self._transport: asyncio.Transport | None = None
         self._awaited: AwaitedAnswers[asyncio.Future[memoryview]] = AwaitedAnswers(self._reader, MOST_AWAITED)
         self._lost_because = ""
+        self._is_open = False
 
     @classmethod
     async def open(
         cls,
-        address: tuple[str, int],
+        port: int,
+        way: TowardsLeader,
         follower: ReplicaKey,
         secret: Secret,
         *,
         arena: ReceiveArena,
         max_answer_bytes: int,
     ) -> LeaderConnection:
-        """Connect and authenticate both sides. Raises LeaderLost."""
-        connection = cls(follower, arena)
+        """Connect to that port of the leader and authenticate both sides. Raises LeaderLost."""
+        connection = cls(follower, arena, way)
+        name = None if way.context is None else way.host
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 loop = asyncio.get_running_loop()
-                await dial(lambda *place: loop.create_connection(lambda: connection, *place), *address)
+                await dial(
+                    lambda *place: loop.create_connection(
+                        lambda: connection, *place, ssl=way.context, server_hostname=name
+                    ),
+                    way.host,
+                    port,
+                )
                 await connection._authenticate(secret)
         except (OSError, AuthenticationFailed, CodecError) as error:
             connection.close()
-            reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            reason = "no answer in time" if isinstance(error, TimeoutError) else way.explain(error)
             raise LeaderLost(reason) from error
         except BaseException:
             connection.close()
             raise
         connection._reader.admit(max_answer_bytes)
+        connection._is_open = True
         return connection
 
     async def _authenticate(self, secret: Secret) -> None:
@@ -136,7 +150,9 @@ class LeaderConnection(asyncio.BufferedProtocol):
     async def _prove(self, message: bytes) -> bytes:
         answer = await self._control(SASL_AUTHENTICATE, _AUTHENTICATE_VERSION, auth_bytes=message)
         if answer.error_code != error_codes.NONE:
-            raise AuthenticationFailed(f"the leader says {error_codes.name_of(answer.error_code)}")
+            said = f"the leader says {error_codes.name_of(answer.error_code)}"
+            words = str(answer.error_message or "")[:MAX_MESSAGE_CHARACTERS]
+            raise AuthenticationFailed(f"{said}: {words}" if words else said)
         return bytes(answer.auth_bytes)
 
     async def _control(self, api_key: int, version: int, **fields: Any) -> control.Message:
@@ -210,7 +226,10 @@ class LeaderConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lose("the leader closed the connection" if exc is None else f"the connection broke: {exc}")
+        if self._is_open:
+            self._lose(CLOSED if exc is None else f"the connection broke: {exc}")
+        else:
+            self._lose(self._way.explain(exc))
 
     def eof_received(self) -> bool:
         return False
@@ -265,6 +284,7 @@ class ReplicaFetchers:
         max_answer_bytes: int,
         *,
         may_fetch: Callable[[], bool],
+        encryption: Encryption = NO_ENCRYPTION,
     ) -> None:
         """`replica` is this broker and its data directory.
 
@@ -278,6 +298,7 @@ class ReplicaFetchers:
         self._arena = arena
         self._max_answer_bytes = max_answer_bytes
         self._may_fetch = may_fetch
+        self._encryption = encryption
         self._fetchers: dict[int, _Fetcher] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -313,8 +334,7 @@ class ReplicaFetchers:
                 followed.setdefault(leader.node_id, []).append(partition)
         for leader_id, fetcher in list(self._fetchers.items()):
             leader = self._view.brokers.get(leader_id)
-            listens_there = leader is not None and (leader.host, leader.replication_port) == fetcher.address
-            if leader_id not in followed or not listens_there:
+            if leader_id not in followed or leader is None or _place(leader) != _place(fetcher.leader):
                 fetcher.task.cancel()
                 del self._fetchers[leader_id]
         for leader_id, partitions in followed.items():
@@ -323,8 +343,7 @@ class ReplicaFetchers:
             fetcher.follow(partitions)
 
     def _begin(self, leader_id: int) -> _Fetcher:
-        leader = self._view.brokers[leader_id]
-        fetcher = _Fetcher(leader_id, (leader.host, leader.replication_port), self._open, self._may_fetch)
+        fetcher = _Fetcher(self._view.brokers[leader_id], self._open, self._may_fetch)
         self._fetchers[leader_id] = fetcher
         self._tasks.add(fetcher.task)
         fetcher.task.add_done_callback(self._ended)
@@ -340,10 +359,20 @@ class ReplicaFetchers:
             # Another fetcher replaces it, after the pause before a leader is dialled again.
             asyncio.get_running_loop().call_later(LONGEST_PAUSE_S, self.wake)
 
-    async def _open(self, address: tuple[str, int]) -> LeaderConnection:
+    async def _open(self, leader: LiveBroker) -> LeaderConnection:
         return await LeaderConnection.open(
-            address, self._replica, self._secret(), arena=self._arena, max_answer_bytes=self._max_answer_bytes
+            leader.replication_port,
+            self._encryption.towards(leader),
+            self._replica,
+            self._secret(),
+            arena=self._arena,
+            max_answer_bytes=self._max_answer_bytes,
         )
+
+
+def _place(leader: LiveBroker) -> tuple[str, int, str]:
+    """What a dial depends on."""
+    return leader.host, leader.replication_port, leader.replication_tls
 
 
 def _by_topic(partition: Partition) -> tuple[str, int]:
@@ -351,17 +380,16 @@ def _by_topic(partition: Partition) -> tuple[str, int]:
 
 
 class _Fetcher:
-    """Fetches the partitions followed from one leader at `address`; the caller cancels and awaits `task`."""
+    """Fetches the partitions followed from one `leader`; the caller cancels and awaits `task`."""
 
     def __init__(
         self,
-        leader_id: int,
-        address: tuple[str, int],
-        open_connection: Callable[[tuple[str, int]], Awaitable[LeaderConnection]],
+        leader: LiveBroker,
+        open_connection: Callable[[LiveBroker], Awaitable[LeaderConnection]],
         may_fetch: Callable[[], bool],
     ) -> None:
-        self.address = address
-        self._leader_id = leader_id
+        self.leader = leader
+        self._leader_id = leader.node_id
         self._open = open_connection
         self._may_fetch = may_fetch
         self._partitions: list[Partition] = []
@@ -370,7 +398,7 @@ class _Fetcher:
         self._reason = ""  # why there is no connection, as it was logged
         self._wake: Callable[[], None] | None = None
         self._loop = asyncio.get_running_loop()
-        self.task = asyncio.create_task(self._run(), name=f"fetcher of broker {leader_id}")
+        self.task = asyncio.create_task(self._run(), name=f"fetcher of broker {leader.node_id}")
 
     def follow(self, partitions: list[Partition]) -> None:
         """Follow these partitions, ordered by topic, from now on."""
@@ -386,7 +414,7 @@ class _Fetcher:
         while True:
             try:
                 await self._until_allowed()
-                connection = await self._open(self.address)
+                connection = await self._open(self.leader)
                 try:
                     while True:
                         if await self._exchange(connection):
@@ -402,7 +430,7 @@ class _Fetcher:
         """Log each reason once: a leader that is gone is dialled until another broker leads."""
         if reason != self._reason:
             self._reason = reason
-            host, port = self.address
+            host, port = self.leader.host, self.leader.replication_port
             _logger.warning("leader not reachable", leader_id=self._leader_id, address=f"{host}:{port}", reason=reason)
 
     async def _exchange(self, connection: LeaderConnection) -> bool:

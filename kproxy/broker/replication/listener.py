@@ -1,6 +1,6 @@
 """The replication listener, for the followers on other brokers.
 
-States of a connection
+States of a connection, with TLS once its handshake is finished (kproxy.security.entrance)
   new             ApiVersions and SaslHandshake are answered
   handshaking     the mechanism is agreed on: SaslAuthenticate is answered
   authenticated   the other side has proved to be one of the cluster's brokers: Fetch is answered
@@ -9,7 +9,8 @@ States of a connection
 Transitions
   new -> handshaking             SaslHandshake names our mechanism
   handshaking -> authenticated   the second SaslAuthenticate proves it
-  handshaking -> closed          the live broker of that id has another data directory, according to etcd
+  handshaking -> closed          the live broker of that id has another data directory, according to etcd; or the
+                                 certificate that was shown is for another host than that broker advertises
   authenticated -> closed        the same broker has authenticated on another connection
   any -> closed                  anything else; AUTHENTICATION_TIMEOUT_S without being authenticated
 
@@ -36,7 +37,9 @@ from kproxy.broker.apis.registry import API_VERSIONS_MAX, answer_api_versions
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
+from kproxy.broker.replication.encryption import NO_ENCRYPTION, Encryption, stranger, without_tls
 from kproxy.broker.replication.isr_keeper import FollowerPresence
+from kproxy.config.certificates import names_of
 from kproxy.runtime.sockets import bind, bound_port
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of
@@ -64,9 +67,16 @@ _logger = structlog.get_logger(__name__)
 class ReplicationListener:
     """Accepts the other brokers' followers: `bind`, `start`, `close`."""
 
-    def __init__(self, secret: Callable[[], Secret], arena: ReceiveArena, presence: FollowerPresence) -> None:
+    def __init__(
+        self,
+        secret: Callable[[], Secret],
+        arena: ReceiveArena,
+        presence: FollowerPresence,
+        encryption: Encryption = NO_ENCRYPTION,
+    ) -> None:
         """`secret` returns the cluster's current secret; `presence` records which followers are connected."""
         self._secret = secret
+        self._entrance = encryption.entrance(self._connection)
         self._presence = presence
         self._arena = arena
         self._server: asyncio.Server | None = None
@@ -85,16 +95,21 @@ class ReplicationListener:
         return bound_port(self._server)
 
     async def start(self, broker: Broker) -> None:
-        """Accept followers of the partitions that `broker` leads."""
+        """Accept followers of the partitions that `broker` leads. Raises StartupError."""
         if self._server is None:
             raise RuntimeError("the replication listener is started before it is bound")
         self._broker = broker
-        await self._server.start_serving()
+        if self._entrance is not None:
+            self._entrance.open(self._server)
+        else:
+            await self._server.start_serving()
 
     async def close(self) -> None:
         """Stop accepting, close every connection, and wait for the requests being served."""
         if self._server is not None:
             self._server.close()
+        if self._entrance is not None:
+            await self._entrance.close()
         self._presence.close()
         connections = [each.connection for each in (*self._unauthenticated, *self._authenticated.values())]
         working = [each.task for each in connections if each.task is not None]
@@ -163,7 +178,7 @@ class _Session:
             self._on_opened,
             self._on_closed,
             on_queued=self._hurry,
-            advises=False,
+            explain=without_tls,
         )
 
     def _on_opened(self, connection: ClientConnection) -> bool:
@@ -221,6 +236,11 @@ class _Session:
                     f"broker {follower.node_id} runs with the data directory {live.log_id}, not {follower.log_id}",
                     _authentication_failed(request),
                 )
+            certificate = self.connection.certificate
+            reason = "" if certificate is None else stranger(names_of(certificate), follower.node_id, live)
+            if reason:
+                # The other side has proved that it knows the secret, so it may know this as well.
+                raise CloseConnection(reason, _authentication_failed(request, reason))
             self._replica_id = follower.node_id
             self._stop_timer()
             self.connection.admit(FRAME_BYTES)
@@ -229,10 +249,10 @@ class _Session:
         return _encoded(request, error_code=error_codes.NONE, error_message=None, auth_bytes=answer)
 
 
-def _authentication_failed(request: Request) -> Body:
-    """Answer a failed authentication; only the log has the exact reason."""
+def _authentication_failed(request: Request, message: str = "authentication failed") -> Body:
+    """Answer a failed authentication; to strangers only the log has the exact reason."""
     code = error_codes.SASL_AUTHENTICATION_FAILED
-    return _encoded(request, error_code=code, error_message="authentication failed", auth_bytes=b"")
+    return _encoded(request, error_code=code, error_message=message, auth_bytes=b"")
 
 
 def _encoded(request: Request, **fields: object) -> Body:

@@ -159,6 +159,18 @@ def test_where_other_commands_ask_is_no_configuration() -> None:
             ["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--replication-listen", "x"],
             "--replication-l",
         ),
+        (
+            ["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--replication-tls-cert", "FILE"],
+            "give --replication-tls-key and --replication-tls-ca as well",
+        ),
+        (
+            ["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--replication-tls-mode", "maybe"],
+            "--replication-tls-mode: invalid enum value 'maybe'",
+        ),
+        (
+            ["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--tls-key", "FILE"],
+            "--tls-key: TLS needs",
+        ),
         (["dev", "--brokers", "0", "--data-dir", "DIR", "--listen", "127.0.0.1:0"], "--brokers"),
         (["dev", "--brokers", "2", "--replication-factor", "3", "--data-dir", "DIR"], "--replication-factor 3"),
         (["dev", "--replication-factor", "0", "--data-dir", "DIR"], "a number from 1 to 3"),

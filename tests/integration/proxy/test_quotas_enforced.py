@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +17,9 @@ from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import ServedBroker, beside, page, port_of, static_proxy
+from tests.support.processes.worker_processes import clients_of_each, worker_pids
 from tests.support.security import sasl_client as sasl
+from tests.support.waiting import PATIENCE_S, eventually
 
 QUOTAS = """
 [[quotas]]
@@ -46,6 +50,19 @@ async def connect(process: KproxyProcess, name: str) -> RawClient:
     client.send(sasl.authenticate(sasl.plain(name, sasl.USERS[name])))
     assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == 0
     return client
+
+
+@asynccontextmanager
+async def two_workers(directory: Path, quota: str) -> AsyncIterator[KproxyProcess]:
+    """A proxy of two workers, to which every client is User:ANONYMOUS."""
+    broker = ServedBroker(1, answers_everything)
+    await broker.start()
+    proxy = static_proxy(directory, {1: broker.port}, more=["--workers", "2"], rooms=f"[[quotas]]\n{quota}\n")
+    try:
+        async with beside(proxy) as process:
+            yield process
+    finally:
+        await broker.stop()
 
 
 async def produced(client: RawClient, size: int) -> int:
@@ -104,3 +121,93 @@ async def test_requests_are_limited_too(tmp_path: Path, rate: int) -> None:
         for _ in range(4 * rate):
             await produced(client, 100)
         assert time.monotonic() - began >= 2.5
+
+
+RATE = 200_000
+REQUEST = 10_000
+WINDOW_S = 2.0
+MOST = 12
+
+
+async def test_one_connection_of_several_workers_gets_the_whole_rate(tmp_path: Path) -> None:
+    async with two_workers(tmp_path, f"produce_bytes_per_s = {RATE}") as process:
+        client = await RawClient().connect(port_of(process))
+        deadline = time.monotonic() + PATIENCE_S
+        began_at, in_total, shares = time.monotonic(), 0, [0.0]
+        # No window can have so much by chance: a worker's equal part, and its burst, are at most three quarters of it.
+        while shares[-1] < 0.85:
+            assert time.monotonic() < deadline, shares
+            began, used = time.monotonic(), 0
+            while time.monotonic() - began < WINDOW_S:
+                await produced(client, REQUEST)
+                used += REQUEST
+            in_total += used
+            shares.append(used / (time.monotonic() - began) / RATE)
+        assert in_total <= 1.1 * RATE * (time.monotonic() - began_at + 1), shares
+
+
+async def test_workers_together_keep_to_the_rate_while_one_is_killed_and_replaced(tmp_path: Path) -> None:
+    async with two_workers(tmp_path, f"produce_bytes_per_s = {RATE}") as process:
+        held = await clients_of_each(process)
+        began, used, ends = time.monotonic(), 0, asyncio.Event()
+        connections = sum(map(len, held.values()))
+
+        async def produce(client: RawClient) -> None:
+            nonlocal used, connections
+            while not ends.is_set():
+                try:
+                    await produced(client, REQUEST)
+                    used += REQUEST
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    # Its worker was killed: begin at any other.
+                    client = await RawClient().connect(port_of(process))
+                    connections += 1
+
+        def most(more: float) -> float:
+            """Each connection may begin one request more."""
+            return 1.1 * RATE * (time.monotonic() - began + 1) + connections * REQUEST + more
+
+        async with asyncio.TaskGroup() as group:
+            for client in [client for clients in held.values() for client in clients]:
+                group.create_task(produce(client))
+            await asyncio.sleep(3)
+            assert used <= most(0), (used, most(0))
+            victim = worker_pids(process)[1]
+            os.kill(victim, signal.SIGKILL)
+            await eventually(lambda: worker_pids(process).get(1, victim) != victim, process.stderr)
+            await asyncio.sleep(2)
+            ends.set()
+        # The new worker does not know what the old one has counted.
+        assert used <= most(RATE / 2), (used, most(RATE / 2))
+        assert used > RATE
+
+
+async def test_connections_are_counted_over_all_workers(tmp_path: Path) -> None:
+    async with two_workers(tmp_path, f"connections = {MOST}") as process:
+        # At least one at each worker: alone no worker has too many.
+        held = [client for clients in (await clients_of_each(process)).values() for client in clients]
+        held += [await RawClient().connect(port_of(process)) for _ in range(MOST - len(held))]
+
+        async def is_refused() -> bool:
+            client = await RawClient().connect(port_of(process))
+            try:
+                return await client.is_closed(0.3)
+            finally:
+                client.abort()
+
+        # Within a second or two, whichever worker the next one reaches.
+        refusals = 0
+
+        async def refused_often() -> bool:
+            nonlocal refusals
+            refusals = refusals + 1 if await is_refused() else 0
+            return refusals == 6
+
+        await eventually(refused_often, process.stderr)
+        for client in held:
+            client.abort()
+
+        async def is_taken() -> bool:
+            return not await is_refused()
+
+        await eventually(is_taken, process.stderr)

@@ -1,8 +1,8 @@
 """A reference broker for tests.
 
 `python -m tests.support.brokers.broker_main NODE_ID DATA_DIR ETCD[,…] PREFIX [option=value]`: options are
-BrokerConfig's; a `listen` is a port, `advertise` and `admin` too. Those of `tests.support.brokers.broker_hooks` make it
-do what no other does.
+BrokerConfig's; a `listen` is a port, `advertise` and `admin` too, and `replication_tls` is CERT,KEY,CA,MODE. Those of
+`tests.support.brokers.broker_hooks` make it do what no other does.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import structlog
 import uvloop
 
 from kproxy.broker.server import BrokerConfig, run_broker
+from kproxy.config.tls import ReplicationTls, ReplicationTlsMode
 from kproxy.errors import StartupError
 from tests.support.brokers.broker_hooks import HOOKS
 
@@ -37,6 +38,9 @@ def main() -> None:
         name, _, value = option.partition("=")
         if name in HOOKS:
             HOOKS[name](int(value))
+        elif name == "replication_tls":
+            cert, key, ca, mode = value.split(",")
+            options[name] = ReplicationTls(Path(cert), Path(key), Path(ca), cast(ReplicationTlsMode, mode))
         else:
             options[name] = ("127.0.0.1", int(value)) if name.endswith(_PORTS) else _read(value)
     endpoints = tuple(etcd.split(","))

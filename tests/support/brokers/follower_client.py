@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import uuid
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -55,6 +56,11 @@ def replication_of(etcd: str, prefix: str, node_id: int) -> Replication:
 
 class FollowerClient(RawClient):
     """Blocking, as RawClient is."""
+
+    def secure(self, context: ssl.SSLContext) -> Self:
+        """Begin TLS; the broker's certificate is for its host, 127.0.0.1. Raises OSError."""
+        self._socket = context.wrap_socket(self._socket, server_hostname="127.0.0.1")
+        return self
 
     def shake_hands(self, mechanism: str = MECHANISM, version: int = 1) -> control.Message:
         return self.request(SASL_HANDSHAKE, version, mechanism=mechanism)

@@ -23,6 +23,7 @@ from kproxy.broker.log import Log
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.authentication import Secret
+from kproxy.broker.replication.encryption import NO_ENCRYPTION, Encryption
 from kproxy.broker.replication.fetchers import ReplicaFetchers
 from kproxy.broker.replication.isr_keeper import FollowerPresence
 from kproxy.broker.replication.listener import ReplicationListener
@@ -57,8 +58,9 @@ class Side:
         self._revision += 1
         self.view.apply_put(key, encode_value(value), lease_id=0, revision=self._revision)
 
-    def tell_broker(self, node_id: int, port: int) -> None:
-        self.tell(self.keys.broker(node_id), BrokerValue(node_id, "127.0.0.1", 1, port))
+    def tell_broker(self, node_id: int, port: int, replication_tls: str = "") -> None:
+        value = BrokerValue(node_id, "127.0.0.1", 1, port, replication_tls=replication_tls)
+        self.tell(self.keys.broker(node_id), value)
 
     def open(self, topic: str, index: int, topic_id: uuid.UUID) -> Partition:
         self.tell(self.keys.topic(topic), TopicValue(topic_id, [[LEADER, FOLLOWER]] * (index + 1)))
@@ -70,8 +72,9 @@ class Side:
 class LeaderSide(Side):
     """Leads the partitions that the test names, and listens for followers."""
 
-    def __init__(self, directory: Path, node_id: int = LEADER) -> None:
+    def __init__(self, directory: Path, node_id: int = LEADER, encryption: Encryption = NO_ENCRYPTION) -> None:
         super().__init__(node_id, directory)
+        self._encryption = encryption
         config = BrokerConfig(node_id, directory / "data", ())
         self.leases = ReplicaManager(
             cast(Any, None),
@@ -83,8 +86,12 @@ class LeaderSide(Side):
         )
         nobody = cast(Any, None)
         self._broker = Broker(config, "cluster", self.view, self.leases, nobody, nobody, nobody)
-        self.listener = ReplicationListener(lambda: SECRET, ReceiveArena(), FollowerPresence(0.5, 10.0))
+        self.listener = self._listener()
         self.port = 0
+
+    def _listener(self) -> ReplicationListener:
+        presence = FollowerPresence(0.5, 10.0)
+        return ReplicationListener(lambda: SECRET, ReceiveArena(), presence, self._encryption)
 
     async def start(self) -> None:
         """Listen on the previous port, if there was one."""
@@ -93,7 +100,7 @@ class LeaderSide(Side):
 
     async def restart(self) -> None:
         await self.listener.close()
-        self.listener = ReplicationListener(lambda: SECRET, ReceiveArena(), FollowerPresence(0.5, 10.0))
+        self.listener = self._listener()
         await self.start()
 
     def lead(self, topic: str, index: int, topic_id: uuid.UUID, *, epoch: int = 0) -> Partition:
@@ -107,7 +114,7 @@ class LeaderSide(Side):
 class FollowerSide(Side):
     """Follows the partitions that the test names."""
 
-    def __init__(self, directory: Path, node_id: int = FOLLOWER) -> None:
+    def __init__(self, directory: Path, node_id: int = FOLLOWER, encryption: Encryption = NO_ENCRYPTION) -> None:
         super().__init__(node_id, directory)
         self.hosted: dict[tuple[bytes, int], Partition] = {}
         self.holds_lease = True
@@ -119,6 +126,7 @@ class FollowerSide(Side):
             ReceiveArena(),
             MAX_ANSWER_BYTES,
             may_fetch=lambda: self.holds_lease,
+            encryption=encryption,
         )
 
     def follow(
@@ -135,9 +143,11 @@ class FollowerSide(Side):
 class Pair:
     """Both brokers, and the partitions that they replicate."""
 
-    def __init__(self, directory: Path) -> None:
-        self.leader = LeaderSide(directory / "leader")
-        self.follower = FollowerSide(directory / "follower")
+    def __init__(
+        self, directory: Path, leaders: Encryption = NO_ENCRYPTION, followers: Encryption = NO_ENCRYPTION
+    ) -> None:
+        self.leader = LeaderSide(directory / "leader", encryption=leaders)
+        self.follower = FollowerSide(directory / "follower", encryption=followers)
 
     def replicate(self, topic: str, topic_id: uuid.UUID, index: int) -> tuple[Partition, Partition]:
         """One more partition: (the leader's replica, the follower's)."""
@@ -169,11 +179,15 @@ def close(partitions: Iterable[Partition]) -> None:
 
 
 @asynccontextmanager
-async def pair(directory: Path) -> AsyncIterator[Pair]:
-    """A leader that listens and a follower that fetches from it, until the block ends."""
-    both = Pair(directory)
+async def pair(
+    directory: Path, leaders: Encryption = NO_ENCRYPTION, followers: Encryption = NO_ENCRYPTION
+) -> AsyncIterator[Pair]:
+    """A leader that listens and a follower that fetches from it, until the block ends; their TLS is as given."""
+    both = Pair(directory, leaders, followers)
     await both.leader.start()
-    both.follower.tell_broker(LEADER, both.leader.port)
+    if followers.mode:
+        both.leader.tell_broker(FOLLOWER, 1, followers.mode)
+    both.follower.tell_broker(LEADER, both.leader.port, leaders.mode)
     try:
         async with fetching(both.follower):
             yield both

@@ -28,6 +28,8 @@ FLAGS = {
     "serve": "config listen advertise ownership etcd prefix bootstrap table admin workers writer-group drain-delay "
     f"{ETCD_FLAGS}",
     "broker": "node-id listen advertise replication-listen admin data-dir etcd prefix lease-ttl replication-factor "
+    "tls-cert tls-key tls-client-ca tls-client-auth tls-client-crl "
+    "replication-tls-cert replication-tls-key replication-tls-ca replication-tls-mode "
     f"{ETCD_FLAGS}",
     "dev": "listen brokers data-dir admin lease-ttl writer-group",
     "demo": "rows bootstrap etcd prefix data-dir report keep",

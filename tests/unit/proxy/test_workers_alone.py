@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 from typing import Any
 
 import msgspec
@@ -21,9 +22,21 @@ from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import OTHER_TOPICS, Tally
 from kproxy.routing.topology import Topology
+from kproxy.security.quotas import DIGEST_BYTES, PARTS
 from kproxy.trail.shipper import ShipperVitals
 from kproxy.workers.admin import combine_readiness
-from kproxy.workers.channel import Assignment
+from kproxy.workers.channel import (
+    Assignment,
+    Channel,
+    ChannelClosed,
+    ChannelMisused,
+    Shares,
+    Usage,
+    encode,
+    next_message,
+    next_shares,
+)
+from kproxy.workers.shares import MOST_CHANGES
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
@@ -183,3 +196,25 @@ STARTING = Readiness(False, "starting: the routing table is not loaded yet")
 )
 def test_workers_are_ready_while_one_of_them_is(said: list[Readiness], ready: bool, text: str) -> None:
     assert combine_readiness(dict(enumerate(said, 1))) == Readiness(ready, text)
+
+
+async def test_the_longest_reports_and_shares_fit_into_a_frame_and_longer_ones_are_refused() -> None:
+    ours, theirs = socket.socketpair()
+    supervisor, worker = await Channel.over(ours), await Channel.over(theirs)
+    keys = [n.to_bytes(DIGEST_BYTES, "big") for n in range(MOST_CHANGES + 1)]
+    uses, counts = [(key + b"\2", 1 << 40, True) for key in keys], dict.fromkeys(keys, 1 << 40)
+    usage = Usage(uses[1:], dict(list(counts.items())[1:]))
+    worker.send(encode(usage))
+    assert await next_message(supervisor) == usage
+    shares = Shares(7, {key: PARTS << 20 for key, _, _ in uses[1:]}, usage.connections)
+    supervisor.send(encode(shares))
+    assert await next_shares(worker) == shares
+    wrong_uses = ([(b"short", 1, True)], [(uses[0][0], -1, True)], uses)
+    for wrong in (Usage([], counts), *(Usage(each, {}) for each in wrong_uses)):
+        worker.send(encode(wrong))
+        with pytest.raises(ChannelMisused):
+            await next_message(supervisor)
+    await worker.close()
+    with pytest.raises(ChannelClosed):
+        await next_message(supervisor)
+    await supervisor.close()

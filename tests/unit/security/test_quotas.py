@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,22 @@ from kproxy.config import load_proxy_config
 from kproxy.config.quotas import parse_quotas
 from kproxy.errors import StartupError
 from kproxy.plain import compiled
-from kproxy.proxy.metering import with_throttle
+from kproxy.proxy import metering
+from kproxy.proxy.admission import OpenConnections
+from kproxy.proxy.metering import Meter, with_throttle
+from kproxy.security import quotas as quotas_module
 from kproxy.security.principals import Principal
-from kproxy.security.quotas import Account, Bucket, Quotas, _Account
+from kproxy.security.quotas import PARTS, Account, Accounts, Bucket, Quotas, _Account
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA, PRODUCE
 from kproxy_codec.control import build_response, decode_response, encode_response
-from kproxy_codec.framing import frame_message, response_body_offset, response_header
+from kproxy_codec.framing import frame_message, request_header, response_body_offset, response_header
+from tests.support.waiting import eventually
 
 ALICE, BOB = Principal("alice"), Principal("bob")
 
 
 def quotas(*given: dict[str, Any], share: float = 1.0) -> Quotas:
-    return Quotas(parse_quotas(list(given), "here"), share)
+    return Quotas(parse_quotas(list(given), "here"), Accounts(share))
 
 
 def test_a_second_s_worth_fits_at_once_and_the_rest_must_leak() -> None:
@@ -79,6 +85,106 @@ def test_a_process_has_its_share_and_whom_nothing_fits_has_no_account() -> None:
     assert account.use(0.0, produced=25, fetched=0) == pytest.approx(1.0)
     assert some.account(BOB, "") is None
     assert not some.limits(BOB)
+
+
+def test_a_changed_rate_adds_nothing_to_what_may_be_used_at_once() -> None:
+    bucket = Bucket(100.0)
+    assert bucket.use(60, 10.0) == 0
+    # 40 may be used at once, whatever the rate is, and 20 at the lowest one.
+    bucket.set_rate(200.0, 10.0)
+    assert bucket.use(40, 10.0) == 0
+    assert bucket.use(20, 10.0) == pytest.approx(0.1)
+    # The excess stays; a wait by less than the first rate is told by that one.
+    bucket.set_rate(50.0, 10.0)
+    assert bucket.use(0, 10.0) == pytest.approx(0.2)
+    # 20 in excess, of which 12.5 leak, and then the burst is that of the new rate.
+    assert bucket.use(0, 10.25) == pytest.approx(0.075)
+    assert bucket.use(0, 20.0) == 0
+    assert bucket.use(50, 20.0) == 0
+    assert bucket.use(1, 20.0) > 0
+    idle = Bucket(100.0)
+    idle.set_rate(20.0, 5.0)
+    assert idle.use(20, 5.0) == 0
+    assert idle.use(1, 5.0) > 0
+
+
+def test_an_account_outlasts_a_reading_that_leaves_its_quota_alone() -> None:
+    accounts = Accounts(0.5)
+    alice = {"principal": "User:alice", "requests_per_s": 100}
+
+    def read(*given: dict[str, Any]) -> Account:
+        account = Quotas(parse_quotas(list(given), "here"), accounts).account(ALICE, "")
+        assert account is not None
+        return account
+
+    first = read(alice)
+    first.use(0.0, produced=0, fetched=0)
+    ((key, used, is_short),) = accounts.uses(1.0, 10)
+    assert (used, is_short) == (20, False)
+    accounts.set_parts({key: 2 * PARTS - 100}, 1.0)
+    assert first.requests is not None
+    assert first.requests.rate == 95
+    assert read({"client_id": "other", "produce_bytes_per_s": 1}, alice | {"connections": 3}) is first
+    # Another rate is another account, which begins with the equal part.
+    other = read(alice | {"requests_per_s": 50})
+    assert other is not first
+    assert other.requests is not None
+    assert other.requests.rate == 25
+
+
+def test_an_account_that_is_opened_later_has_the_share_and_the_most_active_are_told() -> None:
+    accounts = Accounts(0.5)
+    given = parse_quotas([{"produce_bytes_per_s": 1_000, "requests_per_s": 1_000}], "here")
+    some = Quotas(given, accounts)
+    for n in range(5):
+        account = some.account(Principal(f"user-{n}"), "")
+        assert account is not None
+        account.use(0.0, produced=100 * n, fetched=0)
+    uses = accounts.uses(1.0, 3)
+    assert [(used, is_short) for _, used, is_short in uses] == [(800, False), (600, False), (400, False)]
+    assert len({key for key, _, _ in uses}) == 3
+    # Another process knows the account by the same key before it is opened there.
+    elsewhere = Accounts(0.5)
+    elsewhere.set_parts({uses[0][0]: PARTS // 20}, 1.0)
+    account = Quotas(given, elsewhere).account(Principal("user-4"), "")
+    assert account is not None
+    assert account.produced is not None
+    assert account.requests is not None
+    assert (account.produced.rate, account.requests.rate) == (25, 500)
+    assert account.is_shared
+    elsewhere.set_parts({uses[0][0]: PARTS}, 2.0)
+    assert account.produced.rate == 500
+    # What has been told and has leaked is no use.
+    assert accounts.uses(100.0, 10) == []
+
+
+def test_a_forgotten_account_that_is_still_in_use_is_the_client_s_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas_module, "MOST_ACCOUNTS", 2)
+    accounts = Accounts(0.5)
+    some = Quotas(parse_quotas([{"requests_per_s": 100}], "here"), accounts)
+    held = some.account(ALICE, "")
+    assert held is not None
+    held.use(0.0, produced=0, fetched=0)
+    for n in range(9):
+        some.account(Principal(f"user-{n}"), "")
+    ((key, _, _),) = accounts.uses(1.0, 10)
+    accounts.set_parts({key: PARTS // 2}, 1.0)
+    assert held.requests is not None
+    assert held.requests.rate == 25
+    assert some.account(ALICE, "") is held
+
+
+def test_connections_at_other_workers_count_by_address_and_by_principal() -> None:
+    here, there = OpenConnections(), OpenConnections()
+    here.by_address.update({"10.0.0.1": 2, "10.0.0.2": 1})
+    here.by_principal.update({"10.0.0.1": 5})
+    there.elsewhere = here.counts(10)
+    there.by_address["10.0.0.1"] += 1
+    assert [there.of_address(name) for name in ("10.0.0.1", "10.0.0.2", "10.0.0.3")] == [3, 1, 0]
+    assert [there.of_principal(name) for name in ("10.0.0.1", "10.0.0.2")] == [5, 0]
+    # Those with the most, where there are too many.
+    there.elsewhere = here.counts(2)
+    assert (there.of_principal("10.0.0.1"), there.of_address("10.0.0.1"), there.of_address("10.0.0.2")) == (5, 3, 0)
 
 
 def test_connections_are_limited_by_principal() -> None:
@@ -135,21 +241,64 @@ def test_other_answers_stay_as_they_are() -> None:
     assert with_throttle(PRODUCE, 9, [], 500) == []
 
 
-uses = st.lists(st.tuples(st.floats(-10, 100), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), max_size=20)
+uses = st.lists(
+    st.tuples(st.floats(-10, 100), st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.none() | st.floats(1e-3, 64)),
+    max_size=20,
+)
 rates = st.none() | st.floats(1e-3, 1e12)
 
 
 @pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
 @given(st.tuples(rates, rates, rates), uses)
 def test_the_compiled_account_waits_as_long(
-    limits: tuple[float | None, ...], used: list[tuple[float, int, int]]
+    limits: tuple[float | None, ...], used: list[tuple[float, int, int, float | None]]
 ) -> None:
     found = []
     for kind in (_Account, Account):
-        account, now, waits = kind(*limits), 0.0, []
-        for passed, produced, fetched in used:
+        account, now, waits = kind(*limits), 0.0, list[float]()
+        for passed, produced, fetched, share in used:
             # A clock may also stand still, or differ a little between events.
             now += passed
             waits.append(account.use(now, produced=produced, fetched=fetched))
+            for bucket in (account.produced, account.fetched, account.requests):
+                if share is not None and bucket is not None:
+                    bucket.set_rate(bucket.usual * share, now)
+            waits += [account.is_active(now), account.wait(now)]
         found.append(waits)
     assert found[0] == found[1]
+
+
+class _Session:
+    """The session behind a meter."""
+
+    sent_bytes = 0
+    plain_path = None
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
+        self.told.append(throttle_ms)
+
+
+async def test_a_wait_goes_on_while_the_rate_is_cut_and_ends_when_it_has_risen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metering, "LOOK_S", 0.01)
+    accounts = Accounts(0.5)
+    some = Quotas(parse_quotas([{"produce_bytes_per_s": 2_000}], "here"), accounts)
+    session, pressure, now = _Session(), list[bool](), 100.0
+    meter = Meter(lambda: some, ALICE, session, pressure.append, lambda: now, Counter())
+    frame = memoryview(frame_message(request_header(PRODUCE, 9, 1, b"a"), bytes(990)))
+    # A few bytes more than may be used at once.
+    assert meter.take(frame, 0.0, {})
+    assert pressure == [True]
+    assert 1 <= session.told[0] <= 10
+    ((key, _, is_short),) = accounts.uses(now, 10)
+    assert is_short
+    accounts.set_parts({key: 1}, now)
+    now += 1
+    await asyncio.sleep(0.05)
+    assert pressure == [True]
+    accounts.set_parts({key: 2 * PARTS}, now)
+    now += 1
+    await eventually(lambda: pressure == [True, False])
+    meter.close()

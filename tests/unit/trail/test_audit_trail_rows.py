@@ -18,8 +18,9 @@ from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
 from kproxy.trail import trail as trail_module
 from kproxy.trail.acknowledgements import MAX_SPANS, Acked, ConnectionAcks, NotedEntry
-from kproxy.trail.overlaps import Chunk, Origin, Overlap
+from kproxy.trail.overlaps import Origin, Overlap, PartitionKey
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
+from kproxy.trail.spans import Chunk
 from kproxy.trail.trail import LOOK_S, MARK_S, STEP_S, Trail
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest
@@ -408,10 +409,10 @@ def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told
 
     judge = site.trail._overlaps.add
 
-    def failing(topic: str, topic_id: bytes | None, partition: int, origin: Origin, chunk: Chunk) -> None:
-        if partition == 0:
+    def failing(key: PartitionKey, origin: Origin, chunk: Chunk) -> None:
+        if key.partition == 0:
             raise ArithmeticError
-        judge(topic, topic_id, partition, origin, chunk)
+        judge(key, origin, chunk)
 
     monkeypatch.setattr(site.trail._overlaps, "add", failing)
     site.acknowledge(Given(1))

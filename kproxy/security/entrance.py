@@ -1,16 +1,18 @@
-"""Let clients in by a listener with TLS or the PROXY protocol: everything before Kafka's protocol.
+"""Let the other side in by a listener with TLS or the PROXY protocol: everything before Kafka's protocol.
+
+The proxy's listeners for clients and the reference brokers' for followers begin here.
 
 States of a connection
   accepted     it is admitted, and the PROXY protocol's header is awaited, if the listener asks for it
   recognised   its first byte is read, and left in the socket: it shows a client without TLS
   handshake    the event loop's TLS runs
-  inside       a client session has it
+  inside       a session has it
   refused      it is closed
 
 Transitions
   accepted -> recognised   the header is correct, or none is asked for
   recognised -> handshake  the first byte is that of a TLS handshake
-  accepted, recognised -> inside   the listener has no TLS
+  accepted, recognised -> inside   the listener has no TLS; or the first byte is another one, and it admits plain text
   handshake -> inside      the handshake is finished
   any but inside -> refused   bytes that are not admitted; a failed handshake; HANDSHAKE_S are over; it is the oldest of
                            more than `max_half_open` that are not inside; the listener closes
@@ -32,26 +34,22 @@ import ssl
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Final, cast
+from typing import Final, Generic, TypeVar, cast
 
 import structlog
 
-from kproxy.config.listeners import ListenerConfig
 from kproxy.config.tls import ListenerTls, Loaded, load_listener_tls
 from kproxy.errors import StartupError
-from kproxy.proxy.admission import Admission
-from kproxy.proxy.client_session import ClientSession
-from kproxy.proxy.reception import Reception
-from kproxy.routing.fleet import Fleet
 from kproxy.runtime.sockets import BACKLOG
 from kproxy.runtime.tasks import cancel
 from kproxy.security.proxy_protocol import ProxyHeader, ProxyHeaderError, Source
-from kproxy.security.reloading import Reloading
-from kproxy.security.tls_errors import Failure, client_failure
+from kproxy.security.tls_errors import Failure, ListenerWords, client_failure
 from kproxy_codec.errors import FrameTooLarge
 from kproxy_codec.foreign import ANSWER_TO_HTTP, foreign_protocol
 
 log = structlog.get_logger(__name__)
+
+Session = TypeVar("Session", bound=asyncio.BufferedProtocol)
 
 # To finish the header and the handshake, in seconds; this is as long as a client may take to authenticate.
 HANDSHAKE_S: Final = 10.0
@@ -93,7 +91,9 @@ class _Handshake:
 _handshake: ContextVar[_Handshake] = ContextVar("_handshake")
 
 
-class _Context(ssl.SSLContext):
+class EntranceContext(ssl.SSLContext):
+    """A context whose failed handshakes tell the other side the reason."""
+
     def wrap_bio(
         self,
         incoming: ssl.MemoryBIO,
@@ -121,12 +121,12 @@ class _Object(ssl.SSLObject):
             raise
 
 
-_Context.sslobject_class = _Object
+EntranceContext.sslobject_class = _Object
 
 
 def load_for_entrance(options: ListenerTls) -> Loaded:
     """Load a listener's context that fills in the `_Handshake`. Raises StartupError."""
-    loaded = load_listener_tls(options, _Context)
+    loaded = load_listener_tls(options, EntranceContext)
     certificate = loaded.certificate
 
     def on_server_name(_: ssl.SSLObject | ssl.SSLSocket, name: str | None, __: ssl.SSLContext) -> int | None:
@@ -141,33 +141,44 @@ def load_for_entrance(options: ListenerTls) -> Loaded:
     return loaded
 
 
-class Entrance:
-    """One listener.
+def handshakes_of(counters: Counter[str]) -> dict[str, int]:
+    """The ended handshakes that an entrance has counted, by outcome."""
+    return {name.rpartition(".")[2]: count for name, count in counters.items() if name.startswith("tls.handshakes.")}
 
-    `refuses` returns, and logs, whether one more connection is not admitted. `session` makes the session of a
-    connection that is inside, or returns None if there are too many; `welcome` takes it once it is connected.
+
+class Entrance(Generic[Session]):
+    """One listener; `name` is empty for the only one. `tls` returns what a handshake uses that begins now.
+
+    `admits_plain_text`: whether a connection whose first byte is not that of TLS comes in as well. `refuses` returns,
+    and logs, whether one more connection is not admitted. `session` makes the session of a connection that is inside,
+    or returns None if there are too many; its argument is the client's address by the PROXY protocol. `welcome` takes
+    the session once it is connected. `words` name the options in explanations.
     """
 
     def __init__(
         self,
-        config: ListenerConfig,
-        tls: Reloading[Loaded] | None,
+        name: str,
+        tls: Callable[[], Loaded] | None,
         *,
+        proxy_protocol: bool = False,
+        admits_plain_text: bool = False,
         max_half_open: int,
-        refuses: Callable[[], bool],
-        session: Callable[[Reception], ClientSession | None],
-        welcome: Callable[[ClientSession], None],
+        refuses: Callable[[], bool] = lambda: False,
+        session: Callable[[Source | None], Session | None],
+        welcome: Callable[[Session], None] = lambda session: None,
         counters: Counter[str],
+        words: ListenerWords = ListenerWords(),  # noqa: B008 -- it does not change
     ) -> None:
-        self._config = config
+        self.name = name
         self._tls = tls
-        self._fleet: Fleet | None = None
-        self._admission: Admission | None = None
+        self._proxy_protocol = proxy_protocol
+        self._admits_plain_text = admits_plain_text
         self._max_half_open = max_half_open
         self._refuses = refuses
         self._session = session
         self._welcome = welcome
         self._counters = counters
+        self._words = words
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         # The oldest first.
@@ -175,14 +186,9 @@ class Entrance:
         self._evicted: set[asyncio.Task[None]] = set()
 
     @property
-    def name(self) -> str:
-        """The listener's name."""
-        return self._config.name
-
-    @property
     def expires_at(self) -> float | None:
         """When its certificate ends, in seconds since the epoch; None without TLS."""
-        certificate = self._tls.current.certificate if self._tls is not None else None
+        certificate = self._tls().certificate if self._tls is not None else None
         return None if certificate is None else certificate.expires_at
 
     @property
@@ -195,14 +201,8 @@ class Entrance:
         """The number of connections that are not inside yet."""
         return len(self._half_open)
 
-    def open(self, bound: asyncio.Server, fleet: Fleet, admission: Admission | None = None) -> None:
-        """Accept connections on the sockets of `bound`, which is closed.
-
-        Answers to clients name the proxies of `fleet`; clients authenticate as `admission` asks.
-
-        Raises StartupError.
-        """
-        self._fleet, self._admission = fleet, admission
+    def open(self, bound: asyncio.Server) -> None:
+        """Accept connections on the sockets of `bound`, which is closed. Raises StartupError."""
         for each in bound.sockets:
             self._sockets.append(socket.fromfd(each.fileno(), each.family, each.type))
         bound.close()
@@ -238,7 +238,7 @@ class Entrance:
             try:
                 connection, address = await loop.sock_accept(listening)
             except OSError as error:
-                log.warning("client connection not accepted", listener=self._config.name, reason=str(error))
+                log.warning("client connection not accepted", listener=self.name, reason=str(error))
                 await asyncio.sleep(PAUSE_S)
                 continue
             if self._refuses():
@@ -267,48 +267,49 @@ class Entrance:
     async def _let_in(self, connection: socket.socket, peer: str) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                source = await _read_header(connection) if self._config.proxy_protocol else None
+                source = await _read_header(connection) if self._proxy_protocol else None
                 if source is not None:
                     peer = f"{source.host}:{source.port}"
-                if self._fleet is None:
-                    raise RuntimeError("open comes first")
-                reception = Reception(self._config.name, self._fleet, source, self._admission)
-                if self._tls is None:
-                    await self._enter(connection, reception, None)
-                elif await self._speaks_tls(connection, peer):
-                    await self._shake_hands(connection, reception, self._tls.current, peer)
+                first = await _peek(connection, _FIRST_BYTES) if self._tls is not None else b""
+                if self._tls is not None and first[0] == _TLS_HANDSHAKE:
+                    await self._shake_hands(connection, source, self._tls(), peer)
+                elif self._tls is None or self._admits_plain_text:
+                    await self._enter(connection, source, None)
+                else:
+                    await self._refuse_plain_text(connection, first, peer)
         except ProxyHeaderError as error:
             self._refused(Failure("proxy_header", str(error)), peer)
             await _let_read(connection)
         except (OSError, EOFError) as error:
             # TimeoutError is an OSError.
-            self._refused(client_failure(error, names=(), asked_for=""), peer)
+            self._refused(client_failure(error, names=(), asked_for="", words=self._words), peer)
         except Exception:  # the boundary: an error with one connection must not end the listener
             log.exception("client connection not let in", client=peer)
         finally:
             # This does nothing where the event loop has taken the descriptor.
             connection.close()
 
-    async def _shake_hands(self, connection: socket.socket, reception: Reception, loaded: Loaded, peer: str) -> None:
+    async def _shake_hands(self, connection: socket.socket, source: Source | None, loaded: Loaded, peer: str) -> None:
         with connection.dup() as spare:
             spare.setblocking(False)
             handshake = _Handshake(spare)
             _handshake.set(handshake)
             try:
-                await self._enter(connection, reception, loaded.context)
+                await self._enter(connection, source, loaded.context)
                 self._counters["tls.handshakes.done"] += 1
             except OSError as error:
                 # SSLError is an OSError.
                 names = loaded.certificate.names if loaded.certificate is not None else ()
-                self._refused(client_failure(error, names=names, asked_for=handshake.server_name), peer)
+                asked_for = handshake.server_name
+                self._refused(client_failure(error, names=names, asked_for=asked_for, words=self._words), peer)
                 if isinstance(error, ssl.SSLError):
                     await _let_read(spare)
 
-    async def _enter(self, connection: socket.socket, reception: Reception, context: ssl.SSLContext | None) -> None:
+    async def _enter(self, connection: socket.socket, source: Source | None, context: ssl.SSLContext | None) -> None:
         """Give the connection to a session. Raises OSError."""
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        threshold = _Threshold(lambda: self._session(reception))
+        threshold = _Threshold(lambda: self._session(source))
         taken = socket.socket(fileno=connection.detach())
         loop = asyncio.get_running_loop()
         if context is None:
@@ -324,46 +325,40 @@ class Entrance:
         if threshold.session is not None:
             self._welcome(threshold.session)
 
-    async def _speaks_tls(self, connection: socket.socket, peer: str) -> bool:
-        """Whether its first byte is that of a TLS handshake, which stays unread. Raises OSError, EOFError."""
-        first = await _peek(connection, _FIRST_BYTES)
-        if first[0] == _TLS_HANDSHAKE:
-            return True
+    async def _refuse_plain_text(self, connection: socket.socket, first: bytes, peer: str) -> None:
+        """Raises OSError."""
         stranger = foreign_protocol(FrameTooLarge("", first)) if len(first) == _FIRST_BYTES else None
         protocol = stranger.protocol if stranger is not None and stranger.protocol != "TLS" else "plain text"
         if protocol == "HTTP":
             with contextlib.suppress(OSError):
                 connection.send(ANSWER_TO_HTTP)
-        self._refused(
-            Failure("plain_text", f"it speaks {protocol}, and this listener speaks TLS: set security.protocol=SSL"),
-            peer,
-        )
+        text = f"it speaks {protocol}, and this listener speaks TLS: {self._words.speak_tls}"
+        self._refused(Failure("plain_text", text), peer)
         await _let_read(connection)
-        return False
 
     def _refused(self, failure: Failure, peer: str) -> None:
         self._counters[f"tls.handshakes.failed.{failure.word}"] += 1
         if failure.word == "gone":
             # A load balancer's check of the port, or a client that did not wait.
-            log.debug("client not let in", listener=self._config.name, client=peer, reason=failure.text)
+            log.debug("client not let in", listener=self.name, client=peer, reason=failure.text)
             return
         log.warning(
             "client not let in",
             most_a_minute=_MOST_A_MINUTE,
             bounded_by="failure",
             failure=failure.word,
-            listener=self._config.name,
+            listener=self.name,
             client=peer,
             reason=failure.text,
         )
 
 
-class _Threshold(asyncio.BufferedProtocol):
+class _Threshold(asyncio.BufferedProtocol, Generic[Session]):
     """The placeholder of a session until the handshake is finished."""
 
-    def __init__(self, make: Callable[[], ClientSession | None]) -> None:
+    def __init__(self, make: Callable[[], Session | None]) -> None:
         self._make = make
-        self.session: ClientSession | None = None
+        self.session: Session | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.session = self._make()

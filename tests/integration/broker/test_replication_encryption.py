@@ -1,0 +1,542 @@
+"""TLS between brokers: who replicates with whom, what the others learn, new certificates, and a cluster that gets them.
+
+The first half has a leader and a follower in this process, the second half brokers as processes. The last test is about
+TLS of clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey, decode_value, encode_value
+from kproxy.broker.replication import fetchers
+from kproxy.broker.replication.authentication import FollowerHandshake
+from kproxy.broker.replication.encryption import NO_ENCRYPTION, Encryption
+from kproxy.config.tls import ReplicationTls, ReplicationTlsMode
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.errors import StartupError
+from kproxy.etcd import EtcdClient
+from kproxy.security.reloading import Reloads
+from kproxy_codec import error_codes
+from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS
+from tests.support.brokers.broker_logs import read_all
+from tests.support.brokers.follower_client import NO_DIRECTORY, FollowerClient, Replication, replication_of
+from tests.support.brokers.reference_broker import BrokerProcess, Closed, start_brokers
+from tests.support.brokers.replicating import LEADER, FollowerSide, append, fetching, pair
+from tests.support.processes.dev import serving
+from tests.support.processes.served import page, port_of, samples
+from tests.support.security.tls_files import Pair, Signer, client_context
+from tests.support.waiting import PATIENCE_S, eventually, wait_for
+from tests.support.wire.record_batches import build_batch
+
+pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
+
+HOST = "127.0.0.1"
+TOPIC, TOPIC_ID = "replicated", uuid.uuid4()
+IDS = (1, 2, 3)
+
+
+class Site:
+    """Two authorities, and certificates for this host."""
+
+    def __init__(self, directory: Path) -> None:
+        self.ours, self.theirs = Signer(directory / "ours"), Signer(directory / "theirs")
+        self.both = directory / "both.pem"
+        self.both.write_bytes(self.ours.ca.read_bytes() + self.theirs.ca.read_bytes())
+        self.pair = self.ours.issue("broker", HOST)
+
+    def options(
+        self, mode: ReplicationTlsMode = "required", shown: Pair | None = None, ca: Path | None = None
+    ) -> ReplicationTls:
+        cert, key = shown or self.pair
+        return ReplicationTls(cert, key, ca or self.ours.ca, mode)
+
+    def encryption(self, mode: str) -> Encryption:
+        """`mode` none: without a certificate."""
+        if mode not in ("optional", "required"):
+            return NO_ENCRYPTION
+        return Encryption(self.options("required" if mode == "required" else "optional"), HOST, Reloads())
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetchers, "MAX_WAIT_MS", 50)
+    monkeypatch.setattr(fetchers, "FIRST_PAUSE_S", 0.01)
+
+
+def reasons(logs: list[Any], event: str) -> list[str]:
+    return [each["reason"] for each in logs if each["event"] == event]
+
+
+# The follower's mode, the leader's, and whether they replicate by TLS.
+AGREED = [
+    ("none", "none", False),
+    ("none", "optional", False),
+    ("optional", "none", False),
+    ("optional", "optional", True),
+    ("optional", "required", True),
+    ("required", "optional", True),
+    ("required", "required", True),
+]
+
+
+@pytest.mark.usefixtures("_short_waits")
+@pytest.mark.parametrize(("follower", "leader", "by_tls"), AGREED)
+async def test_modes_agree_on_tls_where_both_have_it(
+    site: Site, tmp_path: Path, follower: str, leader: str, by_tls: bool
+) -> None:
+    leaders = site.encryption(leader)
+    async with pair(tmp_path, leaders, site.encryption(follower)) as both:
+        ours, theirs = both.replicate(TOPIC, TOPIC_ID, 0)
+        append(ours, b"v" * 300_000)
+        assert await ours.wait_for_isr(0, PATIENCE_S) == error_codes.NONE
+        assert read_all(theirs.log) == read_all(ours.log)
+    assert leaders.handshakes == ({"done": 1} if by_tls else {})
+
+
+# The follower's mode, the leader's, the event and the reason in the leader's log, and the reason in the follower's.
+REFUSED = {
+    "none": (
+        "required",
+        "client not let in",
+        "it speaks plain text, and this listener speaks TLS: give it --replication-tls-cert",
+        "it requires TLS: give this broker --replication-tls-cert",
+    ),
+    "required": (
+        "none",
+        "client connection closed",
+        "it speaks TLS, and this broker has no certificate: give this broker --replication-tls-cert",
+        "has no TLS by its key in etcd: give it --replication-tls-cert",
+    ),
+}
+
+
+@pytest.mark.usefixtures("_short_waits")
+@pytest.mark.parametrize("follower", REFUSED)
+async def test_plain_text_and_tls_do_not_meet_and_both_logs_name_the_way_out(
+    site: Site, tmp_path: Path, follower: str
+) -> None:
+    leader, event, leader_says, follower_says = REFUSED[follower]
+    with capture_logs() as logs:
+        async with pair(tmp_path, site.encryption(leader), site.encryption(follower)) as both:
+            ours, theirs = both.replicate(TOPIC, TOPIC_ID, 0)
+            append(ours, b"v")
+            await eventually(lambda: reasons(logs, event) and reasons(logs, "leader not reachable"), what=str(logs))
+            await asyncio.sleep(0.2)
+            assert theirs.log_end_offset == 0
+            assert not both.leader.listener.followers
+    assert all(leader_says in reason for reason in reasons(logs, event)), logs
+    assert all(follower_says in reason for reason in reasons(logs, "leader not reachable")), logs
+
+
+@pytest.mark.usefixtures("_short_waits")
+async def test_a_required_follower_sends_no_plain_text_whatever_etcd_says(site: Site, tmp_path: Path) -> None:
+    """Whoever writes the leader's key, or stands at its address, gets the first message of TLS and nothing else."""
+    first_bytes: list[bytes] = []
+
+    async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first_bytes.append(await reader.read(1 << 16))
+        # An answer of Kafka's protocol, in case that somebody would go on with that.
+        writer.write(bytes(100))
+        writer.close()
+
+    server = await asyncio.start_server(stranger, HOST, 0)
+    async with server:
+        follower = FollowerSide(tmp_path, encryption=site.encryption("required"))
+        async with fetching(follower):
+            follower.tell_broker(LEADER, server.sockets[0].getsockname()[1], "")
+            follower.follow(TOPIC, 0, TOPIC_ID)
+            await eventually(lambda: len(first_bytes) >= 3)
+    assert {each[:3] for each in first_bytes} == {b"\x16\x03\x01"}
+
+
+def _stranger_with(shown: Callable[[Site], Pair]) -> Callable[[Site], ssl.SSLContext]:
+    def context(site: Site) -> ssl.SSLContext:
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        made.load_cert_chain(*shown(site))
+        return made
+
+    return context
+
+
+# What listens at a leader's address, and the reason in the follower's log.
+LEADERS: dict[str, tuple[Callable[[Site], ssl.SSLContext], str]] = {
+    "another authority": (
+        _stranger_with(lambda site: site.theirs.issue("broker", HOST)),
+        "its certificate is not signed by the authorities in --replication-tls-ca",
+    ),
+    "another name": (
+        _stranger_with(lambda site: site.ours.issue("elsewhere", "broker-1.example.org")),
+        "its certificate is for another name than 127.0.0.1: its certificate and its --advertise have to agree",
+    ),
+    "expired": (_stranger_with(lambda site: site.ours.issue("old", HOST, days=-1)), "its certificate has expired"),
+}
+
+
+@pytest.mark.usefixtures("_short_waits")
+@pytest.mark.parametrize("case", LEADERS)
+async def test_a_follower_trusts_no_other_leader_and_says_why(site: Site, tmp_path: Path, case: str) -> None:
+    context, reason = LEADERS[case]
+    heard: list[bytes] = []
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(100))
+        writer.close()
+
+    server = await asyncio.start_server(listen, HOST, 0, ssl=context(site))
+    with capture_logs() as logs:
+        async with server:
+            follower = FollowerSide(tmp_path, encryption=site.encryption("optional"))
+            async with fetching(follower):
+                follower.tell_broker(LEADER, server.sockets[0].getsockname()[1], "required")
+                follower.follow(TOPIC, 0, TOPIC_ID)
+                await eventually(
+                    lambda: any(reason in said for said in reasons(logs, "leader not reachable")),
+                    lambda: logs,
+                    timeout_s=PATIENCE_S,
+                )
+    assert heard == [], "it was told something"
+
+
+# A certificate that the broker itself does not begin with
+
+
+def _encryption(site: Site, shown: Pair, ca: Path | None = None, host: str = HOST) -> Encryption:
+    return Encryption(site.options(shown=shown, ca=ca), host, Reloads())
+
+
+def test_a_certificate_that_others_would_refuse_is_an_error_at_the_start(site: Site) -> None:
+    with pytest.raises(StartupError, match=r"it has to be for the advertised host broker-7, and signed by"):
+        _encryption(site, site.pair, host="broker-7")
+    with pytest.raises(StartupError, match=r"other brokers would refuse it .*signed by an authority in --replication"):
+        _encryption(site, site.theirs.issue("server", HOST))
+    with pytest.raises(StartupError, match=r"--replication-tls-cert .* cannot be used: certificate has expired"):
+        _encryption(site, site.ours.issue("old", HOST, days=-1))
+    with pytest.raises(StartupError, match=r"--replication-tls-cert .* and --replication-tls-key .* do not belong"):
+        _encryption(site, Pair(site.pair.cert, site.ours.issue("other", HOST).key))
+    with pytest.raises(StartupError, match=r"--replication-tls-ca .* holds no certificates"):
+        _encryption(site, site.pair, ca=site.pair.key)
+
+
+def test_an_earlier_release_reads_the_key_of_a_broker_with_tls() -> None:
+    """It ignores fields that it does not know, as this one does."""
+    value = encode_value(BrokerValue(1, "h", 9, 10, NO_DIRECTORY, "required"))
+    assert decode_value(value.replace(b"replication_tls", b"what_comes_later"), BrokerValue) == BrokerValue(
+        1, "h", 9, 10, NO_DIRECTORY
+    )
+
+
+# Brokers as processes
+
+
+class Brokers:
+    """Three brokers with a topic of one partition, which all of them keep."""
+
+    def __init__(self, brokers: list[BrokerProcess], etcd: str, prefix: str) -> None:
+        self.brokers = brokers
+        self.etcd, self.prefix = etcd, prefix
+
+    def create(self, min_insync_replicas: int) -> None:
+        configs = [{"name": "min.insync.replicas", "value": str(min_insync_replicas)}]
+        topic = {
+            "name": TOPIC,
+            "num_partitions": -1,
+            "replication_factor": -1,
+            "assignments": [{"partition_index": 0, "broker_ids": list(IDS)}],
+            "configs": configs,
+        }
+        with self.brokers[0].client() as client:
+            created = client.request(CREATE_TOPICS, 7, topics=[topic], timeout_ms=5000, validate_only=False).topics[0]
+        assert created.error_code == error_codes.NONE, created
+        self.wait_in_sync(*IDS)
+
+    @property
+    def leader(self) -> BrokerProcess:
+        def found() -> int:
+            running = next(each for each in self.brokers if each.process.poll() is None)
+            with running.client() as client:
+                return client.leaders(TOPIC)[0]
+
+        return self.brokers[wait_for(lambda: max(found(), 0), what="a leader") - 1]
+
+    def in_sync(self) -> set[int]:
+        with self.leader.client() as client:
+            return set(client.metadata(TOPIC).topics[0].partitions[0].isr_nodes)
+
+    def wait_in_sync(self, *ids: int) -> None:
+        wait_for(lambda: self.in_sync() == set(ids), what=lambda: "\n".join(each.log() for each in self.brokers))
+
+    def write(self) -> int:
+        """A record with acks=all; its offset."""
+        with self.leader.client() as client:
+            produced = client.produce(TOPIC, 0, build_batch([b"v"]), acks=-1)
+        assert produced.error_code == error_codes.NONE, produced
+        return int(produced.base_offset)
+
+    def replication(self, broker: BrokerProcess) -> Replication:
+        return replication_of(self.etcd, self.prefix, broker.node_id)
+
+    def restart(self, broker: BrokerProcess, tls: ReplicationTls | None) -> None:
+        """In good order, with other options."""
+        broker.terminate()
+        broker.stop()
+        self.start(broker, tls)
+
+    def start(self, broker: BrokerProcess, tls: ReplicationTls | None) -> None:
+        arguments = [each for each in broker.arguments if not each.startswith("replication_tls=")]
+        broker.arguments = arguments if tls is None else [*arguments, f"replication_tls={as_option(tls)}"]
+        broker.start()
+
+
+def as_option(tls: ReplicationTls) -> str:
+    return ",".join(map(str, (*tls.files, tls.mode)))
+
+
+@pytest.fixture
+def processes(
+    etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
+) -> Iterator[Callable[[ReplicationTls | None], Brokers]]:
+    """Start brokers with that TLS."""
+    started: list[Any] = []
+
+    def start(tls: ReplicationTls | None) -> Brokers:
+        options: dict[str, Any] = {} if tls is None else {"replication_tls": as_option(tls)}
+        context = start_brokers(
+            IDS,
+            tmp_path,
+            etcd.endpoint,
+            etcd_prefix,
+            lease_ttl_s=60,
+            admin=0,
+            isr_lag_s=2,
+            leader_rebalance_s=600,
+            **options,
+        )
+        brokers = context.__enter__()
+        started.append(context)
+        return Brokers(brokers, etcd.endpoint, etcd_prefix)
+
+    yield start
+    for context in started:
+        context.__exit__(None, None, None)
+
+
+Start = Callable[[ReplicationTls | None], Brokers]
+
+
+# What comes to the listener, and the reason in its log.
+FOLLOWERS: dict[str, tuple[Callable[[Site], ssl.SSLContext], str]] = {
+    "no certificate": (lambda site: client_context(site.ours.ca), "it shows no certificate"),
+    "another authority": (
+        lambda site: client_context(site.ours.ca, site.theirs.issue("follower", HOST)),
+        "not signed by an authority of --replication-tls-ca",
+    ),
+    "expired": (
+        lambda site: client_context(site.ours.ca, site.ours.issue("late", HOST, days=-1)),
+        "its certificate has expired",
+    ),
+}
+
+
+def test_brokers_replicate_by_mutual_tls_and_let_in_no_one_else(site: Site, processes: Start) -> None:
+    """With `min.insync.replicas` 3 an answered record is on all of them."""
+    brokers = processes(site.options())
+    brokers.create(min_insync_replicas=3)
+    assert [brokers.write() for _ in range(3)] == [0, 1, 2]
+    leader, ours = brokers.leader, client_context(site.ours.ca, site.pair)
+    follower = next(each for each in brokers.brokers if each is not leader)
+    way = brokers.replication(leader)
+    # The secret alone is not enough.
+    with way.client() as client, pytest.raises(Closed):
+        client.authenticate(9, way.secret)
+    wait_for(lambda: "it speaks plain text, and this listener speaks TLS" in leader.log())
+    for context, reason in FOLLOWERS.values():
+        with pytest.raises((OSError, Closed)), way.client() as client:
+            client.secure(context(site)).request(API_VERSIONS, 0)
+        wait_for(lambda reason=reason: reason in leader.log(), what=reason)  # type: ignore[misc]
+    # Neither is the certificate of another host with the secret, for a broker that is there or one that is not.
+    other = client_context(site.ours.ca, site.ours.issue("elsewhere", "broker-9.example.org"))
+    for node_id, context, reason in (
+        (follower.node_id, other, f"broker {follower.node_id} advertises 127.0.0.1, and the certificate shown is for"),
+        (9, ours, "etcd has no live broker 9"),
+    ):
+        with way.client().secure(context) as client:
+            client.shake_hands()
+            log_id = _log_id(brokers, node_id)
+            handshake = FollowerHandshake(ReplicaKey(node_id, log_id), way.secret)
+            answer = client.prove(handshake.final(client.prove(handshake.first()).auth_bytes))
+            assert answer.error_code == error_codes.SASL_AUTHENTICATION_FAILED
+            assert reason in answer.error_message
+        wait_for(lambda reason=reason: reason in leader.log(), what=reason)  # type: ignore[misc]
+    # Nor the certificate without the secret.
+    with way.client().secure(ours) as client:
+        client.send_fetch(follower.node_id, [])
+        assert client.is_closed()
+    assert brokers.write() == 3
+    assert brokers.in_sync() == set(IDS)
+
+
+def _log_id(brokers: Brokers, node_id: int) -> uuid.UUID:
+    async def read() -> uuid.UUID:
+        client = EtcdClient((brokers.etcd,))
+        try:
+            await client.connect()
+            stored = await client.get(Keys(brokers.prefix).broker(node_id))
+        finally:
+            await client.close()
+        return NO_DIRECTORY if stored is None else decode_value(stored.value, BrokerValue).log_id or NO_DIRECTORY
+
+    return asyncio.run(read())
+
+
+def test_a_broker_with_a_wrong_certificate_stays_out_of_the_isr(site: Site, processes: Start) -> None:
+    brokers = processes(site.options())
+    brokers.create(min_insync_replicas=2)
+    brokers.write()
+    leader = brokers.leader
+    outsider = next(each for each in brokers.brokers if each is not leader)
+    outsider.terminate()
+    outsider.stop()
+    rest = {each.node_id for each in brokers.brokers} - {outsider.node_id}
+    brokers.wait_in_sync(*rest)
+    # It trusts the others; they do not trust it.
+    brokers.start(outsider, site.options(shown=site.theirs.issue("broker", HOST), ca=site.both))
+    refused = "it does not trust the authority that signed this broker's certificate"
+    wait_for(lambda: refused in outsider.log(), what=outsider.log)
+    wait_for(lambda: "its certificate is not signed by an authority of --replication-tls-ca" in leader.log())
+    brokers.write()
+    assert brokers.in_sync() == rest
+    assert "follower authenticated" not in outsider.log()
+    brokers.restart(outsider, site.options())
+    brokers.wait_in_sync(*IDS)
+    brokers.write()
+
+
+def test_certificates_change_and_no_replica_leaves_the_isr(site: Site, tmp_path: Path, processes: Start) -> None:
+    """To those of another authority, in three steps, and connections that exist stay."""
+    files = tmp_path / "files"
+    files.mkdir()
+    options = ReplicationTls(files / "cert", files / "key", files / "ca")
+    new = site.theirs.issue("new", HOST)
+
+    def put(shown: Pair, ca: Path) -> None:
+        for source, target in zip((*shown, ca), options.files, strict=True):
+            aside = target.with_suffix(".aside")
+            aside.write_bytes(source.read_bytes())
+            aside.replace(target)
+
+    put(site.pair, site.ours.ca)
+    brokers = processes(options)
+    brokers.create(min_insync_replicas=3)
+    brokers.write()
+    authenticated = [each.log().count("follower authenticated") for each in brokers.brokers]
+
+    def reload(event: str, count: int) -> None:
+        for each in brokers.brokers:
+            each.signal(signal.SIGHUP)
+        wait_for(lambda: all(each.log().count(event) == count for each in brokers.brokers))
+        brokers.write()
+
+    put(site.pair, site.both)
+    reload("] reloaded", 1)
+    put(new, site.both)
+    reload("] reloaded", 2)
+    put(new, site.theirs.ca)
+    reload("] reloaded", 3)
+    # What others would refuse changes nothing.
+    put(site.pair, site.theirs.ca)
+    reload("not reloaded", 1)
+    put(new, site.theirs.ca)
+    # This time they notice by themselves.
+    wait_for(lambda: all(each.log().count("] reloaded") == 4 for each in brokers.brokers))
+    brokers.write()
+    assert [each.log().count("follower authenticated") for each in brokers.brokers] == authenticated
+    assert not any("ISR changed" in each.log() or "leader not reachable" in each.log() for each in brokers.brokers)
+    told = samples(page(brokers.leader.admin, "/metrics")[1])
+    assert told["kproxy_broker_tls_handshakes_total", (("outcome", "done"), ("use", "replication"))] == 2
+    expiry = told["kproxy_broker_tls_certificate_expiry_timestamp_seconds", (("use", "replication"),)]
+    assert expiry == pytest.approx(time.time() + 30 * 86_400, abs=86_400)
+    # New connections have the new ones.
+    way = brokers.replication(brokers.leader)
+    with way.client().secure(client_context(site.theirs.ca, new)) as client:
+        assert client.request(API_VERSIONS, 0).error_code == error_codes.NONE
+    with pytest.raises(ssl.SSLCertVerificationError), way.client() as client:
+        client.secure(client_context(site.ours.ca, site.pair))
+    follower = next(each for each in brokers.brokers if each is not brokers.leader)
+    brokers.restart(follower, options)
+    brokers.wait_in_sync(*IDS)
+    brokers.write()
+
+
+def test_a_cluster_gets_tls_broker_by_broker(site: Site, processes: Start) -> None:
+    """Every write is acknowledged by two replicas at least, and each broker comes back into the ISR."""
+    brokers = processes(None)
+    brokers.create(min_insync_replicas=2)
+    offset = brokers.write()
+    for mode in ("optional", "required"):
+        for broker in brokers.brokers:
+            brokers.restart(broker, site.options("optional" if mode == "optional" else "required"))
+            brokers.wait_in_sync(*IDS)
+            offset += 1
+            assert brokers.write() == offset
+    for broker in brokers.brokers:
+        with brokers.replication(broker).client() as client, pytest.raises(Closed):
+            client.request(API_VERSIONS, 0)
+    assert "Traceback" not in "".join(each.log() for each in brokers.brokers)
+
+
+def test_a_broker_admits_clients_by_tls_and_their_certificates(
+    site: Site, etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
+) -> None:
+    client_pair = site.theirs.issue("client", "client.example.org")
+    flags = {
+        "tls-cert": site.pair.cert,
+        "tls-key": site.pair.key,
+        "tls-client-ca": site.theirs.ca,
+        "replication-tls-cert": site.pair.cert,
+        "replication-tls-key": site.pair.key,
+        "replication-tls-ca": site.ours.ca,
+    }
+    arguments = ["broker", "--node-id", "1", "--replication-factor", "1", "--data-dir", tmp_path / "data"]
+    arguments += ["--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--admin", f"{HOST}:0"]
+    arguments += [part for flag, file in flags.items() for part in (f"--{flag}", file)]
+    with serving(arguments, tmp_path / "stderr") as process:
+        port = port_of(process)
+        with FollowerClient(HOST, port).secure(client_context(site.ours.ca, client_pair)) as client:
+            client.metadata(TOPIC)
+            produced = client.produce(TOPIC, 0, build_batch([b"v" * 300_000]), acks=-1)
+            assert produced.error_code == error_codes.NONE
+        # That of a broker is none of a client.
+        for context in (client_context(site.ours.ca), client_context(site.ours.ca, site.pair)):
+            with pytest.raises((OSError, Closed)), FollowerClient(HOST, port) as client:
+                client.secure(context).metadata(TOPIC)
+        with FollowerClient(HOST, port) as client, pytest.raises(Closed):
+            client.metadata(TOPIC)
+        for reason in (
+            "it shows no certificate, and this listener requires one",
+            "its certificate is not signed by an authority of tls.client_ca",
+            "it speaks plain text, and this listener speaks TLS: set security.protocol=SSL",
+        ):
+            wait_for(lambda reason=reason: reason in process.stderr(), what=reason)  # type: ignore[misc]
+        told = samples(page(process.admin, "/metrics")[1])
+        assert told["kproxy_broker_tls_handshakes_total", (("outcome", "done"), ("use", "listener"))] == 1
+        assert {each[1] for each in told if each[0].endswith("expiry_timestamp_seconds")} == {
+            (("use", "listener"),),
+            (("use", "replication"),),
+        }
+        assert process.stop() == 0
