@@ -173,6 +173,8 @@ async def test_an_invalid_value_changes_nothing_and_is_named_once(site: Site, et
     await site.add_user("dave")
     await site.allow("dave")
     await eventually(lambda: logs_in(site, "dave"))
+    # Nor does the change of another key have the invalid value taken.
+    assert await site.log_in("carol") == OK
     lines = [line for line in site.proxy.stderr().splitlines() if "not reloaded" in line]
     assert len(lines) == 2, lines
     assert site.keys.user("carol") in lines[0]
