@@ -1,28 +1,41 @@
 #!/bin/sh
-# Makes two roles in etcd: what a proxy needs, and what a reference broker needs, and no more.
+# Makes three roles in etcd: what a proxy needs, what a reference broker needs, and what an administrator of users and
+# rules of access needs (`kproxy user --etcd`, `kproxy acl --etcd`), and no more.
 #
 #   ETCDCTL_ENDPOINTS=https://etcd-0:2379 deploy/etcd/roles.sh [PREFIX]
 #
-# PREFIX is that of `kproxy serve --prefix`, /kafscale by default. The roles are kproxy-proxy and kproxy-broker; ROLES=a,b
-# names them otherwise, for a second prefix on one etcd. etcdctl takes who it is, and its certificates, from the
-# environment (ETCDCTL_USER, ETCDCTL_CACERT, ETCDCTL_CERT, ETCDCTL_KEY). Run it again after an upgrade: it grants what is
-# missing and takes nothing away. Users are yours to make:
+# PREFIX is that of `kproxy serve --prefix`, /kafscale by default. The roles are kproxy-proxy, kproxy-broker and
+# kproxy-admin; ROLES=a,b,c names them otherwise, for a second prefix on one etcd, and ROLES=a,b makes only the first two.
+# etcdctl takes who it is, and its certificates, from the environment (ETCDCTL_USER, ETCDCTL_CACERT, ETCDCTL_CERT,
+# ETCDCTL_KEY). Run it again after an upgrade: it grants what is missing, and takes away one right of the proxy that
+# earlier versions granted: to write everything under kproxy/, users and rules of access among it. Users are yours to
+# make:
 #
 #   etcdctl user add kproxy && etcdctl user grant-role kproxy kproxy-proxy
 #   etcdctl auth enable     # once for all, when every user of this etcd has a role, `root` among them
 set -eu
 
 prefix=${1:-/kafscale}
-roles=${ROLES:-kproxy-proxy,kproxy-broker}
+roles=${ROLES:-kproxy-proxy,kproxy-broker,kproxy-admin}
 proxy=${roles%%,*}
-broker=${roles#*,}
+others=${roles#*,}
+broker=${others%%,*}
+admin=
+case $others in
+    *,*) admin=${others#*,} ;;
+esac
 
 case $prefix in
     /*[!/]) ;;
     *) echo "roles.sh: '$prefix' is no prefix of etcd keys: write one like /kafscale." >&2; exit 2 ;;
 esac
-if [ -z "$proxy" ] || [ -z "$broker" ] || [ "$proxy" = "$broker" ]; then
-    echo "roles.sh: ROLES names two roles, as in ROLES=kproxy-proxy,kproxy-broker." >&2
+case $roles in
+    ,* | *,,* | *, | *,*,*,*) is_list= ;;
+    *,*) is_list=yes ;;
+    *) is_list= ;;
+esac
+if [ -z "$is_list" ] || [ "$proxy" = "$broker" ] || [ "$proxy" = "$admin" ] || [ "$broker" = "$admin" ]; then
+    echo "roles.sh: ROLES names two or three roles, as in ROLES=kproxy-proxy,kproxy-broker,kproxy-admin." >&2
     exit 2
 fi
 
@@ -48,8 +61,14 @@ grant "$proxy" read metadata/snapshot
 grant "$proxy" read refbroker/topics/ --prefix
 grant "$proxy" read refbroker/partitions/ --prefix
 # The proxies themselves and their clients' claims, and the producer ids that they give out.
-grant "$proxy" readwrite kproxy/ --prefix
+grant "$proxy" readwrite kproxy/proxies/ --prefix
+grant "$proxy" readwrite kproxy/own --prefix
 grant "$proxy" readwrite producer-ids
+# Clients' users and rules of access, which a proxy must not be able to change.
+grant "$proxy" read kproxy/users/ --prefix
+grant "$proxy" read kproxy/acls/ --prefix
+# The grant of earlier versions, which has all of these. An error says that there is none.
+etcdctl role revoke-permission "$proxy" "$prefix/kproxy/" --prefix >/dev/null 2>&1 || :
 
 make_role "$broker"
 grant "$broker" readwrite brokers/ --prefix
@@ -57,4 +76,10 @@ grant "$broker" readwrite partition-leases/ --prefix
 grant "$broker" readwrite refbroker/ --prefix
 grant "$broker" readwrite producer-ids
 
-echo "Roles for the keys under $prefix: $proxy and $broker."
+if [ -n "$admin" ]; then
+    make_role "$admin"
+    grant "$admin" readwrite kproxy/users/ --prefix
+    grant "$admin" readwrite kproxy/acls/ --prefix
+fi
+
+echo "Roles for the keys under $prefix: $proxy, $broker${admin:+, $admin}."

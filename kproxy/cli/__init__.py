@@ -31,7 +31,7 @@ COMMANDS = {
     "pipeline": ("kproxy.cli.pipeline", "Run Spark jobs: ingest data, or audit acknowledged records."),
     "own": ("kproxy.cli.own", "Show, take and free claims of the Own API."),
     "user": ("kproxy.cli.user", "Add, list and remove users who authenticate by SASL."),
-    "acl": ("kproxy.cli.acl", "Try the rules of access."),
+    "acl": ("kproxy.cli.acl", "Try the rules of access, and write those in etcd."),
     "doctor": ("kproxy.cli.doctor", "Diagnose etcd, proxy and Kafka problems."),
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show the values in force."),
     "completion": ("kproxy.cli:completion", "Print the completion script for bash, zsh or fish."),

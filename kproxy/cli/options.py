@@ -8,7 +8,8 @@ whose own --bootstrap and --admin are keys of `kproxy.config.proxy`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
@@ -31,6 +32,7 @@ from kproxy.config.tls import (
 from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
+    from kproxy.etcd import EtcdClient
     from kproxy.security.broker_access import BrokerAccess
 
 BOOTSTRAP_VARIABLE = "KPROXY_BOOTSTRAP"
@@ -68,7 +70,7 @@ class Asked(NamedTuple):
 
 
 class EtcdPlace(NamedTuple):
-    """An etcd to ask instead of a proxy."""
+    """An etcd to ask instead of a proxy or a file."""
 
     endpoints: tuple[str, ...]
     options: EtcdOptions
@@ -154,16 +156,36 @@ def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, s
     return None
 
 
-def asks_proxy_or_etcd(command: Command) -> Command:
-    """Add the parameters of `asked_place`: --admin, --etcd…, --prefix."""
+def etcd_place_flags(text: str, *, required: bool = False) -> Decorator:
+    """Add the parameters of `etcd_place`: --etcd with the help `text`, --etcd-…, --prefix."""
     flags = (
-        admin_option("Ask the proxy with this admin page."),
-        click.option("--etcd", metavar="URL[,URL...]", help="Ask etcd instead of a proxy."),
+        click.option("--etcd", metavar="URL[,URL...]", required=required, help=text),
         etcd_flags,
         click.option(
             "--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the prefix of the keys."
         ),
     )
+    return lambda command: _with(command, flags)
+
+
+@asynccontextmanager
+async def etcd_client(place: EtcdPlace) -> AsyncIterator[EtcdClient]:
+    """A connected client. Raises StartupError for each error of etcd, of the body's calls too."""
+    from kproxy.etcd import EtcdClient, EtcdError
+
+    client = EtcdClient(place.endpoints, place.options)
+    try:
+        await client.connect()
+        yield client
+    except EtcdError as error:
+        raise StartupError(str(error)) from error
+    finally:
+        await client.close()
+
+
+def asks_proxy_or_etcd(command: Command) -> Command:
+    """Add the parameters of `asked_place`: --admin, --etcd…, --prefix."""
+    flags = (admin_option("Ask the proxy with this admin page."), etcd_place_flags("Ask etcd instead of a proxy."))
     return _with(command, flags)
 
 

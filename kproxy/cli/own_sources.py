@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
 
+from kproxy.cli.options import EtcdPlace, etcd_client
 from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, Unanswered, ask, not_ours
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
@@ -20,7 +21,7 @@ from kproxy_codec.own import WHOLE_GROUP
 if TYPE_CHECKING:
     from kproxy.claims.keys import OwnKeys
     from kproxy.claims.table import Member, TableRow
-    from kproxy.etcd import EtcdClient, Snapshot, WatchEvent
+    from kproxy.etcd import Snapshot, WatchEvent
 
 Kind = Literal["is owned", "claimed", "raised", "reset", "taken over", "freed"]
 
@@ -171,26 +172,25 @@ class EtcdClaims:
     def __init__(self, endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> None:
         from kproxy.claims.keys import OwnKeys
 
-        self._endpoints = endpoints
-        self._options = options
+        self._place = EtcdPlace(tuple(endpoints), options, prefix)
         self._keys: OwnKeys = OwnKeys(prefix)
 
     async def page(self, group: str | None) -> ClaimsPage:
         from kproxy.claims.admin import read_table, whole_page
 
-        async with self._client() as client:
+        async with etcd_client(self._place) as client:
             return whole_page(await read_table(client, self._keys), group)
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
         from kproxy.claims.admin import free
 
-        async with self._client() as client:
+        async with etcd_client(self._place) as client:
             return await free(client, self._keys, order)
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
         from kproxy.etcd import PrefixMirror
 
-        async with self._client() as client:
+        async with etcd_client(self._place) as client:
             watched = _Watched(self._keys, group)
             mirror = PrefixMirror(client, [self._keys.all], watched)
             running = asyncio.create_task(mirror.run())
@@ -208,19 +208,6 @@ class EtcdClaims:
             finally:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
-
-    @asynccontextmanager
-    async def _client(self) -> AsyncIterator[EtcdClient]:
-        from kproxy.etcd import EtcdClient, EtcdError
-
-        client = EtcdClient(self._endpoints, self._options)
-        try:
-            await client.connect()
-            yield client
-        except EtcdError as error:
-            raise StartupError(str(error)) from error
-        finally:
-            await client.close()
 
 
 class _Watched:

@@ -1,6 +1,7 @@
 """Options of authorisation: `[access]`, and the rules, `[[acls]]`.
 
-The rules are in the configuration file alone, and are read again from it when it changes.
+Rules are in the configuration file, and are read again from it when it changes; and in etcd, with
+`access.acls_in_etcd` (kproxy.security.in_etcd). Neither the environment nor flags have rules.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class AccessSection(msgspec.Struct, kw_only=True):
     """`[access]`."""
 
     dry_run: bool = False
+    acls_in_etcd: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class AccessOptions:
     dry_run: bool = False
     acls: tuple[AclSection, ...] = ()
     file: Path | None = field(default=None, compare=False)
+    acls_in_etcd: bool = False
 
 
 def parse_acls(given: object, where: str) -> tuple[AclSection, ...]:
@@ -58,11 +61,11 @@ def parse_acls(given: object, where: str) -> tuple[AclSection, ...]:
         raise StartupError(f"acls in {where} are tables: write each as [[acls]].")
     if len(given) > MOST_ACLS:
         raise StartupError(f"{where} has {len(given)} acls; at most {MOST_ACLS} are taken: use prefixes and groups.")
-    return tuple(_parse(number, each, where) for number, each in enumerate(given, 1))
+    return tuple(parse_acl(each, f"the {number}. of [[acls]] in {where}") for number, each in enumerate(given, 1))
 
 
-def _parse(number: int, given: object, where: str) -> AclSection:
-    named = f"the {number}. of [[acls]] in {where}"
+def parse_acl(given: object, named: str) -> AclSection:
+    """Check one rule, which errors call `named`. Raises StartupError."""
     acl = parse_entry(AclSection, given, named)
     if not (acl.topics or acl.groups or acl.transactional_ids or acl.cluster):
         raise StartupError(f"{named} names no resource: give topics, groups, transactional_ids or cluster = true.")
@@ -72,15 +75,21 @@ def _parse(number: int, given: object, where: str) -> AclSection:
 def access_options(given: AccessSection, acls: object | None, source: str) -> AccessOptions:
     """Check the options; `acls` are as in the file that `source` names. Raises StartupError."""
     if acls is None:
-        return AccessOptions(given.dry_run)
+        return AccessOptions(given.dry_run, acls_in_etcd=given.acls_in_etcd)
     file = source.rpartition(" in ")[2]
-    return AccessOptions(given.dry_run, parse_acls(acls, file), Path(file))
+    return AccessOptions(given.dry_run, parse_acls(acls, file), Path(file), given.acls_in_etcd)
 
 
 def read_acls(file: Path) -> tuple[AclSection, ...]:
     """Read the rules of a configuration file, and nothing else of it. Raises StartupError."""
     content: Mapping[str, Any] = read_toml(file)
     return parse_acls(content.get(ACLS, []), str(file))
+
+
+def has_acls_in_etcd(file: Path) -> bool:
+    """Whether a configuration file says so. Raises StartupError."""
+    access = read_toml(file).get("access")
+    return isinstance(access, dict) and access.get("acls_in_etcd") is True
 
 
 def shown(entries: Sequence[msgspec.Struct]) -> list[dict[str, object]]:

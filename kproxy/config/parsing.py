@@ -81,6 +81,13 @@ def advertised(listen: Address, advertise: Address | None) -> Address | None:
     return advertise
 
 
+def check_prefix(prefix: str, source: str) -> str:
+    """Return the prefix of keys in etcd. Raises StartupError for an invalid one."""
+    if not prefix.startswith("/") or prefix.endswith("/"):
+        raise StartupError(f"{source}: {prefix!r} is no prefix of etcd keys: write one like /kafscale.")
+    return prefix
+
+
 # Kafka's own rule.
 TOPIC_NAME_RULE = "its name is made of ASCII letters and digits, '.', '_' and '-', at most 249 of them"
 _TOPIC = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")

@@ -36,6 +36,7 @@ from kproxy.config.parsing import (
     TOPIC_NAME_RULE,
     Address,
     advertised,
+    check_prefix,
     is_topic_name,
     nearest,
     parse_address,
@@ -402,11 +403,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     admin = None
     if given.listen.admin is not UNSET:
         admin = parse_admin(given.listen.admin, sources["listen.admin"])
-    prefix = given.ownership.prefix
-    if not prefix.startswith("/") or prefix.endswith("/"):
-        raise StartupError(
-            f"{sources['ownership.prefix']}: {prefix!r} is no prefix of etcd keys: write one like /kafscale."
-        )
+    prefix = check_prefix(given.ownership.prefix, sources["ownership.prefix"])
     workers = worker_count(given.listen.workers)
     share_limits(given.limits, workers)
     audit = _audit_options(given.audit, sources)
@@ -414,6 +411,12 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     owners = _owners(given.ownership.table, sources) if source_of_owners == "static" else None
     writer_groups = _writer_groups(given, sources["own.writer_group"])
     _refuse_unwritable_trail(audit, sources["audit.sink"], owners, writer_groups)
+    for path, is_set in (
+        ("sasl.users_in_etcd", given.sasl.users_in_etcd),
+        ("access.acls_in_etcd", given.access.acls_in_etcd),
+    ):
+        if is_set and given.ownership.etcd is UNSET:
+            raise StartupError(f"{sources[path]}: no etcd is named: give --etcd URL[,URL...] as well.")
     listeners = _listeners(given, settings, sources)
     sasl = sasl_options(given.sasl, given.oauth, sources, listeners)
     to_brokers = broker_sasl(
@@ -465,7 +468,7 @@ def _access(
     given: Options, settings: Mapping[str, Setting], sources: Mapping[str, str], *, with_sasl: bool
 ) -> AccessOptions | None:
     acls = settings.get(ACLS)
-    if acls is None and not with_sasl:
+    if acls is None and not with_sasl and not given.access.acls_in_etcd:
         if given.access.dry_run:
             raise StartupError(f"{sources['access.dry_run']}: there is nothing to try: write [[acls]].")
         return None

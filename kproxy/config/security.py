@@ -36,6 +36,7 @@ class SaslSection(msgspec.Struct, kw_only=True):
 
     mechanisms: str | list[str] | UnsetType = UNSET
     users: str | UnsetType = UNSET
+    users_in_etcd: bool = False
     identity: Identity = "proxy"
     without_tls: bool = False
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
@@ -71,8 +72,9 @@ class OauthOptions:
 class SaslOptions:
     """`[sasl]` and `[oauth]`, checked.
 
-    `users` and `oauth` are set if a mechanism needs them. Identities that are carried on to brokers need neither: then
-    brokers alone judge them, and `principal_claim` names the principal of a token that a broker has accepted.
+    `users`, a file, or `users_in_etcd`, and `oauth` are set if a mechanism needs them. Identities that are carried on
+    to brokers need neither: then brokers alone judge them, and `principal_claim` names the principal of a token that a
+    broker has accepted.
     """
 
     mechanisms: tuple[str, ...]
@@ -83,6 +85,7 @@ class SaslOptions:
     session_lifetime_s: float
     identity: Identity = "proxy"
     principal_claim: str = "sub"
+    users_in_etcd: bool = False
 
     def carries(self, listener: ListenerConfig) -> bool:
         """Whether its clients' broker connections have the client's identity."""
@@ -135,6 +138,7 @@ def sasl_options(
         session_lifetime_s=given.session_lifetime_s,
         identity=given.identity,
         principal_claim=oauth.principal_claim,
+        users_in_etcd=given.users_in_etcd,
     )
     for listener in listeners:
         _refuse_what_is_not_carried(options, listener, source)
@@ -142,17 +146,29 @@ def sasl_options(
     # The proxy must be able to judge the credentials that no broker judges.
     judged = {name for each in listeners if not options.carries(each) for name in options.wanted(each)}
     judged |= {name for name in mechanisms if name not in CARRIED}
-    if judged - {OAUTHBEARER} and given.users is UNSET:
-        raise StartupError(
-            f"{source}: {', '.join(name for name in mechanisms if name in judged - {OAUTHBEARER})} needs users: name "
-            f"their file in sasl.users, and write it with `kproxy user add`."
-        )
-    if mechanisms == (OAUTHBEARER,) and given.users is not UNSET:
-        raise StartupError(f"{sources['sasl.users']}: {OAUTHBEARER} has no users: leave it out.")
+    _refuse_missing_or_useless_users(given, mechanisms, judged - {OAUTHBEARER}, sources)
     is_judged = OAUTHBEARER in judged or any(each is not UNSET for each in (oauth.jwks, oauth.issuer, oauth.audience))
     if OAUTHBEARER in mechanisms and not is_judged:
         return options
     return replace(options, oauth=_oauth(oauth, OAUTHBEARER in mechanisms, sources))
+
+
+def _refuse_missing_or_useless_users(
+    given: SaslSection, mechanisms: tuple[str, ...], judged: set[str], sources: Mapping[str, str]
+) -> None:
+    """`judged`: the mechanisms that need users here."""
+    of_users = {"sasl.users": given.users is not UNSET, "sasl.users_in_etcd": given.users_in_etcd}
+    named = [sources[path] for path, is_set in of_users.items() if is_set]
+    if len(named) > 1:
+        raise StartupError(f"{named[1]}: users are in a file as well ({named[0]}): keep one of them.")
+    if judged and not named:
+        raise StartupError(
+            f"{sources['sasl.mechanisms']}: {', '.join(name for name in mechanisms if name in judged)} needs users: "
+            f"name their file in sasl.users, or keep them in etcd (sasl.users_in_etcd = true), and write them with "
+            f"`kproxy user add`."
+        )
+    if mechanisms == (OAUTHBEARER,) and named:
+        raise StartupError(f"{named[0]}: {OAUTHBEARER} has no users: leave it out.")
 
 
 def _refuse_what_does_not_fit(options: SaslOptions, listener: ListenerConfig, source: str) -> None:

@@ -250,7 +250,9 @@ def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
         expiry.add_metric([use, listener], expires_at)
     yield expiry
     reloads = CounterMetricFamily(
-        "kproxy_tls_reloads", "Reloads of the files of TLS, users, keys of tokens, ACLs and quotas.", labels=["outcome"]
+        "kproxy_tls_reloads",
+        "Reloads of the files of TLS, users, keys of tokens, ACLs and quotas, and of users and rules in etcd.",
+        labels=["outcome"],
     )
     for outcome in ("done", "failed"):
         reloads.add_metric([outcome], counters.get(f"tls.reloads.{outcome}", 0))

@@ -1,8 +1,8 @@
 """Run one proxy process from start to stop.
 
 It has listeners, an ownership source, and reports about itself. A proxy may be started before its source is up: it
-reports what it waits for, also on `/readyz`, and serves once its table is loaded. On SIGHUP it reads the source again,
-and the files of TLS, users, keys, rules and quotas.
+reports what it waits for, also on `/readyz`, and serves once its table is loaded, and users and rules in etcd have been
+read. On SIGHUP it reads the source again, and the files of TLS, users, keys, rules and quotas.
 On SIGTERM and SIGINT it leaves the other proxies, continues to serve for `drain_delay`, which a second signal cuts
 short, and drains.
 """
@@ -54,6 +54,7 @@ from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.security.broker_access import BrokerAccess
 from kproxy.security.entrance import load_for_entrance
 from kproxy.security.files import SecurityFiles
+from kproxy.security.in_etcd import AccessInEtcd
 from kproxy.security.mechanisms import servers
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.sasl import Times
@@ -105,7 +106,8 @@ class _Proxy:
             ports = await self._bind()
             port = ports[0]
             # Before any wait, so that an unusable file or sink is reported at once.
-            security = self._open_security()
+            in_etcd = self._access_in_etcd()
+            security = self._open_security(in_etcd)
             fetching = asyncio.create_task(security.key_server.run()) if security.key_server is not None else None
             if fetching is not None:
                 stack.push_async_callback(cancel, fetching)
@@ -120,6 +122,9 @@ class _Proxy:
             opened = self._opened = await stack.enter_async_context(
                 open_source(config, self._topology, self._wait, self._access)
             )
+            following = [opened.following]
+            if in_etcd is not None:
+                following.append(await stack.enter_async_context(in_etcd.open(self._wait)))
             membership = self._membership = await stack.enter_async_context(self._open_membership(ports))
             own = self._own = await stack.enter_async_context(open_own(config, *self._advertised(port), self._counters))
             context = self._context(opened, membership, own, audit.trail, security)
@@ -148,7 +153,7 @@ class _Proxy:
             stack.push_async_callback(cancel, failing)
             looking = asyncio.create_task(self._reloads.run())
             stack.push_async_callback(cancel, looking)
-            running = [opened.following, failing, looking]
+            running = [*following, failing, looking]
             running += [task for task in (fetching, sharing) if task is not None]
             if own is not None and own.running is not None:
                 running.append(own.running)
@@ -226,7 +231,23 @@ class _Proxy:
         name = str(Address(*self._advertised(port))) + ("" if worker is None else f"/{worker}")
         return Audit(self._config, name, self._counters, self._random, self._listener.connect_inside)
 
-    def _open_security(self) -> SecurityFiles:
+    def _access_in_etcd(self) -> AccessInEtcd | None:
+        config = self._config
+        has_users = config.sasl is not None and config.sasl.users_in_etcd
+        has_acls = config.access is not None and config.access.acls_in_etcd
+        if not has_users and not has_acls:
+            return None
+        return AccessInEtcd(
+            config.etcd,
+            config.etcd_options,
+            config.prefix,
+            has_users=has_users,
+            has_acls=has_acls,
+            counters=self._counters,
+            tells=self._front.worker in (None, 1),
+        )
+
+    def _open_security(self, in_etcd: AccessInEtcd | None) -> SecurityFiles:
         """Raises StartupError."""
         config = self._config
         return SecurityFiles(
@@ -236,6 +257,7 @@ class _Proxy:
             self._reloads,
             counters=self._counters,
             tells=self._front.worker in (None, 1),
+            in_etcd=in_etcd,
         )
 
     def _admissions(self, security: SecurityFiles) -> dict[str, Admission]:
@@ -275,10 +297,11 @@ class _Proxy:
         access = self._config.access
         if access is None:
             return None
-        if not access.acls and self._front.worker in (None, 1):
-            log.warning(
-                "no ACLs", consequence="nothing is allowed", advice="write [[acls]] into the configuration file"
-            )
+        if not security.has_acls and self._front.worker in (None, 1):
+            advice = "write [[acls]] into the configuration file"
+            if access.acls_in_etcd:
+                advice = "add rules with `kproxy acl add --etcd`"
+            log.warning("no ACLs", consequence="nothing is allowed", advice=advice)
         return AccessControl(lambda: security.rules, self._counters, dry_run=access.dry_run)
 
     def _context(

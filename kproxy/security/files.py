@@ -1,4 +1,4 @@
-"""Read the data for authentication and authorisation, again when they change: files, and keys from a URL."""
+"""The data for authentication and authorisation, read again when they change: files, keys from a URL, etcd."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import Final, TypeVar
 from kproxy.config.access import AccessOptions, read_acls
 from kproxy.config.quotas import QuotaOptions, read_quotas
 from kproxy.config.security import OauthOptions, SaslOptions
-from kproxy.security.acls import Rules, acls_of
+from kproxy.security.acls import Acl, Rules, acls_of
+from kproxy.security.in_etcd import AccessInEtcd
 from kproxy.security.key_server import KeyServer
 from kproxy.security.quotas import Accounts, Quotas
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.tokens import TokenOptions, TokenVerifier, read_verifier
 from kproxy.security.users import Users, read_users
 
-_NO_RULES: Final = Rules(())
 _NO_QUOTAS: Final = Quotas(())
 Content = TypeVar("Content")
 
 
 class SecurityFiles:
-    """The files of one process, which `reloads` follows. Raises StartupError if one cannot be used.
+    """The data of one process. Raises StartupError if a file cannot be used.
 
-    `tells`: whether this process logs that they are read again, and not another worker.
+    `reloads` follows the files; whoever opens `in_etcd` follows etcd. Users are in a file or in etcd; rules of both
+    count together. `tells`: whether this process logs that files are read again, and not another worker.
     """
 
     def __init__(
@@ -38,16 +39,25 @@ class SecurityFiles:
         *,
         counters: Counter[str],
         tells: bool = True,
+        in_etcd: AccessInEtcd | None = None,
     ) -> None:
-        self._users = self._tokens = self._rules = self._quotas = None
+        self._users = self._tokens = self._acls = self._quotas = None
+        self._in_etcd = in_etcd
         # The code that has this object runs it.
         self.key_server: KeyServer | None = None
         self.accounts = Accounts(quotas.share if quotas is not None else 1.0)
         # A salt must not show whether a user exists, so it must not change when the file is read again.
         stand_in_key = secrets.token_bytes(32)
 
-        def follow(named: str, file: Path, read: Callable[[Path], Content]) -> Reloading[Content]:
-            return reloads.add(Reloading(named, [file], lambda: read(file), counters=counters, tells=tells))
+        def follow(
+            named: str,
+            file: Path,
+            read: Callable[[Path], Content],
+            on_change: Callable[[Content], None] = lambda content: None,
+        ) -> Reloading[Content]:
+            return reloads.add(
+                Reloading(named, [file], lambda: read(file), counters=counters, tells=tells, on_change=on_change)
+            )
 
         if sasl is not None and sasl.users is not None:
             self._users = follow("users", sasl.users, lambda file: read_users(file, stand_in_key))
@@ -62,7 +72,13 @@ class SecurityFiles:
                     "keys of tokens", sasl.oauth.jwks, lambda file: read_verifier(file, token_options)
                 )
         if access is not None and access.file is not None:
-            self._rules = follow("acls", access.file, lambda file: Rules(acls_of(read_acls(file))))
+            self._acls = follow(
+                "acls", access.file, lambda file: acls_of(read_acls(file)), lambda acls: self._combine()
+            )
+        if in_etcd is not None:
+            in_etcd.on_acls = self._combine
+        # Another object after each change of the rules: open connections compare it.
+        self.rules = Rules(self._all_acls())
         if quotas is not None:
             self._quotas = follow("quotas", quotas.file, lambda file: Quotas(read_quotas(file), self.accounts))
 
@@ -71,12 +87,21 @@ class SecurityFiles:
         return self._quotas.current if self._quotas is not None else _NO_QUOTAS
 
     @property
-    def rules(self) -> Rules:
-        """The rules; without any nothing is allowed."""
-        return self._rules.current if self._rules is not None else _NO_RULES
+    def has_acls(self) -> bool:
+        """Whether there is a rule; without any nothing is allowed."""
+        return bool(self._all_acls())
+
+    def _all_acls(self) -> list[Acl]:
+        of_file = self._acls.current if self._acls is not None else []
+        return of_file + self._in_etcd.acls if self._in_etcd is not None else of_file
+
+    def _combine(self) -> None:
+        self.rules = Rules(self._all_acls())
 
     @property
     def users(self) -> Users | None:
+        if self._in_etcd is not None and self._in_etcd.has_users:
+            return self._in_etcd.users
         return self._users.current if self._users is not None else None
 
     @property

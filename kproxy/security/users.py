@@ -1,4 +1,4 @@
-"""Users and their salted credentials, in a file.
+"""Users and their salted credentials, in a file; kproxy.security.in_etcd has them in etcd.
 
 The file is TOML with one table, `[users]`: a name and its credentials for SCRAM, at most one for each hash, in the form
 of RFC 5803 (`SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY`). No password can be read from it, but anybody who
@@ -97,8 +97,19 @@ Credentials = Mapping[str, Credential]
 """One user's, by mechanism."""
 
 
+def parse_credentials(texts: object) -> Credentials:
+    """Parse the list of one user. Raises ValueError, with no part of the texts in the message."""
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError("a user has a list of credentials")
+    credentials = [parse_credential(text) for text in texts]
+    by_mechanism = {each.mechanism: each for each in credentials}
+    if len(by_mechanism) != len(credentials):
+        raise ValueError("a user has one credential for each mechanism")
+    return by_mechanism
+
+
 class Users:
-    """The users of one reading of the file.
+    """The users of one reading.
 
     `stand_in_key` is random: an unknown user gets a salt made with it, the same each time, so that an exchange does not
     show which users exist.
@@ -149,13 +160,7 @@ def _parse(given: Mapping[str, object], file: Path) -> dict[str, Credentials]:
     users: dict[str, Credentials] = {}
     for name, texts in given.items():
         try:
-            if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-                raise ValueError("a user has a list of credentials")
-            credentials = [parse_credential(text) for text in texts]
-            by_mechanism = {each.mechanism: each for each in credentials}
-            if len(by_mechanism) != len(credentials):
-                raise ValueError("a user has one credential for each mechanism")
-            users[check_name(name)] = by_mechanism
+            users[check_name(name)] = parse_credentials(texts)
         except ValueError as error:
             # Not chained: a cause may show the text that was read.
             raise StartupError(

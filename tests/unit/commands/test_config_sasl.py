@@ -19,6 +19,7 @@ from kproxy.config.tls import ListenerTls
 from kproxy.errors import StartupError
 from kproxy.security.acls import Operation
 from kproxy.security.users import DEFAULT_ITERATIONS, LEAST_ITERATIONS, MOST_ITERATIONS, SCRAM_MECHANISMS
+from tests.support.security.sasl_client import ALLOW_ALL
 from tests.support.security.tls_files import Signer
 
 ETCD = '[ownership]\netcd = "http://127.0.0.1:2379"\n'
@@ -131,7 +132,16 @@ def test_rules_for_the_names_of_certificates_belong_to_a_listener(tmp_path: Path
     [
         ('[sasl]\nmechanisms = "GSSAPI"\nusers = "u"', ["'GSSAPI'", "OAUTHBEARER"]),
         ('[sasl]\nmechanisms = "PLAIN"\nusers = "u"', ["sasl.without_tls = true"]),
-        ('[sasl]\nmechanisms = "SCRAM-SHA-256"', ["sasl.users", "kproxy user add"]),
+        ('[sasl]\nmechanisms = "SCRAM-SHA-256"', ["sasl.users", "sasl.users_in_etcd", "kproxy user add"]),
+        (
+            '[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "u"\nusers_in_etcd = true',
+            ["sasl.users_in_etcd", "sasl.users in", "keep one"],
+        ),
+        ("[sasl]\nusers_in_etcd = true", ["sasl.users_in_etcd", "sasl.mechanisms"]),
+        (
+            '[sasl]\nmechanisms = "OAUTHBEARER"\nusers_in_etcd = true\nwithout_tls = true\n' + OAUTH,
+            ["sasl.users_in_etcd", "leave it out"],
+        ),
         ('[sasl]\nusers = "u"', ["sasl.users", "sasl.mechanisms"]),
         (OAUTH, ["oauth.jwks", "sasl.mechanisms"]),
         ('[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "u"\n' + OAUTH, ["oauth.jwks", "OAUTHBEARER"]),
@@ -288,6 +298,25 @@ def test_a_url_that_others_could_answer_is_refused(tmp_path: Path, url: str) -> 
     assert "u:p" not in str(raised.value)
 
 
+def test_users_and_rules_may_be_in_etcd(tmp_path: Path) -> None:
+    text = '[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers_in_etcd = true\n'
+    config = load(tmp_path, text)
+    assert config.sasl is not None
+    assert (config.sasl.users, config.sasl.users_in_etcd) == (None, True)
+    # Rules in etcd turn ACLs on, also without SASL.
+    access = load(tmp_path, "[access]\nacls_in_etcd = true\ndry_run = true\n").access
+    assert access is not None
+    assert (access.acls, access.acls_in_etcd, access.dry_run) == ((), True, True)
+    both = load(tmp_path, "[access]\nacls_in_etcd = true\n" + ALLOW_ALL).access
+    assert both is not None
+    assert (len(both.acls), both.acls_in_etcd) == (1, True)
+    alone = tmp_path / "alone.toml"
+    for key, section in (("sasl.users_in_etcd", text), ("access.acls_in_etcd", "[access]\nacls_in_etcd = true\n")):
+        alone.write_text('[ownership]\nownership = "kafka"\nbootstrap = "127.0.0.1:1"\n' + section)
+        with pytest.raises(StartupError, match=f"{key} in .*: no etcd is named"):
+            load_proxy_config(alone, environ={})
+
+
 def test_check_config_shows_it(tmp_path: Path) -> None:
     file = tmp_path / "kproxy.toml"
     file.write_text(ETCD + '[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "users.toml"\n')
@@ -297,7 +326,11 @@ def test_check_config_shows_it(tmp_path: Path) -> None:
     assert settings["oauth.jwks"]["state"] == "not_set"
 
 
-# `kproxy user`
+# `kproxy user` and `kproxy acl`
+
+IN_ETCD = ("--etcd", "http://127.0.0.1:1")
+OF_A = (*IN_ETCD, "--principal", "User:a")
+WRITES = ("--principal", "User:a", "--operation", "write", "--topic", "t")
 
 
 def test_users_are_added_listed_and_removed(tmp_path: Path) -> None:
@@ -317,6 +350,35 @@ def test_users_are_added_listed_and_removed(tmp_path: Path) -> None:
     assert run("list") == "alice\tSCRAM-SHA-512\nbob\tSCRAM-SHA-256, SCRAM-SHA-512\n"
     assert run("remove", "alice") == "removed alice\n"
     assert run("list") == "bob\tSCRAM-SHA-256, SCRAM-SHA-512\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["user", "list"], ["--users FILE", "--etcd URL"]),
+        (["user", "list", "--users", "u", "--etcd", "http://127.0.0.1:1"], ["--users FILE", "--etcd URL"]),
+        (["user", "list", "--users", "u", "--etcd-username", "root"], ["--etcd-...", "--etcd URL"]),
+        (["user", "list", "--etcd", "http://127.0.0.1:1", "--prefix", "kafscale"], ["--prefix", "/kafscale"]),
+        (["acl", "check", *WRITES], ["--config FILE", "--etcd URL"]),
+        (["acl", "add", *OF_A, "--operation", "write"], ["--topic", "--cluster"]),
+        (["acl", "add", *IN_ETCD, "--principal", "a", "--operation", "write", "--cluster"], ["User:NAME"]),
+        (["acl", "add", *OF_A, "--operation", "write", "--cluster", "--id", "a/b"], ["--id 'a/b'", "letters"]),
+    ],
+)
+def test_a_command_that_cannot_be_meant_is_told_before_anything_is_asked(
+    arguments: list[str], words: list[str]
+) -> None:
+    done = CliRunner().invoke(cli, arguments)
+    assert isinstance(done.exception, StartupError), done.output
+    assert all(word in str(done.exception) for word in words), str(done.exception)
+
+
+def test_rules_of_the_file_are_checked_and_those_of_etcd_named_as_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "kproxy.toml"
+    file.write_text("[access]\nacls_in_etcd = true\n" + ALLOW_ALL)
+    done = CliRunner().invoke(cli, ["acl", "check", "--config", str(file), *WRITES])
+    assert done.stdout.startswith("allowed\n")
+    assert "--etcd URL" in done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "stdin"), [(["remove", "nobody"], ""), (["add", "carol"], "\n")])

@@ -1,0 +1,334 @@
+"""Users and rules of access in etcd: the same for all proxies with one prefix, and in force once they are written.
+
+    {prefix}/kproxy/users/{name}   {"credentials": ["SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY", ...]}
+    {prefix}/kproxy/acls/{id}      {"principal": "User:alice", "operations": ["write"], "topics": ["orders"]}
+
+A user's credentials are those of the file of users; a rule has the keys of `[[acls]]`. A user's name is
+percent-encoded. No key is on a lease. `kproxy user` and `kproxy acl` write them, proxies only read them.
+
+States of a process's copy
+  unread    nothing is known
+  read      all users and rules of one revision are known, and all changes that etcd has sent since
+
+Transitions
+  unread -> read    a first snapshot has been read whole; `open` returns only then, so no client is let in before
+  read   -> read    a change of a key; a later snapshot, which replaces everything
+
+Invariants
+1. In read the copy stays as it is while etcd is away, however long.
+2. An invalid value changes nothing: the last good value of its key stays, if this process has read one. It is counted,
+   and logged once in one line with the key and the reason. Other keys are not affected.
+3. At most MOST_USERS users and MOST_ACLS rules are kept, of values of at most MOST_USER_BYTES and MOST_ACL_BYTES. A new
+   key beyond that counts as invalid.
+4. No log line and no error has a part of a user's value.
+5. A snapshot of any size is parsed SLICE entries at a time; other tasks run in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Final, Generic, NamedTuple, TypeVar
+from urllib.parse import quote, unquote
+
+import msgspec
+import structlog
+
+from kproxy.config.access import MOST_ACLS, AclSection, parse_acl
+from kproxy.config.etcd import EtcdOptions
+from kproxy.errors import StartupError
+from kproxy.etcd import EtcdClient, KeyValue, PrefixMirror, Snapshot, WatchEvent, connect
+from kproxy.runtime.tasks import cancel, in_time
+from kproxy.security.acls import Acl, acls_of
+from kproxy.security.users import MOST_USERS, Credentials, Users, check_name, parse_credentials
+
+MOST_USER_BYTES: Final = 4 << 10
+MOST_ACL_BYTES: Final = 16 << 10
+SLICE: Final = 200
+# An etcd that is up answers at once; a longer wait is reported. Seconds.
+PATIENCE_S: Final = 5.0
+# Invalid values that are not reported again when a snapshot has them again.
+_MOST_REMEMBERED: Final = 1_000
+# Characters of a key.
+_MOST_SHOWN: Final = 1_000
+_ACL_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_MADE_ID_DIGITS: Final = 12
+
+log = structlog.get_logger(__name__)
+
+
+class AccessKeys(NamedTuple):
+    """Builds and parses the keys under `prefix`, the prefix of all keys in etcd."""
+
+    prefix: str
+
+    @property
+    def users(self) -> str:
+        """The prefix of the keys of users."""
+        return f"{self.prefix.rstrip('/')}/kproxy/users/"
+
+    @property
+    def acls(self) -> str:
+        """The prefix of the keys of rules."""
+        return f"{self.prefix.rstrip('/')}/kproxy/acls/"
+
+    def user(self, name: str) -> str:
+        return self.users + quote(name, safe="")
+
+    def acl(self, acl_id: str) -> str:
+        return self.acls + acl_id
+
+
+def parse_user_key(rest: str) -> str:
+    """Return the name in a key, the part after the prefix. Raises ValueError."""
+    name = check_name(unquote(rest, errors="strict"))
+    if quote(name, safe="") != rest:
+        raise ValueError("the key is not the percent-encoded name of a user")
+    return name
+
+
+def check_acl_id(acl_id: str) -> str:
+    """Return the id of a rule. Raises ValueError for an invalid one."""
+    if _ACL_ID.fullmatch(acl_id) is None:
+        raise ValueError("a rule's id has from 1 to 100 ASCII letters, digits, '.', '_' and '-'")
+    return acl_id
+
+
+class _UserValue(msgspec.Struct, forbid_unknown_fields=True):
+    credentials: list[str]
+
+
+def encode_user(credentials: Credentials) -> bytes:
+    return msgspec.json.encode(_UserValue([str(each) for each in credentials.values()]))
+
+
+def decode_user(value: bytes) -> Credentials:
+    """Parse a user's value. Raises ValueError, with no part of the value in the message."""
+    _check_length(value, MOST_USER_BYTES)
+    try:
+        texts = msgspec.json.decode(value, type=_UserValue).credentials
+    except (msgspec.DecodeError, RecursionError):
+        # Not chained: the cause may show a part of the value.
+        raise ValueError('a user\'s value is JSON with one key, {"credentials": [...]}') from None
+    return parse_credentials(texts)
+
+
+def encode_acl(acl: AclSection) -> bytes:
+    """The same rule gives the same bytes."""
+    given = {key: value for key, value in msgspec.structs.asdict(acl).items() if value not in (None, False)}
+    return msgspec.json.encode(given, order="deterministic")
+
+
+def decode_acl(value: bytes) -> AclSection:
+    """Parse a rule's value. Raises ValueError."""
+    _check_length(value, MOST_ACL_BYTES)
+    try:
+        return parse_acl(msgspec.json.decode(value), "the rule")
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError("a rule's value is JSON with the keys of [[acls]]") from error
+    except StartupError as error:
+        raise ValueError(str(error).rstrip(".")) from error
+
+
+def make_acl_id(acl: AclSection) -> str:
+    """An id for a rule that has none: the same for the same rule."""
+    return hashlib.sha256(encode_acl(acl)).hexdigest()[:_MADE_ID_DIGITS]
+
+
+def _check_length(value: bytes, most: int) -> None:
+    if len(value) > most:
+        raise ValueError(f"the value has {len(value)} bytes; at most {most} are taken")
+
+
+Value = TypeVar("Value")
+
+
+class _Kind(NamedTuple, Generic[Value]):
+    """`parse_key` and `parse` raise ValueError; `one` and `many` are for people."""
+
+    one: str
+    many: str
+    prefix: str
+    parse_key: Callable[[str], str]
+    parse: Callable[[bytes], Value]
+    most: int
+
+
+class _Kept(Generic[Value]):
+    """The good values of one kind, by name. `refused` is called with an invalid one and its reason."""
+
+    def __init__(self, kind: _Kind[Value], refused: Callable[[_Kind[Value], KeyValue, str, bool], None]) -> None:
+        self.kind = kind
+        self.by_name: dict[str, Value] = {}
+        self._refused = refused
+
+    def put(self, kv: KeyValue) -> bool:
+        """Take a value; return whether it counts."""
+        return self._put(kv, self.by_name, self.by_name)
+
+    def delete(self, key: str) -> bool:
+        """Drop the value of a key; return whether there was one."""
+        try:
+            name = self.kind.parse_key(key.removeprefix(self.kind.prefix))
+        except ValueError:
+            # It never had a value.
+            return False
+        return self.by_name.pop(name, None) is not None
+
+    async def replace(self, kvs: Iterable[KeyValue]) -> None:
+        """Take a snapshot."""
+        fresh: dict[str, Value] = {}
+        for ordinal, kv in enumerate(kvs, 1):
+            if kv.key.startswith(self.kind.prefix):
+                self._put(kv, fresh, self.by_name)
+            if ordinal % SLICE == 0:
+                await asyncio.sleep(0)
+        self.by_name = fresh
+
+    def _put(self, kv: KeyValue, values: dict[str, Value], before: dict[str, Value]) -> bool:
+        kind, name = self.kind, None
+        try:
+            name = kind.parse_key(kv.key.removeprefix(kind.prefix))
+            value = kind.parse(kv.value)
+            if name not in values and len(values) >= kind.most:
+                raise ValueError(f"there are more than {kind.most} {kind.many}: remove some, and write it again")
+        except ValueError as error:
+            is_kept = name is not None and name in before and (name in values or len(values) < kind.most)
+            if name is not None and is_kept:
+                values[name] = before[name]
+            self._refused(kind, kv, str(error), is_kept)
+            return False
+        values[name] = value
+        return True
+
+
+class AccessInEtcd:
+    """This process's copy. `users` and `acls` are empty unless `has_users` and `has_acls`.
+
+    `on_acls` is called after each change of the rules. `tells`: whether this process logs changes and invalid values,
+    and not another worker.
+    """
+
+    def __init__(
+        self,
+        endpoints: tuple[str, ...],
+        options: EtcdOptions,
+        prefix: str,
+        *,
+        has_users: bool,
+        has_acls: bool,
+        counters: Counter[str],
+        tells: bool = True,
+    ) -> None:
+        keys = AccessKeys(prefix)
+        self.has_users = has_users
+        self.has_acls = has_acls
+        self.on_acls: Callable[[], None] = lambda: None
+        self._client = EtcdClient(endpoints, options)
+        self._counters = counters
+        self._tells = tells
+        self._users = _Kept(
+            _Kind("user", "users", keys.users, parse_user_key, decode_user, MOST_USERS), self._value_refused
+        )
+        self._acls = _Kept(
+            _Kind("rule", "rules", keys.acls, check_acl_id, lambda value: acls_of([decode_acl(value)]), MOST_ACLS),
+            self._value_refused,
+        )
+        wanted = [*([keys.users] if has_users else []), *([keys.acls] if has_acls else [])]
+        self._mirror = PrefixMirror(self._client, wanted, self)
+        # A salt must not show whether a user exists, so it must not change with the users.
+        self._stand_in_key = secrets.token_bytes(32)
+        self.users = Users({}, self._stand_in_key)
+        self._told: dict[str, int] = {}
+        self._is_read = False
+
+    @property
+    def acls(self) -> list[Acl]:
+        """All rules, in no order."""
+        return [acl for acls in self._acls.by_name.values() for acl in acls]
+
+    @contextlib.asynccontextmanager
+    async def open(self, waits: Callable[[str], None]) -> AsyncIterator[asyncio.Task[None]]:
+        """Read everything once, however long that takes, and follow changes until closed.
+
+        `waits` is called from time to time with the reason for waiting. The task that follows ends only with an error.
+        Raises StartupError for an error of etcd that retrying does not fix.
+        """
+        client, mirror = self._client, self._mirror
+        what = " and ".join((["users"] if self.has_users else []) + (["rules of access"] if self.has_acls else []))
+        try:
+            await connect(client, lambda error: waits(f"{error} The {what} are there: start etcd."))
+            following = asyncio.create_task(mirror.run())
+            try:
+                while not await in_time(mirror.wait_synced(), following, PATIENCE_S):
+                    why = mirror.last_error or "they have not come yet"
+                    waits(f"etcd at {client.endpoints} answers, but the {what} could not be read ({why}).")
+                yield following
+            finally:
+                await cancel(following)
+        finally:
+            await client.close()
+
+    # Calls of the mirror
+
+    def on_restored(self) -> None:
+        """Revisions of before say nothing any more; the snapshot that follows has everything."""
+        self._told.clear()
+
+    async def on_snapshot(self, snapshot: Snapshot) -> None:
+        if self.has_users:
+            await self._users.replace(snapshot.kvs)
+            self._take_users()
+        if self.has_acls:
+            await self._acls.replace(snapshot.kvs)
+            self.on_acls()
+        if self._is_read:
+            self._changed("users and rules" if self.has_users and self.has_acls else self._kinds()[0].kind.many)
+        self._is_read = True
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        for kept in self._kinds():
+            changes = [
+                kept.delete(event.kv.key) if event.deleted else kept.put(event.kv)
+                for event in events
+                if event.kv.key.startswith(kept.kind.prefix)
+            ]
+            if any(changes):
+                if kept is self._users:
+                    self._take_users()
+                else:
+                    self.on_acls()
+                self._changed(kept.kind.many)
+
+    def _kinds(self) -> list[_Kept[Credentials] | _Kept[list[Acl]]]:
+        return [*([self._users] if self.has_users else []), *([self._acls] if self.has_acls else [])]
+
+    def _take_users(self) -> None:
+        self.users = Users(self._users.by_name, self._stand_in_key)
+
+    def _changed(self, what: str) -> None:
+        self._counters["tls.reloads.done"] += 1
+        if self._tells:
+            log.info("reloaded", what=f"{what} in etcd")
+
+    def _value_refused(self, kind: _Kind[Value], kv: KeyValue, reason: str, is_kept: bool) -> None:
+        key = kv.key[:_MOST_SHOWN]
+        if self._told.get(key) == kv.mod_revision:
+            return
+        if len(self._told) >= _MOST_REMEMBERED:
+            self._told.clear()
+        self._told[key] = kv.mod_revision
+        self._counters["tls.reloads.failed"] += 1
+        if self._tells:
+            log.error(
+                "not reloaded",
+                consequence="its last good value stays" if is_kept else f"the {kind.one} is ignored",
+                what=f"a {kind.one} in etcd",
+                key=key,
+                reason=reason,
+            )

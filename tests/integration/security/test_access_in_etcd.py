@@ -1,0 +1,264 @@
+"""Users and rules of access in etcd: written by `kproxy user` and `kproxy acl`, in force at once; they outlast etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import NamedTuple
+
+import aiokafka  # type: ignore[import-untyped]
+import aiokafka.errors  # type: ignore[import-untyped]
+import pytest
+import pytest_asyncio
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.etcd import EtcdClient
+from kproxy.security.in_etcd import AccessKeys, encode_user
+from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.error_codes import NONE, TOPIC_AUTHORIZATION_FAILED
+from tests.support.brokers.scripted_upstream import answers_everything
+from tests.support.clients.raw_client import RawClient, batch, produce_frame
+from tests.support.etcd.embedded import own_etcd
+from tests.support.processes.dev import Ended, KproxyProcess, run_kproxy, serving
+from tests.support.processes.ports import free_port
+from tests.support.processes.served import ServedBroker, counted
+from tests.support.security import sasl_client as sasl
+from tests.support.security.secured_clients import CLIENTS, OK
+from tests.support.waiting import eventually
+
+IN_ETCD = """
+[sasl]
+mechanisms = ["PLAIN", "SCRAM-SHA-256"]
+users_in_etcd = true
+without_tls = true
+
+[access]
+acls_in_etcd = true
+"""
+MECHANISM = "SCRAM-SHA-256"
+TOPIC = "orders"
+PASSWORD = "first-secret"
+
+
+class Site(NamedTuple):
+    """A proxy of two workers, before a broker, with users and rules in etcd."""
+
+    proxy: KproxyProcess
+    keys: AccessKeys
+    where: list[str]
+    directory: Path
+
+    async def kproxy(self, *arguments: str) -> Ended:
+        return await asyncio.to_thread(run_kproxy, *arguments, *self.where)
+
+    async def done(self, *arguments: str) -> str:
+        """What a command prints that must succeed."""
+        ended = await self.kproxy(*arguments)
+        assert ended.status == 0, ended
+        return ended.stdout
+
+    async def add_user(self, name: str, password: str = PASSWORD) -> None:
+        file = self.directory / "password"
+        file.write_text(password)
+        await self.done("user", "add", name, "--password-file", str(file), "--iterations", "4096")
+
+    async def allow(self, name: str) -> str:
+        """Let a user write to the topic; return the rule's id."""
+        told = await self.done(
+            *("acl", "add", "--principal", f"User:{name}", "--topic", TOPIC),
+            *("--operation", "write", "--operation", "create"),
+        )
+        return told.split()[-1]
+
+    async def log_in(self, name: str, password: str = PASSWORD) -> str:
+        """What a client reports that writes one record."""
+        return await asyncio.to_thread(CLIENTS["librdkafka"], self.proxy.kafka, TOPIC, MECHANISM, name, password)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    directory = tmp_path_factory.mktemp("in-etcd")
+    prefix = f"/{directory.name}"
+    where = ["--etcd", etcd.endpoint, "--prefix", prefix]
+    config = directory / "kproxy.toml"
+    config.write_text(IN_ETCD)
+    own = ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    broker = ["broker", "--node-id", "1", "--replication-factor", "1", "--data-dir", directory / "data"]
+    with (
+        serving([*broker, *where, "--listen", "127.0.0.1:0"], directory / "broker.stderr"),
+        serving(["serve", "--config", config, "--workers", "2", *where, *own], directory / "serve.stderr") as proxy,
+    ):
+        yield Site(proxy, AccessKeys(prefix), where, directory)
+
+
+async def test_a_user_added_in_etcd_logs_in_at_once_and_a_removed_one_cannot(site: Site) -> None:
+    assert await site.log_in("alice") == "_AUTHENTICATION"
+    await site.add_user("alice")
+    await site.allow("alice")
+    await eventually(lambda: logs_in(site, "alice"))
+    assert await site.done("user", "list") == "alice\tSCRAM-SHA-256, SCRAM-SHA-512\n"
+    # Another password, and then none.
+    await site.add_user("alice", "second-secret")
+    await eventually(lambda: logs_in(site, "alice", "second-secret"))
+    await eventually(lambda: is_refused(site, "alice"))
+    await site.done("user", "remove", "alice")
+    await eventually(lambda: is_refused(site, "alice", "second-secret"))
+    assert (await site.kproxy("user", "remove", "alice")).status == 2
+    assert "secret" not in site.proxy.stderr()
+
+
+async def logs_in(site: Site, name: str, password: str = PASSWORD) -> bool:
+    return await site.log_in(name, password) == OK
+
+
+async def is_refused(site: Site, name: str, password: str = PASSWORD) -> bool:
+    return await site.log_in(name, password) == "_AUTHENTICATION"
+
+
+async def test_a_rule_counts_at_once_for_an_open_connection(site: Site) -> None:
+    await site.add_user("bob")
+    producer = aiokafka.AIOKafkaProducer(
+        bootstrap_servers=site.proxy.kafka,
+        security_protocol="SASL_PLAINTEXT",
+        sasl_mechanism=MECHANISM,
+        sasl_plain_username="bob",
+        sasl_plain_password=PASSWORD,
+    )
+
+    async def may_write() -> bool:
+        try:
+            await producer.send_and_wait(TOPIC, b"x", partition=0)
+        except aiokafka.errors.TopicAuthorizationFailedError:
+            return False
+        return True
+
+    async def may_not_write() -> bool:
+        return not await may_write()
+
+    await producer.start()
+    try:
+        # Nothing allows it: SASL denies by default.
+        assert await may_not_write()
+        rule = await site.allow("bob")
+        await eventually(may_write)
+        connections = counted(site.proxy.admin, "kproxy_authentications_total")
+        denial = await site.done(
+            *("acl", "add", "--principal", "User:*", "--operation", "admin", "--topic", "ord*"), "--deny"
+        )
+        await eventually(may_not_write)
+        checked = await site.kproxy("acl", "check", "--principal", "User:bob", "--operation", "write", "--topic", TOPIC)
+        assert (checked.status, checked.stdout.split()[0]) == (1, "denied")
+        await site.done("acl", "remove", denial.split()[-1])
+        await eventually(may_write)
+        await site.done("acl", "remove", rule)
+        await eventually(may_not_write)
+        assert counted(site.proxy.admin, "kproxy_authentications_total") == connections
+    finally:
+        await producer.stop()
+
+
+async def test_an_invalid_value_changes_nothing_and_is_named_once(site: Site, etcd_client: EtcdClient) -> None:
+    await site.add_user("carol")
+    await site.allow("carol")
+    await eventually(lambda: logs_in(site, "carol"))
+    failed = counted(site.proxy.admin, 'kproxy_tls_reloads_total{outcome="failed"}')
+    await etcd_client.put(site.keys.user("carol"), b'{"credentials": ["SCRAM-SHA-256$4096:TOPSECRET"]}')
+    await etcd_client.put(site.keys.acl("broken"), b'{"principal": "User:carol", "operations": ["fly"], "topics": []}')
+    # Both workers count both.
+    await eventually(lambda: counted(site.proxy.admin, 'kproxy_tls_reloads_total{outcome="failed"}') == failed + 4)
+    assert await site.log_in("carol") == OK
+    await site.add_user("dave")
+    await site.allow("dave")
+    await eventually(lambda: logs_in(site, "dave"))
+    # Nor does the change of another key have the invalid value taken.
+    assert await site.log_in("carol") == OK
+    lines = [line for line in site.proxy.stderr().splitlines() if "not reloaded" in line]
+    assert len(lines) == 2, lines
+    assert site.keys.user("carol") in lines[0]
+    assert "a credential has the form" in lines[0]
+    assert site.keys.acl("broken") in lines[1]
+    assert "its last good value stays" in lines[0]
+    assert "TOPSECRET" not in site.proxy.stderr()
+    for what, key in (("user", site.keys.user("carol")), ("acl", site.keys.acl("broken"))):
+        listed = await site.kproxy(what, "list")
+        assert (listed.status, key in listed.stderr, "carol\t" in listed.stdout) == (1, True, False), listed
+    await etcd_client.delete(site.keys.user("carol"))
+    await etcd_client.delete(site.keys.acl("broken"))
+    await eventually(lambda: is_refused(site, "carol"))
+
+
+# Without etcd
+
+REFUSED = -2
+
+
+@asynccontextmanager
+async def starting(directory: Path, endpoint: str, broker: ServedBroker, port: int) -> AsyncIterator[KproxyProcess]:
+    """A proxy process that has a fixed table, so that it needs etcd for users and rules alone."""
+    config = directory / "kproxy.toml"
+    config.write_text(
+        f'[ownership]\nownership = "static"\netcd = "{endpoint}"\n[fleet]\nalone = true\n[brokers]\n'
+        f'1 = "127.0.0.1:{broker.port}"\n[[topics]]\nname = "t"\nowners = [1]\n[[topics]]\nname = "u"\nowners = [1]\n'
+        + IN_ETCD
+    )
+    arguments = ["serve", "--config", config, "--listen", f"127.0.0.1:{port}", "--admin", "127.0.0.1:0"]
+    process = KproxyProcess(arguments, directory / "serve.stderr")
+    try:
+        yield process
+    finally:
+        await asyncio.to_thread(process.stop)
+
+
+async def written(port: int, name: str, topic: str) -> int:
+    """Log in, write, and return the error code of that; REFUSED if the client is not let in."""
+    client = await RawClient().connect(port)
+    try:
+        client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain(name, sasl.USERS[name])))
+        await client.answer(SASL_HANDSHAKE, 1)
+        if (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code != NONE:
+            return REFUSED
+        client.send(produce_frame({topic: [0]}, records=batch(0)))
+        return (await client.answer()).codes[(topic, 0)]
+    finally:
+        client.abort()
+
+
+async def test_a_proxy_lets_nobody_in_before_etcd_answers_and_everybody_it_knows_while_etcd_is_away(
+    tmp_path: Path,
+) -> None:
+    keys, port = AccessKeys("/kafscale"), free_port()
+    broker = ServedBroker(1, answers_everything)
+    await broker.start()
+    async with own_etcd(tmp_path / "etcd") as (server, client):
+        await client.put(keys.user("alice"), encode_user(sasl.credentials_of("alice")))
+        await client.put(keys.acl("one"), b'{"principal": "User:alice", "operations": ["write"], "topics": ["t"]}')
+        await server.stop()
+        async with starting(tmp_path, server.endpoint, broker, port) as process:
+            await eventually(lambda: "users and rules of access" in process.stderr(), process.stderr)
+            with closing(socket.socket()) as taken:
+                assert taken.connect_ex(("127.0.0.1", port)) != 0
+            await server.start()
+            await asyncio.to_thread(process.wait_ready)
+            assert await written(port, "alice", "t") == NONE
+            await client.put(keys.user("bob"), encode_user(sasl.credentials_of("bob")))
+            await eventually(lambda: is_known(port, "bob"))
+            await server.stop()
+            assert [await written(port, "alice", topic) for topic in ("t", "u")] == [NONE, TOPIC_AUTHORIZATION_FAILED]
+            assert await written(port, "bob", "t") == TOPIC_AUTHORIZATION_FAILED
+            # Changes count again once it is back.
+            await server.start()
+            await client.delete(keys.user("bob"))
+            await eventually(lambda: is_unknown(port, "bob"))
+            assert await written(port, "alice", "t") == NONE
+    await broker.stop()
+
+
+async def is_known(port: int, name: str) -> bool:
+    return await written(port, name, "t") != REFUSED
+
+
+async def is_unknown(port: int, name: str) -> bool:
+    return not await is_known(port, name)
