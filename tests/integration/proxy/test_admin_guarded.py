@@ -61,3 +61,8 @@ def test_a_foreign_page_reads_and_changes_nothing(tmp_path: Path, workers: int) 
             assert page(process.admin, path, Host="localhost")[0] == (501 if path == "/own" else 200)
         for path in ("/livez", "/metrics"):
             assert page(process.admin, path, Host="evil.test")[0] == 200
+        # A name of loopback that is neither an address nor known.
+        done = run_kproxy("table", "--admin", f"127.1:{process.admin.rpartition(':')[2]}")
+        assert done.status != 0
+        assert "admin.hosts" in done.stderr
+        assert "TOKEN" not in done.stderr
