@@ -102,7 +102,12 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
 
 
 def _is_about_one_listener(path: str) -> bool:
-    return path in ("listen.listen", "listen.advertise", "listen.proxy_protocol") or path.startswith("tls.")
+    return path in (
+        "listen.listen",
+        "listen.advertise",
+        "listen.proxy_protocol",
+        "listen.proxy_protocol_from",
+    ) or path.startswith("tls.")
 
 
 def _echo_listeners(setting: Setting) -> None:
@@ -122,6 +127,9 @@ def _listener_as_json(listener: ListenerConfig) -> dict[str, object]:
         "listen": str(listener.listen),
         "advertise": None if listener.advertise is None else str(listener.advertise),
         "proxy_protocol": listener.proxy_protocol,
+        "proxy_protocol_from": None
+        if listener.proxy_protocol_from is None
+        else [str(network) for network in listener.proxy_protocol_from],
         "tls": None
         if tls is None
         else {"cert": str(tls.cert), "client_auth": tls.client_auth, "min_version": tls.min_version},

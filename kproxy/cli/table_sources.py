@@ -59,10 +59,8 @@ def ask(
         answer = connection.getresponse()
         if answer.status in (401, 403):
             reason = answer.read(1_000).decode(errors="replace").strip()
-            raise NoAnswer(
-                f"the admin page at {address} refuses this ({reason}): name the file with its token in "
-                f"{TOKEN_FILE_VARIABLE}."
-            )
+            remedy = f": name the file with its token in {TOKEN_FILE_VARIABLE}" if answer.status == 401 else ""
+            raise NoAnswer(f"the admin page at {address} refuses this ({reason}){remedy}.")
         return answer.status, answer.read(MAX_ANSWER_BYTES)
     except (OSError, http.client.HTTPException) as error:
         raise NoAnswer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ from kproxy.errors import StartupError
 
 # Their addresses fit into the proxy's entry in etcd.
 MAX_LISTENERS: Final = 8
+# An address is compared with each of them.
+MAX_SENDERS: Final = 256
 # As in Kafka's `listeners`, where a name is part of a key.
 _NAME: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")
 Identity = Literal["proxy", "client"]
 """Who a client's broker connections authenticate as."""
 SECTION: Final = "listeners"
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class ListenerSection(msgspec.Struct, kw_only=True):
@@ -30,6 +34,7 @@ class ListenerSection(msgspec.Struct, kw_only=True):
     listen: str | UnsetType = UNSET
     advertise: str | UnsetType = UNSET
     proxy_protocol: bool = False
+    proxy_protocol_from: str | list[str] | UnsetType = UNSET
     tls: TlsSection = msgspec.field(default_factory=TlsSection)
     sasl: str | list[str] | UnsetType = UNSET
     identity: Identity | UnsetType = UNSET
@@ -41,8 +46,9 @@ class ListenerConfig:
 
     `name` is empty for the one of `[listen]`. Clients of a listener see the listeners with the same name of all proxies
     that share an etcd. `advertise` None: the address listened on. With `proxy_protocol` a connection begins with a
-    header of the PROXY protocol, version 2. `sasl`: the mechanisms that it is to offer, none if empty; None: those of
-    `[sasl]` that fit it. `identity`: that of its clients' broker connections; None: that of `[sasl]`.
+    header of the PROXY protocol, version 2, and with `proxy_protocol_from` only connections from these networks are
+    taken. `sasl`: the mechanisms that it is to offer, none if empty; None: those of `[sasl]` that fit it. `identity`:
+    that of its clients' broker connections; None: that of `[sasl]`.
     """
 
     name: str
@@ -52,6 +58,7 @@ class ListenerConfig:
     tls: ListenerTls | None = None
     sasl: tuple[str, ...] | None = None
     identity: Identity | None = None
+    proxy_protocol_from: tuple[Network, ...] | None = None
 
     def advertised(self, port: int) -> Address:
         """The address that clients see; `port` is the one listened on."""
@@ -124,6 +131,9 @@ def _parse_one(given: Mapping[str, object], number: int, where: str) -> Listener
         listener_tls(section.tls, sources),
         sasl,
         None if section.identity is UNSET else section.identity,
+        proxy_senders(
+            section.proxy_protocol_from, section.proxy_protocol, f"proxy_protocol_from of {title} in {where}"
+        ),
     )
 
 
@@ -134,12 +144,41 @@ def _refuse_unknown(given: Mapping[str, object], kind: type[msgspec.Struct], pat
             unknown(f"{path}.{key}", f"in {where}", nearest(f"{path}.{key}", known), False)
 
 
+def proxy_senders(given: str | list[str] | UnsetType, proxy_protocol: bool, source: str) -> tuple[Network, ...] | None:
+    """The networks from which headers of the PROXY protocol are taken; None: from everywhere. Raises StartupError."""
+    if given is UNSET:
+        return None
+    if not proxy_protocol:
+        raise StartupError(f"{source}: it is about the PROXY protocol: set proxy_protocol = true as well.")
+    texts = split_list(given, source)
+    if len(texts) > MAX_SENDERS:
+        raise StartupError(f"{source}: there are {len(texts)}, and at most {MAX_SENDERS} can be: name networks.")
+    networks: list[Network] = []
+    for text in texts:
+        try:
+            networks.append(ipaddress.ip_network(text))
+        except ValueError as error:
+            raise StartupError(
+                f"{source}: {text[:60]!r} is neither an address nor a network ({str(error)[-60:]}): write for example "
+                f'"10.0.0.7", "10.0.0.0/8" or "fd00::/8".'
+            ) from error
+    return tuple(networks)
+
+
 def one_listener(
-    listen: Address, advertise: Address | None, proxy_protocol: bool, tls: TlsSection, sources: Mapping[str, str]
+    listen: Address,
+    advertise: Address | None,
+    proxy_protocol: bool,
+    tls: TlsSection,
+    sources: Mapping[str, str],
+    *,
+    senders: tuple[Network, ...] | None = None,
 ) -> ListenerConfig:
     """The listener of `[listen]` and `[tls]`. Raises StartupError."""
     of_keys = {key: sources[f"tls.{key}"] for key in TlsSection.__struct_fields__}
-    return ListenerConfig("", listen, advertise, proxy_protocol, listener_tls(tls, of_keys))
+    return ListenerConfig(
+        "", listen, advertise, proxy_protocol, listener_tls(tls, of_keys), proxy_protocol_from=senders
+    )
 
 
 def advertised_listeners(listeners: Sequence[ListenerConfig], ports: Sequence[int]) -> dict[str, Address]:

@@ -30,7 +30,7 @@ from kproxy.config.broker_sasl import BrokerSasl, BrokerSaslSection, broker_sasl
 from kproxy.config.etcd import SECRETS as ETCD_SECRETS
 from kproxy.config.etcd import EtcdOptions, EtcdSection, etcd_options
 from kproxy.config.listeners import SECTION as LISTENERS
-from kproxy.config.listeners import ListenerConfig, one_listener, parse_listeners
+from kproxy.config.listeners import ListenerConfig, one_listener, parse_listeners, proxy_senders
 from kproxy.config.parsing import (
     DEFAULT_LISTEN,
     TOPIC_NAME_RULE,
@@ -197,6 +197,7 @@ class ListenSection(msgspec.Struct, kw_only=True):
     listen: str = DEFAULT_LISTEN
     advertise: str | UnsetType = UNSET
     proxy_protocol: bool = False
+    proxy_protocol_from: str | list[str] | UnsetType = UNSET
     admin: str | UnsetType = UNSET
     workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] = 1
 
@@ -484,11 +485,14 @@ def _listeners(
     if several is None:
         listen = parse_address(given.listen.listen, sources["listen.listen"])
         advertise = advertised(listen, _address(given.listen.advertise, sources["listen.advertise"]))
-        return (one_listener(listen, advertise, given.listen.proxy_protocol, given.tls, sources),)
+        has_header = given.listen.proxy_protocol
+        senders = proxy_senders(given.listen.proxy_protocol_from, has_header, sources["listen.proxy_protocol_from"])
+        return (one_listener(listen, advertise, has_header, given.tls, sources, senders=senders),)
     of_one = (
         "listen.listen",
         "listen.advertise",
         "listen.proxy_protocol",
+        "listen.proxy_protocol_from",
         *(path for path in _KEYS if path[:4] == "tls."),
     )
     for path in of_one:

@@ -25,6 +25,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_CRL_BYTES = 64 << 20
 
 ClientAuth = Literal["none", "optional", "required"]
+CrlCheck = Literal["chain", "leaf"]
 MinVersion = Literal["1.2", "1.3"]
 ReplicationTlsMode = Literal["optional", "required"]
 # What comes before the names of the options of TLS between brokers.
@@ -40,6 +41,7 @@ class TlsSection(msgspec.Struct, kw_only=True):
     client_ca: str | UnsetType = UNSET
     client_auth: ClientAuth | UnsetType = UNSET
     client_crl: str | UnsetType = UNSET
+    client_crl_check: CrlCheck | UnsetType = UNSET
     principal_mapping_rules: str | list[str] | UnsetType = UNSET
     min_version: MinVersion = "1.2"
     strict_server_name: bool = False
@@ -53,6 +55,7 @@ class BrokerTlsSection(msgspec.Struct, kw_only=True):
     cert: str | UnsetType = UNSET
     key: str | UnsetType = UNSET
     crl: str | UnsetType = UNSET
+    crl_check: CrlCheck | UnsetType = UNSET
     server_name: str | UnsetType = UNSET
     min_version: MinVersion = "1.2"
 
@@ -72,6 +75,8 @@ class ListenerTls:
 
     `client_ca` is set unless `client_auth` is `none`. `principal_rules` turn the name of a client's certificate into
     that of its principal. `strict_server_name`: refuse clients that ask for a name that the certificate does not have.
+    `client_crl_check`: `chain` needs the lists of all authorities from the client's to the root; `leaf` needs the one
+    of the authority that signed the client's certificate, and does not notice that an authority is revoked.
     """
 
     cert: Path
@@ -79,6 +84,7 @@ class ListenerTls:
     client_ca: Path | None = None
     client_auth: ClientAuth = "none"
     client_crl: Path | None = None
+    client_crl_check: CrlCheck = "chain"
     min_version: MinVersion = "1.2"
     strict_server_name: bool = False
     principal_rules: tuple[MappingRule, ...] = DEFAULT_RULES
@@ -93,13 +99,14 @@ class BrokerTls:
     """`[broker_tls]`, checked.
 
     `ca` None: the authorities that this machine trusts. `server_name`: the name in every broker's certificate, if that
-    is not the host that the broker advertises.
+    is not the host that the broker advertises. `crl_check` is as in ListenerTls.
     """
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
     crl: Path | None = None
+    crl_check: CrlCheck = "chain"
     server_name: str = ""
     min_version: MinVersion = "1.2"
 
@@ -165,15 +172,18 @@ def listener_tls(given: TlsSection, sources: Mapping[str, str]) -> ListenerTls |
         raise StartupError(
             f"{sources['client_auth']}: clients' certificates need the authorities that sign them: set tls.client_ca."
         )
-    for key in ("client_ca", "client_crl", "principal_mapping_rules"):
+    for key in ("client_ca", "client_crl", "client_crl_check", "principal_mapping_rules"):
         if client_auth == "none" and key in values:
             raise StartupError(f"{sources[key]}: it is about clients' certificates, and tls.client_auth is none.")
+    if given.client_crl is UNSET and given.client_crl_check is not UNSET:
+        raise StartupError(f"{sources['client_crl_check']}: there is no list to check with: set tls.client_crl.")
     options = ListenerTls(
         cert=Path(given.cert),
         key=Path(given.key),
         client_ca=_path(given.client_ca),
         client_auth=client_auth,
         client_crl=_path(given.client_crl),
+        client_crl_check=given.client_crl_check or "chain",
         min_version=given.min_version,
         strict_server_name=given.strict_server_name,
         principal_rules=_principal_rules(given.principal_mapping_rules, sources["principal_mapping_rules"]),
@@ -199,11 +209,14 @@ def broker_tls(given: BrokerTlsSection, sources: Mapping[str, str]) -> BrokerTls
     if (given.cert is UNSET) is not (given.key is UNSET):
         alone, other = ("cert", "key") if given.key is UNSET else ("key", "cert")
         raise StartupError(f"{sources[alone]}: it is of no use without its other half: set broker_tls.{other} as well.")
+    if given.crl is UNSET and given.crl_check is not UNSET:
+        raise StartupError(f"{sources['crl_check']}: there is no list to check with: set broker_tls.crl.")
     options = BrokerTls(
         ca=_path(given.ca),
         cert=_path(given.cert),
         key=_path(given.key),
         crl=_path(given.crl),
+        crl_check=given.crl_check or "chain",
         server_name=given.server_name or "",
         min_version=given.min_version,
     )
@@ -247,7 +260,7 @@ def load_listener_tls(options: ListenerTls, kind: type[ssl.SSLContext] = ssl.SSL
     if options.client_ca is not None:
         _load_authorities(context, options.client_ca, "tls.client_ca")
         context.verify_mode = ssl.CERT_REQUIRED if options.client_auth == "required" else ssl.CERT_OPTIONAL
-    _load_crl(context, options.client_crl, "tls.client_crl")
+    _load_crl(context, options.client_crl, options.client_crl_check, "tls.client_crl")
     return Loaded(context, _rehearsed(options.cert, options.key, "tls.cert", server_side=True))
 
 
@@ -257,7 +270,7 @@ def load_broker_tls(options: BrokerTls) -> Loaded:
     _set_common(context, options.min_version)
     if options.ca is not None:
         _load_authorities(context, options.ca, "broker_tls.ca")
-    _load_crl(context, options.crl, "broker_tls.crl")
+    _load_crl(context, options.crl, options.crl_check, "broker_tls.crl")
     if options.cert is None or options.key is None:
         return Loaded(context, None)
     _load_pair(context, options.cert, options.key, "broker_tls.")
@@ -325,7 +338,7 @@ def _load_authorities(context: ssl.SSLContext, file: Path, named: str) -> None:
         raise StartupError(f"{named} {file} holds no certificates: give a file in PEM.") from error
 
 
-def _load_crl(context: ssl.SSLContext, file: Path | None, named: str) -> None:
+def _load_crl(context: ssl.SSLContext, file: Path | None, check: CrlCheck, named: str) -> None:
     if file is None:
         return
     if b"-----BEGIN X509 CRL-----" not in read_file(file, named, MAX_CRL_BYTES, "that is another file"):
@@ -334,7 +347,8 @@ def _load_crl(context: ssl.SSLContext, file: Path | None, named: str) -> None:
         context.load_verify_locations(file)
     except (ssl.SSLError, OSError) as error:
         raise StartupError(f"{named} {file} holds no revocation list: give a file in PEM.") from error
-    context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+    # OpenSSL checks the root as well; where it signed the leaf itself, its one list serves both.
+    context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN if check == "chain" else ssl.VERIFY_CRL_CHECK_LEAF
 
 
 def _rehearsed(cert: Path, key: Path, named: str, *, server_side: bool) -> Certificate:

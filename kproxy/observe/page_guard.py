@@ -1,8 +1,9 @@
-"""Protect an admin page by a bearer token, if one is set, and by Host and Origin of requests that change something.
+"""Protect an admin page by a bearer token, if one is set, and by Host and Origin of requests.
 
 A foreign web page in an operator's browser can send requests to an admin page that the browser reaches. It can neither
-read the answers nor send JSON, unless its name resolves to the page's address (DNS rebinding). So a request that
-changes something must call the page by an address or a known name, and must not come from another origin. A request
+read the answers nor send JSON, unless its name resolves to the page's address (DNS rebinding). So a request must call
+the page by an address or a known name, and one that changes something must not come from another origin. The pages of
+VITAL_PATHS are read by any name, since probes and scrapers call a machine by names that it does not know. A request
 with the token needs no known name: a foreign page has no token.
 """
 
@@ -62,10 +63,11 @@ class PageGuard:
         """The status and the reason with which a request is refused; None if it is not."""
         if self._token and path not in self._open and not hmac.compare_digest(token.encode(), self._token.encode()):
             return 401, "this page needs its token: Authorization: Bearer TOKEN"
-        if method in _READING:
-            return None
-        if not self._token and not self._is_known(host):
+        reading = method in _READING
+        if not self._token and not (reading and path in VITAL_PATHS) and not self._is_known(host):
             return 403, "this page is not called so: use its address, or name the host in admin.hosts"
+        if reading:
+            return None
         if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
             return 403, "a page of another origin may change nothing here"
         return None

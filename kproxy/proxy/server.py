@@ -161,6 +161,7 @@ class Listener:
             config.name,
             None if tls is None else lambda: tls.current,
             proxy_protocol=config.proxy_protocol,
+            proxy_senders=config.proxy_protocol_from,
             max_half_open=self._limits.max_half_open,
             refuses=self._refuses,
             session=lambda source: self._session_inside(config.name, source),

@@ -22,22 +22,25 @@ Invariants
    TLS begins with an untouched socket.
 2. At most `max_half_open` connections are not inside, each for at most HANDSHAKE_S. Where there are more, the oldest is
    refused: an ordinary client finishes within a few round trips, so it is not the oldest.
-3. Each connection that is not inside is one task, which owns its socket until the event loop has it.
+3. Nothing is read from a connection whose sender may send no header of the PROXY protocol.
+4. Each connection that is not inside is one task, which owns its socket until the event loop has it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from typing import Final, Generic, TypeVar, cast
 
 import structlog
 
+from kproxy.config.listeners import Network
 from kproxy.config.tls import ListenerTls, Loaded, load_listener_tls
 from kproxy.errors import StartupError
 from kproxy.runtime.sockets import BACKLOG
@@ -64,6 +67,9 @@ _FIRST_BYTES: Final = 4
 _DISCARD_BYTES: Final = 64 << 10
 # The most lines in the log a minute for each kind of failure.
 _MOST_A_MINUTE: Final = 5
+_FOREIGN_SENDER: Final = Failure(
+    "proxy_sender", "its address is not in proxy_protocol_from: add it there if a load balancer has it"
+)
 
 
 class _Handshake:
@@ -149,6 +155,7 @@ def handshakes_of(counters: Counter[str]) -> dict[str, int]:
 class Entrance(Generic[Session]):
     """One listener; `name` is empty for the only one. `tls` returns what a handshake uses that begins now.
 
+    `proxy_senders`: the networks that may send the PROXY protocol's header; None: all.
     `admits_plain_text`: whether a connection whose first byte is not that of TLS comes in as well. `refuses` returns,
     and logs, whether one more connection is not admitted. `session` makes the session of a connection that is inside,
     or returns None if there are too many; its argument is the client's address by the PROXY protocol. `welcome` takes
@@ -161,6 +168,7 @@ class Entrance(Generic[Session]):
         tls: Callable[[], Loaded] | None,
         *,
         proxy_protocol: bool = False,
+        proxy_senders: Collection[Network] | None = None,
         admits_plain_text: bool = False,
         max_half_open: int,
         refuses: Callable[[], bool] = lambda: False,
@@ -172,6 +180,7 @@ class Entrance(Generic[Session]):
         self.name = name
         self._tls = tls
         self._proxy_protocol = proxy_protocol
+        self._proxy_senders = proxy_senders
         self._admits_plain_text = admits_plain_text
         self._max_half_open = max_half_open
         self._refuses = refuses
@@ -241,7 +250,10 @@ class Entrance(Generic[Session]):
                 log.warning("client connection not accepted", listener=self.name, reason=str(error))
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if self._refuses():
+            if self._proxy_senders is not None and not is_among(address[0], self._proxy_senders):
+                connection.close()
+                self._refused(_FOREIGN_SENDER, f"{address[0]}:{address[1]}")
+            elif self._refuses():
                 connection.close()
             else:
                 self._begin(connection, f"{address[0]}:{address[1]}")
@@ -373,6 +385,14 @@ class _Threshold(asyncio.BufferedProtocol, Generic[Session]):
 
     def buffer_updated(self, nbytes: int) -> None:
         raise RuntimeError("the handshake is not finished")
+
+
+def is_among(host: str, networks: Collection[Network]) -> bool:
+    """Whether the address of a socket's other end is in one of the networks; an IPv4 address may be mapped to IPv6."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.version == 6 and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return any(address in network for network in networks)
 
 
 async def _read_header(connection: socket.socket) -> Source | None:

@@ -62,7 +62,10 @@ _OF_CERTIFICATE: Final = {
     _NOT_YET_VALID: ("expired", "its certificate is not valid yet; compare the clocks"),
     _REVOKED: ("revoked", "its certificate is revoked"),
     _WRONG_PURPOSE: ("purpose", "its certificate is not meant for this use (extended key usage)"),
-    _NO_CRL: ("revocation_list", "there is no revocation list of the authority that signed its certificate"),
+    _NO_CRL: (
+        "revocation_list",
+        "there is no revocation list of the authority that signed its certificate, or of one above it",
+    ),
     _CRL_EXPIRED: ("revocation_list", "the revocation list has expired"),
 }
 # Alerts of a client about our certificate, and of a broker about the proxy's.

@@ -49,8 +49,20 @@ def test_the_token_is_asked_for(tmp_path: Path, workers: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_foreign_page_changes_nothing(tmp_path: Path, workers: int) -> None:
+def test_a_foreign_page_reads_and_changes_nothing(tmp_path: Path, workers: int) -> None:
     with static_proxy(tmp_path, {1: free_port()}, more=["--workers", str(workers)]) as process:
         assert post(process.admin) == 501
         assert post(process.admin, Origin="http://evil.test") == 403
         assert post(process.admin, Host="evil.test") == 403
+        for path in ("/", "/table", "/own"):
+            status, text = page(process.admin, path, Host="evil.test")
+            assert (status, "admin.hosts" in text) == (403, True)
+            # No etcd here, so that nothing is claimed.
+            assert page(process.admin, path, Host="localhost")[0] == (501 if path == "/own" else 200)
+        for path in ("/livez", "/metrics"):
+            assert page(process.admin, path, Host="evil.test")[0] == 200
+        # A name of loopback that is neither an address nor known.
+        done = run_kproxy("table", "--admin", f"127.1:{process.admin.rpartition(':')[2]}")
+        assert done.status != 0
+        assert "admin.hosts" in done.stderr
+        assert "TOKEN" not in done.stderr

@@ -25,8 +25,9 @@ QUESTION = raw_frame(request_header(API_VERSIONS, 0, 77, b"c"))
 
 
 @contextlib.contextmanager
-def connected(process: KproxyProcess) -> Iterator[socket.socket]:
-    with socket.create_connection((HOST, port_of(process)), timeout=PATIENCE_S) as client:
+def connected(process: KproxyProcess, source: str = HOST) -> Iterator[socket.socket]:
+    at = (HOST, port_of(process))
+    with socket.create_connection(at, timeout=PATIENCE_S, source_address=(source, 0)) as client:
         yield client
 
 
@@ -70,6 +71,26 @@ def test_who_sends_none_is_not_let_in(tmp_path: Path) -> None:
                 assert client.recv(1) == b""
         wait_for(lambda: counted(process.admin, 'kproxy_client_handshakes_total{outcome="proxy_header"}') == 3)
         assert "does not begin with a header of the PROXY protocol" in process.stderr()
+
+
+def test_a_header_is_taken_from_the_balancers_addresses_alone(tmp_path: Path) -> None:
+    senders = 'proxy_protocol = true\nproxy_protocol_from = ["127.0.0.2", "127.1.0.0/16", "fd00::/8"]\n'
+    with static_proxy(tmp_path, {1: 1}, rooms="[listen]\n" + senders) as process:
+        data = header(("203.0.113.7", 4711)) + QUESTION
+        for source in ("127.0.0.2", "127.1.2.3"):
+            with connected(process, source) as client:
+                client.sendall(data)
+                assert is_answered(client)
+        for source in (HOST, "127.0.0.3"):
+            with connected(process, source) as client, contextlib.suppress(ConnectionError):
+                client.sendall(data)
+                assert client.recv(1) == b""
+        # Closed without a byte from it.
+        with connected(process) as client:
+            assert client.recv(1) == b""
+        wait_for(lambda: counted(process.admin, 'kproxy_client_handshakes_total{outcome="proxy_sender"}') == 3)
+        assert "client=127.0.0.3:" in process.stderr()
+        assert "not in proxy_protocol_from" in process.stderr()
 
 
 def test_tls_comes_behind_the_header(tmp_path: Path) -> None:

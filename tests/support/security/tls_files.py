@@ -23,12 +23,13 @@ class Pair(NamedTuple):
 
 
 class Signer:
-    """A certificate authority in a directory of its own; `ca` is its certificate."""
+    """A certificate authority in a directory of its own; `ca` is its certificate. `parent` signs it; None: a root."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, parent: Signer | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self._ca = trustme.CA(key_type=trustme.KeyType.ECDSA, organization_name=directory.name)
+        above = None if parent is None else parent._ca
+        self._ca = trustme.CA(above, key_type=trustme.KeyType.ECDSA, organization_name=directory.name)
         self.ca = directory / "ca.pem"
         self._ca.cert_pem.write_to_path(self.ca)
 
@@ -49,14 +50,15 @@ class Signer:
         pair.key.write_bytes(key.private_bytes(*form))
         return pair
 
-    def revoke(self, revoked: Sequence[Pair]) -> Path:
+    def revoke(self, revoked: Sequence[Pair | Signer]) -> Path:
         """A revocation list with these certificates."""
         key = serialization.load_pem_private_key(self._ca.private_key_pem.bytes(), None)
         authority = x509.load_pem_x509_certificate(self.ca.read_bytes())
         builder = x509.CertificateRevocationListBuilder().issuer_name(authority.subject)
         builder = builder.last_update(NOW - datetime.timedelta(days=1)).next_update(NOW + datetime.timedelta(days=1))
-        for pair in revoked:
-            serial = x509.load_pem_x509_certificate(pair.cert.read_bytes()).serial_number
+        for each in revoked:
+            shown = each.ca if isinstance(each, Signer) else each.cert
+            serial = x509.load_pem_x509_certificate(shown.read_bytes()).serial_number
             gone = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(NOW).build()
             builder = builder.add_revoked_certificate(gone)
         file = self.directory / "crl.pem"

@@ -19,10 +19,31 @@ def refused(guard: PageGuard, method: str, path: str, host: str = "127.0.0.1:964
     return refusal[0] if refusal is not None else 0
 
 
-def test_without_a_token_everybody_reads() -> None:
-    guard = PageGuard()
-    for path in ("/", "/table", "/own", "/metrics", "/livez"):
-        assert refused(guard, "GET", path, "anything.test") == 0
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9644", 0),
+        ("[::1]:9644", 0),
+        ("[::1]", 0),
+        ("10.1.2.3", 0),
+        ("localhost:9644", 0),
+        ("PROXY.test:9644", 0),
+        # The name of a foreign page that resolves to this address.
+        ("evil.test:9644", 403),
+        ("127.0.0.1.evil.test", 403),
+        ("localhost.evil.test", 403),
+        ("", 403),
+    ],
+)
+def test_pages_are_read_by_known_names_and_vital_pages_by_any(host: str, status: int) -> None:
+    guard = PageGuard(hosts=["proxy.test"])
+    for path in ("/", "/table", "/own", "/metrics/", "//livez"):
+        for method in ("GET", "HEAD", "OPTIONS"):
+            assert refused(guard, method, path, host) == status
+    for path in ("/metrics", "/livez", "/readyz"):
+        assert refused(guard, "GET", path, host) == 0
+    with_token = PageGuard(TOKEN)
+    assert refused(with_token, "GET", "/table", host, token=TOKEN) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,12 @@ import pytest
 
 from kproxy.cli import main
 from kproxy.config import Address, ProxyConfig, load_proxy_config
+from kproxy.config.certificates import meet
 from kproxy.config.tls import load_broker_tls, load_listener_tls
 from kproxy.errors import StartupError
-from tests.support.security.tls_files import Signer
+from kproxy.security.entrance import is_among
+from kproxy.security.tls_errors import client_failure
+from tests.support.security.tls_files import Pair, Signer, client_context
 
 ETCD = '[ownership]\netcd = "http://a:1"\n'
 
@@ -122,6 +125,107 @@ def test_client_certificates_need_an_authority(signer: Signer, tmp_path: Path) -
     assert "holds no revocation list" in error_of(
         pair + f'client_ca = "{signer.ca}"\nclient_crl = "{signer.ca}"\n', tmp_path
     )
+
+
+def test_the_check_of_lists_needs_a_list(signer: Signer, tmp_path: Path) -> None:
+    pair = f'[tls]\ncert = "{signer.directory / "server.pem"}"\nkey = "{signer.directory / "server.key"}"\n'
+    assert "set tls.client_crl" in error_of(pair + f'client_ca = "{signer.ca}"\nclient_crl_check = "leaf"\n', tmp_path)
+    assert "set broker_tls.crl" in error_of('[broker_tls]\ncrl_check = "leaf"\n', tmp_path)
+
+
+class Authorities:
+    """A root, an authority below it, and a certificate of each."""
+
+    def __init__(self, directory: Path) -> None:
+        self.root = Signer(directory / "root")
+        self.below = Signer(directory / "below", self.root)
+        self.direct = self.root.issue("direct", "localhost", "127.0.0.1")
+        self.indirect = self.below.issue("indirect", "localhost")
+
+    def lists(self, name: str, *files: Path) -> Path:
+        """One file with all of these lists."""
+        together = self.root.directory / f"{name}.pem"
+        together.write_bytes(b"".join(file.read_bytes() for file in files))
+        return together
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> Authorities:
+    return Authorities(tmp_path_factory.mktemp("authorities"))
+
+
+# Whether the root has revoked the authority below; whose lists are in the file; what is shown; the word of the failure
+# where the chain is checked, and where the leaf alone is.
+CHAINS = {
+    "a leaf of the root": (False, "root", "direct", "", ""),
+    "a leaf below": (False, "root below", "indirect", "", ""),
+    "a leaf below, and the list of its authority alone": (False, "below", "indirect", "revocation_list", ""),
+    "a leaf below, and the list of the root alone": (False, "root", "indirect", "revocation_list", "revocation_list"),
+    "a revoked authority": (True, "root below", "indirect", "revoked", ""),
+    "a leaf of the root beside a revoked authority": (True, "root", "direct", "", ""),
+}
+
+
+@pytest.mark.parametrize("side", ["client", "broker"])
+@pytest.mark.parametrize("case", CHAINS)
+def test_a_revoked_authority_is_noticed_where_the_chain_is_checked(
+    authorities: Authorities, tmp_path: Path, side: str, case: str
+) -> None:
+    is_revoked, whose, shown, *words = CHAINS[case]
+    files = {
+        "root": authorities.root.revoke([authorities.below] if is_revoked else []),
+        "below": authorities.below.revoke([]),
+    }
+    crl = authorities.lists("lists", *(files[each] for each in whose.split()))
+    pair: Pair = getattr(authorities, shown)
+    own, ca = authorities.direct, authorities.root.ca
+    for check, word in zip(("", "leaf"), words, strict=True):
+        key = f'crl_check = "{check}"\n' if check else ""
+        text = f'[broker_tls]\nca = "{ca}"\ncrl = "{crl}"\n{key}'
+        text += f'[tls]\ncert = "{own.cert}"\nkey = "{own.key}"\nclient_ca = "{ca}"\nclient_crl = "{crl}"\n'
+        config = load(text + (f"client_{key}" if key else ""), tmp_path)
+        (listener,) = config.listeners
+        assert listener.tls is not None
+        assert config.broker_tls is not None
+        if side == "client":
+            server, client = load_listener_tls(listener.tls).context, client_context(ca, pair)
+        else:
+            server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), load_broker_tls(config.broker_tls).context
+            server.load_cert_chain(pair.cert, pair.key)
+        if not word:
+            meet(server, client, name="localhost")
+            continue
+        with pytest.raises(ssl.SSLCertVerificationError) as raised:
+            meet(server, client, name="localhost")
+        assert client_failure(raised.value, names=(), asked_for="").word == word
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('proxy_protocol = true\nproxy_protocol_from = ["10.0.0.300"]', "'10.0.0.300' is neither an address nor"),
+        ('proxy_protocol = true\nproxy_protocol_from = ["10.0.0.1/8"]', "has host bits set"),
+        ('proxy_protocol = true\nproxy_protocol_from = ["balancer.test"]', "'balancer.test' is neither"),
+        ("proxy_protocol = true\nproxy_protocol_from = []", "proxy_protocol_from"),
+        (f"proxy_protocol = true\nproxy_protocol_from = {['10.0.0.1'] * 257}", "there are 257, and at most 256"),
+        ('proxy_protocol_from = ["10.0.0.1"]', "set proxy_protocol = true"),
+    ],
+)
+@pytest.mark.parametrize("room", ["[listen]\n", '[[listeners]]\nname = "a"\nlisten = "127.0.0.1:1"\n'])
+def test_senders_of_the_proxy_header_are_addresses_and_networks(
+    tmp_path: Path, room: str, text: str, says: str
+) -> None:
+    assert says in error_of(f"{room}{text}\n", tmp_path)
+
+
+def test_an_address_is_found_in_networks(tmp_path: Path) -> None:
+    text = '[listen]\nproxy_protocol = true\nproxy_protocol_from = ["10.0.0.0/8", "192.0.2.7", "fd00::/8"]\n'
+    (listener,) = load(text, tmp_path).listeners
+    assert listener.proxy_protocol_from is not None
+    for host in ("10.255.0.1", "192.0.2.7", "fd00::1", "fd00::1%eth0", "::ffff:10.0.0.1"):
+        assert is_among(host, listener.proxy_protocol_from), host
+    for host in ("11.0.0.1", "192.0.2.8", "fe80::1%eth0", "::ffff:11.0.0.1", "::1", "::10.0.0.1"):
+        assert not is_among(host, listener.proxy_protocol_from), host
 
 
 def test_one_listener_is_for_flags_and_environment_too(signer: Signer, tmp_path: Path) -> None:
