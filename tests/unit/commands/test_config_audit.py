@@ -66,7 +66,8 @@ WRONG = {
         "audit.sasl.password_file or KPROXY_AUDIT__SASL__PASSWORD",
     ),
     "a secret in plain text": (
-        '[audit]\nsink = "topic"\nbootstrap = "a:1"\n[audit.sasl]\nmechanism = "PLAIN"\nusername = "u"\npassword = "p"\n',
+        '[audit]\nsink = "topic"\nbootstrap = "a:1"\n'
+        '[audit.sasl]\nmechanism = "PLAIN"\nusername = "u"\npassword = "p"\n',
         "set audit.tls.enabled, or take a SCRAM mechanism",
     ),
     "a name that is not escaped": (
