@@ -75,10 +75,19 @@ def schema(before: str) -> str:
     whole: dict[str, Any] = json.loads(before)
     config = {}
     for name, section in SECTIONS.items():
-        found = msgspec.json.schema(section)["$defs"][section.__name__]["properties"]
-        config[name] = {"type": "object", "additionalProperties": False, "properties": found}
+        definitions = msgspec.json.schema(section)["$defs"]
+        config[name] = _object(definitions[section.__name__], definitions)
     whole["properties"]["config"] = {"type": "object", "additionalProperties": False, "properties": config}
     return json.dumps(whole, indent=2) + "\n"
+
+
+def _object(definition: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """A section, with the sections within it."""
+    properties = {}
+    for name, found in definition["properties"].items():
+        inner = found.get("$ref", "").rpartition("/")[2]
+        properties[name] = _object(definitions[inner], definitions) if inner else found
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 def main() -> int:

@@ -29,11 +29,17 @@ _ANSWERS = {
 # Plain text makes TLS libraries report the problem ("wrong version number", "plaintext connection?"). A TLS alert would
 # be about versions, and if the connection only ends, Java's client retries without a message.
 _TO_TLS = b"this listener is plain text: set security.protocol=PLAINTEXT\r\n"
-_SENTENCE = b"This listener speaks Kafka's protocol. A proxy's HTTP page is at its --admin address.\n"
-ANSWER_TO_HTTP = (
-    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(_SENTENCE), _SENTENCE)
-)
+
+
+def http_answer(sentence: bytes) -> bytes:
+    """The answer of a listener to HTTP that it does not serve: status 400, and the sentence."""
+    return (
+        b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(sentence), sentence)
+    )
+
+
+ANSWER_TO_HTTP = http_answer(b"This listener speaks Kafka's protocol. A proxy's HTTP page is at its --admin address.\n")
 """The answer of kproxy's Kafka listeners to HTTP clients."""
 
 SASL_HANDSHAKE_REFUSED = INT16.pack(UNSUPPORTED_SASL_MECHANISM) + INT32.pack(0)

@@ -11,16 +11,18 @@ import click
 from kproxy.cli import run_async
 from kproxy.cli.options import (
     ADMIN_VARIABLE,
+    AdminPlace,
     Asked,
     EtcdPlace,
     admin_option,
+    admin_place,
     bootstrap_option,
     broker_access,
     broker_flags,
     etcd_flags,
     etcd_place,
 )
-from kproxy.config import DEFAULT_ADMIN, DEFAULT_PREFIX, Address, parse_address
+from kproxy.config import DEFAULT_ADMIN, DEFAULT_PREFIX, Address
 from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
@@ -78,9 +80,12 @@ def command(
     if bootstrap is None and any(value is not None for key, value in more.items() if key.startswith("broker_")):
         raise StartupError("the flags --broker-... apply only with --bootstrap: give --bootstrap H:P as well.")
     access = broker_access({key: value for key, value in more.items() if key.startswith("broker_")})
-    page = admin.address() if admin is not None else None
+    of_page = {key: value for key, value in more.items() if key.startswith("admin_")}
     if admin is None and bootstrap is None and place is None:
-        page = parse_address(DEFAULT_ADMIN, ADMIN_VARIABLE)
+        admin = Asked(DEFAULT_ADMIN, ADMIN_VARIABLE)
+    if admin is None and any(value is not None for value in of_page.values()):
+        raise StartupError("the flags --admin-... apply only with --admin: give --admin https://H:P as well.")
+    page = admin_place(admin, of_page) if admin is not None else None
     brokers = bootstrap.addresses() if bootstrap is not None else ()
     written = None if no_write else topic or PROBE_TOPIC
     return run_async(lambda: _examine(place, page, brokers, written, access, as_json))
@@ -88,7 +93,7 @@ def command(
 
 async def _examine(
     etcd: EtcdPlace | None,
-    page: Address | None,
+    page: AdminPlace | None,
     brokers: Sequence[Address],
     topic: str | None,
     access: BrokerAccess,

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
-from kproxy.cli.table_sources import NoAnswer, ReplicasUnknown, ask_replication
+from kproxy.cli.options import AdminPlace
+from kproxy.cli.table_sources import NoAnswer, ReplicasUnknown, ask, ask_replication
 from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions, tls_context
 from kproxy.config.parsing import TOPIC_NAME_RULE
@@ -188,25 +189,23 @@ async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], 
     return [Finding("warn", text, "etcd.clock", endpoint)]
 
 
-async def examine_proxy(address: Address) -> list[Finding]:
+async def examine_proxy(place: AdminPlace) -> list[Finding]:
     """Check a proxy's admin page."""
-    mark, text = await _about_page(address)
-    return [Finding(mark, text, "proxy.ready", str(address))]
+    mark, text = await _about_page(place)
+    return [Finding(mark, text, "proxy.ready", str(place))]
 
 
-async def _about_page(address: Address) -> tuple[str, str]:
+async def _about_page(place: AdminPlace) -> tuple[str, str]:
     try:
-        status, text = await _get(address, "/readyz")
-    except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-        reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
-        way_out = "start kproxy, or name its page with --admin H:P"
-        return "FAIL", f"no admin page answers at {address} ({reason}): {way_out}."
-    said = text.partition("\r\n\r\n")[2].strip().splitlines() or [""]
+        status, body = await asyncio.to_thread(ask, place, "/readyz")
+    except NoAnswer as error:
+        return "FAIL", str(error)
+    said = body.decode(errors="replace").strip().splitlines() or [""]
     if status == 200:
-        return "ok" if said[0] == "ready" else "warn", f"the proxy at {address}: {said[0][:500]}"
+        return "ok" if said[0] == "ready" else "warn", f"the proxy at {place}: {said[0][:500]}"
     if status == 503:
-        return "FAIL", f"the proxy at {address} is not ready: {said[0][:500]}"
-    return "FAIL", f"what answers at {address} is no admin page of kproxy (status {status})."
+        return "FAIL", f"the proxy at {place} is not ready: {said[0][:500]}"
+    return "FAIL", f"what answers at {place} is no admin page of kproxy (status {status})."
 
 
 async def examine_kafka(
@@ -559,20 +558,20 @@ async def replication_in_etcd(endpoints: Sequence[str], options: EtcdOptions, pr
     return about_replicas(known.rows, known.brokers, ",".join(endpoints))
 
 
-async def replication_of_proxy(address: Address) -> list[Finding]:
+async def replication_of_proxy(place: AdminPlace) -> list[Finding]:
     """Check replicas by a proxy's admin page.
 
     No finding if none answers, which `examine_proxy` reports.
     """
     try:
-        pages = await asyncio.to_thread(ask_replication, address)
+        pages = await asyncio.to_thread(ask_replication, place)
     except NoAnswer:
         return []
     except ReplicasUnknown as unknown:
         text = f"the in-sync replicas are unknown: {unknown}"
-        return [Finding("warn", text, "replication.isr", str(address))]
+        return [Finding("warn", text, "replication.isr", str(place))]
     rows = [row for page in pages for row in page.partitions]
-    return about_replicas(rows, pages[-1].brokers if pages else [], str(address))
+    return about_replicas(rows, pages[-1].brokers if pages else [], str(place))
 
 
 def about_replicas(rows: Sequence[ReplicaRow], live: Collection[int], at: str) -> list[Finding]:

@@ -8,6 +8,7 @@ whose own --bootstrap and --admin are keys of `kproxy.config.proxy`.
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_PREFIX, Address
 from kproxy.config.broker_sasl import BrokerSaslSection, broker_sasl
 from kproxy.config.etcd import EtcdOptions, etcd_options_from
 from kproxy.config.tls import (
+    BrokerTls,
     BrokerTlsSection,
     ListenerTls,
     ReplicationTls,
@@ -27,6 +29,7 @@ from kproxy.config.tls import (
     TlsSection,
     broker_tls,
     listener_tls,
+    load_broker_tls,
     replication_tls,
 )
 from kproxy.errors import StartupError
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
 
 BOOTSTRAP_VARIABLE = "KPROXY_BOOTSTRAP"
 ADMIN_VARIABLE = "KPROXY_ADMIN"
+# Of the flags --admin-...
+ADMIN_FLAGS = "--admin-"
+ADMIN_VARIABLES = "KPROXY_ADMIN_"
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -69,6 +75,22 @@ class Asked(NamedTuple):
         return tuple(parse_address(part, self.source) for part in split_list(self.text, self.source))
 
 
+class AdminPlace(NamedTuple):
+    """A proxy's admin page to ask. `context` None: in plain text; otherwise by TLS, with `tls` as its options."""
+
+    address: Address
+    tls: BrokerTls | None = None
+    context: ssl.SSLContext | None = None
+
+    def __str__(self) -> str:
+        return str(self.address) if self.tls is None else f"https://{self.address}"
+
+    @property
+    def server_name(self) -> str | None:
+        """The name that its certificate must have; None in plain text."""
+        return None if self.tls is None else self.tls.server_name or self.address.host
+
+
 class EtcdPlace(NamedTuple):
     """An etcd to ask instead of a proxy or a file."""
 
@@ -91,8 +113,61 @@ def bootstrap_option(
 
 
 def admin_option(text: str, *, default: str | None = DEFAULT_ADMIN, otherwise: str = DEFAULT_ADMIN) -> Decorator:
-    """Add --admin: the parameter `admin`, as `bootstrap_option`."""
-    return _asking("--admin", "H:P", ADMIN_VARIABLE, f"{text} [${ADMIN_VARIABLE}, else {otherwise}]", default, ())
+    """Add --admin: the parameter `admin`, as `bootstrap_option`, and the flags --admin-..., for `admin_place`."""
+    asking = _asking(
+        "--admin",
+        "H:P",
+        ADMIN_VARIABLE,
+        f"{text} A page with TLS is https://H:P. [${ADMIN_VARIABLE}, else {otherwise}]",
+        default,
+        (),
+    )
+    return lambda command: _with(command, (asking, *_ADMIN_FLAGS))
+
+
+_ADMIN_FLAGS = (
+    click.option(
+        "--admin-ca",
+        metavar="FILE",
+        help=f"For https: the CA certificates that sign the page's. [${ADMIN_VARIABLES}CA, else the machine's]",
+    ),
+    click.option(
+        "--admin-cert",
+        metavar="FILE",
+        help=f"For https: the client certificate for the page, with its chain. [${ADMIN_VARIABLES}CERT, else none]",
+    ),
+    click.option(
+        "--admin-key", metavar="FILE", help=f"The private key of --admin-cert. [${ADMIN_VARIABLES}KEY, else none]"
+    ),
+    click.option(
+        "--admin-server-name",
+        metavar="NAME",
+        help=f"For https: the name in the page's certificate. [${ADMIN_VARIABLES}SERVER_NAME, else the host]",
+    ),
+)
+
+
+def admin_place(asked: Asked, flags: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> AdminPlace:
+    """The admin page that is asked for. `flags` as `admin_ca` win over the environment. Raises StartupError."""
+    scheme, separator, rest = asked.text.partition("://")
+    if separator and scheme not in ("http", "https"):
+        raise StartupError(f"{asked.source}: {asked.text[:300]!r} is no admin page: write H:P or https://H:P.")
+    address = parse_address(rest.rstrip("/"), asked.source) if separator else asked.address()
+    given = {key: flags.get(f"admin_{key}") for key in ("ca", "cert", "key", "server_name")}
+    if scheme != "https" or not separator:
+        first = next((key for key, value in given.items() if value is not None), None)
+        if first is not None:
+            flag = f"{ADMIN_FLAGS}{first}".replace("_", "-")
+            raise StartupError(f"{flag}: it is for a page with TLS: give --admin https://{address}.")
+        return AdminPlace(address)
+    sources, values = dict[str, str](), dict[str, object]()
+    for key, value in given.items():
+        variable = f"{ADMIN_VARIABLES}{key.upper()}"
+        sources[key] = variable if value is None else f"{ADMIN_FLAGS}{key}".replace("_", "-")
+        if value is not None or variable in environ:
+            values[key] = environ[variable] if value is None else value
+    tls = broker_tls(msgspec.convert({**values, "enabled": True}, BrokerTlsSection), sources, ADMIN_FLAGS)
+    return AdminPlace(address, tls, None if tls is None else load_broker_tls(tls).context)
 
 
 def _asking(
@@ -189,12 +264,13 @@ def asks_proxy_or_etcd(command: Command) -> Command:
     return _with(command, flags)
 
 
-def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **etcd_access: str | None) -> Address | EtcdPlace:
+def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **access: str | None) -> AdminPlace | EtcdPlace:
     """The admin page or the etcd to ask. Raises StartupError."""
-    place = etcd_place(etcd, prefix, etcd_access)
+    of_page = {key: value for key, value in access.items() if key.startswith("admin_")}
+    place = etcd_place(etcd, prefix, {key: value for key, value in access.items() if key not in of_page})
     if place is None:
-        return admin.address()
-    if admin.given_by is ParameterSource.COMMANDLINE:
+        return admin_place(admin, of_page)
+    if admin.given_by is ParameterSource.COMMANDLINE or any(value is not None for value in of_page.values()):
         raise StartupError("--admin asks a proxy and --etcd asks etcd: give one of them.")
     return place
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
 
-from kproxy.cli.options import EtcdPlace, etcd_client
+from kproxy.cli.options import AdminPlace, EtcdPlace, etcd_client
 from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, Unanswered, ask, not_ours
-from kproxy.config import Address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
 from kproxy.observe.table import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, merge_claims
@@ -104,8 +103,8 @@ class Claims(Protocol):
 class AdminClaims:
     """Claims from a proxy's admin page."""
 
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, place: AdminPlace) -> None:
+        self._place = place
 
     async def page(self, group: str | None) -> ClaimsPage:
         return await asyncio.to_thread(_or_startup_error, self._read, group)
@@ -147,16 +146,16 @@ class AdminClaims:
     def _ask(
         self, kind: type[_Struct], path: str, query: dict[str, str | None] | None = None, *, order: bytes | None = None
     ) -> _Struct:
-        status, body = ask(self._address, path, query, order=order)
+        status, body = ask(self._place, path, query, order=order)
         text = body[:500].decode(errors="replace").strip()
         if status in (400, 501, 503) and text:
-            raise NoAnswer(f"the proxy with the admin page {self._address} says: {text}.")
+            raise NoAnswer(f"the proxy with the admin page {self._place} says: {text}.")
         if status != 200:
-            raise not_ours(self._address, f"status {status}")
+            raise not_ours(self._place, f"status {status}")
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
-            raise not_ours(self._address, error) from error
+            raise not_ours(self._place, error) from error
 
 
 def _or_startup_error(ask_page: Callable[[_Asked], _Struct], asked: _Asked) -> _Struct:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import os
+import socket
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,16 +22,24 @@ from urllib.parse import urlencode
 import click
 import msgspec
 
-from kproxy.config import Address
-from kproxy.config.admin import read_token
+from kproxy.cli.options import AdminPlace
+from kproxy.config.admin import SPEAKS_TLS, read_token
 from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
 from kproxy.observe.table import ProxyRow, ReplicationPage, TablePage, TableView, merge_pages, table_page, with_replicas
+from kproxy.security.tls_errors import DialWords, broker_failure
 
 if TYPE_CHECKING:
     from kproxy.ownership.leases import LeaseTable
 
 ANSWER_TIMEOUT_S = 5.0
+_WORDS = DialWords(
+    "this command's",
+    "--admin-ca",
+    "--admin-cert and --admin-key",
+    "name the page by a name of its certificate, or give --admin-server-name",
+    "give --admin H:P without https://",
+)
 MAX_ANSWER_BYTES = 64 << 20
 # The token of the admin page that a command asks. No flags: every user of the machine can read command lines.
 TOKEN_VARIABLE = "KPROXY_ADMIN_TOKEN"  # noqa: S105 -- its name
@@ -41,15 +51,19 @@ class NoAnswer(Exception):
 
 
 def ask(
-    address: Address, path: str, query: Mapping[str, str | None] | None = None, *, order: bytes | None = None
+    place: AdminPlace, path: str, query: Mapping[str, str | None] | None = None, *, order: bytes | None = None
 ) -> tuple[int, bytes]:
     """GET a page, or POST `order`, JSON, to it: status and body.
 
     Raises NoAnswer; blocks.
     """
     asked = urlencode({name: value for name, value in (query or {}).items() if value is not None})
-    connection = http.client.HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
+    connection = http.client.HTTPConnection(*place.address, timeout=ANSWER_TIMEOUT_S)
     try:
+        if place.context is not None:
+            connection.sock = place.context.wrap_socket(
+                socket.create_connection(place.address, ANSWER_TIMEOUT_S), server_hostname=place.server_name
+            )
         target = f"{path}?{asked}" if asked else path
         headers = _authorization()
         if order is None:
@@ -60,11 +74,19 @@ def ask(
         if answer.status in (401, 403):
             reason = answer.read(1_000).decode(errors="replace").strip()
             remedy = f": name the file with its token in {TOKEN_FILE_VARIABLE}" if answer.status == 401 else ""
-            raise NoAnswer(f"the admin page at {address} refuses this ({reason}){remedy}.")
-        return answer.status, answer.read(MAX_ANSWER_BYTES)
+            raise NoAnswer(f"the admin page at {place} refuses this ({reason}){remedy}.")
+        body = answer.read(MAX_ANSWER_BYTES)
+        if answer.status == 400 and body.decode(errors="replace").strip() == SPEAKS_TLS:
+            raise NoAnswer(f"the admin page at {place} speaks TLS: give --admin https://{place}.")
+        return answer.status, body
     except (OSError, http.client.HTTPException) as error:
+        if place.tls is not None and isinstance(error, ssl.SSLError):
+            has_ca, has_cert = place.tls.ca is not None, place.tls.cert is not None
+            name = place.server_name or place.address.host
+            failure = broker_failure(error, name=name, has_ca=has_ca, has_cert=has_cert, words=_WORDS)
+            raise NoAnswer(f"the admin page at {place} cannot be asked: {failure.text}.") from error
         raise NoAnswer(
-            f"no admin page answers at {address} ({_reason(error)}): start `kproxy dev`, "
+            f"no admin page answers at {place} ({_reason(error)}): start `kproxy dev`, "
             f"name a proxy's page with --admin H:P, or ask etcd with --etcd URL."
         ) from error
     finally:
@@ -79,9 +101,9 @@ def _authorization() -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def not_ours(address: Address, what: object) -> NoAnswer:
+def not_ours(place: AdminPlace, what: object) -> NoAnswer:
     """Make the error for a server that is not kproxy; `what` shows it."""
-    return NoAnswer(f"what answers at {address} is no admin page of kproxy ({what}): give another --admin.")
+    return NoAnswer(f"what answers at {place} is no admin page of kproxy ({what}): give another --admin.")
 
 
 def _reason(error: Exception) -> str:
@@ -124,65 +146,65 @@ async def answers(asked: AsyncIterable[_Answer | Unanswered]) -> AsyncIterator[_
             click.echo(f"kproxy: {problem}", err=True)
 
 
-async def tables_from_admin(address: Address, topic: str | None) -> AsyncGenerator[TablePage | Unanswered]:
+async def tables_from_admin(place: AdminPlace, topic: str | None) -> AsyncGenerator[TablePage | Unanswered]:
     """Tables from a proxy's admin page."""
     while True:
         try:
-            table: TablePage | Unanswered = await asyncio.to_thread(_ask, address, topic)
+            table: TablePage | Unanswered = await asyncio.to_thread(_ask, place, topic)
         except NoAnswer as problem:
             table = Unanswered(str(problem))
         yield table
         await asyncio.sleep(WATCH_INTERVAL_S)
 
 
-def _ask(address: Address, topic: str | None) -> TablePage:
+def _ask(place: AdminPlace, topic: str | None) -> TablePage:
     """The whole table, of one revision if it stays still long enough."""
     pages: list[TablePage] = []
     for _ in range(CONSISTENT_READS):
-        pages = [_ask_page(address, topic, None)]
+        pages = [_ask_page(place, topic, None)]
         while pages[-1].next is not None:
-            pages.append(_ask_page(address, topic, pages[-1].next))
+            pages.append(_ask_page(place, topic, pages[-1].next))
         if len({page.revision for page in pages}) == 1:
             break
     table = merge_pages(pages)
     try:
-        replicas = ask_replication(address, topic)
+        replicas = ask_replication(place, topic)
     except ReplicasUnknown:
         # The table itself shows that etcd is away.
         return table
     return with_replicas(table, [row for page in replicas for row in page.partitions])
 
 
-def ask_replication(address: Address, topic: str | None = None) -> list[ReplicationPage]:
+def ask_replication(place: AdminPlace, topic: str | None = None) -> list[ReplicationPage]:
     """All pages of replicas; none if there are no replicas.
 
     Raises ReplicasUnknown, NoAnswer; blocks.
     """
     pages: list[ReplicationPage] = []
     while not pages or pages[-1].next is not None:
-        status, body = ask(address, "/replication", {"topic": topic, "after": pages[-1].next if pages else None})
+        status, body = ask(place, "/replication", {"topic": topic, "after": pages[-1].next if pages else None})
         if status == 503:
             raise ReplicasUnknown(body.decode(errors="replace").strip())
         if status in (501, 404):
             # The proxy has no reference brokers, or is of an earlier release.
             return []
         if status != 200:
-            raise not_ours(address, f"status {status}")
+            raise not_ours(place, f"status {status}")
         try:
             pages.append(msgspec.json.decode(body, type=ReplicationPage))
         except msgspec.DecodeError as error:
-            raise not_ours(address, error) from error
+            raise not_ours(place, error) from error
     return pages
 
 
-def _ask_page(address: Address, topic: str | None, after: str | None) -> TablePage:
-    status, body = ask(address, "/table", {"topic": topic, "after": after})
+def _ask_page(place: AdminPlace, topic: str | None, after: str | None) -> TablePage:
+    status, body = ask(place, "/table", {"topic": topic, "after": after})
     if status != 200:
-        raise not_ours(address, f"status {status}")
+        raise not_ours(place, f"status {status}")
     try:
         return msgspec.json.decode(body, type=TablePage)
     except msgspec.DecodeError as error:
-        raise not_ours(address, error) from error
+        raise not_ours(place, error) from error
 
 
 async def tables_from_etcd(

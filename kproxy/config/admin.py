@@ -1,4 +1,4 @@
-"""Options of the admin page's protection: `[admin]`."""
+"""Options of the admin page's protection, and of its TLS: `[admin]`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kproxy.config.parsing import Address, parse_address, read_file, split_list
+from kproxy.config.tls import ListenerTls, PageTlsSection, listener_tls
 from kproxy.errors import StartupError
 
 LOOPBACK = "127.0.0.1"
 LEAST_TOKEN_CHARACTERS = 16
+# The answer of a page with TLS to HTTP in plain text.
+SPEAKS_TLS = "this page speaks TLS: ask https:// instead of http://"
 _MOST_TOKEN_BYTES = 4_096
 # Options that have no flag and are never shown.
 SECRETS = frozenset({"admin.token"})
@@ -26,19 +29,23 @@ class AdminSection(msgspec.Struct, kw_only=True):
     token_file: str | UnsetType = UNSET
     token_for_all: bool = False
     hosts: str | list[str] | UnsetType = UNSET
+    tls: PageTlsSection = msgspec.field(default_factory=PageTlsSection)
 
 
 @dataclass(frozen=True)
 class AdminOptions:
     """`[admin]`, checked.
 
-    `token` empty: none is asked for. `token_for_all`: also for `/livez`, `/readyz` and `/metrics`. `hosts`: names under
-    which the page is called, beside addresses and this machine's own name.
+    `token` empty: none is asked for. `token_file`: the file that has it, which is read again when it changes.
+    `token_for_all`: the token is asked for also by `/livez`, `/readyz` and `/metrics`. `hosts`: names under which the
+    page is called, beside addresses and this machine's own name. `tls` None: the page is in plain text.
     """
 
     token: str = field(default="", repr=False)
+    token_file: Path | None = None
     token_for_all: bool = False
     hosts: tuple[str, ...] = ()
+    tls: ListenerTls | None = None
 
 
 def parse_admin(text: str, source: str) -> Address:
@@ -54,21 +61,34 @@ def admin_options(given: AdminSection, sources: Mapping[str, str], *, has_page: 
             f"the admin page's token stands twice: {sources['admin.token']} has one and {sources['admin.token_file']} "
             f"names a file; keep one of them."
         )
-    token, source = "", ""
+    token, token_file = "", None
+    tls_sources = {key: sources[f"admin.tls.{key}"] for key in PageTlsSection.__struct_fields__}
+    tls = listener_tls(given.tls, tls_sources, "admin.tls.")
+    for key in ("token_file", "token", "tls.cert"):
+        if sources[f"admin.{key}"] != "default" and not has_page:
+            raise StartupError(f"{sources[f'admin.{key}']}: there is no admin page: give its address with --admin H:P.")
     if given.token_file is not UNSET:
-        token, source = read_token(Path(given.token_file), "admin.token_file"), sources["admin.token_file"]
+        token_file = Path(given.token_file)
+        token = read_page_token(token_file, sources["admin.token_file"])
     elif given.token is not UNSET:
-        token, source = given.token, sources["admin.token"]
-    if source and not has_page:
-        raise StartupError(f"{source}: there is no admin page: give its address with --admin H:P.")
-    if source and not (len(token) >= LEAST_TOKEN_CHARACTERS and token.isascii() and token.isprintable()):
-        raise StartupError(
-            f"{source}: the admin page's token is at least {LEAST_TOKEN_CHARACTERS} printable ASCII characters."
-        )
+        token = _checked_token(given.token, sources["admin.token"])
     if given.token_for_all and not token:
         raise StartupError(f"{sources['admin.token_for_all']}: there is no token: name its file in admin.token_file.")
     hosts = split_list(given.hosts, sources["admin.hosts"]) if given.hosts is not UNSET else ()
-    return AdminOptions(token, given.token_for_all, tuple(host.lower() for host in hosts))
+    return AdminOptions(token, token_file, given.token_for_all, tuple(host.lower() for host in hosts), tls)
+
+
+def read_page_token(file: Path, source: str) -> str:
+    """The page's token in a file. Raises StartupError, which names `source` and never has the token in it."""
+    return _checked_token(read_token(file, "admin.token_file"), source)
+
+
+def _checked_token(token: str, source: str) -> str:
+    if len(token) >= LEAST_TOKEN_CHARACTERS and token.isascii() and token.isprintable():
+        return token
+    raise StartupError(
+        f"{source}: the admin page's token is at least {LEAST_TOKEN_CHARACTERS} printable ASCII characters."
+    )
 
 
 def read_token(file: Path, named: str) -> str:

@@ -1,4 +1,4 @@
-"""SASL towards brokers with the proxy's own identity: `[broker_sasl]`.
+"""SASL towards brokers with the proxy's own identity: `[broker_sasl]`, and `sasl` of `[audit]`.
 
 Secrets are never flags, never printed, and never part of an error.
 """
@@ -17,12 +17,12 @@ from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 
 MAX_SECRET_BYTES: Final = 64 << 10
-SECRETS: Final = frozenset({"broker_sasl.password"})
+SECRETS: Final = frozenset({"broker_sasl.password", "audit.sasl.password"})
 Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
 
 
 class BrokerSaslSection(msgspec.Struct, kw_only=True):
-    """`[broker_sasl]` as given."""
+    """`[broker_sasl]` as given, or `sasl` of `[audit]`."""
 
     mechanism: Mechanism | UnsetType = UNSET
     username: str | UnsetType = UNSET
@@ -34,20 +34,24 @@ class BrokerSaslSection(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class BrokerSasl:
-    """`[broker_sasl]`, checked: a user with a password, or with OAUTHBEARER a file with a token."""
+    """The options, checked: a user with a password, or with OAUTHBEARER a file with a token.
+
+    Errors name the options with `prefix`.
+    """
 
     mechanism: Mechanism
     username: str = ""
     password: str = field(default="", repr=False)
     password_file: Path | None = None
     token_file: Path | None = None
+    prefix: str = "broker_sasl."
 
     def read_secret(self) -> str:
         """The present password or token: a file may change. Raises StartupError."""
         file, named = (
-            (self.token_file, "broker_sasl.token_file")
+            (self.token_file, f"{self.prefix}token_file")
             if self.mechanism == "OAUTHBEARER"
-            else (self.password_file, "broker_sasl.password_file")
+            else (self.password_file, f"{self.prefix}password_file")
         )
         if file is None:
             return self.password
@@ -61,14 +65,21 @@ class BrokerSasl:
         return secret
 
 
-def broker_sasl(given: BrokerSaslSection, sources: Mapping[str, str], *, with_tls: bool) -> BrokerSasl | None:
+def broker_sasl(
+    given: BrokerSaslSection,
+    sources: Mapping[str, str],
+    prefix: str = "broker_sasl.",
+    tls_prefix: str = "broker_tls.",
+    *,
+    with_tls: bool,
+) -> BrokerSasl | None:
     """Check the options; None if the proxy does not authenticate to brokers. Raises StartupError."""
     values = {key: value for key, value in msgspec.structs.asdict(given).items() if value is not UNSET}
     values.pop("allow_plain_text")
     if given.mechanism is UNSET:
         if values:
             raise StartupError(
-                f"{sources[next(iter(values))]}: it needs a mechanism: set broker_sasl.mechanism to PLAIN, "
+                f"{sources[next(iter(values))]}: it needs a mechanism: set {prefix}mechanism to PLAIN, "
                 f"SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER."
             )
         return None
@@ -82,18 +93,18 @@ def broker_sasl(given: BrokerSaslSection, sources: Mapping[str, str], *, with_tl
     source = sources["mechanism"]
     if given.mechanism == "OAUTHBEARER":
         if "token_file" not in values:
-            raise StartupError(f"{source}: OAUTHBEARER needs a token: name its file with broker_sasl.token_file.")
+            raise StartupError(f"{source}: OAUTHBEARER needs a token: name its file with {prefix}token_file.")
     elif "username" not in values or not {"password", "password_file"} & values.keys():
         raise StartupError(
-            f"{source}: {given.mechanism} needs broker_sasl.username, and its password in broker_sasl.password_file or "
-            f"KPROXY_BROKER_SASL__PASSWORD."
+            f"{source}: {given.mechanism} needs {prefix}username, and its password in {prefix}password_file or "
+            f"KPROXY_{prefix.upper().replace('.', '__')}PASSWORD."
         )
     if "password" in values and "password_file" in values:
         raise StartupError(f"{sources['password_file']}: the password is also in {sources['password']}; keep one.")
     if given.mechanism in ("PLAIN", "OAUTHBEARER") and not with_tls and not given.allow_plain_text:
         raise StartupError(
             f"{source}: {given.mechanism} shows its secret to everybody on the way to the brokers: set "
-            f"broker_tls.enabled, or take a SCRAM mechanism, or set broker_sasl.allow_plain_text."
+            f"{tls_prefix}enabled, or take a SCRAM mechanism, or set {prefix}allow_plain_text."
         )
     options = BrokerSasl(
         mechanism=given.mechanism,
@@ -101,6 +112,7 @@ def broker_sasl(given: BrokerSaslSection, sources: Mapping[str, str], *, with_tl
         password=given.password or "",
         password_file=Path(given.password_file) if given.password_file is not UNSET else None,
         token_file=Path(given.token_file) if given.token_file is not UNSET else None,
+        prefix=prefix,
     )
     options.read_secret()
     return options

@@ -12,12 +12,12 @@ Every error is a StartupError of one sentence that names the value's source.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -125,12 +125,14 @@ SinkKind = Literal["none", "topic", "json", "parquet"]
 
 
 class AuditSection(msgspec.Struct, kw_only=True):
-    """`[audit]`: `interval_s` in seconds, `max_bytes` in bytes."""
+    """`[audit]`: `interval_s` in seconds, `max_bytes` in bytes; `tls` and `sasl` are about `bootstrap`."""
 
     sink: str = "none"
     bootstrap: str | list[str] | UnsetType = UNSET
     interval_s: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
     max_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 30)] = 16 << 20
+    tls: BrokerTlsSection = msgspec.field(default_factory=BrokerTlsSection)
+    sasl: BrokerSaslSection = msgspec.field(default_factory=BrokerSaslSection)
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ class AuditOptions:
     """`[audit]`, checked.
 
     `topic` is the topic that trails are shipped to, even if this proxy ships elsewhere or nowhere: writes to it are
-    never in a trail. `directory` is set for files only. `bootstrap` empty: ship through this proxy itself. An
+    never in a trail. `directory` is set for files only. `bootstrap` empty: ship through this proxy itself; otherwise
+    `tls` and `sasl` are the access to that cluster, as `broker_tls` and `broker_sasl` of ProxyConfig. An
     acknowledgement is in a row that is closed within `interval_s` seconds. At most `max_bytes` are kept while the sink
     takes nothing.
     """
@@ -149,6 +152,35 @@ class AuditOptions:
     bootstrap: tuple[Address, ...] = ()
     interval_s: float = 5.0
     max_bytes: int = 16 << 20
+    tls: BrokerTls | None = None
+    sasl: BrokerSasl | None = None
+
+
+def _audit_access(
+    given: AuditSection, sources: Mapping[str, str], *, is_elsewhere: bool
+) -> tuple[BrokerTls | None, BrokerSasl | None]:
+    # What check-config prints has the defaults.
+    first = next(
+        (
+            sources[f"audit.{name}.{key}"]
+            for name, section in (("tls", given.tls), ("sasl", given.sasl))
+            for key in section.__struct_fields__
+            if getattr(section, key) != getattr(type(section)(), key)
+        ),
+        None,
+    )
+    if first is not None and not is_elsewhere:
+        raise StartupError(
+            f"{first}: it is about another cluster for the trail: name that in audit.bootstrap. Through the proxy "
+            f"itself the trail has the access of broker_tls and broker_sasl."
+        )
+    tls = broker_tls(given.tls, _of_section(sources, "audit.tls"), "audit.tls.")
+    of_sasl = _of_section(sources, "audit.sasl")
+    sasl = broker_sasl(given.sasl, of_sasl, "audit.sasl.", "audit.tls.", with_tls=tls is not None)
+    if sasl is not None and sasl.mechanism.startswith("SCRAM") and set(sasl.username) & set(",="):
+        # kafka-python, which ships the trail, does not escape them (RFC 5802, section 5.1).
+        raise StartupError(f"{of_sasl['username']}: a user with ',' or '=' cannot ship the trail: name another one.")
+    return tls, sasl
 
 
 def _audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptions:
@@ -171,6 +203,7 @@ def _audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOpti
         raise StartupError(
             f"{sources['audit.bootstrap']}: it belongs to an audit sink of kind topic; this is {given.sink}."
         )
+    tls, sasl = _audit_access(given, sources, is_elsewhere=bool(bootstrap))
     if kind == "parquet" and find_spec("pyarrow") is None:
         raise StartupError(
             f"{source}: Parquet files need pyarrow, which is not installed: run `{install_command('parquet')}`, or "
@@ -183,6 +216,8 @@ def _audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOpti
         bootstrap=bootstrap,
         interval_s=given.interval_s,
         max_bytes=given.max_bytes,
+        tls=tls,
+        sasl=sasl,
     )
 
 
@@ -257,12 +292,21 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {each.name: each.type for each in ms
 _SECTIONS_IN_FLAGS = ("etcd", "audit", "tls", "broker_tls", "broker_sasl")
 # Keys that belong to one source of owners.
 OF_ONE_SOURCE = {"ownership.bootstrap": "kafka", "ownership.refresh_s": "kafka", "ownership.table": "static"}
+
+
+def _keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[tuple[str, tuple[Any, object]]]:
+    for each in msgspec.structs.fields(struct):
+        path = f"{section}.{each.name}"
+        if isinstance(each.type, type) and issubclass(each.type, msgspec.Struct):
+            yield from _keys_of(path, each.type)
+        else:
+            yield path, (each.type, each.default)
+
+
 # key path -> (type, default)
-_KEYS = {
-    f"{section}.{field.name}": (field.type, field.default)
-    for section, struct in SECTIONS.items()
-    for field in msgspec.structs.fields(struct)
-}
+_KEYS = {path: key for section, struct in SECTIONS.items() for path, key in _keys_of(section, struct)}
+# Sections within a section, such as `admin.tls`: their keys have no flags.
+_INNER_SECTIONS = {path.rpartition(".")[0] for path in _KEYS} - SECTIONS.keys()
 # The only limits with a flag.
 _LIMITS_WITH_FLAGS = ("limits.drain_delay",)
 _SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth", "access", "admin")
@@ -281,7 +325,9 @@ def _flag_of(path: str) -> str:
 _FLAG_PATHS = {
     _flag_of(path): path
     for path in _KEYS
-    if (path.partition(".")[0] not in _SECTIONS_WITHOUT_FLAGS or path in _LIMITS_WITH_FLAGS) and path not in SECRETS
+    if (path.partition(".")[0] not in _SECTIONS_WITHOUT_FLAGS or path in _LIMITS_WITH_FLAGS)
+    and path not in SECRETS
+    and path.rpartition(".")[0] not in _INNER_SECTIONS
 }
 
 
@@ -392,11 +438,14 @@ def load_settings(
 
 def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     """Check the options against each other. Raises StartupError."""
-    sections: dict[str, dict[str, object]] = {}
+    sections: dict[str, Any] = {}
     for path in _KEYS:
         if settings[path].value is not UNSET:
-            section, _, key = path.partition(".")
-            sections.setdefault(section, {})[key] = settings[path].value
+            *outer, key = path.split(".")
+            section = sections
+            for name in outer:
+                section = section.setdefault(name, {})
+            section[key] = settings[path].value
     given = msgspec.convert(sections, Options)
     sources = {path: setting.source for path, setting in settings.items()}
     source_of_owners = given.ownership.ownership
@@ -639,12 +688,21 @@ def _file_values(file: Path | None) -> dict[str, object]:
         if section not in SECTIONS or not isinstance(content, dict):
             known = {**SECTIONS, **dict.fromkeys(TABLES)}
             unknown(section, f"in {file}", f"[{nearest(section, known)}]", isinstance(content, dict))
-        for key, value in content.items():
-            path = f"{section}.{key}"
+        for path, value in _with_inner(section, content):
             if path not in _KEYS:
                 unknown(path, f"in {file}", nearest(path, _KEYS), False)
             values[path] = value
     return values
+
+
+def _with_inner(section: str, content: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The key paths and values of a section, and of the sections within it."""
+    for key, value in content.items():
+        path = f"{section}.{key}"
+        if path in _INNER_SECTIONS and isinstance(value, dict):
+            yield from _with_inner(path, value)
+        else:
+            yield path, value
 
 
 def _environment_values(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -1,6 +1,7 @@
-"""TLS of listeners and of connections to brokers: options, and the contexts made of them.
+"""TLS of listeners, of the admin page and of connections to brokers: options, and the contexts made of them.
 
-`[tls]` and `tls` of a `[[listeners]]` are about clients, `[broker_tls]` about brokers, `--replication-tls-...` about
+`[tls]` and `tls` of a `[[listeners]]` are about clients, `[broker_tls]` about brokers, `tls` of `[admin]` about the
+admin page, `tls` of `[audit]` about the cluster that the audit trail is shipped to, `--replication-tls-...` about
 reference brokers among each other. All files are PEM. A key is never part of an error.
 """
 
@@ -33,8 +34,8 @@ REPLICATION_FLAGS = "--replication-tls-"
 _VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 
 
-class TlsSection(msgspec.Struct, kw_only=True):
-    """`[tls]` as given, or `tls` of one of `[[listeners]]`."""
+class PageTlsSection(msgspec.Struct, kw_only=True):
+    """`tls` of `[admin]` as given."""
 
     cert: str | UnsetType = UNSET
     key: str | UnsetType = UNSET
@@ -42,13 +43,18 @@ class TlsSection(msgspec.Struct, kw_only=True):
     client_auth: ClientAuth | UnsetType = UNSET
     client_crl: str | UnsetType = UNSET
     client_crl_check: CrlCheck | UnsetType = UNSET
-    principal_mapping_rules: str | list[str] | UnsetType = UNSET
     min_version: MinVersion = "1.2"
+
+
+class TlsSection(PageTlsSection, kw_only=True):
+    """`[tls]` as given, or `tls` of one of `[[listeners]]`."""
+
+    principal_mapping_rules: str | list[str] | UnsetType = UNSET
     strict_server_name: bool = False
 
 
 class BrokerTlsSection(msgspec.Struct, kw_only=True):
-    """`[broker_tls]` as given."""
+    """`[broker_tls]` as given, or `tls` of `[audit]`."""
 
     enabled: bool | UnsetType = UNSET
     ca: str | UnsetType = UNSET
@@ -71,12 +77,13 @@ class ReplicationTlsSection(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class ListenerTls:
-    """TLS of one listener, checked.
+    """TLS of one listener, or of the admin page, checked.
 
     `client_ca` is set unless `client_auth` is `none`. `principal_rules` turn the name of a client's certificate into
     that of its principal. `strict_server_name`: refuse clients that ask for a name that the certificate does not have.
     `client_crl_check`: `chain` needs the lists of all authorities from the client's to the root; `leaf` needs the one
     of the authority that signed the client's certificate, and does not notice that an authority is revoked.
+    Errors name the options with `prefix`.
     """
 
     cert: Path
@@ -88,6 +95,7 @@ class ListenerTls:
     min_version: MinVersion = "1.2"
     strict_server_name: bool = False
     principal_rules: tuple[MappingRule, ...] = DEFAULT_RULES
+    prefix: str = "tls."
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -96,10 +104,11 @@ class ListenerTls:
 
 @dataclass(frozen=True)
 class BrokerTls:
-    """`[broker_tls]`, checked.
+    """`[broker_tls]` or `tls` of `[audit]`, checked.
 
     `ca` None: the authorities that this machine trusts. `server_name`: the name in every broker's certificate, if that
     is not the host that the broker advertises. `crl_check` is as in ListenerTls.
+    Errors name the options with `prefix`.
     """
 
     ca: Path | None = None
@@ -109,6 +118,7 @@ class BrokerTls:
     crl_check: CrlCheck = "chain"
     server_name: str = ""
     min_version: MinVersion = "1.2"
+    prefix: str = "broker_tls."
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -151,32 +161,34 @@ class LoadedReplication:
     dial: ssl.SSLContext
 
 
-def listener_tls(given: TlsSection, sources: Mapping[str, str]) -> ListenerTls | None:
-    """Check the options; None if none is given. `sources` has the source of each key.
+def listener_tls(given: PageTlsSection, sources: Mapping[str, str], prefix: str = "tls.") -> ListenerTls | None:
+    """Check the options; None if none is given. `sources` has the source of each key; errors name keys with `prefix`.
 
     Raises StartupError if they do not fit together or a file cannot be used.
     """
     values = _given(given, sources)
+    rest = given if isinstance(given, TlsSection) else TlsSection()
     if given.cert is UNSET:
         first = next(iter(values), None)
-        if first is None and given.min_version == "1.2" and not given.strict_server_name:
+        if first is None and given.min_version == "1.2" and not rest.strict_server_name:
             return None
         raise StartupError(
-            f"{sources[first or 'cert']}: TLS needs the listener's certificate: name its file with tls.cert, and the "
-            f"file of its private key with tls.key."
+            f"{sources[first or 'cert']}: TLS needs the listener's certificate: name its file with {prefix}cert, and "
+            f"the file of its private key with {prefix}key."
         )
     if given.key is UNSET:
-        raise StartupError(f"{sources['cert']}: the certificate is of no use without its private key: set tls.key.")
+        raise StartupError(f"{sources['cert']}: the certificate is of no use without its private key: set {prefix}key.")
     client_auth: ClientAuth = given.client_auth or ("none" if given.client_ca is UNSET else "required")
     if client_auth != "none" and given.client_ca is UNSET:
         raise StartupError(
-            f"{sources['client_auth']}: clients' certificates need the authorities that sign them: set tls.client_ca."
+            f"{sources['client_auth']}: clients' certificates need the authorities that sign them: set "
+            f"{prefix}client_ca."
         )
     for key in ("client_ca", "client_crl", "client_crl_check", "principal_mapping_rules"):
         if client_auth == "none" and key in values:
-            raise StartupError(f"{sources[key]}: it is about clients' certificates, and tls.client_auth is none.")
+            raise StartupError(f"{sources[key]}: it is about clients' certificates, and {prefix}client_auth is none.")
     if given.client_crl is UNSET and given.client_crl_check is not UNSET:
-        raise StartupError(f"{sources['client_crl_check']}: there is no list to check with: set tls.client_crl.")
+        raise StartupError(f"{sources['client_crl_check']}: there is no list to check with: set {prefix}client_crl.")
     options = ListenerTls(
         cert=Path(given.cert),
         key=Path(given.key),
@@ -185,8 +197,9 @@ def listener_tls(given: TlsSection, sources: Mapping[str, str]) -> ListenerTls |
         client_crl=_path(given.client_crl),
         client_crl_check=given.client_crl_check or "chain",
         min_version=given.min_version,
-        strict_server_name=given.strict_server_name,
-        principal_rules=_principal_rules(given.principal_mapping_rules, sources["principal_mapping_rules"]),
+        strict_server_name=rest.strict_server_name,
+        principal_rules=_principal_rules(rest.principal_mapping_rules, sources.get("principal_mapping_rules", "")),
+        prefix=prefix,
     )
     load_listener_tls(options)
     return options
@@ -201,16 +214,16 @@ def _principal_rules(given: str | list[str] | UnsetType, source: str) -> tuple[M
         raise StartupError(f"{source}: {error}.") from error
 
 
-def broker_tls(given: BrokerTlsSection, sources: Mapping[str, str]) -> BrokerTls | None:
+def broker_tls(given: BrokerTlsSection, sources: Mapping[str, str], prefix: str = "broker_tls.") -> BrokerTls | None:
     """Check the options; None if brokers are accessed in plain text. Raises StartupError as `listener_tls`."""
     values = _given(given, sources)
     if not (bool(values) if given.enabled is UNSET else given.enabled):
         return None
     if (given.cert is UNSET) is not (given.key is UNSET):
         alone, other = ("cert", "key") if given.key is UNSET else ("key", "cert")
-        raise StartupError(f"{sources[alone]}: it is of no use without its other half: set broker_tls.{other} as well.")
+        raise StartupError(f"{sources[alone]}: it is of no use without its other half: set {prefix}{other} as well.")
     if given.crl is UNSET and given.crl_check is not UNSET:
-        raise StartupError(f"{sources['crl_check']}: there is no list to check with: set broker_tls.crl.")
+        raise StartupError(f"{sources['crl_check']}: there is no list to check with: set {prefix}crl.")
     options = BrokerTls(
         ca=_path(given.ca),
         cert=_path(given.cert),
@@ -219,6 +232,7 @@ def broker_tls(given: BrokerTlsSection, sources: Mapping[str, str]) -> BrokerTls
         crl_check=given.crl_check or "chain",
         server_name=given.server_name or "",
         min_version=given.min_version,
+        prefix=prefix,
     )
     load_broker_tls(options)
     return options
@@ -239,7 +253,7 @@ def replication_tls(given: ReplicationTlsSection, sources: Mapping[str, str]) ->
 
 
 def _given(
-    given: TlsSection | BrokerTlsSection | ReplicationTlsSection, sources: Mapping[str, str]
+    given: PageTlsSection | BrokerTlsSection | ReplicationTlsSection, sources: Mapping[str, str]
 ) -> dict[str, object]:
     values = {key: value for key, value in msgspec.structs.asdict(given).items() if value is not UNSET}
     for key, value in values.items():
@@ -256,12 +270,12 @@ def load_listener_tls(options: ListenerTls, kind: type[ssl.SSLContext] = ssl.SSL
     """Read the files into a context of that kind. Raises StartupError that names one that cannot be used."""
     context = kind(ssl.PROTOCOL_TLS_SERVER)
     _set_common(context, options.min_version)
-    _load_pair(context, options.cert, options.key, "tls.")
+    _load_pair(context, options.cert, options.key, options.prefix)
     if options.client_ca is not None:
-        _load_authorities(context, options.client_ca, "tls.client_ca")
+        _load_authorities(context, options.client_ca, f"{options.prefix}client_ca")
         context.verify_mode = ssl.CERT_REQUIRED if options.client_auth == "required" else ssl.CERT_OPTIONAL
-    _load_crl(context, options.client_crl, options.client_crl_check, "tls.client_crl")
-    return Loaded(context, _rehearsed(options.cert, options.key, "tls.cert", server_side=True))
+    _load_crl(context, options.client_crl, options.client_crl_check, f"{options.prefix}client_crl")
+    return Loaded(context, _rehearsed(options.cert, options.key, f"{options.prefix}cert", server_side=True))
 
 
 def load_broker_tls(options: BrokerTls) -> Loaded:
@@ -269,12 +283,12 @@ def load_broker_tls(options: BrokerTls) -> Loaded:
     context = ssl.create_default_context() if options.ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     _set_common(context, options.min_version)
     if options.ca is not None:
-        _load_authorities(context, options.ca, "broker_tls.ca")
-    _load_crl(context, options.crl, options.crl_check, "broker_tls.crl")
+        _load_authorities(context, options.ca, f"{options.prefix}ca")
+    _load_crl(context, options.crl, options.crl_check, f"{options.prefix}crl")
     if options.cert is None or options.key is None:
         return Loaded(context, None)
-    _load_pair(context, options.cert, options.key, "broker_tls.")
-    return Loaded(context, _rehearsed(options.cert, options.key, "broker_tls.cert", server_side=False))
+    _load_pair(context, options.cert, options.key, options.prefix)
+    return Loaded(context, _rehearsed(options.cert, options.key, f"{options.prefix}cert", server_side=False))
 
 
 def load_replication_tls(

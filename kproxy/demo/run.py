@@ -467,7 +467,7 @@ def create_topic(bootstrap: str, topic: str, partitions: int, client: Mapping[st
     `client` has options of kafka-python.
     """
     try:
-        # A client with its own connections leaves none behind if it fails, but supports plain text only.
+        # A client with its own connections leaves none behind if it fails, but takes none of these options of TLS.
         make: Any = KafkaAdminClient if client else partial(topic_sink.connected, KafkaAdminClient)
         admin = make(
             bootstrap_servers=bootstrap,

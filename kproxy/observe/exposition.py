@@ -33,6 +33,7 @@ FOLDS: Final[Mapping[str, Callable[[float, float], float]]] = {
     "kproxy_table_partitions": min,
     "kproxy_table_revision": min,
     "kproxy_table_stale": max,
+    "kproxy_tls_certificate_expiry_timestamp_seconds": min,
 }
 """How values of several processes are combined; all others are added."""
 _GROWING = ("counter", "histogram")

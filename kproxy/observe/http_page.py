@@ -8,22 +8,36 @@
 | `/readyz` | 200 while it can serve, 503 with the reason otherwise |
 
 States: made --start()--> serving --stop()--> stopped.
+
+With TLS an entrance (kproxy.security.entrance) has connections until their handshake is finished.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from aiohttp import web
 
+from kproxy.config.admin import SPEAKS_TLS
+from kproxy.config.tls import Loaded
 from kproxy.errors import StartupError
 from kproxy.observe.page_guard import PageGuard
+from kproxy.runtime.sockets import bind, bound_port
+from kproxy.security.entrance import Entrance
+from kproxy.security.tls_errors import ListenerWords
+from kproxy_codec.foreign import http_answer
 
 KEEPALIVE_S = 15.0
 SHUTDOWN_TIMEOUT_S = 1.0
+# Connections that have not finished their TLS handshake.
+MAX_HALF_OPEN: Final = 50
+_WORDS: Final = ListenerWords("admin.tls.client_ca", "admin.tls.client_auth", "admin.tls.min_version", "ask https://")
+_REMEDY: Final = "another --admin, or stop what uses this one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +88,43 @@ class HttpPage:
         self._runner = web.AppRunner(
             application, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=SHUTDOWN_TIMEOUT_S
         )
+        self._entrance: Entrance[asyncio.BaseProtocol] | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; return the real port.
+    async def start(self, host: str, port: int, tls: Callable[[], Loaded] | None = None) -> int:
+        """Listen; return the real port. `tls` returns what a handshake uses that begins now; None: plain text.
 
         Raises StartupError, with nothing left open.
         """
-        remedy = "choose another --admin, or stop what uses this one"
-        await self._listen(lambda: web.TCPSite(self._runner, host, port), f"{host}:{port}", remedy)
+        if tls is not None:
+            return await self._start_with_tls(host, port, tls)
+        await self._listen(lambda: web.TCPSite(self._runner, host, port), f"{host}:{port}", f"choose {_REMEDY}")
         bound: int = self._runner.addresses[0][1]
         return bound
+
+    async def _start_with_tls(self, host: str, port: int, tls: Callable[[], Loaded]) -> int:
+        bound = await bind(asyncio.Protocol, host, port, choose=_REMEDY)
+        real_port = bound_port(bound)
+        await self._runner.setup()
+        entrance = self._entrance = Entrance(
+            "admin page",
+            tls,
+            max_half_open=MAX_HALF_OPEN,
+            session=lambda _: self._session(),
+            counters=Counter(),
+            words=_WORDS,
+            answer_to_http=http_answer(f"{SPEAKS_TLS}\n".encode()),
+        )
+        try:
+            entrance.open(bound)
+        except StartupError:
+            await self.stop()
+            raise
+        return real_port
+
+    def _session(self) -> asyncio.BaseProtocol | None:
+        """None: the page has stopped meanwhile."""
+        server = self._runner.server
+        return None if server is None else server()
 
     async def start_unix(self, path: Path) -> None:
         """Listen on a unix socket, in the place of one that another process left. Raises StartupError as `start`."""
@@ -102,6 +143,8 @@ class HttpPage:
 
     async def stop(self) -> None:
         """Close the listener and its connections."""
+        if self._entrance is not None:
+            await self._entrance.close()
         await self._runner.cleanup()
 
     async def _index(self, _: web.Request) -> web.Response:

@@ -240,23 +240,33 @@ _HANDSHAKES = "tls.handshakes."
 _HANDSHAKES_FAILED = "tls.handshakes.failed."
 
 
-def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
-    expiry = GaugeMetricFamily(
+def expiry(certificates: Mapping[tuple[str, str], float]) -> Metric:
+    """The gauge of certificates' ends, which are as in Vitals."""
+    family = GaugeMetricFamily(
         "kproxy_tls_certificate_expiry_timestamp_seconds",
         "When a certificate in use ends, as Unix time.",
         labels=["use", "listener"],
     )
-    for (use, listener), expires_at in sorted(vitals.certificates.items()):
-        expiry.add_metric([use, listener], expires_at)
-    yield expiry
-    reloads = CounterMetricFamily(
+    for (use, listener), expires_at in sorted(certificates.items()):
+        family.add_metric([use, listener], expires_at)
+    return family
+
+
+def reloads(counters: Mapping[str, int]) -> Metric:
+    """The counter of reloads."""
+    family = CounterMetricFamily(
         "kproxy_tls_reloads",
-        "Reloads of the files of TLS, users, keys of tokens, ACLs and quotas, and of users and rules in etcd.",
+        "Reloads of the files of TLS, users, tokens and their keys, ACLs and quotas, and of users and rules in etcd.",
         labels=["outcome"],
     )
     for outcome in ("done", "failed"):
-        reloads.add_metric([outcome], counters.get(f"tls.reloads.{outcome}", 0))
-    yield reloads
+        family.add_metric([outcome], counters.get(f"tls.reloads.{outcome}", 0))
+    return family
+
+
+def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
+    yield expiry(vitals.certificates)
+    yield reloads(counters)
     fetches = CounterMetricFamily(
         "kproxy_token_key_fetches", "Attempts to fetch the keys of tokens from their issuer.", labels=["outcome"]
     )

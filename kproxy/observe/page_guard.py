@@ -30,11 +30,13 @@ _BEARER: Final = "bearer "
 class PageGuard:
     """Checks the requests to one page.
 
-    `token` empty: none is asked for. `hosts` are names under which the page is called. `token_for_all`: the pages of
-    VITAL_PATHS need the token as well.
+    `token` returns the present one, empty: none is asked for. `hosts` are names under which the page is called.
+    `token_for_all`: the pages of VITAL_PATHS need the token as well.
     """
 
-    def __init__(self, token: str = "", hosts: Collection[str] = (), *, token_for_all: bool = False) -> None:
+    def __init__(
+        self, token: Callable[[], str] = lambda: "", hosts: Collection[str] = (), *, token_for_all: bool = False
+    ) -> None:
         self._token = token
         self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
         self._open = frozenset() if token_for_all else VITAL_PATHS
@@ -46,7 +48,12 @@ class PageGuard:
         @web.middleware
         async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
             refusal = self.refusal(
-                request.method, request.path, request.host, request.headers.get("Origin"), _token_of(request)
+                request.method,
+                request.path,
+                request.host,
+                request.headers.get("Origin"),
+                _token_of(request),
+                with_tls=request.secure,
             )
             if refusal is None:
                 return await handler(request)
@@ -59,16 +66,23 @@ class PageGuard:
 
         return guarded
 
-    def refusal(self, method: str, path: str, host: str, origin: str | None, token: str) -> tuple[int, str] | None:
-        """The status and the reason with which a request is refused; None if it is not."""
-        if self._token and path not in self._open and not hmac.compare_digest(token.encode(), self._token.encode()):
+    def refusal(
+        self, method: str, path: str, host: str, origin: str | None, token: str, *, with_tls: bool = False
+    ) -> tuple[int, str] | None:
+        """The status and the reason with which a request is refused; None if it is not.
+
+        `with_tls`: it came by TLS. Without it the page's origin may still be https: something else ends TLS.
+        """
+        wanted = self._token()
+        if wanted and path not in self._open and not hmac.compare_digest(token.encode(), wanted.encode()):
             return 401, "this page needs its token: Authorization: Bearer TOKEN"
         reading = method in _READING
-        if not self._token and not (reading and path in VITAL_PATHS) and not self._is_known(host):
+        if not wanted and not (reading and path in VITAL_PATHS) and not self._is_known(host):
             return 403, "this page is not called so: use its address, or name the host in admin.hosts"
         if reading:
             return None
-        if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
+        schemes = ("https",) if with_tls else ("http", "https")
+        if origin is not None and origin.lower() not in [f"{scheme}://{host.lower()}" for scheme in schemes]:
             return 403, "a page of another origin may change nothing here"
         return None
 

@@ -7,6 +7,7 @@ supervisor (kproxy.workers).
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, TypeVar
 
@@ -14,6 +15,8 @@ import msgspec
 
 from kproxy.claims.admin import ClaimsAdmin
 from kproxy.config import Address, ProxyConfig
+from kproxy.config.admin import read_page_token
+from kproxy.config.tls import Loaded
 from kproxy.observe.admin import AdminPage, ReplicaPages
 from kproxy.observe.exposition import render
 from kproxy.observe.http_page import HttpPage, Readiness
@@ -23,7 +26,9 @@ from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, TableView, 
 from kproxy.observe.tally import Tally
 from kproxy.proxy.admission import OpenConnections
 from kproxy.runtime.notify import say_ready, say_stopping, say_waiting
+from kproxy.security.entrance import load_for_entrance
 from kproxy.security.quotas import Accounts
+from kproxy.security.reloading import Reloading, Reloads
 from kproxy.trail.shipper import ShipperVitals
 
 Page = TypeVar("Page", bound=HttpPage)
@@ -88,8 +93,8 @@ class Front(Protocol):
 
     worker: int | None
 
-    async def open(self, pages: OwnPages) -> None:
-        """Show `pages` from now on. Raises StartupError."""
+    async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
+        """Show `pages` from now on, where `site` is, if there is one. Raises StartupError."""
         ...
 
     def waits(self, sentence: str) -> None:
@@ -117,22 +122,18 @@ class Front(Protocol):
 
 
 class OwnFront:
-    """The front of a process that serves alone; without an admin page if the configuration names none."""
+    """The front of a process that serves alone."""
 
     worker: int | None = None
 
     def __init__(self, config: ProxyConfig) -> None:
-        self._address = config.admin
-        self._guard = guard_of(config)
         self._replicas = ReplicaPages(config)
         self._admin: AdminPage | None = None
         self._said = ""
 
-    async def open(self, pages: OwnPages) -> None:
-        if self._address is not None:
-            self._admin, self._said = await start_admin(
-                AdminPage(pages, self._replicas.page, self._guard), self._address
-            )
+    async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
+        if site is not None:
+            self._admin, self._said = await site.start(AdminPage(pages, self._replicas.page, site.guard))
 
     def waits(self, sentence: str) -> None:
         say_waiting(sentence)
@@ -152,14 +153,45 @@ class OwnFront:
         await self._replicas.close()
 
 
-def guard_of(config: ProxyConfig) -> PageGuard:
-    """The protection of a proxy's admin page."""
-    options = config.admin_options
-    hosts = [*options.hosts, *(address.host for address in (config.admin, config.advertise) if address is not None)]
-    return PageGuard(options.token, hosts, token_for_all=options.token_for_all)
+class AdminSite:
+    """Where and how the admin page of a proxy is served: its address, protection and TLS.
 
+    `reloads` follows the files of its TLS and its token. Raises StartupError if one cannot be used.
+    """
 
-async def start_admin(admin: Page, address: Address) -> tuple[Page, str]:
-    """Start the page; return it and its part of the ready line. Raises StartupError."""
-    host, port = address
-    return admin, f" admin={host}:{await admin.start(host, port)}"
+    def __init__(self, config: ProxyConfig, address: Address, reloads: Reloads, counters: Counter[str]) -> None:
+        self._address = address
+        options = config.admin_options
+        self._tls: Reloading[Loaded] | None = None
+        self._fixed_token = options.token
+        self._token: Reloading[str] | None = None
+        if options.token_file is not None:
+            file = options.token_file
+            self._token = reloads.add(
+                Reloading(
+                    "token of the admin page", [file], lambda: read_page_token(file, str(file)), counters=counters
+                )
+            )
+        if options.tls is not None:
+            tls = options.tls
+            self._tls = reloads.add(
+                Reloading("TLS of the admin page", tls.files, lambda: load_for_entrance(tls), counters=counters)
+            )
+        hosts = [*options.hosts, *(each.host for each in (address, config.advertise) if each is not None)]
+        self.guard = PageGuard(self._present_token, hosts, token_for_all=options.token_for_all)
+
+    @property
+    def certificates(self) -> dict[tuple[str, str], float]:
+        """When its certificate ends, as in Vitals; empty without TLS."""
+        certificate = self._tls.current.certificate if self._tls is not None else None
+        return {} if certificate is None else {("admin", ""): certificate.expires_at}
+
+    def _present_token(self) -> str:
+        return self._fixed_token if self._token is None else self._token.current
+
+    async def start(self, page: Page) -> tuple[Page, str]:
+        """Start a page there; return it and its part of the ready line. Raises StartupError."""
+        host, port = self._address
+        tls = self._tls
+        real_port = await page.start(host, port, None if tls is None else lambda: tls.current)
+        return page, f" admin={host}:{real_port}"

@@ -28,7 +28,7 @@ from kproxy.claims.service import OwnService
 from kproxy.config import Address, ProxyConfig
 from kproxy.config.listeners import ListenerConfig, advertised_listeners, ready_listeners
 from kproxy.config.principal_rules import DEFAULT_RULES
-from kproxy.config.tls import ListenerTls, Loaded, load_broker_tls
+from kproxy.config.tls import BrokerTls, ListenerTls, Loaded, load_broker_tls
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import Unanswered
@@ -43,7 +43,7 @@ from kproxy.proxy.broker_health import Brokers, readiness
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
-from kproxy.proxy.front import Front, OwnFront, OwnPages
+from kproxy.proxy.front import AdminSite, Front, OwnFront, OwnPages
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
@@ -96,6 +96,8 @@ class _Proxy:
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
         self._reloads = Reloads()
         self._connections = OpenConnections()
+        self._site: AdminSite | None = None
+        self._audit_access = self._open_audit_access()
         self._access = self._open_access()
         self._dialler = Dialler(access=self._access)
 
@@ -116,9 +118,10 @@ class _Proxy:
             if sharing is not None:
                 stack.push_async_callback(cancel, sharing)
             audit = self._audit = self._open_audit(port)
+            site = self._site = self._open_site()
             pages = self._pages(stack)
             stack.push_async_callback(self._front.close)
-            await self._front.open(pages)
+            await self._front.open(pages, site)
             opened = self._opened = await stack.enter_async_context(
                 open_source(config, self._topology, self._wait, self._access)
             )
@@ -193,24 +196,41 @@ class _Proxy:
 
     def _open_access(self) -> BrokerAccess:
         """Raises StartupError."""
-        options, tls = self._config.broker_tls, None
-        if options is not None:
-            tls = self._reloads.add(
-                Reloading(
-                    "TLS towards brokers",
-                    options.files,
-                    lambda: load_broker_tls(options),
-                    counters=self._counters,
-                    tells=self._front.worker in (None, 1),
-                )
-            )
+        options = self._config.broker_tls
+        tls = self._reloading_towards(options, "TLS towards brokers")
         return BrokerAccess(options, tls, self._config.broker_sasl, random=self._random)
 
+    def _open_audit_access(self) -> BrokerAccess:
+        """The access to the cluster that the audit trail is shipped to. Raises StartupError."""
+        options = self._config.audit.tls
+        tls = self._reloading_towards(options, "TLS towards the cluster of the audit trail")
+        return BrokerAccess(options, tls, self._config.audit.sasl, random=self._random)
+
+    def _reloading_towards(self, options: BrokerTls | None, named: str) -> Reloading[Loaded] | None:
+        """Raises StartupError."""
+        if options is None:
+            return None
+        return self._reloads.add(
+            Reloading(
+                named,
+                options.files,
+                lambda: load_broker_tls(options),
+                counters=self._counters,
+                tells=self._front.worker in (None, 1),
+            )
+        )
+
+    def _open_site(self) -> AdminSite | None:
+        """Where the admin page is; None if there is none, or another process has it. Raises StartupError."""
+        admin = self._config.admin
+        return None if admin is None else AdminSite(self._config, admin, self._reloads, self._counters)
+
     def _vitals(self) -> Vitals:
-        vitals, ends_at = self._listener.vitals, self._access.expires_at
-        if ends_at is None:
-            return vitals
-        return replace(vitals, certificates={**vitals.certificates, ("broker", ""): ends_at})
+        vitals = self._listener.vitals
+        towards = {"broker": self._access.expires_at, "audit": self._audit_access.expires_at}
+        ours = {(use, ""): ends_at for use, ends_at in towards.items() if ends_at is not None}
+        page = self._site.certificates if self._site is not None else {}
+        return replace(vitals, certificates={**vitals.certificates, **ours, **page})
 
     def _open_membership(self, ports: Sequence[int]) -> Membership:
         host, advertised_port = self._advertised(ports[0])
@@ -229,7 +249,8 @@ class _Proxy:
         """Raises StartupError."""
         worker = self._front.worker
         name = str(Address(*self._advertised(port))) + ("" if worker is None else f"/{worker}")
-        return Audit(self._config, name, self._counters, self._random, self._listener.connect_inside)
+        dial = self._listener.connect_inside
+        return Audit(self._config, name, self._counters, self._random, dial, self._audit_access)
 
     def _access_in_etcd(self) -> AccessInEtcd | None:
         config = self._config
@@ -422,8 +443,8 @@ class Audit:
 
     `keep` begins the trail before the first client is served and ends it when the last one is gone. `ship` is called
     once the proxy serves, as the trail may pass through the proxy itself, which `dial` connects to from any thread. The
-    rest is shipped at the end. An offset that is assigned twice is logged and counted. Raises StartupError for a sink
-    that cannot be used.
+    rest is shipped at the end. `access` is that to the brokers of another cluster, if it is shipped there. An offset
+    that is assigned twice is logged and counted. Raises StartupError for a sink that cannot be used.
     """
 
     def __init__(
@@ -433,11 +454,12 @@ class Audit:
         counters: Counter[str],
         random: Random,
         dial: Callable[[], socket.socket],
+        access: BrokerAccess,
     ) -> None:
         options, incarnation = config.audit, secrets.token_hex(8)
         self._counters = counters
         self._shipper: Shipper | None = None
-        sink = make_sink(options, incarnation, _wall_ms(), dial)
+        sink = make_sink(options, incarnation, _wall_ms(), dial, access)
         if sink is not None:
             self._shipper = Shipper(
                 sink, max_bytes=options.max_bytes, counters=counters, clock=time.monotonic, random=random

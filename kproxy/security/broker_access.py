@@ -26,7 +26,7 @@ from kproxy.config.tls import BrokerTls, Loaded, load_broker_tls
 from kproxy.errors import StartupError
 from kproxy.security.reloading import Reloading
 from kproxy.security.sasl_client import MAX_AUTH_BYTES, Credential, SaslClient, SaslRefused, mechanism
-from kproxy.security.tls_errors import broker_failure
+from kproxy.security.tls_errors import DialWords, broker_failure
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import decode_response
 from kproxy_codec.correlation import AwaitedAnswers
@@ -134,6 +134,11 @@ class BrokerAccess:
         return BrokerAccess(self._options, self._tls, identity=identity, random=self._random)
 
     @property
+    def sasl(self) -> BrokerSasl | None:
+        """The proxy's own identity; None without SASL."""
+        return self._sasl
+
+    @property
     def is_plain(self) -> bool:
         """Whether connections have neither TLS nor SASL."""
         return self._tls is None and not self._has_sasl
@@ -176,6 +181,7 @@ class BrokerAccess:
             name=self.server_name(host) or host,
             has_ca=self._options.ca is not None,
             has_cert=self._options.cert is not None,
+            words=_words(self._options.prefix),
         )
         return AccessRefused(failure.text)
 
@@ -297,6 +303,15 @@ async def _converse(client: SaslClient, exchange: Exchange) -> float:
 
 def _body(frame: memoryview, api_key: int, api_version: int) -> memoryview:
     return frame[response_body_offset(frame, api_key, api_version) :]
+
+
+def _words(prefix: str) -> DialWords:
+    return DialWords(
+        ca=f"{prefix}ca",
+        pair=f"{prefix}cert and {prefix}key",
+        other_name=f"correct the address that it advertises, or set {prefix}server_name",
+        no_tls=f"name its TLS port, or drop {prefix.rstrip('.')}",
+    )
 
 
 def _is_of_tls(error: OSError) -> bool:

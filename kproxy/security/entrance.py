@@ -1,6 +1,6 @@
 """Let the other side in by a listener with TLS or the PROXY protocol: everything before Kafka's protocol.
 
-The proxy's listeners for clients and the reference brokers' for followers begin here.
+The proxy's listeners for clients, the reference brokers' for followers and the admin page begin here.
 
 States of a connection
   accepted     it is admitted, and the PROXY protocol's header is awaited, if the listener asks for it
@@ -52,7 +52,7 @@ from kproxy_codec.foreign import ANSWER_TO_HTTP, foreign_protocol
 
 log = structlog.get_logger(__name__)
 
-Session = TypeVar("Session", bound=asyncio.BufferedProtocol)
+Session = TypeVar("Session", bound=asyncio.BaseProtocol)
 
 # To finish the header and the handshake, in seconds; this is as long as a client may take to authenticate.
 HANDSHAKE_S: Final = 10.0
@@ -159,7 +159,8 @@ class Entrance(Generic[Session]):
     `admits_plain_text`: whether a connection whose first byte is not that of TLS comes in as well. `refuses` returns,
     and logs, whether one more connection is not admitted. `session` makes the session of a connection that is inside,
     or returns None if there are too many; its argument is the client's address by the PROXY protocol. `welcome` takes
-    the session once it is connected. `words` name the options in explanations.
+    the session once it is connected. `words` name the options in explanations. `answer_to_http` is for HTTP without
+    TLS.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class Entrance(Generic[Session]):
         welcome: Callable[[Session], None] = lambda session: None,
         counters: Counter[str],
         words: ListenerWords = ListenerWords(),  # noqa: B008 -- it does not change
+        answer_to_http: bytes = ANSWER_TO_HTTP,
     ) -> None:
         self.name = name
         self._tls = tls
@@ -188,6 +190,7 @@ class Entrance(Generic[Session]):
         self._welcome = welcome
         self._counters = counters
         self._words = words
+        self._answer_to_http = answer_to_http
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         # The oldest first.
@@ -343,7 +346,7 @@ class Entrance(Generic[Session]):
         protocol = stranger.protocol if stranger is not None and stranger.protocol != "TLS" else "plain text"
         if protocol == "HTTP":
             with contextlib.suppress(OSError):
-                connection.send(ANSWER_TO_HTTP)
+                connection.send(self._answer_to_http)
         text = f"it speaks {protocol}, and this listener speaks TLS: {self._words.speak_tls}"
         self._refused(Failure("plain_text", text), peer)
         await _let_read(connection)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from kproxy.config import AuditOptions
+    from kproxy.security.broker_access import BrokerAccess
 
 _Result = TypeVar("_Result")
 
@@ -80,16 +81,24 @@ async def on_thread(work: Callable[[], _Result]) -> _Result:
     return await done
 
 
-def make_sink(options: AuditOptions, incarnation: str, began_ms: int, dial: Callable[[], socket.socket]) -> Sink | None:
+def make_sink(
+    options: AuditOptions,
+    incarnation: str,
+    began_ms: int,
+    dial: Callable[[], socket.socket],
+    access: BrokerAccess | None = None,
+) -> Sink | None:
     """The configured sink; None if nothing is shipped. Raises StartupError.
 
-    `dial` connects to this proxy itself, from any thread. Each sink imports its libraries only if it is the one.
+    `dial` connects to this proxy itself, from any thread; `access` is that to another cluster, None: plain text. Each
+    sink imports its libraries only if it is the one.
     """
     if options.sink == "topic":
         from kproxy.trail.topic_sink import TopicSink
 
         if options.bootstrap:
-            return TopicSink(options.topic, incarnation, bootstrap=[str(each) for each in options.bootstrap])
+            brokers = [str(each) for each in options.bootstrap]
+            return TopicSink(options.topic, incarnation, bootstrap=brokers, access=access)
         return TopicSink(options.topic, incarnation, dial=dial)
     if options.directory is None:
         return None

@@ -6,7 +6,8 @@ through this proxy itself, on connections that never leave the process: `dial` m
 the advertised address, other listeners on the port, and a closed listener do not matter.
 
 `connected` makes clients: kafka-python itself leaves sockets that failed to connect to the garbage collector, and a
-client that fails in its constructor leaves its sockets and its thread. It also logs every error that it raises.
+client that fails in its constructor leaves its sockets and its thread. It also logs every error that it raises, bounds
+no TLS handshake, and reports a timeout where a broker refuses it; here the connection's own error is noted.
 
 States: none --a page--> a producer --a failure--> none.
 
@@ -20,17 +21,24 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kafka import KafkaProducer
 from kafka.admin import KafkaAdminClient
 from kafka.errors import KafkaConnectionError, KafkaError, TopicAlreadyExistsError
 from kafka.net.compat import KafkaNetClient
-from kafka.net.transport import KafkaTCPTransport
+from kafka.net.sasl.oauth import AbstractTokenProvider
+from kafka.net.transport import KafkaSSLTransport, KafkaTCPTransport
 
+from kproxy.config.broker_sasl import BrokerSasl
+from kproxy.errors import StartupError
 from kproxy.trail.sink import Appetite, SinkFailed, on_thread
+
+if TYPE_CHECKING:
+    from kproxy.security.broker_access import BrokerAccess
 
 CONNECT_S: Final = 3.0
 # The cluster's own default.
@@ -47,14 +55,30 @@ def over_the_network(host: str, port: int) -> socket.socket:
     return connected
 
 
-def connected(kind: Callable[..., Any], connect: Connect = over_the_network, **configs: Any) -> Any:
-    """A client of that kind, such as KafkaProducer, that connects by `connect` alone. Raises KafkaError."""
+Note = Callable[[str], None]
+"""Takes the reason why a connection has ended."""
+
+
+def connected(
+    kind: Callable[..., Any],
+    connect: Connect = over_the_network,
+    *,
+    access: BrokerAccess | None = None,
+    note: Note = lambda reason: None,
+    **configs: Any,
+) -> Any:
+    """A client of that kind, such as KafkaProducer, that connects by `connect` alone, with TLS and SASL as in `access`.
+
+    `note` is called on the client's thread. Raises KafkaError, and StartupError for a secret that cannot be read.
+    """
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
     made: list[Any] = []
 
     def make_client(**given: Any) -> Any:
-        made.append(_client(connect, **given))
+        made.append(_client(connect, access, note, **given))
         return made[-1]
+
+    configs |= _security(access)
 
     try:
         return kind(**configs, kafka_client=make_client)
@@ -73,19 +97,89 @@ def create_topic(admin: Any, topic: str, partitions: int) -> None:
     admin.create_topics({topic: settings}, wait_for_metadata=True)
 
 
-def _client(connect: Connect, **configs: Any) -> Any:
+def _security(access: BrokerAccess | None) -> dict[str, Any]:
+    """kafka-python's options of an access. Raises StartupError."""
+    if access is None or access.is_plain:
+        return {}
+    has_tls, sasl = access.context() is not None, access.sasl
+    if sasl is None:
+        return {"security_protocol": "SSL"}
+    settings = {"security_protocol": "SASL_SSL" if has_tls else "SASL_PLAINTEXT", "sasl_mechanism": sasl.mechanism}
+    if sasl.mechanism == "OAUTHBEARER":
+        return {**settings, "sasl_oauth_token_provider": _TokenFile(sasl)}
+    return {**settings, "sasl_plain_username": sasl.username, "sasl_plain_password": sasl.read_secret()}
+
+
+class _TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # kafka-python has no types
+    """Reads the token anew for each authentication."""
+
+    def __init__(self, sasl: BrokerSasl) -> None:
+        super().__init__()
+        self._sasl = sasl
+
+    def token(self) -> str:
+        return self._sasl.read_secret()
+
+
+class _Noting(KafkaTCPTransport):  # type: ignore[misc]
+    """A transport that notes the error with which it ends."""
+
+    def __init__(self, net: Any, connection: socket.socket, host: str, note: Callable[[BaseException], None]) -> None:
+        # A connection with TLS has finished its handshake: KafkaSSLTransport's own constructor would begin another.
+        KafkaTCPTransport.__init__(self, net, connection, host=host)
+        self._note = note
+
+    def abort(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self._note(error)
+        super().abort(error)
+
+    def _sock_recv(self) -> tuple[bytes, BaseException | None]:
+        received, error = super()._sock_recv()
+        # The last bytes before the end have the broker's reason, and kafka-python would not read them; the end shows
+        # again at the next attempt to receive.
+        return received, None if received else error
+
+
+class _NotingTls(_Noting, KafkaSSLTransport):  # type: ignore[misc]
+    """The same with TLS."""
+
+
+def _client(connect: Connect, access: BrokerAccess | None, note: Note, **configs: Any) -> Any:
     client = KafkaNetClient(**configs)
 
     async def build_transport(node: Any, timeout_at: float | None = None) -> Any:
+        def ended(error: BaseException) -> None:
+            # kafka-python wraps the errors of TLS.
+            cause = error.args[0] if error.args and isinstance(error.args[0], OSError) else error
+            if access is not None and isinstance(cause, OSError):
+                cause = access.explain(cause, node.host)
+            note(f"{node.host}:{node.port}: {str(cause) or type(cause).__name__}")
+
         try:
             connected = connect(node.host, node.port)
+            context = access.context() if access is not None else None
+            if access is not None and context is not None:
+                connected = _with_tls(connected, context, access.server_name(node.host))
         except OSError as error:
+            ended(error)
             raise KafkaConnectionError(f"no connection to {node.host}:{node.port}: {error}") from error
         connected.setblocking(False)
-        return KafkaTCPTransport(client._net, connected, host=node.host)
+        kind = _NotingTls if isinstance(connected, ssl.SSLSocket) else _Noting
+        return kind(client._net, connected, node.host, ended)
 
     client._manager._build_transport = build_transport
     return client
+
+
+def _with_tls(connected: socket.socket, context: ssl.SSLContext, name: str | None) -> ssl.SSLSocket:
+    """Do the handshake, within CONNECT_S. Raises OSError, with the socket closed."""
+    try:
+        connected.settimeout(CONNECT_S)
+        return context.wrap_socket(connected, server_hostname=name)
+    except BaseException:
+        connected.close()
+        raise
 
 
 PARTITIONS = 3
@@ -100,7 +194,10 @@ CLOSE_S = 1.0
 
 
 class TopicSink:
-    """`bootstrap` are HOST:PORT, or `dial` is given: it connects, on any thread, or raises OSError."""
+    """`bootstrap` are HOST:PORT, or `dial` is given: it connects, on any thread, or raises OSError.
+
+    `access`: TLS and SASL towards `bootstrap`; None: neither.
+    """
 
     def __init__(
         self,
@@ -109,6 +206,7 @@ class TopicSink:
         *,
         bootstrap: Sequence[str] = (),
         dial: Callable[[], socket.socket] | None = None,
+        access: BrokerAccess | None = None,
     ) -> None:
         self.appetite = Appetite(WRITE_BYTES)
         self._topic = topic
@@ -120,6 +218,9 @@ class TopicSink:
             "request_timeout_ms": REQUEST_MS,
         }
         self._connect = over_the_network if dial is None else lambda host, port: dial()
+        self._access = access
+        # Why the first connection ended that did not end well: later ones end with a timeout.
+        self._trouble = ""
         self._producer: Any = None
         # Why the topic could not be created, in case it is missing.
         self._not_made = ""
@@ -132,9 +233,11 @@ class TopicSink:
             await on_thread(lambda: self._send(producer, pages))
         except Exception as error:
             await self.close()
-            if not isinstance(error, (KafkaError, OSError)):
+            if not isinstance(error, (KafkaError, OSError, StartupError)):
                 raise
             reason = f"topic {self._topic}: {str(error) or type(error).__name__}"
+            if self._trouble:
+                reason, self._trouble = f"{reason} ({self._trouble})", ""
             raise SinkFailed(
                 f"{reason}; it could not be made: {self._not_made}" if self._not_made else reason
             ) from error
@@ -145,8 +248,8 @@ class TopicSink:
             await on_thread(lambda: _close(producer))
 
     def _open(self) -> Any:
-        self._not_made = ""
-        admin = connected(KafkaAdminClient, self._connect, **self._client)
+        self._not_made = self._trouble = ""
+        admin = self._connected(KafkaAdminClient)
         try:
             create_topic(admin, self._topic, PARTITIONS)
         except TopicAlreadyExistsError:
@@ -156,10 +259,8 @@ class TopicSink:
             self._not_made = str(error) or type(error).__name__
         finally:
             admin.close()
-        return connected(
+        return self._connected(
             KafkaProducer,
-            self._connect,
-            **self._client,
             acks="all",
             enable_idempotence=True,
             max_block_ms=REQUEST_MS,
@@ -167,12 +268,18 @@ class TopicSink:
             metrics_enabled=False,
         )
 
+    def _connected(self, kind: Callable[..., Any], **configs: Any) -> Any:
+        return connected(kind, self._connect, access=self._access, note=self._noted, **self._client, **configs)
+
+    def _noted(self, reason: str) -> None:
+        self._trouble = self._trouble or reason
+
     def _send(self, producer: Any, pages: Sequence[bytes]) -> None:
         until = time.monotonic() + (DELIVERY_MS + REQUEST_MS) / 1000
         sent = [producer.send(self._topic, value=page, key=self._key) for page in pages]
         for each in sent:
             each.get(timeout=max(0.0, until - time.monotonic()))
-        self._not_made = ""
+        self._not_made = self._trouble = ""
 
 
 def _close(producer: Any) -> None:

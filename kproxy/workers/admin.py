@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from kproxy.observe.admin import TableLike, replication_route
 from kproxy.observe.exposition import merge, render
 from kproxy.observe.http_page import HttpPage, Readiness
-from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, registered
+from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, expiry, registered, reloads
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import TablePage
 from kproxy.workers.process import NoAnswer, Order, Slot
@@ -35,11 +35,23 @@ READY = "ready"
 
 
 class WorkerPages:
-    """Serves pages of the workers in `slots`; `registration` returns their common state among other proxies."""
+    """Serves pages of the workers in `slots`; `registration` returns their common state among other proxies.
 
-    def __init__(self, slots: Sequence[Slot], registration: Callable[[], str]) -> None:
+    `certificates` and `counters` are those of this process's own TLS.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        registration: Callable[[], str],
+        *,
+        certificates: Callable[[], Mapping[tuple[str, str], float]],
+        counters: Mapping[str, int],
+    ) -> None:
         self._slots = slots
         self._registration = registration
+        self._certificates = certificates
+        self._counters = counters
         self._drains = False
 
     def page(self, replication: TableLike, guard: PageGuard | None = None) -> HttpPage:
@@ -59,7 +71,7 @@ class WorkerPages:
         up = dict.fromkeys((slot.number for slot in self._slots), False)
         for slot, answers in zip(asked, await asyncio.gather(*(slot.ask_counts() for slot in asked)), strict=True):
             up[slot.number] = answers
-        ours = [registered(self._registration())]
+        ours = [registered(self._registration()), expiry(self._certificates()), reloads(self._counters)]
         families = merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours])
         pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
         restarts = sum(slot.restarts for slot in self._slots)

@@ -39,11 +39,12 @@ from kproxy.config.listeners import advertised_listeners, ready_listeners
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import ReplicaPages
-from kproxy.proxy.front import guard_of, start_admin
+from kproxy.proxy.front import AdminSite
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.sockets import bind, bound_port
 from kproxy.runtime.tasks import cancel, unless_failed
+from kproxy.security.reloading import Reloads
 from kproxy.workers.admin import WorkerPages
 from kproxy.workers.channel import Assignment, Shares
 from kproxy.workers.process import Launch, Slot
@@ -71,6 +72,8 @@ class _Supervisor:
         self._slots: list[Slot] = []
         self._ledger = Ledger(config.workers) if config.counts_use else None
         self._reminders = Reminders(time.monotonic)
+        # Those of the admin page; each worker follows the others.
+        self._reloads = Reloads()
 
     async def serve(self) -> None:
         """Serve until cancelled; then drain the workers."""
@@ -88,11 +91,20 @@ class _Supervisor:
                 counters=Counter(),
                 listeners=advertised_listeners(config.listeners, ports),
             )
-            pages, admin = WorkerPages(self._slots, lambda: membership.registration), ""
+            counters, site = Counter[str](), None
             if config.admin is not None:
+                site = AdminSite(config, config.admin, self._reloads, counters)
+            pages = WorkerPages(
+                self._slots,
+                lambda: membership.registration,
+                certificates=lambda: site.certificates if site is not None else {},
+                counters=counters,
+            )
+            admin = ""
+            if site is not None:
                 replicas = ReplicaPages(config)
                 stack.push_async_callback(replicas.close)
-                page, admin = await start_admin(pages.page(replicas.page, guard_of(config)), config.admin)
+                page, admin = await site.start(pages.page(replicas.page, site.guard))
                 stack.push_async_callback(page.stop)
             stack.push_async_callback(self._stop)
             keepers = [slot.keep() for slot in self._slots]
@@ -109,7 +121,9 @@ class _Supervisor:
             stack.callback(say_stopping)
             following = asyncio.create_task(membership.failed())
             stack.push_async_callback(cancel, following)
-            await unless_failed(self._forward_hangups(), [*keepers, following])
+            looking = asyncio.create_task(self._reloads.run())
+            stack.push_async_callback(cancel, looking)
+            await unless_failed(self._forward_hangups(), [*keepers, following, looking])
 
     def _make_slots(self, ports: Sequence[int]) -> list[Slot]:
         listeners = tuple(
@@ -148,6 +162,7 @@ class _Supervisor:
         while True:
             await self._signals.hangup.wait()
             self._signals.hangup.clear()
+            await self._reloads.reload()
             if owners is not None:
                 # An invalid source is reported once, here, and reaches no worker.
                 try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from kproxy.errors import StartupError
 from kproxy.observe.admin import AdminPage
 from kproxy.proxy.admission import OpenConnections
-from kproxy.proxy.front import OwnFront, OwnPages
+from kproxy.proxy.front import AdminSite, OwnFront, OwnPages
 from kproxy.proxy.run import run_proxy
 from kproxy.runtime.tasks import cancel
 from kproxy.security.quotas import Accounts
@@ -73,7 +73,7 @@ class WorkerFront(OwnFront):
         self._channel = channel
         self._page = page
 
-    async def open(self, pages: OwnPages) -> None:
+    async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
         pages.readiness_s = READINESS_S
         if self._page is not None:
             self._admin = AdminPage(pages, self._replicas.page)

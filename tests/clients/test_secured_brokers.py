@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import confluent_kafka
 import pytest
 
-from tests.support.clients.kafka_io import read_values
-from tests.support.processes.dev import KproxyProcess, run_kproxy
+from kproxy.config import load_proxy_config
+from kproxy.config.tls import BrokerTls
+from kproxy.security.broker_access import BrokerAccess
+from kproxy.trail.sink import SinkFailed
+from kproxy.trail.topic_sink import TopicSink
+from tests.support.audit.audit_trails import is_whole, trails_in_topic
+from tests.support.clients.kafka_io import produce, read_values
+from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.served import counted, kafka_proxy, page
 from tests.support.security.tls_files import Pair, Signer
 from tests.support.security.tls_kafka import PASSWORD, USER, TlsKafka, start_tls_kafka, unsecured_token
@@ -208,3 +216,95 @@ def test_new_files_are_used_by_new_connections(secured: TlsKafka, tmp_path: Path
             os.utime(target)
         wait_for(lambda: counted(process.admin, RELOADS) == 2, TIMEOUT_S, process.stderr)
         write_and_read(process, secured)
+
+
+def trail_options(secured: TlsKafka, client: Pair, mechanism: str, directory: Path) -> tuple[str, str]:
+    """The address that accepts it, and the section [audit] for it."""
+    lines = [f'tls.ca = "{secured.signer.ca}"']
+    if mechanism == "a certificate":
+        lines += [f'tls.cert = "{client.cert}"', f'tls.key = "{client.key}"']
+        return secured.mutual, "\n".join(lines)
+    secret = directory / "trail-secret"
+    lines.append(f'sasl.mechanism = "{mechanism}"')
+    if mechanism == "OAUTHBEARER":
+        secret.write_text(unsecured_token(USER))
+        lines.append(f'sasl.token_file = "{secret}"')
+    else:
+        secret.write_text(PASSWORD + "\n")
+        lines += [f'sasl.username = "{USER}"', f'sasl.password_file = "{secret}"']
+    return secured.sasl, "\n".join(lines)
+
+
+@contextmanager
+def shipping(directory: Path, upstream: str, bootstrap: str, topic: str, options: str) -> Iterator[KproxyProcess]:
+    """A proxy in front of a plain listener whose trail goes to a secured one."""
+    file = directory / "kproxy.toml"
+    audit = f'[audit]\nsink = "topic:{topic}"\nbootstrap = "{bootstrap}"\ninterval_s = 0.2\n{options}\n'
+    file.write_text(f'[ownership]\nownership = "kafka"\nbootstrap = "{upstream}"\n{audit}')
+    arguments = ["serve", "--config", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    with serving(arguments, directory / "serve.stderr") as process:
+        yield process
+
+
+@pytest.mark.parametrize("mechanism", ["a certificate", "PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"])
+def test_the_trail_goes_to_a_secured_cluster(secured: TlsKafka, client: Pair, tmp_path: Path, mechanism: str) -> None:
+    topic, trail = f"t-{uuid.uuid4().hex[:10]}", f"trail-{uuid.uuid4().hex[:10]}"
+    bootstrap, options = trail_options(secured, client, mechanism, tmp_path)
+    with shipping(tmp_path, secured.plain.bootstrap, bootstrap, trail, options) as process:
+        produce(process.kafka, topic, [b"v"] * 100)
+        assert process.stop() == 0
+        assert "audit" not in process.stderr()
+        assert PASSWORD not in process.stderr()
+    (rows,) = trails_in_topic(secured.plain.bootstrap, trail).values()
+    assert is_whole(rows)
+    assert sum(getattr(row, "record_count", 0) for row in rows) == 100
+
+
+# What is changed of the options for SCRAM-SHA-512, and what the error says.
+TRAIL_REFUSED: dict[str, tuple[str, str, str]] = {
+    "another authority": ("{ours}", "{theirs}", "not signed by the authorities in audit.tls.ca: set audit.tls.ca"),
+    "another name": ("sasl.mechanism", 'tls.server_name = "other.test"\nsasl.mechanism', "for another name than other"),
+    "a wrong password": ("trail-secret", "wrong-secret", "SaslAuthenticationFailedError.*invalid credentials"),
+    "no secret any more": ("trail-secret", "lost-secret", "audit.sasl.password_file .*lost-secret cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", TRAIL_REFUSED)
+async def test_a_cluster_that_refuses_the_trail_is_told_with_the_reason(
+    secured: TlsKafka, client: Pair, tmp_path: Path, case: str
+) -> None:
+    bootstrap, options = trail_options(secured, client, "SCRAM-SHA-512", tmp_path)
+    (tmp_path / "wrong-secret").write_text("guessed-password")
+    (tmp_path / "lost-secret").write_text("lost-password")
+    before, after, says = TRAIL_REFUSED[case]
+    before, after = before.format(ours=secured.signer.ca), after.format(theirs=Signer(tmp_path / "theirs").ca)
+    assert options.count(before) == 1
+    file = tmp_path / "kproxy.toml"
+    audit = f'[audit]\nsink = "topic"\nbootstrap = "{bootstrap}"\n{options.replace(before, after)}\n'
+    file.write_text(f'[ownership]\netcd = "http://127.0.0.1:1"\n{audit}')
+    configured = load_proxy_config(file, environ={}).audit
+    (tmp_path / "lost-secret").unlink()
+    access = BrokerAccess.once(configured.tls, configured.sasl)
+    sink = TopicSink("trail", "0" * 16, bootstrap=[bootstrap], access=access)
+    sink._client["bootstrap_timeout_ms"] = 1_500
+    with pytest.raises(SinkFailed, match=says) as raised:
+        await sink.write([b"{}"])
+    await sink.close()
+    assert "password" not in str(raised.value).replace("password_file", "")
+
+
+async def test_a_cluster_that_does_not_speak_tls_is_waited_for_in_vain_a_few_seconds(
+    secured: TlsKafka, tmp_path: Path
+) -> None:
+    access = BrokerAccess.once(BrokerTls(ca=secured.signer.ca, prefix="audit.tls."), None)
+    sink = TopicSink("trail", "0" * 16, bootstrap=[secured.plain.bootstrap], access=access)
+    sink._client["bootstrap_timeout_ms"] = 500
+    with pytest.raises(SinkFailed, match=r"audit\.tls|closed the connection"):
+        await sink.write([b"{}"])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        sink = TopicSink("trail", "0" * 16, bootstrap=[f"127.0.0.1:{silent.getsockname()[1]}"], access=access)
+        sink._client["bootstrap_timeout_ms"] = 500
+        began = time.monotonic()
+        with pytest.raises(SinkFailed, match="timed out"):
+            await sink.write([b"{}"])
+        assert time.monotonic() - began < 10

@@ -17,6 +17,7 @@ import pytest
 
 from kproxy.broker.keys import Keys
 from kproxy.cli.doctor_checks import replication_of_proxy
+from kproxy.cli.options import AdminPlace
 from kproxy.cli.table_sources import tables_from_admin
 from kproxy.config import parse_address
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
@@ -219,7 +220,7 @@ async def test_a_proxy_says_when_it_cannot_know(tmp_path: Path) -> None:
             try:
                 # What was read in the last second is answered still.
                 await asyncio.to_thread(wait_for, lambda: page(proxy.admin, "/replication")[0] == 503)
-                (unknown,) = await replication_of_proxy(parse_address(proxy.admin, "--admin"))
+                (unknown,) = await replication_of_proxy(AdminPlace(parse_address(proxy.admin, "--admin")))
                 assert unknown.mark == "warn"
                 assert unknown.text.startswith("the in-sync replicas are unknown: ")
                 table = await _table(proxy.admin)
@@ -233,12 +234,12 @@ async def test_a_proxy_without_an_etcd_knows_of_no_replicas(tmp_path: Path) -> N
     async with beside(static_proxy(tmp_path, {1: free_port()})) as proxy:
         status, text = await asyncio.to_thread(page, proxy.admin, "/replication")
         assert (status, "--etcd URL" in text) == (501, True)
-        assert await replication_of_proxy(parse_address(proxy.admin, "--admin")) == []
+        assert await replication_of_proxy(AdminPlace(parse_address(proxy.admin, "--admin"))) == []
         assert (await _table(proxy.admin)).topics[0].partitions[0].isr is None
 
 
 async def _table(admin: str) -> TablePage:
-    async with aclosing(tables_from_admin(parse_address(admin, "--admin"), None)) as tables:
+    async with aclosing(tables_from_admin(AdminPlace(parse_address(admin, "--admin")), None)) as tables:
         table = await anext(tables)
     assert isinstance(table, TablePage)
     return table

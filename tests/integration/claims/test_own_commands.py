@@ -17,6 +17,7 @@ import pytest
 
 from kproxy.claims.admin import free
 from kproxy.claims.keys import ClaimValue, MemberValue, OwnKeys, encode_value
+from kproxy.cli.options import AdminPlace
 from kproxy.cli.own_sources import AdminClaims, Claims, EtcdClaims
 from kproxy.cli.own_view import members_line
 from kproxy.config import parse_address
@@ -55,7 +56,7 @@ class Site(NamedTuple):
 
     @property
     def at_proxy(self) -> AdminClaims:
-        return AdminClaims(parse_address(self.one.admin, "admin"))
+        return AdminClaims(AdminPlace(parse_address(self.one.admin, "admin")))
 
     @property
     def asks_etcd(self) -> list[str]:

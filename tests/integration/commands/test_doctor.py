@@ -23,6 +23,7 @@ from kproxy.cli.doctor_checks import (
     examine_kafka,
     examine_proxy,
 )
+from kproxy.cli.options import AdminPlace
 from kproxy.config import Address, parse_address
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
@@ -136,11 +137,11 @@ async def test_an_alarm_is_a_failure(tmp_path: Path) -> None:
 
 
 async def test_a_proxy_is_asked_whether_it_is_ready(dev_cluster: KproxyProcess) -> None:
-    page = parse_address(dev_cluster.admin, "--admin")
+    page = AdminPlace(parse_address(dev_cluster.admin, "--admin"))
     assert await examine_proxy(page) == [Finding("ok", f"the proxy at {page}: ready", "proxy.ready", str(page))]
-    (nobody,) = await examine_proxy(Address("127.0.0.1", 1))
+    (nobody,) = await examine_proxy(AdminPlace(Address("127.0.0.1", 1)))
     assert (nobody.mark, "--admin" in nobody.text) == ("FAIL", True)
-    (broker,) = await examine_proxy(parse_address(dev_cluster.etcd.removeprefix("http://"), "--admin"))
+    (broker,) = await examine_proxy(AdminPlace(parse_address(dev_cluster.etcd.removeprefix("http://"), "--admin")))
     assert broker.mark == "FAIL"
     assert "no admin page" in broker.text
 

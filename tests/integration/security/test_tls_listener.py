@@ -321,3 +321,6 @@ def test_workers_listen_in_the_same_way(site: Site, tmp_path: Path, room: str) -
             ):
                 assert ask(client) == 77
         assert counted(process.admin, 'kproxy_client_handshakes_total{outcome="done"}') == 8
+        # Not the sum of what the workers say.
+        ends_at = counted(process.admin, "kproxy_tls_certificate_expiry_timestamp_seconds{")
+        assert ends_at == pytest.approx(time.time() + 30 * 86_400, abs=86_400)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from kproxy.cli import main
+from kproxy.cli.options import AdminPlace
 from kproxy.cli.own_claim import parse_wanted
 from kproxy.cli.own_sources import AdminClaims, Change, changes_between
 from kproxy.cli.own_view import (
@@ -333,7 +334,7 @@ async def test_what_answers_otherwise_is_said_in_one_sentence(answer: tuple[int,
     async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
         port: int = server.sockets[0].getsockname()[1]
         with pytest.raises(StartupError) as raised:
-            await AdminClaims(Address("127.0.0.1", port)).page(None)
+            await AdminClaims(AdminPlace(Address("127.0.0.1", port))).page(None)
     assert f"127.0.0.1:{port}" in str(raised.value)
     assert part in str(raised.value)
     assert "\n" not in str(raised.value)

@@ -370,7 +370,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_every_option_is_documented_with_its_default() -> None:
     text = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
-    documented = dict(re.findall(r"^\| `(\w+\.\w+)` \| [^|]*\| `?([^|`]+?)`? \|", text, re.MULTILINE))
+    documented = dict(re.findall(r"^\| `(\w+(?:\.\w+)+)` \| [^|]*\| `?([^|`]+?)`? \|", text, re.MULTILINE))
     settings = load_settings(environ={})
     assert documented.keys() == settings.keys()
     wrong = {

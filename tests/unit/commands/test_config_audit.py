@@ -57,6 +57,24 @@ WRONG = {
     "too seldom": ("[audit]\ninterval_s = 61\n", "audit.interval_s"),
     "too little": ("[audit]\nmax_bytes = 1000\n", "audit.max_bytes"),
     "a cluster for files": ('[audit]\nsink = "json:d"\nbootstrap = "a:1"\n', "audit.bootstrap .*kind topic.* json:d"),
+    "TLS without another cluster": (
+        '[audit]\nsink = "topic"\ntls.enabled = true\n',
+        "audit.tls.enabled .*audit.bootstrap",
+    ),
+    "SASL without a secret": (
+        '[audit]\nsink = "topic"\nbootstrap = "a:1"\nsasl.mechanism = "SCRAM-SHA-256"\nsasl.username = "u"\n',
+        "audit.sasl.password_file or KPROXY_AUDIT__SASL__PASSWORD",
+    ),
+    "a secret in plain text": (
+        '[audit]\nsink = "topic"\nbootstrap = "a:1"\n'
+        '[audit.sasl]\nmechanism = "PLAIN"\nusername = "u"\npassword = "p"\n',
+        "set audit.tls.enabled, or take a SCRAM mechanism",
+    ),
+    "a name that is not escaped": (
+        '[audit]\nsink = "topic"\nbootstrap = "a:1"\n'
+        '[audit.sasl]\nmechanism = "SCRAM-SHA-256"\nusername = "u,v"\npassword = "p"\n',
+        "audit.sasl.username .*cannot ship the trail",
+    ),
     "no port": ('[audit]\nsink = "topic"\nbootstrap = "a"\n', "audit.bootstrap .* no port"),
     "port 0": ('[audit]\nsink = "topic"\nbootstrap = "a:0"\n', "nobody listens on a:0"),
     "misspelt": ('[audit]\nsinks = "topic"\n', r"audit.sinks .*did you mean audit.sink\?"),

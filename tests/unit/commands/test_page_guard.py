@@ -73,14 +73,14 @@ def test_a_change_is_taken_from_known_places_alone(host: str, origin: str | None
 
 
 def test_with_a_token_all_but_the_vital_pages_need_it() -> None:
-    guard = PageGuard(TOKEN)
+    guard = PageGuard(lambda: TOKEN)
     for path in ("/", "/table", "/own", "/replication"):
         assert refused(guard, "GET", path) == 401
         assert refused(guard, "GET", path, token="wrong") == 401
         assert refused(guard, "GET", path, token=TOKEN) == 0
     for path in ("/livez", "/readyz", "/metrics"):
         assert refused(guard, "GET", path) == 0
-        assert refused(PageGuard(TOKEN, token_for_all=True), "GET", path) == 401
+        assert refused(PageGuard(lambda: TOKEN, token_for_all=True), "GET", path) == 401
     assert refused(guard, "POST", "/own/free") == 401
     # Who has the token may call the page by any name, but not from another page.
     assert refused(guard, "POST", "/own/free", "any.test", token=TOKEN) == 0

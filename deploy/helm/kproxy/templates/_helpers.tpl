@@ -46,6 +46,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- add (ceil (dig "limits" "drain_delay" 0 .Values.config)) (ceil (dig "limits" "drain_s" 10 .Values.config)) 20 }}
 {{- end }}
 
+{{/* Whether the admin page has TLS: empty if not. */}}
+{{- define "kproxy.adminTls" -}}
+{{- dig "admin" "tls" "cert" "" .Values.config }}
+{{- end }}
+
 {{/* What no schema can say. */}}
 {{- define "kproxy.validate" -}}
 {{- if and (eq .Values.ownership.source "etcd") (not .Values.etcd.endpoints) }}
@@ -59,6 +64,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- if and .Values.external.enabled (not .Values.external.domain) }}
 {{- fail "external.enabled: give external.domain; clients are told POD.DOMAIN" }}
+{{- end }}
+{{- if and (include "kproxy.adminTls" .) (dig "admin" "tls" "client_ca" "" .Values.config) (ne "optional" (dig "admin" "tls" "client_auth" "required" .Values.config)) }}
+{{- fail "config.admin.tls.client_ca: the kubelet has no certificate to show to probes: set config.admin.tls.client_auth to optional" }}
 {{- end }}
 {{- if and .Values.etcd.auth.username (not .Values.etcd.auth.secretName) }}
 {{- fail "etcd.auth.username: give etcd.auth.secretName, the Secret with the password" }}
@@ -123,7 +131,13 @@ etcd:
 {{- range $table, $keys := $settings }}
 [{{ $table }}]
 {{- range $key, $value := $keys }}
+{{- if kindIs "map" $value }}
+{{- range $inner, $it := $value }}
+{{ $key }}.{{ $inner }} = {{ toJson $it }}
+{{- end }}
+{{- else }}
 {{ $key }} = {{ toJson $value }}
+{{- end }}
 {{- end }}
 {{ end }}
 {{- end }}
@@ -193,6 +207,9 @@ etcd:
     httpGet:
       path: /readyz
       port: {{ .Values.ports.admin }}
+      {{- if include "kproxy.adminTls" . }}
+      scheme: HTTPS
+      {{- end }}
     periodSeconds: 2
     timeoutSeconds: 3
     failureThreshold: 300
@@ -201,6 +218,9 @@ etcd:
     httpGet:
       path: /readyz
       port: {{ .Values.ports.admin }}
+      {{- if include "kproxy.adminTls" . }}
+      scheme: HTTPS
+      {{- end }}
     periodSeconds: 5
     timeoutSeconds: 3
     failureThreshold: 2
@@ -210,6 +230,9 @@ etcd:
     httpGet:
       path: /livez
       port: {{ .Values.ports.admin }}
+      {{- if include "kproxy.adminTls" . }}
+      scheme: HTTPS
+      {{- end }}
     initialDelaySeconds: 10
     periodSeconds: 10
     timeoutSeconds: 5
