@@ -259,7 +259,7 @@ async def etcd_client(place: EtcdPlace) -> AsyncIterator[EtcdClient]:
 
 
 def asks_proxy_or_etcd(command: Command) -> Command:
-    """Add the parameters of `asked_place`: --admin, --etcd…, --prefix."""
+    """Add the parameters of `asked_place`: --admin…, --etcd…, --prefix."""
     flags = (admin_option("Ask the proxy with this admin page."), etcd_place_flags("Ask etcd instead of a proxy."))
     return _with(command, flags)
 
