@@ -16,6 +16,7 @@ from bench.acks import REPLICATION_FACTOR, acks
 from bench.acks0 import acks0
 from bench.against import ROUNDS, against
 from bench.connections import connections
+from bench.floods import floods
 from bench.own import own
 from bench.paths import paths
 from bench.pipeline import pipeline
@@ -27,7 +28,7 @@ from bench.quick import quick
 from bench.table import PARTITIONS, table
 from bench.tls import tls
 
-SECTIONS = "quick, plain, connections, paths, tls, access, table, acks, acks0, own, pipeline"
+SECTIONS = "quick, plain, connections, paths, tls, access, floods, table, acks, acks0, own, pipeline"
 
 
 def main() -> None:
@@ -74,6 +75,7 @@ def main() -> None:
         "connections": lambda: connections(console),
         "tls": lambda: tls(console, arguments.rounds),
         "access": lambda: access(console, arguments.rounds),
+        "floods": lambda: floods(console),
         "table": lambda: table(console, arguments.partitions),
         "acks": lambda: acks(console, arguments.replication_factor),
         "acks0": lambda: acks0(console),

@@ -56,7 +56,7 @@ class Way:
     async def _connect(self, load: Load) -> Connection:
         client = socket.create_connection(("127.0.0.1", self.port))
         if self._authenticates:
-            _authenticate(client)
+            authenticate(client)
         client.setblocking(False)
         make = partial(Connection, load.frames(), 0, ReceiveArena())
         _, connection = await asyncio.get_running_loop().create_connection(make, sock=client)
@@ -126,7 +126,7 @@ def _cell(costs: Sequence[float], without: Sequence[float]) -> str:
     return f"{min(costs):,.1f} (× {ratio:.3f})"
 
 
-def _authenticate(client: socket.socket) -> None:
+def authenticate(client: socket.socket) -> None:
     """SASL PLAIN, as a client does it before anything else."""
     mechanism = b"PLAIN"
     _ask(client, api_keys.SASL_HANDSHAKE, INT16.pack(len(mechanism)) + mechanism)

@@ -43,7 +43,7 @@ SETTLE_S: Final = 2.0
 
 def connections(console: Console) -> None:
     """Print the three tables. SystemExit if the limit of open files is too low."""
-    _allow_files()
+    allow_files(FILES)
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
         brokers = [stack.enter_context(child(sys.executable, "-m", "bench.fast_broker", "0")) for _ in range(BROKERS)]
@@ -54,12 +54,12 @@ def connections(console: Console) -> None:
         console.print(_workers(proxy, stack.enter_context(_kproxy(ports, directory, "two", "--workers", "2"))))
 
 
-def _allow_files() -> None:
+def allow_files(count: int) -> None:
+    """Raise this process's limit of open files, which its children get. SystemExit if that is not allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if wanted < FILES:
-        raise SystemExit(f"this section needs {FILES:,} open files, and the limit is {hard:,}: raise it (ulimit -n)")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise SystemExit(f"this section needs {count:,} open files, and the limit is {hard:,}: raise it (ulimit -n)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
 
 
 @contextlib.contextmanager

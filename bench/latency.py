@@ -11,6 +11,7 @@ import contextlib
 import gc
 import select
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -32,9 +33,8 @@ class TooSlow(Exception):
 class _Paced:
     """One connection: the write time of each unanswered request, and the beginning of an answer."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self.socket = socket.create_connection((host, port), PATIENCE_S)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
         self.written: deque[float] = deque()
         self._held = b""
 
@@ -45,6 +45,8 @@ class _Paced:
     def take(self) -> list[float]:
         """Read the bytes that are there; the latencies of whole answers in seconds. ConnectionError at the end."""
         read = self.socket.recv(READ_BYTES)
+        while isinstance(self.socket, ssl.SSLSocket) and self.socket.pending():
+            read += self.socket.recv(READ_BYTES)
         now = time.perf_counter()
         if not read:
             raise ConnectionError(f"the connection was closed with {len(self.written)} answers to come")
@@ -62,9 +64,16 @@ class _Paced:
 def latencies(host: str, port: int, frame: bytes, rate: int, seconds: float) -> list[float]:
     """The latency of each request in seconds, at `rate` requests a second. TooSlow if the answers do not keep up."""
     with contextlib.ExitStack() as stack:
-        paced = [_Paced(host, port) for _ in range(CONNECTIONS)]
-        for each in paced:
-            stack.enter_context(each.socket)
+        sockets = [stack.enter_context(socket.create_connection((host, port), PATIENCE_S)) for _ in range(CONNECTIONS)]
+        for each in sockets:
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return paced_latencies(sockets, frame, rate, seconds)
+
+
+def paced_latencies(sockets: Sequence[socket.socket], frame: bytes, rate: int, seconds: float) -> list[float]:
+    """The same on connected sockets, which may have TLS."""
+    paced = [_Paced(each) for each in sockets]
+    with contextlib.ExitStack() as stack:
         gc.disable()
         stack.callback(gc.enable)
         _warm_up(paced, frame)

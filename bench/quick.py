@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,14 +68,20 @@ def serve(table: Path, *flags: str, checkout: Path = CHECKOUT) -> Iterator[tuple
 
 @contextlib.contextmanager
 def serving(
-    table: Path, *flags: str, checkout: Path = CHECKOUT, command: Sequence[str] = ("kproxy",)
+    table: Path,
+    *flags: str,
+    checkout: Path = CHECKOUT,
+    command: Sequence[str] = ("kproxy",),
+    on_ready: Callable[[str], object] = lambda line: None,
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The same with the process; `command` is the module, and options before `serve`."""
+    """The same with the process. `command`: the module, and options before `serve`. `on_ready` gets the ready line."""
     arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0", *flags)
     # `python -m` looks in the working directory first, and elsewhere for modules that it does not have.
     environment = environment_of(checkout)
     with child(sys.executable, "-m", *command, "serve", *arguments, cwd=checkout, env=environment) as process:
-        address = first_line(process).partition("kafka=")[2].split()[0]
+        ready = first_line(process)
+        on_ready(ready)
+        address = ready.partition("kafka=")[2].split()[0]
         yield process, int(address.rpartition(":")[2])
 
 

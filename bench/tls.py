@@ -60,27 +60,33 @@ def tls(console: Console, rounds: int | None = None) -> None:
             console.print(f"{name}: {cpu / HANDSHAKES * 1e6:,.0f} µs a connection")
 
 
-def _ways(stack: contextlib.ExitStack, directory: Path) -> dict[str, Way]:
+def make_certificates(directory: Path) -> ssl.SSLContext:
+    """Write cert.pem, key.pem, both.pem and the authority's ca.pem; return a client's context that trusts it."""
     # A tool of tests and measurements only.
     import trustme
 
     authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
     issued = authority.issue_cert(NAME, key_type=trustme.KeyType.ECDSA)
-    files = {name: directory / name for name in ("cert.pem", "key.pem", "both.pem")}
     chain = b"".join(each.bytes() for each in issued.cert_chain_pems)
-    files["cert.pem"].write_bytes(chain)
-    files["key.pem"].write_bytes(issued.private_key_pem.bytes())
-    files["both.pem"].write_bytes(chain + issued.private_key_pem.bytes())
+    (directory / "cert.pem").write_bytes(chain)
+    (directory / "key.pem").write_bytes(issued.private_key_pem.bytes())
+    (directory / "both.pem").write_bytes(chain + issued.private_key_pem.bytes())
+    (directory / "ca.pem").write_bytes(authority.cert_pem.bytes())
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     authority.configure_trust(context)
+    return context
+
+
+def _ways(stack: contextlib.ExitStack, directory: Path) -> dict[str, Way]:
+    context = make_certificates(directory)
     brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
     ports = [int(first_line(broker)) for broker in brokers]
-    flags = ("--tls-cert", str(files["cert.pem"]), "--tls-key", str(files["key.pem"]))
+    flags = ("--tls-cert", str(directory / "cert.pem"), "--tls-key", str(directory / "key.pem"))
     ways = {
         "kproxy": Way(*stack.enter_context(kproxy(ports, directory)), None),
         "kproxy, TLS": Way(*stack.enter_context(kproxy(ports, directory, *flags)), context),
     }
-    for name, certificate, used in (("haproxy", None, None), ("haproxy, TLS", files["both.pem"], context)):
+    for name, certificate, used in (("haproxy", None, None), ("haproxy, TLS", directory / "both.pem", context)):
         found = stack.enter_context(haproxy(ports[0], directory, certificate))
         if found is not None:
             ways[name] = Way(*found, used)
