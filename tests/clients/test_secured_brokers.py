@@ -246,7 +246,8 @@ def shipping(directory: Path, upstream: str, bootstrap: str, topic: str, options
         yield process
 
 
-@pytest.mark.parametrize("mechanism", ["a certificate", "PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"])
+@pytest.mark.long(but=2)
+@pytest.mark.parametrize("mechanism", ["a certificate", "SCRAM-SHA-512", "PLAIN", "SCRAM-SHA-256", "OAUTHBEARER"])
 def test_the_trail_goes_to_a_secured_cluster(secured: TlsKafka, client: Pair, tmp_path: Path, mechanism: str) -> None:
     topic, trail = f"t-{uuid.uuid4().hex[:10]}", f"trail-{uuid.uuid4().hex[:10]}"
     bootstrap, options = trail_options(secured, client, mechanism, tmp_path)
@@ -269,6 +270,7 @@ TRAIL_REFUSED: dict[str, tuple[str, str, str]] = {
 }
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("case", TRAIL_REFUSED)
 async def test_a_cluster_that_refuses_the_trail_is_told_with_the_reason(
     secured: TlsKafka, client: Pair, tmp_path: Path, case: str
@@ -293,6 +295,7 @@ async def test_a_cluster_that_refuses_the_trail_is_told_with_the_reason(
     assert "password" not in str(raised.value).replace("password_file", "")
 
 
+@pytest.mark.long
 async def test_a_cluster_that_does_not_speak_tls_is_waited_for_in_vain_a_few_seconds(
     secured: TlsKafka, tmp_path: Path
 ) -> None:

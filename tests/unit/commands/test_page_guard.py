@@ -42,7 +42,7 @@ def test_pages_are_read_by_known_names_and_vital_pages_by_any(host: str, status:
             assert refused(guard, method, path, host) == status
     for path in ("/metrics", "/livez", "/readyz"):
         assert refused(guard, "GET", path, host) == 0
-    with_token = PageGuard(TOKEN)
+    with_token = PageGuard(lambda: TOKEN)
     assert refused(with_token, "GET", "/table", host, token=TOKEN) == 0
 
 
