@@ -59,7 +59,7 @@ def floods(console: Console) -> None:
         table.add_column(heading, justify="left" if heading in ("flood", "counted") else "right")
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
-        brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
+        brokers = [stack.enter_context(child(sys.executable, "-m", "bench.fast_broker", "0")) for _ in range(BROKERS)]
         ports = [int(first_line(broker)) for broker in brokers]
         context = make_certificates(directory)
         config = _configure(directory)
@@ -94,7 +94,7 @@ def floods(console: Console) -> None:
 def _proxy(table: Path, *flags: str) -> Iterator[tuple[int, int, str]]:
     """(pid, port, ready line) of kproxy."""
     ready: list[str] = []
-    with serving(table, *flags, command=("kproxy", "--log-level", "critical"), on_ready=ready.append) as served:
+    with serving(table, *flags, command=("kproxy", "--log-level", "error"), on_ready=ready.append) as served:
         yield served[0].pid, served[1], ready[0]
 
 

@@ -24,6 +24,8 @@ Invariants
    refused: an ordinary client finishes within a few round trips, so it is not the oldest.
 3. Nothing is read from a connection whose sender may send no header of the PROXY protocol.
 4. Each connection that is not inside is one task, which owns its socket until the event loop has it.
+5. Handshakes begin one after another, in the order in which clients asked for them, and take about a PACE-th part of
+   the event loop's time: a flood of them leaves the rest to those inside.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import contextlib
 import ipaddress
 import socket
 import ssl
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
@@ -56,6 +59,10 @@ Session = TypeVar("Session", bound=asyncio.BaseProtocol)
 
 # To finish the header and the handshake, in seconds; this is as long as a client may take to authenticate.
 HANDSHAKE_S: Final = 10.0
+# Between the beginnings of two handshakes, as a multiple of the time that the event loop worked for the first of them.
+PACE: Final = 3.0
+# The longest such time that counts, in seconds: a step of a handshake takes a millisecond, but may be interrupted.
+MOST_STEP_S: Final = 0.005
 # To end TLS, in seconds.
 SHUTDOWN_S: Final = 5.0
 # For a refused client to read the reason, in seconds.
@@ -72,19 +79,46 @@ _FOREIGN_SENDER: Final = Failure(
 )
 
 
+class _Pace:
+    """When the next handshake of a listener may begin."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._free_at = 0.0
+        self._last_s = 0.0
+
+    async def turn(self) -> None:
+        """Wait for one's turn to begin."""
+        async with self._turn:
+            while True:
+                left_s = self._free_at - time.monotonic()
+                if left_s <= 0:
+                    break
+                # Steps of other handshakes may move the time meanwhile.
+                await asyncio.sleep(left_s)
+            # It works in the loop's next steps, as long as the one before it.
+            self._free_at = time.monotonic() + PACE * self._last_s
+
+    def worked(self, seconds: float) -> None:
+        """Take the duration of a step of a handshake that ends now."""
+        self._last_s = min(seconds, MOST_STEP_S)
+        self._free_at = max(self._free_at, time.monotonic() + PACE * self._last_s)
+
+
 class _Handshake:
-    """The data of a handshake that are needed if it fails.
+    """The data of a handshake that are needed while it runs, and if it fails.
 
     `server_name` is the name that the client asks for, `outgoing` has the bytes that TLS wants to send; `spare` is a
     descriptor of the connection that stays open when the event loop closes its own.
     """
 
-    __slots__ = ("outgoing", "server_name", "spare")
+    __slots__ = ("outgoing", "pace", "server_name", "spare")
 
-    def __init__(self, spare: socket.socket) -> None:
+    def __init__(self, spare: socket.socket, pace: _Pace) -> None:
         self.server_name = ""
         self.outgoing: ssl.MemoryBIO | None = None
         self.spare = spare
+        self.pace = pace
 
     def send_alert(self) -> None:
         """Send the client the reason: event loops drop the last bytes that TLS wants to send (python/cpython#98078)."""
@@ -116,15 +150,19 @@ class EntranceContext(ssl.SSLContext):
 
 class _Object(ssl.SSLObject):
     def do_handshake(self) -> None:
+        handshake = _handshake.get(None)
+        began = time.monotonic()
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise
         except ssl.SSLError:
-            handshake = _handshake.get(None)
             if handshake is not None:
                 handshake.send_alert()
             raise
+        finally:
+            if handshake is not None:
+                handshake.pace.worked(time.monotonic() - began)
 
 
 EntranceContext.sslobject_class = _Object
@@ -196,6 +234,7 @@ class Entrance(Generic[Session]):
         # The oldest first.
         self._half_open: dict[asyncio.Task[None], None] = {}
         self._evicted: set[asyncio.Task[None]] = set()
+        self._pace = _Pace()
 
     @property
     def expires_at(self) -> float | None:
@@ -287,6 +326,7 @@ class Entrance(Generic[Session]):
                     peer = f"{source.host}:{source.port}"
                 first = await _peek(connection, _FIRST_BYTES) if self._tls is not None else b""
                 if self._tls is not None and first[0] == _TLS_HANDSHAKE:
+                    await self._pace.turn()
                     await self._shake_hands(connection, source, self._tls(), peer)
                 elif self._tls is None or self._admits_plain_text:
                     await self._enter(connection, source, None)
@@ -307,7 +347,7 @@ class Entrance(Generic[Session]):
     async def _shake_hands(self, connection: socket.socket, source: Source | None, loaded: Loaded, peer: str) -> None:
         with connection.dup() as spare:
             spare.setblocking(False)
-            handshake = _Handshake(spare)
+            handshake = _Handshake(spare, self._pace)
             _handshake.set(handshake)
             try:
                 await self._enter(connection, source, loaded.context)
