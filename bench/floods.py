@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import ssl
-import statistics
 import sys
 import tempfile
 import urllib.request
@@ -30,6 +29,7 @@ from bench.access import PASSWORD, USER, authenticate
 from bench.connections import allow_files
 from bench.latency import TooSlow, paced_latencies
 from bench.load import CONNECTIONS, SHAPES, produce_frame
+from bench.plain_figures import percentile
 from bench.processes import child, first_line, resident_bytes
 from bench.quick import BROKERS, serving, write_table
 from bench.tls import NAME, make_certificates
@@ -83,7 +83,7 @@ def floods(console: Console) -> None:
                 name,
                 f"{_ms(quiet, 50)} → {_ms(flooded, 50)}",
                 f"{_ms(quiet, 99)} → {_ms(flooded, 99)}",
-                f"{_percentile(flooded, 99) / _percentile(quiet, 99):.1f}",
+                f"{percentile(flooded, 99) / percentile(quiet, 99):.1f}",
                 f"{memory:.0f}",
                 ", ".join(f"{what} {count:,.0f}" for what, count in counted.most_common(4)) or "nothing",
             )
@@ -137,12 +137,8 @@ def _counts(admin: str) -> Counter[str]:
     return counts
 
 
-def _percentile(values: list[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100)[percent - 1]
-
-
 def _ms(values: list[float], percent: int) -> str:
-    return f"{_percentile(values, percent) * 1000:.2f}"
+    return f"{percentile(values, percent) * 1000:.2f}"
 
 
 # The floods: each keeps so many connections busy until the process is ended.
@@ -214,6 +210,8 @@ FLOODS: Final[dict[str, tuple[int, Flood]]] = {
     "2,000 slow handshakes": (2_000, _slow),
     "500 announce 2 GiB": (500, _huge),
     "500 half-open handshakes": (500, _half_open),
+    # More than limits.max_half_open: those that wait must not keep new clients out.
+    "2,000 half-open handshakes": (2_000, _half_open),
     "10,000 requests, answers unread": (1, _pipeline),
     "handshakes without end": (20, _handshakes),
 }

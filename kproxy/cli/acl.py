@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kproxy.cli import run_async
-from kproxy.cli.options import EtcdPlace, etcd_client, etcd_place, etcd_place_flags
+from kproxy.cli.options import EtcdPlace, entries_in_etcd, etcd_client, etcd_place, etcd_place_flags
 from kproxy.config.parsing import check_prefix
 from kproxy.errors import StartupError
 
@@ -130,20 +130,10 @@ def _place(etcd: str, prefix: str, etcd_access: Mapping[str, str | None]) -> Etc
 
 
 async def _read(place: EtcdPlace) -> tuple[dict[str, AclSection], int]:
-    """The rules by id, and the number of entries that proxies ignore, which are named on stderr."""
+    """The rules by id, and the number of entries that proxies ignore."""
     from kproxy.security.in_etcd import AccessKeys, check_acl_id, decode_acl
 
-    keys = AccessKeys(place.prefix)
-    rules, ignored = dict[str, "AclSection"](), 0
-    async with etcd_client(place) as client:
-        kvs = (await client.get_prefix(keys.acls)).kvs
-    for kv in kvs:
-        try:
-            rules[check_acl_id(kv.key.removeprefix(keys.acls))] = decode_acl(kv.value)
-        except ValueError as error:
-            ignored += 1
-            click.echo(f"kproxy: proxies ignore {kv.key} ({error}).", err=True)
-    return rules, ignored
+    return await entries_in_etcd(place, AccessKeys(place.prefix).acls, check_acl_id, decode_acl)
 
 
 @command.command("add")

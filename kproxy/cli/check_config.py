@@ -14,7 +14,7 @@ from kproxy.config import Owners, Setting, build_proxy_config, load_settings
 from kproxy.config.access import ACLS, shown
 from kproxy.config.listeners import SECTION as LISTENERS
 from kproxy.config.listeners import ListenerConfig
-from kproxy.config.proxy import OF_ONE_SOURCE, SECRETS, TABLES
+from kproxy.config.proxy import OF_ONE_LISTENER, OF_ONE_SOURCE, SECRETS, TABLES
 from kproxy.config.quotas import QUOTAS, parse_quotas
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS
 from kproxy.errors import StartupError
@@ -64,7 +64,7 @@ def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:
         return NOT_SET
     if setting.path in SECRETS:
         return NOT_SHOWN
-    if _is_about_one_listener(setting.path) and LISTENERS in settings:
+    if setting.path in OF_ONE_LISTENER and LISTENERS in settings:
         return NOT_USED
     ownership = settings["ownership.ownership"].value
     return SET if OF_ONE_SOURCE.get(setting.path, ownership) == ownership else NOT_USED
@@ -99,15 +99,6 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
     if owners is not None:
         inline = [settings[table].source for table in STATIC_TABLE_SECTIONS if table in settings]
         _echo_owners(owners, inline[0].partition(" in ")[2] if inline else "")
-
-
-def _is_about_one_listener(path: str) -> bool:
-    return path in (
-        "listen.listen",
-        "listen.advertise",
-        "listen.proxy_protocol",
-        "listen.proxy_protocol_from",
-    ) or path.startswith("tls.")
 
 
 def _echo_listeners(setting: Setting) -> None:

@@ -47,6 +47,7 @@ ADMIN_VARIABLES = "KPROXY_ADMIN_"
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 Section = TypeVar("Section", BrokerTlsSection, BrokerSaslSection, ReplicationTlsSection, TlsSection)
+Entry = TypeVar("Entry")
 
 _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE)
 
@@ -241,6 +242,25 @@ def etcd_place_flags(text: str, *, required: bool = False) -> Decorator:
         ),
     )
     return lambda command: _with(command, flags)
+
+
+async def entries_in_etcd(
+    place: EtcdPlace, prefix: str, parse_key: Callable[[str], str], parse: Callable[[bytes], Entry]
+) -> tuple[dict[str, Entry], int]:
+    """The entries under a prefix by name, and the number of those that proxies ignore, which are named on stderr.
+
+    `parse_key` and `parse` raise ValueError for these. Raises StartupError for an error of etcd.
+    """
+    entries, ignored = dict[str, Entry](), 0
+    async with etcd_client(place) as client:
+        kvs = (await client.get_prefix(prefix)).kvs
+    for kv in kvs:
+        try:
+            entries[parse_key(kv.key.removeprefix(prefix))] = parse(kv.value)
+        except ValueError as error:
+            ignored += 1
+            click.echo(f"kproxy: proxies ignore {kv.key} ({error}).", err=True)
+    return entries, ignored
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kproxy.cli import run_async
-from kproxy.cli.options import EtcdPlace, etcd_client, etcd_place, etcd_place_flags
+from kproxy.cli.options import EtcdPlace, entries_in_etcd, etcd_client, etcd_place, etcd_place_flags
 from kproxy.config.parsing import check_prefix
 from kproxy.errors import StartupError
 
@@ -159,16 +159,7 @@ def _show(users: Mapping[str, Credentials]) -> None:
 async def _list_in_etcd(place: EtcdPlace) -> int:
     from kproxy.security.in_etcd import AccessKeys, decode_user, parse_user_key
 
-    keys = AccessKeys(place.prefix)
-    users, ignored = dict[str, "Credentials"](), 0
-    async with etcd_client(place) as client:
-        kvs = (await client.get_prefix(keys.users)).kvs
-    for kv in kvs:
-        try:
-            users[parse_user_key(kv.key.removeprefix(keys.users))] = decode_user(kv.value)
-        except ValueError as error:
-            ignored += 1
-            click.echo(f"kproxy: proxies ignore {kv.key} ({error}).", err=True)
+    users, ignored = await entries_in_etcd(place, AccessKeys(place.prefix).users, parse_user_key, decode_user)
     _show(users)
     return 1 if ignored else 0
 

@@ -305,6 +305,14 @@ def _keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[tuple[str, 
 
 # key path -> (type, default)
 _KEYS = {path: key for section, struct in SECTIONS.items() for path, key in _keys_of(section, struct)}
+# Keys that belong to a configuration without [[listeners]].
+OF_ONE_LISTENER = (
+    "listen.listen",
+    "listen.advertise",
+    "listen.proxy_protocol",
+    "listen.proxy_protocol_from",
+    *(path for path in _KEYS if path.startswith("tls.")),
+)
 # Sections within a section, such as `admin.tls`: their keys have no flags.
 _INNER_SECTIONS = {path.rpartition(".")[0] for path in _KEYS} - SECTIONS.keys()
 # The only limits with a flag.
@@ -537,14 +545,7 @@ def _listeners(
         has_header = given.listen.proxy_protocol
         senders = proxy_senders(given.listen.proxy_protocol_from, has_header, sources["listen.proxy_protocol_from"])
         return (one_listener(listen, advertise, has_header, given.tls, sources, senders=senders),)
-    of_one = (
-        "listen.listen",
-        "listen.advertise",
-        "listen.proxy_protocol",
-        "listen.proxy_protocol_from",
-        *(path for path in _KEYS if path[:4] == "tls."),
-    )
-    for path in of_one:
+    for path in OF_ONE_LISTENER:
         if sources[path] != "default":
             raise StartupError(f"{sources[path]}: the listeners are in [[listeners]]: say it there, or drop them.")
     return parse_listeners(several.value, several.source.rpartition(" in ")[2])

@@ -21,7 +21,7 @@ Invariants
 1. Exactly the PROXY protocol's header is consumed, and the first byte after it is left in the socket. The event loop's
    TLS begins with an untouched socket.
 2. At most `max_half_open` connections are not inside, each for at most HANDSHAKE_S. Where there are more, the oldest is
-   refused: an ordinary client finishes within a few round trips, so it is not the oldest.
+   refused: an ordinary client finishes within a few round trips of its turn, so those that do not finish are older.
 3. Nothing is read from a connection whose sender may send no header of the PROXY protocol.
 4. Each connection that is not inside is one task, which owns its socket until the event loop has it.
 5. Handshakes begin one after another, in the order in which clients asked for them, and take about a PACE-th part of

@@ -25,9 +25,10 @@ from kproxy_codec.record_batch import NO_PRODUCER_ID
 
 MAX_INTERVALS: Final = 64
 # For each partition this much is remembered, to name the first origin of an offset and to recognize resent batches: the
-# last writes of MAX_REMEMBERED producers, MAX_SPANS_REMEMBERED spans of each, MAX_SPANS_TOGETHER of all. Each keeps its
-# last LEAST_SPANS_REMEMBERED: a producer sends at most five batches again, and other producers' writes must not push
-# them out. MAX_ADDED chunks may come in addition before the excess is forgotten.
+# last writes of MAX_REMEMBERED producers, MAX_SPANS_REMEMBERED spans of each (which grow to twice as many before the
+# first of them are forgotten), MAX_SPANS_TOGETHER of all. Each keeps its last LEAST_SPANS_REMEMBERED: a producer sends
+# at most five batches again, and other producers' writes must not push them out. MAX_ADDED chunks may come in addition
+# before the excess is forgotten.
 MAX_REMEMBERED: Final = 128
 MAX_ADDED: Final = 24
 MAX_SPANS_REMEMBERED: Final = 64
