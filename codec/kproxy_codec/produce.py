@@ -283,17 +283,24 @@ class ProduceApi:
         """Return an answer of success only: no error, tagged field or throttling, and no named broker."""
         plain = _PLAIN[request.header.api_version]
         texts: list[bytes] = []
+        topics = []
         text = plain.tags + encode_count(len(selection), compact=request.flexible)
         for topic_place, ordinals in selection:
             topic = request.topics[topic_place]
-            text += request.frame[topic.head_start : topic.head_end]
-            text += encode_count(len(ordinals), compact=request.flexible)
-            for ordinal in ordinals:
-                texts.append(text + _INDEX_AND_ERROR_CODE.pack(topic.partitions[ordinal], 0))
+            head = bytes(request.frame[topic.head_start : topic.head_end])
+            head += encode_count(len(ordinals), compact=request.flexible)
+            starts = [_INDEX_AND_ERROR_CODE.pack(topic.partitions[ordinal], 0) for ordinal in ordinals]
+            topics.append((head, starts))
+            text += head
+            for start in starts:
+                texts.append(text + start)
                 text = plain.end_of_entry
             text += plain.tags
         texts.append(text + _NO_THROTTLING + plain.tags)
-        return PlainAnswer(texts, plain.offsets_bytes, before=_INDEX_AND_ERROR_CODE.size, after=len(plain.end_of_entry))
+        before, after = _INDEX_AND_ERROR_CODE.size, len(plain.end_of_entry)
+        return PlainAnswer(
+            texts, plain.offsets_bytes, before=before, after=after, topics=topics, topic_end=len(plain.tags)
+        )
 
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
         """Encode base_offset, log_append_time_ms and log_start_offset as -1: the proxy assigns no offset."""

@@ -42,7 +42,7 @@ from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndS
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_FromMemory, PyMemoryView_GET_BUFFER
-from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memmove
 
 from collections import deque
@@ -55,6 +55,7 @@ from kproxy_codec.framing import illegal_length, is_unreferenced
 cdef extern from "wire.h" nogil:
     enum:
         KP_MAX_PARTITIONS
+        KP_MAX_SORTED_INDEX
         KP_MAX_VERSION
         KP_CORRELATION_ID_OFFSET
         KP_TOPIC_IDS_FROM
@@ -84,6 +85,10 @@ cdef extern from "wire.h" nogil:
     int kp_is_success(
         const uint8_t *frame, const kp_request *request, const kp_topic *topics, const kp_entry *entries,
         const uint32_t *chosen, uint32_t count, const uint8_t *answer, uint32_t size, uint32_t *results)
+    int kp_sort(
+        const uint8_t *frame, const kp_request *request, const kp_topic *topics, const kp_entry *entries,
+        const uint32_t *chosen, uint32_t count, uint8_t *answer, uint32_t size, uint8_t *spare, uint16_t *places,
+        uint32_t *results)
     void kp_put_answer(
         const uint8_t *frame, const kp_request *request, const kp_topic *topics, uint8_t *answer, uint32_t size,
         uint32_t *results)
@@ -168,9 +173,9 @@ def results(frame not None, selection, answer not None):
     if not _index(frame, &head):
         raise ValueError("not indexed")
     cdef uint32_t count = _choose(selection, chosen)
-    if not kp_is_success(
+    if not is_success(
         <const uint8_t *>PyMemoryView_GET_BUFFER(frame).buf, &head, _topics, _entries, chosen, count,
-        <const uint8_t *>view.buf, <uint32_t>view.len, _results,
+        <uint8_t *>view.buf, <uint32_t>view.len,
     ):
         return None
     return [_results[at] for at in range(count)]

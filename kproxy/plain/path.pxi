@@ -38,7 +38,29 @@ cdef uint32_t _results[KP_MAX_PARTITIONS]
 cdef uint32_t _parts[KP_MAX_PARTITIONS]
 cdef int64_t _connections[KP_MAX_PARTITIONS]
 cdef void *_chunks[KP_MAX_PARTITIONS]
+cdef uint16_t _sorted_places[KP_MAX_SORTED_INDEX]
 _MINUS_INFINITY = float("-inf")
+
+
+cdef bint is_success(
+    const uint8_t *frame, const kp_request *request, const kp_topic *topics, const kp_entry *entries,
+    const uint32_t *chosen, uint32_t count, uint8_t *answer, uint32_t size,
+) except -1:
+    """Whether an answer is a success for exactly these entries (PlainAnswer.is_met). Put it into their order."""
+    cdef uint8_t *spare
+    cdef bint is_sorted
+    if kp_is_success(frame, request, topics, entries, chosen, count, answer, size, _results):
+        return True
+    # One entry has one order.
+    if count == 1 or size != kp_answer_bytes(request, topics, entries, chosen, count):
+        return False
+    spare = <uint8_t *>PyMem_Malloc(size)
+    if spare == NULL:
+        raise MemoryError
+    is_sorted = kp_sort(
+        frame, request, topics, entries, chosen, count, answer, size, spare, _sorted_places, _results)
+    PyMem_Free(spare)
+    return is_sorted
 
 
 cdef class OpenChunk:
@@ -408,9 +430,9 @@ cdef class CompiledPiece:
         cdef CompiledSlot slot = self.slot
         cdef uint32_t at, result_bytes
         cdef char *answer
-        if not kp_is_success(
+        if not is_success(
             slot.bytes(), &slot.head, slot.topics, slot.entries, slot.chosen + self.first, self.count, received,
-            <uint32_t>size, _results,
+            <uint32_t>size,
         ):
             return False
         slot.note(self.first, self.count, received)

@@ -1,7 +1,7 @@
 /* Read produce requests and their answers, versions 3 to 13, without Python.
  *
- * `kp_scan` indexes a request; `kp_is_success` compares an answer with the one expected; `kp_part_bytes` and `kp_part`
- * encode a part of a request. All of them are conservative: a frame with anything unusual is left to the Python codec
+ * `kp_scan` indexes a request; `kp_is_success` compares an answer with the one expected, and `kp_sort` puts one in another
+ * order into that of its request; `kp_part_bytes` and `kp_part` encode a part of a request. All of them are conservative: a frame with anything unusual is left to the Python codec
  * (kproxy_codec.produce), which decides whether it is valid. A frame that is accepted here has the same spans there.
  *
  * No pointer is followed beyond the lengths given; no length from the wire is added before it is compared with the rest
@@ -22,7 +22,9 @@ enum {
     KP_TOPIC_IDS_FROM = 13,
     KP_TOPIC_ID_BYTES = 16,
     KP_CORRELATION_ID_OFFSET = 8,
-    KP_ANSWER_CORRELATION_ID_OFFSET = 4
+    KP_ANSWER_CORRELATION_ID_OFFSET = 4,
+    KP_MAX_SORTED_TOPICS = 256,  /* of an answer in another order than its request; kproxy_codec.partitioned has it, too */
+    KP_MAX_SORTED_INDEX = 65536  /* its partition indexes are below */
 };
 
 typedef struct {
@@ -290,6 +292,58 @@ static inline int kp_is_success(
     }
     if (kp_int32(answer + offset) != 0) return 0;
     return !flexible || answer[offset + 4] == 0;
+}
+
+/* Put a successful answer for the chosen entries in any order into their order: a broker of Apache Kafka answers in the
+ * order of its hash tables. Return 0, and leave the answer as it is, if it is not one. `spare` has `size` bytes;
+ * `places` has KP_MAX_SORTED_INDEX zeros, and has them again afterwards. `results` as in kp_is_success. */
+static inline int kp_sort(
+    const uint8_t *frame, const kp_request *request, const kp_topic *topics, const kp_entry *entries,
+    const uint32_t *chosen, uint32_t count, uint8_t *answer, uint32_t size, uint8_t *spare, uint16_t *places,
+    uint32_t *results
+) {
+    int flexible = request->version >= KP_FLEXIBLE_FROM, fits = 1;
+    uint32_t result_bytes = kp_result_bytes(request->version), topic_count = kp_topics_of(entries, chosen, count);
+    uint32_t tail = 4 + (uint32_t)flexible, first = 8 + (uint32_t)flexible + kp_count_bytes(topic_count, flexible);
+    if (topic_count > KP_MAX_SORTED_TOPICS || size != kp_answer_bytes(request, topics, entries, chosen, count)) return 0;
+    /* A result that is not written has an error code, so it is no success. */
+    memset(spare, 0xFF, size);
+    memcpy(spare, answer, first);
+    memcpy(spare + size - tail, answer + size - tail, tail);
+    for (uint32_t from = first, number = 0; number < topic_count; number++) {
+        uint32_t to = first, at = 0, ordinals = 0, head_bytes = 0;
+        for (; at < count; at += ordinals) {
+            const kp_topic *topic = topics + entries[chosen[at]].topic;
+            uint32_t name_bytes = kp_head_bytes(topic);
+            ordinals = kp_of_one_topic(entries, chosen, at, count);
+            head_bytes = name_bytes + kp_count_bytes(ordinals, flexible);
+            if (name_bytes <= size - from && memcmp(answer + from, frame + topic->head_start, name_bytes) == 0) break;
+            to += head_bytes + ordinals * result_bytes + (uint32_t)flexible;
+        }
+        if (at >= count || head_bytes + ordinals * result_bytes + (uint32_t)flexible > size - tail - from) return 0;
+        memcpy(spare + to, answer + from, head_bytes);
+        from += head_bytes;
+        to += head_bytes;
+        for (uint32_t place = 0; place < ordinals; place++) {
+            uint32_t index = (uint32_t)entries[chosen[at + place]].partition_index;
+            if (index >= KP_MAX_SORTED_INDEX) fits = 0;
+            else places[index] = (uint16_t)(place + 1);
+        }
+        for (uint32_t place = 0; place < ordinals; place++, from += result_bytes) {
+            uint32_t index = (uint32_t)kp_int32(answer + from);
+            if (index >= KP_MAX_SORTED_INDEX || places[index] == 0) fits = 0;
+            else memcpy(spare + to + (places[index] - 1u) * result_bytes, answer + from, result_bytes);
+        }
+        for (uint32_t place = 0; place < ordinals; place++) {
+            uint32_t index = (uint32_t)entries[chosen[at + place]].partition_index;
+            if (index < KP_MAX_SORTED_INDEX) places[index] = 0;
+        }
+        if (!fits) return 0;
+        if (flexible) spare[to + ordinals * result_bytes] = answer[from++];
+    }
+    if (!kp_is_success(frame, request, topics, entries, chosen, count, spare, size, results)) return 0;
+    memcpy(answer, spare, size);
+    return 1;
 }
 
 /* Write a successful answer to the whole request, except its results; `results` gets the offset of each entry. */

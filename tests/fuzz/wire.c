@@ -3,7 +3,7 @@
  *
  * Every round makes a request of a random version and shape, changes it or not, and gives it in a buffer of exactly its
  * size. What is indexed must lie within it, in order. Its parts are requests that are indexed alike, and the answer
- * written for it is a success; a changed answer is only read. With libFuzzer (-DKP_LIBFUZZER) the input is the request.
+ * written for it is a success, and so it is in another order; a changed answer is only read. With libFuzzer (-DKP_LIBFUZZER) the input is the request.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,7 +23,8 @@ static void expect(int holds, const char *what) {
 static kp_topic topics[KP_MAX_PARTITIONS], part_topics[KP_MAX_PARTITIONS];
 static kp_entry entries[KP_MAX_PARTITIONS], part_entries[KP_MAX_PARTITIONS];
 static uint32_t chosen[KP_MAX_PARTITIONS], results[KP_MAX_PARTITIONS], all[KP_MAX_PARTITIONS];
-static unsigned long indexed, met;
+static uint16_t places[KP_MAX_SORTED_INDEX];
+static unsigned long indexed, met, in_order;
 
 /* The index lies within the frame, each thing behind the one before. */
 static void check_index(const kp_request *request, uint32_t size) {
@@ -65,6 +66,32 @@ static void check_part(const uint8_t *frame, const kp_request *request) {
     free(part);
 }
 
+/* The results of a topic in another order are put back. */
+static void check_sort(const uint8_t *frame, const kp_request *request, const uint8_t *answer, uint32_t bytes) {
+    uint32_t count = request->entry_count, size = kp_result_bytes(request->version);
+    if (count < 2 || bytes > 1 << 20) return;
+    uint8_t *other = malloc(bytes), *spare = malloc(bytes), *held = malloc(size);
+    memcpy(other, answer, bytes);
+    for (uint32_t at = 0; at < count; at++) {
+        uint32_t with = draw(count);
+        if (entries[at].topic != entries[with].topic) continue;
+        memcpy(held, other + results[at], size);
+        memmove(other + results[at], other + results[with], size);
+        memcpy(other + results[with], held, size);
+    }
+    int is_sorted = kp_sort(frame, request, topics, entries, all, count, other, bytes, spare, places, results);
+    int names_twice = 0, too_high = 0;
+    for (uint32_t at = 0; at < count; at++) {
+        too_high |= (uint32_t)entries[at].partition_index >= KP_MAX_SORTED_INDEX;
+        for (uint32_t with = 0; with < at && count <= 64; with++)
+            names_twice |= entries[at].partition_index == entries[with].partition_index;
+    }
+    if (is_sorted) expect(!memcmp(other, answer, bytes), "an answer is put into another order");
+    else expect(names_twice || too_high || count > 64 || request->topic_count > 1, "an answer is not put into order");
+    in_order += (unsigned long)is_sorted;
+    free(other); free(spare); free(held);
+}
+
 static void check_answer(const uint8_t *frame, const kp_request *request) {
     uint32_t count = request->entry_count;
     for (uint32_t at = 0; at < count; at++) all[at] = at;
@@ -80,6 +107,7 @@ static void check_answer(const uint8_t *frame, const kp_request *request) {
         memcpy(answer + end, request->version >= KP_FLEXIBLE_FROM ? flexible : eighth, end_bytes);
     }
     expect(kp_is_success(frame, request, topics, entries, all, count, answer, bytes, results), "a success is not seen");
+    check_sort(frame, request, answer, bytes);
     for (int changes = 0; changes < 3; changes++) {
         uint32_t size = draw(4) ? bytes : draw(bytes + 1);
         uint8_t *changed = malloc(size ? size : 1);
@@ -87,6 +115,11 @@ static void check_answer(const uint8_t *frame, const kp_request *request) {
         if (size && draw(4)) changed[draw(size)] = (uint8_t)draw(256);
         met += (unsigned long)kp_is_success(
             frame, request, topics, entries, all, count, changed, size, results);
+        if (size == bytes && count > 1) {
+            uint8_t *spare = malloc(size);
+            kp_sort(frame, request, topics, entries, all, count, changed, size, spare, places, results);
+            free(spare);
+        }
         free(changed);
     }
     free(answer);

@@ -171,3 +171,30 @@ def test_answers_are_judged_as_in_python(version: int, selection: Selection) -> 
         assert (found is not None) is expected.is_met(view)
         met += found is not None
     assert met
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_answers_in_another_order_are_sorted_as_in_python(version: int) -> None:
+    print(f"KPROXY_SEED={SEED}")
+    draw = random.Random(SEED)
+    asked = usual(version)
+    sorted_ = 0
+    for _ in range(300):
+        selection = draw.choice(SELECTIONS)
+        expected = PRODUCE_API.plain_answer(parsed(asked), selection)
+        frame = bytearray(success_to(version, selection))
+        # Whole entries change places; some of them are of other topics, and then the answer is none.
+        starts = [start - 6 for start in expected.gaps]
+        size = expected._entries[0][1] - expected._entries[0][0]
+        others = draw.sample(starts, len(starts))
+        entries = [bytes(frame[start : start + size]) for start in others]
+        for start, entry in zip(starts, entries, strict=True):
+            frame[start : start + size] = entry
+        if not draw.randrange(3):
+            frame[draw.randrange(8, len(frame))] = draw.randrange(256)
+        in_python, in_c = memoryview(bytearray(frame)), memoryview(bytearray(frame))
+        found = plain.results(asked, selection, in_c)
+        assert (found is not None) is expected.is_met(in_python)
+        assert in_c == in_python
+        sorted_ += found is not None and in_c != frame
+    assert sorted_

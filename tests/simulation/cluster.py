@@ -442,6 +442,13 @@ class Cluster:
     ) -> None:
         version, correlation_id = request.version, request.correlation_id
         throttle_ms = 0
+        key = (What.ORDER, first.id, first.arrivals)
+        if self.dice.at(*key) < 0.5:
+            # As Kafka does, in the order of its hash tables.
+            results = [
+                (topic, self.dice.sample(rows, len(rows), *key, place))
+                for place, (topic, rows) in enumerate(self.dice.sample(results, len(results), *key))
+            ]
         if self._fates and self.dice.at(What.THROTTLE, first.id, first.arrivals) < self._fates / 2:
             throttle_ms = 1 + first.number % 100
         frame = wire.produce_response(version, correlation_id, results, leader, throttle_ms)

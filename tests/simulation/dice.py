@@ -41,6 +41,7 @@ class What:
     ETCD = 21
     CLAIM = 22
     LEASE = 23
+    ORDER = 24
 
 
 class Dice:

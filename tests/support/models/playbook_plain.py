@@ -16,7 +16,8 @@ def is_plain(piece: Piece, frame: memoryview) -> bool:
     if not exchange.is_ordered:
         return True
     plain = exchange.api.plain_answer(exchange.request, piece.selection)
-    return plain is not None and plain.is_met(frame)
+    # A copy, because it is put in order: the core must not need that.
+    return plain is not None and plain.is_met(memoryview(bytearray(frame)))
 
 
 class _Plain:
