@@ -29,10 +29,10 @@ from typing import Any, TypeAlias
 from kafka.protocol import admin, consumer, metadata, producer, sasl
 from kafka.protocol.api_message import ApiMessage
 
-from kproxy_codec.api_keys import API_VERSIONS, METADATA
+from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE
 from kproxy_codec.error_codes import UNSUPPORTED_VERSION
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
-from kproxy_codec.primitives import Buffer
+from kproxy_codec.primitives import Buffer, read_uvarint, skip_tagged_fields
 
 Message: TypeAlias = Any
 """A kafka-python message: attributes are the fields, nested structures are objects of the same kind."""
@@ -44,6 +44,9 @@ _FAILURES = (*_ENDS_EARLY, ValueError, TypeError, AttributeError, AssertionError
 _MAY_TRAIL = frozenset({METADATA})
 # The longest run of bytes with the high bit set that reaches the decoder: its varint loop has no limit.
 _MAX_HIGH_RUN = 4096
+# What a client may send before it is authenticated, and the number of compact strings before its tagged fields: the
+# decoder makes an object of each tagged field, however many there are.
+_STRINGS_BEFORE_TAGS = {API_VERSIONS: 2, SASL_AUTHENTICATE: 1}
 _HIGH_BITS = bytes(byte >> 7 for byte in range(256))
 
 
@@ -83,7 +86,10 @@ def build_response(api_key: int, api_version: int, **fields: Any) -> Message:
 
 def decode_request(api_key: int, api_version: int, body: Buffer) -> Message:
     """Decode a whole request; raises CodecError. Bytes behind a Metadata request are ignored, as by Kafka."""
-    return _decode(_class_of(_REQUESTS, api_key, api_version), api_version, body, may_trail=api_key in _MAY_TRAIL)
+    message_class = _class_of(_REQUESTS, api_key, api_version)
+    if api_key in _STRINGS_BEFORE_TAGS and message_class.flexible_version_q(api_version):
+        _refuse_many_tags(body, _STRINGS_BEFORE_TAGS[api_key])
+    return _decode(message_class, api_version, body, may_trail=api_key in _MAY_TRAIL)
 
 
 def decode_response(api_key: int, api_version: int, body: Buffer) -> Message:
@@ -160,6 +166,14 @@ def _decode(message_class: Message, api_version: int, body: Buffer, *, may_trail
         raise InvalidField(f"{message_class.name} v{api_version}: {len(view) - end} bytes left over")
     _refuse_null(message, message_class._struct, api_version, message_class.name)
     return message
+
+
+def _refuse_many_tags(body: Buffer, strings_before: int) -> None:
+    at, limit = 0, len(body)
+    for _ in range(strings_before):
+        length, at = read_uvarint(body, at, limit)
+        at += max(length - 1, 0)
+    skip_tagged_fields(body, at, limit)
 
 
 def _refuse_long_varint(view: memoryview) -> None:

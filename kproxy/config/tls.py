@@ -274,6 +274,7 @@ def load_listener_tls(options: ListenerTls, kind: type[ssl.SSLContext] = ssl.SSL
     if options.client_ca is not None:
         _load_authorities(context, options.client_ca, f"{options.prefix}client_ca")
         context.verify_mode = ssl.CERT_REQUIRED if options.client_auth == "required" else ssl.CERT_OPTIONAL
+        _give_no_tickets(context)
     _load_crl(context, options.client_crl, options.client_crl_check, f"{options.prefix}client_crl")
     return Loaded(context, _rehearsed(options.cert, options.key, f"{options.prefix}cert", server_side=True))
 
@@ -305,6 +306,7 @@ def load_replication_tls(
         _load_pair(context, options.cert, options.key, REPLICATION_FLAGS)
         _load_authorities(context, options.ca, f"{REPLICATION_FLAGS}ca")
         context.verify_mode = ssl.CERT_REQUIRED
+    _give_no_tickets(listener)
     named = f"{REPLICATION_FLAGS}cert"
     _rehearsed(options.cert, options.key, named, server_side=False)
     certificate = _rehearsed(options.cert, options.key, named, server_side=True)
@@ -323,6 +325,16 @@ def load_replication_tls(
 def _set_common(context: ssl.SSLContext, min_version: MinVersion) -> None:
     context.minimum_version = _VERSIONS[min_version]
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
+
+
+def _give_no_tickets(context: ssl.SSLContext) -> None:
+    """Keep clients from resuming sessions: OpenSSL does not look at the certificate again, however old a ticket is.
+
+    With TLS 1.2 a client can still resume a session that this context remembers, for two hours at most; the entrance
+    looks at the certificate of such a session.
+    """
+    context.num_tickets = 0
+    context.options |= ssl.OP_NO_TICKET
 
 
 def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, prefix: str) -> None:

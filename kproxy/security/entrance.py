@@ -37,9 +37,9 @@ import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
-from typing import Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
 import structlog
 
@@ -49,7 +49,7 @@ from kproxy.errors import StartupError
 from kproxy.runtime.sockets import BACKLOG
 from kproxy.runtime.tasks import cancel
 from kproxy.security.proxy_protocol import ProxyHeader, ProxyHeaderError, Source
-from kproxy.security.tls_errors import Failure, ListenerWords, client_failure
+from kproxy.security.tls_errors import EXPIRED, Failure, ListenerWords, client_failure
 from kproxy_codec.errors import FrameTooLarge
 from kproxy_codec.foreign import ANSWER_TO_HTTP, foreign_protocol
 
@@ -154,6 +154,8 @@ class _Object(ssl.SSLObject):
         began = time.monotonic()
         try:
             super().do_handshake()
+            if self.session_reused:
+                _look_again(self.getpeercert())
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise
         except ssl.SSLError:
@@ -163,6 +165,14 @@ class _Object(ssl.SSLObject):
         finally:
             if handshake is not None:
                 handshake.pace.worked(time.monotonic() - began)
+
+
+def _look_again(certificate: Mapping[str, Any] | None) -> None:
+    """Raise SSLCertVerificationError for a certificate that has expired: resuming a session does not verify it."""
+    if certificate and ssl.cert_time_to_seconds(str(certificate["notAfter"])) < time.time():
+        error = ssl.SSLCertVerificationError(ssl.SSL_ERROR_SSL, "the certificate of a resumed session has expired")
+        error.verify_code, error.verify_message = EXPIRED, "certificate has expired"
+        raise error
 
 
 EntranceContext.sslobject_class = _Object

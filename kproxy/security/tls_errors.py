@@ -10,7 +10,7 @@ import ssl
 from typing import Final, NamedTuple
 
 # X509_V_ERR_* of OpenSSL.
-_EXPIRED: Final = 10
+EXPIRED: Final = 10
 _NOT_YET_VALID: Final = 9
 _NO_CRL: Final = 3
 _CRL_EXPIRED: Final = 12
@@ -58,7 +58,7 @@ _CLIENTS: Final = ListenerWords()
 _BROKERS: Final = DialWords()
 
 _OF_CERTIFICATE: Final = {
-    _EXPIRED: ("expired", "its certificate has expired"),
+    EXPIRED: ("expired", "its certificate has expired"),
     _NOT_YET_VALID: ("expired", "its certificate is not valid yet; compare the clocks"),
     _REVOKED: ("revoked", "its certificate is revoked"),
     _WRONG_PURPOSE: ("purpose", "its certificate is not meant for this use (extended key usage)"),

@@ -46,10 +46,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 @contextlib.contextmanager
-def connected(process: KproxyProcess, context: ssl.SSLContext, name: str = "localhost") -> Iterator[ssl.SSLSocket]:
+def connected(
+    process: KproxyProcess, context: ssl.SSLContext, name: str = "localhost", session: ssl.SSLSession | None = None
+) -> Iterator[ssl.SSLSocket]:
     with (
         socket.create_connection((HOST, port_of(process)), timeout=PATIENCE_S) as plain,
-        context.wrap_socket(plain, server_hostname=name) as client,
+        context.wrap_socket(plain, server_hostname=name, session=session) as client,
     ):
         yield client
 
@@ -76,11 +78,13 @@ def serves(process: KproxyProcess, context: ssl.SSLContext, name: str = "localho
         return ask(client) == 77
 
 
-def fails(process: KproxyProcess, context: ssl.SSLContext, name: str = "localhost") -> str:
+def fails(
+    process: KproxyProcess, context: ssl.SSLContext, name: str = "localhost", session: ssl.SSLSession | None = None
+) -> str:
     """How a client that is not let in learns of it: the reason of its TLS, at the handshake or at the first read."""
     with (
         pytest.raises((ssl.SSLError, ConnectionError, EOFError)) as raised,
-        connected(process, context, name) as client,
+        connected(process, context, name, session) as client,
     ):
         ask(client)
     error = raised.value
@@ -281,13 +285,38 @@ def test_a_revocation_list_is_read_again(tmp_path: Path) -> None:
     crl = site.signer.revoke([])
     lines = (f'client_ca = "{site.signer.ca}"', f'client_crl = "{crl}"')
     context = client_context(site.signer.ca, site.client)
+    # With the one version that resumes sessions of clients with certificates.
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls(*lines)) as process:
-        assert serves(process, context)
+        with connected(process, context) as client:
+            assert ask(client) == 77
+            session = client.session
+        with connected(process, context, session=session) as client:
+            assert client.session_reused
         site.signer.revoke([site.client])
         process.signal(signal.SIGHUP)
         wait_for(lambda: "reloaded" in process.stderr())
         # Not even by a session of before.
-        assert fails(process, context) == "SSLV3_ALERT_CERTIFICATE_REVOKED"
+        for each in (None, session):
+            assert fails(process, context, session=each) == "SSLV3_ALERT_CERTIFICATE_REVOKED"
+
+
+def test_a_session_does_not_outlive_the_certificate(site: Site, mutual: KproxyProcess) -> None:
+    """Neither by a ticket (TLS 1.3) nor by what the proxy remembers (1.2): resuming verifies no certificate."""
+    began, before = time.time(), counted(mutual.admin, 'kproxy_client_handshakes_total{outcome="expired"}')
+    short = site.signer.issue("short", "client.example.org", ends_in_s=2.0)
+    sessions: list[tuple[ssl.SSLContext, ssl.SSLSession | None]] = []
+    for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+        context = client_context(site.signer.ca, short)
+        context.minimum_version = context.maximum_version = version
+        with connected(mutual, context) as client:
+            assert ask(client) == 77
+            assert client.session is None or not client.session.has_ticket
+            sessions.append((context, client.session))
+    time.sleep(max(began + 2.1 - time.time(), 0.0))
+    for context, session in sessions:
+        fails(mutual, context, session=session)
+    assert counted(mutual.admin, 'kproxy_client_handshakes_total{outcome="expired"}') == before + 2
 
 
 @pytest.mark.parametrize("room", ["[tls]", "[[listeners]]"])

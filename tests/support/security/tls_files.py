@@ -33,14 +33,19 @@ class Signer:
         self.ca = directory / "ca.pem"
         self._ca.cert_pem.write_to_path(self.ca)
 
-    def issue(self, stem: str, *names: str, common_name: str | None = None, days: int = 30) -> Pair:
+    def issue(
+        self, stem: str, *names: str, common_name: str | None = None, days: int = 30, ends_in_s: float | None = None
+    ) -> Pair:
         """A certificate for `names`; it replaces the one with the same `stem`. `days` below 0: it has expired."""
+        until = NOW + datetime.timedelta(days=days)
+        if ends_in_s is not None:
+            until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ends_in_s)
         issued = self._ca.issue_cert(
             *names,
             common_name=common_name,
             key_type=trustme.KeyType.ECDSA,
             not_before=NOW - datetime.timedelta(days=400),
-            not_after=NOW + datetime.timedelta(days=days),
+            not_after=until,
         )
         pair = Pair(self.directory / f"{stem}.pem", self.directory / f"{stem}.key")
         pair.cert.write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))

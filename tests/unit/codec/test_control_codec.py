@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 import uuid
@@ -15,6 +16,7 @@ from kio.static.constants import EntityType
 
 from kproxy_codec import api_keys, control
 from kproxy_codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
+from kproxy_codec.primitives import encode_tagged_fields
 
 TOPIC_ID = uuid.UUID("6ba7b810-9dad-11d1-80b4-00c04fd430c8")
 
@@ -168,6 +170,20 @@ def test_a_huge_array_length_costs_nothing() -> None:
         control.decode_request(api_keys.METADATA, 1, b"\x7f\xff\xff\xff")
     with pytest.raises(CodecError):
         control.decode_request(api_keys.METADATA, 12, b"\xff\xff\xff\xff\x07")
+
+
+@pytest.mark.parametrize(
+    ("api_key", "version", "before_tags"),
+    [(api_keys.API_VERSIONS, 3, b"\x02c\x021"), (api_keys.SASL_AUTHENTICATE, 2, b"\x03ab")],
+)
+def test_tagged_fields_of_who_is_not_authenticated_are_bounded(api_key: int, version: int, before_tags: bytes) -> None:
+    """CVE-2026-111115: a tagged field takes two bytes, and much more once it is read."""
+    for count, is_refused in ((0, False), (64, False), (65, True), (30_000, True)):
+        section = encode_tagged_fields([(100 + number, b"") for number in range(count)])
+        with pytest.raises(InvalidField, match="tagged fields") if is_refused else contextlib.nullcontext():
+            control.decode_request(api_key, version, before_tags + section)
+    with pytest.raises(CodecError):
+        control.decode_request(api_key, version, b"\x7f")
 
 
 @pytest.mark.parametrize(

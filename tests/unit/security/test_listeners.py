@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import ssl
@@ -13,9 +14,9 @@ import pytest
 from kproxy.cli import main
 from kproxy.config import Address, ProxyConfig, load_proxy_config
 from kproxy.config.certificates import meet
-from kproxy.config.tls import load_broker_tls, load_listener_tls
+from kproxy.config.tls import ListenerTls, load_broker_tls, load_listener_tls
 from kproxy.errors import StartupError
-from kproxy.security.entrance import is_among
+from kproxy.security.entrance import is_among, load_for_entrance
 from kproxy.security.tls_errors import client_failure
 from tests.support.security.tls_files import Pair, Signer, client_context
 
@@ -296,3 +297,33 @@ def test_tls_neither_renegotiates_nor_compresses_nor_speaks_old_versions(
     assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
     assert context.check_hostname is (side == "broker")
     assert context.verify_mode is (ssl.CERT_REQUIRED if side == "broker" else ssl.CERT_NONE)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_session_of_one_listener_is_not_resumed_at_another(signer: Signer, version: ssl.TLSVersion) -> None:
+    """As CVE-2025-23419: no session from a listener without client certificates comes in where one is required."""
+    pair = Pair(signer.directory / "server.pem", signer.directory / "server.key")
+    open_one = load_for_entrance(ListenerTls(*pair)).context
+    closed_one = load_for_entrance(ListenerTls(*pair, client_ca=signer.ca, client_auth="required")).context
+    stranger = client_context(signer.ca)
+    stranger.minimum_version = stranger.maximum_version = version
+    session = talk(open_one, stranger, None)[1].session
+    assert talk(open_one, stranger, session)[0].session_reused
+    with pytest.raises(ssl.SSLError, match="did not return a certificate"):
+        talk(closed_one, stranger, session)
+
+
+def talk(
+    server: ssl.SSLContext, client: ssl.SSLContext, session: ssl.SSLSession | None
+) -> tuple[ssl.SSLObject, ssl.SSLObject]:
+    """Do a handshake in memory, and let the client read a byte, with which tickets come. Raises ssl.SSLError."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    here = server.wrap_bio(to_server, to_client, server_side=True)
+    there = client.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
+    for _ in range(4):
+        for side in (there, here):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    here.write(b"x")
+    assert there.read(1) == b"x"
+    return here, there
