@@ -33,7 +33,6 @@ def test_secrets_of_the_file_are_shown_nowhere(tmp_path: Path, workers: str) -> 
         for path in PAGES:
             shown[path] = page(process.admin, path, Authorization=f"Bearer {TOKEN}")[1]
         assert "partition" in shown["/table"]
-        admin = {"KPROXY_LISTEN__ADMIN": "127.0.0.1:0"}
         for more in ((), ("--json",)):
             ended = run_kproxy(
                 "check-config",
