@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from kproxy.config import Owners, Setting, build_proxy_config, load_settings
 from kproxy.config.access import ACLS, shown
 from kproxy.config.listeners import SECTION as LISTENERS
 from kproxy.config.listeners import ListenerConfig
-from kproxy.config.proxy import OF_ONE_LISTENER, OF_ONE_SOURCE, SECRETS, TABLES
+from kproxy.config.proxy import OF_ONE_LISTENER, OF_ONE_SOURCE, SECRETS, TABLES, ProxyConfig
 from kproxy.config.quotas import QUOTAS, parse_quotas
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS
 from kproxy.errors import StartupError
@@ -41,6 +42,7 @@ def command(config: Path | None, as_json: bool) -> None:
         config_in_force = build_proxy_config(settings)
         access = config_in_force.access
         quotas = parse_quotas(settings[QUOTAS].value, "it") if QUOTAS in settings else ()
+        _try_files(config_in_force)
         tables = {ACLS: shown(access.acls) if access is not None else [], QUOTAS: shown(quotas)}
     except StartupError as error:
         if as_json:
@@ -57,6 +59,15 @@ def command(config: Path | None, as_json: bool) -> None:
             for entry in entries:
                 lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in entry.items())
                 click.echo(f"\n[[{table}]]\n{lines}")
+
+
+def _try_files(config: ProxyConfig) -> None:
+    """Read the users and the keys of tokens, as a start does. Raises StartupError."""
+    # Imported here: only a configuration with SASL needs what verifies tokens and passwords.
+    from kproxy.security.files import SecurityFiles
+    from kproxy.security.reloading import Reloads
+
+    SecurityFiles(config.sasl, None, None, Reloads(), counters=Counter())
 
 
 def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -36,6 +36,15 @@ class AclSection(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     groups: _Names | None = None
     transactional_ids: _Names | None = None
     cluster: bool = False
+
+
+_TAKES: Final = {
+    "principal": "User:NAME, User:* for everybody, or Group:NAME",
+    "operations": f"a list of {', '.join(get_args(_Operation))}",
+    "effect": "allow or deny",
+    **dict.fromkeys(("topics", "groups", "transactional_ids"), "a list of names, each of which may end with *"),
+    "cluster": "true or false",
+}
 
 
 class AccessSection(msgspec.Struct, kw_only=True):
@@ -66,7 +75,7 @@ def parse_acls(given: object, where: str) -> tuple[AclSection, ...]:
 
 def parse_acl(given: object, named: str) -> AclSection:
     """Check one rule, which errors call `named`. Raises StartupError."""
-    acl = parse_entry(AclSection, given, named)
+    acl = parse_entry(AclSection, given, named, _TAKES)
     if not (acl.topics or acl.groups or acl.transactional_ids or acl.cluster):
         raise StartupError(f"{named} names no resource: give topics, groups, transactional_ids or cluster = true.")
     return acl

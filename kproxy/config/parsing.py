@@ -197,8 +197,14 @@ def read_toml(file: Path, flag: str = "--config") -> dict[str, Any]:
 Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 
-def parse_entry(kind: type[Entry], given: object, named: str) -> Entry:
-    """Convert one of an array of tables, which errors call `named`. Raises StartupError."""
+_PLACE: Final = re.compile(r"(?P<reason>.*) - at `\$\.(?P<key>\w+)(?:\[[^]]*\])*`")
+
+
+def parse_entry(kind: type[Entry], given: object, named: str, takes: Mapping[str, str]) -> Entry:
+    """Convert one of an array of tables, which errors call `named`; `takes` has what each key takes, in words.
+
+    Raises StartupError.
+    """
     known = dict.fromkeys(kind.__struct_fields__)
     for key in given if isinstance(given, dict) else ():
         if key not in known:
@@ -207,7 +213,12 @@ def parse_entry(kind: type[Entry], given: object, named: str) -> Entry:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         reason = str(error)[:300]
-        raise StartupError(f"{named} will not do: {reason[:1].lower()}{reason[1:]}.") from error
+        reason = f"{reason[:1].lower()}{reason[1:]}"
+        place = _PLACE.fullmatch(reason)
+        if place is None or place["key"] not in takes:
+            raise StartupError(f"{named} will not do: {reason}.") from error
+        key = place["key"]
+        raise StartupError(f"{named}: {key} will not do ({place['reason']}): give {takes[key]}.") from error
 
 
 def unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:

@@ -31,6 +31,20 @@ class QuotaSection(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     requests_per_s: _Rate | None = None
     connections: Annotated[int, Meta(ge=1)] | None = None
 
+    @property
+    def has_rates(self) -> bool:
+        return any((self.produce_bytes_per_s, self.fetch_bytes_per_s, self.requests_per_s))
+
+
+_TAKES: Final = {
+    "principal": "User:NAME, or leave it out for everybody",
+    "client_id": "a client id, or leave it out for all",
+    **dict.fromkeys(
+        ("produce_bytes_per_s", "fetch_bytes_per_s", "requests_per_s"), "a number above 0, or leave it out for no limit"
+    ),
+    "connections": "a whole number of at least 1, or leave it out for no limit",
+}
+
 
 @dataclass(frozen=True)
 class QuotaOptions:
@@ -44,13 +58,25 @@ def parse_quotas(given: object, where: str) -> tuple[QuotaSection, ...]:
     """Check `[[quotas]]`. Raises StartupError."""
     if not isinstance(given, list) or len(given) > MOST_QUOTAS:
         raise StartupError(f"quotas in {where} are tables, at most {MOST_QUOTAS}: write each as [[quotas]].")
-    return tuple(_parse(number, each, where) for number, each in enumerate(given, 1))
+    quotas = tuple(_parse(number, each, where) for number, each in enumerate(given, 1))
+    limits: dict[tuple[str, str | None, str], int] = {}
+    for number, quota in enumerate(quotas, 1):
+        # Rates count together, from one quota alone; connections may have a quota of their own.
+        kinds = {"rates": quota.has_rates, "connections": quota.connections is not None}
+        for kind in (kind for kind, is_set in kinds.items() if is_set):
+            first = limits.setdefault((quota.principal, quota.client_id, kind), number)
+            if first != number:
+                raise StartupError(
+                    f"the {number}. of [[quotas]] in {where} limits {kind} of the same clients as the {first}.: only "
+                    "one of the two would count, so put their limits into one."
+                )
+    return quotas
 
 
 def _parse(number: int, given: object, where: str) -> QuotaSection:
     named = f"the {number}. of [[quotas]] in {where}"
-    quota = parse_entry(QuotaSection, given, named)
-    if not any((quota.produce_bytes_per_s, quota.fetch_bytes_per_s, quota.requests_per_s, quota.connections)):
+    quota = parse_entry(QuotaSection, given, named, _TAKES)
+    if not (quota.has_rates or quota.connections):
         raise StartupError(f"{named} limits nothing: give a rate, or connections.")
     if quota.connections is not None and quota.client_id is not None:
         raise StartupError(f"{named}: connections are limited by principal: leave client_id out.")

@@ -381,6 +381,9 @@ def _rehearsed(cert: Path, key: Path, named: str, *, server_side: bool) -> Certi
     try:
         return rehearse(cert, key, server_side=server_side)
     except ssl.SSLCertVerificationError as error:
-        raise StartupError(f"{named} {cert} cannot be used: {error.verify_message}.") from error
+        raise StartupError(
+            f"{named} {cert} cannot be used: {error.verify_message}: give one that is valid now, and meant for a "
+            f"{'server' if server_side else 'client'}."
+        ) from error
     except (ssl.SSLError, OSError, ValueError) as error:
         raise StartupError(f"{named} {cert} cannot be used for a handshake: {error}.") from error

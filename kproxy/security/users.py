@@ -150,7 +150,9 @@ def read_users(file: Path, stand_in_key: bytes) -> Users:
     check_mode(file, "sasl.users")
     content = read_toml(file, "sasl.users")
     if set(content) - {"users"} or not isinstance(content.get("users", {}), dict):
-        raise StartupError(f"sasl.users {file} is no file of users: its only table is [users].")
+        raise StartupError(
+            f"sasl.users {file} is no file of users: its only table is [users], and `kproxy user add` writes it."
+        )
     return Users(_parse(content.get("users", {}), file), stand_in_key)
 
 

@@ -65,3 +65,5 @@ def test_all_rows_go_by_tls_and_a_password_and_audit_clean(tmp_path: Path, spark
     logs = "".join(log.read_text(errors="replace") for log in (directory / "cluster" / "logs").iterdir())
     assert "SCRAM" in (directory / "security" / "kproxy.toml").read_text()
     assert "password" not in logs
+    for credential in read_users(directory / "security" / "users.toml", b"key").by_name["demo"].values():
+        assert str(credential).rpartition("$")[2] not in logs

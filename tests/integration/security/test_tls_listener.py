@@ -226,7 +226,10 @@ STARTUP: dict[str, tuple[Callable[[Site], Pair], str]] = {
     "missing": (lambda site: Pair(Path("/nowhere.pem"), site.server.key), "cannot be read"),
     "another's key": (lambda site: Pair(site.server.cert, site.client.key), "do not belong together"),
     "no certificate": (lambda site: Pair(site.server.key, site.server.key), "both have to be PEM"),
-    "expired": (lambda site: site.signer.issue("old-server", "localhost", days=-1), "certificate has expired"),
+    "expired": (
+        lambda site: site.signer.issue("old-server", "localhost", days=-1),
+        "has expired: give one",
+    ),
 }
 
 

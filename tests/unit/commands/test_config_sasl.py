@@ -19,7 +19,7 @@ from kproxy.config.tls import ListenerTls
 from kproxy.errors import StartupError
 from kproxy.security.acls import Operation
 from kproxy.security.users import DEFAULT_ITERATIONS, LEAST_ITERATIONS, MOST_ITERATIONS, SCRAM_MECHANISMS
-from tests.support.security.sasl_client import ALLOW_ALL
+from tests.support.security.sasl_client import ALLOW_ALL, users_file
 from tests.support.security.tls_files import Signer
 
 ETCD = '[ownership]\netcd = "http://127.0.0.1:2379"\n'
@@ -319,11 +319,35 @@ def test_users_and_rules_may_be_in_etcd(tmp_path: Path) -> None:
 
 def test_check_config_shows_it(tmp_path: Path) -> None:
     file = tmp_path / "kproxy.toml"
-    file.write_text(ETCD + '[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "users.toml"\n')
+    users = users_file(tmp_path)
+    file.write_text(ETCD + f'[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "{users}"\n')
     shown = CliRunner().invoke(cli, ["check-config", "--config", str(file), "--json"], catch_exceptions=False)
     settings = json.loads(shown.output)["settings"]
-    assert settings["sasl.users"]["value"] == "users.toml"
+    assert settings["sasl.users"]["value"] == str(users)
     assert settings["oauth.jwks"]["state"] == "not_set"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "says"),
+    [
+        ('mechanisms = "SCRAM-SHA-256"\nusers = "{}"\n', None, "sasl.users {} cannot be read"),
+        ('mechanisms = "SCRAM-SHA-256"\nusers = "{}"\n', "[user]\n", "sasl.users {} is no file of users"),
+        ('mechanisms = "SCRAM-SHA-256"\nusers = "{}"\n', "[users]\na = []\n", "sasl.users {}: the entry of 'a'"),
+        (TOKENS.partition("\n")[2].replace("jwks.json", "{}"), None, "oauth.jwks {} cannot be read"),
+        (TOKENS.partition("\n")[2].replace("jwks.json", "{}"), "[]", "oauth.jwks {}"),
+    ],
+)
+def test_check_config_reads_users_and_keys_as_a_start_does(
+    tmp_path: Path, text: str, content: str | None, says: str
+) -> None:
+    file, named = tmp_path / "kproxy.toml", tmp_path / "named"
+    if content is not None:
+        named.write_text(content)
+        named.chmod(0o600)
+    file.write_text(f"{ETCD}[sasl]\n{text.format(named)}")
+    with pytest.raises(StartupError) as raised:
+        CliRunner().invoke(cli, ["check-config", "--config", str(file)], catch_exceptions=False, standalone_mode=False)
+    assert says.format(named) in str(raised.value)
 
 
 # `kproxy user` and `kproxy acl`

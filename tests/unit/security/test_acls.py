@@ -158,11 +158,14 @@ def test_random_rules_decide_as_the_model_does() -> None:
     ("text", "words"),
     [
         ("[[acls]]", ["1. of [[acls]]", "principal"]),
-        ('[[acls]]\nprincipal = "alice"\noperations = ["read"]\ntopics = ["t"]', ["principal"]),
+        ('[[acls]]\nprincipal = "alice"\noperations = ["read"]\ntopics = ["t"]', ["principal", "User:NAME"]),
         ('[[acls]]\nprincipal = "User:a"\noperations = []\ntopics = ["t"]', ["operations"]),
-        ('[[acls]]\nprincipal = "User:a"\noperations = ["reed"]\ntopics = ["t"]', ["operations", "reed"]),
+        (
+            '[[acls]]\nprincipal = "User:a"\noperations = ["reed"]\ntopics = ["t"]',
+            ["operations", "reed", "a list of read, "],
+        ),
         ('[[acls]]\nprincipal = "User:a"\noperations = ["read"]', ["no resource"]),
-        ('[[acls]]\nprincipal = "User:a"\noperations = ["read"]\ntopics = []', ["topics"]),
+        ('[[acls]]\nprincipal = "User:a"\noperations = ["read"]\ntopics = []', ["topics", "a list of names"]),
         ('[[acls]]\nprincipal = "User:a"\noperations = ["read"]\ntopic = ["t"]', ["topic", "topics"]),
         ("[acls]", ["[[acls]]"]),
         ("[access]\ndry_run = true", ["[[acls]]"]),
