@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 PYTHONS = os.environ.get("KPROXY_TEST_PYTHONS", "").split() or [sys.executable]
 # Building, and downloads of some 20 MB.
 pytestmark = pytest.mark.timeout(600)
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 LOOPBACK = "127.0.0.1:0"
 VERSION = "import sys; print(sys.version_info[:2])"
 
@@ -50,7 +51,7 @@ class Environment(NamedTuple):
 
     @property
     def packages(self) -> list[str]:
-        listed = run(self.directory / "bin" / "python", "-m", "pip", "list", "--format=freeze")
+        listed = run(*PIP, "--python", self.directory / "bin" / "python", "list", "--format=freeze")
         return [line.partition("==")[0] for line in listed.splitlines()]
 
 
@@ -72,8 +73,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 @pytest.fixture(scope="module", params=PYTHONS)
 def environment(request: pytest.FixtureRequest, built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     directory = tmp_path_factory.mktemp("environment")
-    run(request.param, "-m", "venv", directory)
-    pip = (directory / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
+    # The pip of these tests serves: it takes half a dozen seconds to install one, and to compile what nothing imports.
+    run(request.param, "-m", "venv", "--without-pip", directory)
+    pip = (*PIP, "--python", directory / "bin" / "python")
     # The versions that are tested, and no compiler is asked for.
     versions = re.findall(r"^([\w.-]+==[\w.]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     locked = directory / "locked.txt"
@@ -83,7 +85,7 @@ def environment(request: pytest.FixtureRequest, built: Built, tmp_path_factory: 
         # It is of the Python that built it.
         run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", directory, built.sdist)
         (wheel,) = directory.glob("*.whl")
-    run(*pip, "install", "--quiet", "--only-binary", ":all:", "--constraint", locked, wheel)
+    run(*pip, "install", "--quiet", "--no-compile", "--only-binary", ":all:", "--constraint", locked, wheel)
     run(*pip, "check")
     return Environment(directory, wheel)
 

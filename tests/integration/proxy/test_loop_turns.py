@@ -371,7 +371,7 @@ add("METADATA", "METADATA of all topics", metadata_of_all_topics)
 
 async def all_brokers_refuse(site: Site) -> str:
     """Three answers with an error for each of 4,096 partitions in all are there at once, again and again."""
-    frames = partitioned_frames(site, keys.PRODUCE, 8, MAX_PARTITIONS, timeout_ms=5_000)
+    frames = partitioned_frames(site, keys.PRODUCE, 8, MAX_PARTITIONS, timeout_ms=2_000)
     site.begin("holds", KAFKA_STORAGE_ERROR)
     client = await site.client()
     client.send(*frames)
