@@ -102,15 +102,22 @@ def _make(request: PartitionedRequest) -> Answer:
     return Answer(none, differing[::OFFSET_BYTES])
 
 
+def _hash(partition_index: int) -> int:
+    return partition_index * 0x9E3779B1 & 0xFFFFFFFF
+
+
 def encoded(request: PartitionedRequest, base_offset: int, error_code: int = NONE, correlation_id: int = 0) -> bytes:
-    """An answer with the same result for every partition, length prefix included."""
+    """An answer with the same result for every partition, length prefix included.
+
+    Partitions are in the order of a hash table, as in answers of Apache Kafka's brokers, not in the request's.
+    """
     header = request.header
     topics = [
         (
             topic.name,
             [
                 result_entry(header.api_version, index, error_code, base_offset=base_offset, log_start_offset=0)
-                for index in topic.partitions
+                for index in sorted(topic.partitions, key=_hash)
             ],
             len(topic.partitions),
         )

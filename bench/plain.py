@@ -1,6 +1,7 @@
 """`make bench SECTION=plain`: the cost of the plain path compared with haproxy's, and its latency; five minutes.
 
-Seven shapes of requests, from one batch of 1 KiB to a hundred of 100 bytes and one of 1 MB. Contestants take turns:
+Seven shapes of requests, from one batch of 1 KiB to a hundred of 100 bytes and one of 1 MB; the hundred also in runs
+nine times as long. Contestants take turns:
 
   haproxy   in TCP mode with one thread, before one broker: it reads nothing and splits nothing, so it is the floor
   kproxy    one process with its metrics, its limits and an audit trail that is shipped to files, before three brokers
@@ -9,8 +10,9 @@ Seven shapes of requests, from one batch of 1 KiB to a hundred of 100 bytes and 
 Each round starts new processes, because two processes of one program differ by some percent as long as they live. In a
 round each contestant has its connections open and has had some requests before it is measured; the least of its RUNS
 there counts. The CPU time of a run is counted until LOOK_S after the last answer, when kproxy has judged the entries
-of its trail. The brokers (`bench.fast_broker`) do not parse known requests, so that no contestant waits for them more
-than for the machine.
+of its trail. The trail judges once what has come for a connection and a partition since its last look, so the shorter
+the run, the more of that falls on one request; a busy proxy is like the long runs. The brokers (`bench.fast_broker`) do
+not parse known requests, so that no contestant waits for them more than for the machine.
 
 The latency is that of `bench.latency`, at a fixed rate. kproxy's longest turn is measured in one more process, on
 asyncio's loop (`bench.measured_loop`), under the same load.
@@ -33,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,8 +68,9 @@ RATE = 2000
 LATENCY_S = 2.0
 # Longer than between two looks of the trail.
 LOOK_S = 0.7
-MIN_WIDTH = 118
-MEASURED = (*SHAPES, *MANY_PARTITIONS)
+MIN_WIDTH = 132
+SUSTAINED = replace(MANY_PARTITIONS[-1], name="the same, long", requests=1800)
+MEASURED = (*SHAPES, *MANY_PARTITIONS, SUSTAINED)
 LOCAL = "127.0.0.1"
 
 
