@@ -14,12 +14,13 @@ from rich.console import Console
 from bench.access import access
 from bench.acks import REPLICATION_FACTOR, acks
 from bench.acks0 import acks0
+from bench.acks_cluster import PARTITIONS as ACKS_PARTITIONS
 from bench.against import ROUNDS, against
 from bench.connections import connections
 from bench.floods import floods
 from bench.own import own
 from bench.paths import paths
-from bench.pipeline import pipeline
+from bench.pipeline import pipeline, sink_alone
 from bench.pipeline_audit import RANGES
 from bench.plain import ROUNDS as PLAIN_ROUNDS
 from bench.plain import plain
@@ -28,7 +29,7 @@ from bench.quick import quick
 from bench.table import PARTITIONS, table
 from bench.tls import tls
 
-SECTIONS = "quick, plain, connections, paths, tls, access, floods, table, acks, acks0, own, pipeline"
+SECTIONS = "quick, plain, connections, paths, tls, access, floods, table, acks, acks0, own, pipeline, sink"
 
 
 def main() -> None:
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("sections", metavar="SECTION", nargs="*", help=f"{SECTIONS}; against CHECKOUT")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="of the section `table`")
     parser.add_argument("--replication-factor", type=int, default=REPLICATION_FACTOR, help="of the section `acks`")
+    parser.add_argument("--acks-partitions", type=int, default=ACKS_PARTITIONS, help="of the section `acks`")
     parser.add_argument("--ranges", type=int, default=RANGES, help="of the section `pipeline`, for its audit")
     parser.add_argument(
         "--rounds",
@@ -77,12 +79,14 @@ def main() -> None:
         "access": lambda: access(console, arguments.rounds),
         "floods": lambda: floods(console),
         "table": lambda: table(console, arguments.partitions),
-        "acks": lambda: acks(console, arguments.replication_factor),
+        "acks": lambda: acks(console, arguments.replication_factor, arguments.acks_partitions),
         "acks0": lambda: acks0(console),
         "own": lambda: own(console),
         "pipeline": lambda: pipeline(console, arguments.ranges),
+        "sink": lambda: sink_alone(console),
     }
-    named = iter(arguments.sections or sections)
+    # The section `pipeline` includes the sink.
+    named = iter(arguments.sections or [name for name in sections if name != "sink"])
     for section in named:
         if section == "against":
             checkout = next(named, None) or parser.error("against is followed by the path of a checkout")

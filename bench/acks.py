@@ -61,8 +61,9 @@ class Found:
 class _Runs:
     """All runs, one after the other, and their results."""
 
-    def __init__(self, cluster: Cluster, replication_factor: int) -> None:
+    def __init__(self, cluster: Cluster, replication_factor: int, partitions: int) -> None:
         self.replication_factor = replication_factor
+        self.partitions = partitions
         self.found = {(acks, way): Found() for acks in ACKS for way in WAYS}
         self.lags: dict[str, LagWatch] = {}
         self.sent = 0
@@ -89,7 +90,7 @@ class _Runs:
 
     @contextlib.contextmanager
     def _topic(self, name: str) -> Iterator[Topic]:
-        with Topic(self._cluster, name, self.replication_factor) as topic:
+        with Topic(self._cluster, name, self.replication_factor, self.partitions) as topic:
             yield topic
             self.sent += topic.sent
             self.missing += topic.missing()
@@ -151,7 +152,7 @@ def _turns(rounds: int) -> Iterator[str]:
 
 
 def _results(runs: _Runs) -> Table:
-    title = f"ProducerPerformance, {RECORD_BYTES}-byte records; {BROKERS} brokers, {PARTITIONS} partitions, "
+    title = f"ProducerPerformance, {RECORD_BYTES}-byte records; {BROKERS} brokers, {runs.partitions} partitions, "
     table = Table(title=f"{title}replication factor {runs.replication_factor}", title_style="")
     table.add_column("what")
     for column in ("goal", "through kproxy", "past it"):
@@ -221,9 +222,9 @@ def _notes(runs: _Runs) -> Iterator[str]:
     yield "The load generator and all processes share this machine's cores: a rate is what they reach together."
 
 
-def _measure(console: Console, etcd: EmbeddedEtcd, directory: Path, replication_factor: int) -> None:
+def _measure(console: Console, etcd: EmbeddedEtcd, directory: Path, replication_factor: int, partitions: int) -> None:
     with cluster(etcd, directory) as running:
-        runs = _Runs(running, replication_factor)
+        runs = _Runs(running, replication_factor, partitions)
         runs.make()
         console.print(_results(runs))
         console.print(_costs(runs, running.pids))
@@ -231,17 +232,17 @@ def _measure(console: Console, etcd: EmbeddedEtcd, directory: Path, replication_
             console.print(f"- {note}", highlight=False)
 
 
-async def _run(console: Console, replication_factor: int) -> None:
+async def _run(console: Console, replication_factor: int, partitions: int) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
     with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as name:
         directory = Path(name)
         async with EmbeddedEtcd(directory / "etcd") as etcd:
-            await asyncio.to_thread(_measure, console, etcd, directory, replication_factor)
+            await asyncio.to_thread(_measure, console, etcd, directory, replication_factor, partitions)
 
 
-def acks(console: Console, replication_factor: int = REPLICATION_FACTOR) -> None:
+def acks(console: Console, replication_factor: int = REPLICATION_FACTOR, partitions: int = PARTITIONS) -> None:
     """Measure, and print the tables. SystemExit if Java, etcd or one of Kafka's jars is missing."""
     try:
-        asyncio.run(_run(console, replication_factor))
+        asyncio.run(_run(console, replication_factor, partitions))
     except StartupError as error:
         raise SystemExit(str(error)) from error

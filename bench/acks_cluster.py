@@ -51,14 +51,15 @@ def cluster(etcd: EmbeddedEtcd, directory: Path) -> Iterator[Cluster]:
 class Topic:
     """A topic of the measurement, and the records sent to it. It is deleted when its block ends: it is large."""
 
-    def __init__(self, cluster: Cluster, name: str, replication_factor: int) -> None:
+    def __init__(self, cluster: Cluster, name: str, replication_factor: int, partitions: int = PARTITIONS) -> None:
         self.name = name
+        self._partition_count = partitions
         self.sent = 0
         self._cluster = cluster
         self._replication_factor = replication_factor
 
     def __enter__(self) -> Topic:
-        wanted = NewTopic(self.name, PARTITIONS, self._replication_factor)
+        wanted = NewTopic(self.name, self._partition_count, self._replication_factor)
         self._cluster.admin.create_topics([wanted])[self.name].result(ADMIN_TIMEOUT_S)
         deadline = time.monotonic() + ADMIN_TIMEOUT_S
         while _in_sync(partitions := self._partitions()) < self._replication_factor:
@@ -91,7 +92,7 @@ class Topic:
     def missing(self) -> int:
         """The number of records sent that a reader does not get; negative if there are more than were sent."""
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        asked = {TopicPartition(self.name, index): latest for index in range(PARTITIONS)}
+        asked = {TopicPartition(self.name, index): latest for index in range(self._partition_count)}
         ends = self._cluster.admin.list_offsets(asked).values()
         return self.sent - sum(int(each.result(ADMIN_TIMEOUT_S).offset) for each in ends)
 

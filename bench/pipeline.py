@@ -26,9 +26,17 @@ def pipeline(console: Console, ranges: int = RANGES) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
             asyncio.run(trail(console, Path(directory)))
-        with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
-            sink(console, Path(directory))
+        sink_alone(console)
         with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
             audit(console, Path(directory), ranges)
+    except StartupError as error:
+        raise SystemExit(str(error)) from error
+
+
+def sink_alone(console: Console) -> None:
+    """Measure Spark's Kafka sink (`make bench SECTION=sink`). SystemExit as above."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
+            sink(console, Path(directory))
     except StartupError as error:
         raise SystemExit(str(error)) from error
