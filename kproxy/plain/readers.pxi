@@ -6,7 +6,7 @@ cdef extern from *:
     /* As in kproxy.proxy.answer_room, kproxy.proxy.memory_budget and kproxy.proxy.request_reader. */
     #define LARGE_BYTES (256 << 10)
     #define LAST_READ_BYTES 4096
-    #define TURN_S 0.01
+    #define TURN_S 0.002
     """
     const Py_ssize_t LARGE_BYTES, LAST_READ_BYTES
     const double TURN_S

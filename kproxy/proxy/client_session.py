@@ -532,6 +532,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         if not self._gone.done():
             self._gone.set_result(None)
         self._end()
+        # A session is in reference cycles. TLS and its buffer go now: a collection that frees many of them stops all.
+        self._transport = None
 
     def _end(self, *, lingers: bool = False) -> None:
         """Close the connection.
@@ -609,6 +611,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         """Wait at most FLUSH_S for the client to read its last answers."""
         if self._transport is not None:
             await asyncio.wait((self._gone,), timeout=FLUSH_S)
+        if self._transport is not None:
             self._transport.abort()
             await self._gone
 

@@ -18,7 +18,7 @@ from kproxy.proxy.memory_budget import LAST_READ_BYTES
 from kproxy_codec.errors import CodecError
 
 # In one turn of the event loop, requests of one client are begun for this long, in seconds, and one request more.
-TURN_S = 0.01
+TURN_S = 0.002
 
 
 class Taker(Protocol):

@@ -1,4 +1,4 @@
-"""Connections that do not finish their TLS handshake: bounded in number and time, without effect on others."""
+"""What many TLS connections leave: those in their handshake are bounded, and those that ended keep nothing of TLS."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import socket
 import ssl
 import struct
+import sys
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,24 @@ from tests.support.waiting import wait_for
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
 MAX_HALF_OPEN = 50
+# kproxy without Python's cycle collector; with each TLS connection it says how many of them it still has in memory.
+UNCOLLECTED = """
+import gc, sys, weakref
+from kproxy.__main__ import main
+from kproxy.security.entrance import EntranceContext
+
+alive, wrap_bio = weakref.WeakSet(), EntranceContext.wrap_bio
+
+def wrap(*arguments, **options):
+    made = wrap_bio(*arguments, **options)
+    alive.add(made)
+    print(f"alive={len(alive)}.", file=sys.stderr, flush=True)
+    return made
+
+EntranceContext.wrap_bio = wrap
+gc.disable()
+sys.exit(main())
+"""
 
 
 def connect(process: KproxyProcess) -> socket.socket:
@@ -72,3 +91,17 @@ def test_a_crowd_of_them_is_bounded_and_a_client_comes_in_all_the_same(tmp_path:
             wait_for(lambda: own.num_fds() <= before + 1, PATIENCE_S)
         assert "Traceback" not in process.stderr()
         assert "never retrieved" not in process.stderr()
+
+
+def test_an_ended_connection_leaves_nothing_of_tls_to_the_cycle_collector(tmp_path: Path) -> None:
+    signer = Signer(tmp_path / "ca")
+    pair = signer.issue("server", "localhost")
+    rooms = f'[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n'
+    context, connections = client_context(signer.ca), 40
+    with static_proxy(tmp_path, {1: 1}, rooms=rooms, command=(sys.executable, "-c", UNCOLLECTED)) as process:
+        for _ in range(connections):
+            assert serves(process, context)
+        alive = [int(line.partition(".")[0]) for line in process.stderr().split("alive=")[1:]]
+    assert len(alive) == connections
+    # Those whose end the event loop has yet to see.
+    assert alive[-1] < connections // 2
