@@ -369,10 +369,14 @@ def _load_crl(context: ssl.SSLContext, file: Path | None, check: CrlCheck, named
         return
     if b"-----BEGIN X509 CRL-----" not in read_file(file, named, MAX_CRL_BYTES, "that is another file"):
         raise StartupError(f"{named} {file} holds no revocation list: give a file in PEM.")
+    trusted = context.cert_store_stats()["x509"]
     try:
         context.load_verify_locations(file)
     except (ssl.SSLError, OSError) as error:
         raise StartupError(f"{named} {file} holds no revocation list: give a file in PEM.") from error
+    if context.cert_store_stats()["x509"] != trusted:
+        # OpenSSL trusts every certificate in it as an authority; lists are often fetched by HTTP.
+        raise StartupError(f"{named} {file} holds a certificate, which would be trusted: give a file of lists alone.")
     # OpenSSL checks the root as well; where it signed the leaf itself, its one list serves both.
     context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN if check == "chain" else ssl.VERIFY_CRL_CHECK_LEAF
 

@@ -74,7 +74,7 @@ class PageGuard:
         `with_tls`: it came by TLS. Without it the page's origin may still be https: something else ends TLS.
         """
         wanted = self._token()
-        if wanted and path not in self._open and not hmac.compare_digest(token.encode(), wanted.encode()):
+        if wanted and path not in self._open and not _are_same(token, wanted):
             return 401, "this page needs its token: Authorization: Bearer TOKEN"
         reading = method in _READING
         if not wanted and not (reading and path in VITAL_PATHS) and not self._is_known(host):
@@ -98,6 +98,11 @@ class PageGuard:
         except ValueError:
             return False
         return True
+
+
+def _are_same(token: str, wanted: str) -> bool:
+    # A header may have bytes that are no text.
+    return hmac.compare_digest(token.encode(errors="surrogateescape"), wanted.encode())
 
 
 def _token_of(request: web.Request) -> str:

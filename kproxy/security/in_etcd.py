@@ -112,7 +112,7 @@ def decode_user(value: bytes) -> Credentials:
     _check_length(value, MOST_USER_BYTES)
     try:
         texts = msgspec.json.decode(value, type=_UserValue).credentials
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         # Not chained: the cause may show a part of the value.
         raise ValueError('a user\'s value is JSON with one key, {"credentials": [...]}') from None
     return parse_credentials(texts)

@@ -17,6 +17,8 @@ USER: Final = "User:"
 GROUP: Final = "Group:"
 # A subject is at most as long as the certificate that a TLS handshake admits; names in logs and rules are not.
 MOST_NAME_CHARACTERS: Final = 1_000
+# Patterns of rules may take a time that grows faster than the subject, on the event loop.
+MOST_SUBJECT_CHARACTERS: Final = 4_000
 
 
 class Principal(NamedTuple):
@@ -42,9 +44,20 @@ def map_name(distinguished_name: str, rules: Sequence[MappingRule]) -> str | Non
         if match is None:
             continue
         name = _filled(rule.replacement, match)
-        name = name.lower() if rule.case == "L" else name.upper() if rule.case == "U" else name
-        return name.strip() or None
+        # Only the space: a name that differs by another white space is another name.
+        return _cased(name, rule.case).strip(" ") or None
     return None
+
+
+def _cased(name: str, case: str) -> str:
+    """Change the case, but no other letter into an ASCII one: `K` (U+212A) must not become `k`."""
+    if not case:
+        return name
+    cased = (letter.lower() if case == "L" else letter.upper() for letter in name)
+    return "".join(
+        before if not before.isascii() and any(each.isascii() for each in after) else after
+        for before, after in zip(name, cased, strict=True)
+    )
 
 
 def _filled(replacement: str, match: re.Match[str]) -> str:
@@ -86,7 +99,10 @@ def principal_of(
     Its groups are the values of `group_attribute` in the subject.
     """
     subject = certificate.get("subject", ()) if certificate else ()
-    name = map_name(distinguished_name(subject), rules)
+    subject_name = distinguished_name(subject)
+    if len(subject_name) > MOST_SUBJECT_CHARACTERS:
+        return None
+    name = map_name(subject_name, rules)
     if name is None or len(name) > MOST_NAME_CHARACTERS:
         return None
     return Principal(name, frozenset(value for part in subject for key, value in part if key == group_attribute))

@@ -19,6 +19,10 @@ def refused(guard: PageGuard, method: str, path: str, host: str = "127.0.0.1:964
     return refusal[0] if refusal is not None else 0
 
 
+def test_a_token_that_is_no_text_is_refused() -> None:
+    assert refused(PageGuard(lambda: TOKEN), "GET", "/table", token=b"\xff".decode(errors="surrogateescape")) == 401
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [

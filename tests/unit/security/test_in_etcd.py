@@ -48,6 +48,13 @@ def test_a_key_that_no_name_has_is_refused(rest: str) -> None:
         parse_user_key(rest)
 
 
+@pytest.mark.parametrize("value", [b"\xff", b'{"credentials": ["hunter2\xff"]}', b'{"hunter2\xff": []}'])
+def test_the_reason_for_a_value_that_is_no_text_shows_no_byte_of_it(value: bytes) -> None:
+    with pytest.raises(ValueError, match="a user's value is JSON with one key") as raised:
+        decode_user(value)
+    assert "0xff" not in str(raised.value)
+
+
 def test_values_are_read_as_they_are_written() -> None:
     assert decode_user(ALICE) == sasl.credentials_of("alice")
     rule = AclSection(principal="User:a", operations=["read"], topics=["t*"], cluster=True, effect="deny")

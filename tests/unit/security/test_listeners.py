@@ -128,6 +128,18 @@ def test_client_certificates_need_an_authority(signer: Signer, tmp_path: Path) -
     )
 
 
+def test_a_certificate_among_revocation_lists_is_not_trusted(signer: Signer, tmp_path: Path) -> None:
+    stranger = Signer(tmp_path / "stranger")
+    lists = tmp_path / "lists.pem"
+    lists.write_text(signer.revoke([]).read_text() + stranger.revoke([]).read_text() + stranger.ca.read_text())
+    pair = f'[tls]\ncert = "{signer.directory / "server.pem"}"\nkey = "{signer.directory / "server.key"}"\n'
+    for text in (
+        pair + f'client_ca = "{signer.ca}"\nclient_crl = "{lists}"\n',
+        f'[broker_tls]\nca = "{signer.ca}"\ncrl = "{lists}"\n',
+    ):
+        assert "holds a certificate, which would be trusted" in error_of(text, tmp_path)
+
+
 def test_the_check_of_lists_needs_a_list(signer: Signer, tmp_path: Path) -> None:
     pair = f'[tls]\ncert = "{signer.directory / "server.pem"}"\nkey = "{signer.directory / "server.key"}"\n'
     assert "set tls.client_crl" in error_of(pair + f'client_ca = "{signer.ca}"\nclient_crl_check = "leaf"\n', tmp_path)
