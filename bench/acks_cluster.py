@@ -51,10 +51,10 @@ def cluster(etcd: EmbeddedEtcd, directory: Path) -> Iterator[Cluster]:
 class Topic:
     """A topic of the measurement, and the records sent to it. It is deleted when its block ends: it is large."""
 
-    def __init__(self, cluster: Cluster, name: str, replication_factor: int, partitions: int = PARTITIONS) -> None:
+    def __init__(self, cluster: Cluster, name: str, replication_factor: int, partitions: int) -> None:
         self.name = name
-        self._partition_count = partitions
         self.sent = 0
+        self._partition_count = partitions
         self._cluster = cluster
         self._replication_factor = replication_factor
 

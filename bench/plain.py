@@ -68,8 +68,8 @@ RATE = 2000
 LATENCY_S = 2.0
 # Longer than between two looks of the trail.
 LOOK_S = 0.7
-MIN_WIDTH = 132
-SUSTAINED = replace(MANY_PARTITIONS[-1], name="the same, long", requests=1800)
+MIN_WIDTH = 136
+SUSTAINED = replace(MANY_PARTITIONS[-1], name="100 × 100 B, long", requests=1800)
 MEASURED = (*SHAPES, *MANY_PARTITIONS, SUSTAINED)
 LOCAL = "127.0.0.1"
 

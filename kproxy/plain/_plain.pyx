@@ -165,7 +165,10 @@ def part(frame not None, selection, int32_t correlation_id):
 
 
 def results(frame not None, selection, answer not None):
-    """The offsets of the selected entries' results in an answer, a memoryview, that has only successes; else None."""
+    """The offsets of the selected entries' results in an answer, a memoryview, that has only successes; else None.
+
+    The answer is put into the order of the selection.
+    """
     cdef kp_request head
     cdef uint32_t chosen[KP_MAX_PARTITIONS]
     cdef uint32_t at

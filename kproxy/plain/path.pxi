@@ -52,7 +52,7 @@ cdef bint is_success(
     if kp_is_success(frame, request, topics, entries, chosen, count, answer, size, _results):
         return True
     # One entry has one order.
-    if count == 1 or size != kp_answer_bytes(request, topics, entries, chosen, count):
+    if count == 1:
         return False
     spare = <uint8_t *>PyMem_Malloc(size)
     if spare == NULL:

@@ -1,8 +1,9 @@
 /* Read produce requests and their answers, versions 3 to 13, without Python.
  *
  * `kp_scan` indexes a request; `kp_is_success` compares an answer with the one expected, and `kp_sort` puts one in another
- * order into that of its request; `kp_part_bytes` and `kp_part` encode a part of a request. All of them are conservative: a frame with anything unusual is left to the Python codec
- * (kproxy_codec.produce), which decides whether it is valid. A frame that is accepted here has the same spans there.
+ * order into that of its request; `kp_part_bytes` and `kp_part` encode a part of a request. All of them are conservative:
+ * a frame with anything unusual is left to the Python codec (kproxy_codec.produce), which decides whether it is valid. A
+ * frame that is accepted here has the same spans there.
  *
  * No pointer is followed beyond the lengths given; no length from the wire is added before it is compared with the rest
  * of the frame. Offsets count from the start of the frame, with its 4-byte length prefix. kproxy_codec.produce has the
@@ -23,7 +24,7 @@ enum {
     KP_TOPIC_ID_BYTES = 16,
     KP_CORRELATION_ID_OFFSET = 8,
     KP_ANSWER_CORRELATION_ID_OFFSET = 4,
-    KP_MAX_SORTED_TOPICS = 256,  /* of an answer in another order than its request; kproxy_codec.partitioned has it, too */
+    KP_MAX_SORTED_TOPICS = 256,  /* of an answer that is put in order, as in kproxy_codec.partitioned */
     KP_MAX_SORTED_INDEX = 65536  /* its partition indexes are below */
 };
 
