@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from struct import pack_into, unpack_from
 from typing import NamedTuple, cast
 
@@ -38,7 +38,7 @@ OFFSET_BYTES = 8
 
 
 class Answer(NamedTuple):
-    """A whole response, and the place of each partition's base offset in it."""
+    """A whole response, and the place of each partition's base offset in it, in the order of the request."""
 
     frame: bytes
     base_offsets: list[int]
@@ -99,11 +99,17 @@ def _make(request: PartitionedRequest) -> Answer:
     none, all_ones = (encoded(request, base_offset) for base_offset in (0, -1))
     # All eight bytes of an offset differ, and no other byte does.
     differing = [place for place, (one, other) in enumerate(zip(none, all_ones, strict=True)) if one != other]
-    return Answer(none, differing[::OFFSET_BYTES])
+    places = iter(differing[::OFFSET_BYTES])
+    base_offsets = []
+    for topic in request.topics:
+        found = dict(zip(_answered(topic.partitions), places, strict=False))
+        base_offsets += [found[partition] for partition in topic.partitions]
+    return Answer(none, base_offsets)
 
 
-def _hash(partition_index: int) -> int:
-    return partition_index * 0x9E3779B1 & 0xFFFFFFFF
+def _answered(partitions: Sequence[int]) -> list[int]:
+    """Partitions in the order of an answer."""
+    return sorted(partitions, key=lambda index: index * 0x9E3779B1 & 0xFFFFFFFF)
 
 
 def encoded(request: PartitionedRequest, base_offset: int, error_code: int = NONE, correlation_id: int = 0) -> bytes:
@@ -117,7 +123,7 @@ def encoded(request: PartitionedRequest, base_offset: int, error_code: int = NON
             topic.name,
             [
                 result_entry(header.api_version, index, error_code, base_offset=base_offset, log_start_offset=0)
-                for index in sorted(topic.partitions, key=_hash)
+                for index in _answered(topic.partitions)
             ],
             len(topic.partitions),
         )

@@ -17,6 +17,7 @@ from rich.console import Console
 from bench.fast_broker import FastBroker
 from bench.latency import TooSlow, latencies
 from bench.load import MANY_PARTITIONS, SHAPES, VERSION, Shape, produce_frame
+from bench.null_broker import NullBroker
 from bench.plain import MEASURED, MIN_WIDTH, plain
 from bench.plain_figures import (
     DIRECT,
@@ -271,6 +272,23 @@ def test_the_fast_broker_answers_every_partition_and_assigns_no_offset_twice(bro
     assert base_offsets(broker, others, 2) == [4 * records] * 10
     assert base_offsets(broker, ten, 3) == [5 * records] * 10
     assert len(broker.known) == 3
+
+
+def test_the_null_broker_gives_each_partition_its_own_offset_in_an_order_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NullBroker, "answers", {})
+    monkeypatch.setattr(NullBroker, "end_offsets", {})
+    broker, records = NullBroker(ReceiveArena()), MANY_PARTITIONS[0].records
+    broker.answer(memoryview(produce_frame(Shape("", 1, 1 << 10, 0), first=3)))
+    for number in range(2):
+        answer = memoryview(bytearray(broker.answer(memoryview(produce_frame(MANY_PARTITIONS[0])))))
+        (topic,) = PRODUCE_API.parse_response(answer, VERSION).topics
+        offsets = [int.from_bytes(answer[start + 6 : start + 14], "big") for start in topic.starts]
+        assert topic.partitions != sorted(topic.partitions)
+        assert dict(zip(topic.partitions, offsets, strict=True)) == {
+            index: (number + (index == 3)) * records for index in range(10)
+        }
 
 
 def test_the_fast_broker_does_not_answer_acks_0(broker: FastBroker) -> None:
