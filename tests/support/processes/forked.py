@@ -12,6 +12,7 @@ imported cannot be changed afterwards: a start with other values (`AT_IMPORT`) r
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import functools
 import gc
@@ -117,7 +118,9 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # The fork server may have seen its end and not reported it yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

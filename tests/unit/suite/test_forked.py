@@ -117,3 +117,15 @@ def test_what_is_decided_by_an_import_is_not_forked() -> None:
     assert not forked.can_fork({**os.environ, "KPROXY_PLAIN": other})
     # It is run all the same.
     assert "fleeting" in run_kproxy("serve", "--etcd", "127.0.0.1:1", environ={"KPROXY_PLAIN": "fleeting"}).stderr
+
+
+def test_a_signal_to_a_copy_whose_end_is_not_reported_yet_is_dropped() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    reader, server = os.pipe()
+    os.write(server, ended.pid.to_bytes(4, "big", signed=True))
+    copy = forked.Forked([], reader, None)
+    copy.terminate()
+    os.write(server, bytes(4))
+    os.close(server)
+    assert copy.wait(30) == 0
