@@ -130,31 +130,39 @@ cdef class Outbox:
         self.buffers.append(buffer)
         return self.count(size)
 
-    cdef int put_list(self, list buffers) except -1:
-        """Queue large buffers, as they are, and the small ones between them."""
-        cdef Py_ssize_t size = 0
-        self.close_span()
-        for buffer in buffers:
-            size += len(buffer)
-        self.buffers += buffers
-        return self.count(size)
-
     cdef int put_span(self, view, Py_ssize_t start, Py_ssize_t end) except -1:
         """Queue [start, end) of `view` behind the bytes that were put before."""
+        self.add_span(view, start, end)
+        return self.count(end - start)
+
+    cdef int add_span(self, view, Py_ssize_t start, Py_ssize_t end) except -1:
+        """Like `put_span`, for a part of a message: `count` must follow with the size of all of it."""
         if view is self.view and start == self.end:
             self.end = end
-            return self.count(end - start)
-        if self.view is not None and end - start <= SMALL_BYTES:
-            return self.put_copy(data_of(view) + start, end - start)
-        self.close_span()
-        self.view, self.start, self.end = view, start, end
-        return self.count(end - start)
+        elif self.view is not None and end - start <= SMALL_BYTES:
+            self.add_copy(data_of(view) + start, end - start)
+        else:
+            self.close_span()
+            self.view, self.start, self.end = view, start, end
+        return 0
+
+    cdef uint8_t *add_copy(self, const uint8_t *data, Py_ssize_t size) except NULL:
+        """Like `add_span`, with a copy; return where it is."""
+        cdef uint8_t *place
+        if size > SMALL_BYTES:
+            self.close_span()
+            self.view, self.start, self.end = memoryview(PyByteArray_FromStringAndSize(<char *>data, size)), 0, size
+            return data_of(self.view)
+        place = self.place(size)
+        memcpy(place, data, size)
+        self.filled += size
+        self.end += size
+        return place
 
     cdef int put_copy(self, const uint8_t *data, Py_ssize_t size) except -1:
         """Queue a copy of at most SMALL_BYTES."""
-        cdef uint8_t *place = self.place(size)
-        memcpy(place, data, size)
-        return self.placed(size)
+        self.add_copy(data, size)
+        return self.count(size)
 
     cdef uint8_t *place(self, Py_ssize_t size) except NULL:
         """The place to write at most SMALL_BYTES to, which `placed` counts afterwards."""

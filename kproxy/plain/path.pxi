@@ -14,8 +14,9 @@ cdef extern from *:
     #define MOST_COPIED (8 << 10)
     #define MOST_PLACES 65536
     #define PRODUCE_KEY 0
-    /* The number of entries, and of topics, that a slot itself has room for. */
-    #define FEW 4
+    /* The number of entries, and of topics, that a slot itself has room for; with more it would leave the sizes that
+       Python allocates from its pools. */
+    #define FEW 3
     #define LEAST_ROOM 32
     /* Chunks are fetched this many batches before they are needed. */
     #define AHEAD 6
@@ -38,6 +39,7 @@ cdef uint32_t _results[KP_MAX_PARTITIONS]
 cdef uint32_t _parts[KP_MAX_PARTITIONS]
 cdef int64_t _connections[KP_MAX_PARTITIONS]
 cdef void *_chunks[KP_MAX_PARTITIONS]
+cdef void *_found[KP_MAX_PARTITIONS]
 cdef uint16_t _sorted_places[KP_MAX_SORTED_INDEX]
 _MINUS_INFINITY = float("-inf")
 
@@ -257,7 +259,7 @@ cdef class CompiledSlot(Slot):
     # The entries by part, and for a split request where their results go in the merged answer.
     cdef uint32_t *chosen
     cdef uint32_t *places
-    # Of each entry the OpenChunk of its route, or NULL; `routes` keeps them.
+    # Of each entry the OpenChunk of its route, or NULL; `routes`, a list of routes or of such lists, keeps them.
     cdef void **chunks
     cdef list routes
     cdef bytearray answer
@@ -337,6 +339,44 @@ cdef class CompiledSlot(Slot):
 
     cdef inline uint8_t *bytes(self):
         return data_of(self.view) + self.start
+
+    cdef inline int put_part(
+        self, CompiledPiece piece, int32_t correlation_id, uint8_t *place, uint32_t size
+    ) except -1:
+        """Write the part of the request for `piece`, which has `size` bytes."""
+        kp_part(
+            self.bytes(), &self.head, self.topics, self.entries, self.chosen + piece.first, piece.count, correlation_id,
+            place, size)
+        return 0
+
+    cdef int add_part(self, CompiledPiece piece, int32_t correlation_id, Outbox outbox, uint32_t size) except -1:
+        """Like `put_part`, into an outbox: entries are spans of the request, neighbours in one; the rest is copied."""
+        cdef const uint8_t *frame = self.bytes()
+        cdef uint32_t *chosen = self.chosen + piece.first
+        cdef bint flexible = self.head.version >= KP_FLEXIBLE_FROM
+        cdef uint32_t at = 0, end, ordinals
+        cdef uint8_t text[8]
+        cdef uint8_t *head = outbox.add_copy(frame, self.head.topics_start)
+        cdef kp_topic *topic
+        cdef kp_entry *entry
+        kp_put_int32(head, <int32_t>(size - 4))
+        kp_put_int32(head + KP_CORRELATION_ID_OFFSET, correlation_id)
+        outbox.add_copy(text, kp_put_count(text, kp_topics_of(self.entries, chosen, piece.count), flexible) - text)
+        while at < piece.count:
+            topic = self.topics + self.entries[chosen[at]].topic
+            ordinals = kp_of_one_topic(self.entries, chosen, at, piece.count)
+            outbox.add_copy(frame + topic.head_start, topic.name_end - topic.head_start)
+            outbox.add_copy(text, kp_put_count(text, ordinals, flexible) - text)
+            end = at + ordinals
+            while at < end:
+                entry = self.entries + chosen[at]
+                outbox.add_span(self.view, self.start + entry.start, self.start + entry.end)
+                at += 1
+            if topic.tail_end > topic.tail_start:
+                outbox.add_copy(frame + topic.tail_start, topic.tail_end - topic.tail_start)
+        if self.head.size > self.head.topics_end:
+            outbox.add_copy(frame + self.head.topics_end, self.head.size - self.head.topics_end)
+        return 0
 
     cdef int note(self, uint32_t first, uint32_t count, const uint8_t *received) except -1:
         """Note the acknowledged entries of a part; `_results` has where they are in the answer."""
@@ -462,7 +502,10 @@ cdef class CompiledPath:
     request sent here into the objects that the core takes.
     """
 
-    cdef object shell, core, routes, context, topology, acks, upstreams
+    cdef object routes, context, counters, topology, acks, upstreams
+    # What the gate for all requests looks at (kproxy.proxy.fanout.FanoutShell.gate).
+    cdef object core, exchanges, numbered
+    cdef dict lanes, refused
     cdef OpenRequests plain
     cdef AnswerOrder answers
     cdef ProduceCounts tally
@@ -481,12 +524,16 @@ cdef class CompiledPath:
     cdef list last_routes
     cdef bint last_is_id
     cdef int64_t generation, places
+    # The last ranges looked at, and the versions of Produce in them.
+    cdef object ranges
+    cdef int64_t lowest, highest
     # Whether the gate for all requests is known, and whether it is open (`look`).
     cdef bint has_looked, is_open
 
     def __init__(self, shell, answers, context, adopt, parse, make_exchange):
-        self.shell, self.answers, self.context = shell, answers, context
+        self.answers, self.context, self.counters = answers, context, context.counters
         self.core, self.plain, self.acks = shell.core, shell.plain, shell.acks
+        self.lanes, self.refused, self.exchanges, self.numbered = shell.gate
         self.routes, self.upstreams = shell.core.routes, shell.upstreams
         self.may_write = shell.may_write
         self.topology, self.tally, self.budget = context.topology, context.tally, context.budget
@@ -563,12 +610,22 @@ cdef class CompiledPath:
     cdef bint look(self) except -1:
         """Check the gate for all requests; only events that Python handles change it."""
         self.has_looked, self.is_open = True, False
-        if self.core.takes_plain and self.shell.follows:
-            own = self.context.own
-            self.is_open = own is None or not own.gated
+        # The core takes plain requests, and all follow the topology: without calls, this is looked at for each read.
+        if not self.lanes and not self.refused and <int64_t>self.exchanges.partitions == 0:
+            version = self.topology.version
+            if version == self.core.version and version == self.numbered.version:
+                own = self.context.own
+                self.is_open = own is None or not own.gated
         if self.routes.generation != self.generation:
             self.forget()
         return self.is_open
+
+    cdef int look_at(self, ranges) except -1:
+        """Keep the versions of Produce in `ranges`, which never change: new ranges are another object."""
+        versions = ranges.get(PRODUCE_KEY)
+        self.lowest, self.highest = (1, 0) if versions is None else versions
+        self.ranges = ranges
+        return 0
 
     cdef inline double seconds_to_answer(self, int32_t timeout_ms):
         """See kproxy.routing.retry.deadline_s."""
@@ -592,25 +649,29 @@ cdef class CompiledPath:
             return False
         if head.is_transactional and self.may_write is not None:
             return False
-        versions = ranges.get(PRODUCE_KEY)
-        if versions is None or not versions[0] <= head.version <= versions[1]:
+        if ranges is not self.ranges:
+            self.look_at(ranges)
+        if not self.lowest <= head.version <= self.highest:
             return False
         deadline = first_byte_at + self.seconds_to_answer(head.timeout_ms)
         if deadline <= now:
             return False
         if self.plain.open_partitions and self.plain.open_partitions + head.entry_count > KP_MAX_PARTITIONS:
             return False
-        found = self.find_all(&head, data, view, start, &parts)
-        if found is None or (self.may_take is not None and not self.may_take()):
+        kept = self.find_all(&head, data, view, start, &parts)
+        if kept is None or (self.may_take is not None and not self.may_take()):
             return False
-        self.send(view, start, first_byte_at, deadline, &head, found, parts)
+        self.send(view, start, first_byte_at, deadline, &head, kept, parts)
         return True
 
     cdef list find_all(
         self, const kp_request *head, const uint8_t *data, view, Py_ssize_t start, uint32_t *parts
     ):
-        """The routes of all entries, and in `_parts` the part of each; None if one has none, or is named twice."""
-        cdef list found = [], routes
+        """Find the route of each entry, and its part: `_found`, `_chunks`, `_parts`. Return what keeps the routes.
+
+        None if an entry has no route, or a partition is named twice.
+        """
+        cdef list kept = None, routes
         cdef _Route route
         cdef kp_topic *topic
         cdef bint is_id = head.version >= KP_TOPIC_IDS_FROM
@@ -620,6 +681,13 @@ cdef class CompiledPath:
         for place in range(head.topic_count):
             topic = _topics + place
             routes = self.routes_of(data + topic.name_start, topic.name_end - topic.name_start, is_id)
+            # Routes stay in their list; it is one in nearly all requests.
+            if head.topic_count == 1:
+                kept = routes
+            elif kept is None:
+                kept = [routes]
+            else:
+                kept.append(routes)
             for at in range(topic.first, topic.first + topic.count):
                 index = _entries[at].partition_index
                 route = <_Route>routes[index] if index < len(routes) else None
@@ -639,19 +707,19 @@ cdef class CompiledPath:
                     part_count += 1
                 _parts[at] = part
                 _chunks[at] = NULL if route.acked is None else <void *>route.acked
-                found.append(route)
+                _found[at] = <void *>route
         parts[0] = part_count
-        return found
+        return kept
 
     cdef int send(
-        self, view, Py_ssize_t start, double began, double deadline, const kp_request *head, list routes, uint32_t parts
+        self, view, Py_ssize_t start, double began, double deadline, const kp_request *head, list kept, uint32_t parts
     ) except -1:
         cdef CompiledSlot slot = CompiledSlot.__new__(CompiledSlot)
         cdef CompiledPiece piece
         cdef AnswerOrder answers = self.answers
         cdef uint32_t count = head.entry_count, part, at, first, answer_bytes
         slot.keep(head, parts)
-        slot.path, slot.view, slot.start, slot.routes = self, view, start, routes
+        slot.path, slot.view, slot.start, slot.routes = self, view, start, kept
         slot.began, slot.deadline = began, deadline
         slot.routed_at = self.topology.version
         slot.weight = slot.frame_bytes = head.size
@@ -671,7 +739,7 @@ cdef class CompiledPath:
             piece = self.piece(slot, 0, count, True)
             piece.upstream.forward_span(piece, view, start, head.size)
             return 0
-        self.context.counters["splits"] += 1
+        self.counters["splits"] += 1
         answer_bytes = answer_bytes_of_all(slot, count)
         slot.answer = PyByteArray_FromStringAndSize(NULL, answer_bytes)
         slot.done = []
@@ -693,7 +761,7 @@ cdef class CompiledPath:
 
     cdef CompiledPiece piece(self, CompiledSlot slot, uint32_t first, uint32_t count, bint is_whole):
         cdef CompiledPiece piece = CompiledPiece.__new__(CompiledPiece)
-        cdef _Route route = slot.routes[slot.chosen[first]]
+        cdef _Route route = <_Route>_found[slot.chosen[first]]
         piece.path, piece.slot, piece.first, piece.count, piece.is_whole = self, slot, first, count, is_whole
         piece.upstream, piece.connection = route.upstream, route.connection
         return piece
@@ -702,46 +770,19 @@ cdef class CompiledPath:
         cdef uint32_t *chosen = slot.chosen + piece.first
         cdef uint32_t size = kp_part_bytes(&slot.head, slot.topics, slot.entries, chosen, piece.count)
         cdef int32_t correlation_id = piece.upstream._in_flight.following_id()
-        if size > MOST_COPIED or piece.upstream._outbox is None:
-            return piece.upstream.send_buffers(piece, correlation_id, self.slices(slot, piece, size, correlation_id))
         cdef Outbox outbox = piece.upstream._outbox
+        cdef bytearray part
+        if outbox is None:
+            part = PyByteArray_FromStringAndSize(NULL, size)
+            slot.put_part(piece, correlation_id, <uint8_t *>PyByteArray_AS_STRING(part), size)
+            piece.upstream.send(piece, correlation_id, [part])
+            return 0
         piece.upstream._in_flight.add(correlation_id, piece)
-        kp_part(
-            slot.bytes(), &slot.head, slot.topics, slot.entries, chosen, piece.count, correlation_id,
-            outbox.place(size), size)
-        return outbox.placed(size)
-
-    cdef list slices(self, CompiledSlot slot, CompiledPiece piece, uint32_t size, int32_t correlation_id):
-        """A part as buffers: its entries are slices of the request, neighbours in one slice."""
-        cdef const uint8_t *frame = slot.bytes()
-        cdef uint32_t *chosen = slot.chosen + piece.first
-        cdef bint flexible = slot.head.version >= KP_FLEXIBLE_FROM
-        cdef uint32_t at = 0, end, ordinals, start, stop
-        cdef uint8_t text[8]
-        cdef kp_topic *topic
-        cdef list buffers = []
-        cdef bytearray small = bytearray(frame[:slot.head.topics_start])
-        kp_put_int32(<uint8_t *>PyByteArray_AS_STRING(small), <int32_t>(size - 4))
-        kp_put_int32(<uint8_t *>PyByteArray_AS_STRING(small) + 8, correlation_id)
-        small += text[:kp_put_count(text, kp_topics_of(slot.entries, chosen, piece.count), flexible) - text]
-        while at < piece.count:
-            topic = slot.topics + slot.entries[chosen[at]].topic
-            ordinals = kp_of_one_topic(slot.entries, chosen, at, piece.count)
-            small += frame[topic.head_start:topic.name_end]
-            small += text[:kp_put_count(text, ordinals, flexible) - text]
-            buffers.append(bytes(small))
-            end = at + ordinals
-            while at < end:
-                start, stop = slot.entries[chosen[at]].start, slot.entries[chosen[at]].end
-                at += 1
-                while at < end and slot.entries[chosen[at]].start == stop:
-                    stop = slot.entries[chosen[at]].end
-                    at += 1
-                buffers.append(slot.view[slot.start + start:slot.start + stop])
-            small = bytearray(frame[topic.tail_start:topic.tail_end])
-        small += frame[slot.head.topics_end:slot.head.size]
-        buffers.append(bytes(small))
-        return buffers
+        if size <= MOST_COPIED:
+            slot.put_part(piece, correlation_id, outbox.place(size), size)
+            return outbox.placed(size)
+        slot.add_part(piece, correlation_id, outbox, size)
+        return outbox.count(size)
 
 
 cdef uint32_t answer_bytes_of_all(CompiledSlot slot, uint32_t count):

@@ -70,14 +70,6 @@ cdef class AnswerReader:
         self._in_flight.add(correlation_id, ticket)
         return self._outbox.put_span(view, start, start + size)
 
-    cdef int send_buffers(self, ticket, int32_t correlation_id, list buffers) except -1:
-        """Like `send`, for a request that expects an answer."""
-        if self._outbox is None:
-            self.send(ticket, correlation_id, buffers)
-            return 0
-        self._in_flight.add(correlation_id, ticket)
-        return self._outbox.put_list(buffers)
-
 
 cdef class RequestReader:
     """See kproxy.proxy.request_reader.RequestReader."""

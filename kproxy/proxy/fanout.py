@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -33,7 +33,9 @@ from kproxy.proxy.sources import OwnerLookups
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
 from kproxy.routing.fanout import Fanout
+from kproxy.routing.identity import LaneKey
 from kproxy.routing.merge import Exchange
+from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest
@@ -91,6 +93,15 @@ class FanoutShell:
         """Begin a request; `respond` gets its answer. Entries in `refused` are not sent: each gets its error code."""
         self._responds[exchange.sequence] = respond
         self._bring(self.core.submitted, exchange, refused)
+
+    @property
+    def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges, NumberedConnections]:
+        """Whose state decides `core.takes_plain` and `follows`; the objects stay the same.
+
+        Both hold if the first two are empty, the third has no partitions, and the fourth has followed the topology as
+        the core has.
+        """
+        return *self.core.gate, self._numbered
 
     @property
     def follows(self) -> bool:

@@ -32,9 +32,9 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 from kproxy.routing import retry
 from kproxy.routing.actions import (
@@ -116,6 +116,11 @@ class Fanout:
     def takes_plain(self) -> bool:
         """Whether they may take it unreported and uncounted: the core is quiet, and `open_partitions` is 0."""
         return not self.lanes.table and not self._exchanges.awaits and not self._exchanges.partitions
+
+    @property
+    def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges]:
+        """Whose state decides `takes_plain`: the first two must be empty, the third must have no partitions."""
+        return self.lanes.table, self._exchanges.refused_lanes, self._exchanges
 
     @property
     def is_concerned(self) -> bool:

@@ -13,9 +13,9 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from heapq import heappop, heappush
-from typing import Final
+from typing import Any, Final
 
 from kproxy.routing import retry
 from kproxy.routing.actions import Actions, Drop, Failed, Respond, Undeliverable
@@ -81,6 +81,11 @@ class OpenExchanges:
         partitions = exchange.request.partition_count
         if partitions > 1:
             self.partitions -= partitions
+
+    @property
+    def refused_lanes(self) -> Mapping[Hashable, Any]:
+        """Not empty while new requests must be reported to `arrived`."""
+        return self._refused.lanes
 
     @property
     def awaits(self) -> bool:

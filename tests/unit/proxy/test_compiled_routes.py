@@ -45,9 +45,10 @@ class Client:
         self.proven: set[tuple[bytes, int]] = set()
         self.upstream = Upstream()
         self.routes = SimpleNamespace(generation=0, proven_on=lambda *each: 1 if each in self.proven else None)
-        core = SimpleNamespace(routes=self.routes, takes_plain=True)
+        core = SimpleNamespace(routes=self.routes, version=1)
         plain = OpenRequests()
-        shell = SimpleNamespace(core=core, plain=plain, acks=None, upstreams={1: self.upstream}, follows=True)
+        shell = SimpleNamespace(core=core, plain=plain, acks=None, upstreams={1: self.upstream})
+        shell.gate = ({}, {}, SimpleNamespace(partitions=0), SimpleNamespace(version=1))
         shell.may_write = may_write
         context: Any = SimpleNamespace(
             topology=SimpleNamespace(version=1),
