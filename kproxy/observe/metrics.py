@@ -174,6 +174,16 @@ def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
         retries.add_metric([event_name(event), _broker(broker)], count)
     yield retries
     yield counter("kproxy_split_requests", "Requests that went to more than one broker.", counters.get("splits", 0))
+    yield counter(
+        "kproxy_plain_path_requests",
+        "Produce requests sent on the plain path, which costs least: earlier batches of their partitions succeeded.",
+        tally.plain_requests,
+    )
+    yield counter(
+        "kproxy_plain_path_left",
+        "Of these, requests that left it before their answer, for an error, a move or a lost connection.",
+        counters.get("plain.left", 0),
+    )
     yield counter("kproxy_deadlines", "Requests that were answered at their deadline.", counters.get("deadlines", 0))
     drops = CounterMetricFamily("kproxy_acks0_dropped", "acks=0 batches that are lost.", labels=["topic", "reason"])
     for topic, reasons in tally.drops.items():

@@ -39,7 +39,15 @@ class ProduceCounts:
     `requests` by api_key << key_shift | api_version. `bounds` are those of the latency histogram.
     """
 
-    __slots__ = ("_bounds", "produce_buckets", "produce_seconds", "received_bytes", "requests", "sent_bytes")
+    __slots__ = (
+        "_bounds",
+        "plain_requests",
+        "produce_buckets",
+        "produce_seconds",
+        "received_bytes",
+        "requests",
+        "sent_bytes",
+    )
 
     def __init__(self, requests: Counter[int], key_shift: int, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -47,6 +55,8 @@ class ProduceCounts:
         # On client connections; those of open ones are with their sessions.
         self.received_bytes = 0
         self.sent_bytes = 0
+        # Requests sent on the plain path.
+        self.plain_requests = 0
         self.produce_buckets = [0] * (len(bounds) + 1)
         self.produce_seconds = 0.0
 

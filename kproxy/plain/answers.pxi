@@ -47,7 +47,7 @@ cdef class HeldBytes:
 cdef class ProduceCounts:
     """See kproxy.observe.tally.ProduceCounts."""
 
-    cdef public int64_t received_bytes, sent_bytes
+    cdef public int64_t received_bytes, sent_bytes, plain_requests
     cdef public double produce_seconds
     cdef object counted
     cdef int key_shift
@@ -76,6 +76,7 @@ cdef class ProduceCounts:
 
     cdef inline void produced(self, int version):
         self.produces[version] += 1
+        self.plain_requests += 1
 
     @property
     def produce_buckets(self):

@@ -68,7 +68,7 @@ class FanoutShell:
         self.core = Fanout(self._view)
         self._numbered = NumberedConnections(connections, context.topology, Tickets(self._answered, self._left))
         self.upstreams: Mapping[int, Upstream] = self._numbered.upstreams
-        self.plain = PlainPath(self.core, self.upstreams, self.acks, context.counters, self.take_over)
+        self.plain = PlainPath(self.core, self.upstreams, self.acks, context, self.take_over)
         self.lookups = OwnerLookups(context)
         # The core's requests by sequence: where the answer goes.
         self._responds: dict[int, Respond] = {}
@@ -129,6 +129,7 @@ class FanoutShell:
         if not self.plain.open_count:
             return {}
         leaving = self.plain.leave(pieces)
+        self._context.counters["plain.left"] += len(leaving)
         for record, parts in leaving:
             self._responds[record.exchange.sequence] = parts[0].slot.fill
         numbers = iter(self.core.adopt([record for record, _ in leaving]))

@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
+from kproxy.observe.tally import Tally
 from kproxy.plain import compiled
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.answer_reader import Ticket
@@ -100,6 +101,13 @@ if not TYPE_CHECKING and compiled is not None:
     OpenRequests = compiled.OpenRequests
 
 
+class Counts(Protocol):
+    """The proxy's counts (kproxy.proxy.context.ProxyContext)."""
+
+    tally: Tally
+    counters: Counter[str]
+
+
 class PlainPath(OpenRequests):
     """The plain path of one client connection.
 
@@ -112,13 +120,13 @@ class PlainPath(OpenRequests):
         core: Fanout,
         upstreams: Mapping[int, Upstream],
         acks: ConnectionAcks | None,
-        counters: Counter[str],
+        context: Counts,
         adopt: Callable[[PlainPiece], Ticket],
     ) -> None:
         self._core = core
         self._upstreams = upstreams
         self._acks = acks
-        self._counters = counters
+        self._tally, self._counters = context.tally, context.counters
         self.adopt = adopt
         self.open_count = self.open_partitions = self.newest = 0
         self._plans: Plans[list[PlannedPart]] = Plans(core.routes)
@@ -141,6 +149,7 @@ class PlainPath(OpenRequests):
         slot.deadline = deadline
         slot.routed_at = routed_at
         slot.is_silent = is_silent
+        self._tally.plain_requests += 1
         self.open_count += 1
         partitions = request.partition_count
         if len(plan) == 1:

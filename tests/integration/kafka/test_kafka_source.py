@@ -25,8 +25,10 @@ from tests.support.brokers.real_kafka import RealKafka
 from tests.support.brokers.reference_broker import RawClient
 from tests.support.clients.java import SHORT_JAVA, java_executable
 from tests.support.clients.kafka_io import produce, read_partition, read_with_aiokafka
+from tests.support.clients.raw_client import RawClient as RawProducer
+from tests.support.clients.raw_client import batch, produce_frame
 from tests.support.processes.dev import KproxyProcess, serving
-from tests.support.processes.served import kafka_proxy
+from tests.support.processes.served import counted, kafka_proxy
 from tests.support.waiting import wait_for
 
 # The first run of all downloads Kafka's jars.
@@ -122,6 +124,30 @@ def highest_produce(proxy: KproxyProcess) -> int:
 
 def test_topic_ids_are_used_before_a_cluster_that_has_them(proxy: KproxyProcess) -> None:
     assert highest_produce(proxy) == 13
+
+
+async def test_requests_of_many_partitions_stay_on_the_plain_path(proxy: KproxyProcess, real_kafka: RealKafka) -> None:
+    """Kafka answers the partitions of a request in the order of its hash tables, not in that of the request."""
+    partitions, requests = range(30), 20
+    topic = real_kafka.create_topic(f"real-{uuid.uuid4().hex[:10]}", len(partitions))
+    names = ("kproxy_plain_path_requests_total", "kproxy_plain_path_left_total")
+    producer = await RawProducer().connect(int(proxy.kafka.rpartition(":")[2]))
+    try:
+        producer.send(produce_frame({topic: partitions}, records=batch(producer_id=-1)))
+        assert set((await producer.answer()).codes.values()) == {0}
+        before = [counted(proxy.admin, name) for name in names]
+        frames = [
+            produce_frame({topic: partitions}, records=batch(producer_id=-1), correlation_id=number)
+            for number in range(1, 1 + requests)
+        ]
+        producer.send(*frames)
+        for number in range(1, 1 + requests):
+            results = (await producer.answer()).results
+            assert [(each.partition_index, each.error_code) for each in results] == [(each, 0) for each in partitions]
+            assert [each.fields["base_offset"] for each in results] == [number] * len(partitions)
+    finally:
+        producer.close()
+    assert [counted(proxy.admin, name) - start for name, start in zip(names, before, strict=True)] == [requests, 0]
 
 
 def test_librdkafka_idempotent(proxy: KproxyProcess, topic: str) -> None:
