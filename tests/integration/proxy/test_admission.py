@@ -8,13 +8,21 @@ import os
 import random
 import signal
 import struct
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
+from kproxy.config.access import parse_acls
+from kproxy.config.quotas import parse_quotas
+from kproxy.plain import compiled
+from kproxy.proxy.access import AccessControl
+from kproxy.security.acls import Rules, acls_of
 from kproxy.security.mechanisms import Servers, servers
+from kproxy.security.quotas import Quotas
 from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import ILLEGAL_SASL_STATE, NONE, SASL_AUTHENTICATION_FAILED
 from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
@@ -25,6 +33,8 @@ from tests.support.security import sasl_client as sasl
 from tests.support.waiting import eventually
 
 T0 = ("t", 0)
+# What decides who may do what, and how much.
+SECURITY = ("/security/", "/proxy/access.py", "/proxy/admission.py", "/proxy/metering.py", "/proxy/screening.py")
 
 
 def mechanisms(*names: str) -> Servers:
@@ -261,3 +271,62 @@ async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
     finally:
         await asyncio.to_thread(manager.__exit__, None, None, None)
         await broker.stop()
+
+
+@contextlib.contextmanager
+def calls_of_security() -> Iterator[set[str]]:
+    """The functions in Python of SECURITY that this thread calls, other than at the ticks of sessions."""
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        code, caller = frame.f_code, frame.f_back
+        if event == "call" and any(part in code.co_filename for part in SECURITY):
+            while caller is not None and caller.f_code.co_name != "expire":
+                caller = caller.f_back
+            if caller is None:
+                called.add(f"{code.co_filename}: {code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
+
+async def send_plain(client: RawClient) -> None:
+    """Send requests whose routes are all proven but the first one's."""
+    for n in range(20):
+        client.send(produce_frame(records=batch(n), correlation_id=n))
+        assert (await client.answer()).codes == {T0: NONE}
+
+
+@both_loops
+async def test_a_plain_request_calls_no_code_of_security_where_nothing_is_configured() -> None:
+    async with running_proxy(ScriptedUpstream(1, answers_everything)) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        with calls_of_security() as called:
+            await send_plain(client)
+            # The connection to the broker was made.
+            assert called
+            called.clear()
+            await send_plain(client)
+    assert not called
+
+
+@pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
+@both_loops
+async def test_a_plain_request_of_an_admitted_client_calls_no_code_of_security_in_python() -> None:
+    rules = Rules(acls_of(parse_acls([{"principal": "User:*", "operations": ["write"], "topics": ["*"]}], "here")))
+    some = Quotas(parse_quotas([{"produce_bytes_per_s": 1e9, "requests_per_s": 1e9, "client_id": "test"}], "here"))
+    async with guarded() as (proxy, _):
+        proxy.context.access = AccessControl(lambda: rules, proxy.counters)
+        proxy.context.quotas = lambda: some
+        client = await proxy.client()
+        with calls_of_security() as called:
+            await authenticate(client)
+            await send_plain(client)
+            assert called
+            called.clear()
+            await send_plain(client)
+    assert not called
