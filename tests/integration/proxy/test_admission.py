@@ -33,8 +33,9 @@ from tests.support.security import sasl_client as sasl
 from tests.support.waiting import eventually
 
 T0 = ("t", 0)
-# What decides who may do what, and how much.
+# What decides who may do what, and how much; and what a request passes beside that.
 SECURITY = ("/security/", "/proxy/access.py", "/proxy/admission.py", "/proxy/metering.py", "/proxy/screening.py")
+PASSED = ("/proxy/client_session.py", "/proxy/context.py", "/proxy/fanout.py", "/routing/fanout.py", "/proxy/run.py")
 
 
 def mechanisms(*names: str) -> Servers:
@@ -274,17 +275,18 @@ async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
 
 
 @contextlib.contextmanager
-def calls_of_security() -> Iterator[set[str]]:
-    """The functions in Python of SECURITY that this thread calls, other than at the ticks of sessions."""
+def calls(*files: str) -> Iterator[set[str]]:
+    """The functions in Python of these files that this thread calls, other than at the ticks of sessions."""
     called: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        code, caller = frame.f_code, frame.f_back
-        if event == "call" and any(part in code.co_filename for part in SECURITY):
-            while caller is not None and caller.f_code.co_name != "expire":
+        code, caller = frame.f_code, frame
+        if event == "call" and any(part in code.co_filename for part in files):
+            while caller.f_code.co_name != "expire":
+                if caller.f_back is None:
+                    called.add(f"{code.co_filename}: {code.co_name}")
+                    return
                 caller = caller.f_back
-            if caller is None:
-                called.add(f"{code.co_filename}: {code.co_name}")
 
     sys.setprofile(note)
     try:
@@ -300,33 +302,41 @@ async def send_plain(client: RawClient) -> None:
         assert (await client.answer()).codes == {T0: NONE}
 
 
-@both_loops
-async def test_a_plain_request_calls_no_code_of_security_where_nothing_is_configured() -> None:
+async def calls_where_nothing_is_configured() -> set[str]:
+    """The functions that plain requests call."""
     async with running_proxy(ScriptedUpstream(1, answers_everything)) as proxy:
         proxy.own(1)
         client = await proxy.client()
-        with calls_of_security() as called:
+        with calls(*SECURITY, *PASSED) as called:
             await send_plain(client)
             # The connection to the broker was made.
-            assert called
+            assert any(part in each for part in SECURITY for each in called)
             called.clear()
             await send_plain(client)
-    assert not called
+    return called
+
+
+@both_loops
+async def test_a_plain_request_calls_no_code_of_security_where_nothing_is_configured() -> None:
+    called = await calls_where_nothing_is_configured()
+    assert not {each for each in called if any(part in each for part in SECURITY)}
 
 
 @pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
+@pytest.mark.parametrize("names", [{}, {"client_id": "tests"}], ids=["everybody", "client_id"])
 @both_loops
-async def test_a_plain_request_of_an_admitted_client_calls_no_code_of_security_in_python() -> None:
+async def test_a_plain_request_of_an_admitted_client_calls_nothing_more_in_python(names: dict[str, str]) -> None:
     rules = Rules(acls_of(parse_acls([{"principal": "User:*", "operations": ["write"], "topics": ["*"]}], "here")))
-    some = Quotas(parse_quotas([{"produce_bytes_per_s": 1e9, "requests_per_s": 1e9, "client_id": "test"}], "here"))
+    some = Quotas(parse_quotas([{"produce_bytes_per_s": 1e9, "requests_per_s": 1e9, **names}], "here"))
     async with guarded() as (proxy, _):
         proxy.context.access = AccessControl(lambda: rules, proxy.counters)
         proxy.context.quotas = lambda: some
         client = await proxy.client()
-        with calls_of_security() as called:
-            await authenticate(client)
+        await authenticate(client)
+        await send_plain(client)
+        with calls(*SECURITY, *PASSED) as called:
             await send_plain(client)
-            assert called
-            called.clear()
-            await send_plain(client)
-    assert not called
+        (account,) = some._accounts._accounts.values()
+        assert account.requests is not None
+        assert account.requests.used == 40
+    assert called <= await calls_where_nothing_is_configured()
