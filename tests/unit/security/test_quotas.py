@@ -306,7 +306,7 @@ def _frame(api_key: int, sender: bytes | None, size: int = 100) -> memoryview:
     return memoryview(frame_message(request_header(api_key, 9, 1, sender), bytes(size)))
 
 
-@pytest.mark.parametrize("kind", {_Charging, Charging})
+@pytest.mark.parametrize("kind", dict.fromkeys((_Charging, Charging)))
 async def test_an_account_is_found_once_for_the_requests_with_a_client_id(kind: type[Charging]) -> None:
     """The compiled twin charges the same."""
     found: list[bytes | None] = []
