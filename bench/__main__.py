@@ -27,6 +27,7 @@ from bench.plain import plain
 from bench.plain_figures import Peer, parse_peer
 from bench.quick import quick
 from bench.table import PARTITIONS, table
+from bench.tls import ROUNDS as TLS_ROUNDS
 from bench.tls import tls
 
 SECTIONS = "quick, plain, connections, paths, tls, access, floods, table, acks, acks0, own, pipeline, sink"
@@ -42,7 +43,8 @@ def main() -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help=f"of the sections `plain` ({PLAIN_ROUNDS}), `access` and `against` ({ROUNDS}); more tell more",
+        help=f"of the sections `plain` ({PLAIN_ROUNDS}), `tls` ({TLS_ROUNDS}), `access` and `against` ({ROUNDS}); "
+        "more tell more",
     )
     parser.add_argument(
         "--peer",

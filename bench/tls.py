@@ -11,7 +11,7 @@ import contextlib
 import ssl
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -28,6 +28,9 @@ ROUNDS: Final = 3
 WARM_UP_REQUESTS: Final = 50
 HANDSHAKES: Final = 300
 NAME: Final = "localhost"
+KPROXY: Final = "kproxy"
+HAPROXY: Final = "haproxy"
+OVER_TLS: Final = ", TLS"
 
 
 class Way(NamedTuple):
@@ -47,17 +50,35 @@ def tls(console: Console, rounds: int | None = None) -> None:
         table.add_column("request")
         for name in ways:
             table.add_column(name, justify="right")
-        for load in map(shape_load, SHAPES):
+        loads = list(map(shape_load, SHAPES))
+        found = []
+        for load in loads:
             costs = _take_turns(load, ways, rounds or ROUNDS)
+            found.append(costs)
             cells = []
             for name in ways:
                 micros, millis, _ = per_request(load, costs[name])
                 cells.append(f"{micros:,.1f} ({millis:.2f})")
             table.add_row(load.name, *cells)
         console.print(table)
+        for proxy in (KPROXY, HAPROXY):
+            if proxy in ways:
+                micros, millis = _added(proxy, loads, found)
+                console.print(f"{proxy}: TLS adds {micros:,.1f} µs a request and {millis:.2f} ms a MB")
         for name, way in ways.items():
             cpu, _ = measure_run(way.pid, _open_and_close(way))
             console.print(f"{name}: {cpu / HANDSHAKES * 1e6:,.0f} µs a connection")
+
+
+def _added(proxy: str, loads: Sequence[Load], found: Sequence[Mapping[str, Cost]]) -> tuple[float, float]:
+    """What TLS adds: µs for each request, and ms for each MB, by the smallest request and the largest."""
+    (small, least), (large, most) = (
+        (load.request_bytes, per_request(load, costs[proxy + OVER_TLS])[0] - per_request(load, costs[proxy])[0])
+        for load, costs in ((loads[0], found[0]), (loads[-1], found[-1]))
+    )
+    by_byte = (most - least) / (large - small)
+    # µs for a byte are s for a MB.
+    return least - by_byte * small, by_byte * 1e3
 
 
 def make_certificates(directory: Path) -> ssl.SSLContext:
@@ -83,10 +104,10 @@ def _ways(stack: contextlib.ExitStack, directory: Path) -> dict[str, Way]:
     ports = [int(first_line(broker)) for broker in brokers]
     flags = ("--tls-cert", str(directory / "cert.pem"), "--tls-key", str(directory / "key.pem"))
     ways = {
-        "kproxy": Way(*stack.enter_context(kproxy(ports, directory)), None),
-        "kproxy, TLS": Way(*stack.enter_context(kproxy(ports, directory, *flags)), context),
+        KPROXY: Way(*stack.enter_context(kproxy(ports, directory)), None),
+        KPROXY + OVER_TLS: Way(*stack.enter_context(kproxy(ports, directory, *flags)), context),
     }
-    for name, certificate, used in (("haproxy", None, None), ("haproxy, TLS", directory / "both.pem", context)):
+    for name, certificate, used in ((HAPROXY, None, None), (HAPROXY + OVER_TLS, directory / "both.pem", context)):
         found = stack.enter_context(haproxy(ports[0], directory, certificate))
         if found is not None:
             ways[name] = Way(*found, used)

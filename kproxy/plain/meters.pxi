@@ -5,8 +5,11 @@ cdef extern from *:
     /* As in kproxy.security.quotas. */
     #define BURST_S 1.0
     #define LONGEST_WAIT_S 30.0
+    /* As in kproxy.proxy.metering. */
+    #define CLIENT_ID_AT 12
     """
     const double BURST_S, LONGEST_WAIT_S
+    const Py_ssize_t CLIENT_ID_AT
 
 
 cdef class Bucket:
@@ -85,41 +88,45 @@ cdef class Account:
 cdef class Charging:
     """See kproxy.proxy.metering.Charging."""
 
-    cdef public object _quotas, _known, _session
-    cdef public Account _account
+    cdef public Account _account, _of_named
     cdef public bint _names_clients
+    cdef public bytes _named
     cdef public int64_t _sent_bytes
+    cdef AnswerOrder answers
     cdef Clock clock
 
-    def __init__(self, quotas, session, clock):
-        self._quotas, self._session, self.clock = quotas, session, Clock(clock)
+    def __init__(self, AnswerOrder answers, clock):
+        self.answers, self.clock = answers, Clock(clock)
 
-    def take(self, frame, double first_byte_at, ranges):
-        return self.take_span(frame, data_of(frame), 0, len(frame), self.clock.now(), first_byte_at, ranges)
+    def take(self, frame, double first_byte_at):
+        return self.take_span(frame, data_of(frame), 0, len(frame), self.clock.now(), first_byte_at)
 
     cdef bint take_span(
-        self, view, uint8_t *chunk, Py_ssize_t start, Py_ssize_t size, double now, double first_byte_at, ranges
+        self, view, const uint8_t *chunk, Py_ssize_t start, Py_ssize_t size, double now, double first_byte_at
     ) except -1:
         """Like `take`, for a frame in `view`, whose bytes are at `chunk`; `now` is the time of the event."""
-        cdef Account account
-        cdef int64_t sent_bytes, fetched
+        cdef const uint8_t *data = chunk + start
+        cdef Account account = self._account
+        cdef PacedOutbox outbox
+        cdef int64_t fetched = 0
         cdef double wait
-        cdef bint is_produce
-        if self._quotas() is not self._known:
-            self._look()
-        account = self._account
         if self._names_clients:
-            account = self._account_of(view[start:start + size])
-        if account is not None:
-            sent_bytes = self._session.sent_bytes
-            fetched, self._sent_bytes = sent_bytes - self._sent_bytes, sent_bytes
-            is_produce = size >= 6 and kp_int16(chunk + start + 4) == PRODUCE_KEY
-            wait = account.take(now, size if is_produce else 0, fetched)
-            if wait > 0.0:
-                self._throttle(view[start:start + size], first_byte_at, wait)
-                return True
-        path = self._session.plain_path
-        if type(path) is CompiledPath:
-            (<CompiledPath>path).has_looked = False
-            return (<CompiledPath>path).take_span(view, chunk, start, size, now, first_byte_at, ranges)
-        return path is not None and path.take(view[start:start + size], first_byte_at, ranges)
+            account = self._of_named if self.is_named(data, size) else self._account_of(view[start:start + size])
+        if account is None:
+            return False
+        outbox = self.answers.outbox
+        if outbox is not None:
+            fetched, self._sent_bytes = outbox.written_bytes - self._sent_bytes, outbox.written_bytes
+        wait = account.take(now, size if size >= 6 and kp_int16(data + 4) == PRODUCE_KEY else 0, fetched)
+        if wait > 0.0:
+            self._throttle(view[start:start + size], first_byte_at, account, wait)
+            return True
+        return False
+
+    cdef inline bint is_named(self, const uint8_t *data, Py_ssize_t size):
+        """Whether a request has the client id that is kept."""
+        cdef Py_ssize_t length
+        if self._named is None:
+            return False
+        length = PyBytes_GET_SIZE(self._named)
+        return size >= CLIENT_ID_AT + length and not memcmp(data + CLIENT_ID_AT, PyBytes_AS_STRING(self._named), length)

@@ -79,11 +79,10 @@ cdef class RequestReader:
     cdef public AnswerOrder _answers
     cdef public HeldBytes _budget
     cdef public object _backlog, _ranges
-    # The object that begins requests before `_take` is called, and the same object where it is the plain path itself, or
-    # a meter.
+    # The object that begins requests before `_take` is called, and the same object where it is the plain path itself.
     cdef object taker
     cdef CompiledPath path
-    cdef Charging meter
+    cdef public Charging _charging
     cdef public int64_t _arriving_bytes, _max_bytes, _max_requests
     cdef public double _first_byte_at
     cdef ProduceCounts tally
@@ -106,7 +105,6 @@ cdef class RequestReader:
     def _plain(self, taker):
         self.taker = taker
         self.path = taker if type(taker) is CompiledPath else None
-        self.meter = taker if isinstance(taker, Charging) else None
 
     def get_buffer(self, sizehint):
         cdef HeldBytes budget = self._budget
@@ -190,7 +188,10 @@ cdef class RequestReader:
     ) except -1:
         """Begin the request of `size` bytes at `start` of `view`, whose bytes are at `data`."""
         cdef AnswerOrder answers = self._answers
-        if not self.takes(view, data, start, size, now, first_byte_at):
+        if self._charging is not None and self._charging.take_span(view, data, start, size, now, first_byte_at):
+            if self.path is not None:
+                self.path.has_looked = False
+        elif not self.takes(view, data, start, size, now, first_byte_at):
             self._take(view[start:start + size], first_byte_at)
             if self.path is not None:
                 self.path.has_looked = False
@@ -207,8 +208,6 @@ cdef class RequestReader:
         """Have `_plain` begin the request; False leaves it to `_take`."""
         if self.path is not None:
             return self.path.take_span(view, data, start, size, now, first_byte_at, self._ranges)
-        if self.meter is not None:
-            return self.meter.take_span(view, data, start, size, now, first_byte_at, self._ranges)
         if self.taker is None:
             return False
         return self.taker.take(view[start:start + size], first_byte_at, self._ranges)

@@ -50,7 +50,7 @@ from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot
 from kproxy.proxy.outbox import PacedOutbox, flushes_of
 from kproxy.proxy.reception import Reception
-from kproxy.proxy.request_reader import TURN_S, RequestReader, Taker
+from kproxy.proxy.request_reader import TURN_S, RequestReader
 from kproxy.proxy.requests import DataRequests, NoRoom, plain_path
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
@@ -181,7 +181,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
 
     def guard(self) -> None:
         """Have the gate begin requests from now on, short ones alone."""
-        self._plain = self._gate
+        self._plain, self._charging = self._gate, None
         self._reader.admit(MOST_FRAME_BYTES)
 
     def admit(self, principal: Principal) -> None:
@@ -189,13 +189,19 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         context = self._context
         if self._meter is None and context.quotas is not None and context.quotas().limits(principal):
             self._meter = Meter(
-                context.quotas, principal, self, self._on_broker_pressure, context.clock, context.counters
+                context.quotas,
+                principal,
+                self,
+                self._answers,
+                self._on_broker_pressure,
+                context.clock,
+                context.counters,
             )
         if self._access is not None and principal != self._access.principal:
             self._access.authenticated(principal)
             # A renewal may bring other groups.
             self._forget_routes()
-        self._plain = self._meter or self._compiled
+        self._plain, self._charging = self._compiled, self._meter
         self._reader.admit(context.limits.max_request_bytes)
         if self._fanout.acks is not None:
             self._fanout.acks.principal = str(principal)
@@ -223,11 +229,6 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         answers.in_flight_bytes += slot.weight
         self._budget.held += slot.weight
         return slot
-
-    @property
-    def plain_path(self) -> Taker | None:
-        """The compiled plain path, for the meter in its place."""
-        return self._compiled
 
     def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
         """Begin a request of a client that has exceeded its quota. Raises CodecError."""
@@ -444,6 +445,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._gate.look(now)
         if self._access is not None and self._access.has_changed():
             self._forget_routes()
+        if self._meter is not None:
+            self._meter.look()
         if now >= self._drained_by and not self.closed:
             self.abandon()
 

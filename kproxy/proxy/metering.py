@@ -1,9 +1,12 @@
 """Meter a client's use, and make it wait by not reading.
 
-A `Meter` stands where the compiled plain path of a session is and hands each request on to it, after it has charged
-the client's account. A request that exceeds a quota is served, as in Kafka: its answer says how long the client is
-throttled (throttle_time_ms, in answers to Produce, Fetch and ListOffsets), and the client is not read meanwhile. A
-session has no meter if no quota applies to its client.
+A session gives each request of an authenticated client to its `Meter` before it is begun, to charge the client's
+account. A request that exceeds a quota is served, as in Kafka: its answer says how long the client is throttled
+(throttle_time_ms, in answers to Produce, Fetch and ListOffsets), and the client is not read meanwhile. A session has no
+meter if no quota applies to its client.
+
+Every request of a busy client passes here. So its account is found once, and again when its client id is another one,
+where a quota names client ids; quotas that were read anew are taken at the session's next tick.
 
 Where several processes share a rate, a client whose wait is over is read only if its use fits the rate that is then in
 force; until then the meter looks again every LOOK_S.
@@ -23,8 +26,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kproxy.plain import compiled
 from kproxy.proxy.answer_order import AnswerOrder, Slot
-from kproxy.proxy.apis import Ranges
-from kproxy.proxy.request_reader import Taker
 from kproxy.security.principals import Principal
 from kproxy.security.quotas import LONGEST_WAIT_S, Account, Quotas
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE, is_flexible
@@ -33,6 +34,9 @@ from kproxy_codec.framing import RESPONSE_CORRELATION_ID_OFFSET, client_id, pars
 from kproxy_codec.primitives import INT16, INT32, Buffer
 
 _API_KEY_AT: Final = 4
+# Of the client id in a frame, its length first; and the longest one that is kept.
+_CLIENT_ID_AT: Final = 12
+MOST_CLIENT_ID_BYTES: Final = 255
 # Between two looks at a shared rate during a wait; and a wait that is too short for a timer, in seconds.
 LOOK_S: Final = 1.0
 SHORTEST_WAIT_S: Final = 0.001
@@ -41,13 +45,7 @@ _AT_BEGINNING_FROM: Final = {FETCH: 1, LIST_OFFSETS: 2}
 
 
 class Metered(Protocol):
-    """The session behind a meter."""
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-    @property
-    def plain_path(self) -> Taker | None: ...
+    """The session of a meter."""
 
     def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
         """Begin a request whose answer states how long its client is throttled. Raises CodecError."""
@@ -55,43 +53,44 @@ class Metered(Protocol):
 
 
 class _Charging:
-    """What each request of a meter passes. `quotas` returns the quotas that were read last."""
+    """What each request of a meter passes. `answers` are those of its connection."""
 
-    def __init__(self, quotas: Callable[[], Quotas], session: Metered, clock: Callable[[], float]) -> None:
-        self._quotas = quotas
-        self._session = session
+    def __init__(self, answers: AnswerOrder, clock: Callable[[], float]) -> None:
+        self._answers = answers
         self._clock = clock
-        self._known: Quotas | None = None
         # Whether the account depends on the client id; else it is always this one.
         self._names_clients = False
         self._account: Account | None = None
+        # The client id of an earlier request, as it is in a frame, and its account.
+        self._named: bytes | None = None
+        self._of_named: Account | None = None
         self._sent_bytes = 0
 
-    def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
-        """Begin a request, as CompiledPath.take. Raises CodecError."""
-        if self._quotas() is not self._known:
-            self._look()
-        account = self._account_of(frame) if self._names_clients else self._account
+    def take(self, frame: memoryview, first_byte_at: float) -> bool:
+        """Charge a request; True if it exceeds a quota: it is begun then. Raises CodecError."""
+        account = self._account
+        if self._names_clients:
+            named = self._named
+            if named is not None and frame[_CLIENT_ID_AT : _CLIENT_ID_AT + len(named)] == named:
+                account = self._of_named
+            else:
+                account = self._account_of(frame)
         if account is not None:
-            sent_bytes = self._session.sent_bytes
+            outbox = self._answers.outbox
+            sent_bytes = outbox.written_bytes if outbox is not None else self._sent_bytes
             fetched, self._sent_bytes = sent_bytes - self._sent_bytes, sent_bytes
             produced = len(frame) if _api_key(frame) == PRODUCE else 0
             wait = account.use(self._clock(), produced=produced, fetched=fetched)
             if wait > 0:
-                self._throttle(frame, first_byte_at, wait)
+                self._throttle(frame, first_byte_at, account, wait)
                 return True
-        path = self._session.plain_path
-        return path is not None and path.take(frame, first_byte_at, ranges)
-
-    def _look(self) -> None:
-        """Take quotas that were read anew."""
-        raise NotImplementedError
+        return False
 
     def _account_of(self, frame: memoryview) -> Account | None:
-        """The account by the client id of a request."""
+        """Find the account by the client id of a request, and keep both."""
         raise NotImplementedError
 
-    def _throttle(self, frame: memoryview, first_byte_at: float, wait: float) -> None:
+    def _throttle(self, frame: memoryview, first_byte_at: float, account: Account, wait: float) -> None:
         """Begin a request that exceeds a quota, and stop reading for `wait` seconds. Raises CodecError."""
         raise NotImplementedError
 
@@ -103,19 +102,22 @@ else:
 
 
 class Meter(Charging):
-    """The meter of one connection; `on_pressure` stops reading."""
+    """The meter of one connection. `quotas` returns those that were read last, `on_pressure` stops reading."""
 
     def __init__(
         self,
         quotas: Callable[[], Quotas],
         principal: Principal,
         session: Metered,
+        answers: AnswerOrder,
         on_pressure: Callable[[bool], None],
         clock: Callable[[], float],
         counters: Counter[str],
     ) -> None:
-        super().__init__(quotas, session, clock)
+        super().__init__(answers, clock)
+        self._quotas = quotas
         self._principal = principal
+        self._session = session
         self._now = clock
         self._on_pressure = on_pressure
         self._counters = counters
@@ -123,11 +125,20 @@ class Meter(Charging):
         # The account that is waited for, and the time at which the wait ends in any case.
         self._exceeded: Account | None = None
         self._ends_at = 0.0
+        self._known = quotas()
+        self._use_known()
 
-    def _look(self) -> None:
-        self._known = quotas = self._quotas()
-        self._names_clients = quotas.names_clients(self._principal)
-        self._account = quotas.account(self._principal, "")
+    def look(self) -> None:
+        """Use the quotas that were read last."""
+        quotas = self._quotas()
+        if quotas is not self._known:
+            self._known = quotas
+            self._use_known()
+
+    def _use_known(self) -> None:
+        self._names_clients = self._known.names_clients(self._principal)
+        self._account = self._known.account(self._principal, "")
+        self._named = self._of_named = None
 
     def _account_of(self, frame: memoryview) -> Account | None:
         try:
@@ -135,15 +146,20 @@ class Meter(Charging):
         except CodecError:
             # The session refuses it.
             return self._account
-        return self._quotas().account(self._principal, (client_id(frame) or b"").decode(errors="replace"))
+        sender = client_id(frame) or b""
+        account = self._known.account(self._principal, sender.decode(errors="replace"))
+        if len(sender) <= MOST_CLIENT_ID_BYTES:
+            self._named = bytes(frame[_CLIENT_ID_AT : _CLIENT_ID_AT + INT16.size + len(sender)])
+            self._of_named = account
+        return account
 
-    def _throttle(self, frame: memoryview, first_byte_at: float, wait: float) -> None:
+    def _throttle(self, frame: memoryview, first_byte_at: float, account: Account, wait: float) -> None:
         self._counters["quotas.throttled"] += 1
         if self._timer is None:
             self._on_pressure(True)
         else:
             self._timer.cancel()
-        self._exceeded = self._account_of(frame) if self._names_clients else self._account
+        self._exceeded = account
         self._ends_at = self._now() + LONGEST_WAIT_S
         self._timer = asyncio.get_running_loop().call_later(wait, self._go_on)
         self._session.take_throttled(frame, first_byte_at, max(1, round(wait * 1000)))

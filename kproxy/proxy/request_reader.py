@@ -15,6 +15,7 @@ from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.memory_budget import LAST_READ_BYTES
+from kproxy.proxy.metering import Charging
 from kproxy_codec.errors import CodecError
 
 # In one turn of the event loop, requests of one client are begun for this long, in seconds, and one request more.
@@ -30,11 +31,16 @@ class Taker(Protocol):
 
 
 class RequestReader:
-    """The hot part of a client session. `_plain` gets every request first: the compiled plain path, where it runs."""
+    """The hot part of a client session.
+
+    `_plain` gets every request first: the compiled plain path, where it runs. `_charging` comes before it where a quota
+    applies to the client, and else is None.
+    """
 
     _answers: AnswerOrder
     _ranges: Ranges
     _plain: Taker | None
+    _charging: Charging | None
 
     def __init__(self, context: ProxyContext) -> None:
         self._clock = context.clock
@@ -51,6 +57,7 @@ class RequestReader:
         self._max_bytes = context.limits.max_in_flight_bytes
         self._max_requests = context.limits.max_open_requests
         self._reading = True
+        self._charging = None
         self.closed = False
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -103,7 +110,9 @@ class RequestReader:
 
     def _begin(self, frame: memoryview, first_byte_at: float) -> None:
         """Begin a request."""
-        if self._plain is None or not self._plain.take(frame, first_byte_at, self._ranges):
+        if self._charging is not None and self._charging.take(frame, first_byte_at):
+            pass
+        elif self._plain is None or not self._plain.take(frame, first_byte_at, self._ranges):
             self._take(frame, first_byte_at)
         answers = self._answers
         if answers.in_flight_bytes >= self._max_bytes or answers.open_count >= self._max_requests:

@@ -8,13 +8,21 @@ import os
 import random
 import signal
 import struct
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
+from kproxy.config.access import parse_acls
+from kproxy.config.quotas import parse_quotas
+from kproxy.plain import compiled
+from kproxy.proxy.access import AccessControl
+from kproxy.security.acls import Rules, acls_of
 from kproxy.security.mechanisms import Servers, servers
+from kproxy.security.quotas import Quotas
 from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import ILLEGAL_SASL_STATE, NONE, SASL_AUTHENTICATION_FAILED
 from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
@@ -25,6 +33,9 @@ from tests.support.security import sasl_client as sasl
 from tests.support.waiting import eventually
 
 T0 = ("t", 0)
+# What decides who may do what, and how much; and what a request passes beside that.
+SECURITY = ("/security/", "/proxy/access.py", "/proxy/admission.py", "/proxy/metering.py", "/proxy/screening.py")
+PASSED = ("/proxy/client_session.py", "/proxy/context.py", "/proxy/fanout.py", "/routing/fanout.py", "/proxy/run.py")
 
 
 def mechanisms(*names: str) -> Servers:
@@ -261,3 +272,71 @@ async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
     finally:
         await asyncio.to_thread(manager.__exit__, None, None, None)
         await broker.stop()
+
+
+@contextlib.contextmanager
+def calls(*files: str) -> Iterator[set[str]]:
+    """The functions in Python of these files that this thread calls, other than at the ticks of sessions."""
+    called: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        code, caller = frame.f_code, frame
+        if event == "call" and any(part in code.co_filename for part in files):
+            while caller.f_code.co_name != "expire":
+                if caller.f_back is None:
+                    called.add(f"{code.co_filename}: {code.co_name}")
+                    return
+                caller = caller.f_back
+
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
+
+async def send_plain(client: RawClient) -> None:
+    """Send requests whose routes are all proven but the first one's."""
+    for n in range(20):
+        client.send(produce_frame(records=batch(n), correlation_id=n))
+        assert (await client.answer()).codes == {T0: NONE}
+
+
+async def calls_where_nothing_is_configured() -> set[str]:
+    """The functions that plain requests call."""
+    async with running_proxy(ScriptedUpstream(1, answers_everything)) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        with calls(*SECURITY, *PASSED) as called:
+            await send_plain(client)
+            # The connection to the broker was made.
+            assert any(part in each for part in SECURITY for each in called)
+            called.clear()
+            await send_plain(client)
+    return called
+
+
+@both_loops
+async def test_a_plain_request_calls_no_code_of_security_where_nothing_is_configured() -> None:
+    called = await calls_where_nothing_is_configured()
+    assert not {each for each in called if any(part in each for part in SECURITY)}
+
+
+@pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
+@pytest.mark.parametrize("names", [{}, {"client_id": "tests"}], ids=["everybody", "client_id"])
+@both_loops
+async def test_a_plain_request_of_an_admitted_client_calls_nothing_more_in_python(names: dict[str, str]) -> None:
+    rules = Rules(acls_of(parse_acls([{"principal": "User:*", "operations": ["write"], "topics": ["*"]}], "here")))
+    some = Quotas(parse_quotas([{"produce_bytes_per_s": 1e9, "requests_per_s": 1e9, **names}], "here"))
+    async with guarded() as (proxy, _):
+        proxy.context.access = AccessControl(lambda: rules, proxy.counters)
+        proxy.context.quotas = lambda: some
+        client = await proxy.client()
+        await authenticate(client)
+        await send_plain(client)
+        with calls(*SECURITY, *PASSED) as called:
+            await send_plain(client)
+        (account,) = some._accounts._accounts.values()
+        assert account.requests is not None
+        assert account.requests.used == 40
+    assert called <= await calls_where_nothing_is_configured()

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +16,20 @@ from hypothesis import strategies as st
 from kproxy.config import load_proxy_config
 from kproxy.config.quotas import parse_quotas
 from kproxy.errors import StartupError
+from kproxy.observe.tally import Tally
 from kproxy.plain import compiled
 from kproxy.proxy import metering
 from kproxy.proxy.admission import OpenConnections
-from kproxy.proxy.metering import Meter, with_throttle
+from kproxy.proxy.answer_order import AnswerOrder
+from kproxy.proxy.memory_budget import Budget
+from kproxy.proxy.metering import MOST_CLIENT_ID_BYTES, Charging, Meter, _Charging, with_throttle
+from kproxy.proxy.outbox import PacedOutbox, flushes_of
 from kproxy.security import quotas as quotas_module
 from kproxy.security.principals import Principal
 from kproxy.security.quotas import PARTS, Account, Accounts, Bucket, Quotas, _Account
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA, PRODUCE
 from kproxy_codec.control import build_response, decode_response, encode_response
-from kproxy_codec.framing import frame_message, request_header, response_body_offset, response_header
+from kproxy_codec.framing import client_id, frame_message, request_header, response_body_offset, response_header
 from tests.support.waiting import eventually
 
 ALICE, BOB = Principal("alice"), Principal("bob")
@@ -273,10 +278,7 @@ def test_the_compiled_account_waits_as_long(
 
 
 class _Session:
-    """The session behind a meter."""
-
-    sent_bytes = 0
-    plain_path = None
+    """The session of a meter."""
 
     def __init__(self) -> None:
         self.told: list[int] = []
@@ -285,15 +287,95 @@ class _Session:
         self.told.append(throttle_ms)
 
 
+def _answers(outbox: PacedOutbox | None = None) -> AnswerOrder:
+    context: Any = SimpleNamespace(clock=lambda: 0.0, tally=Tally(), budget=Budget(1 << 30))
+    answers = AnswerOrder(context, lambda: None, lambda: None)
+    answers.outbox = outbox
+    return answers
+
+
+class _Transport:
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        """Take it."""
+
+
+def _frame(api_key: int, sender: bytes | None, size: int = 100) -> memoryview:
+    return memoryview(frame_message(request_header(api_key, 9, 1, sender), bytes(size)))
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys((_Charging, Charging)))
+async def test_an_account_is_found_once_for_the_requests_with_a_client_id(kind: type[Charging]) -> None:
+    """The compiled twin charges the same."""
+    found: list[bytes | None] = []
+    throttled: list[tuple[int, float]] = []
+
+    class Metering(kind):  # type: ignore[misc, valid-type]
+        def _account_of(self, frame: memoryview) -> Account:
+            sender = client_id(frame)
+            found.append(sender)
+            if sender is not None and len(sender) <= MOST_CLIENT_ID_BYTES:
+                self._named = bytes(frame[12 : 14 + len(sender)])
+                self._of_named = accounts.get(sender, of_others)
+            return accounts.get(sender or b"", of_others)
+
+        def _throttle(self, frame: memoryview, first_byte_at: float, account: Account, wait: float) -> None:
+            throttled.append((len(frame), wait))
+
+    loop = asyncio.get_running_loop()
+    outbox = PacedOutbox(loop, _Transport(), flushes_of(loop), None)  # type: ignore[arg-type]
+    accounts = {b"a": Account(1_000.0, 1e9, 1e9), b"ab": Account(1e9, 100.0, 1e9)}
+    of_others = Account(None, None, 1e9)
+    charging = Metering(_answers(outbox), lambda: 10.0)
+    charging._names_clients = True
+    took = []
+    long = b"l" * (MOST_CLIENT_ID_BYTES + 1)
+    for sender in (b"a", b"a", b"ab", b"ab", b"a", long, long, None):
+        took.append(charging.take(_frame(PRODUCE, sender), 0.0))
+        # Counted as fetched once it has left.
+        outbox.put([bytes(60)])
+        outbox.flush()
+    # A shorter frame than the client id that is kept.
+    charging._named, charging._of_named = b"\x00\x01a", accounts[b"a"]
+    took.append(charging.take(memoryview(bytes(13) + b"\x01"), 0.0))
+    assert found == [b"a", b"ab", b"a", long, long, None, b""]
+    assert took == [False, False, False, True, *[False] * 5]
+    assert [account.produced.used for account in accounts.values()] == [348.0, 234.0]  # type: ignore[union-attr]
+    assert [account.fetched.used for account in accounts.values()] == [120.0, 120.0]  # type: ignore[union-attr]
+    assert [account.requests.used for account in (*accounts.values(), of_others)] == [3.0, 2.0, 4.0]  # type: ignore[union-attr]
+    assert throttled == [(117, pytest.approx(0.2))]
+
+
+async def test_a_meter_takes_the_quotas_that_are_read_anew_at_a_tick() -> None:
+    def of(rate: float) -> Quotas:
+        return quotas({"principal": "User:alice", "client_id": "a", "requests_per_s": rate})
+
+    current, session, pressure = of(1.0), _Session(), list[bool]()
+    meter = Meter(lambda: current, ALICE, session, _answers(), pressure.append, lambda: 10.0, Counter())
+    assert [meter.take(_frame(PRODUCE, b"b"), 0.0) for _ in range(3)] == [False] * 3
+    assert [meter.take(_frame(PRODUCE, b"a"), 0.0) for _ in range(2)] == [False, True]
+    current = of(3.0)
+    assert meter.take(_frame(PRODUCE, b"a"), 0.0)
+    meter.look()
+    assert [meter.take(_frame(PRODUCE, b"a"), 0.0) for _ in range(4)] == [False, False, False, True]
+    current = quotas()
+    meter.look()
+    assert not meter.take(_frame(PRODUCE, b"a"), 0.0)
+    assert (pressure, len(session.told)) == ([True], 3)
+    meter.close()
+
+
 async def test_a_wait_goes_on_while_the_rate_is_cut_and_ends_when_it_has_risen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metering, "LOOK_S", 0.01)
     accounts = Accounts(0.5)
     some = Quotas(parse_quotas([{"produce_bytes_per_s": 2_000}], "here"), accounts)
     session, pressure, now = _Session(), list[bool](), 100.0
-    meter = Meter(lambda: some, ALICE, session, pressure.append, lambda: now, Counter())
+    meter = Meter(lambda: some, ALICE, session, _answers(), pressure.append, lambda: now, Counter())
     frame = memoryview(frame_message(request_header(PRODUCE, 9, 1, b"a"), bytes(990)))
     # A few bytes more than may be used at once.
-    assert meter.take(frame, 0.0, {})
+    assert meter.take(frame, 0.0)
     assert pressure == [True]
     assert 1 <= session.told[0] <= 10
     ((key, _, is_short),) = accounts.uses(now, 10)
