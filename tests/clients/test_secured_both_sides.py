@@ -11,9 +11,13 @@ from typing import Any
 
 import aiokafka  # type: ignore[import-untyped]
 import confluent_kafka
+import kafka
+import kafka.errors
 import pytest
 
-from tests.support.clients.kafka_io import read_values
+from tests.support.brokers.kafka_jars import client_classpath
+from tests.support.clients.java_client import run_java_client
+from tests.support.clients.kafka_io import Record, read_values
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import counted
 from tests.support.security.sasl_client import USERS, users_file
@@ -39,34 +43,54 @@ produce_bytes_per_s = {RATE}
 """
 
 
+# The whole of a client's name, as the proxy knows it.
+NAMED_BY_CERTIFICATE = 'principal_mapping_rules = ["RULE:^CN=([^,]+),.*$/$1/"]'
+_SCRAM = "org.apache.kafka.common.security.scram.ScramLoginModule"
+
+
 class Site:
-    def __init__(self, process: KproxyProcess, kafka: TlsKafka, signer: Signer) -> None:
+    """A proxy before `kafka`. Its clients come over TLS, with SCRAM or, `by_certificate`, with certificates."""
+
+    def __init__(self, process: KproxyProcess, kafka: TlsKafka, signer: Signer, *, by_certificate: bool) -> None:
         self.process = process
         self.kafka = kafka
         self.signer = signer
+        self._by_certificate = by_certificate
 
     def topic(self, kind: str) -> str:
         return self.kafka.plain.create_topic(f"{kind}-{uuid.uuid4().hex[:10]}", 3)
 
-    def librdkafka(self, name: str, password: str = "") -> dict[str, Any]:
-        return {
-            "bootstrap.servers": self.process.kafka,
-            "security.protocol": "SASL_SSL",
-            "ssl.ca.location": str(self.signer.ca),
-            "sasl.mechanism": "SCRAM-SHA-512",
-            "sasl.username": name,
-            "sasl.password": password or USERS[name],
-        }
+    def _pair(self, name: str) -> Pair | None:
+        return self.signer.issue(name, f"{name}.example.org", common_name=name) if self._by_certificate else None
 
-    def aiokafka(self, name: str) -> dict[str, Any]:
-        return {
-            "bootstrap_servers": self.process.kafka,
-            "security_protocol": "SASL_SSL",
-            "ssl_context": client_context(self.signer.ca),
-            "sasl_mechanism": "SCRAM-SHA-512",
-            "sasl_plain_username": name,
-            "sasl_plain_password": USERS[name],
-        }
+    def librdkafka(self, name: str, password: str = "") -> dict[str, Any]:
+        settings = {"bootstrap.servers": self.process.kafka, "ssl.ca.location": str(self.signer.ca)}
+        if (pair := self._pair(name)) is not None:
+            shown = {"ssl.certificate.location": str(pair.cert), "ssl.key.location": str(pair.key)}
+            return {**settings, "security.protocol": "SSL", **shown}
+        known = {"sasl.username": name, "sasl.password": password or USERS[name]}
+        return {**settings, "security.protocol": "SASL_SSL", "sasl.mechanism": "SCRAM-SHA-512", **known}
+
+    def python(self, name: str) -> dict[str, Any]:
+        """For kafka-python and aiokafka."""
+        pair = self._pair(name)
+        settings: dict[str, Any] = {"bootstrap_servers": self.process.kafka}
+        settings["ssl_context"] = client_context(self.signer.ca, pair)
+        if pair is not None:
+            return {**settings, "security_protocol": "SSL"}
+        known = {"sasl_plain_username": name, "sasl_plain_password": USERS[name]}
+        return {**settings, "security_protocol": "SASL_SSL", "sasl_mechanism": "SCRAM-SHA-512", **known}
+
+    def java(self, name: str) -> dict[str, object]:
+        settings: dict[str, object] = {"bootstrap.servers": self.process.kafka, "ssl.truststore.type": "PEM"}
+        settings["ssl.truststore.location"] = self.signer.ca
+        if (pair := self._pair(name)) is not None:
+            store = pair.cert.with_suffix(".store.pem")
+            store.write_bytes(pair.key.read_bytes() + pair.cert.read_bytes())
+            return {**settings, "security.protocol": "SSL", "ssl.keystore.type": "PEM", "ssl.keystore.location": store}
+        jaas = f'{_SCRAM} required username="{name}" password="{USERS[name]}";'
+        known = {"sasl.mechanism": "SCRAM-SHA-512", "sasl.jaas.config": jaas}
+        return {**settings, "security.protocol": "SASL_SSL", **known}
 
 
 def configuration(directory: Path, kafka: TlsKafka, server: Pair) -> Path:
@@ -84,15 +108,48 @@ def configuration(directory: Path, kafka: TlsKafka, server: Pair) -> Path:
     return file
 
 
+def configuration_by_certificate(directory: Path, kafka: TlsKafka, server: Pair, clients: Signer) -> Path:
+    own = kafka.signer.issue("proxy", "proxy.example.org", common_name="kproxy")
+    file = directory / "kproxy.toml"
+    file.write_text(
+        f'[listen]\nlisten = "localhost:0"\nadmin = ":0"\n'
+        f'[ownership]\nownership = "kafka"\nbootstrap = "{kafka.mutual}"\n'
+        f'[tls]\ncert = "{server.cert}"\nkey = "{server.key}"\nclient_ca = "{clients.ca}"\n{NAMED_BY_CERTIFICATE}\n'
+        f'[broker_tls]\nca = "{kafka.signer.ca}"\ncert = "{own.cert}"\nkey = "{own.key}"\n{RULES}'
+    )
+    return file
+
+
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def kafka_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsKafka]:
+    with start_tls_kafka(tmp_path_factory.mktemp("kafka")) as kafka:
+        yield kafka
+
+
+@pytest.fixture(scope="module")
+def site(kafka_behind: TlsKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """SASL_SSL with SCRAM on both sides."""
     directory = tmp_path_factory.mktemp("site")
     signer = Signer(directory / "ca")
-    server = signer.issue("server", "localhost")
-    with start_tls_kafka(directory / "kafka") as kafka:
-        file = configuration(directory, kafka, server)
-        with serving(["serve", "--config", file], directory / "stderr") as process:
-            yield Site(process, kafka, signer)
+    file = configuration(directory, kafka_behind, signer.issue("server", "localhost"))
+    with serving(["serve", "--config", file], directory / "stderr") as process:
+        yield Site(process, kafka_behind, signer, by_certificate=False)
+
+
+@pytest.fixture(scope="module")
+def certificate_site(kafka_behind: TlsKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Client certificates on both sides."""
+    directory = tmp_path_factory.mktemp("certificates")
+    signer = Signer(directory / "ca")
+    file = configuration_by_certificate(directory, kafka_behind, signer.issue("server", "localhost"), signer)
+    with serving(["serve", "--config", file], directory / "stderr") as process:
+        yield Site(process, kafka_behind, signer, by_certificate=True)
+
+
+@pytest.fixture(params=["site", "certificate_site"])
+def each_site(request: pytest.FixtureRequest) -> Site:
+    found: Site = request.getfixturevalue(request.param)
+    return found
 
 
 def write(settings: dict[str, Any], topic: str, values: list[bytes]) -> list[object]:
@@ -108,22 +165,24 @@ def write(settings: dict[str, Any], topic: str, values: list[bytes]) -> list[obj
     return outcomes
 
 
-def test_librdkafka_does_what_it_may_and_nothing_else(site: Site) -> None:
+def test_librdkafka_does_what_it_may_and_nothing_else(each_site: Site) -> None:
+    site = each_site
     topic, secret = site.topic("open"), site.topic("secret")
     alice = site.librdkafka("alice")
     values = [b"%d" % number for number in range(RECORDS)]
+    before = counted(site.process.admin, "kproxy_denials_total")
     assert write({**alice, "enable.idempotence": True}, topic, values) == [None] * RECORDS
     assert read_values(alice, topic, RECORDS, TIMEOUT_S) == set(values)
     assert write(alice, secret, [b"x"]) == ["TOPIC_AUTHORIZATION_FAILED"]
     seen = confluent_kafka.admin.AdminClient(alice).list_topics(timeout=TIMEOUT_S).topics
     assert topic in seen
     assert secret not in seen
-    assert counted(site.process.admin, "kproxy_denials_total") > 0
-    assert counted(site.process.admin, "kproxy_throttled_requests_total") == 0
+    assert counted(site.process.admin, "kproxy_denials_total") > before
 
 
 def test_librdkafka_is_told_that_it_is_throttled(site: Site) -> None:
     topic, told = site.topic("open"), list[float]()
+    before = counted(site.process.admin, "kproxy_throttled_requests_total")
     bob = {**site.librdkafka("bob"), "throttle_cb": lambda event: told.append(event.throttle_time), "linger.ms": 0}
     bob |= {"batch.num.messages": 1}
     began = time.monotonic()
@@ -131,7 +190,7 @@ def test_librdkafka_is_told_that_it_is_throttled(site: Site) -> None:
     # A second's worth at once. The last requests are answered before their wait.
     assert time.monotonic() - began >= 1.5
     assert told
-    assert counted(site.process.admin, "kproxy_throttled_requests_total") > 0
+    assert counted(site.process.admin, "kproxy_throttled_requests_total") > before
 
 
 def test_librdkafka_with_a_wrong_password(site: Site) -> None:
@@ -146,11 +205,12 @@ def test_librdkafka_with_a_wrong_password(site: Site) -> None:
     assert PASSWORD not in site.process.stderr()
 
 
-def test_aiokafka_does_what_it_may_and_nothing_else(site: Site) -> None:
+def test_aiokafka_does_what_it_may_and_nothing_else(each_site: Site) -> None:
+    site = each_site
     topic, secret = site.topic("open"), site.topic("secret")
 
     async def run() -> set[bytes]:
-        producer = aiokafka.AIOKafkaProducer(**site.aiokafka("alice"), enable_idempotence=True)
+        producer = aiokafka.AIOKafkaProducer(**site.python("alice"), enable_idempotence=True)
         await producer.start()
         try:
             for number in range(RECORDS):
@@ -161,7 +221,7 @@ def test_aiokafka_does_what_it_may_and_nothing_else(site: Site) -> None:
         finally:
             await producer.stop()
         consumer = aiokafka.AIOKafkaConsumer(
-            topic, **site.aiokafka("alice"), group_id=topic, auto_offset_reset="earliest"
+            topic, **site.python("alice"), group_id=topic, auto_offset_reset="earliest"
         )
         await consumer.start()
         try:
@@ -171,3 +231,31 @@ def test_aiokafka_does_what_it_may_and_nothing_else(site: Site) -> None:
             await consumer.stop()
 
     assert asyncio.run(run()) == {b"%d" % number for number in range(RECORDS)}
+
+
+def test_kafka_python_does_what_it_may_and_nothing_else(each_site: Site) -> None:
+    topic, secret = each_site.topic("open"), each_site.topic("secret")
+    alice = each_site.python("alice")
+    producer = kafka.KafkaProducer(**alice, enable_idempotence=True)
+    try:
+        placed = [producer.send(topic, b"%d" % number) for number in range(RECORDS)]
+        producer.flush(TIMEOUT_S)
+        assert len({(each.get(0).partition, each.get(0).offset) for each in placed}) == RECORDS
+        with pytest.raises(kafka.errors.TopicAuthorizationFailedError):
+            producer.send(secret, b"x").get(TIMEOUT_S)
+    finally:
+        producer.close(0)
+    consumer = kafka.KafkaConsumer(
+        topic, **alice, group_id=topic, auto_offset_reset="earliest", consumer_timeout_ms=60_000
+    )
+    read = {next(consumer).value for _ in range(RECORDS)}
+    consumer.close()
+    assert read == {b"%d" % number for number in range(RECORDS)}
+
+
+def test_java_writes_and_reads(each_site: Site) -> None:
+    topic = each_site.topic("open")
+    records = [Record(None, b"%d" % number) for number in range(RECORDS)]
+    run = run_java_client(client_classpath("4.3.1"), topic, records, each_site.java("alice"), read_back=3)
+    assert (run.errors, len(run.acknowledged)) == ({}, RECORDS)
+    assert {each.value for each in run.read} == {record.value for record in records}
