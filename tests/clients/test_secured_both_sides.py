@@ -1,11 +1,16 @@
-"""TLS, SCRAM, ACLs and quotas together for unchanged clients, before a Kafka cluster that requires TLS and SCRAM."""
+"""TLS, SCRAM, ACLs and quotas together for unchanged clients, before a Kafka cluster that requires TLS and SCRAM.
+
+Or client certificates, on both sides. And all files of a proxy exchanged under load, with no failed request.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +18,20 @@ import aiokafka  # type: ignore[import-untyped]
 import confluent_kafka
 import kafka
 import kafka.errors
+import psutil
 import pytest
 
+from kproxy.security.users import SCRAM_MECHANISMS, make_credential, write_users
 from tests.support.brokers.kafka_jars import client_classpath
 from tests.support.clients.java_client import run_java_client
-from tests.support.clients.kafka_io import Record, read_values
+from tests.support.clients.kafka_io import Record, read_topic, read_values
+from tests.support.clients.steady_writers import IN_PRODUCER, MODES, Found, Writer, find, writing
 from tests.support.processes.dev import KproxyProcess, serving
-from tests.support.processes.served import counted
+from tests.support.processes.served import counted, page
 from tests.support.security.sasl_client import USERS, users_file
 from tests.support.security.tls_files import Pair, Signer, client_context
 from tests.support.security.tls_kafka import PASSWORD, USER, TlsKafka, start_tls_kafka
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.java, pytest.mark.timeout(600)]
 
@@ -259,3 +268,240 @@ def test_java_writes_and_reads(each_site: Site) -> None:
     run = run_java_client(client_classpath("4.3.1"), topic, records, each_site.java("alice"), read_back=3)
     assert (run.errors, len(run.acknowledged)) == ({}, RECORDS)
     assert {each.value for each in run.read} == {record.value for record in records}
+
+
+# Files exchanged under load
+
+STEADY_RULES = """
+[[acls]]
+principal = "User:*"
+operations = ["read", "write"]
+topics = ["open-*"]
+"""
+CAROLS_RULE = """
+[[acls]]
+principal = "User:carol"
+operations = ["write"]
+topics = ["carols-*"]
+"""
+NEW_RULE = """
+[[acls]]
+principal = "User:alice"
+operations = ["write"]
+topics = ["granted-*"]
+"""
+FAILED = 'kproxy_authentications_total{mechanism="SCRAM-SHA-512",outcome="failed"}'
+
+
+def put(file: Path, content: bytes) -> None:
+    """Replace a file as one should: whole, by its name."""
+    beside = file.with_name(f".{file.name}")
+    beside.write_bytes(content)
+    beside.replace(file)
+
+
+def give_users(file: Path, *names: str) -> None:
+    """Their passwords are their names and "-secret", as those of USERS are."""
+    kinds = {name: f"{name}-secret" for name in names}
+    write_users(
+        file,
+        {
+            name: {kind: make_credential(kind, password, 4_096, name.encode().ljust(18)) for kind in SCRAM_MECHANISMS}
+            for name, password in kinds.items()
+        },
+    )
+
+
+class Loaded:
+    """A proxy under load, all of whose files are exchanged; SCRAM for clients, certificates towards brokers."""
+
+    def __init__(self, directory: Path, kafka: TlsKafka, workers: str) -> None:
+        self.kafka, self._workers, self._directory = kafka, workers, directory
+        self.users, self.config = directory / "users.toml", directory / "kproxy.toml"
+        self.signer = Signer(directory / "ca")
+        self.server = self.signer.issue("server", "localhost", days=30)
+        # The proxy's own, which are copies.
+        self.own = Pair(directory / "own.pem", directory / "own.key")
+        self.brokers_ca = directory / "brokers-ca.pem"
+        give_users(self.users, "alice", "bob", "carol")
+        self.show_brokers(kafka.signer.issue("first", "proxy.example.org", days=30), kafka.signer)
+        self.allow(STEADY_RULES, CAROLS_RULE)
+
+    def show_brokers(self, pair: Pair, *authorities: Signer) -> None:
+        put(self.brokers_ca, b"".join(each.ca.read_bytes() for each in authorities))
+        for source, target in zip(pair, self.own, strict=True):
+            put(target, source.read_bytes())
+
+    def allow(self, *rules: str) -> None:
+        fixed = (
+            f'[listen]\nlisten = "localhost:0"\nadmin = ":0"\nworkers = {self._workers}\n'
+            f'[ownership]\nownership = "kafka"\nbootstrap = "{self.kafka.mutual}"\n'
+            f'[tls]\ncert = "{self.server.cert}"\nkey = "{self.server.key}"\n'
+            f'[sasl]\nmechanisms = "SCRAM-SHA-512"\nusers = "{self.users}"\n'
+            f'[broker_tls]\nca = "{self.brokers_ca}"\ncert = "{self.own.cert}"\nkey = "{self.own.key}"\n'
+        )
+        put(self.config, "".join((fixed, *rules)).encode())
+
+    @contextmanager
+    def serve(self) -> Iterator[Site]:
+        with serving(["serve", "--config", self.config], self._directory / "stderr") as process:
+            yield Site(process, self.kafka, self.signer, by_certificate=False)
+
+
+def log_in(site: Site, name: str, topic: str) -> str:
+    """How a new producer fares: "ok", or librdkafka's name of the error."""
+    told: list[str] = []
+    settings = {**site.librdkafka(name, f"{name}-secret"), "log_level": 0, "reconnect.backoff.ms": 10_000}
+
+    def note(error: Any, _: object = None) -> None:
+        told.append("ok" if error is None else error.name())
+
+    producer = confluent_kafka.Producer({**settings, "error_cb": note})
+    producer.produce(topic, b"log in", partition=0, on_delivery=note)
+    wait_for(lambda: (producer.poll(0.05) and told) or told, TIMEOUT_S, site.process.stderr)
+    producer.purge()
+    return told[0]
+
+
+def connections(site: Site) -> set[tuple[int, int]]:
+    """Those of this process and of its clients in Java to the proxy: process id and port of each."""
+    port = int(site.process.kafka.rpartition(":")[2])
+    processes = [psutil.Process(), *(each for each in psutil.Process().children() if each.name() == "java")]
+    return {
+        (process.pid, each.laddr.port)
+        for process in processes
+        for each in process.net_connections("tcp")
+        if each.raddr and each.raddr.port == port and each.status == psutil.CONN_ESTABLISHED
+    }
+
+
+def expiry(site: Site, use: str) -> float:
+    """When the certificate in use ends, the one that ends first of several workers'."""
+    return counted(site.process.admin, f'kproxy_tls_certificate_expiry_timestamp_seconds{{listener="",use="{use}"}}')
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_all_files_are_exchanged_under_load_and_no_request_fails(
+    kafka_behind: TlsKafka, tmp_path: Path, workers: str
+) -> None:
+    """Nobody tries again, each connection stays, and one producer after another logs in meanwhile."""
+    loaded = Loaded(tmp_path, kafka_behind, workers)
+    with loaded.serve() as site:
+        kafka, process = kafka_behind.plain, site.process
+        topic = kafka.create_topic(f"open-{uuid.uuid4().hex[:10]}", 6)
+        hers, granted = site.topic("carols"), site.topic("granted")
+        mode, once = MODES["acks-all"], {"retries": 0}
+
+        def writer(name: str, where: int, settings: dict[str, Any], **more: Any) -> Writer:
+            return Writer(name, process.kafka, topic, where, mode, settings, **more)
+
+        alice = {**site.librdkafka("alice"), **once}
+        steady = [
+            writer("librdkafka", 0, alice),
+            writer("kafka-python", 1, {**site.python("alice"), **once}),
+            # It has no such setting; the proxy's count of errors shows the first attempts.
+            writer("aiokafka", 2, site.python("alice")),
+            writer("librdkafka", 3, {**site.librdkafka("bob"), **once}),
+        ]
+        if workers != "1":
+            steady.append(writer("java 4.3.1", 4, {**site.java("alice"), **once}))
+        renewed = writer("librdkafka", 5, alice, is_renewed=True)
+        carol = Writer("librdkafka", process.kafka, hers, 0, mode, {**site.librdkafka("carol", "carol-secret"), **once})
+        failures = 0.0
+
+        with writing(steady) as stays, writing([renewed]) as comes:
+            assert stays.all_acknowledged(0.0, 10, time.monotonic() + TIMEOUT_S)
+            held = connections(site)
+
+            def goes_on() -> None:
+                now = time.monotonic()
+                assert stays.all_acknowledged(now, 10, now + TIMEOUT_S), process.stderr()[-2000:]
+                assert comes.all_acknowledged(now, 2 * IN_PRODUCER, now + TIMEOUT_S), process.stderr()[-2000:]
+                assert [each.problems for each in (*steady, renewed)] == [[]] * (len(steady) + 1)
+                assert counted(process.admin, FAILED) == failures
+
+            with writing([carol]) as carols:
+                goes_on()
+                # Some clients give up the connection that they have begun with.
+                held &= connections(site)
+                assert len(held) >= len(steady)
+                change_the_listeners_certificate(loaded, site)
+                goes_on()
+                failures = change_the_users(loaded, site, topic)
+                goes_on()
+                assert carols.all_acknowledged(time.monotonic(), 10, time.monotonic() + TIMEOUT_S)
+                assert carol.problems == []
+                assert write(alice, granted, [b"x"]) == ["TOPIC_AUTHORIZATION_FAILED"]
+                loaded.allow(STEADY_RULES, NEW_RULE)
+                process.signal(signal.SIGHUP)
+                wait_for(lambda: carols.check() or carol.problems, TIMEOUT_S, process.stderr)
+            wait_for(lambda: write(alice, granted, [b"x"]) == [None], TIMEOUT_S, process.stderr)
+            assert {each.partition("code=")[2].partition(",")[0] for each in carol.problems} == {
+                "TOPIC_AUTHORIZATION_FAILED"
+            }
+            goes_on()
+            change_the_authority_of_brokers(loaded, site, goes_on)
+            assert held <= connections(site)
+            assert counted(process.admin, "kproxy_client_connections ") >= len(held)
+        handshakes = counted(process.admin, "kproxy_client_handshakes_total")
+        assert handshakes == counted(process.admin, 'kproxy_client_handshakes_total{outcome="done"}') > len(held)
+        for name in ("client_connections_cut", "client_connections_refused", 'tls_reloads_total{outcome="failed"}'):
+            assert counted(process.admin, f"kproxy_{name}") == 0, name
+        errors = [each for each in page(process.admin, "/metrics")[1].splitlines() if "kproxy_errors_total{" in each]
+        assert [each for each in errors if "TOPIC_AUTHORIZATION_FAILED" not in each] == []
+        written = read_topic(kafka.bootstrap, topic, 6, sum(len(each.kept) for each in (*steady, renewed)))
+        ours = [each for each in written if each.value != b"log in"]
+        assert [find(each, ours) for each in (*steady, renewed)] == [Found(0, 0, True)] * (len(steady) + 1)
+
+
+def change_the_listeners_certificate(loaded: Loaded, site: Site) -> None:
+    before, signed = expiry(site, "listener"), loaded.signer.issue("next", "localhost", days=60)
+    for source, target in zip(signed, loaded.server, strict=True):
+        source.replace(target)
+    site.process.signal(signal.SIGHUP)
+    wait_for(lambda: expiry(site, "listener") > before, TIMEOUT_S, site.process.stderr)
+
+
+def change_the_users(loaded: Loaded, site: Site, topic: str) -> float:
+    """Dave may log in then, and bob may no longer; return how many attempts have failed until then.
+
+    The proxy notices the file by itself.
+    """
+    assert log_in(site, "dave", topic) == "_AUTHENTICATION"
+    assert log_in(site, "bob", topic) == "ok"
+    give_users(loaded.users, "alice", "carol", "dave")
+    wait_for(lambda: log_in(site, "bob", topic) == "_AUTHENTICATION", TIMEOUT_S, site.process.stderr)
+    wait_for(lambda: log_in(site, "dave", topic) == "ok", TIMEOUT_S, site.process.stderr)
+    return counted(site.process.admin, FAILED)
+
+
+def change_the_authority_of_brokers(loaded: Loaded, site: Site, goes_on: Callable[[], None]) -> None:
+    """Another authority signs the proxy's certificate and the broker's; both accept both for a while, as they should.
+
+    Producers that come afterwards have broker connections that only the new certificates make possible.
+    """
+    kafka, first = site.kafka, site.kafka.signer
+    second = Signer(loaded.signer.directory / "second")
+    earlier, later = loaded.own, second.issue("proxy", "proxy.example.org", days=60)
+    both = second.directory / "both.pem"
+    both.write_bytes(first.ca.read_bytes() + second.ca.read_bytes())
+    held_before = Pair(second.directory / "earlier.pem", second.directory / "earlier.key")
+    for source, target in zip(earlier, held_before, strict=True):
+        target.write_bytes(source.read_bytes())
+    try:
+        kafka.present(kafka.server, both)
+        wait_for(lambda: kafka.lets_in(later, first.ca), TIMEOUT_S)
+        before = expiry(site, "broker")
+        loaded.show_brokers(later, first, second)
+        site.process.signal(signal.SIGHUP)
+        wait_for(lambda: expiry(site, "broker") > before, TIMEOUT_S, site.process.stderr)
+        goes_on()
+        kafka.present(second.issue("broker", "localhost"), second.ca)
+        wait_for(lambda: kafka.lets_in(later, second.ca), TIMEOUT_S)
+        assert not kafka.lets_in(held_before, second.ca)
+        goes_on()
+        assert "broker unreachable" not in site.process.stderr()
+        assert "broker connection lost" not in site.process.stderr()
+    finally:
+        kafka.present(kafka.server, first.ca)

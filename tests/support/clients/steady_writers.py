@@ -187,13 +187,13 @@ class _KafkaPython(_Session):
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         acks: int | str = writer.mode.acks
-        self._producer = kafka.KafkaProducer(
-            bootstrap_servers=writer.bootstrap,
-            acks=acks if acks == "all" else int(acks),
-            enable_idempotence=writer.mode.is_idempotent,
-            transactional_id=writer.transactional_id if writer.mode.is_transactional else None,
-            **writer.settings,
-        )
+        settings = {
+            "bootstrap_servers": writer.bootstrap,
+            "acks": acks if acks == "all" else int(acks),
+            "enable_idempotence": writer.mode.is_idempotent,
+            "transactional_id": writer.transactional_id if writer.mode.is_transactional else None,
+        }
+        self._producer = kafka.KafkaProducer(**{**settings, **writer.settings})
         if writer.mode.is_transactional:
             self._producer.init_transactions()
 
@@ -225,13 +225,13 @@ class _Aiokafka(_Session):
 
     async def _start(self) -> Any:
         acks, mode = self._writer.mode.acks, self._writer.mode
-        producer = aiokafka.AIOKafkaProducer(
-            bootstrap_servers=self._writer.bootstrap,
-            acks=acks if acks == "all" else int(acks),
-            enable_idempotence=mode.is_idempotent,
-            transactional_id=self._writer.transactional_id if mode.is_transactional else None,
-            **self._writer.settings,
-        )
+        settings = {
+            "bootstrap_servers": self._writer.bootstrap,
+            "acks": acks if acks == "all" else int(acks),
+            "enable_idempotence": mode.is_idempotent,
+            "transactional_id": self._writer.transactional_id if mode.is_transactional else None,
+        }
+        producer = aiokafka.AIOKafkaProducer(**{**settings, **self._writer.settings})
         await producer.start()
         return producer
 

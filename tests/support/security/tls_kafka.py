@@ -42,11 +42,12 @@ _SECURITY = "org.apache.kafka.common.security"
 
 
 class TlsKafka:
-    """`plain` is the broker by its plain listener; `mutual` and `sasl` are addresses."""
+    """`plain` is the broker by its plain listener; `mutual` and `sasl` are addresses. `server` is its certificate."""
 
-    def __init__(self, plain: RealKafka, signer: Signer, mutual_port: int, sasl_port: int) -> None:
+    def __init__(self, plain: RealKafka, signer: Signer, server: Pair, mutual_port: int, sasl_port: int) -> None:
         self.plain = plain
         self.signer = signer
+        self.server = server
         self.mutual = f"localhost:{mutual_port}"
         self.sasl = f"localhost:{sasl_port}"
 
@@ -110,7 +111,7 @@ def start_tls_kafka(directory: Path, *, session_s: float = 0) -> Iterator[TlsKaf
             change = UserScramCredentialUpsertion(USER, ScramCredentialInfo(kind, 4_096), PASSWORD.encode())
             for changed in cluster.admin().alter_user_scram_credentials([change]).values():
                 changed.result(30)
-        yield TlsKafka(cluster, signer, ports["SSL"], ports["SASL_SSL"])
+        yield TlsKafka(cluster, signer, server, ports["SSL"], ports["SASL_SSL"])
 
 
 def unsecured_token(subject: str, valid_s: float = 3600) -> str:
