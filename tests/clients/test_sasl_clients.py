@@ -87,9 +87,9 @@ def told_by(client: str, bootstraps: Sequence[str], topic: str, *credentials: st
         return [*pool.map(lambda each: CLIENTS[client](each, topic, *credentials), bootstraps)]  # type: ignore[arg-type]
 
 
-@pytest.mark.long(but=6)
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_client_tells_the_same_as_of_kafka(
     secured: SecuredKafka, proxy: KproxyProcess, topic: str, client: str, wrong: str
 ) -> None:
@@ -117,7 +117,7 @@ def test_a_mechanism_that_is_not_offered_is_told_as_by_kafka(
     assert through == direct
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("client", [each for each in CLIENTS if each != "aiokafka"])
 @pytest.mark.parametrize("refused", TOKENS)
 def test_a_refused_token_is_told_as_by_kafka(

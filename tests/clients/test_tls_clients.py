@@ -235,7 +235,7 @@ def test_certificates_are_exchanged_under_load_and_no_request_fails(
                     assert time.monotonic() < deadline, site.process.stderr()[-2000:]
                     running.check()
                     time.sleep(0.1)
-                assert running.all_acknowledged(time.monotonic(), 4 * IN_PRODUCER, deadline)
+                assert running.all_acknowledged(time.monotonic(), 2 * IN_PRODUCER, deadline)
         assert [writer.problems for writer in writers] == [[]] * 3
         assert counted(site.process.admin, 'kproxy_tls_reloads_total{outcome="failed"}') == 0
         done = counted(site.process.admin, 'kproxy_client_handshakes_total{outcome="done"}')
