@@ -470,7 +470,9 @@ def change_the_users(loaded: Loaded, site: Site, topic: str) -> float:
     """
     assert log_in(site, "dave", topic) == "_AUTHENTICATION"
     assert log_in(site, "bob", topic) == "ok"
+    before = site.process.stderr().count("what=users")
     give_users(loaded.users, "alice", "carol", "dave")
+    wait_for(lambda: site.process.stderr().count("what=users") > before, TIMEOUT_S, site.process.stderr)
     wait_for(lambda: log_in(site, "bob", topic) == "_AUTHENTICATION", TIMEOUT_S, site.process.stderr)
     wait_for(lambda: log_in(site, "dave", topic) == "ok", TIMEOUT_S, site.process.stderr)
     return counted(site.process.admin, FAILED)
