@@ -265,9 +265,13 @@ def test_kafka_python_does_what_it_may_and_nothing_else(each_site: Site) -> None
 def test_java_writes_and_reads(each_site: Site) -> None:
     topic = each_site.topic("open")
     records = [Record(None, b"%d" % number) for number in range(RECORDS)]
+    unknown = 'kproxy_errors_total{api="Produce",broker="",error="UNKNOWN_TOPIC_ID"}'
+    before = counted(each_site.process.admin, unknown)
     run = run_java_client(client_classpath("4.3.1"), topic, records, each_site.java("alice"), read_back=3)
     assert (run.errors, len(run.acknowledged)) == ({}, RECORDS)
     assert {each.value for each in run.read} == {record.value for record in records}
+    # It names the topic by an id that is new to the proxy, which looks the name up at once.
+    assert counted(each_site.process.admin, unknown) - before <= 9
 
 
 # Files exchanged under load
