@@ -265,7 +265,7 @@ def test_kafka_python_does_what_it_may_and_nothing_else(each_site: Site) -> None
 def test_java_writes_and_reads(each_site: Site) -> None:
     topic = each_site.topic("open")
     records = [Record(None, b"%d" % number) for number in range(RECORDS)]
-    unknown = 'kproxy_errors_total{api="Produce",broker="",error="UNKNOWN_TOPIC_ID"}'
+    unknown = 'kproxy_errors_total{api="PRODUCE",error="UNKNOWN_TOPIC_ID",'
     before = counted(each_site.process.admin, unknown)
     run = run_java_client(client_classpath("4.3.1"), topic, records, each_site.java("alice"), read_back=3)
     assert (run.errors, len(run.acknowledged)) == ({}, RECORDS)
