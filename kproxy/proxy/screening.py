@@ -63,7 +63,14 @@ _TOPIC: Final = 2
 _OFFSET_FETCH_ERROR_FROM: Final = 2
 _TOPIC_IDS_FROM: Final = 6
 _NO_ID: Final = bytes(16)
-_REFUSED: Final = "Authorization failed."
+# Kafka's own words, which clients show to their users. A batched FindCoordinator has none, nor has CreatePartitions.
+_MESSAGES: Final[Mapping[int, str]] = {
+    TOPIC_AUTHORIZATION_FAILED: "Topic authorization failed.",
+    GROUP_AUTHORIZATION_FAILED: "Group authorization failed.",
+    CLUSTER_AUTHORIZATION_FAILED: "Cluster authorization failed.",
+    TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "Transactional Id authorization failed.",
+}
+_NOT_CREATED: Final = "Authorization failed."
 
 Amend: TypeAlias = Callable[[Message], None]
 
@@ -197,7 +204,8 @@ class Screen:
         def is_allowed(name: str) -> bool:
             return self._access.allows(Operation.DESCRIBE, kind, name)
 
-        error = {"error_code": ERRORS[kind], "error_message": _REFUSED, "node_id": -1, "host": "", "port": -1}
+        code = ERRORS[kind]
+        error = {"error_code": code, "error_message": _MESSAGES[code], "node_id": -1, "host": "", "port": -1}
         if header.api_version < BATCHED_FROM:
             if is_allowed(request.key):
                 return Screened(frame)
@@ -206,15 +214,15 @@ class Screen:
             return _refused(frame, header, **error)
         denied = [name for name in request.coordinator_keys if not is_allowed(name)]
         request.coordinator_keys = [name for name in request.coordinator_keys if name not in denied]
-        refused = [{"key": name, **error} for name in denied]
+        refused = [{"key": name, **error, "error_message": ""} for name in denied]
         return _rest(frame, header, request, "coordinators", refused, bool(request.coordinator_keys))
 
     # Topics
 
     def _topics(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
         """CreateTopics, CreatePartitions and DeleteTopics up to version 5."""
-        operation, answer = _OPERATIONS[header.api_key]
-        error = {"error_code": TOPIC_AUTHORIZATION_FAILED, "error_message": _REFUSED}
+        operation, answer, says = _TOPIC_CHANGES[header.api_key]
+        error = {"error_code": TOPIC_AUTHORIZATION_FAILED, "error_message": says}
         if header.api_key == keys.DELETE_TOPICS:
             if header.api_version >= _TOPIC_IDS_FROM:
                 return self._delete_by_id(frame, header, request)
@@ -237,7 +245,8 @@ class Screen:
             elif self._access.allows(Operation.DELETE, Resource.TOPIC, name):
                 kept.append(topic)
             else:
-                refused.append({**error, "error_code": TOPIC_AUTHORIZATION_FAILED, "error_message": _REFUSED})
+                code = TOPIC_AUTHORIZATION_FAILED
+                refused.append({**error, "error_code": code, "error_message": _MESSAGES[code]})
         request.topics = kept
         return _rest(frame, header, request, "responses", refused, bool(kept))
 
@@ -258,7 +267,7 @@ class Screen:
                 kept.append(each)
             else:
                 named = {"resource_type": each.resource_type, "resource_name": each.resource_name, "configs": []}
-                refused.append({"error_code": code, "error_message": _REFUSED, **named})
+                refused.append({"error_code": code, "error_message": _MESSAGES[code], **named})
         request.resources = kept
         return _rest(frame, header, request, "results", refused, bool(kept))
 
@@ -399,10 +408,11 @@ def _amended(amend: Amend, header: RequestHeader, body: Buffer) -> Buffer:
     return encode_response(answer)
 
 
-_OPERATIONS: Final = {
-    keys.CREATE_TOPICS: (Operation.CREATE, "topics"),
-    keys.CREATE_PARTITIONS: (Operation.ALTER, "results"),
-    keys.DELETE_TOPICS: (Operation.DELETE, "responses"),
+# By API: what a client must be allowed, where the answer has its results, and the words of a refusal.
+_TOPIC_CHANGES: Final[Mapping[int, tuple[Operation, str, str | None]]] = {
+    keys.CREATE_TOPICS: (Operation.CREATE, "topics", _NOT_CREATED),
+    keys.CREATE_PARTITIONS: (Operation.ALTER, "results", None),
+    keys.DELETE_TOPICS: (Operation.DELETE, "responses", _MESSAGES[TOPIC_AUTHORIZATION_FAILED]),
 }
 _DECISIONS: Final[Mapping[int, Callable[[Screen, memoryview, RequestHeader, Message], Screened]]] = {
     keys.JOIN_GROUP: Screen._group,

@@ -198,6 +198,9 @@ class Fanout:
             return self._finish()
         self._dispatch(exchange, refused)
         for entry, error_code in refused.items():
+            if error_code == UNKNOWN_TOPIC_ID:
+                # Its client asks again, and the name decides whether it may have the topic.
+                self._ask_for_owner(*exchange.partition(entry), self._topology.version)
             self._exchanges.conclude(exchange, entry, error_code)
         if refused:
             self._exchanges.finish_if_complete(exchange, self._now)

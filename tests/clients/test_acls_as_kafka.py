@@ -1,7 +1,7 @@
 """The proxy's ACL rules decide as Kafka's authorizer does: the same requests of the same user have the same errors.
 
 Each request is sent to a real Kafka broker with StandardAuthorizer and to the proxy, which has the same rules, before a
-listener of that broker on which everybody may do everything.
+listener of that broker on which everybody may do everything. Unchanged clients get the same exceptions from both.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from confluent_kafka.admin import AclBinding, AclOperation, AclPermissionType, R
 from kproxy_codec import api_keys as keys
 from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
 from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.security import refused_clients
 from tests.support.security import sasl_client as sasl
 from tests.support.security.secured_kafka import SecuredKafka, start_secured_kafka
 from tests.support.wire.record_batches import build_batch
@@ -128,14 +129,14 @@ async def connected(address: str, name: str = "alice") -> AsyncIterator[RawClien
 
 
 def errors(value: Any, path: str = "") -> dict[str, Any]:
-    """Every error code in an answer, by the names and numbers on the way to it."""
+    """Every error code and message in an answer, by the names and numbers on the way to it."""
     found: dict[str, Any] = {}
     if isinstance(value, dict):
         for field in ("name", "key", "topic", "resource_name", "partition_index", "index", "topic_id"):
             if isinstance(value.get(field), str | int) and value.get(field) not in ("", None):
                 path += f"/{value[field]}"
         for key, each in value.items():
-            if key in ("error_code", "partition_error_code"):
+            if key in ("error_code", "partition_error_code", "error_message"):
                 found[f"{path}:{key}"] = each
             elif isinstance(each, dict | list):
                 found |= errors(each, path)
@@ -367,6 +368,76 @@ async def test_a_request_has_the_same_errors(secured: SecuredKafka, proxy: Kprox
         await asyncio.sleep(0.2)
     print(name, expected)
     assert got == expected
+
+
+# What unchanged clients attempt, as alice unless it is "another's", and the error that refuses it.
+GONE, HIDDEN_GONE = f"write-gone-{RUN}", f"hidden-gone-{RUN}"
+NAMES = {"read": READ, "write": WRITE, "both": BOTH, "hidden": HIDDEN, "gone": GONE, "hidden-gone": HIDDEN_GONE}
+NAMES |= {"describe": DESCRIBE}
+ATTEMPTS = {
+    "write read": "TopicAuthorization",
+    "write hidden": "TopicAuthorization",
+    "write hidden-gone": "TopicAuthorization",
+    # She may write to it, but not create it.
+    "write gone": "TopicAuthorization",
+    "write-idempotently read": "TopicAuthorization",
+    # An idempotent producer needs a topic that its user may write to.
+    "another's:write-idempotently describe": "ClusterAuthorization",
+    "transact other both": "TransactionalIdAuthorization",
+    "transact tx-1 read": "TopicAuthorization",
+    "transact tx-1 both other": "GroupAuthorization",
+    "read write": "TopicAuthorization",
+    "read hidden": "TopicAuthorization",
+    "join other both": "GroupAuthorization",
+    "join mine hidden": "TopicAuthorization",
+    "commit other both": "GroupAuthorization",
+    "commit mine write": "TopicAuthorization",
+    "create-topic other-topic": "TopicAuthorization",
+    "delete-topic read": "TopicAuthorization",
+    "delete-topic hidden": "TopicAuthorization",
+    "add-partitions read": "TopicAuthorization",
+    "describe-topic hidden": "TopicAuthorization",
+    "describe-topic hidden-gone": "TopicAuthorization",
+    "describe-topic gone": "UnknownTopicOrPart",
+    "describe-settings hidden": "TopicAuthorization",
+    "describe-broker-settings": "ClusterAuthorization",
+    "ends-of hidden": "TopicAuthorization",
+    "offsets-of-group other": "GroupAuthorization",
+}
+# These clients wait in such a case, and their users get no reason; at Kafka, too.
+WITHOUT_REASON = {
+    ("librdkafka", "read hidden"),
+    ("librdkafka", "commit other both"),
+    ("librdkafka", "ends-of hidden"),
+    ("kafka-python", "read hidden"),
+    ("kafka-python", "join mine hidden"),
+    ("aiokafka", "read hidden"),
+}
+# Kafka has them, and the proxy's users are not Kafka's.
+NOT_OFFERED = ("create-token", "describe-tokens", "describe-users alice", "alter-user alice")
+UNSUPPORTED = ("UnsupportedVersion", "UnsupportedFeature", "IncompatibleBrokerVersion")
+
+
+@pytest.mark.parametrize("client", refused_clients.CLIENTS)
+def test_a_client_gets_the_same_exceptions_as_from_kafka(
+    secured: SecuredKafka, proxy: KproxyProcess, client: str
+) -> None:
+    attempts = [each for each in (*ATTEMPTS, *NOT_OFFERED) if (client, each) not in WITHOUT_REASON]
+    users = refused_clients.Users("alice", "bob")
+    direct, through = refused_clients.attempted(client, [secured.secured, proxy.kafka], attempts, NAMES, users)
+    assert len(direct) >= 14
+    for attempt in direct:
+        print(f"{attempt}: {through[attempt]}")
+        if attempt in NOT_OFFERED:
+            assert any(each.lower() in _plain(through[attempt]) for each in UNSUPPORTED), attempt
+            assert not any(each.lower() in _plain(direct[attempt]) for each in UNSUPPORTED), attempt
+        else:
+            assert ATTEMPTS[attempt].lower() in _plain(direct[attempt])
+            assert through[attempt] == direct[attempt]
+
+
+def _plain(outcome: str) -> str:
+    return outcome.lower().replace("_", "")
 
 
 async def _named(address: str, asked: Case, name: str) -> set[str]:

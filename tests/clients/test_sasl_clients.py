@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes.dev import KproxyProcess, serving
-from tests.support.security.sasl_client import ALLOW_ALL, USERS, users_file
+from tests.support.security.sasl_client import ALLOW_ALL, AUDIENCE, ISSUER, USERS, jwks, token, users_file
 from tests.support.security.secured_clients import CLIENTS, OK
 from tests.support.security.secured_kafka import SecuredKafka, start_secured_kafka
 
@@ -21,14 +22,26 @@ MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 WRONG = {
     "wrong password, PLAIN": ("PLAIN", "alice", "wrong"),
     "wrong password, SCRAM": ("SCRAM-SHA-256", "alice", "wrong"),
-    "unknown user, SCRAM": ("SCRAM-SHA-512", "nobody", "wrong"),
+    "unknown user, SCRAM": ("SCRAM-SHA-256", "nobody", "wrong"),
     "no SASL": (None, "", ""),
+}
+# Kafka offers these, and so does the second proxy.
+OFFERED = ("PLAIN", "SCRAM-SHA-256", "OAUTHBEARER")
+NOT_OFFERED = "SCRAM-SHA-512"
+TOKENS: dict[str, Callable[[], str]] = {
+    "expired": lambda: token(lifetime_s=-3_600.0),
+    "signed by another key": lambda: token(1),
+    "for another audience": lambda: token(aud="another"),
+    "of another issuer": lambda: token(iss="https://another.test/"),
 }
 
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
-    with start_secured_kafka(tmp_path_factory.mktemp("secured")) as kafka:
+    directory = tmp_path_factory.mktemp("secured")
+    keys = directory / "keys.json"
+    keys.write_text(jwks(0))
+    with start_secured_kafka(directory / "kafka", mechanisms=OFFERED[:2], keys=keys) as kafka:
         yield kafka
 
 
@@ -37,9 +50,11 @@ def proxy_before(
     kafka: SecuredKafka, directory: Path, mechanisms: tuple[str, ...] = MECHANISMS
 ) -> Iterator[KproxyProcess]:
     """A proxy that ends SASL, before the plain listener."""
-    config = directory / "kproxy.toml"
+    config, keys = directory / "kproxy.toml", directory / "keys.json"
+    keys.write_text(jwks(0))
     config.write_text(
         f'[sasl]\nmechanisms = "{",".join(mechanisms)}"\nusers = "{users_file(directory)}"\nwithout_tls = true\n'
+        + (f'[oauth]\njwks = "{keys}"\nissuer = "{ISSUER}"\naudience = "{AUDIENCE}"\n' * ("OAUTHBEARER" in mechanisms))
         + ALLOW_ALL
     )
     arguments = ["serve", "--config", config, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
@@ -66,27 +81,67 @@ def test_each_mechanism_lets_a_user_write(proxy: KproxyProcess, topic: str, clie
     assert CLIENTS[client](proxy.kafka, topic, mechanism, "alice", USERS["alice"]) == OK
 
 
-@pytest.mark.long(but=6)
-@pytest.mark.parametrize("wrong", WRONG)
+def told_by(client: str, bootstraps: Sequence[str], topic: str, *credentials: str | None) -> list[str]:
+    """What a client tells of each, at the same time: some try again for seconds."""
+    with ThreadPoolExecutor(len(bootstraps)) as pool:
+        return [*pool.map(lambda each: CLIENTS[client](each, topic, *credentials), bootstraps)]  # type: ignore[arg-type]
+
+
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_client_tells_the_same_as_of_kafka(
     secured: SecuredKafka, proxy: KproxyProcess, topic: str, client: str, wrong: str
 ) -> None:
-    mechanism, name, password = WRONG[wrong]
-    direct = CLIENTS[client](secured.secured, topic, mechanism, name, password)
-    through = CLIENTS[client](proxy.kafka, topic, mechanism, name, password)
+    direct, through = told_by(client, [secured.secured, proxy.kafka], topic, *WRONG[wrong])
     print(f"{client}, {wrong}: {direct}")
     assert direct != OK
     assert through == direct
 
 
-@pytest.mark.long(but=1)
+@pytest.fixture(scope="module")
+def same_mechanisms(secured: SecuredKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
+    """A proxy that offers what Kafka offers, in the same order."""
+    with proxy_before(secured, tmp_path_factory.mktemp("same"), OFFERED) as process:
+        yield process
+
+
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_mechanism_that_is_not_offered_is_told_as_by_kafka(
-    secured: SecuredKafka, topic: str, client: str, tmp_path: Path
+    secured: SecuredKafka, same_mechanisms: KproxyProcess, topic: str, client: str
 ) -> None:
-    # The broker offers three; the proxy is told to offer one of the two that this client does not ask for.
-    with proxy_before(secured, tmp_path, ("SCRAM-SHA-512",)) as process:
-        through = CLIENTS[client](process.kafka, topic, "PLAIN", "alice", USERS["alice"])
-        assert through != OK
-        assert "alice-secret" not in process.stderr()
+    where = [secured.secured, same_mechanisms.kafka]
+    direct, through = told_by(client, where, topic, NOT_OFFERED, "alice", "unused")
+    print(f"{client}: {direct}")
+    assert direct != OK
+    assert through == direct
+
+
+@pytest.mark.long(but=2)
+@pytest.mark.parametrize("client", [each for each in CLIENTS if each != "aiokafka"])
+@pytest.mark.parametrize("refused", TOKENS)
+def test_a_refused_token_is_told_as_by_kafka(
+    secured: SecuredKafka, same_mechanisms: KproxyProcess, topic: str, client: str, refused: str
+) -> None:
+    presented = TOKENS[refused]()
+    direct, through = told_by(client, [secured.secured, same_mechanisms.kafka], topic, "OAUTHBEARER", "", presented)
+    print(f"{client}, {refused}: {direct}")
+    assert direct != OK
+    assert through == direct
+    assert presented not in same_mechanisms.stderr()
+
+
+def test_aiokafka_with_a_refused_token_cannot_connect(same_mechanisms: KproxyProcess, topic: str) -> None:
+    """It takes the refusal for a success, and asks for metadata.
+
+    Kafka answers that with an error, which aiokafka takes for a cluster without topics. The proxy reads nothing but
+    SASL before it is authenticated, and closes the connection.
+    """
+    presented = TOKENS["expired"]()
+    assert told_by("aiokafka", [same_mechanisms.kafka], topic, "OAUTHBEARER", "", presented) == ["KafkaConnectionError"]
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_token_lets_its_user_write(same_mechanisms: KproxyProcess, topic: str, client: str) -> None:
+    assert told_by(client, [same_mechanisms.kafka], topic, "OAUTHBEARER", "", token()) == [OK]

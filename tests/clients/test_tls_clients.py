@@ -6,7 +6,6 @@ And certificates that are exchanged under load, with no failed request.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from tests.support.brokers.kafka_jars import kafka_classpath
 from tests.support.clients.java_client import run_java_client
 from tests.support.clients.kafka_io import Record
+from tests.support.clients.steady_writers import IN_PRODUCER, MODES, Writer, writing
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import counted
 from tests.support.security.tls_files import Pair, Signer, client_context
@@ -217,27 +217,14 @@ def test_a_client_tells_its_user_what_is_wrong(dev_cluster: KproxyProcess, tmp_p
 def test_certificates_are_exchanged_under_load_and_no_request_fails(
     dev_cluster: KproxyProcess, tmp_path: Path, topic: str, workers: str
 ) -> None:
+    """One producer after another connects, and none tries again."""
     with tls_site(dev_cluster.etcd, tmp_path, "--workers", workers) as site:
-        errors: list[object] = []
-        delivered: list[int] = []
-        ends = threading.Event()
-
-        def write() -> None:
-            """One producer after another, so that there are new connections all the time; and no retries."""
-            while not ends.is_set():
-                producer = confluent_kafka.Producer({**site.librdkafka, "retries": 0, "socket.max.fails": 1})
-                for _ in range(50):
-                    producer.produce(topic, b"x" * 100, on_delivery=note)
-                    producer.poll(0.01)
-                assert producer.flush(TIMEOUT_S) == 0
-
-        def note(error: object, message: confluent_kafka.Message) -> None:
-            errors.append(error) if error else delivered.append(message.offset())
-
-        writers = [threading.Thread(target=write) for _ in range(3)]
-        for writer in writers:
-            writer.start()
-        try:
+        settings = {**site.librdkafka, "retries": 0, "socket.max.fails": 1}
+        writers = [
+            Writer("librdkafka", site.bootstrap, topic, index, MODES["acks-all"], settings, is_renewed=True)
+            for index in range(3)
+        ]
+        with writing(writers) as running:
             for exchange in range(1, 4):
                 signed = site.signer.issue("next", "localhost", "127.0.0.1")
                 for source, name in ((signed.cert, "server.pem"), (signed.key, "server.key")):
@@ -246,15 +233,10 @@ def test_certificates_are_exchanged_under_load_and_no_request_fails(
                 deadline = time.monotonic() + TIMEOUT_S
                 while counted(site.process.admin, 'kproxy_tls_reloads_total{outcome="done"}') < exchange * int(workers):
                     assert time.monotonic() < deadline, site.process.stderr()[-2000:]
+                    running.check()
                     time.sleep(0.1)
-                before = len(delivered)
-                while len(delivered) < before + 200:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
-        finally:
-            ends.set()
-            for writer in writers:
-                writer.join(TIMEOUT_S)
-        assert errors == []
+                assert running.all_acknowledged(time.monotonic(), 2 * IN_PRODUCER, deadline)
+        assert [writer.problems for writer in writers] == [[]] * 3
         assert counted(site.process.admin, 'kproxy_tls_reloads_total{outcome="failed"}') == 0
-        assert counted(site.process.admin, 'kproxy_client_handshakes_total{outcome="done"}') > 10
+        done = counted(site.process.admin, 'kproxy_client_handshakes_total{outcome="done"}')
+        assert done == counted(site.process.admin, "kproxy_client_handshakes_total") > 10

@@ -44,7 +44,10 @@ rootLogger.appenderRef.console.ref = console
 class RealBroker:
     """One node; its log goes to `{directory}/log`."""
 
-    def __init__(self, node_id: int, port: int, directory: Path, options: Mapping[str, str]) -> None:
+    def __init__(
+        self, node_id: int, port: int, directory: Path, options: Mapping[str, str], java_options: Sequence[str] = ()
+    ) -> None:
+        self._java_options = [*java_options]
         self.node_id = node_id
         self.port = port
         self.log_path = directory / "log"
@@ -152,6 +155,7 @@ class RealBroker:
         return [
             java_executable(),
             *options,
+            *self._java_options,
             f"-Dlog4j2.configurationFile={self._log4j}",
             "-cp",
             kafka_classpath(),
@@ -279,10 +283,12 @@ def start_real_kafka(
     host: str = "127.0.0.1",
     more_listeners: Mapping[str, int] = MappingProxyType({}),
     more: Mapping[str, object] = MappingProxyType({}),
+    java_options: Sequence[str] = (),
 ) -> Iterator[RealKafka]:
     """A cluster of `nodes` that serves, until the block ends.
 
-    A single node may have `more_listeners`, by name and port at `host`. `more` are further options of the brokers.
+    A single node may have `more_listeners`, by name and port at `host`. `more` are further options of the brokers,
+    `java_options` those of their Java.
     """
     ports = free_ports(2 * nodes)
     kafka_ports, controller_ports = ports[:nodes], ports[nodes:]
@@ -324,7 +330,7 @@ def start_real_kafka(
             **more,
         }
         text = {key: str(value) for key, value in options.items()}
-        brokers.append(RealBroker(number, kafka_ports[number - 1], directory / str(number), text))
+        brokers.append(RealBroker(number, kafka_ports[number - 1], directory / str(number), text, java_options))
     try:
         for broker in brokers:
             broker.format()

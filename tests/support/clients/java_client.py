@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.support.brokers.kafka_jars import pyspark_jars
@@ -15,11 +15,20 @@ _SOURCE = Path(__file__).with_name("JavaClient.java")
 
 
 def run_java_client(
-    classpath: str, topic: str, records: Iterable[Record], settings: Mapping[str, object], *, read_back: int = 0
+    classpath: str,
+    topic: str,
+    records: Iterable[Record],
+    settings: Mapping[str, object],
+    *,
+    read_back: int = 0,
+    options: Sequence[str] = (),
 ) -> ClientRun:
-    """Write all of `records`; with `read_back`, the topic's number of partitions, read as many by the same client."""
+    """Write all of `records`; with `read_back`, the topic's number of partitions, read as many by the same client.
+
+    `options` are for Java itself.
+    """
     compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
-    command: list[str | Path] = [java_executable(), *SHORT_JAVA, "-cp", f"{compiler}{os.pathsep}{classpath}"]
+    command: list[str | Path] = [java_executable(), *SHORT_JAVA, *options, "-cp", f"{compiler}{os.pathsep}{classpath}"]
     command += ["org.codehaus.janino.SimpleCompiler", _SOURCE, "JavaClient"]
     command += ["both" if read_back else "produce", topic, str(read_back)]
     return run_client([*command, *(f"{name}={value}" for name, value in settings.items())], records)

@@ -1,6 +1,6 @@
 """Producers that keep one record each in flight to one partition, and the times of its acknowledgements.
 
-Clients run with their default settings, in four modes. Record number n has the value n.
+Clients run with their default settings and those of the test, in four modes. Record number n has the value n.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import aiokafka  # type: ignore[import-untyped]
@@ -29,6 +31,8 @@ from tests.support.clients.kafka_io import Placed
 
 PAUSE_S = 0.02
 IN_TRANSACTION = 5
+# Of a producer, before the next one takes its place.
+IN_PRODUCER = 15
 TIMEOUT_S = 60.0
 _SOURCE = Path(__file__).with_name("SteadyClient.java")
 
@@ -50,11 +54,25 @@ MODES = {
 
 
 class Writer:
-    """One producer's partition; filled while it runs."""
+    """One producer's partition; filled while it runs.
 
-    def __init__(self, name: str, bootstrap: str, topic: str, partition: int, mode: Mode) -> None:
+    `settings` are further ones of the client. One that `is_renewed` is many producers, one after another.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bootstrap: str,
+        topic: str,
+        partition: int,
+        mode: Mode,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        is_renewed: bool = False,
+    ) -> None:
         self.name = name
         self.bootstrap, self.topic, self.partition, self.mode = bootstrap, topic, partition, mode
+        self.settings, self.is_renewed = settings, is_renewed
         # The times (time.monotonic) in order.
         self.acknowledged_at: list[float] = []
         # Offsets by number of all records that must be there: those of a transaction as soon as it is committed.
@@ -120,7 +138,7 @@ class _Librdkafka(_Session):
             settings["enable.idempotence"] = True
         if writer.mode.is_transactional:
             settings["transactional.id"] = writer.transactional_id
-        self._producer = confluent_kafka.Producer(settings)
+        self._producer = confluent_kafka.Producer({**settings, **writer.settings})
         if writer.mode.is_transactional:
             self._producer.init_transactions(TIMEOUT_S)
 
@@ -169,12 +187,13 @@ class _KafkaPython(_Session):
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         acks: int | str = writer.mode.acks
-        self._producer = kafka.KafkaProducer(
-            bootstrap_servers=writer.bootstrap,
-            acks=acks if acks == "all" else int(acks),
-            enable_idempotence=writer.mode.is_idempotent,
-            transactional_id=writer.transactional_id if writer.mode.is_transactional else None,
-        )
+        settings = {
+            "bootstrap_servers": writer.bootstrap,
+            "acks": acks if acks == "all" else int(acks),
+            "enable_idempotence": writer.mode.is_idempotent,
+            "transactional_id": writer.transactional_id if writer.mode.is_transactional else None,
+        }
+        self._producer = kafka.KafkaProducer(**{**settings, **writer.settings})
         if writer.mode.is_transactional:
             self._producer.init_transactions()
 
@@ -206,12 +225,13 @@ class _Aiokafka(_Session):
 
     async def _start(self) -> Any:
         acks, mode = self._writer.mode.acks, self._writer.mode
-        producer = aiokafka.AIOKafkaProducer(
-            bootstrap_servers=self._writer.bootstrap,
-            acks=acks if acks == "all" else int(acks),
-            enable_idempotence=mode.is_idempotent,
-            transactional_id=self._writer.transactional_id if mode.is_transactional else None,
-        )
+        settings = {
+            "bootstrap_servers": self._writer.bootstrap,
+            "acks": acks if acks == "all" else int(acks),
+            "enable_idempotence": mode.is_idempotent,
+            "transactional_id": self._writer.transactional_id if mode.is_transactional else None,
+        }
+        producer = aiokafka.AIOKafkaProducer(**{**settings, **self._writer.settings})
         await producer.start()
         return producer
 
@@ -246,13 +266,15 @@ _SESSIONS: dict[str, type[Any]] = {"librdkafka": _Librdkafka, "kafka-python": _K
 
 
 def _write(writer: Writer, ended: threading.Event) -> None:
-    session: _Session = _SESSIONS[writer.name](writer)
-    try:
-        number = 0
-        while not ended.is_set():
-            number = _write_some(session, writer, number)
-    finally:
-        session.close()
+    number, most = 0, IN_PRODUCER if writer.is_renewed else sys.maxsize
+    while not ended.is_set():
+        session: _Session = _SESSIONS[writer.name](writer)
+        try:
+            until = number + most
+            while number < until and not ended.is_set():
+                number = _write_some(session, writer, number)
+        finally:
+            session.close()
 
 
 def _write_some(session: _Session, writer: Writer, number: int) -> int:
@@ -277,7 +299,7 @@ def _write_some(session: _Session, writer: Writer, number: int) -> int:
 
 
 def _write_with_java(version: str, writers: Sequence[Writer], ended: threading.Event) -> None:
-    """All writers, of one topic and one mode, in one process."""
+    """All writers, of one topic, one mode and the same settings, in one process."""
     classpath = client_classpath(version)
     first = writers[0]
     compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
@@ -288,7 +310,7 @@ def _write_with_java(version: str, writers: Sequence[Writer], ended: threading.E
         command += [writer.bootstrap, str(writer.partition)]
     command += [f"acks={first.mode.acks}", f"enable.idempotence={str(first.mode.is_idempotent).lower()}"]
     # The default since 2.1. Earlier a plain producer gave up at the first move.
-    command += ["retries=2147483647"]
+    command += ["retries=2147483647", *(f"{name}={value}" for name, value in first.settings.items())]
     by_partition = {str(writer.partition): writer for writer in writers}
     with TemporaryFile() as complained, ThreadPoolExecutor(1) as pool:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complained, text=True)
@@ -347,7 +369,10 @@ class Running:
 
 @contextmanager
 def writing(writers: Sequence[Writer]) -> Iterator[Running]:
-    """Run all writers until the block ends. Those of kafka-clients are named "java" and the release."""
+    """Run all writers until the block ends. Those of kafka-clients are named "java" and the release.
+
+    An exception of a writer is raised at the end of the block, and by `check`.
+    """
     ended = threading.Event()
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(len(writers) + 1))

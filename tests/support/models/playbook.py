@@ -47,6 +47,7 @@ from tests.support.models.playbook_words import (
     action_text,
     answer_frame,
     batch_of,
+    entry_text,
     name_of,
     partition,
     produce_request,
@@ -156,8 +157,7 @@ class Playbook:
         return self._bring(lambda: self.core.submitted(exchange, refused, self.now, self.jitter), adopts=False)
 
     def _entry(self, exchange: Exchange, text: str) -> Entry:
-        wanted = partition(text)
-        return next(entry for entry in exchange.open_entries() if exchange.partition(entry) == wanted)
+        return next(entry for entry in exchange.open_entries() if entry_text(exchange, entry) == text)
 
     # The plain path
 

@@ -1,4 +1,7 @@
-"""Unchanged clients that authenticate and write one record, and the errors that their users see."""
+"""Unchanged clients that authenticate and write one record, and the errors that their users see.
+
+For OAUTHBEARER the password is the token.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,26 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import aiokafka  # type: ignore[import-untyped]
+import aiokafka.abc  # type: ignore[import-untyped]
 import confluent_kafka
 import kafka
 import kafka.errors
+import kafka.net.sasl.oauth
 
-from tests.support.brokers.kafka_jars import client_classpath
+from tests.support.brokers.kafka_jars import client_classpath, kafka_classpath
 from tests.support.clients.java_client import run_java_client
 from tests.support.clients.kafka_io import Record
 from tests.support.security.sasl_client import USERS
 
 OK = "ok"
+_SECURITY = "org.apache.kafka.common.security"
 
 
 def patience_s(mechanism: str | None) -> float:
@@ -40,7 +48,11 @@ def librdkafka(bootstrap: str, topic: str, mechanism: str | None, name: str, pas
     settings["error_cb"] = lambda error: seen.add(str(error.name()))
     if mechanism is not None:
         settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
-        settings |= {"sasl.username": name, "sasl.password": password}
+        if mechanism == "OAUTHBEARER":
+            # Whatever the token says, librdkafka presents it.
+            settings["oauth_cb"] = lambda _: (password, time.time() + 600.0)
+        else:
+            settings |= {"sasl.username": name, "sasl.password": password}
     outcome: list[str] = []
 
     def delivered(error: Any, _: object) -> None:
@@ -58,6 +70,24 @@ def librdkafka(bootstrap: str, topic: str, mechanism: str | None, name: str, pas
     )
 
 
+class _KafkaPythonToken(kafka.net.sasl.oauth.AbstractTokenProvider):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def token(self) -> str:
+        return self._text
+
+
+class _AiokafkaToken(aiokafka.abc.AbstractTokenProvider):  # type: ignore[misc, no-any-unimported]
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    async def token(self) -> str:
+        return self._text
+
+
 def kafka_python(bootstrap: str, topic: str, mechanism: str | None, name: str, password: str) -> str:
     """`ok`, or the name of the exception. It tries again after a refusal, until the time limit."""
     within = 20_000 if USERS.get(name) == password else 6_000
@@ -66,7 +96,10 @@ def kafka_python(bootstrap: str, topic: str, mechanism: str | None, name: str, p
     settings |= {"request_timeout_ms": within // 2, "linger_ms": 0, "client_id": f"c-{uuid.uuid4().hex[:8]}"}
     if mechanism is not None:
         settings |= {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": mechanism}
-        settings |= {"sasl_plain_username": name, "sasl_plain_password": password}
+        if mechanism == "OAUTHBEARER":
+            settings["sasl_oauth_token_provider"] = _KafkaPythonToken(password)
+        else:
+            settings |= {"sasl_plain_username": name, "sasl_plain_password": password}
     producer = None
     try:
         producer = kafka.KafkaProducer(**settings)
@@ -97,7 +130,10 @@ def aiokafka_client(bootstrap: str, topic: str, mechanism: str | None, name: str
     settings: dict[str, Any] = {"bootstrap_servers": bootstrap, "request_timeout_ms": patience_ms(mechanism) // 2}
     if mechanism is not None:
         settings |= {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": mechanism}
-        settings |= {"sasl_plain_username": name, "sasl_plain_password": password}
+        if mechanism == "OAUTHBEARER":
+            settings["sasl_oauth_token_provider"] = _AiokafkaToken(password)
+        else:
+            settings |= {"sasl_plain_username": name, "sasl_plain_password": password}
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     return asyncio.run(_aiokafka(settings, topic, patience_s(mechanism) + 2.0))
 
@@ -107,13 +143,34 @@ def java(bootstrap: str, topic: str, mechanism: str | None, name: str, password:
     within = patience_ms(mechanism)
     settings: dict[str, object] = {"bootstrap.servers": bootstrap, "max.block.ms": within}
     settings |= {"delivery.timeout.ms": within, "request.timeout.ms": within // 2, "linger.ms": 0}
+    classpath = client_classpath(version)
+    options: list[str] = []
+    if mechanism is not None:
+        settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
+    if mechanism == "OAUTHBEARER":
+        # It reads the token from a file, and needs more jars for that.
+        classpath = kafka_classpath()
+        with NamedTemporaryFile("w", suffix=".jwt") as file:
+            file.write(password)
+            file.flush()
+            url = Path(file.name).as_uri()
+            settings["sasl.jaas.config"] = f"{_SECURITY}.oauthbearer.OAuthBearerLoginModule required;"
+            handler = "OAuthBearerLoginCallbackHandler"
+            settings["sasl.login.callback.handler.class"] = f"{_SECURITY}.oauthbearer.{handler}"
+            settings["sasl.oauthbearer.token.endpoint.url"] = url
+            settings["sasl.oauthbearer.jwt.retriever.class"] = f"{_SECURITY}.oauthbearer.FileJwtRetriever"
+            options = [f"-Dorg.apache.kafka.sasl.oauthbearer.allowed.urls={url}"]
+            # Its log would go to its output.
+            options.append("-Dorg.apache.logging.log4j.level=OFF")
+            return _java_outcome(classpath, topic, settings, options)
     if mechanism is not None:
         kind = "plain.PlainLoginModule" if mechanism == "PLAIN" else "scram.ScramLoginModule"
-        settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
-        settings["sasl.jaas.config"] = (
-            f'org.apache.kafka.common.security.{kind} required username="{name}" password="{password}";'
-        )
-    run = run_java_client(client_classpath(version), topic, [Record(None, b"x", 0, ())], settings)
+        settings["sasl.jaas.config"] = f'{_SECURITY}.{kind} required username="{name}" password="{password}";'
+    return _java_outcome(classpath, topic, settings, options)
+
+
+def _java_outcome(classpath: str, topic: str, settings: Mapping[str, object], options: Sequence[str]) -> str:
+    run = run_java_client(classpath, topic, [Record(None, b"x", 0, ())], settings, options=options)
     return OK if not run.errors else run.errors[0]
 
 

@@ -7,7 +7,7 @@ authenticates by PLAIN, is one on both.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from confluent_kafka.admin import (
@@ -18,7 +18,7 @@ from confluent_kafka.admin import (
 
 from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
 from tests.support.processes.ports import free_port
-from tests.support.security.sasl_client import USERS
+from tests.support.security.sasl_client import AUDIENCE, ISSUER, USERS
 
 # The proxy's own user, and its password.
 PROXY, PROXY_SECRET = "kproxy", "own-secret"
@@ -43,28 +43,52 @@ class SecuredKafka:
 
 
 @contextlib.contextmanager
-def start_secured_kafka(directory: Path, *, session_s: float = 0, tokens: bool = False) -> Iterator[SecuredKafka]:
-    """Its sessions end after `session_s`, 0: never. With `tokens` it also accepts unsecured ones by OAUTHBEARER."""
+def start_secured_kafka(
+    directory: Path,
+    *,
+    session_s: float = 0,
+    mechanisms: Sequence[str] = ("PLAIN", *_MECHANISMS),
+    tokens: bool = False,
+    keys: Path | None = None,
+) -> Iterator[SecuredKafka]:
+    """Its sessions end after `session_s`, 0: never. It offers `mechanisms`.
+
+    With `tokens` it also accepts unsecured ones by OAUTHBEARER, with `keys` those signed by a key of that JWKS file.
+    """
+    offered = [*mechanisms, *(["OAUTHBEARER"] if tokens or keys else [])]
     port = free_port()
     listener = "listener.name.sasl_plaintext"
     known = " ".join(f'user_{name}="{password}"' for name, password in {PROXY: PROXY_SECRET, **USERS}.items())
     options: dict[str, object] = {
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL_PLAINTEXT:SASL_PLAINTEXT",
         "inter.broker.listener.name": "PLAINTEXT",
-        "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512",
+        "sasl.enabled.mechanisms": ",".join(offered),
         f"{listener}.plain.sasl.jaas.config": f"{_SECURITY}.plain.PlainLoginModule required {known};",
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "super.users": f"User:ANONYMOUS;User:{PROXY}",
         f"{listener}.connections.max.reauth.ms": round(session_s * 1000),
     }
+    bearer, java_options = f"{listener}.oauthbearer", list[str]()
     if tokens:
-        options["sasl.enabled.mechanisms"] = "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER"
-        options[f"{listener}.oauthbearer.sasl.jaas.config"] = (
+        options[f"{bearer}.sasl.jaas.config"] = (
             f'{_SECURITY}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="broker";'
         )
+    elif keys is not None:
+        java_options = [f"-Dorg.apache.kafka.sasl.oauthbearer.allowed.urls={keys.as_uri()}"]
+        options |= {
+            f"{bearer}.sasl.jaas.config": f"{_SECURITY}.oauthbearer.OAuthBearerLoginModule required;",
+            f"{bearer}.sasl.server.callback.handler.class": (
+                f"{_SECURITY}.oauthbearer.OAuthBearerValidatorCallbackHandler"
+            ),
+            "sasl.oauthbearer.jwks.endpoint.url": keys.as_uri(),
+            "sasl.oauthbearer.expected.issuer": ISSUER,
+            "sasl.oauthbearer.expected.audience": AUDIENCE,
+        }
     for mechanism in _MECHANISMS:
         options[f"{listener}.{mechanism.lower()}.sasl.jaas.config"] = f"{_SECURITY}.scram.ScramLoginModule required;"
-    with start_real_kafka(directory, 1, more_listeners={"SASL_PLAINTEXT": port}, more=options) as cluster:
+    with start_real_kafka(
+        directory, 1, more_listeners={"SASL_PLAINTEXT": port}, more=options, java_options=java_options
+    ) as cluster:
         for kind in _MECHANISMS.values():
             # A request may change a user only once.
             changes = [

@@ -13,20 +13,28 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from confluent_kafka.admin import (
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
     ScramCredentialInfo,
     ScramMechanism,
     UserScramCredentialUpsertion,
 )
 
+from kproxy_codec.api_keys import API_VERSIONS
 from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
+from tests.support.clients.raw_client import control_frame
 from tests.support.processes.ports import free_port
-from tests.support.security.tls_files import Signer
+from tests.support.security.tls_files import Pair, Signer, client_context
 
 USER, PASSWORD = "kproxy", "correct horse, battery=staple"
 SCRAM = {"SCRAM-SHA-256": ScramMechanism.SCRAM_SHA_256, "SCRAM-SHA-512": ScramMechanism.SCRAM_SHA_512}
@@ -34,13 +42,37 @@ _SECURITY = "org.apache.kafka.common.security"
 
 
 class TlsKafka:
-    """`plain` is the broker by its plain listener; `mutual` and `sasl` are addresses."""
+    """`plain` is the broker by its plain listener; `mutual` and `sasl` are addresses. `server` is its certificate."""
 
-    def __init__(self, plain: RealKafka, signer: Signer, mutual_port: int, sasl_port: int) -> None:
+    def __init__(self, plain: RealKafka, signer: Signer, server: Pair, mutual_port: int, sasl_port: int) -> None:
         self.plain = plain
         self.signer = signer
+        self.server = server
         self.mutual = f"localhost:{mutual_port}"
         self.sasl = f"localhost:{sasl_port}"
+
+    def present(self, shown: Pair, authorities: Path) -> None:
+        """From now on new connections of the SSL listener get this certificate, and need one of these authorities."""
+        store = shown.cert.with_suffix(".store.pem")
+        store.write_bytes(shown.key.read_bytes() + shown.cert.read_bytes())
+        set_to = {"ssl.keystore.location": store, "ssl.truststore.location": authorities}
+        entries = [
+            ConfigEntry(f"listener.name.ssl.{name}", str(file), incremental_operation=AlterConfigOpType.SET)
+            for name, file in set_to.items()
+        ]
+        broker = ConfigResource(ResourceType.BROKER, "1", incremental_configs=entries)
+        for changed in self.plain.admin().incremental_alter_configs([broker]).values():
+            changed.result(30)
+
+    def lets_in(self, client: Pair, authority: Path) -> bool:
+        """Whether the SSL listener lets this certificate in, and shows one of this authority."""
+        with socket.create_connection(("localhost", int(self.mutual.rpartition(":")[2])), 30.0) as plain:
+            try:
+                with client_context(authority, client).wrap_socket(plain, server_hostname="localhost") as connection:
+                    connection.sendall(control_frame(API_VERSIONS, 0))
+                    return connection.recv(1) != b""
+            except (ssl.SSLError, ConnectionError):
+                return False
 
 
 @contextmanager
@@ -60,6 +92,9 @@ def start_tls_kafka(directory: Path, *, session_s: float = 0) -> Iterator[TlsKaf
         "ssl.truststore.type": "PEM",
         "ssl.truststore.location": signer.ca,
         "listener.name.ssl.ssl.client.auth": "required",
+        # Certificates of another authority may take the place of these.
+        "ssl.allow.dn.changes": "true",
+        "ssl.allow.san.changes": "true",
         "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER",
         f"{listener}.plain.sasl.jaas.config": (
             f'{_SECURITY}.plain.PlainLoginModule required user_{USER}="{PASSWORD}";'
@@ -76,7 +111,7 @@ def start_tls_kafka(directory: Path, *, session_s: float = 0) -> Iterator[TlsKaf
             change = UserScramCredentialUpsertion(USER, ScramCredentialInfo(kind, 4_096), PASSWORD.encode())
             for changed in cluster.admin().alter_user_scram_credentials([change]).values():
                 changed.result(30)
-        yield TlsKafka(cluster, signer, ports["SSL"], ports["SASL_SSL"])
+        yield TlsKafka(cluster, signer, server, ports["SSL"], ports["SASL_SSL"])
 
 
 def unsecured_token(subject: str, valid_s: float = 3600) -> str:

@@ -314,6 +314,13 @@ def test_the_id_of_a_topic_made_again_leads_to_the_new_one_alone() -> None:
     assert play.wakes() == [f"answer 2: t?-0={UNKNOWN_TOPIC_ID}"]
 
 
+def test_the_name_is_looked_up_for_a_request_that_is_refused_without_it() -> None:
+    play = Playbook()
+    told = play.submits(1, "t-0", by_id=True, refused={"t?-0": UNKNOWN_TOPIC_ID})
+    assert told == [f"answer 1: t?-0={UNKNOWN_TOPIC_ID}"]
+    assert "reread t?-0" in play.aside
+
+
 def test_no_more_ids_than_a_bound_are_remembered_and_the_others_end_all_the_same() -> None:
     play = Playbook()
     play.view.max_nameless = 1
