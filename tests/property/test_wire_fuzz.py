@@ -6,10 +6,10 @@ import secrets
 
 from scripts.fuzz import fuzz
 
-FRAMES = 1_000_000
+FRAMES = 200_000
 
 
-def test_a_million_frames_under_the_sanitizers() -> None:
+def test_random_frames_under_the_sanitizers() -> None:
     seed = secrets.randbelow(1 << 40)
     print(f"seed {seed}")
     assert fuzz(FRAMES, seed).startswith(f"{FRAMES} frames with seed {seed}: ")
