@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.brokers.kafka_jars import kafka_classpath
+from tests.support.brokers.real_kafka import shared_classes
 from tests.support.clients.java import SHORT_JAVA, java_executable
 from tests.support.clients.kafka_io import read_partition
 from tests.support.processes.dev import KproxyProcess
@@ -25,7 +26,7 @@ RECORD_BYTES = 300
 def run_java(main_class: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run one of Kafka's tools to its end."""
     return subprocess.run(
-        [java_executable(), *SHORT_JAVA, "-cp", kafka_classpath(), main_class, *arguments],
+        [java_executable(), *SHORT_JAVA, *shared_classes(), "-cp", kafka_classpath(), main_class, *arguments],
         input=stdin,
         capture_output=True,
         text=True,
@@ -37,7 +38,7 @@ def run_java(main_class: str, *arguments: str, stdin: str = "") -> subprocess.Co
 @pytest.fixture(scope="module", autouse=True)
 def _jars() -> None:
     """Downloaded once per user."""
-    kafka_classpath()
+    shared_classes()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 from contextlib import suppress
 from typing import Any
@@ -29,10 +30,13 @@ from kproxy_codec.coordination import (
 )
 from kproxy_codec.errors import CodecError
 from kproxy_codec.walk import PORTION, Work, at_once
+from tests.support.rules import ALL
 from tests.support.wire.fattest import arrays, body_of, fattest, many_tags, schema_of
 
 BROKERS = [(1_000_000, "proxy-0.test", 9092), (1_000_001, "::1", 9093), (1_000_002, "proxy-2.test", 9094)]
 CONTROLLER = 1_000_000
+# Of each version; they are new in each run.
+MANY, FEW = (20, 7) if os.environ.get(ALL) == "1" else (6, 3)
 ABOUT_LEADERS = (5, 6, 9)
 COORDINATED = [key for key, api in SERVED.items() if api.handling in KEY_TYPES]
 NO_TAGS = b"\x00"
@@ -132,7 +136,7 @@ def renamed_by_kafka_python(api_key: int, version: int, body: bytes) -> bytes:
     ("key", "version"), versions_of(keys.METADATA, keys.DESCRIBE_CLUSTER, keys.DESCRIBE_TOPIC_PARTITIONS)
 )
 @given(data=st.data())
-@settings(max_examples=20)
+@settings(max_examples=MANY)
 def test_answers_about_the_cluster_name_other_brokers_and_are_as_they_were(
     key: int, version: int, data: st.DataObject
 ) -> None:
@@ -142,7 +146,7 @@ def test_answers_about_the_cluster_name_other_brokers_and_are_as_they_were(
 
 @pytest.mark.parametrize(("_", "version"), versions_of(keys.METADATA))
 @given(data=st.data())
-@settings(max_examples=7)
+@settings(max_examples=FEW)
 def test_a_request_for_metadata_is_answered_without_brokers(_: int, version: int, data: st.DataObject) -> None:
     body = data.draw(bodies("request", keys.METADATA, version))
     request = control.decode_request(keys.METADATA, version, body)
@@ -175,7 +179,7 @@ KEY_FIELDS = {
 
 @pytest.mark.parametrize(("key", "version"), versions_of(*COORDINATED))
 @given(data=st.data())
-@settings(max_examples=7)
+@settings(max_examples=FEW)
 def test_the_key_of_a_coordinated_request_is_found(key: int, version: int, data: st.DataObject) -> None:
     body = data.draw(bodies("request", key, version))
     request = control.decode_request(key, version, body)
@@ -191,7 +195,7 @@ def found_for(key_type: int, key: str) -> Found:
 
 @pytest.mark.parametrize(("_", "version"), versions_of(keys.FIND_COORDINATOR))
 @given(data=st.data())
-@settings(max_examples=7)
+@settings(max_examples=FEW)
 def test_coordinators_are_found_and_replaced(_: int, version: int, data: st.DataObject) -> None:
     batched = version >= BATCHED_FROM
     request_body = data.draw(bodies("request", keys.FIND_COORDINATOR, version))
@@ -228,7 +232,7 @@ def test_coordinators_are_found_and_replaced(_: int, version: int, data: st.Data
     versions_of(keys.OFFSET_FETCH, keys.OFFSET_COMMIT, keys.JOIN_GROUP, keys.SYNC_GROUP, keys.LEAVE_GROUP),
 )
 @given(data=st.data())
-@settings(max_examples=7)
+@settings(max_examples=FEW)
 def test_error_codes_of_groups_are_read_and_epochs_become_unknown(key: int, version: int, data: st.DataObject) -> None:
     body = bytearray(data.draw(bodies("response", key, version)))
     message = control.decode_response(key, version, bytes(body))
@@ -279,7 +283,7 @@ def refused_by_kafka_python(key: int, version: int, body: bytes) -> bytes:
     [each for each in versions_of(*sorted(REFUSED_BY_PARTITION)) if each[0] != keys.OFFSET_FETCH or each[1] < 2],
 )
 @given(data=st.data())
-@settings(max_examples=7)
+@settings(max_examples=FEW)
 def test_every_partition_is_refused(key: int, version: int, data: st.DataObject) -> None:
     body = data.draw(bodies("request", key, version))
     assert bytes(at_once(refuse_partitions(key, version, body, 16))) == refused_by_kafka_python(key, version, body)
@@ -316,7 +320,7 @@ READ = [
 
 @pytest.mark.parametrize(("kind", "key", "version"), READ)
 @given(data=st.data())
-@settings(max_examples=7)
+@settings(max_examples=FEW)
 def test_what_is_no_message_is_a_codec_error(kind: str, key: int, version: int, data: st.DataObject) -> None:
     body = bytearray(data.draw(bodies(kind, key, version)))
     if data.draw(st.booleans()):

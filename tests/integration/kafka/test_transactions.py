@@ -15,7 +15,7 @@ import kafka
 import pytest
 
 from tests.support.brokers.kafka_jars import kafka_classpath
-from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.real_kafka import RealKafka, shared_classes
 from tests.support.clients.java import SHORT_JAVA, java_executable
 from tests.support.clients.kafka_io import produce
 from tests.support.processes.dev import KproxyProcess
@@ -264,6 +264,7 @@ def consume_with_java(bootstrap: str, topic: str, count: int) -> list[str]:
     command = [
         java_executable(),
         *SHORT_JAVA,
+        *shared_classes(),
         "-cp",
         kafka_classpath(),
         "org.apache.kafka.tools.consumer.ConsoleConsumer",

@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import struct
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -55,7 +54,7 @@ ONLY: Final = os.environ.get("KPROXY_TURNS_ONLY", "")
 FIRST_SEED: Final = int(os.environ.get("KPROXY_FIRST_SEED", secrets.randbelow(1 << 31)))
 PATIENCE_S: Final = 60.0
 
-MEASURED: Final = (sys.executable, "-P", "-m", "tests.support.processes.measured_proxy_main")
+MEASURED: Final = "tests.support.processes.measured_proxy_main"
 BROKERS: Final = 3
 MAX_PARTITIONS: Final = 4096
 MAX_CONTROL_BYTES: Final = 1 << 20
@@ -430,7 +429,7 @@ async def measured_site(directory: Path, random: Random, more: Sequence[str]) ->
     config = directory / "kproxy.toml"
     config.write_text("\n".join(lines))
     arguments = ["serve", "--config", config, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", *more]
-    process = await asyncio.to_thread(KproxyProcess, arguments, directory / "stderr", MEASURED)
+    process = await asyncio.to_thread(KproxyProcess, arguments, directory / "stderr", module=MEASURED)
     site = Site(process, brokers, random)
     try:
         await asyncio.to_thread(process.wait_ready)

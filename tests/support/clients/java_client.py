@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tests.support.brokers.kafka_jars import pyspark_jars
+from tests.support.brokers.kafka_jars import kafka_classpath, pyspark_jars
+from tests.support.brokers.real_kafka import shared_classes
 from tests.support.clients.client_process import ClientRun, run_client
 from tests.support.clients.java import SHORT_JAVA, java_executable
 from tests.support.clients.kafka_io import Record
@@ -28,7 +29,10 @@ def run_java_client(
     `options` are for Java itself.
     """
     compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
-    command: list[str | Path] = [java_executable(), *SHORT_JAVA, *options, "-cp", f"{compiler}{os.pathsep}{classpath}"]
+    # The archive fits only a class path that begins with the jars of the brokers.
+    shared = shared_classes() if classpath == kafka_classpath() else []
+    path = f"{classpath}{os.pathsep}{compiler}"
+    command: list[str | Path] = [java_executable(), *SHORT_JAVA, *shared, *options, "-cp", path]
     command += ["org.codehaus.janino.SimpleCompiler", _SOURCE, "JavaClient"]
     command += ["both" if read_back else "produce", topic, str(read_back)]
     return run_client([*command, *(f"{name}={value}" for name, value in settings.items())], records)

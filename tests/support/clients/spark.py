@@ -15,6 +15,8 @@ from kproxy.pipeline.java import user_cache_dir
 from kproxy.pipeline.spark import SparkDriver
 from tests.support.clients.java import require_java
 
+# Spark loads 16,000 classes from pyspark's jars: to verify their code costs 2 s of CPU a start.
+UNVERIFIED: Final = "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
 # By default Spark's idle producers and consumers stay for minutes and look for their brokers, which are gone when a
 # test is over, at addresses that another test may use by then.
 SETTINGS: Final = {
@@ -22,6 +24,7 @@ SETTINGS: Final = {
     "spark.kafka.producer.cache.evictorThreadRunInterval": "1s",
     "spark.kafka.consumer.cache.timeout": "2s",
     "spark.kafka.consumer.cache.evictorThreadRunInterval": "1s",
+    "spark.driver.extraJavaOptions": UNVERIFIED,
     "spark.sql.shuffle.partitions": "4",
     # Each query of a test runs once: compiling it costs more than interpreting it.
     "spark.sql.adaptive.enabled": "false",
@@ -30,7 +33,7 @@ SETTINGS: Final = {
 }
 # For a Spark of its own with little work: it spends its time on planning and compiling.
 QUICK: Final = (
-    "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    f"spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC {UNVERIFIED}",
     "spark.sql.shuffle.partitions=2",
     "spark.sql.adaptive.enabled=false",
     "spark.sql.codegen.wholeStage=false",

@@ -86,10 +86,18 @@ def _parent_pipe() -> ParentPipe:
 
 
 class KproxyProcess:
-    """A command that serves. Its stderr goes to a file, as it may be long."""
+    """A command that serves. Its stderr goes to a file, as it may be long.
+
+    Without a `command` it is forked, and runs the `main` of `module`.
+    """
 
     def __init__(
-        self, arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] | None = None
+        self,
+        arguments: Sequence[str | Path],
+        stderr_path: Path,
+        command: Sequence[str] | None = None,
+        *,
+        module: str = KPROXY_MAIN,
     ) -> None:
         self.stderr_path = stderr_path
         # Processes that we start do not outlive us, however we end.
@@ -99,7 +107,7 @@ class KproxyProcess:
         with stderr_path.open("wb") as stderr:
             if command is None:
                 self._process = forked.start(
-                    KPROXY_MAIN,
+                    module,
                     list(map(str, arguments)),
                     stdout=None,
                     stderr=stderr.fileno(),

@@ -52,5 +52,9 @@ class ComparedLoop(MeasuredLoop):
         return json.dumps(said)
 
 
+def main() -> int:
+    return run_kproxy(ComparedLoop)
+
+
 if __name__ == "__main__":
-    sys.exit(run_kproxy(ComparedLoop))
+    sys.exit(main())
