@@ -215,9 +215,11 @@ class Screen:
             if header.api_version == 0:
                 del error["error_message"]
             return _refused(frame, header, **error)
-        asked, request.coordinator_keys, denied = request.coordinator_keys, [], []
-        for name in asked:
-            (request.coordinator_keys if is_allowed(name) else denied).append(name)
+        kept: list[str] = []
+        denied: list[str] = []
+        for name in request.coordinator_keys:
+            (kept if is_allowed(name) else denied).append(name)
+        request.coordinator_keys = kept
         refused = [{"key": name, **error} for name in denied]
         return _rest(frame, header, request, "coordinators", refused, bool(request.coordinator_keys))
 

@@ -82,9 +82,7 @@ _SHORT: Final = {
 _SPECIAL: Final = re.compile(r'([,+"\\<>;])')
 # All that `_escaped` writes, and the characters that stand for it while patterns are matched: no text has these.
 _ESCAPE: Final = re.compile(r"\\(?:00|.)", re.DOTALL)
-_STAND_INS: Final = {
-    "\\" + each: chr(0xFDD0 + number) for number, each in enumerate((*',+"\\<>;# ', "00"))
-}
+_STAND_INS: Final = {"\\" + each: chr(0xFDD0 + number) for number, each in enumerate((*',+"\\<>;# ', "00"))}
 _ESCAPES: Final = {stand_in: escape for escape, stand_in in _STAND_INS.items()}
 
 

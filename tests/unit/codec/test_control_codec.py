@@ -15,7 +15,7 @@ from kio.serial import entity_reader, entity_writer
 from kio.static.constants import EntityType
 
 from kproxy_codec import api_keys, control
-from kproxy_codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
+from kproxy_codec.errors import CodecError, InvalidField, UnsupportedVersion
 from kproxy_codec.primitives import encode_tagged_fields, encode_uvarint
 
 TOPIC_ID = uuid.UUID("6ba7b810-9dad-11d1-80b4-00c04fd430c8")
@@ -231,8 +231,9 @@ def test_numbers_in_an_array_count_as_less_than_names() -> None:
     assert len(control.decode_request(api_keys.CREATE_TOPICS, 7, body).topics[0].assignments) == 10_000
     with pytest.raises(InvalidField, match="elements in arrays"):
         control.decode_request(
-            api_keys.ADD_PARTITIONS_TO_TXN, 0, b"\x00\x01t" + bytes(10) + b"\x00\x00\x00\x01\x00\x01t"
-            b"\x00\x09\x00\x00" + bytes(4 * 0x90000)
+            api_keys.ADD_PARTITIONS_TO_TXN,
+            0,
+            b"\x00\x01t" + bytes(10) + b"\x00\x00\x00\x01\x00\x01t\x00\x09\x00\x00" + bytes(4 * 0x90000),
         )
 
 

@@ -85,7 +85,8 @@ def test_a_value_has_no_other_part_of_the_name_in_it(rule: str) -> None:
 
 
 def named(common_name: str, unit: str) -> dict[str, object]:
-    return {"subject": ((("organizationName", "Ex"),), (("organizationalUnitName", unit),), (("commonName", common_name),))}
+    parts = {"organizationName": "Ex", "organizationalUnitName": unit, "commonName": common_name}
+    return {"subject": tuple((part,) for part in parts.items())}
 
 
 def test_an_escaped_character_is_one_that_a_pattern_may_match() -> None:
