@@ -40,8 +40,8 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.record_batch import iterate_batches
 
 # The first releases without the known faults in leases: revoked early (before 3.5.13), renewals confirmed of revoked
-# leases (before 3.5.23, 3.6.5), and later fixes; and in roles: nested transactions (GHSA-rfx7-8w68-q57q), earlier values
-# and leases in transactions (CVE-2026-44283, before 3.4.44, 3.5.30, 3.6.11), watches from a key on
+# leases (before 3.5.23, 3.6.5), and later fixes; and in roles: nested transactions (GHSA-rfx7-8w68-q57q), earlier
+# values and leases in transactions (CVE-2026-44283, before 3.4.44, 3.5.30, 3.6.11), watches from a key on
 # (GHSA-xg4h-6gfc-h4m8, before 3.5.33, 3.6.14, 3.7.1).
 FIT = {(3, 5): 33, (3, 6): 14, (3, 7): 1}
 ANSWER_TIMEOUT_S = 5.0
