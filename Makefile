@@ -20,7 +20,7 @@ FRAMES ?= 50000000
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all chaos storm sim sim-rules worlds worlds-rules own-histories mutants fuzz check docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image clean
+.PHONY: help install demo test test-all chaos storm sim sim-rules worlds worlds-rules own-histories mutants fuzz check docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -125,6 +125,16 @@ lock-image:  ## resolve only the lock files of the container image anew, with th
 	@$(UV) $(LOCK) --group sbom --output-file deploy/docker/requirements-sbom.lock
 	@if grep -nE '://|^ *--?(index|extra-index|find-links|i |f )' $(LOCKS); then \
 		echo "make lock: a lock file names an address; it must not." >&2; exit 1; fi
+
+AUDIT ?= pip-audit
+# --strict: a package that PyPI's data does not have is an error, and not a line in the table.
+audit-lock:  ## look for known vulnerabilities in the packages of the lock files (needs pip-audit and PyPI)
+	@command -v $(firstword $(AUDIT)) >/dev/null || { \
+		echo "make audit-lock: $(firstword $(AUDIT)) is not installed: run pipx install pip-audit." >&2; exit 2; }
+	@for lock in $(LOCKS); do \
+		$(AUDIT) --strict --disable-pip --require-hashes --progress-spinner off --requirement $$lock || { \
+		echo "make audit-lock: a package in $$lock has a known vulnerability, or PyPI's data cannot be read here:" \
+		"see above, and run it where pypi.org answers." >&2; exit 1; }; done
 
 clean:  ## remove .venv, caches and build results; topics and records of kproxy dev stay
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -6,7 +6,10 @@ second time here. No other module uses it. Its decoder trusts its input, so this
 - errors that it raises on bad bytes (IndexError, struct.error, ValueError, OverflowError, ...) become CodecError;
 - bytes left over (but see `decode_request`), a length that reaches past the end, and null in a field that may not be
   null are errors;
-- an over-long varint is refused before the decoder spends quadratic time on it.
+- an over-long varint is refused before the decoder spends quadratic time on it;
+- a request with more than MAX_ELEMENTS elements in its arrays, or MAX_TAGGED_FIELDS tagged fields, is refused before an
+  object is made of any: 1 MiB may name 500,000 topics, and the decoder copies the rest of the message for each element
+  that has tagged fields.
 
 What it does not check: the decoder copies the fields it reads, unknown tagged fields are dropped when a message is
 encoded again (and the last one may be cut short unnoticed), and a negative array length other than -1 reads as an empty
@@ -29,10 +32,11 @@ from typing import Any, TypeAlias
 from kafka.protocol import admin, consumer, metadata, producer, sasl
 from kafka.protocol.api_message import ApiMessage
 
-from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE
+from kproxy_codec.api_keys import API_VERSIONS, METADATA
 from kproxy_codec.error_codes import UNSUPPORTED_VERSION
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
-from kproxy_codec.primitives import Buffer, read_uvarint, skip_tagged_fields
+from kproxy_codec.primitives import MAX_TAGGED_FIELDS, Buffer, read_tagged_fields, skip_bytes, skip_string
+from kproxy_codec.walk import Walk
 
 Message: TypeAlias = Any
 """A kafka-python message: attributes are the fields, nested structures are objects of the same kind."""
@@ -42,11 +46,11 @@ _FAILURES = (*_ENDS_EARLY, ValueError, TypeError, AttributeError, AssertionError
 # librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics. Kafka's broker accepts
 # it, as it ignores bytes behind a request.
 _MAY_TRAIL = frozenset({METADATA})
+# The most elements in the arrays of a request, together. 16 numbers count as one: they cost as much.
+MAX_ELEMENTS = 32_768
+_NUMBERS_AS_ONE = 16
 # The longest run of bytes with the high bit set that reaches the decoder: its varint loop has no limit.
 _MAX_HIGH_RUN = 4096
-# What a client may send before it is authenticated, and the number of compact strings before its tagged fields: the
-# decoder makes an object of each tagged field, however many there are.
-_STRINGS_BEFORE_TAGS = {API_VERSIONS: 2, SASL_AUTHENTICATE: 1}
 _HIGH_BITS = bytes(byte >> 7 for byte in range(256))
 
 
@@ -87,8 +91,7 @@ def build_response(api_key: int, api_version: int, **fields: Any) -> Message:
 def decode_request(api_key: int, api_version: int, body: Buffer) -> Message:
     """Decode a whole request; raises CodecError. Bytes behind a Metadata request are ignored, as by Kafka."""
     message_class = _class_of(_REQUESTS, api_key, api_version)
-    if api_key in _STRINGS_BEFORE_TAGS and message_class.flexible_version_q(api_version):
-        _refuse_many_tags(body, _STRINGS_BEFORE_TAGS[api_key])
+    _Census(body, api_version, compact=message_class.flexible_version_q(api_version)).count_in(message_class._struct)
     return _decode(message_class, api_version, body, may_trail=api_key in _MAY_TRAIL)
 
 
@@ -168,12 +171,89 @@ def _decode(message_class: Message, api_version: int, body: Buffer, *, may_trail
     return message
 
 
-def _refuse_many_tags(body: Buffer, strings_before: int) -> None:
-    at, limit = 0, len(body)
-    for _ in range(strings_before):
-        length, at = read_uvarint(body, at, limit)
-        at += max(length - 1, 0)
-    skip_tagged_fields(body, at, limit)
+class _Census:
+    """Counts the objects that the decoder would make of a request's body. Raises CodecError for too many."""
+
+    def __init__(self, body: Buffer, api_version: int, *, compact: bool) -> None:
+        self._walk = Walk(body, compact=compact)
+        self._version = api_version
+        self._elements = 0
+        self._tagged_fields = 0
+
+    def count_in(self, schema: Message) -> None:
+        """Count in the structure that begins here."""
+        walk = self._walk
+        for kind, size, inner in _plan(schema, self._version):
+            if kind == _FIXED:
+                walk.skip(size)
+            elif kind == _STRING:
+                self._skip(skip_string(walk.body, walk.at, walk.limit, compact=walk.compact, nullable=True))
+            elif kind == _BYTES:
+                self._skip(skip_bytes(walk.body, walk.at, walk.limit, compact=walk.compact))
+            elif kind == _NUMBERS:
+                count = max(walk.count(size, nullable=True), 0)
+                self._add(count // _NUMBERS_AS_ONE)
+                walk.skip(count * size)
+            elif kind == _STRUCTURE:
+                if walk.skip(size) != _NULL_STRUCTURE:
+                    self.count_in(inner)
+            else:
+                count = max(walk.count(1, nullable=True), 0)
+                self._add(count)
+                for _ in range(count):
+                    if kind == _STRUCTURES:
+                        self.count_in(inner)
+                    else:
+                        self._skip(skip_string(walk.body, walk.at, walk.limit, compact=walk.compact, nullable=True))
+        if walk.compact:
+            self._count_tagged_fields()
+
+    def _skip(self, span: tuple[int, int, int]) -> None:
+        self._walk.at = span[2]
+
+    def _add(self, elements: int) -> None:
+        self._elements += elements
+        if self._elements > MAX_ELEMENTS:
+            raise InvalidField(f"{self._elements} elements in arrays; at most {MAX_ELEMENTS} are read")
+
+    def _count_tagged_fields(self) -> None:
+        # None of the fields that are known as tagged ones has an array.
+        walk = self._walk
+        if walk.at < walk.limit and walk.body[walk.at] == 0:
+            walk.at += 1
+            return
+        fields, walk.at = read_tagged_fields(walk.body, walk.at, walk.limit)
+        self._tagged_fields += len(fields)
+        if self._tagged_fields > MAX_TAGGED_FIELDS:
+            raise InvalidField(f"{self._tagged_fields} tagged fields; at most {MAX_TAGGED_FIELDS} are read")
+
+
+_FIXED, _STRING, _BYTES, _NUMBERS, _STRINGS, _STRUCTURE, _STRUCTURES = range(7)
+_NULL_STRUCTURE = b"\xff"
+_PLANS: dict[tuple[int, int], list[tuple[int, int, Message | None]]] = {}
+
+
+def _plan(schema: Message, api_version: int) -> list[tuple[int, int, Message | None]]:
+    """The fields of `schema` as `_Census` passes them: kind, bytes, schema of the nested structure."""
+    key = (id(schema), api_version)  # schemas live as long as their message classes: for ever
+    found = _PLANS.get(key)
+    if found is None:
+        found = _PLANS[key] = [_step(field, api_version) for field in schema.untagged_fields(api_version)]
+    return found
+
+
+def _step(field: Message, api_version: int) -> tuple[int, int, Message | None]:
+    if field.is_struct_array():
+        return _STRUCTURES, 0, field
+    if field.is_struct():
+        # A byte before it says whether it is null.
+        return _STRUCTURE, int(field.nullable_for_version_q(api_version)), field
+    if field.is_array():
+        kind = field.array_of.type_str
+        return (_STRINGS, 0, None) if kind == "string" else (_NUMBERS, field.array_of._type.size, None)
+    if field.type_str == "string":
+        return _STRING, 0, None
+    return (_BYTES, 0, None) if field.type_str in ("bytes", "records") else (_FIXED, field._type.size, None)
 
 
 def _refuse_long_varint(view: memoryview) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -42,32 +43,49 @@ def command(config: Path | None, as_json: bool) -> None:
         config_in_force = build_proxy_config(settings)
         access = config_in_force.access
         quotas = parse_quotas(settings[QUOTAS].value, "it") if QUOTAS in settings else ()
-        _try_files(config_in_force)
+        warnings = _try_files(config_in_force)
         tables = {ACLS: shown(access.acls) if access is not None else [], QUOTAS: shown(quotas)}
     except StartupError as error:
         if as_json:
             nothing: dict[str, object] = {"settings": {}, "owners": None, "listeners": [], ACLS: [], QUOTAS: []}
-            _echo_json({"ok": False, "problem": str(error), **nothing})
+            _echo_json({"ok": False, "problem": str(error), "warnings": [], **nothing})
         raise
     owners = config_in_force.owners
     if as_json:
-        told = {"ok": True, "problem": None, "settings": _as_json(settings), "owners": _owners_as_json(owners)}
+        told = {
+            "ok": True,
+            "problem": None,
+            "warnings": warnings,
+            "settings": _as_json(settings),
+            "owners": _owners_as_json(owners),
+        }
         _echo_json({**told, "listeners": [_listener_as_json(each) for each in config_in_force.listeners], **tables})
     else:
         _echo_toml(settings, owners)
+        for warning in warnings:
+            click.echo(f"kproxy: warning: {warning}", err=True)
         for table, entries in tables.items():
             for entry in entries:
                 lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in entry.items())
                 click.echo(f"\n[[{table}]]\n{lines}")
 
 
-def _try_files(config: ProxyConfig) -> None:
-    """Read the users and the keys of tokens, as a start does. Raises StartupError."""
+def _try_files(config: ProxyConfig) -> list[str]:
+    """Read the users and the keys of tokens, as a start does; return what it would warn of. Raises StartupError."""
     # Imported here: only a configuration with SASL needs what verifies tokens and passwords.
     from kproxy.security.files import SecurityFiles
     from kproxy.security.reloading import Reloads
 
-    SecurityFiles(config.sasl, None, None, Reloads(), counters=Counter())
+    async def read() -> SecurityFiles:
+        # Keys from a URL belong to an event loop; nothing is fetched.
+        return SecurityFiles(config.sasl, None, None, Reloads(), counters=Counter())
+
+    security = asyncio.run(read())
+    if config.sasl is None or security.lacks_users is None:
+        return []
+    return [
+        f"sasl.users {config.sasl.users} has no users, so nobody can log in with a password: {security.lacks_users}."
+    ]
 
 
 def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:

@@ -40,8 +40,10 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.record_batch import iterate_batches
 
 # The first releases without the known faults in leases: revoked early (before 3.5.13), renewals confirmed of revoked
-# leases (before 3.5.23, 3.6.5), and later fixes.
-FIT = {(3, 5): 33, (3, 6): 14}
+# leases (before 3.5.23, 3.6.5), and later fixes; and in roles: nested transactions (GHSA-rfx7-8w68-q57q), earlier
+# values and leases in transactions (CVE-2026-44283, before 3.4.44, 3.5.30, 3.6.11), watches from a key on
+# (GHSA-xg4h-6gfc-h4m8, before 3.5.33, 3.6.14, 3.7.1).
+FIT = {(3, 5): 33, (3, 6): 14, (3, 7): 1}
 ANSWER_TIMEOUT_S = 5.0
 # Certificates and logs depend on the wall clock; leases do not.
 CLOCK_TOLERANCE_S = 5.0
@@ -165,7 +167,7 @@ def _about_version(endpoint: str, version: str) -> list[Finding]:
     if (major, minor) > max(FIT) or patch >= FIT.get((major, minor), patch + 1):
         return []
     wanted = " or ".join(f"{major}.{minor}.{patch}" for (major, minor), patch in FIT.items())
-    text = f"{endpoint}: etcd {version} has known faults in its leases: use {wanted} or later."
+    text = f"{endpoint}: etcd {version} has known faults in its leases, or in what its roles forbid: use {wanted}."
     return [Finding("warn", text, "etcd.version", endpoint)]
 
 

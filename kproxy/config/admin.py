@@ -80,14 +80,15 @@ def admin_options(given: AdminSection, sources: Mapping[str, str], *, has_page: 
 
 def read_page_token(file: Path, source: str) -> str:
     """The page's token in a file. Raises StartupError, which names `source` and never has the token in it."""
-    return _checked_token(read_token(file, "admin.token_file"), source)
+    return _checked_token(read_token(file, "admin.token_file"), source, f"the token in {file}")
 
 
-def _checked_token(token: str, source: str) -> str:
+def _checked_token(token: str, source: str, named: str = "the admin page's token") -> str:
     if len(token) >= LEAST_TOKEN_CHARACTERS and token.isascii() and token.isprintable():
         return token
     raise StartupError(
-        f"{source}: the admin page's token is at least {LEAST_TOKEN_CHARACTERS} printable ASCII characters."
+        f"{source}: {named} must have at least {LEAST_TOKEN_CHARACTERS} characters, printable ASCII: make one with "
+        f"`head -c 32 /dev/urandom | base64`."
     )
 
 
@@ -96,4 +97,4 @@ def read_token(file: Path, named: str) -> str:
     try:
         return read_file(file, named, _MOST_TOKEN_BYTES, "that is no token").decode("ascii").strip()
     except UnicodeDecodeError:
-        raise StartupError(f"{named} {file} is not ASCII text.") from None
+        raise StartupError(f"{named} {file} is not ASCII text: name the file that has the token.") from None

@@ -18,6 +18,8 @@ from kproxy.errors import StartupError
 
 MAX_SECRET_BYTES: Final = 64 << 10
 SECRETS: Final = frozenset({"broker_sasl.password", "audit.sasl.password"})
+# RFC 7677, and Kafka's clients: with fewer the proof of a password is guessed quickly.
+LEAST_SCRAM_ITERATIONS: Final = 4_096
 Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
 
 
@@ -48,20 +50,17 @@ class BrokerSasl:
 
     def read_secret(self) -> str:
         """The present password or token: a file may change. Raises StartupError."""
-        file, named = (
-            (self.token_file, f"{self.prefix}token_file")
-            if self.mechanism == "OAUTHBEARER"
-            else (self.password_file, f"{self.prefix}password_file")
-        )
+        kind = "token" if self.mechanism == "OAUTHBEARER" else "password"
+        file, named = (self.token_file if kind == "token" else self.password_file), f"{self.prefix}{kind}_file"
         if file is None:
             return self.password
         try:
             secret = read_file(file, named, MAX_SECRET_BYTES, "that is another file").decode().strip("\r\n ")
         except UnicodeDecodeError:
             # Not chained: the cause has the content of the file.
-            raise StartupError(f"{named} {file} is not UTF-8 text.") from None
+            raise StartupError(f"{named} {file} is not UTF-8 text: name the file that has the {kind}.") from None
         if not secret:
-            raise StartupError(f"{named} {file} is empty.")
+            raise StartupError(f"{named} {file} is empty: write the {kind} into it.")
         return secret
 
 

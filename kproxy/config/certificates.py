@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_KEY = b"PRIVATE KEY-----"
 _BEGIN = "-----BEGIN CERTIFICATE-----"
 _END = "-----END CERTIFICATE-----"
 # A handshake takes three or four turns.
@@ -72,6 +73,19 @@ def rehearse(cert: Path, key: Path, *, server_side: bool) -> Certificate:
     looks.load_cert_chain(cert, key)
     looks.verify_mode = ssl.CERT_REQUIRED
     return _certificate(meet(looks, shows)[0])
+
+
+def missing_half(cert: bytes, key: bytes, cert_named: str, key_named: str) -> str | None:
+    """A sentence about the one of the two files that is another one; None if each looks right."""
+    if _BEGIN.encode() not in cert:
+        if _KEY in cert:
+            return f"{cert_named} holds a private key, and no certificate: give the certificate's file, in PEM."
+        return f"{cert_named} holds no certificate: give a file in PEM."
+    if _KEY not in key:
+        if _BEGIN.encode() in key:
+            return f"{key_named} holds a certificate, and no private key: give the key's file, in PEM."
+        return f"{key_named} holds no private key: give a file in PEM."
+    return None
 
 
 def _first(text: str) -> str:

@@ -17,7 +17,8 @@ from typing import NamedTuple, NoReturn
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kproxy.config.parsing import read_file
+from kproxy.config.certificates import missing_half
+from kproxy.config.parsing import read_file, unreadable
 from kproxy.errors import StartupError
 
 # Larger than any chain of certificates. A file named by mistake, a log or a device, must not be read whole.
@@ -67,7 +68,9 @@ class EtcdOptions:
             password = _read(self.password_file, "password_file").decode().rstrip("\r\n")
         except UnicodeDecodeError:
             # Not chained: the cause has the content of the file.
-            raise StartupError(f"etcd's password_file {self.password_file} is not UTF-8 text.") from None
+            raise StartupError(
+                f"etcd's password_file {self.password_file} is not UTF-8 text: name the file that has the password."
+            ) from None
         if not password:
             raise StartupError(f"etcd's password_file {self.password_file} is empty: write the password into it.")
         return password
@@ -145,6 +148,10 @@ def read_tls(options: EtcdOptions) -> TlsFiles:
         None if options.cert is None else _read(options.cert, "cert"),
         None if options.key is None else _read(options.key, "key"),
     )
+    if files.cert is not None and files.key is not None:
+        wrong = missing_half(files.cert, files.key, f"etcd's cert {options.cert}", f"etcd's key {options.key}")
+        if wrong is not None:
+            raise StartupError(wrong)
     tls_context(options)
     return files
 
@@ -164,7 +171,7 @@ def tls_context(options: EtcdOptions) -> ssl.SSLContext:
         except ssl.SSLError as error:
             raise StartupError(_why_no_pair(options, error)) from error
         except OSError as error:
-            raise StartupError(f"etcd's cert {options.cert} or its key cannot be read: {error.strerror}.") from error
+            raise unreadable("etcd's cert", options.cert, error) from error
     return context
 
 

@@ -6,6 +6,8 @@ Every error is a StartupError with the flag or key of the value, its `source`, a
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -61,8 +63,10 @@ def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
     Raises StartupError if it or a part of it is empty.
     """
     parts = tuple(part.strip() for part in (value.split(",") if isinstance(value, str) else value))
-    if not parts or not all(parts):
-        raise StartupError(f"{source}: {value!r} is not a list: write its parts with commas between.")
+    if not any(parts):
+        raise StartupError(f"{source}: it is empty: give a value, or several with commas between, or leave it out.")
+    if not all(parts):
+        raise StartupError(f"{source}: {str(value)[:200]!r} has an empty part: write values with commas between.")
     return parts
 
 
@@ -168,6 +172,20 @@ def parse_time_ms(text: str, flag: str, now_ms: int) -> int:
 MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
+def unreadable(named: str, file: Path, error: OSError | ValueError, make: str = "make it") -> StartupError:
+    """The error for a file that cannot be read; ValueError: its name has a NUL. `make`: how to make one."""
+    number = error.errno if isinstance(error, OSError) else None
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    way_out = "name a file that can be read"
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        way_out = f"name a file that is there, or {make}"
+    elif number == errno.EISDIR:
+        way_out = "name a file in it"
+    elif number in (errno.EACCES, errno.EPERM):
+        way_out = f"let the user of this process (uid {os.geteuid()}) read it"
+    return StartupError(f"{named} {str(file)[:300]} cannot be read ({reason}): {way_out}.")
+
+
 def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
     """Read at most `limit` bytes.
 
@@ -176,8 +194,8 @@ def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
     try:
         with file.open("rb") as opened:
             content = opened.read(limit + 1)
-    except OSError as error:
-        raise StartupError(f"{named} {file} cannot be read: {error.strerror}.") from error
+    except (OSError, ValueError) as error:
+        raise unreadable(named, file, error) from error
     if len(content) > limit:
         most = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
         raise StartupError(f"{named} {file} is larger than {most}: {otherwise}.")
@@ -219,6 +237,24 @@ def parse_entry(kind: type[Entry], given: object, named: str, takes: Mapping[str
             raise StartupError(f"{named} will not do: {reason}.") from error
         key = place["key"]
         raise StartupError(f"{named}: {key} will not do ({place['reason']}): give {takes[key]}.") from error
+
+
+def taken(kind: Any) -> str:
+    """The values of a type, in words: text, truth, numbers with bounds, one of some words, a list of texts."""
+    info = msgspec.inspect.type_info(kind)
+    return " or ".join(map(_words, info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)))
+
+
+def _words(info: msgspec.inspect.Type) -> str:
+    if isinstance(info, msgspec.inspect.LiteralType):
+        return " or ".join(map(str, info.values))
+    if isinstance(info, msgspec.inspect.BoolType):
+        return "true or false"
+    if isinstance(info, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+        bounds = {"above": info.gt, "from": info.ge, "below": info.lt, "to": info.le}
+        number = "a whole number" if isinstance(info, msgspec.inspect.IntType) else "a number"
+        return " ".join([number, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
+    return "a list of texts" if isinstance(info, msgspec.inspect.ListType) else "a text"
 
 
 def unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:

@@ -43,6 +43,7 @@ from kproxy.config.parsing import (
     parse_writer_groups,
     read_toml,
     split_list,
+    taken,
     unknown,
 )
 from kproxy.config.quotas import QUOTAS, QuotaOptions, parse_quotas
@@ -318,6 +319,8 @@ _INNER_SECTIONS = {path.rpartition(".")[0] for path in _KEYS} - SECTIONS.keys()
 # The only limits with a flag.
 _LIMITS_WITH_FLAGS = ("limits.drain_delay",)
 _SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth", "access", "admin")
+# An empty text in these would be a file, a name or a secret without a letter.
+_NEVER_EMPTY = ("sasl", "oauth", "admin")
 # Options that have no flag and are never shown.
 SECRETS = ETCD_SECRETS | BROKER_SECRETS | ADMIN_SECRETS
 # Sections without keys of their own: the static table, several listeners, the rules of access, and quotas.
@@ -670,12 +673,19 @@ def _address(value: str | UnsetType, source: str) -> Address | None:
 
 def _converted(path: str, value: object, source: str, *, strict: bool) -> Setting:
     kind, _ = _KEYS[path]
+    if value == "" and path.partition(".")[0] in _NEVER_EMPTY:
+        raise StartupError(f"{source}: it is empty: give a value, or leave it out.")
+    if isinstance(value, str) and "\0" in value:
+        # No file has one in its name, and PLAIN ends names with it.
+        raise StartupError(f"{source}: it has a NUL (U+0000) in it: write the value without.")
     try:
         return Setting(path, msgspec.convert(value, kind, strict=strict), source)
     except msgspec.ValidationError as error:
         # msgspec does not know the key here: it converts the value alone.
         shown = "this" if path in SECRETS else repr(str(value)[:80])
-        raise StartupError(f"{source}: {shown} will not do: {str(error).lower()}.") from error
+        reason = str(error)
+        reason = f"{reason[:1].lower()}{reason[1:]}"
+        raise StartupError(f"{source}: {shown} will not do ({reason}): give {taken(kind)}.") from error
 
 
 def _file_values(file: Path | None) -> dict[str, object]:

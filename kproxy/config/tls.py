@@ -16,8 +16,8 @@ from typing import Literal, NoReturn, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kproxy.config.certificates import Certificate, meet, rehearse
-from kproxy.config.parsing import read_file
+from kproxy.config.certificates import Certificate, meet, missing_half, rehearse
+from kproxy.config.parsing import read_file, unreadable
 from kproxy.config.principal_rules import DEFAULT_RULES, MappingRule, parse_rules
 from kproxy.errors import StartupError
 
@@ -338,8 +338,13 @@ def _give_no_tickets(context: ssl.SSLContext) -> None:
 
 
 def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, prefix: str) -> None:
-    for file, named in ((cert, f"{prefix}cert"), (key, f"{prefix}key")):
-        read_file(file, named, MAX_FILE_BYTES, "that is another file")
+    of_cert, of_key = (
+        read_file(file, f"{prefix}{kind}", MAX_FILE_BYTES, "that is another file")
+        for file, kind in ((cert, "cert"), (key, "key"))
+    )
+    wrong = missing_half(of_cert, of_key, f"{prefix}cert {cert}", f"{prefix}key {key}")
+    if wrong is not None:
+        raise StartupError(wrong)
     try:
         context.load_cert_chain(cert, key, password=lambda: _no_passphrase(prefix))
     except ssl.SSLError as error:
@@ -349,7 +354,7 @@ def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, prefix: str) -> N
             text = f"{prefix}cert {cert} with {prefix}key {key} cannot be used: both have to be PEM."
         raise StartupError(text) from error
     except OSError as error:
-        raise StartupError(f"{prefix}cert {cert} or its key cannot be read: {error.strerror}.") from error
+        raise unreadable(f"{prefix}cert", cert, error) from error
 
 
 def _no_passphrase(prefix: str) -> NoReturn:

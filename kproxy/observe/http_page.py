@@ -7,32 +7,51 @@
 | `/livez` | 200 while the process works |
 | `/readyz` | 200 while it can serve, 503 with the reason otherwise |
 
-States: made --start()--> serving --stop()--> stopped.
+States of a page: made --start()--> serving --stop()--> stopped.
 
-With TLS an entrance (kproxy.security.entrance) has connections until their handshake is finished.
+States of a connection
+  new        nothing has arrived that is a request; with TLS, its handshake is finished (kproxy.security.entrance)
+  answering  a handler has a request of it
+  idle       its request is answered; aiohttp closes it unless another one arrives within KEEPALIVE_S
+
+Invariants
+1. A connection is new for at most REQUEST_S. A handler has the whole body of a request within BODY_S.
+2. At most MAX_CONNECTIONS are open, but for those on a unix socket. For one more, the one that has been new or idle for
+   the longest time is closed; if all are answering, the new one is. So nobody keeps others out by doing nothing.
+3. What is closed so is counted and logged.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
+import structlog
 from aiohttp import web
+from aiohttp.typedefs import Middleware
+from aiohttp.web_protocol import RequestHandler
 
 from kproxy.config.admin import SPEAKS_TLS
 from kproxy.config.tls import Loaded
 from kproxy.errors import StartupError
-from kproxy.observe.page_guard import PageGuard
+from kproxy.observe.page_guard import Handler, PageGuard
 from kproxy.runtime.sockets import bind, bound_port
 from kproxy.security.entrance import Entrance
 from kproxy.security.tls_errors import ListenerWords
 from kproxy_codec.foreign import http_answer
 
+log = structlog.get_logger(__name__)
+
 KEEPALIVE_S = 15.0
+# For the head of a connection's first request, and for the body of each, in seconds.
+REQUEST_S: Final = 10.0
+BODY_S: Final = 10.0
+MAX_CONNECTIONS: Final = 100
 SHUTDOWN_TIMEOUT_S = 1.0
 # Connections that have not finished their TLS handshake.
 MAX_HALF_OPEN: Final = 50
@@ -83,23 +102,33 @@ class HttpPage:
             web.get("/readyz", self._readyz),
         ]
         self._paths = [route.path for route in routes if route.method == "GET"]
-        application = web.Application(middlewares=[guard.middleware] if guard is not None else [])
+        self._visitors = _Visitors()
+        guards = [guard.middleware] if guard is not None else []
+        application = web.Application(middlewares=[self._visitors.middleware, *guards, _read_whole])
         application.add_routes([web.get("/", self._index), *routes])
         self._runner = web.AppRunner(
             application, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=SHUTDOWN_TIMEOUT_S
         )
         self._entrance: Entrance[asyncio.BaseProtocol] | None = None
+        self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int, tls: Callable[[], Loaded] | None = None) -> int:
+    async def start(
+        self, host: str, port: int, tls: Callable[[], Loaded] | None = None, counters: Counter[str] | None = None
+    ) -> int:
         """Listen; return the real port. `tls` returns what a handshake uses that begins now; None: plain text.
 
-        Raises StartupError, with nothing left open.
+        `counters` counts connections that are closed without an answer. Raises StartupError, with nothing left open.
         """
+        if counters is not None:
+            self._visitors.counters = counters
         if tls is not None:
             return await self._start_with_tls(host, port, tls)
-        await self._listen(lambda: web.TCPSite(self._runner, host, port), f"{host}:{port}", f"choose {_REMEDY}")
-        bound: int = self._runner.addresses[0][1]
-        return bound
+
+        async def listen() -> None:
+            self._server = await asyncio.get_running_loop().create_server(self._visitor, host, port)
+
+        await self._listen(listen, f"{host}:{port}", f"choose {_REMEDY}")
+        return bound_port(cast(asyncio.Server, self._server))
 
     async def _start_with_tls(self, host: str, port: int, tls: Callable[[], Loaded]) -> int:
         bound = await bind(asyncio.Protocol, host, port, choose=_REMEDY)
@@ -109,7 +138,7 @@ class HttpPage:
             "admin page",
             tls,
             max_half_open=MAX_HALF_OPEN,
-            session=lambda _: self._session(),
+            session=lambda _: self._visitor() if self._runner.server is not None else None,
             counters=Counter(),
             words=_WORDS,
             answer_to_http=http_answer(f"{SPEAKS_TLS}\n".encode()),
@@ -121,20 +150,19 @@ class HttpPage:
             raise
         return real_port
 
-    def _session(self) -> asyncio.BaseProtocol | None:
-        """None: the page has stopped meanwhile."""
-        server = self._runner.server
-        return None if server is None else server()
+    def _visitor(self) -> asyncio.BaseProtocol:
+        """The protocol of a new connection, of a page that has not stopped."""
+        return _Visitor(cast(web.Server, self._runner.server)(), self._visitors)
 
     async def start_unix(self, path: Path) -> None:
         """Listen on a unix socket, in the place of one that another process left. Raises StartupError as `start`."""
         remedy = "name another directory in TMPDIR, with a short path"
-        await self._listen(lambda: web.UnixSite(self._runner, path), str(path), remedy)
+        await self._listen(lambda: web.UnixSite(self._runner, path).start(), str(path), remedy)
 
-    async def _listen(self, site: Callable[[], web.BaseSite], where: str, remedy: str) -> None:
+    async def _listen(self, listen: Callable[[], Awaitable[None]], where: str, remedy: str) -> None:
         await self._runner.setup()
         try:
-            await site().start()
+            await listen()
         except OSError as error:
             await self._runner.cleanup()
             raise StartupError(
@@ -145,6 +173,8 @@ class HttpPage:
         """Close the listener and its connections."""
         if self._entrance is not None:
             await self._entrance.close()
+        if self._server is not None:
+            self._server.close()
         await self._runner.cleanup()
 
     async def _index(self, _: web.Request) -> web.Response:
@@ -163,3 +193,122 @@ class HttpPage:
 
 def _said(readiness: Readiness) -> web.Response:
     return web.Response(status=200 if readiness.ready else 503, text=f"{readiness.text}\n")
+
+
+@web.middleware
+async def _read_whole(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if request.can_read_body:
+        try:
+            async with asyncio.timeout(BODY_S):
+                await request.read()
+        except TimeoutError:
+            return web.Response(status=408, text=f"the body has not arrived within {BODY_S:g} s\n")
+    return await handler(request)
+
+
+class _Visitors:
+    """The open connections of a page."""
+
+    def __init__(self) -> None:
+        self.counters = Counter[str]()
+        # New and idle ones, the longest first; and those that are answered.
+        self._waiting: dict[RequestHandler, _Visitor] = {}
+        self._answering: dict[RequestHandler, _Visitor] = {}
+
+    def enter(self, visitor: _Visitor) -> bool:
+        """Take a new connection; return whether it may stay."""
+        if len(self._waiting) + len(self._answering) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._waiting.values()), visitor)
+            oldest.cut("crowded", f"there are {MAX_CONNECTIONS} connections, and it has waited without a request")
+            if oldest is visitor:
+                return False
+            self.leave(oldest)
+        self._waiting[visitor.handler] = visitor
+        return True
+
+    def leave(self, visitor: _Visitor) -> None:
+        self._waiting.pop(visitor.handler, None)
+        self._answering.pop(visitor.handler, None)
+
+    @contextlib.contextmanager
+    def _answer(self, handler: RequestHandler) -> Iterator[None]:
+        visitor = self._waiting.pop(handler, None)
+        if visitor is None:
+            # It has come by a unix socket, or has ended.
+            yield
+            return
+        visitor.has_asked()
+        self._answering[handler] = visitor
+        try:
+            yield
+        finally:
+            if self._answering.pop(handler, None) is not None:
+                self._waiting[handler] = visitor
+
+    @property
+    def middleware(self) -> Middleware:
+        """For aiohttp's application."""
+
+        @web.middleware
+        async def visited(request: web.Request, handler: Handler) -> web.StreamResponse:
+            with self._answer(request.protocol):
+                return await handler(request)
+
+        return visited
+
+
+class _Visitor(asyncio.Protocol):
+    """One connection, which `handler` of aiohttp reads and answers."""
+
+    def __init__(self, handler: RequestHandler, visitors: _Visitors) -> None:
+        self.handler = handler
+        self._visitors = visitors
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_taken = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._is_taken = self._visitors.enter(self)
+        if self._is_taken:
+            text = f"no request has arrived within {REQUEST_S:g} s"
+            self._deadline = asyncio.get_running_loop().call_later(REQUEST_S, self.cut, "idle", text)
+            self.handler.connection_made(transport)
+
+    def has_asked(self) -> None:
+        """Its first request has arrived."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def cut(self, word: str, reason: str) -> None:
+        """Close it; `word` is the label of the metric."""
+        transport = cast(asyncio.Transport, self._transport)
+        peer = transport.get_extra_info("peername")
+        self._visitors.counters[f"page.cut.{word}"] += 1
+        log.warning(
+            "admin page closed a connection",
+            most_a_minute=5,
+            bounded_by="failure",
+            failure=word,
+            client=f"{peer[0]}:{peer[1]}" if peer else "?",
+            reason=reason,
+        )
+        transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self.handler.data_received(data)
+
+    def eof_received(self) -> None:
+        self.handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self.handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.handler.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.has_asked()
+        self._visitors.leave(self)
+        if self._is_taken:
+            self.handler.connection_lost(error)

@@ -274,9 +274,22 @@ def reloads(counters: Mapping[str, int]) -> Metric:
     return family
 
 
+def page_connections(counters: Mapping[str, int]) -> Metric:
+    """The counter of connections that the admin page has closed without an answer."""
+    family = CounterMetricFamily(
+        "kproxy_admin_connections_cut",
+        "Connections to the admin page closed because no request arrived, or for others.",
+        labels=["reason"],
+    )
+    for reason in ("idle", "crowded"):
+        family.add_metric([reason], counters.get(f"page.cut.{reason}", 0))
+    return family
+
+
 def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield expiry(vitals.certificates)
     yield reloads(counters)
+    yield page_connections(counters)
     fetches = CounterMetricFamily(
         "kproxy_token_key_fetches", "Attempts to fetch the keys of tokens from their issuer.", labels=["outcome"]
     )

@@ -10,6 +10,7 @@ logged but not enforced.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -47,6 +48,8 @@ class AccessControl:
         self._rules = rules
         self._counters = counters
         self._dry_run = dry_run
+        # Whoever reads a long message of a client has it meanwhile.
+        self.turn = asyncio.Lock()
 
     @property
     def rules(self) -> Rules:
@@ -95,6 +98,11 @@ class ClientAccess:
         """Set the client's principal."""
         self.principal = principal
         self._permissions = self._rules.of(principal)
+
+    @property
+    def turn(self) -> asyncio.Lock:
+        """That of the process: see AccessControl."""
+        return self._control.turn
 
     def _current(self) -> Permissions:
         rules = self._control.rules

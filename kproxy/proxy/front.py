@@ -161,6 +161,7 @@ class AdminSite:
 
     def __init__(self, config: ProxyConfig, address: Address, reloads: Reloads, counters: Counter[str]) -> None:
         self._address = address
+        self._counters = counters
         options = config.admin_options
         self._tls: Reloading[Loaded] | None = None
         self._fixed_token = options.token
@@ -193,5 +194,5 @@ class AdminSite:
         """Start a page there; return it and its part of the ready line. Raises StartupError."""
         host, port = self._address
         tls = self._tls
-        real_port = await page.start(host, port, None if tls is None else lambda: tls.current)
+        real_port = await page.start(host, port, None if tls is None else lambda: tls.current, self._counters)
         return page, f" admin={host}:{real_port}"

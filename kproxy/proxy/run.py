@@ -333,6 +333,7 @@ class _Proxy:
         trail: Trail,
         security: SecurityFiles,
     ) -> ProxyContext:
+        security.tell_of_no_users()
         context = ProxyContext(
             topology=self._topology,
             source=opened.source,

@@ -18,15 +18,17 @@
 To create a topic a permission for the cluster is enough. A client without the right to create never creates a topic by
 asking for its metadata. Everybody may ask for the cluster (DescribeCluster), as in Kafka: the answer names proxies.
 
-Messages are read by kproxy_codec.control, a long one on another thread: requests are at most 1 MiB, and only
-authenticated clients send them. A request is encoded again only if a part of it is refused.
+Messages are read by kproxy_codec.control: requests are at most 1 MiB with at most MAX_ELEMENTS elements, and only
+authenticated clients send them. An element costs up to 20 µs, so all but short requests are read on another thread, and
+of long ones one at a time in a process: the others' threads, which check passwords as well, stay free. A request is
+encoded again only if a part of it is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from uuid import UUID
 
 from kproxy.proxy.access import ERRORS, ClientAccess, text
@@ -57,8 +59,10 @@ from kproxy_codec.framing import RequestHeader, frame_message
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.walk import at_once
 
-# A longer body is read on another thread.
-_SHORT_BYTES: Final = 16 << 10
+# A longer message is read on another thread.
+_SHORT_BYTES: Final = 1 << 10
+# Of longer ones a process reads one at a time.
+_LONG_BYTES: Final = 16 << 10
 _TOPIC: Final = 2
 _OFFSET_FETCH_ERROR_FROM: Final = 2
 _TOPIC_IDS_FROM: Final = 6
@@ -73,6 +77,7 @@ _MESSAGES: Final[Mapping[int, str]] = {
 _NOT_CREATED: Final = "Authorization failed."
 
 Amend: TypeAlias = Callable[[Message], None]
+Result = TypeVar("Result")
 
 
 class Screened(NamedTuple):
@@ -98,9 +103,16 @@ class Screen:
 
     async def screen(self, frame: memoryview, header: RequestHeader) -> Screened:
         """Decide about a request. Raises CodecError."""
-        if len(frame) > _SHORT_BYTES:
-            return await asyncio.to_thread(self._screen, frame, header)
-        return self._screen(frame, header)
+        return await self._apart(len(frame), lambda: self._screen(frame, header))
+
+    async def _apart(self, size: int, read: Callable[[], Result]) -> Result:
+        """Read a message of this many bytes where it keeps nothing else waiting. Raises what `read` raises."""
+        if size <= _SHORT_BYTES:
+            return read()
+        if size <= _LONG_BYTES:
+            return await asyncio.to_thread(read)
+        async with self._access.turn:
+            return await asyncio.to_thread(read)
 
     def _screen(self, frame: memoryview, header: RequestHeader) -> Screened:
         key, version = header.api_key, header.api_version
@@ -112,11 +124,10 @@ class Screen:
 
     async def amend(self, screened: Screened, header: RequestHeader, body: Buffer) -> Buffer:
         """Return the answer's body with the results of the parts that were cut out. Raises CodecError."""
-        if screened.amend is None:
+        amend = screened.amend
+        if amend is None:
             return body
-        if len(body) > _SHORT_BYTES:
-            return await asyncio.to_thread(_amended, screened.amend, header, body)
-        return _amended(screened.amend, header, body)
+        return await self._apart(len(body), lambda: _amended(amend, header, body))
 
     # Groups and transactions
 
@@ -212,8 +223,11 @@ class Screen:
             if header.api_version == 0:
                 del error["error_message"]
             return _refused(frame, header, **error)
-        denied = [name for name in request.coordinator_keys if not is_allowed(name)]
-        request.coordinator_keys = [name for name in request.coordinator_keys if name not in denied]
+        kept: list[str] = []
+        denied: list[str] = []
+        for name in request.coordinator_keys:
+            (kept if is_allowed(name) else denied).append(name)
+        request.coordinator_keys = kept
         refused = [{"key": name, **error, "error_message": ""} for name in denied]
         return _rest(frame, header, request, "coordinators", refused, bool(request.coordinator_keys))
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
+import structlog
+
 from kproxy.config.access import AccessOptions, read_acls
 from kproxy.config.quotas import QuotaOptions, read_quotas
 from kproxy.config.security import OauthOptions, SaslOptions
@@ -18,6 +20,8 @@ from kproxy.security.quotas import Accounts, Quotas
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.tokens import TokenOptions, TokenVerifier, read_verifier
 from kproxy.security.users import Users, read_users
+
+log = structlog.get_logger(__name__)
 
 _NO_QUOTAS: Final = Quotas(())
 Content = TypeVar("Content")
@@ -43,11 +47,13 @@ class SecurityFiles:
     ) -> None:
         self._users = self._tokens = self._acls = self._quotas = None
         self._in_etcd = in_etcd
+        self._tells = tells
         # The code that has this object runs it.
         self.key_server: KeyServer | None = None
         self.accounts = Accounts(quotas.share if quotas is not None else 1.0)
         # A salt must not show whether a user exists, so it must not change when the file is read again.
         stand_in_key = secrets.token_bytes(32)
+        self._add_users = "add one with `kproxy user add --etcd`"
 
         def follow(
             named: str,
@@ -60,7 +66,10 @@ class SecurityFiles:
             )
 
         if sasl is not None and sasl.users is not None:
-            self._users = follow("users", sasl.users, lambda file: read_users(file, stand_in_key))
+            self._add_users = f"add one with `kproxy user add --users {sasl.users} NAME`"
+            self._users = follow(
+                "users", sasl.users, lambda file: read_users(file, stand_in_key), lambda users: self.tell_of_no_users()
+            )
         if sasl is not None and sasl.oauth is not None:
             token_options = _token_options(sasl.oauth)
             if isinstance(sasl.oauth.jwks, str):
@@ -103,6 +112,16 @@ class SecurityFiles:
         if self._in_etcd is not None and self._in_etcd.has_users:
             return self._in_etcd.users
         return self._users.current if self._users is not None else None
+
+    @property
+    def lacks_users(self) -> str | None:
+        """The advice where users are asked for and there is none: nobody can log in. None otherwise."""
+        return self._add_users if self.users is not None and not self.users.by_name else None
+
+    def tell_of_no_users(self) -> None:
+        """Log that there are no users, if so."""
+        if self.lacks_users is not None and self._tells:
+            log.warning("no users", consequence="nobody can log in with a password", advice=self.lacks_users)
 
     @property
     def tokens(self) -> TokenVerifier | None:

@@ -2,7 +2,9 @@
 
 A principal is written `User:NAME`, as in Kafka. Its groups come from a token's claim or a certificate's attribute.
 
-A certificate's name becomes a principal's by rules (kproxy.config.principal_rules).
+A certificate's name becomes a principal's by rules (kproxy.config.principal_rules). A character that is escaped in it
+(`\\,`) is one character for their patterns, which `.` and `[^,]` match and `,` does not: who chooses a value must not
+write other parts of the name into it.
 """
 
 from __future__ import annotations
@@ -37,15 +39,17 @@ ANONYMOUS: Final = Principal("ANONYMOUS")
 
 def map_name(distinguished_name: str, rules: Sequence[MappingRule]) -> str | None:
     """The principal's name for a certificate's; None where no rule matches or nothing is left of it."""
+    veiled = _ESCAPE.sub(lambda escape: _STAND_INS.get(escape[0], escape[0]), distinguished_name)
+    has_stand_in = any(each in distinguished_name for each in _ESCAPES)
     for rule in rules:
         if rule.pattern is None:
             return distinguished_name or None
-        match = rule.pattern.fullmatch(distinguished_name)
+        match = None if has_stand_in else rule.pattern.fullmatch(veiled)
         if match is None:
             continue
-        name = _filled(rule.replacement, match)
+        name = _cased(_filled(rule.replacement, match), rule.case)
         # Only the space: a name that differs by another white space is another name.
-        return _cased(name, rule.case).strip(" ") or None
+        return "".join(_ESCAPES.get(each, each) for each in name).strip(" ") or None
     return None
 
 
@@ -76,6 +80,10 @@ _SHORT: Final = {
     "userId": "UID",
 }
 _SPECIAL: Final = re.compile(r'([,+"\\<>;])')
+# All that `_escaped` writes, and the characters that stand for it while patterns are matched: no text has these.
+_ESCAPE: Final = re.compile(r"\\(?:00|.)", re.DOTALL)
+_STAND_INS: Final = {"\\" + each: chr(0xFDD0 + number) for number, each in enumerate((*',+"\\<>;# ', "00"))}
+_ESCAPES: Final = {stand_in: escape for escape, stand_in in _STAND_INS.items()}
 
 
 def distinguished_name(subject: Sequence[Sequence[tuple[str, str]]]) -> str:

@@ -17,7 +17,8 @@ Transitions
 Invariants
 1. No request is made in `authenticated` and `failed`.
 2. The secret is sent by PLAIN and OAUTHBEARER alone, and is never part of an error.
-3. A broker cannot make this side work for long: MAX_ITERATIONS bounds the work of SCRAM.
+3. A broker cannot make this side work for long: MAX_ITERATIONS bounds the work of SCRAM. Nor does it get a proof from
+   which the password is quickly guessed: with fewer than LEAST_SCRAM_ITERATIONS there is none.
 
 Sources: KIP-43, KIP-84 (SCRAM), KIP-152 (SaslAuthenticate), KIP-255 and RFC 7628 (OAUTHBEARER), KIP-368 (lifetime).
 """
@@ -30,6 +31,7 @@ from typing import Final, NamedTuple, Protocol
 
 from scramp import ScramClient, ScramException
 
+from kproxy.config.broker_sasl import LEAST_SCRAM_ITERATIONS
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import build_request, decode_response, encode_request
 from kproxy_codec.error_codes import NONE, SASL_AUTHENTICATION_FAILED, UNSUPPORTED_SASL_MECHANISM, name_of
@@ -211,9 +213,10 @@ class Scram(_Own):
 
 def _check_iterations(server_first: str) -> None:
     found = _ITERATIONS.search(server_first)
-    if found is None or not 0 < int(found[1]) <= MAX_ITERATIONS:
+    if found is None or not LEAST_SCRAM_ITERATIONS <= int(found[1]) <= MAX_ITERATIONS:
         asked = "no valid number of" if found is None else found[1]
-        raise SaslRefused(f"it asks for {asked} iterations; {MAX_ITERATIONS} are done at most")
+        bounds = f"from {LEAST_SCRAM_ITERATIONS} to {MAX_ITERATIONS}"
+        raise SaslRefused(f"it asks for {asked} iterations; it must be {bounds}")
 
 
 def mechanism(name: str, username: str, secret: str) -> Mechanism:

@@ -171,9 +171,14 @@ def parse_verifier(
         UnsupportedAlgorithm,
     ) as error:
         reason = str(error) if type(error) is ValueError else type(error).__name__
-        raise StartupError(f"oauth.jwks {source} is no set of public keys (RFC 7517): {reason[:200]}.") from error
+        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            reason = "it is not JSON"
+        raise StartupError(
+            f"oauth.jwks {source} is no set of public keys ({reason[:200]}): give the issuer's JSON Web Key Set (RFC "
+            "7517)."
+        ) from error
     if not keys:
-        raise StartupError(f"oauth.jwks {source} has no key for signatures.")
+        raise StartupError(f"oauth.jwks {source} has no key for signatures: give the issuer's JSON Web Key Set.")
     if len(keys) == 1:
         keys[None] = next(iter(keys.values()))
     return TokenVerifier(keys, options, on_unknown_key)

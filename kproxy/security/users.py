@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from scramp import ScramException, ScramMechanism
 
-from kproxy.config.parsing import read_file, read_toml
+from kproxy.config.parsing import read_file, read_toml, unreadable
 from kproxy.config.security import SCRAM_256, SCRAM_512
 from kproxy.errors import StartupError
 
@@ -148,7 +148,10 @@ def check_name(name: str) -> str:
 def read_users(file: Path, stand_in_key: bytes) -> Users:
     """Read the file. Raises StartupError, which never has a credential in it."""
     check_mode(file, "sasl.users")
-    content = read_toml(file, "sasl.users")
+    try:
+        content = read_toml(file, "sasl.users")
+    except StartupError as error:
+        raise StartupError(f"{str(error).rstrip('.')}: name a file that `kproxy user add` has written.") from None
     if set(content) - {"users"} or not isinstance(content.get("users", {}), dict):
         raise StartupError(
             f"sasl.users {file} is no file of users: its only table is [users], and `kproxy user add` writes it."
@@ -176,10 +179,10 @@ def check_mode(file: Path, key: str) -> None:
     """Raise StartupError for a file with secrets that everybody can read, or others write."""
     try:
         mode = file.stat().st_mode
-    except OSError as error:
-        raise StartupError(f"{key} {file} cannot be read: {error.strerror}.") from error
+    except (OSError, ValueError) as error:
+        raise unreadable(key, file, error, f"make it with `kproxy user add --users {file} NAME`") from error
     if not stat.S_ISREG(mode):
-        raise StartupError(f"{key} {file} is no file.")
+        raise StartupError(f"{key} {file} is no file: name one that `kproxy user add` has written.")
     if mode & _FORBIDDEN_MODE:
         raise StartupError(
             f"{key} {file} has the mode {stat.S_IMODE(mode):04o}, so that others can read or change it: run "

@@ -7,7 +7,8 @@ the advertised address, other listeners on the port, and a closed listener do no
 
 `connected` makes clients: kafka-python itself leaves sockets that failed to connect to the garbage collector, and a
 client that fails in its constructor leaves its sockets and its thread. It also logs every error that it raises, bounds
-no TLS handshake, and reports a timeout where a broker refuses it; here the connection's own error is noted.
+no TLS handshake, computes SCRAM's proof with as few iterations as a broker says, and reports a timeout where a broker
+refuses it; here the connection's own error is noted.
 
 States: none --a page--> a producer --a failure--> none.
 
@@ -20,6 +21,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import ssl
 import time
@@ -30,10 +32,12 @@ from kafka import KafkaProducer
 from kafka.admin import KafkaAdminClient
 from kafka.errors import KafkaConnectionError, KafkaError, TopicAlreadyExistsError
 from kafka.net.compat import KafkaNetClient
+from kafka.net.sasl import register_sasl_mechanism
 from kafka.net.sasl.oauth import AbstractTokenProvider
+from kafka.net.sasl.scram import SaslMechanismScram
 from kafka.net.transport import KafkaSSLTransport, KafkaTCPTransport
 
-from kproxy.config.broker_sasl import BrokerSasl
+from kproxy.config.broker_sasl import LEAST_SCRAM_ITERATIONS, BrokerSasl
 from kproxy.errors import StartupError
 from kproxy.trail.sink import Appetite, SinkFailed, on_thread
 
@@ -43,6 +47,10 @@ if TYPE_CHECKING:
 CONNECT_S: Final = 3.0
 # The cluster's own default.
 DEFAULT_REPLICATION: Final = -1
+
+# Of a broker's words in the log, in characters.
+MOST_REASON: Final = 1_000
+_ITERATIONS: Final = re.compile(rb"(?:^|,)i=([0-9]{1,10})(?:,|$)")
 
 Connect = Callable[[str, int], socket.socket]
 """Connects to a host and port, on any thread, or raises OSError."""
@@ -119,6 +127,21 @@ class _TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # kafka-python h
 
     def token(self) -> str:
         return self._sasl.read_secret()
+
+
+class CarefulScram(SaslMechanismScram):  # type: ignore[misc]
+    """SCRAM that gives no proof for fewer iterations than clients have to ask for."""
+
+    def receive(self, auth_bytes: bytes) -> bool:
+        found = _ITERATIONS.search(auth_bytes) if not self._state else None
+        if not self._state and (found is None or int(found[1]) < LEAST_SCRAM_ITERATIONS):
+            raise ValueError(f"it asks for fewer than {LEAST_SCRAM_ITERATIONS} iterations of SCRAM")
+        done: bool = super().receive(auth_bytes)
+        return done
+
+
+for _name in ("SCRAM-SHA-256", "SCRAM-SHA-512"):
+    register_sasl_mechanism(_name, CarefulScram, overwrite=True)
 
 
 class _Noting(KafkaTCPTransport):  # type: ignore[misc]
@@ -238,9 +261,9 @@ class TopicSink:
             reason = f"topic {self._topic}: {str(error) or type(error).__name__}"
             if self._trouble:
                 reason, self._trouble = f"{reason} ({self._trouble})", ""
-            raise SinkFailed(
-                f"{reason}; it could not be made: {self._not_made}" if self._not_made else reason
-            ) from error
+            if self._not_made:
+                reason = f"{reason}; it could not be made: {self._not_made}"
+            raise SinkFailed(reason[:MOST_REASON]) from error
 
     async def close(self) -> None:
         producer, self._producer = self._producer, None

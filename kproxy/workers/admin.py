@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from kproxy.observe.admin import TableLike, replication_route
 from kproxy.observe.exposition import merge, render
 from kproxy.observe.http_page import HttpPage, Readiness
-from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, expiry, registered, reloads
+from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, expiry, page_connections, registered, reloads
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import TablePage
 from kproxy.workers.process import NoAnswer, Order, Slot
@@ -71,7 +71,8 @@ class WorkerPages:
         up = dict.fromkeys((slot.number for slot in self._slots), False)
         for slot, answers in zip(asked, await asyncio.gather(*(slot.ask_counts() for slot in asked)), strict=True):
             up[slot.number] = answers
-        ours = [registered(self._registration()), expiry(self._certificates()), reloads(self._counters)]
+        ours = [registered(self._registration()), expiry(self._certificates())]
+        ours += [reloads(self._counters), page_connections(self._counters)]
         families = merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours])
         pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
         restarts = sum(slot.restarts for slot in self._slots)

@@ -66,7 +66,7 @@ async def test_a_name_may_be_given_for_where_the_certificate_has_another(secured
         ("plain to TLS", "speaks TLS: write https://localhost"),
         ("TLS to plain", "does not speak TLS: write http://127.0.0.1"),
         ("certificates and no TLS", "no TLS is spoken there: write https://"),
-        ("missing file", "etcd's cert .*nowhere.pem cannot be read: No such file"),
+        ("missing file", "etcd's cert .*nowhere.pem cannot be read .No such file"),
         ("not a certificate", "etcd's ca .*client.key holds no certificates"),
         ("another's key", "do not belong together"),
     ],

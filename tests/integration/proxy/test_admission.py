@@ -256,10 +256,15 @@ async def test_strangers_in_hundreds_do_not_keep_a_client_from_its_work(tmp_path
 async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
     broker = ServedBroker(1, answers_everything)
     await broker.start()
-    rooms = f'[sasl]\nmechanisms = ["PLAIN"]\nusers = "{sasl.users_file(tmp_path, "alice")}"\nwithout_tls = true\n'
+    users = tmp_path / "users.toml"
+    users.touch(0o600)
+    rooms = f'[sasl]\nmechanisms = ["PLAIN"]\nusers = "{users}"\nwithout_tls = true\n'
     manager = static_proxy(tmp_path, {1: broker.port}, rooms=rooms)
     process = await asyncio.to_thread(manager.__enter__)
     try:
+        # It starts without a user, and says so.
+        assert "no users" in process.stderr()
+        assert f"kproxy user add --users {users} NAME" in process.stderr()
         client = await RawClient().connect(port_of(process))
         client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("bob", "bob-secret")))
         await client.answer(SASL_HANDSHAKE, 1)

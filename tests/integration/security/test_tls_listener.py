@@ -225,7 +225,7 @@ def test_plain_text_is_told_apart(site: Site, tmp_path: Path) -> None:
 STARTUP: dict[str, tuple[Callable[[Site], Pair], str]] = {
     "missing": (lambda site: Pair(Path("/nowhere.pem"), site.server.key), "cannot be read"),
     "another's key": (lambda site: Pair(site.server.cert, site.client.key), "do not belong together"),
-    "no certificate": (lambda site: Pair(site.server.key, site.server.key), "both have to be PEM"),
+    "no certificate": (lambda site: Pair(site.server.key, site.server.key), "holds a private key, and no certificate"),
     "expired": (
         lambda site: site.signer.issue("old-server", "localhost", days=-1),
         "has expired: give one",

@@ -15,8 +15,8 @@ from kio.serial import entity_reader, entity_writer
 from kio.static.constants import EntityType
 
 from kproxy_codec import api_keys, control
-from kproxy_codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
-from kproxy_codec.primitives import encode_tagged_fields
+from kproxy_codec.errors import CodecError, InvalidField, UnsupportedVersion
+from kproxy_codec.primitives import encode_tagged_fields, encode_uvarint
 
 TOPIC_ID = uuid.UUID("6ba7b810-9dad-11d1-80b4-00c04fd430c8")
 
@@ -158,15 +158,17 @@ def test_null_is_read_where_the_schema_allows_it() -> None:
 
 def test_an_endless_varint_is_refused_at_once() -> None:
     started = time.thread_time()
-    with pytest.raises(InvalidField, match="in a row"):
+    with pytest.raises(InvalidField, match="longer than 32 bits"):
         control.decode_request(api_keys.METADATA, 12, b"\xff" * (1 << 20))
+    with pytest.raises(InvalidField, match="in a row"):
+        control.decode_response(api_keys.METADATA, 12, b"\xff" * (1 << 20))
     with pytest.raises(CodecError):
         control.decode_request(api_keys.METADATA, 12, b"\xff" * 4096)
     assert time.thread_time() - started < 1.0, "the varint loop ran over the whole message"
 
 
 def test_a_huge_array_length_costs_nothing() -> None:
-    with pytest.raises(Truncated):
+    with pytest.raises(InvalidField):
         control.decode_request(api_keys.METADATA, 1, b"\x7f\xff\xff\xff")
     with pytest.raises(CodecError):
         control.decode_request(api_keys.METADATA, 12, b"\xff\xff\xff\xff\x07")
@@ -184,6 +186,64 @@ def test_tagged_fields_of_who_is_not_authenticated_are_bounded(api_key: int, ver
             control.decode_request(api_key, version, before_tags + section)
     with pytest.raises(CodecError):
         control.decode_request(api_key, version, b"\x7f")
+
+
+# An element without content of each array that a client may fill, and the bytes before and behind the array.
+_SMALLEST = {
+    "Metadata": (api_keys.METADATA, 9, b"", b"\x01%b", bytes(4)),
+    "OffsetCommit": (api_keys.OFFSET_COMMIT, 8, b"\x02g" + bytes(4) + b"\x02m\x00", b"\x02t\x01%b", b"\x00"),
+    "OffsetFetch": (api_keys.OFFSET_FETCH, 6, b"\x02g", b"\x02t\x01%b", b"\x00"),
+    "JoinGroup": (api_keys.JOIN_GROUP, 6, b"\x02g" + bytes(8) + b"\x01\x00\x02c", b"\x01\x01%b", b"\x00"),
+    "LeaveGroup": (api_keys.LEAVE_GROUP, 4, b"\x02g", b"\x01\x00%b", b"\x00"),
+    "CreateTopics": (api_keys.CREATE_TOPICS, 7, b"", b"\x02t" + bytes(6) + b"\x01\x01%b", bytes(6)),
+    "AddPartitionsToTxn": (api_keys.ADD_PARTITIONS_TO_TXN, 3, b"\x02t" + bytes(10), b"\x02t\x01%b", b"\x00"),
+    "DescribeConfigs": (api_keys.DESCRIBE_CONFIGS, 4, b"", b"\x02\x02t\x00%b", bytes(3)),
+}
+
+
+@pytest.mark.parametrize("name", _SMALLEST)
+def test_what_a_request_may_name_is_bounded(name: str) -> None:
+    """Each element costs microseconds and some hundred bytes: 1 MiB of them cost a second, and 150 MB."""
+    api_key, version, before, element, behind = _SMALLEST[name]
+
+    def body(count: int, tagged: bytes = b"\x00") -> bytes:
+        return before + encode_uvarint(count + 1) + element % tagged * count + behind
+
+    for count in (3, control.MAX_ELEMENTS):
+        control.decode_request(api_key, version, body(count))
+    started = time.thread_time()
+    for tagged in (b"\x00", b"\x01\x63\x00"):
+        most = (1 << 20) // len(element % tagged)
+        with pytest.raises(InvalidField, match=r"elements in arrays; at most 32768 are read"):
+            control.decode_request(api_key, version, body(most, tagged))
+    assert time.thread_time() - started < 0.1
+    # The decoder copies the rest of the message for each of these.
+    control.decode_request(api_key, version, body(64, b"\x01\x63\x00"))
+    with pytest.raises(InvalidField, match="tagged fields; at most 64 are read"):
+        control.decode_request(api_key, version, body(65, b"\x01\x63\x00"))
+
+
+def test_numbers_in_an_array_count_as_less_than_names() -> None:
+    """A new topic may have the replicas of 10,000 partitions named, each in an array of its own."""
+    replicas = [{"partition_index": index, "broker_ids": [1, 2, 3]} for index in range(10_000)]
+    topic = {"name": "t", "num_partitions": -1, "replication_factor": -1, "assignments": replicas, "configs": []}
+    body = control.encode_request(control.build_request(api_keys.CREATE_TOPICS, 7, topics=[topic], timeout_ms=1))
+    assert len(control.decode_request(api_keys.CREATE_TOPICS, 7, body).topics[0].assignments) == 10_000
+    with pytest.raises(InvalidField, match="elements in arrays"):
+        control.decode_request(
+            api_keys.ADD_PARTITIONS_TO_TXN,
+            0,
+            b"\x00\x01t" + bytes(10) + b"\x00\x00\x00\x01\x00\x01t\x00\x09\x00\x00" + bytes(4 * 0x90000),
+        )
+
+
+def test_no_array_is_in_a_tagged_field() -> None:
+    """Elements are counted in the fields that are not tagged."""
+    for api_key, message_class in control._REQUESTS.items():
+        lowest, highest = control.version_range(api_key)
+        for version in range(lowest, highest + 1):
+            tagged = message_class._struct.tagged_fields(version)._fields
+            assert not any(field.is_array() for field in tagged), (api_key, version)
 
 
 @pytest.mark.parametrize(

@@ -347,7 +347,7 @@ def test_check_config_prints_json_for_programs(
     said = capsys.readouterr().out
     told = json.loads(said)
     assert (set(told), told["ok"], told["problem"]) == (
-        {"ok", "problem", "settings", "owners", "listeners", "acls", "quotas"},
+        {"ok", "problem", "warnings", "settings", "owners", "listeners", "acls", "quotas"},
         True,
         None,
     )

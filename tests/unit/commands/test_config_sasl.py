@@ -154,7 +154,7 @@ def test_rules_for_the_names_of_certificates_belong_to_a_listener(tmp_path: Path
             '[sasl]\nmechanisms = "OAUTHBEARER"\nusers = "u"\nwithout_tls = true\n' + OAUTH,
             ["sasl.users", "leave it out"],
         ),
-        ('[sasl]\nmechanisms = ""\nusers = "u"', ["sasl.mechanisms", "is not a list: "]),
+        ('[sasl]\nmechanisms = ""\nusers = "u"', ["sasl.mechanisms", "it is empty: "]),
         ('[sasl]\nmechanism = "PLAIN"', ["sasl.mechanism", "sasl.mechanisms"]),
         ('[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "u"\ntimeout_s = 0', ["sasl.timeout_s"]),
     ],

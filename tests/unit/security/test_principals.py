@@ -62,6 +62,45 @@ def test_a_change_of_case_makes_no_other_letter_an_ascii_one(name: str, case: st
     assert principal_of(certificate(name), RULES[case]) == Principal(principal)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "RULE:^CN=([^,]+),OU=apps.*$/$1/",
+        "RULE:^CN=(.*?),OU=apps.*$/$1/",
+        "RULE:^CN=([^,]+),OU=apps(,.*)?$/$1/",
+        "RULE:^CN=([^,]+),OU=([^,]+).*$/$2-$1/",
+        "RULE:^CN=[^,]+,OU=([^,]+),.*$/$1/",
+        r"RULE:^CN=([^,\\]+).*$/$1/",
+    ],
+)
+def test_a_value_has_no_other_part_of_the_name_in_it(rule: str) -> None:
+    """A comma in a value is escaped, and no pattern takes it for the comma between two parts."""
+    rules = parse_rules(rule)
+    honest = principal_of(named("admin", "apps"), rules)
+    assert honest is not None
+    for common_name in ("admin,OU=apps", "admin,OU=apps,", "admin\\,OU=apps", "x,OU=apps,OU=y", 'admin"', "admin;x"):
+        forged = principal_of(named(common_name, "guests"), rules)
+        assert forged is None or ("apps" not in forged.name.split("-") and forged.name != honest.name), forged
+        assert forged is None or forged.name != "admin\\"
+
+
+def named(common_name: str, unit: str) -> dict[str, object]:
+    parts = {"organizationName": "Ex", "organizationalUnitName": unit, "commonName": common_name}
+    return {"subject": tuple((part,) for part in parts.items())}
+
+
+def test_an_escaped_character_is_one_that_a_pattern_may_match() -> None:
+    """Names in directories are often like this one, and are written out as in the whole name."""
+    for rule in ("RULE:^CN=(.*?),OU=apps.*$/$1/L", "RULE:^CN=([^,]+),OU=apps.*$/$1/L"):
+        assert principal_of(named("Doe, John #1", "apps"), parse_rules(rule)) == Principal(
+            "doe\\, john #1", frozenset({"apps"})
+        )
+    rules = parse_rules(["RULE:^CN=(.*),O=Ex$/$1/", "DEFAULT"])
+    # What stands for the escaped characters meanwhile is no character of a name.
+    assert principal_of({"subject": ((("commonName", "a\ufdd0"),),)}, rules) == Principal("CN=a\ufdd0")
+    assert principal_of({"subject": ((("commonName", "a\ufdd0"),),)}, parse_rules("RULE:^CN=(.*)$/$1/")) is None
+
+
 def test_a_comma_in_a_name_does_not_end_it() -> None:
     assert distinguished_name((((("commonName", "a,O=b")),),)) == "CN=a\\,O=b"
 

@@ -82,6 +82,25 @@ def test_a_broken_file_is_refused_without_showing_it(tmp_path: Path, text: str) 
     assert "SECRET" not in str(raised.value)
 
 
+async def test_a_file_without_users_is_warned_of(tmp_path: Path) -> None:
+    """At the start, and when it has become empty; nobody is kept from starting so."""
+    file = tmp_path / "users.toml"
+    write_users(file, {})
+    sasl, reloads = SaslOptions(("SCRAM-SHA-512",), file, None, False, 10.0, 0.0), Reloads()
+    files = SecurityFiles(sasl, None, None, reloads, counters=Counter())
+    with capture_logs() as lines:
+        files.tell_of_no_users()
+    assert [(each["event"], each["log_level"]) for each in lines] == [("no users", "warning")]
+    assert f"kproxy user add --users {file} NAME" in lines[0]["advice"]
+    credential = make_credential("SCRAM-SHA-512", "pw", 4096, b"s" * 18)
+    for users, told in (({"a": {credential.mechanism: credential}}, 0), ({}, 1)):
+        write_users(file, users)
+        with capture_logs() as lines:
+            await reloads.reload()
+        assert [each["event"] for each in lines].count("no users") == told
+        assert (files.lacks_users is None) is (told == 0)
+
+
 def test_credentials_are_those_of_the_standard() -> None:
     # RFC 7677, section 3.
     salt = base64.b64decode("W22ZaJ0SNY7soEsUEjb6gQ==")

@@ -1,0 +1,136 @@
+"""Connections to an admin page that do nothing, with TLS and without, are bounded in number and time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from kproxy.config.tls import ListenerTls
+from kproxy.observe import http_page
+from kproxy.observe.http_page import HttpPage, Readiness
+from kproxy.security.entrance import load_for_entrance
+from tests.support.security.tls_files import Pair, Signer, client_context
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+ALIVE = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+class Pages:
+    """The least content of a page."""
+
+    async def summary(self) -> str:
+        return "a page"
+
+    async def metrics(self, accept: str) -> tuple[bytes, str]:
+        return b"", "text/plain"
+
+    async def readiness(self) -> Readiness:
+        return Readiness(True, "ready")
+
+    async def liveness(self) -> Readiness:
+        return Readiness(True, "alive")
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
+    return Signer(tmp_path_factory.mktemp("page") / "ca")
+
+
+@pytest.fixture(scope="module")
+def pair(signer: Signer) -> Pair:
+    return signer.issue("page", "127.0.0.1")
+
+
+class Site:
+    """A page, and what it has counted."""
+
+    def __init__(self, port: int, client: ssl.SSLContext | None, counters: Counter[str]) -> None:
+        self.cut = counters
+        self._port = port
+        self._client = client
+
+    async def connect(self) -> Stream:
+        return await asyncio.open_connection("127.0.0.1", self._port, ssl=self._client)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+async def site(request: pytest.FixtureRequest, signer: Signer, pair: Pair) -> AsyncIterator[Site]:
+    loaded = load_for_entrance(ListenerTls(Path(pair.cert), Path(pair.key)))
+    counters = Counter[str]()
+
+    async def echo(asked: web.Request) -> web.Response:
+        return web.Response(body=await asked.read())
+
+    page = HttpPage(Pages(), [web.post("/echo", echo)])
+    port = await page.start("127.0.0.1", 0, (lambda: loaded) if request.param else None, counters)
+    yield Site(port, client_context(signer.ca) if request.param else None, counters)
+    await page.stop()
+
+
+async def answer(stream: Stream, request: bytes = ALIVE) -> bytes:
+    """The first line of the answer; empty if the connection has ended."""
+    async with asyncio.timeout(20):
+        with contextlib.suppress(ConnectionError):
+            stream[1].write(request)
+            return await stream[0].readline()
+    return b""
+
+
+async def end(stream: Stream) -> None:
+    """Wait until the page has closed it."""
+    async with asyncio.timeout(5):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            await stream[0].read()
+
+
+async def test_a_connection_without_a_request_is_closed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_page, "REQUEST_S", 0.3)
+    silent, half = await site.connect(), await site.connect()
+    half[1].write(ALIVE[:20])
+    await end(silent)
+    await end(half)
+    assert site.cut == {"page.cut.idle": 2}
+    asking = await site.connect()
+    assert b"200" in await answer(asking)
+    await asyncio.sleep(0.5)
+    # From its first request on, the ordinary time of HTTP counts.
+    assert not asking[0].at_eof()
+    assert site.cut == {"page.cut.idle": 2}
+
+
+async def test_a_body_that_does_not_arrive_is_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_page, "BODY_S", 0.3)
+    head = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n\r\n"
+    assert b"408" in await answer(await site.connect(), head + b"12")
+    assert b"200" in await answer(await site.connect(), head + b"12345")
+
+
+async def test_who_does_nothing_keeps_nobody_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_page, "MAX_CONNECTIONS", 5)
+    first = await site.connect()
+    assert b"200" in await answer(first)
+    silent = [await site.connect() for _ in range(5)]
+    asking = [await site.connect() for _ in range(3)]
+    for stream in asking:
+        assert b"200" in await answer(stream)
+    for stream in (first, *silent[:3]):
+        await end(stream)
+    assert site.cut == {"page.cut.crowded": 4}
+    assert b"200" in await answer(silent[-1])
+    # While all have a request, one more is closed.
+    head = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\n\r\n"
+    asking = [await site.connect() for _ in range(5)]
+    for _, writer in asking:
+        writer.write(head)
+    await asyncio.sleep(0.3)
+    assert await answer(await site.connect()) == b""
+    for stream in asking:
+        assert b"200" in await answer(stream, b"x")
+    assert b"200" in await answer(await site.connect())
