@@ -15,13 +15,14 @@ Invariants
 1. Answers leave in the order of their requests (kproxy.proxy.answer_order).
 2. In-flight bytes and open requests are bounded: past a bound, or while the client or a broker reads too slowly,
    nothing more is begun or read. Requests that one read brings beyond a bound wait in `_backlog`. So do requests that
-   cannot be begun within TURN_S: other connections have their turn first.
+   cannot be begun within TURN_S: other connections have their turn first. So they do after a read that brought
+   MANY_REQUESTS and LARGE_READ_BYTES.
 3. Nothing is begun during an answer or a failure: the fan-out finishes one event before the next.
 4. The bytes that all connections hold together are bounded as well (kproxy.proxy.memory_budget). When this connection
    ends, its bytes are taken off that sum, and the brokers' answers that it holds off theirs (kproxy.proxy.answer_room).
 5. Any error here closes this connection and no other, with one line in the log.
-6. After `take_apart` the session is in no reference cycle. Python's cycle collector stops the event loop: to free the parts
-   of 200 sessions took it 20 ms.
+6. After `take_apart` the session is in no reference cycle. Python's cycle collector stops the event loop: it took
+   20 ms to free the parts of 200 sessions.
 """
 
 from __future__ import annotations

@@ -100,9 +100,12 @@ class _Pace:
     async def turn(self) -> None:
         """Wait for one's turn to begin."""
         async with self._turn:
-            while self.left_s > 0:
+            while True:
+                left_s = self.left_s
+                if left_s <= 0:
+                    break
                 # Steps of other handshakes may move the time meanwhile.
-                await asyncio.sleep(self.left_s)
+                await asyncio.sleep(left_s)
             # It works in the loop's next steps, as long as the one before it.
             self._reserved_s = PACE * self._last_s
             self._free_at = self._clock() + self._reserved_s
@@ -436,7 +439,7 @@ class Entrance(Generic[Session]):
 
 
 class _Threshold(asyncio.BufferedProtocol, Generic[Session]):
-    """The placeholder of a session until the handshake is finished. `worked` gets the seconds that the session takes."""
+    """The placeholder of a session until the handshake is finished. `worked` gets the seconds that a session takes."""
 
     def __init__(self, make: Callable[[], Session | None], worked: Callable[[float], None] | None) -> None:
         self._make = make

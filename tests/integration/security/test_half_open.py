@@ -159,8 +159,9 @@ ENDINGS: Mapping[str, Sequence[Ending]] = {
 
 @pytest.mark.parametrize("listener", ENDINGS)
 async def test_an_ended_connection_leaves_nothing_to_the_cycle_collector(tmp_path: Path, listener: str) -> None:
-    """The collector stops the event loop: 20 ms for what a flood of 200 connections leaves, where they are in cycles."""
-    connections, rooms, contexts = 20, "", [None]
+    """The collector stops the event loop: for 20 ms if 200 connections of a flood have left reference cycles."""
+    connections, rooms = 20, ""
+    contexts: list[ssl.SSLContext | None] = [None]
     if listener != "without security":
         signer, stranger = Signer(tmp_path / "ca"), Signer(tmp_path / "another")
         pair = signer.issue("server", "localhost")
