@@ -6,9 +6,11 @@ cdef extern from *:
     /* As in kproxy.proxy.answer_room, kproxy.proxy.memory_budget and kproxy.proxy.request_reader. */
     #define LARGE_BYTES (256 << 10)
     #define LAST_READ_BYTES 4096
-    #define TURN_S 0.002
+    #define TURN_S 0.001
+    #define LARGE_READ_BYTES (128 << 10)
+    #define MANY_REQUESTS 32
     """
-    const Py_ssize_t LARGE_BYTES, LAST_READ_BYTES
+    const Py_ssize_t LARGE_BYTES, LAST_READ_BYTES, LARGE_READ_BYTES, MANY_REQUESTS
     const double TURN_S
 
 
@@ -115,7 +117,7 @@ cdef class RequestReader:
     def buffer_updated(self, Py_ssize_t nbytes):
         cdef double now = self.clock.now(), first_byte_at
         cdef uint8_t *data
-        cdef Py_ssize_t first, at, end, size
+        cdef Py_ssize_t first, at, end, size, begun = 0
         cdef HeldBytes budget = self._budget
         cdef FrameReader reader = self._reader
         self.tally.received_bytes += nbytes
@@ -134,6 +136,7 @@ cdef class RequestReader:
                     return
                 if self._reading:
                     self.begin(view, data, at, size, now, first_byte_at)
+                    begun += 1
                     if first + size < end and self.clock.now() - now > TURN_S:
                         self._rest()
                 else:
@@ -141,6 +144,8 @@ cdef class RequestReader:
                     budget.held += size
                 first_byte_at = now
                 at += size
+            if begun >= MANY_REQUESTS and nbytes >= LARGE_READ_BYTES and self._reading and not self.closed:
+                self._rest()
         except CodecError as error:
             self.refuse(error)
             return

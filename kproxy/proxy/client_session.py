@@ -15,11 +15,14 @@ Invariants
 1. Answers leave in the order of their requests (kproxy.proxy.answer_order).
 2. In-flight bytes and open requests are bounded: past a bound, or while the client or a broker reads too slowly,
    nothing more is begun or read. Requests that one read brings beyond a bound wait in `_backlog`. So do requests that
-   cannot be begun within TURN_S: other connections have their turn first.
+   cannot be begun within TURN_S: other connections have their turn first. So they do after a read that brought
+   MANY_REQUESTS and LARGE_READ_BYTES.
 3. Nothing is begun during an answer or a failure: the fan-out finishes one event before the next.
 4. The bytes that all connections hold together are bounded as well (kproxy.proxy.memory_budget). When this connection
    ends, its bytes are taken off that sum, and the brokers' answers that it holds off theirs (kproxy.proxy.answer_room).
 5. Any error here closes this connection and no other, with one line in the log.
+6. After `take_apart` the session is in no reference cycle. Python's cycle collector stops the event loop: it took
+   20 ms to free the parts of 200 sessions.
 """
 
 from __future__ import annotations
@@ -163,6 +166,9 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
     # The connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self.closed:
+            cast(asyncio.Transport, transport).abort()
+            return
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
@@ -516,6 +522,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
 
     def drain(self) -> None:
         """Read no more; close once everything in flight is answered."""
+        if self.closed:
+            return
         self._draining = True
         # A client that waits for an answer may already send the next request, which is not read.
         self._lingers = self._lingers or bool(self._answers.slots or self._backlog)
@@ -535,7 +543,6 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         if not self._gone.done():
             self._gone.set_result(None)
         self._end()
-        # A session is in reference cycles. TLS and its buffer go now: a collection that frees many of them stops all.
         self._transport = None
 
     def _end(self, *, lingers: bool = False) -> None:
@@ -624,3 +631,10 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         await self._connections.close()
         if self._identity is not None:
             self._identity.forget()
+
+    def take_apart(self) -> None:
+        """Let go of the parts, which refer to this session (invariant 6); to be called after `close`."""
+        self._fanout.take_apart()
+        self._plain = None
+        del self._answers, self._share, self._identity, self._connections, self._fanout, self._requests, self._compiled
+        del self._meter, self._gate, self._control, self._waiting

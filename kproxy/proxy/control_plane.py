@@ -496,6 +496,8 @@ class ControlPlane:
 
     async def close(self) -> None:
         await asyncio.gather(self._connections.close(), self._to_coordinators.close())
+        # It refers to this object: no reference cycle is left.
+        del self._coordination
 
 
 def _framed(header: RequestHeader, body: Buffer) -> list[Buffer]:

@@ -307,6 +307,11 @@ class FanoutShell:
             self._timer.cancel()
         await self.lookups.close()
 
+    def take_apart(self) -> None:
+        """Leave no reference cycle, once this is closed and its connections are."""
+        self.core.take_apart()
+        del self._numbered, self.plain
+
 
 # Methods, and single calls.
 _CARRY_OUT: Final[Mapping[type[Action], Callable[[FanoutShell, Any], None]]] = {

@@ -19,7 +19,10 @@ from kproxy.proxy.metering import Charging
 from kproxy_codec.errors import CodecError
 
 # In one turn of the event loop, requests of one client are begun for this long, in seconds, and one request more.
-TURN_S = 0.002
+TURN_S = 0.001
+# So many bytes and requests in one read are all that is read in a turn: there may be many such reads (TLS, for one).
+LARGE_READ_BYTES = 128 << 10
+MANY_REQUESTS = 32
 
 
 class Taker(Protocol):
@@ -74,6 +77,7 @@ class RequestReader:
             frames = self._reader.buffer_updated(nbytes)
             self._first_byte_at = now if frames else first_byte_at
             coming = iter(frames)
+            begun = 0
             for frame in coming:
                 if self.closed:
                     if frame is not frames[0]:
@@ -82,12 +86,15 @@ class RequestReader:
                     return
                 if self._reading:
                     self._begin(frame, first_byte_at)
+                    begun += 1
                     if frame is not frames[-1] and self._clock() - now > TURN_S:
                         self._rest()
                 else:
                     self._backlog.append((frame, first_byte_at))
                     self._budget.held += len(frame)
                 first_byte_at = now
+            if begun >= MANY_REQUESTS and nbytes >= LARGE_READ_BYTES and self._reading and not self.closed:
+                self._rest()
         except CodecError as error:
             self.refuse(error)
             return

@@ -319,6 +319,7 @@ class Listener:
     async def _close(self, session: ClientSession) -> None:
         try:
             await session.close()
+            session.take_apart()
         finally:
             self._sessions.discard(session)
             self._inside.discard(session)
@@ -360,6 +361,8 @@ class Listener:
                 if context.clock() - began > TURN_S:
                     await asyncio.sleep(0)
                     began = context.clock()
+                    if session not in self._sessions:
+                        continue
                 try:
                     session.expire(now, is_late=now - due > LATE_S)
                 except Exception:  # the boundary: an error in one session must not stop the others' clock

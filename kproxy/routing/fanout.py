@@ -337,6 +337,10 @@ class Fanout:
         self._expire(list(self._exchanges))
         return self._finish()
 
+    def take_apart(self) -> None:
+        """Leave no reference cycle; no event comes after this."""
+        self._in_flight.take_apart()
+
     # One event
 
     def _begin(self, now: float, jitter: float) -> None:

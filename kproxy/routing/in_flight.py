@@ -196,6 +196,11 @@ class InFlight:
             if not sequences:
                 del self._sequences[key]
 
+    def take_apart(self) -> None:
+        """Separate connections and pieces, which refer to each other, for good."""
+        for connection in self.connections.values():
+            connection.pieces.clear()
+
     def of(self, key: LaneKey) -> Collection[int]:
         """The unanswered sequences in a lane."""
         if self._sequences is None:

@@ -24,8 +24,8 @@ Invariants
    refused: an ordinary client finishes within a few round trips of its turn, so those that do not finish are older.
 3. Nothing is read from a connection whose sender may send no header of the PROXY protocol.
 4. Each connection that is not inside is one task, which owns its socket until the event loop has it.
-5. Handshakes begin one after another, in the order in which clients asked for them, and take about a PACE-th part of
-   the event loop's time: a flood of them leaves the rest to those inside.
+5. Handshakes begin one after another, in the order in which clients asked for them. They and the sessions after them
+   take about one part in 1 + PACE of the event loop's time: a flood of them leaves the rest to those inside.
 """
 
 from __future__ import annotations
@@ -59,10 +59,14 @@ Session = TypeVar("Session", bound=asyncio.BaseProtocol)
 
 # To finish the header and the handshake, in seconds; this is as long as a client may take to authenticate.
 HANDSHAKE_S: Final = 10.0
-# Between the beginnings of two handshakes, as a multiple of the time that the event loop worked for the first of them.
+# Between two handshakes, as a multiple of the time that the event loop worked for handshakes and sessions.
 PACE: Final = 3.0
 # The longest such time that counts, in seconds: a step of a handshake takes a millisecond, but may be interrupted.
 MOST_STEP_S: Final = 0.005
+# The most work that is waited for, in seconds: many clients may go on with their handshakes at once.
+MOST_WORK_S: Final = 0.02
+# The end of a session takes about as long as its beginning, and is not measured.
+_BOTH_ENDS: Final = 2
 # To end TLS, in seconds.
 SHUTDOWN_S: Final = 5.0
 # For a refused client to read the reason, in seconds.
@@ -80,29 +84,44 @@ _FOREIGN_SENDER: Final = Failure(
 
 
 class _Pace:
-    """When the next handshake of a listener may begin."""
+    """When the next handshake of a listener may begin.
 
-    def __init__(self) -> None:
+    `worked` counts what the connections before it took of the event loop: steps of handshakes, and sessions.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._turn = asyncio.Lock()
         self._free_at = 0.0
+        # The last step, and as much of `_free_at` as is for the next one, which has yet to be counted.
         self._last_s = 0.0
+        self._reserved_s = 0.0
 
     async def turn(self) -> None:
         """Wait for one's turn to begin."""
         async with self._turn:
             while True:
-                left_s = self._free_at - time.monotonic()
+                left_s = self.left_s
                 if left_s <= 0:
                     break
                 # Steps of other handshakes may move the time meanwhile.
                 await asyncio.sleep(left_s)
             # It works in the loop's next steps, as long as the one before it.
-            self._free_at = time.monotonic() + PACE * self._last_s
+            self._reserved_s = PACE * self._last_s
+            self._free_at = self._clock() + self._reserved_s
+
+    @property
+    def left_s(self) -> float:
+        """How long the next one has to wait, in seconds; 0 or less: not at all."""
+        return self._free_at - self._clock()
 
     def worked(self, seconds: float) -> None:
-        """Take the duration of a step of a handshake that ends now."""
+        """Take the duration of work that ends now."""
+        now = self._clock()
         self._last_s = min(seconds, MOST_STEP_S)
-        self._free_at = max(self._free_at, time.monotonic() + PACE * self._last_s)
+        free_at = max(now, self._free_at - self._reserved_s) + PACE * self._last_s
+        self._free_at = min(free_at, now + PACE * MOST_WORK_S)
+        self._reserved_s = 0.0
 
 
 class _Handshake:
@@ -374,7 +393,8 @@ class Entrance(Generic[Session]):
         """Give the connection to a session. Raises OSError."""
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        threshold = _Threshold(lambda: self._session(source))
+        worked = self._pace.worked if context is not None else None
+        threshold = _Threshold(lambda: self._session(source), worked)
         taken = socket.socket(fileno=connection.detach())
         loop = asyncio.get_running_loop()
         if context is None:
@@ -419,13 +439,20 @@ class Entrance(Generic[Session]):
 
 
 class _Threshold(asyncio.BufferedProtocol, Generic[Session]):
-    """The placeholder of a session until the handshake is finished."""
+    """The placeholder of a session until the handshake is finished. `worked` gets the seconds that a session takes."""
 
-    def __init__(self, make: Callable[[], Session | None]) -> None:
+    def __init__(self, make: Callable[[], Session | None], worked: Callable[[float], None] | None) -> None:
         self._make = make
+        self._worked = worked
         self.session: Session | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        began = time.monotonic()
+        self._begin(transport)
+        if self._worked is not None:
+            self._worked(_BOTH_ENDS * (time.monotonic() - began))
+
+    def _begin(self, transport: asyncio.BaseTransport) -> None:
         self.session = self._make()
         if self.session is None:
             cast(asyncio.Transport, transport).abort()

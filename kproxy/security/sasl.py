@@ -183,7 +183,8 @@ class SaslExchange:
             try:
                 return server.step(token)
             except Refused as refused:
-                return refused
+                # Its traceback has the message, and would be in a reference cycle.
+                return refused.with_traceback(None)
 
         return Pending(step, server.is_slow)
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from kproxy.proxy.memory_budget import USUAL
+from kproxy.proxy.request_reader import LARGE_READ_BYTES, MANY_REQUESTS
 from kproxy_codec.api_keys import FETCH, PRODUCE
 from kproxy_codec.error_codes import INVALID_REQUEST, NOT_LEADER_OR_FOLLOWER
 from kproxy_codec.partitioned import MAX_PARTITIONS
@@ -53,6 +54,27 @@ async def test_all_connections_together_hold_no_more_than_the_total() -> None:
             assert proxy.context.budget.held < 16 * MIB
         assert [(await client.answer()).correlation_id for client in clients] == list(range(40))
         assert proxy.context.budget.held == 0
+
+
+@both_loops
+@in_one_go
+async def test_a_large_read_of_many_requests_is_all_of_a_clients_turn() -> None:
+    """TLS hands over several such reads in one turn of the event loop; by a clock at rest each takes no time."""
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream, clock=lambda: 1.0) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=batch(0)))
+        await client.answer()
+        (session,) = proxy.listener._sessions
+        size = LARGE_READ_BYTES // MANY_REQUESTS
+        frames = b"".join(big(n, size) for n in range(1, 1 + MANY_REQUESTS))
+        session.get_buffer(len(frames))[: len(frames)] = frames
+        session.buffer_updated(len(frames))
+        assert not session._reading
+        answers = [(await client.answer()).correlation_id for _ in range(MANY_REQUESTS)]
+        assert answers == list(range(1, 1 + MANY_REQUESTS))
+        assert session._reading
 
 
 @both_loops

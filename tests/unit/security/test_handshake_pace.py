@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kproxy.security.entrance import MOST_STEP_S, PACE, _Pace
+import pytest
+
+from kproxy.security.entrance import MOST_STEP_S, MOST_WORK_S, PACE, _Pace, _Threshold
+from tests.support.security.sasl_client import Clock
 
 
 async def test_handshakes_begin_in_order_and_each_waits_for_the_work_of_the_last() -> None:
@@ -37,3 +40,34 @@ async def test_a_cancelled_wait_leaves_the_turn_to_the_next() -> None:
     async with asyncio.timeout(10.0):
         await asyncio.gather(*waiting[1:])
     assert waiting[0].cancelled()
+
+
+async def test_all_work_for_a_connection_counts_and_replaces_what_was_reserved_for_it() -> None:
+    clock = Clock()
+    pace = _Pace(clock)
+    for step_s in (0.001, 0.0005, 0.002):
+        pace.worked(step_s)
+    assert pace.left_s == pytest.approx(PACE * 0.0035)
+    clock.now += pace.left_s
+    await pace.turn()
+    assert pace.left_s == pytest.approx(PACE * 0.002)
+    pace.worked(0.001)
+    assert pace.left_s == pytest.approx(PACE * 0.001)
+
+
+async def test_many_clients_that_go_on_at_once_delay_the_next_handshake_by_a_bounded_time() -> None:
+    pace = _Pace(Clock())
+    for _ in range(500):
+        pace.worked(0.001)
+    assert pace.left_s == pytest.approx(PACE * MOST_WORK_S)
+
+
+def test_the_session_of_a_connection_counts_as_work() -> None:
+    class Transport(asyncio.Transport):
+        def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+            """The session has it."""
+
+    worked: list[float] = []
+    _Threshold(asyncio.Protocol, worked.append).connection_made(Transport())
+    assert len(worked) == 1
+    assert worked[0] > 0
