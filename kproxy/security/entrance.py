@@ -24,8 +24,9 @@ Invariants
    refused: an ordinary client finishes within a few round trips of its turn, so those that do not finish are older.
 3. Nothing is read from a connection whose sender may send no header of the PROXY protocol.
 4. Each connection that is not inside is one task, which owns its socket until the event loop has it.
-5. Handshakes begin one after another, in the order in which clients asked for them. They and the sessions after them
-   take about one part in 1 + PACE of the event loop's time: a flood of them leaves the rest to those inside.
+5. Handshakes begin one after another: those of a listener in the order in which clients asked for them, those of
+   several listeners by turns, so that a flood on one does not hold up the others. All of them and the sessions after
+   them take about one part in 1 + PACE of the event loop's time: a flood leaves the rest to those inside.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, Generic, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import structlog
 
@@ -84,7 +86,7 @@ _FOREIGN_SENDER: Final = Failure(
 
 
 class _Pace:
-    """When the next handshake of a listener may begin.
+    """When the next handshake of an event loop may begin.
 
     `worked` counts what the connections before it took of the event loop: steps of handshakes, and sessions.
     """
@@ -122,6 +124,18 @@ class _Pace:
         free_at = max(now, self._free_at - self._reserved_s) + PACE * self._last_s
         self._free_at = min(free_at, now + PACE * MOST_WORK_S)
         self._reserved_s = 0.0
+
+
+_paces: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pace] = WeakKeyDictionary()
+
+
+def _pace_of_loop() -> _Pace:
+    """The pace of the running event loop."""
+    loop = asyncio.get_running_loop()
+    found = _paces.get(loop)
+    if found is None:
+        found = _paces[loop] = _Pace()
+    return found
 
 
 class _Handshake:
@@ -263,7 +277,7 @@ class Entrance(Generic[Session]):
         # The oldest first.
         self._half_open: dict[asyncio.Task[None], None] = {}
         self._evicted: set[asyncio.Task[None]] = set()
-        self._pace = _Pace()
+        self._queue = asyncio.Lock()
 
     @property
     def expires_at(self) -> float | None:
@@ -355,7 +369,7 @@ class Entrance(Generic[Session]):
                     peer = f"{source.host}:{source.port}"
                 first = await _peek(connection, _FIRST_BYTES) if self._tls is not None else b""
                 if self._tls is not None and first[0] == _TLS_HANDSHAKE:
-                    await self._pace.turn()
+                    await self._turn()
                     await self._shake_hands(connection, source, self._tls(), peer)
                 elif self._tls is None or self._admits_plain_text:
                     await self._enter(connection, source, None)
@@ -373,10 +387,15 @@ class Entrance(Generic[Session]):
             # This does nothing where the event loop has taken the descriptor.
             connection.close()
 
+    async def _turn(self) -> None:
+        """Wait for the turn of this listener's next handshake: one client at a time waits among the listeners."""
+        async with self._queue:
+            await _pace_of_loop().turn()
+
     async def _shake_hands(self, connection: socket.socket, source: Source | None, loaded: Loaded, peer: str) -> None:
         with connection.dup() as spare:
             spare.setblocking(False)
-            handshake = _Handshake(spare, self._pace)
+            handshake = _Handshake(spare, _pace_of_loop())
             _handshake.set(handshake)
             try:
                 await self._enter(connection, source, loaded.context)
@@ -393,7 +412,7 @@ class Entrance(Generic[Session]):
         """Give the connection to a session. Raises OSError."""
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        worked = self._pace.worked if context is not None else None
+        worked = _pace_of_loop().worked if context is not None else None
         threshold = _Threshold(lambda: self._session(source), worked)
         taken = socket.socket(fileno=connection.detach())
         loop = asyncio.get_running_loop()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
 import pytest
 
-from kproxy.security.entrance import MOST_STEP_S, MOST_WORK_S, PACE, _Pace, _Threshold
+from kproxy.security.entrance import MOST_STEP_S, MOST_WORK_S, PACE, Entrance, _Pace, _pace_of_loop, _Threshold
 from tests.support.security.sasl_client import Clock
 
 
@@ -60,6 +61,23 @@ async def test_many_clients_that_go_on_at_once_delay_the_next_handshake_by_a_bou
     for _ in range(500):
         pace.worked(0.001)
     assert pace.left_s == pytest.approx(PACE * MOST_WORK_S)
+
+
+async def test_listeners_take_turns_and_share_one_pace() -> None:
+    flooded, quiet = (
+        Entrance[asyncio.BufferedProtocol](name, None, max_half_open=1, session=lambda source: None, counters=Counter())
+        for name in ("flooded", "quiet")
+    )
+    began, order = time.monotonic(), []
+
+    async def handshake(entrance: Entrance[asyncio.BufferedProtocol]) -> None:
+        await entrance._turn()
+        order.append(entrance.name)
+        _pace_of_loop().worked(MOST_STEP_S)
+
+    await asyncio.gather(*(handshake(flooded) for _ in range(20)), *(handshake(quiet) for _ in range(3)))
+    assert order[:7].count("quiet") == 3
+    assert time.monotonic() - began >= 22 * PACE * MOST_STEP_S
 
 
 def test_the_session_of_a_connection_counts_as_work() -> None:
