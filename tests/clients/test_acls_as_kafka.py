@@ -128,6 +128,11 @@ async def connected(address: str, name: str = "alice") -> AsyncIterator[RawClien
         client.abort()
 
 
+def codes(answer: Any) -> set[int]:
+    """The error codes in an answer."""
+    return {each for each in errors(answer).values() if isinstance(each, int)}
+
+
 def errors(value: Any, path: str = "") -> dict[str, Any]:
     """Every error code and message in an answer, by the names and numbers on the way to it."""
     found: dict[str, Any] = {}
@@ -514,12 +519,12 @@ async def test_new_rules_count_at_once_on_open_connections(secured: SecuredKafka
 async def test_a_dry_run_refuses_nothing_and_tells_what_it_would(secured: SecuredKafka, tmp_path: Path) -> None:
     with proxy_with(secured, tmp_path, "[access]\ndry_run = true\n" + RULES) as process:
         answer = await ask(process.kafka, CASES["produce"])
-        assert set(errors(answer).values()) == {0}
+        assert codes(answer) == {0}
         assert "access would be denied" in process.stderr()
 
 
 async def test_without_rules_nothing_is_allowed(secured: SecuredKafka, tmp_path: Path) -> None:
     with proxy_with(secured, tmp_path, "") as process:
-        assert set(errors(await ask(process.kafka, CASES["produce"])).values()) == {29}
+        assert codes(await ask(process.kafka, CASES["produce"])) == {29}
         assert (await ask(process.kafka, _metadata(9, None)))["topics"] == []
         assert "no ACLs" in process.stderr()

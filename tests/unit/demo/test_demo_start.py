@@ -67,7 +67,8 @@ def test_no_java_is_said_before_anything_is_started(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("bootstrap", ["9092", "host:", ":9092", "host:kafka", "host:65536", ""])
 def test_a_bootstrap_that_is_no_address_is_refused(bootstrap: str) -> None:
-    with pytest.raises(StartupError, match=f"--bootstrap: '{bootstrap}'"):
+    problem = f"--bootstrap: '{bootstrap}'" if bootstrap else "--bootstrap: it is empty"
+    with pytest.raises(StartupError, match=problem):
         check_reachable(bootstrap, "--bootstrap")
 
 
