@@ -407,8 +407,6 @@ def _brokers(
             "broker.session.timeout.ms": 6000,
             "broker.heartbeat.interval.ms": 500,
             "replica.lag.time.max.ms": 5000,
-            # A fetch is answered at once where there is something. By default idle ones take 3 % of a core.
-            "replica.fetch.wait.max.ms": 2000,
             # A replica that asks its next leader too early would wait for a second.
             "replica.fetch.backoff.ms": 100,
             "group.initial.rebalance.delay.ms": 0,
