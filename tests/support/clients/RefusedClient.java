@@ -23,6 +23,7 @@ import org.apache.kafka.clients.consumer.KafkaConsumer;
 import org.apache.kafka.clients.consumer.OffsetAndMetadata;
 import org.apache.kafka.clients.producer.KafkaProducer;
 import org.apache.kafka.clients.producer.ProducerRecord;
+import org.apache.kafka.common.KafkaException;
 import org.apache.kafka.common.Node;
 import org.apache.kafka.common.TopicPartition;
 import org.apache.kafka.common.config.ConfigResource;
@@ -89,11 +90,15 @@ public final class RefusedClient implements Runnable {
         try {
             attempt(attempt);
             return "ok";
-        } catch (ExecutionException error) {
-            return error.getCause().toString();
         } catch (Exception error) {
-            return error.toString();
+            return reason(error).toString();
         }
+    }
+
+    /** What a wrapper is for: a producer whose thread was refused before the call is only "in an error state". */
+    private static Throwable reason(Throwable error) {
+        boolean wraps = error instanceof ExecutionException || error.getClass().equals(KafkaException.class);
+        return wraps && error.getCause() != null ? reason(error.getCause()) : error;
     }
 
     private String named(String name) {
