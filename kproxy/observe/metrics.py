@@ -248,6 +248,7 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
 
 _HANDSHAKES = "tls.handshakes."
 _HANDSHAKES_FAILED = "tls.handshakes.failed."
+_OUTCOMES = ("done", "failed")
 
 
 def expiry(certificates: Mapping[tuple[str, str], float]) -> Metric:
@@ -262,40 +263,32 @@ def expiry(certificates: Mapping[tuple[str, str], float]) -> Metric:
     return family
 
 
+def _by(label: str, values: Iterable[str], name: str, text: str, counters: Mapping[str, int], prefix: str) -> Metric:
+    """A counter with one label; those of its values are in `counters` behind `prefix`."""
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value in values:
+        family.add_metric([value], counters.get(prefix + value, 0))
+    return family
+
+
 def reloads(counters: Mapping[str, int]) -> Metric:
     """The counter of reloads."""
-    family = CounterMetricFamily(
-        "kproxy_tls_reloads",
-        "Reloads of the files of TLS, users, tokens and their keys, ACLs and quotas, and of users and rules in etcd.",
-        labels=["outcome"],
-    )
-    for outcome in ("done", "failed"):
-        family.add_metric([outcome], counters.get(f"tls.reloads.{outcome}", 0))
-    return family
+    text = "Reloads of the files of TLS, users, tokens and their keys, ACLs and quotas, and of users and rules in etcd."
+    return _by("outcome", _OUTCOMES, "kproxy_tls_reloads", text, counters, "tls.reloads.")
 
 
 def page_connections(counters: Mapping[str, int]) -> Metric:
     """The counter of connections that the admin page has closed without an answer."""
-    family = CounterMetricFamily(
-        "kproxy_admin_connections_cut",
-        "Connections to the admin page closed because no request arrived, or for others.",
-        labels=["reason"],
-    )
-    for reason in ("idle", "crowded"):
-        family.add_metric([reason], counters.get(f"page.cut.{reason}", 0))
-    return family
+    text = "Connections to the admin page closed because no request arrived, or for others."
+    return _by("reason", ("idle", "crowded"), "kproxy_admin_connections_cut", text, counters, "page.cut.")
 
 
 def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield expiry(vitals.certificates)
     yield reloads(counters)
     yield page_connections(counters)
-    fetches = CounterMetricFamily(
-        "kproxy_token_key_fetches", "Attempts to fetch the keys of tokens from their issuer.", labels=["outcome"]
-    )
-    for outcome in ("done", "failed"):
-        fetches.add_metric([outcome], counters.get(f"oauth.fetches.{outcome}", 0))
-    yield fetches
+    text = "Attempts to fetch the keys of tokens from their issuer."
+    yield _by("outcome", _OUTCOMES, "kproxy_token_key_fetches", text, counters, "oauth.fetches.")
     yield gauge(
         "kproxy_half_open_connections",
         "Client connections that have not finished their TLS handshake or PROXY protocol header.",
