@@ -15,12 +15,14 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice, pairwise
 from operator import itemgetter
-from typing import Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
-from kproxy.trail.spans import Chunk, union
+from kproxy.plain import compiled
+from kproxy.trail.spans import Chunk, Intervals
 from kproxy_codec.record_batch import NO_PRODUCER_ID
 
 MAX_INTERVALS: Final = 64
@@ -70,48 +72,80 @@ class Overlap(NamedTuple):
     earlier: Origin | None
 
 
+class Writer(Protocol):
+    """A client connection that writes to a partition under one ownership.
+
+    The detector notes in it what it need not search for then: its `partition`, and which of the partition's last
+    writes is the writer's own last one, its `place`. Either may be out of date.
+    """
+
+    key: PartitionKey
+    origin: Origin
+    partition: _Partition | None
+    place: int
+
+
 _Write: TypeAlias = tuple[Origin, Chunk]
+_Added: TypeAlias = tuple[Writer, Chunk]
 
 
-class _LastWrites:
+class _Writes:
     """The last chunks written to a partition, in the order of arrival.
 
     A chunk that continues its producer's last one is added to that one.
     """
 
+    __slots__ = ("_spans", "most", "writes")
+
     def __init__(self) -> None:
-        self._writes: list[_Write] = []
-        self._latest: dict[Hashable, Chunk] = {}
+        self.writes: list[_Write] = []
+        # How many writes there may be before the first of them are forgotten.
+        self.most = MAX_ADDED
         # At least the number of spans in them.
         self._spans = 0
-        self._most = MAX_ADDED
 
-    def __iter__(self) -> Iterator[_Write]:
-        return iter(self._writes)
-
-    def add(self, added: Iterable[_Write]) -> None:
-        """Remember chunks; they are extended here from now on."""
-        latest = self._latest
-        for write in added:
-            origin, chunk = write
-            key = (origin, chunk.producer_id, chunk.producer_epoch)
-            last = latest.get(key)
+    def add(self, added: Iterable[_Added]) -> bool:
+        """Remember chunks, which are extended here from now on; return whether there is an excess to be forgotten."""
+        for writer, chunk in added:
+            last = self._last(writer, chunk)
             if last is None or not last.extend(chunk):
-                latest[key] = chunk
-                self._writes.append(write)
+                writer.place = len(self.writes)
+                self.writes.append((writer.origin, chunk))
             elif len(last.spans) > 4 * MAX_SPANS_REMEMBERED:
                 last.shorten(MAX_SPANS_REMEMBERED)
             self._spans += len(chunk.spans) // 2
-        if len(self._writes) > self._most or (self._spans > MAX_SPANS_TOGETHER and self._count() > MAX_SPANS_TOGETHER):
-            self._shorten()
+        return len(self.writes) > self.most or (self._spans > MAX_SPANS_TOGETHER and self.count() > MAX_SPANS_TOGETHER)
 
-    def _count(self) -> int:
-        self._spans = sum(len(chunk.spans) // 2 for _, chunk in self._writes)
+    def count(self) -> int:
+        """The number of spans."""
+        self._spans = sum(len(chunk.spans) // 2 for _, chunk in self.writes)
         return self._spans
+
+    def _last(self, writer: Writer, chunk: Chunk) -> Chunk | None:
+        """The last write of the chunk's producer by this writer."""
+        places = range(len(self.writes) - 1, -1, -1)
+        for place in (writer.place, *places) if writer.place < len(self.writes) else places:
+            origin, last = self.writes[place]
+            if origin is writer.origin and _producer(last) == _producer(chunk):
+                writer.place = place
+                return last
+        return None
+
+
+if TYPE_CHECKING:
+    Writes = _Writes
+else:
+    Writes = _Writes if compiled is None else compiled.Writes
+
+
+class _LastWrites(Writes):
+    """What is asked of them when offsets come twice, and what is forgotten of them."""
+
+    __slots__ = ()
 
     def first_origin(self, offset: int, now: Chunk) -> Origin | None:
         """The first origin of the offset; None if it was this very batch of `now`, _NOBODY if it is forgotten."""
-        holders = [write for write in self._writes if _covers(write[1], offset)]
+        holders = [write for write in self.writes if _covers(write[1], offset)]
         shift = _shift(now, offset)
         if shift is not None:
             producer = _producer(now)
@@ -120,13 +154,13 @@ class _LastWrites:
                     return None
         return holders[0][0] if holders else _NOBODY
 
-    def _shorten(self) -> None:
+    def forget_excess(self) -> None:
         """Forget the spans beyond the limits.
 
         Half of MAX_SPANS_TOGETHER is left. If there is not enough for all producers, those that wrote last get it.
         """
         newest_first: dict[Hashable, list[tuple[int, _Write]]] = {}
-        for age, write in enumerate(reversed(self._writes)):
+        for age, write in enumerate(reversed(self.writes)):
             newest_first.setdefault((write[0], *_producer(write[1])), []).append((age, write))
         spare = MAX_SPANS_TOGETHER // 2 - LEAST_SPANS_REMEMBERED * min(len(newest_first), MAX_REMEMBERED)
         kept: list[tuple[int, _Write]] = []
@@ -141,10 +175,9 @@ class _LastWrites:
                     break
             spare -= max(0, more - room)
         kept.sort(key=itemgetter(0), reverse=True)
-        self._writes = [write for _, write in kept]
-        self._latest = {(origin, *_producer(chunk)): chunk for origin, chunk in self._writes}
-        self._count()
-        self._most = len(self._writes) + MAX_ADDED
+        self.writes = [write for _, write in kept]
+        self.count()
+        self.most = len(self.writes) + MAX_ADDED
 
 
 class OverlapDetector:
@@ -157,23 +190,37 @@ class OverlapDetector:
         # In the order of their last write.
         self._partitions: dict[PartitionKey, _Partition] = {}
         # Those with something to judge.
-        self._added: dict[_Partition, None] = {}
+        self._added: deque[_Partition] = deque()
 
-    def add(self, key: PartitionKey, origin: Origin, chunk: Chunk) -> None:
+    def add(self, writer: Writer, chunk: Chunk) -> None:
         """Take acknowledged offsets; the chunk is extended here from now on."""
-        found = self._partitions.get(key)
-        if found is None:
-            found = _Partition(key)
-            if len(self._partitions) >= MAX_PARTITIONS:
-                del self._partitions[next(iter(self._partitions))]
-        elif key.topic_id is None and chunk.spans[0] == 0 and found.high > 0 and not found.is_resend(chunk):
-            found = _Partition(key)
+        found = writer.partition
+        if found is None or not found.is_kept:
+            found = writer.partition = self._find(writer.key)
+        if not chunk.base_offset and writer.key.topic_id is None and found.high > 0 and not found.is_resend(chunk):
+            found = writer.partition = self._begin(writer.key)
         if not found.added:
-            self._added[found] = None
+            self._added.append(found)
             # Now it is the last one written to.
-            self._partitions.pop(key, None)
-            self._partitions[key] = found
-        found.added.append((origin, chunk))
+            del self._partitions[writer.key]
+            self._partitions[writer.key] = found
+        found.added.append((writer, chunk))
+
+    def _find(self, key: PartitionKey) -> _Partition:
+        found = self._partitions.get(key)
+        if found is not None:
+            return found
+        if len(self._partitions) >= MAX_PARTITIONS:
+            self._partitions.pop(next(iter(self._partitions))).forget()
+        return self._begin(key)
+
+    def _begin(self, key: PartitionKey) -> _Partition:
+        """Begin a partition, which may be that of a recreated topic."""
+        earlier = self._partitions.get(key)
+        if earlier is not None:
+            earlier.forget()
+        found = self._partitions[key] = _Partition(key)
+        return found
 
     @property
     def has_added(self) -> bool:
@@ -186,86 +233,76 @@ class OverlapDetector:
         Return the overlaps.
         """
         overlaps: list[Overlap] = []
-        for partition in list(islice(self._added, most)):
+        for _ in range(min(most, len(self._added))):
             # Removed first: an error in one partition must not recur at every look.
-            del self._added[partition]
-            overlaps += partition.judge()
+            overlaps += self._added.popleft().judge()
         return overlaps
 
 
 class _Partition:
+    __slots__ = ("_intervals", "_last_writes", "added", "is_kept", "key")
+
     def __init__(self, key: PartitionKey) -> None:
         self.key = key
-        self.floor = 0
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        # Whether the detector has it still; writers may refer to it for longer.
+        self.is_kept = True
+        self._intervals = Intervals()
         self._last_writes = _LastWrites()
-        self.added: list[_Write] = []
+        self.added: list[_Added] = []
 
     @property
     def high(self) -> int:
         """One more than the highest offset assigned."""
-        return self._ends[-1] if self._ends else self.floor
+        return self._intervals.high
 
     def is_resend(self, chunk: Chunk) -> bool:
         """Whether the chunk's first batch is remembered at the very same offset."""
-        return self._last_writes.first_origin(chunk.spans[0], chunk) is None
+        return self._last_writes.first_origin(chunk.base_offset, chunk) is None
+
+    def forget(self) -> None:
+        """Leave the detector; what is added is judged first."""
+        self.is_kept = False
+        if not self.added:
+            self._intervals, self._last_writes = Intervals(), _LastWrites()
 
     def judge(self) -> list[Overlap]:
         added, self.added = self.added, []
-        if len(added) == 1 and len(added[0][1].spans) == 2 and added[0][1].spans[0] >= self.high:
-            self._append(*added[0][1].spans)
-        elif not self._merge(added):
-            return self._judge_singly(added)
-        self._last_writes.add(added)
-        return []
-
-    def _append(self, first: int, count: int) -> None:
-        if self._ends and self._ends[-1] == first:
-            self._ends[-1] += count
-        else:
-            self._starts.append(first)
-            self._ends.append(first + count)
-            self._forget()
-
-    def _merge(self, added: Sequence[_Write]) -> bool:
-        """Take all chunks in if none of their offsets was assigned before; return whether it did."""
-        merged = union(self.floor, self._starts, self._ends, [chunk.spans for _, chunk in added], MAX_INTERVALS)
-        if merged is None:
-            return False
-        self.floor, self._starts, self._ends = merged
-        return True
-
-    def _forget(self) -> None:
-        excess = len(self._starts) - MAX_INTERVALS
-        if excess > 0:
-            self.floor = self._ends[excess - 1]
-            del self._starts[:excess]
-            del self._ends[:excess]
-
-    def _judge_singly(self, added: Sequence[_Write]) -> list[Overlap]:
         overlaps: list[Overlap] = []
-        for write in added:
-            origin, chunk = write
+        if not self._intervals.take(added, MAX_INTERVALS):
+            overlaps = self._judge_singly(added)
+        elif self._last_writes.add(added):
+            self._last_writes.forget_excess()
+        if not self.is_kept:
+            self.forget()
+        return overlaps
+
+    def _judge_singly(self, added: Sequence[_Added]) -> list[Overlap]:
+        overlaps: list[Overlap] = []
+        starts, ends = self._intervals.starts, self._intervals.ends
+        for writer, chunk in added:
             for first, count in _pairs(chunk.spans):
-                for start, end in self._known(first, first + count):
+                for start, end in self._known(starts, ends, first, first + count):
                     earlier = self._last_writes.first_origin(start, chunk)
                     if earlier is not None:
                         named = None if earlier is _NOBODY else earlier
-                        overlaps.append(Overlap(self.key.topic, self.key.partition, start, end - 1, origin, named))
-                self._cover(first, first + count)
-            self._last_writes.add((write,))
-        self._forget()
+                        overlap = Overlap(self.key.topic, self.key.partition, start, end - 1, writer.origin, named)
+                        overlaps.append(overlap)
+                _cover(starts, ends, first, first + count)
+            if self._last_writes.add([(writer, chunk)]):
+                self._last_writes.forget_excess()
+        excess = len(starts) - MAX_INTERVALS
+        floor = ends[excess - 1] if excess > 0 else self._intervals.floor
+        self._intervals.replace(floor, starts[max(excess, 0) :], ends[max(excess, 0) :])
         return overlaps
 
-    def _known(self, first: int, end: int) -> list[tuple[int, int]]:
+    def _known(self, starts: list[int], ends: list[int], first: int, end: int) -> list[tuple[int, int]]:
         """The parts of an interval that were assigned before, cut where their origins differ."""
-        low = bisect_right(self._ends, first)
-        high = bisect_left(self._starts, end)
-        pairs = zip(self._starts[low:high], self._ends[low:high], strict=True)
+        low = bisect_right(ends, first)
+        high = bisect_left(starts, end)
+        pairs = zip(starts[low:high], ends[low:high], strict=True)
         cuts = [
             first,
-            *(edge for _, chunk in self._last_writes for edge in _edges(chunk.spans) if first < edge < end),
+            *(edge for _, chunk in self._last_writes.writes for edge in _edges(chunk.spans) if first < edge < end),
             end,
         ]
         parts = []
@@ -274,14 +311,15 @@ class _Partition:
             parts += list(pairwise(inner))
         return parts
 
-    def _cover(self, first: int, end: int) -> None:
-        low = bisect_left(self._ends, first)
-        high = bisect_right(self._starts, end)
-        if low < high:
-            first = min(first, self._starts[low])
-            end = max(end, self._ends[high - 1])
-        self._starts[low:high] = [first]
-        self._ends[low:high] = [end]
+
+def _cover(starts: list[int], ends: list[int], first: int, end: int) -> None:
+    low = bisect_left(ends, first)
+    high = bisect_right(starts, end)
+    if low < high:
+        first = min(first, starts[low])
+        end = max(end, ends[high - 1])
+    starts[low:high] = [first]
+    ends[low:high] = [end]
 
 
 _NOBODY = Origin(-1, 0, 0, "")
