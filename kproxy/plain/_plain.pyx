@@ -107,6 +107,7 @@ cdef class AnswerOrder
 cdef class CompiledPath
 cdef class CompiledSlot
 cdef class AnswerReader
+cdef class AddedTo
 
 include "spans.pxi"
 include "frames.pxi"

@@ -1,4 +1,5 @@
-# Remember the last chunks written to a partition: the twin of kproxy.trail.overlaps.Writes.
+# Take acknowledged chunks and remember the last ones: the twins of the classes that kproxy.trail.overlaps has in Python
+# for what each look does.
 
 cdef extern from *:
     """
@@ -69,3 +70,36 @@ cdef class Writes:
         if last.producer_id != chunk.producer_id or last.producer_epoch != chunk.producer_epoch:
             return None
         return last
+
+
+cdef class AddedTo:
+    """See kproxy.trail.overlaps.AddedTo."""
+
+    cdef public bint is_kept
+    cdef public Intervals intervals
+    cdef public list added
+
+    def __init__(self):
+        self.is_kept, self.intervals, self.added = True, Intervals(), []
+
+
+cdef class Partitions:
+    """See kproxy.trail.overlaps.Partitions."""
+
+    cdef readonly dict partitions
+    cdef readonly object added
+
+    def __init__(self):
+        self.partitions, self.added = {}, deque()
+
+    def add(self, OpenChunk writer not None, Chunk chunk not None):
+        cdef AddedTo found = writer.partition
+        if found is None or not found.is_kept:
+            found = writer.partition = self.find(writer.key)
+        if chunk.held.numbers[0] == 0 and found.is_recreated(chunk):
+            found = writer.partition = self.begin(writer.key)
+        if not found.added:
+            self.added.append(found)
+            del self.partitions[writer.key]
+            self.partitions[writer.key] = found
+        found.added.append((writer, chunk))

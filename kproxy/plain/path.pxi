@@ -83,7 +83,8 @@ cdef class OpenChunk:
     cdef public int64_t first_sequence, acks, unread
     cdef public double latency_s
     cdef public list woken, chunks
-    cdef public object key, origin, partition
+    cdef public object key, origin
+    cdef public AddedTo partition
     cdef public Py_ssize_t place
     cdef public OpenRow row
 

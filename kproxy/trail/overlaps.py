@@ -180,52 +180,88 @@ class _LastWrites(Writes):
         self.most = len(self.writes) + MAX_ADDED
 
 
-class OverlapDetector:
-    """The assigned offsets of all partitions.
+class _AddedTo:
+    """A partition that chunks are added to, to be judged together.
 
-    `add` the chunks of a look, then `judge` them.
+    `is_kept`: the detector has it still; writers may refer to it for longer.
     """
+
+    __slots__ = ("added", "intervals", "is_kept")
+
+    def __init__(self) -> None:
+        self.is_kept = True
+        self.intervals = Intervals()
+        self.added: list[_Added] = []
+
+
+class _Partitions:
+    """The partitions of a detector, which `find` and `begin` them."""
+
+    __slots__ = ("added", "partitions")
 
     def __init__(self) -> None:
         # In the order of their last write.
-        self._partitions: dict[PartitionKey, _Partition] = {}
+        self.partitions: dict[PartitionKey, _Partition] = {}
         # Those with something to judge.
-        self._added: deque[_Partition] = deque()
+        self.added: deque[_Partition] = deque()
 
     def add(self, writer: Writer, chunk: Chunk) -> None:
         """Take acknowledged offsets; the chunk is extended here from now on."""
         found = writer.partition
         if found is None or not found.is_kept:
-            found = writer.partition = self._find(writer.key)
-        if not chunk.base_offset and writer.key.topic_id is None and found.high > 0 and not found.is_resend(chunk):
-            found = writer.partition = self._begin(writer.key)
+            found = writer.partition = self.find(writer.key)
+        if not chunk.base_offset and found.is_recreated(chunk):
+            found = writer.partition = self.begin(writer.key)
         if not found.added:
-            self._added.append(found)
+            self.added.append(found)
             # Now it is the last one written to.
-            del self._partitions[writer.key]
-            self._partitions[writer.key] = found
+            del self.partitions[writer.key]
+            self.partitions[writer.key] = found
         found.added.append((writer, chunk))
 
-    def _find(self, key: PartitionKey) -> _Partition:
-        found = self._partitions.get(key)
+    def find(self, key: PartitionKey) -> _Partition:
+        """The partition with this key; it is begun if there is none."""
+        raise NotImplementedError
+
+    def begin(self, key: PartitionKey) -> _Partition:
+        """Begin a partition, which may be that of a recreated topic."""
+        raise NotImplementedError
+
+
+if TYPE_CHECKING or compiled is None:
+    AddedTo = _AddedTo
+    Partitions = _Partitions
+else:
+    AddedTo, Partitions = compiled.AddedTo, compiled.Partitions
+
+
+class OverlapDetector(Partitions):
+    """The assigned offsets of all partitions.
+
+    `add` the chunks of a look, then `judge` them.
+    """
+
+    __slots__ = ()
+
+    def find(self, key: PartitionKey) -> _Partition:
+        found = self.partitions.get(key)
         if found is not None:
             return found
-        if len(self._partitions) >= MAX_PARTITIONS:
-            self._partitions.pop(next(iter(self._partitions))).forget()
-        return self._begin(key)
+        if len(self.partitions) >= MAX_PARTITIONS:
+            self.partitions.pop(next(iter(self.partitions))).forget()
+        return self.begin(key)
 
-    def _begin(self, key: PartitionKey) -> _Partition:
-        """Begin a partition, which may be that of a recreated topic."""
-        earlier = self._partitions.get(key)
+    def begin(self, key: PartitionKey) -> _Partition:
+        earlier = self.partitions.get(key)
         if earlier is not None:
             earlier.forget()
-        found = self._partitions[key] = _Partition(key)
+        found = self.partitions[key] = _Partition(key)
         return found
 
     @property
     def has_added(self) -> bool:
         """Whether there is something to judge."""
-        return bool(self._added)
+        return bool(self.added)
 
     def judge(self, most: int = MAX_PARTITIONS) -> list[Overlap]:
         """Judge the added chunks of at most `most` partitions.
@@ -233,42 +269,39 @@ class OverlapDetector:
         Return the overlaps.
         """
         overlaps: list[Overlap] = []
-        for _ in range(min(most, len(self._added))):
+        for _ in range(min(most, len(self.added))):
             # Removed first: an error in one partition must not recur at every look.
-            overlaps += self._added.popleft().judge()
+            overlaps += self.added.popleft().judge()
         return overlaps
 
 
-class _Partition:
-    __slots__ = ("_intervals", "_last_writes", "added", "is_kept", "key")
+class _Partition(AddedTo):
+    __slots__ = ("_last_writes", "key")
 
     def __init__(self, key: PartitionKey) -> None:
+        super().__init__()
         self.key = key
-        # Whether the detector has it still; writers may refer to it for longer.
-        self.is_kept = True
-        self._intervals = Intervals()
         self._last_writes = _LastWrites()
-        self.added: list[_Added] = []
 
-    @property
-    def high(self) -> int:
-        """One more than the highest offset assigned."""
-        return self._intervals.high
+    def is_recreated(self, chunk: Chunk) -> bool:
+        """Whether a chunk that begins with offset 0 is in another topic of the same name.
 
-    def is_resend(self, chunk: Chunk) -> bool:
-        """Whether the chunk's first batch is remembered at the very same offset."""
-        return self._last_writes.first_origin(chunk.base_offset, chunk) is None
+        It is not where its first batch is remembered at that very offset: that is sent again.
+        """
+        if self.key.topic_id is not None or not self.intervals.high:
+            return False
+        return self._last_writes.first_origin(0, chunk) is not None
 
     def forget(self) -> None:
         """Leave the detector; what is added is judged first."""
         self.is_kept = False
         if not self.added:
-            self._intervals, self._last_writes = Intervals(), _LastWrites()
+            self.intervals, self._last_writes = Intervals(), _LastWrites()
 
     def judge(self) -> list[Overlap]:
         added, self.added = self.added, []
         overlaps: list[Overlap] = []
-        if not self._intervals.take(added, MAX_INTERVALS):
+        if not self.intervals.take(added, MAX_INTERVALS):
             overlaps = self._judge_singly(added)
         elif self._last_writes.add(added):
             self._last_writes.forget_excess()
@@ -278,7 +311,7 @@ class _Partition:
 
     def _judge_singly(self, added: Sequence[_Added]) -> list[Overlap]:
         overlaps: list[Overlap] = []
-        starts, ends = self._intervals.starts, self._intervals.ends
+        starts, ends = self.intervals.starts, self.intervals.ends
         for writer, chunk in added:
             for first, count in _pairs(chunk.spans):
                 for start, end in self._known(starts, ends, first, first + count):
@@ -291,8 +324,8 @@ class _Partition:
             if self._last_writes.add([(writer, chunk)]):
                 self._last_writes.forget_excess()
         excess = len(starts) - MAX_INTERVALS
-        floor = ends[excess - 1] if excess > 0 else self._intervals.floor
-        self._intervals.replace(floor, starts[max(excess, 0) :], ends[max(excess, 0) :])
+        floor = ends[excess - 1] if excess > 0 else self.intervals.floor
+        self.intervals.replace(floor, starts[max(excess, 0) :], ends[max(excess, 0) :])
         return overlaps
 
     def _known(self, starts: list[int], ends: list[int], first: int, end: int) -> list[tuple[int, int]]:

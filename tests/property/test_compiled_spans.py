@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import kproxy.plain
@@ -258,15 +258,16 @@ class Detector:
 
     def state(self) -> list[Any]:
         found: list[Any] = [writer.place for writer in self._writers.values()]
-        for key, partition in self._detector._partitions.items():
-            intervals, last = partition._intervals, partition._last_writes
+        for key, partition in self._detector.partitions.items():
+            intervals, last = partition.intervals, partition._last_writes
             writes = [(origin, *fields(chunk)) for origin, chunk in last.writes]
             found.append((key, intervals.floor, intervals.starts, intervals.ends, last.most, writes))
             found.append([(writer.origin, *fields(chunk)) for writer, chunk in partition.added])
         return found
 
 
-@settings(max_examples=15)
+# Without shrinking, which would take minutes.
+@settings(max_examples=15, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(looks, st.sampled_from((2, 3, 3)))
 def test_detectors_find_the_same_overlaps_and_remember_the_same(
     looks: list[tuple[list[Written], int]], most: int
@@ -276,10 +277,10 @@ def test_detectors_find_the_same_overlaps_and_remember_the_same(
         (overlaps_module, spans_module.Chunk, compiled.OpenChunk),  # type: ignore[union-attr]
         (python_overlaps, python.Chunk, acknowledgements._OpenChunk),
     )
-    with mock.patch.object(overlaps_module, "MAX_PARTITIONS", most):
-        with mock.patch.object(python_overlaps, "MAX_PARTITIONS", most):
-            one, two = (Detector(*kind) for kind in kinds)
-            for look, judged in looks:
-                acknowledged = given.acknowledge(look)
-                assert one.look(acknowledged, judged) == two.look(acknowledged, judged)
-                assert one.state() == two.state()
+    bounds = (mock.patch.object(module, "MAX_PARTITIONS", most) for module, _, _ in kinds)
+    with next(bounds), next(bounds):
+        one, two = (Detector(*kind) for kind in kinds)
+        for look, judged in looks:
+            acknowledged = given.acknowledge(look)
+            assert one.look(acknowledged, judged) == two.look(acknowledged, judged)
+            assert one.state() == two.state()

@@ -191,7 +191,7 @@ def test_what_is_remembered_of_producers_is_bounded() -> None:
         for each_writer, (_, each) in zip(writers, look, strict=True):
             given.add(each_writer, each)
         given.judge()
-    (partition,) = given._partitions.values()
+    (partition,) = given.partitions.values()
     remembered = partition._last_writes.writes
     assert len(remembered) == overlaps.MAX_REMEMBERED
     assert sum(len(each.spans) // 2 for _, each in remembered) <= overlaps.MAX_SPANS_TOGETHER

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from struct import Struct
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -415,7 +416,7 @@ def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told
             raise ArithmeticError
         judge(acked, chunk)
 
-    monkeypatch.setattr(site.trail._overlaps, "add", failing)
+    monkeypatch.setattr(site.trail, "_overlaps", mock.Mock(site.trail._overlaps, add=failing, has_added=False))
     site.acknowledge(Given(1))
     site.acknowledge(Given(7), partition=1)
     site.look()
@@ -491,7 +492,7 @@ def test_a_step_of_a_look_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     site = SlowSite()
     for partition in range(40):
         site.acknowledge(Given(0), partition=partition)
-    trail, judged = site.trail, site.trail._overlaps._added
+    trail, judged = site.trail, site.trail._overlaps.added
     site.now = site.now + 5
     left = []
     for _ in trail._look():
