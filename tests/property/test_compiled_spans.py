@@ -123,7 +123,8 @@ def test_open_chunks_finish_alike(
     spans: list[tuple[int, int]], last: tuple[int, int], producer: tuple[int, int], counts: bool, batches: int
 ) -> None:
     found = []
-    for kind in (acknowledgements._OpenChunk, compiled.OpenChunk):  # type: ignore[union-attr]
+    kinds: list[Any] = [acknowledgements._OpenChunk, compiled.OpenChunk]  # type: ignore[union-attr]
+    for kind in kinds:
         chunk = kind(None, None, [])
         chunk.producer, chunk.counts_sequences = struct.pack(">qh", *producer), counts
         chunk.first_sequence, chunk.next_sequence = 5, 9

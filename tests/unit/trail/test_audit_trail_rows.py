@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
 from kproxy.trail import trail as trail_module
-from kproxy.trail.acknowledgements import MAX_SPANS, Acked, ConnectionAcks, NotedEntry
+from kproxy.trail.acknowledgements import Acked, ConnectionAcks, NotedEntry
 from kproxy.trail.overlaps import Origin, Overlap
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
-from kproxy.trail.spans import Chunk
+from kproxy.trail.spans import MAX_SPANS, Chunk
 from kproxy.trail.trail import LOOK_S, MARK_S, STEP_S, Trail
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest
