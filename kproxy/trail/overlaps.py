@@ -10,6 +10,11 @@ Invariants
    the lowest go first. Offsets below `floor` are forgotten and not judged.
 2. An offset is reported once for each time it is assigned again.
 3. A partition of a recreated topic is another partition. For topics without ids, offset 0 shows that.
+4. What a writer refers to is checked before it is used: the detector must have the partition still, and the write at
+   its place must be the writer's own. A partition that the detector has forgotten keeps nothing once it is judged, so
+   that writers, of which there may be any number, keep no more than the detector.
+
+The compiled plain path (kproxy.plain) has twins of `Writes`, `AddedTo` and `Partitions`, which every look runs.
 """
 
 from __future__ import annotations

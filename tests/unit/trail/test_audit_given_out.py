@@ -157,6 +157,9 @@ def test_what_is_remembered_is_bounded_and_what_is_forgotten_is_not_judged(monke
     for partition in (0, 1, 2, 0):
         given.add(writers[partition], chunk(5, 1))
     assert given.judge() == []
+    # Writers may refer to forgotten partitions for long.
+    assert writers[1].partition not in given.partitions.values()
+    assert writers[1].partition.intervals.starts == writers[1].partition._last_writes.writes == []
 
 
 def by_turns(producers: int, looks: int) -> list[list[tuple[Origin, Chunk]]]:
