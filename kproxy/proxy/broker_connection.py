@@ -27,7 +27,8 @@ Invariants
    connection ends before. Bytes that left may not have arrived: the last such ticket gets `unconfirmed` when the
    connection ends for a reason other than the client's.
 5. The connection is not read while a large answer waits for room or its client reads too slowly
-   (kproxy.proxy.answer_room), and not for the rest of a turn of the event loop in which its client's answers took long.
+   (kproxy.proxy.answer_room), and not for the rest of a turn of the event loop in which its client's answers took long
+   (kproxy.proxy.answer_reader).
 
 `AnswerReader` (kproxy.proxy.answer_reader) has the code that every request and answer passes through.
 """
@@ -43,7 +44,7 @@ from typing import NamedTuple, cast
 
 import structlog
 
-from kproxy.plain import AwaitedAnswers, FrameReader, ReceiveArena
+from kproxy.plain import FrameReader, ReceiveArena
 from kproxy.proxy.answer_reader import AnswerReader, Ticket
 from kproxy.proxy.answer_room import LARGE_BYTES, AnswerBuffer, Share
 from kproxy.proxy.dialling import Dialler, Turn, reason_of
@@ -78,7 +79,9 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     With `dials` false, requests are lost unwritten. `before_open` is called before queued requests are written and may
     withdraw some. `on_end` is called once the connection has ended and all tickets have been called; `close` does not
-    call it. Large answers wait for room in `share`, if given. `access` None: that of the dialler.
+    call it. Large answers wait for room in `share`, if given. `on_long_read` is to let all connections of the client
+    rest for this turn of the event loop; None: this one is alone. `clock` is in seconds. `access` None: that of the
+    dialler.
     """
 
     def __init__(
@@ -88,9 +91,11 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         *,
         dialler: Dialler,
         arena: ReceiveArena,
+        clock: Callable[[], float],
         max_answer_bytes: int,
         connect_timeout_s: float,
         on_pressure: Callable[[bool], None],
+        on_long_read: Callable[[], object] | None = None,
         turn: Turn = Turn.PACED,
         dials: bool = True,
         before_open: Callable[[Upstream], object] = lambda upstream: None,
@@ -98,21 +103,16 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         share: Share | None = None,
         access: BrokerAccess | None = None,
     ) -> None:
+        most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
+        super().__init__(FrameReader(max_answer_bytes, arena, most_shared=most_shared), share, clock)
         self.owner = owner
         self.address = address
-        self.closed = False
         # Fences bound on this connection (kproxy.proxy.claims), by topic and partition index.
         self.fences: dict[tuple[bytes, int], int] = {}
-        most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
-        self._reader = FrameReader(max_answer_bytes, arena, most_shared=most_shared)
-        self._share = share
         self._waits_for_room = False
         self._is_held_back = False
         self._rests = False
         self._transport: asyncio.Transport | None = None
-        self._outbox = None
-        # Bounded by the requests that a client may have open.
-        self._in_flight = AwaitedAnswers(self._reader)
         self._queue: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
         self._queued_bytes = 0
         self._access = access or dialler.access
@@ -123,6 +123,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         # Done when the next session begins, or when there will be none; None: nobody waits for that.
         self._next_session: asyncio.Future[None] | None = None
         self._on_pressure = on_pressure
+        self._on_long_read = on_long_read
         self._before_open = before_open
         self._on_end = on_end
         self._presses = False
@@ -367,6 +368,13 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         """Stop or resume reading: the client reads its answers too slowly, or fast enough again."""
         self._is_held_back = holds
         self._adjust_reading()
+
+    def _rest(self) -> None:
+        if self._on_long_read is not None:
+            self._on_long_read()
+        else:
+            self.rest(True)
+            asyncio.get_running_loop().call_soon(self.rest, False)
 
     def rest(self, rests: bool) -> None:
         """Stop or resume reading: other clients have their turn of the event loop first."""

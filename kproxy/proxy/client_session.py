@@ -53,10 +53,11 @@ from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot
 from kproxy.proxy.outbox import PacedOutbox, flushes_of
 from kproxy.proxy.reception import Reception
-from kproxy.proxy.request_reader import TURN_S, RequestReader
+from kproxy.proxy.request_reader import RequestReader
 from kproxy.proxy.requests import DataRequests, NoRoom, plain_path
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
+from kproxy.runtime.tasks import TURN_S
 from kproxy.security.broker_access import IdentityRefused
 from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal

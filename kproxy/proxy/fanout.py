@@ -8,8 +8,6 @@ Invariants
 1. If the topology has changed, that is the next event.
 2. Claims are checked to be live when something is written and again when a dial completes: no past event guarantees it.
    The fences of a batch, which the core names with it, are bound before it where its connection has not bound them.
-3. After an answer that took longer than TURN_S, no other answer for the client is read in the same turn of the event
-   loop.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ClientView, ProxyContext
 from kproxy.proxy.numbered_connections import NumberedConnections, PieceTicket, Tickets
 from kproxy.proxy.plain_path import PlainPath, PlainPiece
-from kproxy.proxy.request_reader import TURN_S
 from kproxy.proxy.sources import OwnerLookups
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
@@ -59,7 +56,6 @@ class FanoutShell:
         self.may_write = may_write
         self._context = context
         self._topology = context.topology
-        self._connections = connections
         self._on_undeliverable = on_undeliverable
         # Notes its acknowledgements, if the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
@@ -190,12 +186,9 @@ class FanoutShell:
             self.core.opened(number)
 
     def _answered(self, ticket: PieceTicket, frame: memoryview) -> None:
-        began = self._context.clock()
         if self.plain.open_count and not ticket.is_plain(frame):
             self._adopt()
         self._bring(self.core.answered, ticket.piece, frame)
-        if self._context.clock() - began > TURN_S:
-            self._connections.rest()
 
     def _left(self, ticket: PieceTicket) -> None:
         self._bring(self.core.left, (ticket.piece,))
@@ -292,6 +285,7 @@ class FanoutShell:
 
     async def close(self) -> None:
         """End after the client has gone: send its acks=0 requests or count them as lost, and wait for held pieces."""
+        self.plain.forget()
         self._adopt()
         self._bring(self.core.closing)
         await self._last_writes.wait(self._context.limits.own_unsettled_s)
