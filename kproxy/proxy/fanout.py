@@ -92,11 +92,7 @@ class FanoutShell:
 
     @property
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges, NumberedConnections]:
-        """Whose state decides `core.takes_plain` and `follows`; the objects stay the same.
-
-        Both hold if the first two are empty, the third has no partitions, and the fourth has followed the topology as
-        the core has.
-        """
+        """The core's `gate`, and what must have followed the topology as the core has."""
         return *self.core.gate, self._numbered
 
     @property
