@@ -33,7 +33,7 @@ from uuid import UUID
 
 from kproxy.proxy.access import ERRORS, ClientAccess, text
 from kproxy.routing.topology import Topology
-from kproxy.security.acls import Operation, Resource
+from kproxy.security.acls import CLUSTER_NAME, Operation, Resource
 from kproxy_codec import api_keys as keys
 from kproxy_codec.cluster import Verdict, disallow_auto_creation
 from kproxy_codec.control import (
@@ -160,7 +160,8 @@ class Screen:
         if not self._access.allows(Operation.WRITE, Resource.TRANSACTIONAL_ID, name):
             return _refused_everywhere(frame, header, TRANSACTIONAL_ID_AUTHORIZATION_FAILED)
         topics = request.v3_and_below_topics
-        denied = {each.name for each in topics if not self._access.allows(Operation.WRITE, Resource.TOPIC, each.name)}
+        may_write = self._access.each(Operation.WRITE, Resource.TOPIC)
+        denied = {each.name for each in topics if not may_write(each.name)}
         if not denied:
             return Screened(frame)
         results = [
@@ -211,10 +212,7 @@ class Screen:
 
     def _find_coordinator(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
         kind = Resource.GROUP if getattr(request, "key_type", GROUP) == GROUP else Resource.TRANSACTIONAL_ID
-
-        def is_allowed(name: str) -> bool:
-            return self._access.allows(Operation.DESCRIBE, kind, name)
-
+        is_allowed = self._access.each(Operation.DESCRIBE, kind)
         code = ERRORS[kind]
         error = {"error_code": code, "error_message": _MESSAGES[code], "node_id": -1, "host": "", "port": -1}
         if header.api_version < BATCHED_FROM:
@@ -249,6 +247,7 @@ class Screen:
 
     def _delete_by_id(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
         kept, refused = [], []
+        may_delete = self._access.each(Operation.DELETE, Resource.TOPIC)
         for topic in request.topics:
             # kafka-python reads an id of zeros as None.
             topic_id = topic.topic_id or UUID(int=0)
@@ -256,7 +255,7 @@ class Screen:
             error = {"name": topic.name, "topic_id": topic_id, "error_message": None}
             if name is None:
                 refused.append({**error, "error_code": UNKNOWN_TOPIC_ID})
-            elif self._access.allows(Operation.DELETE, Resource.TOPIC, name):
+            elif may_delete(name):
                 kept.append(topic)
             else:
                 code = TOPIC_AUTHORIZATION_FAILED
@@ -270,13 +269,13 @@ class Screen:
 
     def _describe_configs(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
         kept, refused = [], []
+        describes = self._access.each(Operation.DESCRIBE, Resource.TOPIC)
+        describes_cluster = self._access.each(Operation.DESCRIBE, Resource.CLUSTER)
         for each in request.resources:
             if each.resource_type == _TOPIC:
-                code = TOPIC_AUTHORIZATION_FAILED
-                is_allowed = self._access.allows(Operation.DESCRIBE, Resource.TOPIC, each.resource_name)
+                code, is_allowed = TOPIC_AUTHORIZATION_FAILED, describes(each.resource_name)
             else:
-                code = CLUSTER_AUTHORIZATION_FAILED
-                is_allowed = self._access.allows_on_cluster(Operation.DESCRIBE)
+                code, is_allowed = CLUSTER_AUTHORIZATION_FAILED, describes_cluster(CLUSTER_NAME)
             if is_allowed:
                 kept.append(each)
             else:
@@ -290,19 +289,15 @@ class Screen:
     ) -> Screened:
         """Cut out the topics that the client may not have."""
         kept, refused = [], []
+        allows = self._access.each(operation, Resource.TOPIC)
         for topic in getattr(request, cut.asked):
             name = topic if isinstance(topic, str) else topic.name
-            if self._may(operation, name):
+            if (operation is Operation.CREATE and self._access.may_create(name)) or allows(name):
                 kept.append(topic)
             else:
                 refused.append(cut.refused(topic))
         setattr(request, cut.asked, kept)
         return _rest(frame, header, request, cut.answered, refused, bool(kept))
-
-    def _may(self, operation: Operation, topic: str) -> bool:
-        if operation is Operation.CREATE and self._access.may_create(topic):
-            return True
-        return self._access.allows(operation, Resource.TOPIC, topic)
 
     def _sees(self, topic: str) -> bool:
         return self._access.permits(Operation.DESCRIBE, Resource.TOPIC, topic)
@@ -349,13 +344,14 @@ class Screen:
         asks_for_all = topics is None or (not topics and (not is_metadata or header.api_version == 0))
         by_id = {each.topic_id.bytes for each in topics or () if _is_by_id(each)}
         creates = is_metadata and bool(getattr(request, "allow_auto_topic_creation", True))
+        describes = self._access.each(Operation.DESCRIBE, Resource.TOPIC)
 
         def decide(name: bytes, topic_id: bytes, error_code: int) -> tuple[int, bool] | None:
             """Return a topic's error and whether the answer has its name; None: the topic is left out."""
             topic = text(name)
             if name and asks_for_all:
                 return (error_code, True) if self._sees(topic) else None
-            if name and not self._access.allows(Operation.DESCRIBE, Resource.TOPIC, topic):
+            if name and not describes(topic):
                 return TOPIC_AUTHORIZATION_FAILED, topic_id not in by_id
             if error_code == UNKNOWN_TOPIC_OR_PARTITION and creates and not self._access.may_create(topic):
                 return TOPIC_AUTHORIZATION_FAILED, True
