@@ -100,8 +100,10 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             on_forbidden=lambda: self.sever("what it was reading was claimed by another"),
         )
         self._takes_backlog = False
-        # The number of partitions of the backlog's first request, if it waits for room for them.
+        # The number of partitions of the backlog's first request, if it waits for room for them; and how long its client
+        # is throttled for it: its account is charged once.
         self._wanted_partitions = 0
+        self._wanted_throttle_ms = 0
         # Whether other connections have their turn of the event loop before more is begun.
         self._rests = False
         # How often reading was stopped.
@@ -264,7 +266,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             try:
                 answer_bytes = handler(self._requests, frame, header, first_byte_at, slot)
             except NoRoom as full:
-                self._put_back(frame, first_byte_at, full.partitions)
+                self._put_back(frame, first_byte_at, full.partitions, throttle_ms)
                 return
             self._tally.requests[api_key << VERSION_BITS | api_version] += 1
             if answer_bytes is None:
@@ -276,13 +278,24 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
                 slot.weight += answer_bytes
                 answers.in_flight_bytes += answer_bytes
 
-    def _put_back(self, frame: memoryview, first_byte_at: float, partitions: int) -> None:
+    def _put_back(self, frame: memoryview, first_byte_at: float, partitions: int, throttle_ms: int) -> None:
         """Let the latest request wait until others are answered; its bytes count for the backlog now."""
         self._answers.slots.pop()
         self._answers.in_flight_bytes -= len(frame)
         self._backlog.appendleft((frame, first_byte_at))
-        self._wanted_partitions = partitions
+        self._wanted_partitions, self._wanted_throttle_ms = partitions, throttle_ms
         self.adjust_reading()
+
+    def _begin_again(self, frame: memoryview, first_byte_at: float) -> None:
+        """Begin the request that was put back, unless its client has to authenticate meanwhile: the gate gets it then.
+
+        Raises CodecError.
+        """
+        self._wanted_partitions = 0
+        if self._plain is self._compiled:
+            self._take(frame, first_byte_at, self._wanted_throttle_ms)
+        else:
+            self._begin(frame, first_byte_at)
 
     def _rest(self) -> None:
         """Begin no more in this turn of the event loop."""
@@ -301,8 +314,10 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             while self._backlog and self._has_room() and not self.closed and self._clock() - began <= TURN_S:
                 frame, first_byte_at = self._backlog.popleft()
                 self._budget.held -= len(frame)
-                self._wanted_partitions = 0
-                self._begin(frame, first_byte_at)
+                if self._wanted_partitions:
+                    self._begin_again(frame, first_byte_at)
+                else:
+                    self._begin(frame, first_byte_at)
         except CodecError as error:
             self.refuse(error)
         self._takes_backlog = False
