@@ -158,7 +158,9 @@ def test_a_client_that_is_not_let_in_is_told_why(signer: Signer, mutual: KproxyP
             stranger.recv(1)
     admitted = client_context(signer.ca, signer.issue("client", "client.test"))
     told = samples(get(mutual, admitted, "/metrics")[1])
-    outcomes = {labels[0][1]: count for (name, labels), count in told.items() if name == "kproxy_admin_handshakes_total"}
+    outcomes = {
+        labels[0][1]: count for (name, labels), count in told.items() if name == "kproxy_admin_handshakes_total"
+    }
     assert outcomes["no_certificate"] >= 1
     assert outcomes["plain_text"] >= 21
     assert outcomes["done"] >= 1

@@ -78,7 +78,9 @@ def test_a_client_has_changed_permissions_only_where_a_change_concerns_it() -> N
     """Its routes are forgotten then: rules that change each second cost all clients the routes of all partitions."""
 
     def written(name: str, *topics: str) -> list[Acl]:
-        return [Acl(f"User:{name}", False, frozenset({Operation.WRITE}), Resource.TOPIC, each, False) for each in topics]
+        return [
+            Acl(f"User:{name}", False, frozenset({Operation.WRITE}), Resource.TOPIC, each, False) for each in topics
+        ]
 
     rules = Rules([*written("alice", "a"), *written("bob", "b")])
     control = AccessControl(lambda: rules, Counter())
