@@ -117,7 +117,8 @@ class HttpPage:
     ) -> int:
         """Listen; return the real port. `tls` returns what a handshake uses that begins now; None: plain text.
 
-        `counters` counts handshakes, and connections that are closed without an answer. Raises StartupError, with nothing left open.
+        `counters` counts handshakes, and connections that are closed without an answer. Raises StartupError, with
+        nothing left open.
         """
         if counters is not None:
             self._visitors.counters = counters

@@ -101,8 +101,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             on_forbidden=lambda: self.sever("what it was reading was claimed by another"),
         )
         self._takes_backlog = False
-        # The number of partitions of the backlog's first request, if it waits for room for them; and how long its client
-        # is throttled for it: its account is charged once.
+        # The number of partitions of the backlog's first request, if it waits for room for them; and for how long its
+        # client is throttled: its account is charged once.
         self._wanted_partitions = 0
         self._wanted_throttle_ms = 0
         # Whether other connections have their turn of the event loop before more is begun.

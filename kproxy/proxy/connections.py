@@ -25,7 +25,8 @@ class Connections:
 
     `by_broker` has all, closed ones too until they are replaced; treat it as read-only. `on_pressure` is called when
     one of them takes no more for now, and when it does again. With a `share` their large answers wait for room.
-    `before_open` and `on_end` as in `Upstream`, for all of them; once they are closed, neither is called. Brokers are accessed by `access`; None: as the proxy.
+    `before_open` and `on_end` as in `Upstream`, for all of them; once they are closed, neither is called. Brokers are
+    accessed by `access`; None: as the proxy.
     """
 
     def __init__(

@@ -185,10 +185,12 @@ class Permissions:
 
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
         """Whether it may do this."""
-        decided = self._of(operation, resource)
-        return any([each.allowed.cover(name) for each in decided]) and not any(
-            [each.denied.cover(name) for each in decided]
-        )
+        is_allowed = False
+        for allowed, denied in self._of(operation, resource):
+            if denied.cover(name):
+                return False
+            is_allowed = is_allowed or allowed.cover(name)
+        return is_allowed
 
     def allows_any(self, operation: Operation, resource: Resource) -> bool:
         """Whether there is a resource of this kind with which it may do this, as far as the rules name any."""
