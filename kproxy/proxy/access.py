@@ -159,6 +159,11 @@ class ClientAccess:
         """The same for something that the client has not asked for by name: nothing is counted."""
         return self._current().allows(operation, resource, name) or not self._control.is_enforced
 
+    @property
+    def is_enforced(self) -> bool:
+        """Whether refusals count; see AccessControl."""
+        return self._control.is_enforced
+
     def may_create(self, topic: str) -> bool:
         """Whether the client may create a topic: by a permission for it, or for the cluster."""
         if self.permits(Operation.CREATE, Resource.CLUSTER, CLUSTER_NAME):

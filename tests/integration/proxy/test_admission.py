@@ -165,6 +165,28 @@ async def test_a_session_that_ends_must_be_renewed_before_anything_else() -> Non
 
 @both_loops
 @in_one_go
+async def test_a_client_that_was_idle_for_long_may_renew_its_session() -> None:
+    """As in Kafka. The time to authenticate counted from the end of the session, and was over when it began."""
+    async with guarded(lifetime_s=0.2, timeout_s=0.5) as (proxy, _):
+        client = await proxy.client()
+        await authenticate(client)
+        await asyncio.sleep(1.2)
+        client.send(sasl.handshake("PLAIN"))
+        assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+        # At least one look at deadlines.
+        await asyncio.sleep(0.2)
+        client.send(sasl.authenticate(sasl.plain("alice", sasl.USERS["alice"])))
+        assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+        # The time for a renewal is bounded all the same.
+        await asyncio.sleep(1.2)
+        client.send(sasl.handshake("PLAIN"))
+        assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+        assert await client.is_closed()
+        assert proxy.counters["sasl.timed_out.PLAIN"] == 1
+
+
+@both_loops
+@in_one_go
 async def test_a_renewal_as_another_user_ends_the_connection() -> None:
     async with guarded() as (proxy, _):
         client = await proxy.client()

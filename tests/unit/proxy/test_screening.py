@@ -6,18 +6,20 @@ import asyncio
 import threading
 import time
 from collections import Counter
+from typing import Any
+from uuid import UUID
 
 import pytest
 from structlog.testing import capture_logs
 
 from kproxy.proxy import screening
 from kproxy.proxy.access import AccessControl, ClientAccess
-from kproxy.proxy.screening import Screen
+from kproxy.proxy.screening import Screen, Screened
 from kproxy.routing.topology import Topology
 from kproxy.security.acls import Acl, Operation, Permissions, Resource, Rules
 from kproxy.security.principals import Principal
 from kproxy_codec import api_keys as keys
-from kproxy_codec.control import build_request, decode_response, encode_request
+from kproxy_codec.control import build_request, build_response, decode_request, decode_response, encode_request
 from kproxy_codec.framing import parse_request_header, request_header
 from kproxy_codec.partitioned import with_length
 from kproxy_codec.produce import parse_produce
@@ -122,6 +124,79 @@ def test_rules_that_change_while_a_thread_finds_permissions_count_afterwards() -
     changed.set()
     thread.join()
     assert not client.may_write(b"t")
+
+
+SECRET = UUID(int=7)
+
+
+def seeing(*names: str) -> Screen:
+    """The screen of a client that may describe and delete these topics, where there are others."""
+    operations = frozenset({Operation.DESCRIBE, Operation.DELETE})
+    rules = Rules(Acl("User:*", False, operations, Resource.TOPIC, name, False) for name in names)
+    topology = Topology()
+    for number, name in enumerate(("a", "b", "c", "secret-1", "secret-2", "z")):
+        topology.set_owner(name.encode(), 0, 1, number + 1)
+    topology.set_topic_id(b"secret-1", SECRET.bytes)
+    return Screen(AccessControl(lambda: rules, Counter()).client(), topology)
+
+
+async def screened(screen: Screen, api_key: int, version: int, **fields: object) -> tuple[Screened, Any]:
+    """The decision, and the request that brokers get, if one."""
+    frame = request(api_key, version, **fields)
+    header = parse_request_header(frame)
+    found = await screen.screen(frame, header)
+    if found.answer is not None:
+        return found, None
+    return found, decode_request(api_key, version, found.frame[parse_request_header(found.frame).body_offset :])
+
+
+async def test_pages_of_topics_go_over_those_alone_that_a_client_may_see() -> None:
+    """The place at which a next page begins named a topic, also one that the client may not see."""
+    key, limit = keys.DESCRIBE_TOPIC_PARTITIONS, 1
+    page, sent = await screened(seeing("b", "c", "z"), key, 0, topics=[], response_partition_limit=limit)
+    # One more than the broker tells of, so that it says that there are more.
+    assert [each.name for each in sent.topics] == ["b", "c"]
+    cursor = {"topic_name": "d", "partition_index": 0}
+    page, sent = await screened(seeing("b", "c", "z"), key, 0, topics=[], response_partition_limit=9, cursor=cursor)
+    assert [each.name for each in sent.topics] == ["z"]
+    assert sent.cursor.topic_name == "d"
+    page, sent = await screened(seeing("other"), key, 0, topics=[])
+    assert page.answer is not None
+    answer = decode_response(key, 0, page.answer)
+    assert (answer.topics, answer.next_cursor) == ([], None)
+    named = [{"name": name} for name in ("b", "secret-1")]
+    page, sent = await screened(seeing("b"), key, 0, topics=named)
+    assert [each.name for each in sent.topics] == ["b"]
+    answer = build_response(key, 0, topics=[{"name": "b", "error_code": 0, "partitions": []}])
+    assert page.amend is not None
+    page.amend(answer)
+    assert {each.name: each.error_code for each in answer.topics} == {"b": 0, "secret-1": 29}
+
+
+async def test_a_page_whose_topics_are_gone_is_not_the_last_one() -> None:
+    key = keys.DESCRIBE_TOPIC_PARTITIONS
+    page, sent = await screened(seeing("a", "b", "c"), key, 0, topics=[], response_partition_limit=1)
+    assert [each.name for each in sent.topics] == ["a", "b"]
+    answer = build_response(key, 0, topics=[])
+    assert page.amend is not None
+    page.amend(answer)
+    assert (answer.next_cursor.topic_name, answer.next_cursor.partition_index) == ("c", 0)
+    answer = build_response(key, 0, topics=[], next_cursor={"topic_name": "b", "partition_index": 3})
+    page.amend(answer)
+    assert (answer.next_cursor.topic_name, answer.next_cursor.partition_index) == ("b", 3)
+
+
+async def test_a_topic_is_named_or_has_an_id() -> None:
+    """Kafka goes by the id where Metadata has both, and refuses DeleteTopics with both. Others may do anything."""
+    topics = [{"name": "a", "topic_id": SECRET}]
+    decided, _ = await screened(seeing("a"), keys.METADATA, 10, topics=topics)
+    assert decided.verdict is not None
+    # The name of the topic with this id is not told.
+    assert decided.verdict(b"secret-1", SECRET.bytes, 0) == (29, False)
+    decided, _ = await screened(seeing("a"), keys.DELETE_TOPICS, 6, topics=topics)
+    assert decided.answer is not None
+    (response,) = decode_response(keys.DELETE_TOPICS, 6, decided.answer).responses
+    assert response.error_code == 42
 
 
 async def test_long_requests_are_read_one_at_a_time_and_short_ones_meanwhile(
