@@ -61,6 +61,7 @@ from kproxy.runtime.sockets import keep_alive
 from kproxy.security.broker_access import IdentityRefused
 from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal
+from kproxy.security.quotas import Quotas
 from kproxy.security.sasl import MOST_FRAME_BYTES
 from kproxy.security.sasl_client import Credential
 from kproxy_codec import api_keys
@@ -146,6 +147,9 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         # Begins the requests, or leaves them to `_take`: the gate while the client has to authenticate.
         self._plain = self._compiled
         self._meter: Meter | None = None
+        # Of the client, once it is admitted; and the quotas of which none applied to it.
+        self._principal: Principal | None = None
+        self._looked_at: Quotas | None = None
         self._gate = admission.gate(self, self._on_broker_pressure) if admission is not None else None
         if self._gate is not None:
             self.guard()
@@ -196,7 +200,27 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
     def admit(self, principal: Principal) -> None:
         """Begin requests without the gate from now on: the client is `principal`."""
         context = self._context
-        if self._meter is None and context.quotas is not None and context.quotas().limits(principal):
+        self._principal = principal
+        self._use_quotas()
+        if self._access is not None and principal != self._access.principal:
+            self._access.authenticated(principal)
+            # A renewal may bring other groups.
+            self._forget_routes()
+        self._plain, self._charging = self._compiled, self._meter
+        self._reader.admit(context.limits.max_request_bytes)
+        if self._fanout.acks is not None:
+            self._fanout.acks.principal = str(principal)
+
+    def _use_quotas(self) -> None:
+        """Have a meter from now on if a quota applies to the client; it follows later changes itself."""
+        context, principal = self._context, self._principal
+        if context.quotas is None or principal is None or self._meter is not None:
+            return
+        quotas = context.quotas()
+        if quotas is self._looked_at:
+            return
+        self._looked_at = quotas
+        if quotas.limits(principal):
             self._meter = Meter(
                 context.quotas,
                 principal,
@@ -206,14 +230,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
                 context.clock,
                 context.counters,
             )
-        if self._access is not None and principal != self._access.principal:
-            self._access.authenticated(principal)
-            # A renewal may bring other groups.
-            self._forget_routes()
-        self._plain, self._charging = self._compiled, self._meter
-        self._reader.admit(context.limits.max_request_bytes)
-        if self._fanout.acks is not None:
-            self._fanout.acks.principal = str(principal)
+            if self._plain is self._compiled:
+                self._charging = self._meter
 
     async def carry(self, step: Step, credential: Credential, within_s: float) -> Step | Refused:
         """Have a broker judge the credential that the client has presented. Raises NotJudged."""
@@ -470,6 +488,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._forget_routes()
         if self._meter is not None:
             self._meter.look()
+        else:
+            self._use_quotas()
         if now >= self._drained_by and not self.closed:
             self.abandon()
 

@@ -200,6 +200,31 @@ async def test_a_renewal_as_another_user_ends_the_connection() -> None:
 
 
 @both_loops
+async def test_a_new_quota_holds_for_open_connections() -> None:
+    """A connection that was made before it was not limited, for as long as it was open."""
+    quotas = Quotas(parse_quotas([{"principal": "User:bob", "requests_per_s": 1}], "here"))
+    async with guarded() as (proxy, _):
+        proxy.context.quotas = lambda: quotas
+        client = await proxy.client()
+        await authenticate(client)
+
+        async def throttled_ms() -> int:
+            client.send(produce_frame(records=batch(0, producer_id=-1)))
+            answer = await client.answer()
+            assert answer.codes == {T0: NONE}
+            return int(answer.fields["throttle_time_ms"])
+
+        assert [await throttled_ms() for _ in range(20)] == [0] * 20
+        quotas = Quotas(parse_quotas([{"principal": "User:alice", "requests_per_s": 1}], "here"))
+        await asyncio.sleep(0.3)
+        assert max([await throttled_ms() for _ in range(3)]) > 0
+        # One that is taken back does not hold any more.
+        quotas = Quotas(())
+        await asyncio.sleep(0.3)
+        assert [await throttled_ms() for _ in range(20)][1:] == [0] * 19
+
+
+@both_loops
 @in_one_go
 async def test_large_requests_are_admitted_after_the_proof_alone() -> None:
     async with guarded() as (proxy, _):
