@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -24,6 +27,7 @@ from kproxy_codec.framing import parse_request_header, request_header
 from kproxy_codec.partitioned import with_length
 from kproxy_codec.produce import parse_produce
 from tests.support.clients.raw_client import produce_frame
+from tests.support.processes.served import static_proxy
 
 
 def request(api_key: int, version: int, **fields: object) -> memoryview:
@@ -228,3 +232,12 @@ async def test_long_requests_are_read_one_at_a_time_and_short_ones_meanwhile(
     may_end.set()
     await asyncio.gather(*waiting)
     assert most == 1
+
+
+def test_threads_that_read_long_requests_leave_the_event_loop_its_turns(tmp_path: Path) -> None:
+    """By default a thread keeps Python's lock for 5 ms at a time: a client that sent 1 MiB of names made each wait."""
+    tells = "signal.signal(signal.SIGUSR2, lambda *_: print(sys.getswitchinterval(), flush=True))"
+    script = f"import signal, sys\nfrom kproxy.__main__ import main\n{tells}\nsys.exit(main())"
+    with static_proxy(tmp_path, {1: 1}, command=(sys.executable, "-c", script)) as process:
+        process.signal(signal.SIGUSR2)
+        assert float(process.read_line()) == pytest.approx(0.001)
