@@ -14,6 +14,7 @@ import contextlib
 import gc
 import secrets
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -44,6 +45,7 @@ from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.front import AdminSite, Front, OwnFront, OwnPages
+from kproxy.proxy.request_reader import TURN_S
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
@@ -65,6 +67,9 @@ from kproxy.trail.trail import Trail
 
 # For gc.set_threshold: net allocations before the youngest objects are collected, and rounds before older ones are.
 COLLECTOR_THRESHOLDS = (20_000, 50, 100)
+# How long another thread may keep Python's lock from the event loop, in seconds; by default 5 ms. Threads read long
+# requests of clients.
+SWITCH_S = TURN_S
 # How long shipping the rest of the audit trail may take at the end, in seconds.
 SHIP_REST_S = 5.0
 
@@ -146,6 +151,7 @@ class _Proxy:
             stack.callback(self._listener.leave)
             await membership.join()
             _calm_collector()
+            sys.setswitchinterval(SWITCH_S)
             # Also if etcd is used only for the other proxies.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
             self._front.ready(

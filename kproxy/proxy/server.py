@@ -361,8 +361,9 @@ class Listener:
                 if context.clock() - began > TURN_S:
                     await asyncio.sleep(0)
                     began = context.clock()
-                    if session not in self._sessions:
-                        continue
+                if session not in self._sessions:
+                    # It has ended and been taken apart while others had their turn.
+                    continue
                 try:
                     session.expire(now, is_late=now - due > LATE_S)
                 except Exception:  # the boundary: an error in one session must not stop the others' clock
