@@ -45,7 +45,6 @@ from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.front import AdminSite, Front, OwnFront, OwnPages
-from kproxy.proxy.request_reader import TURN_S
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
@@ -69,7 +68,7 @@ from kproxy.trail.trail import Trail
 COLLECTOR_THRESHOLDS = (20_000, 50, 100)
 # How long another thread may keep Python's lock from the event loop, in seconds; by default 5 ms. Threads read long
 # requests of clients.
-SWITCH_S = TURN_S
+SWITCH_S = 0.001
 # How long shipping the rest of the audit trail may take at the end, in seconds.
 SHIP_REST_S = 5.0
 
