@@ -203,10 +203,10 @@ async def _handshakes(port: int, context: ssl.SSLContext) -> None:
 
 
 async def _pipeline(port: int, context: ssl.SSLContext) -> None:
-    """Requests of an authenticated client that reads no answer."""
+    """Requests of an authenticated client that reads no answer, to another broker: what they cost one is not judged."""
 
     def send() -> None:
-        frame = produce_frame(SHAPES[0])
+        frame = produce_frame(SHAPES[0], first=1)
         with _client(port, context) as client:
             client.settimeout(5.0)
             with contextlib.suppress(OSError):

@@ -281,6 +281,8 @@ def _refuse_null(item: Message, schema: Message, api_version: int, path: str) ->
             children: Sequence[Message] = value if isinstance(value, list) else (value,)
             for child in children:
                 _refuse_null(child, inner, api_version, name)
+        elif isinstance(value, list) and None in value:
+            raise InvalidField(f"an element of {path}.{name} may not be null in version {api_version}")
 
 
 _CHECKED_FIELDS: dict[tuple[int, int], list[tuple[str, bool, Message | None]]] = {}

@@ -119,18 +119,18 @@ class FrameReader:
 
     It is shaped for asyncio.BufferedProtocol. Every returned frame is a writable memoryview of the whole frame, its
     4-byte length prefix included. At most `most_shared` bytes are read into the chunk at a time, so that a longer frame
-    is announced before it is whole. `announced` is the length of the arriving frame, its prefix included, if it is
-    known; else 0.
+    is announced before it is whole; the reader's owner may change it. `announced` is the length of the arriving frame,
+    its prefix included, if it is known; else 0.
     """
 
-    __slots__ = ("_arena", "_end", "_max_frame_bytes", "_most_shared", "_own", "_start", "_view", "announced")
+    __slots__ = ("_arena", "_end", "_max_frame_bytes", "_own", "_start", "_view", "announced", "most_shared")
 
     def __init__(
         self, max_frame_bytes: int, arena: ReceiveArena | None = None, *, most_shared: int = CHUNK_BYTES
     ) -> None:
         self._arena = arena if arena is not None else ReceiveArena()
         self._max_frame_bytes = max_frame_bytes
-        self._most_shared = most_shared
+        self.most_shared = most_shared
         self.announced = 0
         self._view: memoryview | None = None  # the chunk that holds the unfinished frame
         self._own = False  # whether that chunk is this reader's alone
@@ -165,7 +165,7 @@ class FrameReader:
         if view is None:
             if CHUNK_BYTES - arena.position < LEAST_FREE_BYTES:
                 arena.renew()
-            return arena.view[arena.position : arena.position + self._most_shared]
+            return arena.view[arena.position : arena.position + self.most_shared]
         announced = LENGTH_BYTES
         if self._end - self._start >= LENGTH_BYTES:
             announced += _LENGTH.unpack_from(view, self._start)[0]
@@ -174,7 +174,7 @@ class FrameReader:
             if self._end < len(view):
                 return view[self._end : self._start + announced]
         elif fits and view is arena.view and self._end == arena.position:
-            return view[self._end : self._end + self._most_shared]
+            return view[self._end : self._end + self.most_shared]
         return self._move(view[self._start : self._end], announced, lean)
 
     def _move(self, held: memoryview, announced: int, lean: bool) -> memoryview:
@@ -194,7 +194,7 @@ class FrameReader:
         end = start + len(held)
         view[start:end] = held
         self._view, self._start, self._end = view, start, end
-        return view[end:] if self._own else view[end : end + self._most_shared]
+        return view[end:] if self._own else view[end : end + self.most_shared]
 
     @property
     def has_own(self) -> bool:

@@ -202,7 +202,9 @@ class LastWrites:
     def __init__(self, unsettled: UnsettledWrites | None) -> None:
         self._unsettled = unsettled
         self._holds: dict[int, list[Hold]] = {}
-        self._over = asyncio.Event()
+        # Exists while `wait` waits.
+        self._over: asyncio.Event | None = None
+        self._is_hurried = False
 
     def hold(self, piece: int, partitions: Iterable[tuple[bytes, int]]) -> None:
         """Hold the partitions of a piece until it is answered or lost."""
@@ -215,7 +217,7 @@ class LastWrites:
             if self._unsettled is not None:
                 self._unsettled.done(hold)
         if not self._holds:
-            self._over.set()
+            self._end_wait()
 
     def note_lost(self, partitions: Iterable[tuple[bytes, int]]) -> None:
         """Record that writes reached a broker whose answer cannot come any more."""
@@ -225,14 +227,20 @@ class LastWrites:
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until nothing is held, but no longer than this or until `stop_waiting`."""
-        if self._holds:
+        if self._holds and not self._is_hurried:
+            self._over = asyncio.Event()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._over.wait()
 
     def stop_waiting(self) -> None:
         """End `wait`, now or later."""
-        self._over.set()
+        self._is_hurried = True
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        if self._over is not None:
+            self._over.set()
 
 
 def _place_within_bound(place: Place, taken: Collection[Place]) -> Place:

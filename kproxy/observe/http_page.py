@@ -117,7 +117,8 @@ class HttpPage:
     ) -> int:
         """Listen; return the real port. `tls` returns what a handshake uses that begins now; None: plain text.
 
-        `counters` counts connections that are closed without an answer. Raises StartupError, with nothing left open.
+        `counters` counts handshakes, and connections that are closed without an answer. Raises StartupError, with
+        nothing left open.
         """
         if counters is not None:
             self._visitors.counters = counters
@@ -139,7 +140,8 @@ class HttpPage:
             tls,
             max_half_open=MAX_HALF_OPEN,
             session=lambda _: self._visitor() if self._runner.server is not None else None,
-            counters=Counter(),
+            counters=self._visitors.counters,
+            counted_as="page.handshakes.",
             words=_WORDS,
             answer_to_http=http_answer(f"{SPEAKS_TLS}\n".encode()),
         )

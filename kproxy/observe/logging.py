@@ -132,7 +132,10 @@ def configure_logging(level: str, log_format: str | None = None) -> None:
     rendering: list[Processor] = (
         [structlog.processors.format_exc_info, _event_first, structlog.processors.JSONRenderer()]
         if (log_format or ("text" if on_terminal else "json")) == "json"
-        else [structlog.dev.ConsoleRenderer(colors=on_terminal, exception_formatter=structlog.dev.plain_traceback)]
+        else [
+            _printable,
+            structlog.dev.ConsoleRenderer(colors=on_terminal, exception_formatter=structlog.dev.plain_traceback),
+        ]
     )
     structlog.configure(
         processors=[*opening, _Bounded(bound), *shaping, *rendering],
@@ -183,6 +186,14 @@ def _in_plain_values(logger: WrappedLogger, method_name: str, event_dict: EventD
     for key, value in event_dict.items():
         if key not in _OF_STRUCTLOG and type(value) not in _PLAIN:
             event_dict[key] = _plain(value)
+    return event_dict
+
+
+def _printable(logger: WrappedLogger, method_name: str, event_dict: EventDict) -> EventDict:
+    """Replace unprintable characters, as clients choose many names: these must not control a terminal."""
+    for key, value in event_dict.items():
+        if isinstance(value, str) and key not in _OF_STRUCTLOG and not value.isprintable():
+            event_dict[key] = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in value)
     return event_dict
 
 

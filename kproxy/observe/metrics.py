@@ -246,8 +246,6 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
     yield gauge("kproxy_draining", "1 from SIGTERM until the process ends.", int(vitals.draining))
 
 
-_HANDSHAKES = "tls.handshakes."
-_HANDSHAKES_FAILED = "tls.handshakes.failed."
 _OUTCOMES = ("done", "failed")
 
 
@@ -277,16 +275,26 @@ def reloads(counters: Mapping[str, int]) -> Metric:
     return _by("outcome", _OUTCOMES, "kproxy_tls_reloads", text, counters, "tls.reloads.")
 
 
-def page_connections(counters: Mapping[str, int]) -> Metric:
-    """The counter of connections that the admin page has closed without an answer."""
+def page_connections(counters: Mapping[str, int]) -> Iterable[Metric]:
+    """The counters of the admin page's handshakes, and of connections that it has closed without an answer."""
+    text = "Ended TLS handshakes of connections to the admin page, by outcome."
+    yield _handshakes("kproxy_admin_handshakes", text, counters, "page.handshakes.")
     text = "Connections to the admin page closed because no request arrived, or for others."
-    return _by("reason", ("idle", "crowded"), "kproxy_admin_connections_cut", text, counters, "page.cut.")
+    yield _by("reason", ("idle", "crowded"), "kproxy_admin_connections_cut", text, counters, "page.cut.")
+
+
+def _handshakes(name: str, text: str, counters: Mapping[str, int], counted_as: str) -> Metric:
+    family = CounterMetricFamily(name, text, labels=["outcome"])
+    for key, count in sorted(counters.items()):
+        if key.startswith(counted_as):
+            family.add_metric([key.removeprefix(counted_as).removeprefix("failed.")], count)
+    return family
 
 
 def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield expiry(vitals.certificates)
     yield reloads(counters)
-    yield page_connections(counters)
+    yield from page_connections(counters)
     text = "Attempts to fetch the keys of tokens from their issuer."
     yield _by("outcome", _OUTCOMES, "kproxy_token_key_fetches", text, counters, "oauth.fetches.")
     yield gauge(
@@ -294,15 +302,8 @@ def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
         "Client connections that have not finished their TLS handshake or PROXY protocol header.",
         vitals.half_open_connections,
     )
-    handshakes = CounterMetricFamily(
-        "kproxy_client_handshakes",
-        "Ended TLS handshakes and PROXY protocol headers of clients, by outcome.",
-        labels=["outcome"],
-    )
-    for name, count in sorted(counters.items()):
-        if name.startswith(_HANDSHAKES):
-            handshakes.add_metric([name.removeprefix(_HANDSHAKES_FAILED).removeprefix(_HANDSHAKES)], count)
-    yield handshakes
+    text = "Ended TLS handshakes and PROXY protocol headers of clients, by outcome."
+    yield _handshakes("kproxy_client_handshakes", text, counters, "tls.handshakes.")
 
 
 def _table(view: TableView) -> Iterable[Metric]:

@@ -80,7 +80,8 @@ cdef class FrameReader:
     """See kproxy_codec.framing.FrameReader."""
 
     cdef readonly ReceiveArena _arena
-    cdef Py_ssize_t max_frame_bytes, most_shared, start, end
+    cdef Py_ssize_t max_frame_bytes, start, end
+    cdef public Py_ssize_t most_shared
     # The chunk that holds the unfinished frame, and whether it is this reader's alone.
     cdef object view
     cdef uint8_t *data

@@ -3,14 +3,15 @@
 
 cdef extern from *:
     """
-    /* As in kproxy.proxy.answer_room, kproxy.proxy.memory_budget and kproxy.proxy.request_reader. */
+    /* As in kproxy.proxy.answer_room, answer_reader, memory_budget, request_reader; kproxy.runtime.tasks. */
     #define LARGE_BYTES (256 << 10)
+    #define LEAST_READ_BYTES 512
     #define LAST_READ_BYTES 4096
-    #define TURN_S 0.001
-    #define LARGE_READ_BYTES (128 << 10)
+    #define TURN_S 0.0005
+    #define LARGE_READ_BYTES (64 << 10)
     #define MANY_REQUESTS 32
     """
-    const Py_ssize_t LARGE_BYTES, LAST_READ_BYTES, LARGE_READ_BYTES, MANY_REQUESTS
+    const Py_ssize_t LARGE_BYTES, LEAST_READ_BYTES, LAST_READ_BYTES, LARGE_READ_BYTES, MANY_REQUESTS
     const double TURN_S
 
 
@@ -22,6 +23,13 @@ cdef class AnswerReader:
     cdef public AwaitedAnswers _in_flight
     cdef public Outbox _outbox
     cdef public object _share
+    cdef Py_ssize_t longest_read
+    cdef Clock clock
+
+    def __init__(self, FrameReader reader, share, clock):
+        self._reader, self._share, self.clock = reader, share, Clock(clock)
+        self.longest_read, reader.most_shared = reader.most_shared, LEAST_READ_BYTES
+        self._in_flight = AwaitedAnswers(reader)
 
     def get_buffer(self, sizehint):
         return self._reader.space(False)
@@ -29,8 +37,10 @@ cdef class AnswerReader:
     def buffer_updated(self, Py_ssize_t nbytes):
         cdef uint8_t *data
         cdef Py_ssize_t at, end, size
+        cdef double began, took
         if self.closed:
             return
+        began = self.clock.now()
         try:
             view = self._reader.cut(nbytes)
             data, at, end = self._reader.cut_data, self._reader.cut_start, self._reader.cut_end
@@ -49,6 +59,22 @@ cdef class AnswerReader:
             return
         if self._share is not None and self._reader.announced > LARGE_BYTES and not self.closed:
             self._take_in(self._share, nbytes)
+        took = self.clock.now() - began
+        if took > TURN_S / 2 or nbytes >= self._reader.most_shared:
+            self.adjust_reads(nbytes, took)
+
+    cdef int adjust_reads(self, Py_ssize_t nbytes, double took) except -1:
+        """Set the size of reads after one of `nbytes`, full or long, whose answers took so many seconds."""
+        cdef FrameReader reader = self._reader
+        cdef bint is_full = nbytes >= reader.most_shared
+        if took > TURN_S / 2:
+            reader.most_shared = max(
+                LEAST_READ_BYTES, min(<Py_ssize_t>(nbytes * TURN_S / 2 / took), self.longest_read))
+        elif took < TURN_S / 4:
+            reader.most_shared = min(2 * reader.most_shared, self.longest_read)
+        if took > TURN_S or (is_full and took >= TURN_S / 4):
+            self._rest()
+        return 0
 
     def next_correlation_id(self):
         return self._in_flight.following_id()
@@ -92,7 +118,8 @@ cdef class RequestReader:
 
     def __init__(self, context):
         self.tally, self.clock = context.tally, Clock(context.clock)
-        self._reader = FrameReader(context.limits.max_request_bytes, context.arena)
+        self._reader = FrameReader(
+            context.limits.max_request_bytes, context.arena, most_shared=LARGE_READ_BYTES)
         self._budget = context.budget
         self._max_bytes = context.limits.max_in_flight_bytes
         self._max_requests = context.limits.max_open_requests
@@ -117,7 +144,8 @@ cdef class RequestReader:
     def buffer_updated(self, Py_ssize_t nbytes):
         cdef double now = self.clock.now(), first_byte_at
         cdef uint8_t *data
-        cdef Py_ssize_t first, at, end, size, begun = 0
+        cdef Py_ssize_t first, at, end, size, count = 0
+        cdef bint has_many
         cdef HeldBytes budget = self._budget
         cdef FrameReader reader = self._reader
         self.tally.received_bytes += nbytes
@@ -136,7 +164,6 @@ cdef class RequestReader:
                     return
                 if self._reading:
                     self.begin(view, data, at, size, now, first_byte_at)
-                    begun += 1
                     if first + size < end and self.clock.now() - now > TURN_S:
                         self._rest()
                 else:
@@ -144,8 +171,12 @@ cdef class RequestReader:
                     budget.held += size
                 first_byte_at = now
                 at += size
-            if begun >= MANY_REQUESTS and nbytes >= LARGE_READ_BYTES and self._reading and not self.closed:
-                self._rest()
+                count += 1
+            if nbytes >= LARGE_READ_BYTES:
+                has_many = count >= MANY_REQUESTS
+                reader.most_shared = LARGE_READ_BYTES if has_many else CHUNK_BYTES
+                if has_many and self._reading and not self.closed:
+                    self._rest()
         except CodecError as error:
             self.refuse(error)
             return

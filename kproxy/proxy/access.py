@@ -1,11 +1,11 @@
 """Enforce the rules on the connections of clients: which partitions are refused, and which requests.
 
-`AccessControl` has the rules of this process, `ClientAccess` is one connection's view of them. Its decisions are cached
+`AccessControl` has the rules of this process, `ClientAccess` is one connection's view of them. Its permissions are kept
 with the rules that they follow, so that new rules count at once; routes of the compiled plain path, which were proven
-under earlier ones, are forgotten at the next check (`has_changed`).
+under earlier ones, are forgotten at the next check (`has_changed`). Long requests are checked on other threads.
 
-Each refusal is counted, and logged a few times a minute for each principal. With `dry_run` refusals are counted and
-logged but not enforced.
+Each refusal is counted, and logged a few times a minute for each principal; of the many that one request may have, the
+first alone is logged. With `dry_run` refusals are counted and logged but not enforced.
 """
 
 from __future__ import annotations
@@ -48,6 +48,12 @@ class AccessControl:
         self._rules = rules
         self._counters = counters
         self._dry_run = dry_run
+        kind = "dry_run" if dry_run else "denied"
+        self._counted = {
+            (operation, resource): f"access.{kind}.{operation.value}.{resource.value}"
+            for operation in Operation
+            for resource in Resource
+        }
         # Whoever reads a long message of a client has it meanwhile.
         self.turn = asyncio.Lock()
 
@@ -59,10 +65,20 @@ class AccessControl:
         """The view of a new connection."""
         return ClientAccess(self)
 
-    def denied(self, principal: Principal, peer: str, operation: Operation, resource: Resource, name: str) -> bool:
+    def denied(
+        self,
+        principal: Principal,
+        peer: str,
+        operation: Operation,
+        resource: Resource,
+        name: str,
+        *,
+        is_logged: bool = True,
+    ) -> bool:
         """Count and log a refusal; return whether it is one."""
-        kind = "dry_run" if self._dry_run else "denied"
-        self._counters[f"access.{kind}.{operation.value}.{resource.value}"] += 1
+        self._counters[self._counted[operation, resource]] += 1
+        if not is_logged:
+            return not self._dry_run
         told = {
             "most_a_minute": _LOGGED_A_MINUTE,
             "bounded_by": "principal",
@@ -90,14 +106,16 @@ class ClientAccess:
         self._control = control
         self.peer = "?"
         self.principal = ANONYMOUS
-        self._rules = control.rules
-        self._permissions: Permissions = self._rules.of(ANONYMOUS)
-        self._looked_at = self._rules
+        # The permissions, with the rules and the principal that they are of: one object, which is replaced whole,
+        # because a thread may find older ones at the same time.
+        rules = control.rules
+        self._found = rules, self.principal, rules.of(self.principal)
+        self._looked_at = self._found[2]
 
     def authenticated(self, principal: Principal) -> None:
         """Set the client's principal."""
         self.principal = principal
-        self._permissions = self._rules.of(principal)
+        self._looked_at = self._current()
 
     @property
     def turn(self) -> asyncio.Lock:
@@ -105,16 +123,17 @@ class ClientAccess:
         return self._control.turn
 
     def _current(self) -> Permissions:
-        rules = self._control.rules
-        if rules is not self._rules:
-            self._rules = rules
-            self._permissions = rules.of(self.principal)
-        return self._permissions
+        rules, principal = self._control.rules, self.principal
+        of_rules, of_principal, permissions = self._found
+        if rules is not of_rules or principal is not of_principal:
+            permissions = rules.of(principal)
+            self._found = rules, principal, permissions
+        return permissions
 
     def has_changed(self) -> bool:
-        """Whether the rules have changed since the last check."""
-        rules = self._control.rules
-        changed, self._looked_at = rules is not self._looked_at, rules
+        """Whether the client's permissions have changed since the last check."""
+        permissions = self._current()
+        changed, self._looked_at = permissions is not self._looked_at, permissions
         return changed
 
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
@@ -123,12 +142,27 @@ class ClientAccess:
             return True
         return not self._control.denied(self.principal, self.peer, operation, resource, name)
 
-    def allows_on_cluster(self, operation: Operation) -> bool:
-        return self.allows(operation, Resource.CLUSTER, CLUSTER_NAME)
+    def each(self, operation: Operation, resource: Resource) -> Callable[[str], bool]:
+        """Return `allows` for the names of one request: the first refusal is logged, all are counted."""
+        is_logged = True
+
+        def allows(name: str) -> bool:
+            nonlocal is_logged
+            if self._current().allows(operation, resource, name):
+                return True
+            logs, is_logged = is_logged, False
+            return not self._control.denied(self.principal, self.peer, operation, resource, name, is_logged=logs)
+
+        return allows
 
     def permits(self, operation: Operation, resource: Resource, name: str) -> bool:
         """The same for something that the client has not asked for by name: nothing is counted."""
         return self._current().allows(operation, resource, name) or not self._control.is_enforced
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether refusals count; see AccessControl."""
+        return self._control.is_enforced
 
     def may_create(self, topic: str) -> bool:
         """Whether the client may create a topic: by a permission for it, or for the cluster."""
@@ -154,12 +188,13 @@ class ClientAccess:
     def refused(self, operation: Operation, request: PartitionedRequest) -> Mapping[Entry, int]:
         """The entries of a request that its client may not have, each with its error code."""
         refused: dict[Entry, int] = {}
+        allows = self.each(operation, Resource.TOPIC)
         for place, topic in enumerate(request.topics):
             if request.is_nameless(topic):
                 # It may be any topic; by the time when the client asks again, its name is known.
                 code = UNKNOWN_TOPIC_ID if self._control.is_enforced else 0
             else:
-                code = 0 if self.allows(operation, Resource.TOPIC, text(topic.name)) else TOPIC_AUTHORIZATION_FAILED
+                code = 0 if allows(text(topic.name)) else TOPIC_AUTHORIZATION_FAILED
             if code:
                 refused |= {(place, ordinal): code for ordinal in range(len(topic.partitions))}
         return refused or NOTHING_REFUSED

@@ -213,6 +213,9 @@ class Gate:
 
     def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
         """Begin a request, as CompiledPath.take; False for ApiVersions, which the session answers."""
+        if self._exchange.state is State.AUTHENTICATED:
+            # Its session has ended, maybe long ago: the time for a renewal counts from here.
+            self._began_at = self._admission.times.clock()
         outcome = self._exchange.receive(frame)
         if isinstance(outcome, PassOn):
             return False

@@ -2,20 +2,28 @@
 
 `kproxy.proxy.broker_connection.Upstream` is the whole connection; its text has the states and invariants.
 
+The answers of one read are taken together, and other clients wait for that. So the size of reads follows the time that
+answers take: they are small at first, twice as large after one that was full and short, and smaller after a long one.
+
 The compiled plain path (kproxy.plain) has a twin of the class here, which is used instead where it is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kproxy.plain import AwaitedAnswers, FrameReader, compiled
 from kproxy.proxy.answer_room import LARGE_BYTES, Share
 from kproxy.proxy.outbox import Outbox
+from kproxy.runtime.tasks import TURN_S
 from kproxy_codec.errors import CodecError
 from kproxy_codec.partitioned import set_correlation_id
 from kproxy_codec.primitives import Buffer
+
+# Reads of a broker's connection have at least so many bytes: few enough answers for half of a turn, however long one
+# takes.
+LEAST_READ_BYTES = 512
 
 
 class Ticket(Protocol):
@@ -46,13 +54,21 @@ class Ticket(Protocol):
 
 
 class AnswerReader:
-    """The hot part of a broker connection. `_outbox` is None until the connection is open."""
+    """The hot part of a broker connection. `_outbox` is None until the connection is open.
 
-    closed: bool
-    _reader: FrameReader
-    _in_flight: AwaitedAnswers[Ticket]
-    _outbox: Outbox | None
-    _share: Share | None
+    `reader` is the connection's alone, and its `most_shared` is the longest read. `clock` is in seconds.
+    """
+
+    def __init__(self, reader: FrameReader, share: Share | None, clock: Callable[[], float]) -> None:
+        self.closed = False
+        self._reader = reader
+        self._longest_read = reader.most_shared
+        reader.most_shared = LEAST_READ_BYTES
+        # Bounded by the requests that a client may have open.
+        self._in_flight: AwaitedAnswers[Ticket] = AwaitedAnswers(reader)
+        self._outbox: Outbox | None = None
+        self._share = share
+        self._clock = clock
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.get_buffer(sizehint)
@@ -63,6 +79,7 @@ class AnswerReader:
             # A connection that is being closed is still read; nobody waits for the answers.
             return
         in_flight = self._in_flight
+        began = self._clock()
         try:
             for frame in self._reader.buffer_updated(nbytes):
                 if self.closed:
@@ -73,6 +90,21 @@ class AnswerReader:
             return
         if self._share is not None and self._reader.announced > LARGE_BYTES and not self.closed:
             self._take_in(self._share, nbytes)
+        took = self._clock() - began
+        if took > TURN_S / 2 or nbytes >= self._reader.most_shared:
+            self._adjust_reads(nbytes, took)
+
+    def _adjust_reads(self, nbytes: int, took: float) -> None:
+        """Set the size of reads after one of `nbytes`, full or long, whose answers took so many seconds."""
+        reader = self._reader
+        is_full = nbytes >= reader.most_shared
+        if took > TURN_S / 2:
+            reader.most_shared = max(LEAST_READ_BYTES, min(int(nbytes * TURN_S / 2 / took), self._longest_read))
+        elif took < TURN_S / 4:
+            reader.most_shared = min(2 * reader.most_shared, self._longest_read)
+        # Event loops read again at once after a full read.
+        if took > TURN_S or (is_full and took >= TURN_S / 4):
+            self._rest()
 
     def next_correlation_id(self) -> int:
         return self._in_flight.next_id()
@@ -89,6 +121,10 @@ class AnswerReader:
 
     def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
         """Send one request; queue it while the connection is not open. Not to be called when closed."""
+        raise NotImplementedError
+
+    def _rest(self) -> None:
+        """Read no more answers for this client in this turn of the event loop."""
         raise NotImplementedError
 
     def distrust(self, reason: str) -> None:

@@ -453,6 +453,7 @@ class BrokerVersions:
             dialler=self._health.dialler,
             turn=Turn.NEXT,
             arena=self._arena,
+            clock=self._clock,
             max_answer_bytes=self._limits.max_control_request_bytes,
             connect_timeout_s=self._limits.connect_timeout_s,
             on_pressure=lambda slow: None,

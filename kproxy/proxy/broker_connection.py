@@ -27,7 +27,8 @@ Invariants
    connection ends before. Bytes that left may not have arrived: the last such ticket gets `unconfirmed` when the
    connection ends for a reason other than the client's.
 5. The connection is not read while a large answer waits for room or its client reads too slowly
-   (kproxy.proxy.answer_room), and not for the rest of a turn of the event loop in which its client's answers took long.
+   (kproxy.proxy.answer_room), and not for the rest of a turn of the event loop in which its client's answers took long
+   (kproxy.proxy.answer_reader).
 
 `AnswerReader` (kproxy.proxy.answer_reader) has the code that every request and answer passes through.
 """
@@ -36,14 +37,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from math import inf
 from typing import NamedTuple, cast
 
 import structlog
 
-from kproxy.plain import AwaitedAnswers, FrameReader, ReceiveArena
+from kproxy.plain import FrameReader, ReceiveArena
 from kproxy.proxy.answer_reader import AnswerReader, Ticket
 from kproxy.proxy.answer_room import LARGE_BYTES, AnswerBuffer, Share
 from kproxy.proxy.dialling import Dialler, Turn, reason_of
@@ -78,7 +79,9 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     With `dials` false, requests are lost unwritten. `before_open` is called before queued requests are written and may
     withdraw some. `on_end` is called once the connection has ended and all tickets have been called; `close` does not
-    call it. Large answers wait for room in `share`, if given. `access` None: that of the dialler.
+    call it. Large answers wait for room in `share`, if given. `on_long_read` is to let all connections of the client
+    rest for this turn of the event loop; None: this one is alone. `clock` is in seconds. `access` None: that of the
+    dialler.
     """
 
     def __init__(
@@ -88,9 +91,11 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         *,
         dialler: Dialler,
         arena: ReceiveArena,
+        clock: Callable[[], float],
         max_answer_bytes: int,
         connect_timeout_s: float,
         on_pressure: Callable[[bool], None],
+        on_long_read: Callable[[], object] | None = None,
         turn: Turn = Turn.PACED,
         dials: bool = True,
         before_open: Callable[[Upstream], object] = lambda upstream: None,
@@ -98,22 +103,18 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         share: Share | None = None,
         access: BrokerAccess | None = None,
     ) -> None:
+        most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
+        super().__init__(FrameReader(max_answer_bytes, arena, most_shared=most_shared), share, clock)
         self.owner = owner
         self.address = address
-        self.closed = False
         # Fences bound on this connection (kproxy.proxy.claims), by topic and partition index.
         self.fences: dict[tuple[bytes, int], int] = {}
-        most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
-        self._reader = FrameReader(max_answer_bytes, arena, most_shared=most_shared)
-        self._share = share
         self._waits_for_room = False
         self._is_held_back = False
         self._rests = False
         self._transport: asyncio.Transport | None = None
-        self._outbox = None
-        # Bounded by the requests that a client may have open.
-        self._in_flight = AwaitedAnswers(self._reader)
-        self._queue: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
+        # Lists: an empty deque takes 760 bytes.
+        self._queue: list[tuple[Ticket, int, Sequence[Buffer]]] = []
         self._queued_bytes = 0
         self._access = access or dialler.access
         # The session of SASL, and the reason why there is none.
@@ -123,11 +124,12 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         # Done when the next session begins, or when there will be none; None: nobody waits for that.
         self._next_session: asyncio.Future[None] | None = None
         self._on_pressure = on_pressure
+        self._on_long_read = on_long_read
         self._before_open = before_open
         self._on_end = on_end
         self._presses = False
         # Requests without an answer that may still be here, with the place of their last byte; the last that left.
-        self._leaving: deque[tuple[int, Ticket]] = deque()
+        self._leaving: list[tuple[int, Ticket]] = []
         self._last_left: Ticket | None = None
         # Whether the kernel had not taken all of them at the last check.
         self._is_stuck = False
@@ -169,8 +171,9 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         if self._transport is None or self._outbox is None or self._transport.is_closing():
             return
         left_bytes = self._outbox.written_bytes - self._transport.get_write_buffer_size()
-        while self._leaving and self._leaving[0][0] <= left_bytes:
-            self._last_left = self._leaving.popleft()[1]
+        left = list(takewhile(lambda each: each[0] <= left_bytes, self._leaving))
+        del self._leaving[: len(left)]
+        for _, self._last_left in left:
             self._last_left.sent()
         self._is_stuck = bool(self._leaving)
         if self._is_stuck and self._looks_for_left is None:
@@ -189,7 +192,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         """Replace tickets that wait for answers, or in the queue, as while a session is renewed."""
         self._in_flight.replace(tickets)
         if self._queue:
-            self._queue = deque((tickets.get(queued[0], queued[0]), *queued[1:]) for queued in self._queue)
+            self._queue = [(tickets.get(queued[0], queued[0]), *queued[1:]) for queued in self._queue]
 
     def oldest_unanswered(self) -> Ticket | None:
         """The ticket whose answer comes next."""
@@ -206,7 +209,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     def withdraw(self, is_meant: Callable[[Ticket], bool]) -> list[Ticket]:
         """Take back matching requests that have not been written."""
-        kept: deque[tuple[Ticket, int, Sequence[Buffer]]] = deque()
+        kept: list[tuple[Ticket, int, Sequence[Buffer]]] = []
         withdrawn = []
         for queued in self._queue:
             if is_meant(queued[0]):
@@ -248,7 +251,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._write_queue()
 
     def _write_queue(self) -> None:
-        queue, self._queue, self._queued_bytes = self._queue, deque(), 0
+        queue, self._queue, self._queued_bytes = self._queue, [], 0
         # Queued bytes no longer count; bytes written now may.
         self._press(False)
         for ticket, correlation_id, buffers in queue:
@@ -368,6 +371,13 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._is_held_back = holds
         self._adjust_reading()
 
+    def _rest(self) -> None:
+        if self._on_long_read is not None:
+            self._on_long_read()
+        else:
+            self.rest(True)
+            asyncio.get_running_loop().call_soon(self.rest, False)
+
     def rest(self, rests: bool) -> None:
         """Stop or resume reading: other clients have their turn of the event loop first."""
         self._rests = rests
@@ -452,7 +462,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             ticket.lost(written=True)
         self._end_unanswered(by_client=by_client)
         while self._queue:
-            self._queue.popleft()[0].lost(written=False)
+            self._queue.pop(0)[0].lost(written=False)
         self._on_end(self)
 
     def _is_renewal(self) -> bool:
@@ -467,7 +477,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         if self._looks_for_left is not None:
             self._looks_for_left.cancel()
             self._looks_for_left = None
-        leaving, self._leaving = self._leaving, deque()
+        leaving, self._leaving = self._leaving, []
         outbox = self._kept if self._outbox is None else self._outbox
         written_bytes = outbox.written_bytes if outbox is not None else 0
         for last_byte, ticket in leaving:

@@ -222,6 +222,7 @@ class BrokerHealth:
             dialler=self.dialler,
             turn=Turn.BESIDE,
             arena=self._arena,
+            clock=self._clock,
             max_answer_bytes=self._limits.max_control_request_bytes,
             # The probe's own timeout ends first: a dial that hangs counts as silence.
             connect_timeout_s=watched.breaker.patience_s + 1,

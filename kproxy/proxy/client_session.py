@@ -22,7 +22,8 @@ Invariants
    ends, its bytes are taken off that sum, and the brokers' answers that it holds off theirs (kproxy.proxy.answer_room).
 5. Any error here closes this connection and no other, with one line in the log.
 6. After `take_apart` the session is in no reference cycle. Python's cycle collector stops the event loop: it took
-   20 ms to free the parts of 200 sessions.
+   20 ms to free the parts of 200 sessions. By then its timers and tasks have ended, and the listener does not know it
+   any more. What was scheduled for the event loop's next steps, and dials that were given up, find it closed.
 """
 
 from __future__ import annotations
@@ -53,13 +54,15 @@ from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot
 from kproxy.proxy.outbox import PacedOutbox, flushes_of
 from kproxy.proxy.reception import Reception
-from kproxy.proxy.request_reader import TURN_S, RequestReader
+from kproxy.proxy.request_reader import RequestReader
 from kproxy.proxy.requests import DataRequests, NoRoom, plain_path
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
+from kproxy.runtime.tasks import TURN_S
 from kproxy.security.broker_access import IdentityRefused
 from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal
+from kproxy.security.quotas import Quotas
 from kproxy.security.sasl import MOST_FRAME_BYTES
 from kproxy.security.sasl_client import Credential
 from kproxy_codec import api_keys
@@ -100,8 +103,10 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             on_forbidden=lambda: self.sever("what it was reading was claimed by another"),
         )
         self._takes_backlog = False
-        # The number of partitions of the backlog's first request, if it waits for room for them.
+        # The number of partitions of the backlog's first request, if it waits for room for them; and for how long its
+        # client is throttled: its account is charged once.
         self._wanted_partitions = 0
+        self._wanted_throttle_ms = 0
         # Whether other connections have their turn of the event loop before more is begun.
         self._rests = False
         # How often reading was stopped.
@@ -143,6 +148,9 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         # Begins the requests, or leaves them to `_take`: the gate while the client has to authenticate.
         self._plain = self._compiled
         self._meter: Meter | None = None
+        # Of the client, once it is admitted; and the quotas of which none applied to it.
+        self._principal: Principal | None = None
+        self._looked_at: Quotas | None = None
         self._gate = admission.gate(self, self._on_broker_pressure) if admission is not None else None
         if self._gate is not None:
             self.guard()
@@ -193,7 +201,27 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
     def admit(self, principal: Principal) -> None:
         """Begin requests without the gate from now on: the client is `principal`."""
         context = self._context
-        if self._meter is None and context.quotas is not None and context.quotas().limits(principal):
+        self._principal = principal
+        self._use_quotas()
+        if self._access is not None and principal != self._access.principal:
+            self._access.authenticated(principal)
+            # A renewal may bring other groups.
+            self._forget_routes()
+        self._plain, self._charging = self._compiled, self._meter
+        self._reader.admit(context.limits.max_request_bytes)
+        if self._fanout.acks is not None:
+            self._fanout.acks.principal = str(principal)
+
+    def _use_quotas(self) -> None:
+        """Have a meter from now on if a quota applies to the client; it follows later changes itself."""
+        context, principal = self._context, self._principal
+        if context.quotas is None or principal is None or self._meter is not None:
+            return
+        quotas = context.quotas()
+        if quotas is self._looked_at:
+            return
+        self._looked_at = quotas
+        if quotas.limits(principal):
             self._meter = Meter(
                 context.quotas,
                 principal,
@@ -203,14 +231,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
                 context.clock,
                 context.counters,
             )
-        if self._access is not None and principal != self._access.principal:
-            self._access.authenticated(principal)
-            # A renewal may bring other groups.
-            self._forget_routes()
-        self._plain, self._charging = self._compiled, self._meter
-        self._reader.admit(context.limits.max_request_bytes)
-        if self._fanout.acks is not None:
-            self._fanout.acks.principal = str(principal)
+            if self._plain is self._compiled:
+                self._charging = self._meter
 
     async def carry(self, step: Step, credential: Credential, within_s: float) -> Step | Refused:
         """Have a broker judge the credential that the client has presented. Raises NotJudged."""
@@ -264,7 +286,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             try:
                 answer_bytes = handler(self._requests, frame, header, first_byte_at, slot)
             except NoRoom as full:
-                self._put_back(frame, first_byte_at, full.partitions)
+                self._put_back(frame, first_byte_at, full.partitions, throttle_ms)
                 return
             self._tally.requests[api_key << VERSION_BITS | api_version] += 1
             if answer_bytes is None:
@@ -276,13 +298,24 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
                 slot.weight += answer_bytes
                 answers.in_flight_bytes += answer_bytes
 
-    def _put_back(self, frame: memoryview, first_byte_at: float, partitions: int) -> None:
+    def _put_back(self, frame: memoryview, first_byte_at: float, partitions: int, throttle_ms: int) -> None:
         """Let the latest request wait until others are answered; its bytes count for the backlog now."""
         self._answers.slots.pop()
         self._answers.in_flight_bytes -= len(frame)
         self._backlog.appendleft((frame, first_byte_at))
-        self._wanted_partitions = partitions
+        self._wanted_partitions, self._wanted_throttle_ms = partitions, throttle_ms
         self.adjust_reading()
+
+    def _begin_again(self, frame: memoryview, first_byte_at: float) -> None:
+        """Begin the request that was put back, unless its client has to authenticate meanwhile: the gate gets it then.
+
+        Raises CodecError.
+        """
+        self._wanted_partitions = 0
+        if self._plain is self._compiled:
+            self._take(frame, first_byte_at, self._wanted_throttle_ms)
+        else:
+            self._begin(frame, first_byte_at)
 
     def _rest(self) -> None:
         """Begin no more in this turn of the event loop."""
@@ -298,11 +331,13 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         """Begin waiting requests while there is room; an event of its own."""
         began = self._clock()
         try:
-            while self._backlog and self._has_room() and not self.closed and self._clock() - began <= TURN_S:
+            while not self.closed and self._backlog and self._has_room() and self._clock() - began <= TURN_S:
                 frame, first_byte_at = self._backlog.popleft()
                 self._budget.held -= len(frame)
-                self._wanted_partitions = 0
-                self._begin(frame, first_byte_at)
+                if self._wanted_partitions:
+                    self._begin_again(frame, first_byte_at)
+                else:
+                    self._begin(frame, first_byte_at)
         except CodecError as error:
             self.refuse(error)
         self._takes_backlog = False
@@ -357,8 +392,9 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
 
     def _go_on(self) -> None:
         """Read or end after a request is done: there may be room for more, or nothing left to answer."""
-        self.adjust_reading()
-        self._end_if_drained()
+        if not self.closed:
+            self.adjust_reading()
+            self._end_if_drained()
 
     def adjust_reading(self) -> None:
         """Read while there is room, and only then; waiting requests come first."""
@@ -453,6 +489,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._forget_routes()
         if self._meter is not None:
             self._meter.look()
+        else:
+            self._use_quotas()
         if now >= self._drained_by and not self.closed:
             self.abandon()
 

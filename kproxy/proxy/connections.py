@@ -25,7 +25,8 @@ class Connections:
 
     `by_broker` has all, closed ones too until they are replaced; treat it as read-only. `on_pressure` is called when
     one of them takes no more for now, and when it does again. With a `share` their large answers wait for room.
-    `before_open` and `on_end` as in `Upstream`, for all of them. Brokers are accessed by `access`; None: as the proxy.
+    `before_open` and `on_end` as in `Upstream`, for all of them; once they are closed, neither is called. Brokers are
+    accessed by `access`; None: as the proxy.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Connections:
         self.by_broker: dict[int, Upstream] = {}
         self._before_open = before_open
         self._on_end = on_end
+        self._is_closed = False
 
     def to(self, broker: int) -> Upstream:
         """The open connection to a broker's current address, or a new one. Raises NoAddress."""
@@ -65,15 +67,26 @@ class Connections:
             address,
             dialler=self._context.dialler,
             arena=self._context.arena,
+            clock=self._context.clock,
             max_answer_bytes=self._context.limits.max_answer_bytes,
             connect_timeout_s=self._context.limits.connect_timeout_s + self._access.extra_s,
             access=self._access,
             on_pressure=self._on_pressure,
+            on_long_read=self.rest,
             dials=not self._context.health.refuses(address),
-            before_open=self._before_open,
-            on_end=self._on_end,
+            before_open=self._opens,
+            on_end=self._ended,
             share=self._share,
         )
+
+    def _opens(self, upstream: Upstream) -> None:
+        # The dial of a connection that was given up and replaced may end after `close`.
+        if not self._is_closed:
+            self._before_open(upstream)
+
+    def _ended(self, upstream: Upstream) -> None:
+        if not self._is_closed:
+            self._on_end(upstream)
 
     def hold_back(self, holds: bool) -> None:
         """Stop reading all of them, or resume."""
@@ -112,6 +125,9 @@ class Connections:
     async def close(self) -> None:
         """End them all; requests written with acks=0 still reach the brokers."""
         await asyncio.gather(*(upstream.close() for upstream in self.by_broker.values()))
+        self._is_closed = True
+        # They refer to this object: no reference cycle is left.
+        self.by_broker.clear()
 
 
 def _resume(resting: Iterable[Upstream]) -> None:

@@ -8,14 +8,11 @@ Invariants
 1. If the topology has changed, that is the next event.
 2. Claims are checked to be live when something is written and again when a dial completes: no past event guarantees it.
    The fences of a batch, which the core names with it, are bound before it where its connection has not bound them.
-3. After an answer that took longer than TURN_S, no other answer for the client is read in the same turn of the event
-   loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -28,7 +25,6 @@ from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ClientView, ProxyContext
 from kproxy.proxy.numbered_connections import NumberedConnections, PieceTicket, Tickets
 from kproxy.proxy.plain_path import PlainPath, PlainPiece
-from kproxy.proxy.request_reader import TURN_S
 from kproxy.proxy.sources import OwnerLookups
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
@@ -59,7 +55,6 @@ class FanoutShell:
         self.may_write = may_write
         self._context = context
         self._topology = context.topology
-        self._connections = connections
         self._on_undeliverable = on_undeliverable
         # Notes its acknowledgements, if the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
@@ -72,7 +67,8 @@ class FanoutShell:
         self.lookups = OwnerLookups(context)
         # The core's requests by sequence: where the answer goes.
         self._responds: dict[int, Respond] = {}
-        self._events: deque[tuple[Callable[..., list[Action]], tuple[object, ...]]] = deque()
+        # Few at a time; an empty deque takes 760 bytes.
+        self._events: list[tuple[Callable[..., list[Action]], tuple[object, ...]]] = []
         self._is_running = False
         self._last_writes = LastWrites(context.own.unsettled if context.own is not None else None)
         # Exists once `close` waits for open requests; set when none is left.
@@ -96,11 +92,7 @@ class FanoutShell:
 
     @property
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges, NumberedConnections]:
-        """Whose state decides `core.takes_plain` and `follows`; the objects stay the same.
-
-        Both hold if the first two are empty, the third has no partitions, and the fourth has followed the topology as
-        the core has.
-        """
+        """The core's `gate`, and what must have followed the topology as the core has."""
         return *self.core.gate, self._numbered
 
     @property
@@ -160,7 +152,7 @@ class FanoutShell:
                         self._adopt()
                     todo = core.topology_changed(clock(), random())
                 elif self._events:
-                    event, arguments = self._events.popleft()
+                    event, arguments = self._events.pop(0)
                     todo = event(*arguments, clock(), random())
                 else:
                     break
@@ -190,12 +182,9 @@ class FanoutShell:
             self.core.opened(number)
 
     def _answered(self, ticket: PieceTicket, frame: memoryview) -> None:
-        began = self._context.clock()
         if self.plain.open_count and not ticket.is_plain(frame):
             self._adopt()
         self._bring(self.core.answered, ticket.piece, frame)
-        if self._context.clock() - began > TURN_S:
-            self._connections.rest()
 
     def _left(self, ticket: PieceTicket) -> None:
         self._bring(self.core.left, (ticket.piece,))
@@ -213,7 +202,7 @@ class FanoutShell:
             return self.core.lost(number, losses, now, jitter, is_unconfirmed=is_unconfirmed)
 
         # Requests that wait to be sent on it must not be sent before.
-        self._events.appendleft((event, ()))
+        self._events.insert(0, (event, ()))
         if not self._is_running:
             self._run()
 
@@ -292,6 +281,7 @@ class FanoutShell:
 
     async def close(self) -> None:
         """End after the client has gone: send its acks=0 requests or count them as lost, and wait for held pieces."""
+        self.plain.forget()
         self._adopt()
         self._bring(self.core.closing)
         await self._last_writes.wait(self._context.limits.own_unsettled_s)

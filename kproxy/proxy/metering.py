@@ -3,7 +3,7 @@
 A session gives each request of an authenticated client to its `Meter` before it is begun, to charge the client's
 account. A request that exceeds a quota is served, as in Kafka: its answer says how long the client is throttled
 (throttle_time_ms, in answers to Produce, Fetch and ListOffsets), and the client is not read meanwhile. A session has no
-meter if no quota applies to its client.
+meter as long as no quota applies to its client.
 
 Every request of a busy client passes here. So its account is found once, and again when its client id is another one,
 where a quota names client ids; quotas that were read anew are taken at the session's next tick.

@@ -81,6 +81,26 @@ class PlainPiece:
         self.path.adopt(self).lost(written=written)
 
 
+class _Forgotten:
+    """The ticket of a part whose client is gone: its answer matters to nobody."""
+
+    expects_answer = True
+    may_wait_until = -inf
+
+    def sent(self) -> None:
+        """Never called: it has an answer."""
+
+    def unconfirmed(self) -> None:
+        """Never called, for the same reason."""
+
+    def answered(self, frame: memoryview) -> None:
+        """Ignore the answer."""
+
+    def lost(self, *, written: bool) -> None:
+        """Ignore the loss: the client sends the request again itself."""
+
+
+_FORGOTTEN: Final = _Forgotten()
 # The compiled path's pieces have the same attributes.
 _PIECES: Final = (PlainPiece,) if compiled is None else (PlainPiece, compiled.CompiledPiece)
 
@@ -233,6 +253,13 @@ class PlainPath(OpenRequests):
             leaving.append((Adopted(exchange, slot.routed_at, sent), parts))
         self.open_count = self.open_partitions = 0
         return leaving
+
+    def forget(self) -> None:
+        """Forget the requests that have an answer: their client is gone, and there may be many."""
+        for upstream in self._upstreams.values():
+            tickets = [ticket for ticket in upstream.unanswered() if isinstance(ticket, _PIECES)]
+            upstream.replace({ticket: _FORGOTTEN for ticket in tickets if not ticket.slot.is_silent})
+        self.open_count = len({piece.slot.sequence for piece in self.pieces()})
 
     # Plans
 

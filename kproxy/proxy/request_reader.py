@@ -16,12 +16,13 @@ from kproxy.proxy.apis import Ranges
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.memory_budget import LAST_READ_BYTES
 from kproxy.proxy.metering import Charging
+from kproxy.runtime.tasks import TURN_S
 from kproxy_codec.errors import CodecError
+from kproxy_codec.framing import CHUNK_BYTES
 
-# In one turn of the event loop, requests of one client are begun for this long, in seconds, and one request more.
-TURN_S = 0.001
-# So many bytes and requests in one read are all that is read in a turn: there may be many such reads (TLS, for one).
-LARGE_READ_BYTES = 128 << 10
+# So many bytes and requests in one read are all that is read in a turn, and there may be many such reads (TLS, for
+# one). Reads are longer once one of so many bytes had fewer requests.
+LARGE_READ_BYTES = 64 << 10
 MANY_REQUESTS = 32
 
 
@@ -49,7 +50,8 @@ class RequestReader:
         self._clock = context.clock
         self._tally = context.tally
         self._budget = context.budget
-        self._reader = FrameReader(context.limits.max_request_bytes, context.arena)
+        limit = context.limits.max_request_bytes
+        self._reader = FrameReader(limit, context.arena, most_shared=LARGE_READ_BYTES)
         # Requests that wait to be begun, each with the time of its first byte.
         self._backlog: deque[tuple[memoryview, float]] = deque()
         self._first_byte_at = 0.0
@@ -77,7 +79,6 @@ class RequestReader:
             frames = self._reader.buffer_updated(nbytes)
             self._first_byte_at = now if frames else first_byte_at
             coming = iter(frames)
-            begun = 0
             for frame in coming:
                 if self.closed:
                     if frame is not frames[0]:
@@ -86,15 +87,17 @@ class RequestReader:
                     return
                 if self._reading:
                     self._begin(frame, first_byte_at)
-                    begun += 1
                     if frame is not frames[-1] and self._clock() - now > TURN_S:
                         self._rest()
                 else:
                     self._backlog.append((frame, first_byte_at))
                     self._budget.held += len(frame)
                 first_byte_at = now
-            if begun >= MANY_REQUESTS and nbytes >= LARGE_READ_BYTES and self._reading and not self.closed:
-                self._rest()
+            if nbytes >= LARGE_READ_BYTES:
+                has_many = len(frames) >= MANY_REQUESTS
+                self._reader.most_shared = LARGE_READ_BYTES if has_many else CHUNK_BYTES
+                if has_many and self._reading and not self.closed:
+                    self._rest()
         except CodecError as error:
             self.refuse(error)
             return

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import secrets
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -65,6 +66,9 @@ from kproxy.trail.trail import Trail
 
 # For gc.set_threshold: net allocations before the youngest objects are collected, and rounds before older ones are.
 COLLECTOR_THRESHOLDS = (20_000, 50, 100)
+# How long another thread may keep Python's lock from the event loop, in seconds; by default 5 ms. Threads read long
+# requests of clients.
+SWITCH_S = 0.001
 # How long shipping the rest of the audit trail may take at the end, in seconds.
 SHIP_REST_S = 5.0
 
@@ -146,6 +150,7 @@ class _Proxy:
             stack.callback(self._listener.leave)
             await membership.join()
             _calm_collector()
+            sys.setswitchinterval(SWITCH_S)
             # Also if etcd is used only for the other proxies.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
             self._front.ready(

@@ -16,7 +16,9 @@
 | Own | own the group | 30 |
 
 To create a topic a permission for the cluster is enough. A client without the right to create never creates a topic by
-asking for its metadata. Everybody may ask for the cluster (DescribeCluster), as in Kafka: the answer names proxies.
+asking for its metadata. Brokers page through the topics of DescribeTopicPartitions, and say which one is next: they are
+asked for those alone that the client may see. Everybody may ask for the cluster (DescribeCluster), as in Kafka: the
+answer names proxies.
 
 Messages are read by kproxy_codec.control: requests are at most 1 MiB with at most MAX_ELEMENTS elements, and only
 authenticated clients send them. An element costs up to 20 µs, so all but short requests are read on another thread, and
@@ -27,13 +29,15 @@ encoded again only if a part of it is refused.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from uuid import UUID
 
 from kproxy.proxy.access import ERRORS, ClientAccess, text
 from kproxy.routing.topology import Topology
-from kproxy.security.acls import Operation, Resource
+from kproxy.security.acls import CLUSTER_NAME, Operation, Resource
 from kproxy_codec import api_keys as keys
 from kproxy_codec.cluster import Verdict, disallow_auto_creation
 from kproxy_codec.control import (
@@ -49,6 +53,7 @@ from kproxy_codec.coordination import BATCHED_FROM, GROUP, refuse_partitions
 from kproxy_codec.error_codes import (
     CLUSTER_AUTHORIZATION_FAILED,
     GROUP_AUTHORIZATION_FAILED,
+    INVALID_REQUEST,
     OPERATION_NOT_ATTEMPTED,
     TOPIC_AUTHORIZATION_FAILED,
     TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
@@ -67,6 +72,8 @@ _TOPIC: Final = 2
 _OFFSET_FETCH_ERROR_FROM: Final = 2
 _TOPIC_IDS_FROM: Final = 6
 _NO_ID: Final = bytes(16)
+# Brokers tell of no more partitions at a time (max.request.partition.size.limit of Kafka).
+_MOST_PARTITIONS_A_PAGE: Final = 2_000
 # Kafka's own words, which clients show to their users. A batched FindCoordinator has none, nor has CreatePartitions.
 _MESSAGES: Final[Mapping[int, str]] = {
     TOPIC_AUTHORIZATION_FAILED: "Topic authorization failed.",
@@ -100,10 +107,16 @@ class Screen:
     def __init__(self, access: ClientAccess, topology: Topology) -> None:
         self._access = access
         self._topology = topology
+        # The topics that are known when a request is screened; threads do not read the topology's own.
+        self._names: Sequence[bytes] = ()
 
     async def screen(self, frame: memoryview, header: RequestHeader) -> Screened:
         """Decide about a request. Raises CodecError."""
-        return await self._apart(len(frame), lambda: self._screen(frame, header))
+        size = len(frame)
+        if header.api_key == keys.DESCRIBE_TOPIC_PARTITIONS:
+            # A short one may be about all topics.
+            self._names, size = self._topology.names, max(size, _SHORT_BYTES + 1)
+        return await self._apart(size, lambda: self._screen(frame, header))
 
     async def _apart(self, size: int, read: Callable[[], Result]) -> Result:
         """Read a message of this many bytes where it keeps nothing else waiting. Raises what `read` raises."""
@@ -160,7 +173,8 @@ class Screen:
         if not self._access.allows(Operation.WRITE, Resource.TRANSACTIONAL_ID, name):
             return _refused_everywhere(frame, header, TRANSACTIONAL_ID_AUTHORIZATION_FAILED)
         topics = request.v3_and_below_topics
-        denied = {each.name for each in topics if not self._access.allows(Operation.WRITE, Resource.TOPIC, each.name)}
+        may_write = self._access.each(Operation.WRITE, Resource.TOPIC)
+        denied = {each.name for each in topics if not may_write(each.name)}
         if not denied:
             return Screened(frame)
         results = [
@@ -211,10 +225,7 @@ class Screen:
 
     def _find_coordinator(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
         kind = Resource.GROUP if getattr(request, "key_type", GROUP) == GROUP else Resource.TRANSACTIONAL_ID
-
-        def is_allowed(name: str) -> bool:
-            return self._access.allows(Operation.DESCRIBE, kind, name)
-
+        is_allowed = self._access.each(Operation.DESCRIBE, kind)
         code = ERRORS[kind]
         error = {"error_code": code, "error_message": _MESSAGES[code], "node_id": -1, "host": "", "port": -1}
         if header.api_version < BATCHED_FROM:
@@ -249,14 +260,18 @@ class Screen:
 
     def _delete_by_id(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
         kept, refused = [], []
+        may_delete = self._access.each(Operation.DELETE, Resource.TOPIC)
         for topic in request.topics:
             # kafka-python reads an id of zeros as None.
             topic_id = topic.topic_id or UUID(int=0)
             name = topic.name if topic.name is not None else self._name_of(topic_id.bytes)
             error = {"name": topic.name, "topic_id": topic_id, "error_message": None}
-            if name is None:
+            if topic.name is not None and topic_id.int:
+                # Brokers must not choose.
+                refused.append({**error, "error_code": INVALID_REQUEST})
+            elif name is None:
                 refused.append({**error, "error_code": UNKNOWN_TOPIC_ID})
-            elif self._access.allows(Operation.DELETE, Resource.TOPIC, name):
+            elif may_delete(name):
                 kept.append(topic)
             else:
                 code = TOPIC_AUTHORIZATION_FAILED
@@ -270,13 +285,13 @@ class Screen:
 
     def _describe_configs(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
         kept, refused = [], []
+        describes = self._access.each(Operation.DESCRIBE, Resource.TOPIC)
+        describes_cluster = self._access.each(Operation.DESCRIBE, Resource.CLUSTER)
         for each in request.resources:
             if each.resource_type == _TOPIC:
-                code = TOPIC_AUTHORIZATION_FAILED
-                is_allowed = self._access.allows(Operation.DESCRIBE, Resource.TOPIC, each.resource_name)
+                code, is_allowed = TOPIC_AUTHORIZATION_FAILED, describes(each.resource_name)
             else:
-                code = CLUSTER_AUTHORIZATION_FAILED
-                is_allowed = self._access.allows_on_cluster(Operation.DESCRIBE)
+                code, is_allowed = CLUSTER_AUTHORIZATION_FAILED, describes_cluster(CLUSTER_NAME)
             if is_allowed:
                 kept.append(each)
             else:
@@ -290,19 +305,15 @@ class Screen:
     ) -> Screened:
         """Cut out the topics that the client may not have."""
         kept, refused = [], []
+        allows = self._access.each(operation, Resource.TOPIC)
         for topic in getattr(request, cut.asked):
             name = topic if isinstance(topic, str) else topic.name
-            if self._may(operation, name):
+            if (operation is Operation.CREATE and self._access.may_create(name)) or allows(name):
                 kept.append(topic)
             else:
                 refused.append(cut.refused(topic))
         setattr(request, cut.asked, kept)
         return _rest(frame, header, request, cut.answered, refused, bool(kept))
-
-    def _may(self, operation: Operation, topic: str) -> bool:
-        if operation is Operation.CREATE and self._access.may_create(topic):
-            return True
-        return self._access.allows(operation, Resource.TOPIC, topic)
 
     def _sees(self, topic: str) -> bool:
         return self._access.permits(Operation.DESCRIBE, Resource.TOPIC, topic)
@@ -333,7 +344,32 @@ class Screen:
         return _rest(frame, header, request, "topics", refused, is_any_left)._replace(verdict=verdict)
 
     def _topic_partitions(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
-        return Screened(frame, verdict=self._verdict(header, request))
+        verdict = self._verdict(header, request)
+        if not self._access.is_enforced:
+            return Screened(frame, verdict=verdict)
+        if request.topics:
+            error = {"error_code": TOPIC_AUTHORIZATION_FAILED, "partitions": []}
+            cut = _Cut("topics", "topics", lambda topic: {"name": topic.name, **error})
+            return self._cut(frame, header, request, Operation.DESCRIBE, cut)._replace(verdict=verdict)
+        most = min(max(request.response_partition_limit, 1), _MOST_PARTITIONS_A_PAGE)
+        begins_at = request.cursor.topic_name.encode(errors="surrogatepass") if request.cursor is not None else b""
+        behind = islice(self._names, bisect_left(self._names, begins_at), None)
+        # Two more than fit: with one more the broker says where the next page begins, unless topics have gone.
+        visible = list(islice(filter(self._sees, map(text, behind)), most + 2))
+        if not visible:
+            return _refused(frame, header, topics=[])
+        asked = [{"name": name} for name in visible[: most + 1]]
+        request.topics = build_request(header.api_key, header.api_version, topics=asked).topics
+        next_page = {"topic_name": visible[-1], "partition_index": 0}
+        built = build_response(header.api_key, header.api_version, topics=[], next_cursor=next_page).next_cursor
+
+        def amend(answer: Message) -> None:
+            if answer.next_cursor is None:
+                answer.next_cursor = built
+
+        return Screened(
+            _reframed(frame, header, request), amend=amend if len(visible) > len(asked) else None, verdict=verdict
+        )
 
     def _cluster(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
         # It has no topics; with a verdict the answer leaves out the operations allowed to the proxy's own identity.
@@ -349,13 +385,15 @@ class Screen:
         asks_for_all = topics is None or (not topics and (not is_metadata or header.api_version == 0))
         by_id = {each.topic_id.bytes for each in topics or () if _is_by_id(each)}
         creates = is_metadata and bool(getattr(request, "allow_auto_topic_creation", True))
+        describes = self._access.each(Operation.DESCRIBE, Resource.TOPIC)
 
         def decide(name: bytes, topic_id: bytes, error_code: int) -> tuple[int, bool] | None:
             """Return a topic's error and whether the answer has its name; None: the topic is left out."""
             topic = text(name)
             if name and asks_for_all:
-                return (error_code, True) if self._sees(topic) else None
-            if name and not self._access.allows(Operation.DESCRIBE, Resource.TOPIC, topic):
+                is_gone = error_code == UNKNOWN_TOPIC_OR_PARTITION and not is_metadata
+                return (error_code, True) if self._sees(topic) and not is_gone else None
+            if name and not describes(topic):
                 return TOPIC_AUTHORIZATION_FAILED, topic_id not in by_id
             if error_code == UNKNOWN_TOPIC_OR_PARTITION and creates and not self._access.may_create(topic):
                 return TOPIC_AUTHORIZATION_FAILED, True
@@ -365,8 +403,9 @@ class Screen:
 
 
 def _is_by_id(topic: Any) -> bool:
+    # Kafka goes by the id where a topic has a name as well.
     topic_id = getattr(topic, "topic_id", None)
-    return topic_id is not None and topic_id.bytes != _NO_ID and topic.name is None
+    return topic_id is not None and topic_id.bytes != _NO_ID
 
 
 class _Cut(NamedTuple):
@@ -405,8 +444,13 @@ def _rest(
     def amend(answer: Message) -> None:
         setattr(answer, answered, [*getattr(answer, answered), *built])
 
+    return Screened(_reframed(frame, header, request), amend=amend)
+
+
+def _reframed(frame: memoryview, header: RequestHeader, request: Message) -> memoryview:
+    """The frame with another body."""
     head = frame[4 : header.body_offset]
-    return Screened(memoryview(bytearray(frame_message(head, _encoded(header, request)))), amend=amend)
+    return memoryview(bytearray(frame_message(head, _encoded(header, request))))
 
 
 def _encoded(header: RequestHeader, request: Message) -> bytes:

@@ -40,11 +40,11 @@ from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.descriptors import Descriptors, in_use
 from kproxy.proxy.reception import Reception
-from kproxy.proxy.request_reader import TURN_S
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.sockets import accept_from, bind, bound_port
+from kproxy.runtime.tasks import TURN_S
 from kproxy.security.entrance import Entrance
 from kproxy.security.proxy_protocol import Source
 from kproxy.security.reloading import Reloading
@@ -361,8 +361,9 @@ class Listener:
                 if context.clock() - began > TURN_S:
                     await asyncio.sleep(0)
                     began = context.clock()
-                    if session not in self._sessions:
-                        continue
+                if session not in self._sessions:
+                    # It has ended and been taken apart while others had their turn.
+                    continue
                 try:
                     session.expire(now, is_late=now - due > LATE_S)
                 except Exception:  # the boundary: an error in one session must not stop the others' clock

@@ -113,13 +113,12 @@ class Fanout:
         return self._exchanges.awaits
 
     @property
-    def takes_plain(self) -> bool:
-        """Whether they may take it unreported and uncounted: the core is quiet, and `open_partitions` is 0."""
-        return not self.lanes.table and not self._exchanges.awaits and not self._exchanges.partitions
-
-    @property
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges]:
-        """Whose state decides `takes_plain`: the first two must be empty, the third must have no partitions."""
+        """Whose state decides whether requests may take the plain path unreported and uncounted.
+
+        The first two must be empty, the third must have no partitions. The objects stay the same: the compiled path
+        looks at them without a call.
+        """
         return self.lanes.table, self._exchanges.refused_lanes, self._exchanges
 
     @property

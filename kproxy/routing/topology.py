@@ -165,10 +165,16 @@ class Topology:
                 if owner != NO_OWNER:
                     yield Ownership(topic, partition_index, owner, topic_owners.revisions[partition_index])
 
-    def _topics_from(self, first: bytes) -> Iterator[bytes]:
+    @property
+    def names(self) -> Sequence[bytes]:
+        """The names of all topics that are or were known, in order; this object never changes."""
         if self._in_order is None:
             self._in_order = sorted(self._topics.keys() - self._names.keys())
-        return islice(self._in_order, bisect_left(self._in_order, first), None)
+        return self._in_order
+
+    def _topics_from(self, first: bytes) -> Iterator[bytes]:
+        names = self.names
+        return islice(names, bisect_left(names, first), None)
 
     def moved_since(self, version: int) -> Sequence[tuple[bytes, int]] | None:
         """The partitions whose entry has changed since `version`.

@@ -1,10 +1,13 @@
-"""Cancel asyncio tasks, and wait for work that depends on them."""
+"""Share the event loop; cancel asyncio tasks, and wait for work that depends on them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
+
+# In one turn of the event loop, requests or answers of one client are taken for this long, in seconds, and one more.
+TURN_S = 0.0005
 
 _Result = TypeVar("_Result")
 

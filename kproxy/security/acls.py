@@ -5,21 +5,23 @@ alter of a resource include its description; `admin` includes every operation. A
 (`User:*`), or for a group.
 
 Invariants
-1. `Permissions.allows` depends on the rules and the principal alone; its cache has at most MOST_CACHED decisions.
-2. The permissions of at most MOST_PRINCIPALS are kept; connections of one principal share theirs.
+1. `Permissions.allows` depends on the rules and the principal alone. Its cost grows with the logarithm of the number of
+   rules, and nothing of the names that it was asked for is kept.
+2. The permissions of at most MOST_PRINCIPALS are kept; connections of one principal share theirs. They stay the same
+   object where a change of rules does not concern them.
 3. Of two rules for the same name, operation and principal the denial counts, whatever their order and form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
 from kproxy.config.access import AclSection
 from kproxy.security.principals import GROUP, USER, Principal
 
-MOST_CACHED: Final = 10_000
 MOST_PRINCIPALS: Final = 1_000
 EVERY_USER: Final = "User:*"
 
@@ -36,6 +38,9 @@ class Operation(Enum):
     OWN = "own"
     ADMIN = "admin"
 
+    # That of Enum is Python code, and each decision takes it several times.
+    __hash__ = object.__hash__
+
 
 class Resource(Enum):
     """A kind of resource that an ACL protects."""
@@ -44,6 +49,8 @@ class Resource(Enum):
     GROUP = "group"
     TRANSACTIONAL_ID = "transactional id"
     CLUSTER = "cluster"
+
+    __hash__ = object.__hash__
 
 
 CLUSTER_NAME: Final = "kafka-cluster"
@@ -92,33 +99,56 @@ def acls_of(sections: Iterable[AclSection]) -> list[Acl]:
 
 
 class Rules:
-    """All rules."""
+    """All rules. `before`: the earlier ones, of which all is used again that is still the same."""
 
-    def __init__(self, acls: Iterable[Acl]) -> None:
-        self._by_subject: dict[str, list[Acl]] = {}
-        self._known: dict[Principal, Permissions] = {}
+    def __init__(self, acls: Iterable[Acl], before: Rules | None = None) -> None:
+        grouped: dict[str, list[Acl]] = {}
         for acl in acls:
-            self._by_subject.setdefault(acl.subject, []).append(acl)
+            grouped.setdefault(acl.subject, []).append(acl)
+        earlier = before._subjects if before is not None else {}
+        self._subjects: dict[str, _Subject] = {}
+        for name, of_subject in grouped.items():
+            found = earlier.get(name)
+            self._subjects[name] = found if found is not None and found.acls == of_subject else _Subject(of_subject)
+        self._earlier = before._known if before is not None else {}
+        self._known: dict[Principal, Permissions] = {}
 
     def of(self, principal: Principal) -> Permissions:
         """Return the permissions of a principal."""
         known = self._known.get(principal)
         if known is None:
-            subjects = [EVERY_USER, USER + principal.name, *(GROUP + group for group in principal.groups)]
-            acls = [acl for subject in dict.fromkeys(subjects) for acl in self._by_subject.get(subject, ())]
+            names = dict.fromkeys((EVERY_USER, USER + principal.name, *(GROUP + group for group in principal.groups)))
+            subjects = [self._subjects[name] for name in names if name in self._subjects]
+            known = self._earlier.get(principal)
+            if known is None or known.subjects != subjects:
+                known = Permissions(subjects)
             if len(self._known) >= MOST_PRINCIPALS:
                 self._known.clear()
-            known = self._known[principal] = Permissions(acls)
+            self._known[principal] = known
         return known
 
 
-class _Patterns(NamedTuple):
-    literals: frozenset[str]
-    prefixes: tuple[str, ...]
+class _Patterns:
+    """Literal names and prefixes. No prefix begins with another one, so that at most one fits a name."""
+
+    __slots__ = ("literals", "prefixes")
+
+    def __init__(self, acls: Iterable[Acl]) -> None:
+        fitting = list(acls)
+        self.literals = frozenset(acl.name for acl in fitting if not acl.is_prefix)
+        self.prefixes: list[str] = []
+        # Sorted, a prefix comes right before all that begin with it.
+        for prefix in sorted({acl.name for acl in fitting if acl.is_prefix}):
+            if not self.prefixes or not prefix.startswith(self.prefixes[-1]):
+                self.prefixes.append(prefix)
 
     def cover(self, name: str) -> bool:
-        # An empty tuple of prefixes matches nothing.
-        return name in self.literals or name.startswith(self.prefixes)
+        return name in self.literals or self.begin(name)
+
+    def begin(self, name: str) -> bool:
+        """Whether the name begins with one of the prefixes: only the last one up to the name can fit."""
+        place = bisect_right(self.prefixes, name)
+        return place > 0 and name.startswith(self.prefixes[place - 1])
 
 
 class _Decided(NamedTuple):
@@ -126,57 +156,76 @@ class _Decided(NamedTuple):
     denied: _Patterns
 
 
-class Permissions:
-    """The permissions of one principal, with a cache of decisions."""
+class _Subject:
+    """The rules of one subject."""
 
-    def __init__(self, acls: Iterable[Acl]) -> None:
-        self._acls = list(acls)
-        self._compiled: dict[tuple[Operation, Resource], _Decided] = {}
-        self._cache: dict[tuple[Operation, Resource, str], bool] = {}
+    def __init__(self, acls: Sequence[Acl]) -> None:
+        self.acls = acls
+        self._decided: dict[tuple[Operation, Resource], _Decided] = {}
+
+    def decided(self, operation: Operation, resource: Resource) -> _Decided:
+        key = (operation, resource)
+        found = self._decided.get(key)
+        if found is None:
+            fitting = [acl for acl in self.acls if acl.resource is resource and acl.grants(operation)]
+            found = self._decided[key] = _Decided(
+                _Patterns(acl for acl in fitting if not acl.is_denial),
+                _Patterns(acl for acl in fitting if acl.is_denial),
+            )
+        return found
+
+
+class Permissions:
+    """The permissions of one principal: the rules of its subjects."""
+
+    def __init__(self, subjects: Sequence[_Subject]) -> None:
+        self.subjects = subjects
+        self._decided: dict[tuple[Operation, Resource], list[_Decided]] = {}
+        self._any: dict[tuple[Operation, Resource], bool] = {}
 
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
         """Whether it may do this."""
-        key = (operation, resource, name)
-        known = self._cache.get(key)
-        if known is None:
-            decided = self._decided(operation, resource)
-            known = decided.allowed.cover(name) and not decided.denied.cover(name)
-            if len(self._cache) >= MOST_CACHED:
-                self._cache.clear()
-            self._cache[key] = known
-        return known
+        is_allowed = False
+        for allowed, denied in self._of(operation, resource):
+            if denied.cover(name):
+                return False
+            is_allowed = is_allowed or allowed.cover(name)
+        return is_allowed
 
     def allows_any(self, operation: Operation, resource: Resource) -> bool:
         """Whether there is a resource of this kind with which it may do this, as far as the rules name any."""
-        allowed, denied = self._decided(operation, resource)
-        if any(not denied.cover(name) for name in allowed.literals):
-            return True
-        # Everything below an allowed prefix is denied only if the prefix itself is.
-        return any(not prefix.startswith(denied.prefixes) for prefix in allowed.prefixes)
-
-    def _decided(self, operation: Operation, resource: Resource) -> _Decided:
         key = (operation, resource)
-        found = self._compiled.get(key)
+        found = self._any.get(key)
         if found is None:
-            fitting = [acl for acl in self._acls if acl.resource is resource and acl.grants(operation)]
-            found = self._compiled[key] = _Decided(
-                _patterns(acl for acl in fitting if not acl.is_denial),
-                _patterns(acl for acl in fitting if acl.is_denial),
+            decided = self._of(operation, resource)
+            # Everything below an allowed prefix is denied only if the prefix itself is.
+            found = self._any[key] = any(
+                not any(each.denied.cover(name) for each in decided)
+                for allowed, _ in decided
+                for name in allowed.literals
+            ) or any(
+                not any(each.denied.begin(prefix) for each in decided)
+                for allowed, _ in decided
+                for prefix in allowed.prefixes
             )
+        return found
+
+    def _of(self, operation: Operation, resource: Resource) -> list[_Decided]:
+        key = (operation, resource)
+        found = self._decided.get(key)
+        if found is None:
+            found = self._decided[key] = [each.decided(operation, resource) for each in self.subjects]
         return found
 
     def reasons(self, operation: Operation, resource: Resource, name: str) -> Mapping[str, list[Acl]]:
         """The rules that `allow` and those that `deny` this."""
-        fitting = [acl for acl in self._acls if acl.resource is resource and acl.grants(operation) and acl.covers(name)]
+        fitting = [
+            acl
+            for subject in self.subjects
+            for acl in subject.acls
+            if acl.resource is resource and acl.grants(operation) and acl.covers(name)
+        ]
         return {
             "allow": [acl for acl in fitting if not acl.is_denial],
             "deny": [acl for acl in fitting if acl.is_denial],
         }
-
-
-def _patterns(acls: Iterable[Acl]) -> _Patterns:
-    fitting = list(acls)
-    return _Patterns(
-        frozenset(acl.name for acl in fitting if not acl.is_prefix),
-        tuple(sorted({acl.name for acl in fitting if acl.is_prefix})),
-    )

@@ -228,9 +228,13 @@ def load_for_entrance(options: ListenerTls) -> Loaded:
     return loaded
 
 
+HANDSHAKES: Final = "tls.handshakes."
+"""The counters of ended handshakes begin with this, unless an entrance counts them apart."""
+
+
 def handshakes_of(counters: Counter[str]) -> dict[str, int]:
     """The ended handshakes that an entrance has counted, by outcome."""
-    return {name.rpartition(".")[2]: count for name, count in counters.items() if name.startswith("tls.handshakes.")}
+    return {name.rpartition(".")[2]: count for name, count in counters.items() if name.startswith(HANDSHAKES)}
 
 
 class Entrance(Generic[Session]):
@@ -241,7 +245,7 @@ class Entrance(Generic[Session]):
     and logs, whether one more connection is not admitted. `session` makes the session of a connection that is inside,
     or returns None if there are too many; its argument is the client's address by the PROXY protocol. `welcome` takes
     the session once it is connected. `words` name the options in explanations. `answer_to_http` is for HTTP without
-    TLS.
+    TLS. The names of counters begin with `counted_as`.
     """
 
     def __init__(
@@ -259,6 +263,7 @@ class Entrance(Generic[Session]):
         counters: Counter[str],
         words: ListenerWords = ListenerWords(),  # noqa: B008 -- it does not change
         answer_to_http: bytes = ANSWER_TO_HTTP,
+        counted_as: str = HANDSHAKES,
     ) -> None:
         self.name = name
         self._tls = tls
@@ -272,6 +277,7 @@ class Entrance(Generic[Session]):
         self._counters = counters
         self._words = words
         self._answer_to_http = answer_to_http
+        self._counted_as = counted_as
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         # The oldest first.
@@ -399,7 +405,7 @@ class Entrance(Generic[Session]):
             _handshake.set(handshake)
             try:
                 await self._enter(connection, source, loaded.context)
-                self._counters["tls.handshakes.done"] += 1
+                self._counters[self._counted_as + "done"] += 1
             except OSError as error:
                 # SSLError is an OSError.
                 names = loaded.certificate.names if loaded.certificate is not None else ()
@@ -441,7 +447,7 @@ class Entrance(Generic[Session]):
         await _let_read(connection)
 
     def _refused(self, failure: Failure, peer: str) -> None:
-        self._counters[f"tls.handshakes.failed.{failure.word}"] += 1
+        self._counters[f"{self._counted_as}failed.{failure.word}"] += 1
         if failure.word == "gone":
             # A load balancer's check of the port, or a client that did not wait.
             log.debug("client not let in", listener=self.name, client=peer, reason=failure.text)

@@ -105,7 +105,7 @@ class SecurityFiles:
         return of_file + self._in_etcd.acls if self._in_etcd is not None else of_file
 
     def _combine(self) -> None:
-        self.rules = Rules(self._all_acls())
+        self.rules = Rules(self._all_acls(), self.rules)
 
     @property
     def users(self) -> Users | None:

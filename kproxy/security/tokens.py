@@ -27,6 +27,8 @@ ALGORITHMS: Final = (
 MOST_FILE_BYTES: Final = 1 << 20
 MOST_KEYS: Final = 100
 MOST_GROUPS: Final = 1_000
+# The end of the year 9999: a later end of a token counts as this one.
+LATEST_S: Final = 253_402_300_800
 
 
 class InvalidToken(Exception):
@@ -91,7 +93,8 @@ class TokenVerifier:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidToken("the token cannot be read") from error
         name = _checked(claims[options.principal_claim], options.principal_claim)
-        return Verified(Principal(name, self._groups(claims)), float(claims["exp"]))
+        # PyJWT has read it as a number.
+        return Verified(Principal(name, self._groups(claims)), float(min(int(claims["exp"]), LATEST_S)))
 
     def _groups(self, claims: Mapping[str, Any]) -> frozenset[str]:
         groups = claims.get(self._options.groups_claim, ()) if self._options.groups_claim is not None else ()

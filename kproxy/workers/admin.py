@@ -72,7 +72,7 @@ class WorkerPages:
         for slot, answers in zip(asked, await asyncio.gather(*(slot.ask_counts() for slot in asked)), strict=True):
             up[slot.number] = answers
         ours = [registered(self._registration()), expiry(self._certificates())]
-        ours += [reloads(self._counters), page_connections(self._counters)]
+        ours += [reloads(self._counters), *page_connections(self._counters)]
         families = merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours])
         pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
         restarts = sum(slot.restarts for slot in self._slots)

@@ -150,6 +150,22 @@ def test_a_client_that_is_not_let_in_is_told_why(signer: Signer, mutual: KproxyP
     plain.close()
     wait_for(lambda: "it speaks HTTP, and this listener speaks TLS: ask https://" in mutual.stderr())
     assert "Traceback" not in mutual.stderr()
+    # Each is counted, of a flood few are logged, and no client of Kafka's protocol is counted with them.
+    host, _, port = mutual.admin.rpartition(":")
+    for _ in range(20):
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+            stranger.sendall(b"HELO")
+            stranger.recv(1)
+    admitted = client_context(signer.ca, signer.issue("client", "client.test"))
+    told = samples(get(mutual, admitted, "/metrics")[1])
+    outcomes = {
+        labels[0][1]: count for (name, labels), count in told.items() if name == "kproxy_admin_handshakes_total"
+    }
+    assert outcomes["no_certificate"] >= 1
+    assert outcomes["plain_text"] >= 21
+    assert outcomes["done"] >= 1
+    assert mutual.stderr().count('"failure": "plain_text"') <= 5
+    assert not any(name == "kproxy_client_handshakes_total" for name, _ in told)
 
 
 def test_commands_ask_by_tls(signer: Signer, mutual: KproxyProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,14 @@ class Site:
     """A page, and what it has counted."""
 
     def __init__(self, port: int, client: ssl.SSLContext | None, counters: Counter[str]) -> None:
-        self.cut = counters
+        self._counters = counters
         self._port = port
         self._client = client
+
+    @property
+    def cut(self) -> dict[str, int]:
+        """The counted connections that were closed."""
+        return {name: count for name, count in self._counters.items() if name.startswith("page.cut.")}
 
     async def connect(self) -> Stream:
         return await asyncio.open_connection("127.0.0.1", self._port, ssl=self._client)

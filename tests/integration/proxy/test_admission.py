@@ -165,6 +165,28 @@ async def test_a_session_that_ends_must_be_renewed_before_anything_else() -> Non
 
 @both_loops
 @in_one_go
+async def test_a_client_that_was_idle_for_long_may_renew_its_session() -> None:
+    """As in Kafka. The time to authenticate counted from the end of the session, and was over when it began."""
+    async with guarded(lifetime_s=0.2, timeout_s=0.5) as (proxy, _):
+        client = await proxy.client()
+        await authenticate(client)
+        await asyncio.sleep(1.2)
+        client.send(sasl.handshake("PLAIN"))
+        assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+        # At least one look at deadlines.
+        await asyncio.sleep(0.2)
+        client.send(sasl.authenticate(sasl.plain("alice", sasl.USERS["alice"])))
+        assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+        # The time for a renewal is bounded all the same.
+        await asyncio.sleep(1.2)
+        client.send(sasl.handshake("PLAIN"))
+        assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+        assert await client.is_closed()
+        assert proxy.counters["sasl.timed_out.PLAIN"] == 1
+
+
+@both_loops
+@in_one_go
 async def test_a_renewal_as_another_user_ends_the_connection() -> None:
     async with guarded() as (proxy, _):
         client = await proxy.client()
@@ -175,6 +197,31 @@ async def test_a_renewal_as_another_user_ends_the_connection() -> None:
         client.send(sasl.authenticate(sasl.plain("bob", "bob-secret")))
         assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == SASL_AUTHENTICATION_FAILED
         assert await client.is_closed()
+
+
+@both_loops
+async def test_a_new_quota_holds_for_open_connections() -> None:
+    """A connection that was made before it was not limited, for as long as it was open."""
+    quotas = Quotas(parse_quotas([{"principal": "User:bob", "requests_per_s": 1}], "here"))
+    async with guarded() as (proxy, _):
+        proxy.context.quotas = lambda: quotas
+        client = await proxy.client()
+        await authenticate(client)
+
+        async def throttled_ms() -> int:
+            client.send(produce_frame(records=batch(0, producer_id=-1)))
+            answer = await client.answer()
+            assert answer.codes == {T0: NONE}
+            return int(answer.fields["throttle_time_ms"])
+
+        assert [await throttled_ms() for _ in range(20)] == [0] * 20
+        quotas = Quotas(parse_quotas([{"principal": "User:alice", "requests_per_s": 1}], "here"))
+        await asyncio.sleep(0.3)
+        assert max([await throttled_ms() for _ in range(3)]) > 0
+        # One that is taken back does not hold any more.
+        quotas = Quotas(())
+        await asyncio.sleep(0.3)
+        assert [await throttled_ms() for _ in range(20)][1:] == [0] * 19
 
 
 @both_loops

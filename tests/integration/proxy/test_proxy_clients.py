@@ -431,3 +431,24 @@ async def test_a_client_that_goes_on_sending_while_the_proxy_stops_still_gets_it
         assert answer.results[0].fields["records"] == records
         client.close()
         await stopping
+
+
+@both_loops
+async def test_requests_of_a_client_that_left_cost_nothing_more() -> None:
+    """There may be 1,000 of them: the core does not take them over, and none is sent again."""
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        client.send(produce_frame(records=batch(0)))
+        (await upstream.next()).answer()
+        await client.answer()
+        client.send(*(produce_frame(records=batch(n)) for n in range(1, 101)))
+        for _ in range(100):
+            await upstream.next()
+        assert proxy.context.tally.plain_requests >= 99
+        client.abort()
+        await eventually(lambda: not proxy.listener._sessions)
+        assert proxy.context.counters["plain.left"] == 0
+        assert proxy.context.budget.held == 0
+        assert await upstream.is_silent()

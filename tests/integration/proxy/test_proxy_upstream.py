@@ -95,6 +95,7 @@ async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
             Address(*listener.getsockname()[:2]),
             dialler=Dialler(),
             arena=ReceiveArena(),
+            clock=time.monotonic,
             max_answer_bytes=1 << 20,
             connect_timeout_s=5.0,
             on_pressure=lambda slow: None,

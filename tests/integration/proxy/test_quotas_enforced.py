@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
-from tests.support.brokers.scripted_upstream import answers_everything
+from tests.support.brokers.scripted_upstream import Asked, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import ServedBroker, beside, page, port_of, static_proxy
@@ -89,6 +89,42 @@ async def test_who_exceeds_the_rate_is_slowed_down_and_told(tmp_path: Path) -> N
         assert status == 200
         line = next(each for each in text.splitlines() if each.startswith("kproxy_throttled_requests_total"))
         assert float(line.split()[1]) >= 5
+
+
+@pytest.mark.parametrize("is_exceeded", [False, True])
+async def test_a_request_that_has_to_wait_for_room_is_charged_once(tmp_path: Path, is_exceeded: bool) -> None:
+    """It was charged again when it was begun, and throttled for twice the time."""
+    held: list[Asked] = []
+
+    def answer(asked: Asked) -> None:
+        if len(asked.partitions) == 2:
+            held.append(asked)
+        else:
+            answers_everything(asked)
+
+    broker = ServedBroker(1, answer)
+    await broker.start()
+    # More partitions than may be open beside those of another request.
+    large = produce_frame({"wide": range(4_096)}, records=batch(0, producer_id=-1))
+    rate = len(large) // 2 if is_exceeded else len(large) + len(large) // 10
+    rooms = f'[[topics]]\nname = "wide"\nowners = {[1] * 4_096}\n'
+    rooms += f'[[quotas]]\nprincipal = "User:*"\nproduce_bytes_per_s = {rate}\n'
+    try:
+        async with beside(static_proxy(tmp_path, {1: broker.port}, rooms=rooms)) as process:
+            client = await RawClient().connect(port_of(process))
+            client.send(produce_frame({"wide": [0, 1]}, records=batch(0, producer_id=-1)), large)
+            await eventually(lambda: held)
+            # Until the large one has arrived, and waits.
+            await asyncio.sleep(0.2)
+            answers_everything(held[0])
+            assert (await client.answer()).fields["throttle_time_ms"] == 0
+            throttle_ms = (await client.answer(patience_s=60)).fields["throttle_time_ms"]
+            assert 900 < throttle_ms < 1_200 if is_exceeded else throttle_ms == 0
+            _, text = await asyncio.to_thread(page, process.admin, "/metrics")
+            line = next(each for each in text.splitlines() if each.startswith("kproxy_throttled_requests_total"))
+            assert float(line.split()[1]) == is_exceeded
+    finally:
+        await broker.stop()
 
 
 async def test_connections_of_a_principal_and_of_an_address_are_limited(tmp_path: Path) -> None:

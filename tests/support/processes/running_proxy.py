@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from random import Random
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -23,12 +24,15 @@ import uvloop
 
 from kproxy.claims.service import OwnService
 from kproxy.config import Limits
+from kproxy.config.listeners import ListenerConfig
+from kproxy.config.tls import ListenerTls, Loaded
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.server import Listener
 from kproxy.routing.fleet import Fleet, Proxy
-from kproxy.routing.topology import NO_OWNER, Topology
+from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy.security.mechanisms import Servers
+from kproxy.security.reloading import Reloading
 from kproxy.security.sasl import Times
 from kproxy.trail.rows import Range, decode_page
 from kproxy.trail.trail import Trail
@@ -257,12 +261,13 @@ async def running_proxy(
     mechanisms: Servers | None = None,
     times: Mapping[str, float] = MappingProxyType({}),
     carries: bool = False,
+    tls: Loaded | None = None,
 ) -> AsyncIterator[RunningProxy]:
     """A proxy that knows these upstreams; starts those that do not run, and stops everything at the end.
 
     Upstreams are asked at the start which versions they serve, unless not `introduced`: then only when a client asks,
     so that nothing arrives that a test has not sent. With `mechanisms` clients authenticate by SASL; `times` are the
-    `timeout_s` and `lifetime_s` of that. `carries`: their identities are carried on to brokers.
+    `timeout_s` and `lifetime_s` of that. `carries`: their identities are carried on to brokers. `tls`: the listener's.
     """
     async with AsyncExitStack() as stack:
         proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock, own, mechanisms, times, carries)
@@ -271,7 +276,12 @@ async def running_proxy(
             if not upstream.port:
                 await upstream.start()
             proxy.topology.set_broker(upstream.node_id, upstream.address)
-        proxy.port = await proxy.listener.bind(HOST, 0)
+        if tls is None:
+            proxy.port = await proxy.listener.bind(HOST, 0)
+        else:
+            reloading = Reloading("tls", [], lambda: tls, counters=proxy.counters)
+            listener = ListenerConfig("", Address(HOST, 0), None, tls=ListenerTls(Path(), Path()))
+            proxy.port = await proxy.listener.bind_for(listener, reloading, counters=proxy.counters)
         await proxy.listener.serve(proxy.context, admissions=proxy.admissions, follows_versions=follows_versions)
         stack.push_async_callback(proxy.stop)
         if introduced and not follows_versions:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
-from kproxy.claims.unsettled import ALL, EVERYTHING, MAX_PARTITIONS, Place, UnsettledWrites, covers
+from kproxy.claims.unsettled import ALL, EVERYTHING, MAX_PARTITIONS, LastWrites, Place, UnsettledWrites, covers
 from kproxy_codec.own import WHOLE_GROUP
 
 PATIENCE_S = 60.0
@@ -221,3 +222,26 @@ def test_many_resources_taken_from_a_member_are_remembered(situation: Situation)
     unsettled.note_member("m", 7 + 2 * MAX_PARTITIONS - 1, [])
     unsettled.note_member_gone("m", [])
     assert covers(unsettled.places(), "t", 2 * MAX_PARTITIONS - 1)
+
+
+async def test_the_end_of_a_connection_waits_for_its_last_write_after_earlier_ones() -> None:
+    last_writes = LastWrites(UnsettledWrites({"t": "g"}, lambda: 0.0, unsettled_s=10.0))
+    last_writes.hold(1, [(b"t", 0)])
+    last_writes.let_go(1)
+    last_writes.hold(2, [(b"t", 0)])
+    waiting = asyncio.create_task(last_writes.wait(60.0))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    last_writes.let_go(2)
+    await asyncio.wait_for(waiting, 60.0)
+
+
+async def test_the_end_of_a_connection_in_a_hurry_waits_for_no_write() -> None:
+    last_writes = LastWrites(UnsettledWrites({"t": "g"}, lambda: 0.0, unsettled_s=10.0))
+    last_writes.hold(1, [(b"t", 0)])
+    waiting = asyncio.create_task(last_writes.wait(60.0))
+    await asyncio.sleep(0)
+    last_writes.stop_waiting()
+    await asyncio.wait_for(waiting, 60.0)
+    await asyncio.wait_for(last_writes.wait(60.0), 60.0)

@@ -145,6 +145,13 @@ def test_null_is_refused_where_the_schema_forbids_it() -> None:
     assert body == b"\x00\x01g"
     with pytest.raises(InvalidField, match="key may not be null"):
         control.decode_request(api_keys.FIND_COORDINATOR, 0, b"\xff\xff")
+    for api_key, version, field in (
+        (api_keys.FIND_COORDINATOR, 4, "coordinator_keys"),
+        (api_keys.DELETE_TOPICS, 5, "topic_names"),
+    ):
+        body = b"\x00\x02\x00\x00" if api_key == api_keys.FIND_COORDINATOR else b"\x02\x00" + bytes(5)
+        with pytest.raises(InvalidField, match=f"an element of .*{field} may not be null"):
+            control.decode_request(api_key, version, body)
     brokers = [{"node_id": 1, "host": None, "port": 1}]
     answer = control.build_response(api_keys.METADATA, 12, brokers=brokers, topics=[])
     with pytest.raises(InvalidField, match="host may not be null"):

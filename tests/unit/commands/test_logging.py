@@ -108,3 +108,19 @@ def test_a_line_of_text_has_its_time_in_utc_and_its_fields_behind_the_event() ->
     first, *_ = logged("text").splitlines()
     assert re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z \[warning *\] client connection closed ", first)
     assert all(word in first for word in ("client=127.0.0.1:5", "lag=2", "reason=no"))
+
+
+def test_a_name_in_a_line_of_text_does_not_control_the_terminal() -> None:
+    """Clients choose names of topics; `\\x1b[2J` clears the screen of whoever reads the log."""
+    script = r"""
+import logging, structlog
+from kproxy.observe.logging import configure_logging
+configure_logging("info", "text")
+structlog.get_logger().warning("access denied", name="a\x1b[2J\u202e", others=["b\x1b"], reason="two\nlines")
+logging.getLogger("kafka").error("about %s", "c\x1b[2J\nd")
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=200, check=True)
+    first, second = done.stderr.splitlines()
+    assert "\x1b" not in done.stderr
+    assert "name=a\ufffd[2J\ufffd" in first
+    assert "about c\ufffd[2J\ufffdd" in second

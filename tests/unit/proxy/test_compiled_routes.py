@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kproxy.observe.tally import Tally
-from kproxy.plain import AwaitedAnswers, FrameReader, compiled
+from kproxy.plain import FrameReader, compiled
 from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.answer_reader import AnswerReader
 from kproxy.proxy.memory_budget import Budget
@@ -31,8 +31,7 @@ class Upstream(AnswerReader):
     sent = 0
 
     def __init__(self) -> None:
-        self._outbox = None
-        self._in_flight = AwaitedAnswers(FrameReader(1 << 20))
+        super().__init__(FrameReader(1 << 20), None, lambda: 0.0)
 
     def send(self, *request: Any) -> None:
         self.sent += 1

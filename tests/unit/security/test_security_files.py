@@ -24,7 +24,7 @@ from kproxy.security.acls import Operation, Resource
 from kproxy.security.files import SecurityFiles
 from kproxy.security.principals import Principal, distinguished_name, map_name, principal_of
 from kproxy.security.reloading import Reloads
-from kproxy.security.tokens import InvalidToken, TokenOptions, read_verifier
+from kproxy.security.tokens import LATEST_S, InvalidToken, TokenOptions, read_verifier
 from kproxy.security.users import make_credential, parse_credential, read_users, write_users
 from tests.support.security import sasl_client as client
 
@@ -159,6 +159,12 @@ async def test_files_are_read_again_and_survive_bad_ones(tmp_path: Path) -> None
 
 
 # Tokens
+
+
+@pytest.mark.parametrize("exp", [10**18, 10**400], ids=["milliseconds and more", "beyond any number"])
+def test_an_end_of_a_token_that_is_no_time_is_the_latest_one(tmp_path: Path, exp: int) -> None:
+    """It was no number that an answer has room for: the client was refused by an error with a traceback."""
+    assert client.verifier(tmp_path).verify(client.token(exp=exp)).expires_at == LATEST_S
 
 
 def test_a_sound_token_is_verified(tmp_path: Path) -> None:
