@@ -10,6 +10,7 @@ Each class has a twin in Python, its reference, which runs where this is not bui
   meters.pxi    kproxy.security.quotas, kproxy.proxy.metering
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
   spans.pxi     kproxy.trail.spans
+  overlaps.pxi  kproxy.trail.overlaps
 
 `CompiledPath` gets every whole frame of a client first. A request that passes the gate below is indexed, sent by the
 routes of its partitions, answered and noted here; everything else is left to the Python path from the same frame, with
@@ -36,14 +37,15 @@ Invariants
 """
 
 cimport cython
-from cpython.array cimport array, clone, resize_smart
+from cpython.array cimport array, clone
 from cpython.buffer cimport PyBUF_WRITE
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_FromMemory, PyMemoryView_GET_BUFFER
+from libc.math cimport llrint
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy, memmove
+from libc.string cimport memcmp, memcpy, memmove, memset
 
 from collections import deque
 from time import monotonic
@@ -105,6 +107,7 @@ cdef class AnswerOrder
 cdef class CompiledPath
 cdef class CompiledSlot
 cdef class AnswerReader
+cdef class AddedTo
 
 include "spans.pxi"
 include "frames.pxi"
@@ -113,6 +116,7 @@ include "answers.pxi"
 include "path.pxi"
 include "meters.pxi"
 include "readers.pxi"
+include "overlaps.pxi"
 
 
 # The functions of wire.h, for tests.

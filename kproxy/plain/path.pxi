@@ -74,19 +74,26 @@ cdef class OpenChunk:
 
     cdef public int64_t next_sequence, next_offset, first_offset
     cdef int64_t size, batches
-    # The finished spans: `count` numbers of at most `room`.
-    cdef int64_t *numbers
-    cdef uint32_t count, room
+    # The finished spans.
+    cdef kp_spans held
     # Its own producer id and epoch as a header has them; none while no chunk is open.
     cdef uint8_t own_producer[PRODUCER_BYTES]
     cdef bint has_producer
     cdef public bint is_idle, counts_sequences
     cdef public int64_t first_sequence, acks, unread
     cdef public double latency_s
-    cdef public list woken
+    cdef public list woken, chunks
+    cdef public object key, origin
+    cdef public AddedTo partition
+    cdef public Py_ssize_t place
+    cdef public OpenRow row
+
+    def __init__(self, key, origin, list woken):
+        self.key, self.origin, self.woken = key, origin, woken
+        self.is_idle = True
 
     def __dealloc__(self):
-        PyMem_Free(self.numbers)
+        PyMem_Free(self.held.numbers)
 
     @property
     def volume(self):
@@ -108,71 +115,66 @@ cdef class OpenChunk:
 
     @property
     def spans(self):
-        return array_of(self.numbers, self.count)
+        return array_of(self.held.numbers, self.held.count)
 
     @spans.setter
     def spans(self, array spans):
-        self.forget_spans()
-        if len(spans):
-            self.make_room(<uint32_t>len(spans))
-            self.count = <uint32_t>len(spans)
-            memcpy(self.numbers, spans.data.as_voidptr, self.count * sizeof(int64_t))
-
-    cdef inline void forget_spans(self):
-        PyMem_Free(self.numbers)
-        self.numbers, self.count, self.room = NULL, 0, 0
-
-    cdef int make_room(self, uint32_t more) except -1:
-        cdef uint32_t room = self.room or LEAST_ROOM
-        cdef void *numbers
-        while self.count + more > room:
-            room *= 2
-        if room > self.room:
-            numbers = PyMem_Realloc(self.numbers, room * sizeof(int64_t))
-            if numbers == NULL:
-                raise MemoryError
-            self.numbers, self.room = <int64_t *>numbers, room
-        return 0
+        self.held.count = 0
+        add_numbers(&self.held, <int64_t *>spans.data.as_voidptr, <uint32_t>len(spans))
 
     cdef inline int put_span(self) except -1:
-        if self.count + 2 > self.room:
-            self.make_room(2)
-        self.numbers[self.count] = self.first_offset
-        self.numbers[self.count + 1] = self.next_offset - self.first_offset
-        self.count += 2
+        if self.held.count + 2 > self.held.room:
+            set_room(&self.held, 2 * self.held.room if self.held.room else LEAST_ROOM)
+        self.held.numbers[self.held.count] = self.first_offset
+        self.held.numbers[self.held.count + 1] = self.next_offset - self.first_offset
+        self.held.count += 2
         return 0
 
     def add_span(self):
         self.put_span()
 
     def is_full(self):
-        return self.count >= MOST_FINISHED
+        return self.held.count >= MOST_FINISHED
 
-    def finished(self):
-        """See kproxy.trail.acknowledgements._OpenChunk.finished."""
-        cdef Chunk chunk = None
+    def finish(self):
+        self.close()
+
+    cdef inline int close(self) except -1:
+        """See kproxy.trail.acknowledgements._OpenChunk.finish."""
+        cdef Chunk chunk
         cdef int64_t records = 0
         cdef uint32_t at
         if not self.batches or not self.has_producer:
-            return None
+            return 0
         self.put_span()
-        for at in range(1, self.count, 2):
-            if self.numbers[at] <= 0:
+        for at in range(1, self.held.count, 2):
+            if self.held.numbers[at] <= 0:
                 records = 0
                 break
-            records += self.numbers[at]
+            records += self.held.numbers[at]
         if records:
             chunk = Chunk.__new__(Chunk)
             chunk.producer_id, chunk.producer_epoch = kp_int64(self.own_producer), kp_int16(self.own_producer + 8)
             chunk.record_count = records
             chunk.begin(self.first_sequence if self.counts_sequences else NO_SEQUENCE)
-            chunk.spans = array_of(self.numbers, self.count)
+            chunk.held = self.held
             chunk.batches, chunk.bytes = self.batches, self.size
+            if self.chunks is None:
+                self.chunks = []
+            self.chunks.append(chunk)
         else:
             self.unread += self.batches
-        self.forget_spans()
+            PyMem_Free(self.held.numbers)
+        memset(&self.held, 0, sizeof(self.held))
         self.has_producer, self.batches, self.size = False, 0, 0
-        return chunk
+        return 0
+
+    def take(self):
+        """See kproxy.trail.acknowledgements._OpenChunk.take."""
+        self.close()
+        self.is_idle = True
+        chunks, self.chunks = self.chunks, None
+        return () if chunks is None else chunks
 
     cdef bint begin(
         self, CompiledSlot slot, const uint8_t *header, int64_t base_offset, int64_t size
@@ -206,7 +208,7 @@ cdef class OpenChunk:
             return False
         count = <int64_t>kp_int32(header + 23) + 1
         if base_offset != self.next_offset:
-            if base_offset < 0 or base_offset > MOST_OFFSET or self.count >= MOST_FINISHED:
+            if base_offset < 0 or base_offset > MOST_OFFSET or self.held.count >= MOST_FINISHED:
                 return False
             self.put_span()
             self.first_offset = base_offset

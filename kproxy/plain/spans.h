@@ -6,6 +6,12 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Spans: `count` numbers of at most `room`, first offsets and numbers of records by turns. */
+typedef struct {
+    int64_t *numbers;
+    uint32_t count, room;
+} kp_spans;
+
 /* Offsets from `start` to before `end`. */
 typedef struct {
     int64_t start, end;
@@ -50,6 +56,27 @@ static inline size_t kp_join_intervals(kp_interval *all, size_t count) {
             all[++last] = all[at];
     }
     return count ? last + 1 : 0;
+}
+
+/* A bitmap of offsets. */
+#define KP_BITMAP_WORDS 1024
+
+/* Set the bits of the spans' offsets, of which `low` has the first bit and `mapped` have one. Return 0 if an offset has
+ * none, or its bit is set already. */
+static inline int kp_map_spans(uint64_t *bits, int64_t low, int64_t mapped, const kp_spans *spans) {
+    for (uint32_t at = 0; at < spans->count; at += 2) {
+        uint64_t from = (uint64_t)(spans->numbers[at] - low), left = (uint64_t)spans->numbers[at + 1];
+        if (from + left > (uint64_t)mapped) return 0;
+        while (left) {
+            uint64_t shift = from & 63, taken = 64 - shift < left ? 64 - shift : left;
+            uint64_t mask = ~(uint64_t)0 >> (64 - taken) << shift;
+            if (bits[from >> 6] & mask) return 0;
+            bits[from >> 6] |= mask;
+            from += taken;
+            left -= taken;
+        }
+    }
+    return 1;
 }
 
 /* The longest number in decimal digits: 19 of them, a sign and a comma. */

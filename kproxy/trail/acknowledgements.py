@@ -29,14 +29,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kproxy.plain import compiled
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import Topology
 from kproxy.trail.overlaps import Origin, PartitionKey
-from kproxy.trail.spans import Chunk, Spans, record_count, spans_of
+from kproxy.trail.spans import MAX_SPANS, Chunk, OpenRow, record_count, spans_of
 from kproxy_codec.framing import client_id
 from kproxy_codec.partitioned import PartitionedRequest, PlainAnswer
 from kproxy_codec.primitives import INT64, Buffer
@@ -46,7 +46,6 @@ from kproxy_codec.record_batch import HEADER_BYTES, MAGIC, NO_PRODUCER_ID, NO_SE
 if TYPE_CHECKING:
     from kproxy.trail.trail import Trail
 
-MAX_SPANS: Final = 500
 # The most numbers in `spans`, two for each span, while one more is open.
 MOST_FINISHED: Final = 2 * (MAX_SPANS - 1)
 # More than the bytes of any chunk, which one connection sends between two looks.
@@ -76,109 +75,40 @@ class Asked(Protocol):
 
 
 class _OpenChunk:
-    """The open chunk in Python; its attributes are explained in `Acked`."""
+    """The open chunk in Python, and what else is noted of its partition: `Acked` explains the attributes."""
 
     __slots__ = (
         "acks",
+        "chunks",
         "counts_sequences",
         "first_offset",
         "first_sequence",
         "is_idle",
+        "key",
         "latency_s",
         "next_offset",
         "next_sequence",
+        "origin",
+        "partition",
+        "place",
         "producer",
+        "row",
         "spans",
         "unread",
         "volume",
         "woken",
     )
 
-    woken: list[Acked]
-    acks: int
-    latency_s: float
-
-    is_idle: bool
-    producer: bytes
-    counts_sequences: bool
-    first_sequence: int
-    next_sequence: int
-    first_offset: int
-    next_offset: int
-    spans: Spans
-    volume: int
-    unread: int
-
-    def add_span(self) -> None:
-        """Finish the open span."""
-        self.spans.extend((self.first_offset, self.next_offset - self.first_offset))
-
-    def is_full(self) -> bool:
-        """Whether there is no room for one more finished span."""
-        return len(self.spans) >= MOST_FINISHED
-
-    def finished(self) -> Chunk | None:
-        """Close the chunk and return it; None if none is open, or if a span has no records: it counts as unread."""
-        if not self.volume:
-            return None
-        batches, size = divmod(self.volume, ONE_BATCH)
-        self.add_span()
-        spans, self.spans = self.spans, spans_of()
-        producer_id, producer_epoch = _PRODUCER.unpack(self.producer)
-        # Clients without idempotence write anything as the sequence.
-        first_sequence = self.first_sequence if self.counts_sequences else NO_SEQUENCE
-        self.producer, self.volume = _NOBODY, 0
-        records = record_count(spans)
-        if not records:
-            self.unread += batches
-            return None
-        return Chunk(producer_id, producer_epoch, first_sequence, spans, records, batches, size)
-
-
-if TYPE_CHECKING:
-    OpenChunk = _OpenChunk
-else:
-    OpenChunk = compiled.OpenChunk if compiled is not None else _OpenChunk
-
-
-class Acked(OpenChunk):
-    """`acks` is of the first request since the last look, and so is `latency_s`, the time to its acknowledgement.
-
-    `unread` counts acknowledged batches whose header cannot be read.
-    """
-
-    __slots__ = (
-        "chunks",
-        "client",
-        "key",
-        "origin",
-        "peer",
-        "principal",
-        "trail",
-    )
-
-    def __init__(
-        self,
-        trail: Trail,
-        topic: bytes,
-        topic_id: bytes | None,
-        partition: int,
-        origin: Origin,
-        peer: str,
-        client: str,
-        principal: str | None = None,
-    ) -> None:
-        self.trail = trail
-        # A topic whose name is not known is named by its id.
-        self.key = PartitionKey(topic.decode() if topic.isascii() else topic.hex(), topic_id, partition)
+    def __init__(self, key: PartitionKey, origin: Origin, woken: list[Any]) -> None:
+        self.key = key
         self.origin = origin
-        self.peer = peer
-        self.client = client
-        self.principal = principal
-        self.woken = trail.woken
-        self.acks = -1
+        self.woken = woken
+        self.partition: Any = None
+        self.place = 0
+        self.row: OpenRow | None = None
+        self.acks = 0
         self.latency_s = 0.0
-        self.chunks: list[Chunk] = []
+        self.chunks: list[Chunk] | None = None
         self.unread = 0
         self.is_idle = True
         # The open chunk.
@@ -191,6 +121,76 @@ class Acked(OpenChunk):
         self.next_offset = 0
         self.spans = spans_of()
         self.volume = 0
+
+    def add_span(self) -> None:
+        """Finish the open span."""
+        self.spans.extend((self.first_offset, self.next_offset - self.first_offset))
+
+    def is_full(self) -> bool:
+        """Whether there is no room for one more finished span."""
+        return len(self.spans) >= MOST_FINISHED
+
+    def finish(self) -> None:
+        """Close the chunk, if one is open; if one of its spans has no records, its batches count as unread."""
+        if not self.volume:
+            return
+        batches, size = divmod(self.volume, ONE_BATCH)
+        self.add_span()
+        spans, self.spans = self.spans, spans_of()
+        producer_id, producer_epoch = _PRODUCER.unpack(self.producer)
+        # Clients without idempotence write anything as the sequence.
+        first_sequence = self.first_sequence if self.counts_sequences else NO_SEQUENCE
+        self.producer, self.volume = _NOBODY, 0
+        records = record_count(spans)
+        if records:
+            chunk = Chunk(producer_id, producer_epoch, first_sequence, spans, records, batches, size)
+            if self.chunks is None:
+                self.chunks = []
+            self.chunks.append(chunk)
+        else:
+            self.unread += batches
+
+    def take(self) -> Sequence[Chunk]:
+        """Return and forget the chunks; it is idle then."""
+        self.finish()
+        self.is_idle = True
+        chunks, self.chunks = self.chunks, None
+        return chunks or ()
+
+
+if TYPE_CHECKING:
+    OpenChunk = _OpenChunk
+else:
+    OpenChunk = compiled.OpenChunk if compiled is not None else _OpenChunk
+
+
+class Acked(OpenChunk):
+    """`acks` is of the first request since the last look, and so is `latency_s`, the time to its acknowledgement.
+
+    `unread` counts acknowledged batches whose header cannot be read. `row` is the open row of the trail that they go
+    into, None if there is none. `partition` and `place` are the overlap detector's (kproxy.trail.overlaps.Writer).
+    """
+
+    __slots__ = ("client", "peer", "principal", "trail")
+
+    def __init__(
+        self,
+        trail: Trail,
+        topic: bytes,
+        topic_id: bytes | None,
+        partition: int,
+        origin: Origin,
+        peer: str,
+        client: str,
+        principal: str | None = None,
+    ) -> None:
+        # A topic whose name is not known is named by its id.
+        key = PartitionKey(topic.decode() if topic.isascii() else topic.hex(), topic_id, partition)
+        super().__init__(key, origin, trail.woken)
+        self.trail = trail
+        self.peer = peer
+        self.client = client
+        self.principal = principal
 
     def add(self, asked: Asked, frame: memoryview, start: int, base_offset: int, size: int) -> None:
         """Take a batch that may not continue the chunk.
@@ -213,7 +213,7 @@ class Acked(OpenChunk):
             and not self.is_full()
         )
         if not goes_on:
-            self._finish()
+            self.finish()
             self.producer, self.first_sequence = producer, sequence
             self.counts_sequences = _PRODUCER.unpack(producer)[0] != NO_PRODUCER_ID
             self.first_offset = self.next_offset = base_offset
@@ -230,19 +230,6 @@ class Acked(OpenChunk):
         self.woken.append(self)
         self.acks = asked.acks
         self.latency_s = self.trail.seconds_since(asked)
-
-    def take(self) -> tuple[list[Chunk], int]:
-        """Return and reset the chunks and the count of unread batches."""
-        self._finish()
-        self.is_idle = True
-        taken = self.chunks, self.unread
-        self.chunks, self.unread = [], 0
-        return taken
-
-    def _finish(self) -> None:
-        chunk = self.finished()
-        if chunk is not None:
-            self.chunks.append(chunk)
 
 
 # A client may write to any number of partitions, and choose any client id.

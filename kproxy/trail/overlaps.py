@@ -10,17 +10,24 @@ Invariants
    the lowest go first. Offsets below `floor` are forgotten and not judged.
 2. An offset is reported once for each time it is assigned again.
 3. A partition of a recreated topic is another partition. For topics without ids, offset 0 shows that.
+4. What a writer refers to is checked before it is used: the detector must have the partition still, and the write at
+   its place must be the writer's own. A partition that the detector has forgotten keeps nothing once it is judged, so
+   that writers, of which there may be any number, keep no more than the detector.
+
+The compiled plain path (kproxy.plain) has twins of `Writes`, `AddedTo` and `Partitions`, which every look runs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice, pairwise
 from operator import itemgetter
-from typing import Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
-from kproxy.trail.spans import Chunk, union
+from kproxy.plain import compiled
+from kproxy.trail.spans import Chunk, Intervals
 from kproxy_codec.record_batch import NO_PRODUCER_ID
 
 MAX_INTERVALS: Final = 64
@@ -70,48 +77,80 @@ class Overlap(NamedTuple):
     earlier: Origin | None
 
 
+class Writer(Protocol):
+    """A client connection that writes to a partition under one ownership.
+
+    The detector notes in it what it need not search for then: its `partition`, and which of the partition's last
+    writes is the writer's own last one, its `place`. Either may be out of date.
+    """
+
+    key: PartitionKey
+    origin: Origin
+    partition: _Partition | None
+    place: int
+
+
 _Write: TypeAlias = tuple[Origin, Chunk]
+_Added: TypeAlias = tuple[Writer, Chunk]
 
 
-class _LastWrites:
+class _Writes:
     """The last chunks written to a partition, in the order of arrival.
 
     A chunk that continues its producer's last one is added to that one.
     """
 
+    __slots__ = ("_spans", "most", "writes")
+
     def __init__(self) -> None:
-        self._writes: list[_Write] = []
-        self._latest: dict[Hashable, Chunk] = {}
+        self.writes: list[_Write] = []
+        # How many writes there may be before the first of them are forgotten.
+        self.most = MAX_ADDED
         # At least the number of spans in them.
         self._spans = 0
-        self._most = MAX_ADDED
 
-    def __iter__(self) -> Iterator[_Write]:
-        return iter(self._writes)
-
-    def add(self, added: Iterable[_Write]) -> None:
-        """Remember chunks; they are extended here from now on."""
-        latest = self._latest
-        for write in added:
-            origin, chunk = write
-            key = (origin, chunk.producer_id, chunk.producer_epoch)
-            last = latest.get(key)
+    def add(self, added: Iterable[_Added]) -> bool:
+        """Remember chunks, which are extended here from now on; return whether there is an excess to be forgotten."""
+        for writer, chunk in added:
+            last = self._last(writer, chunk)
             if last is None or not last.extend(chunk):
-                latest[key] = chunk
-                self._writes.append(write)
+                writer.place = len(self.writes)
+                self.writes.append((writer.origin, chunk))
             elif len(last.spans) > 4 * MAX_SPANS_REMEMBERED:
                 last.shorten(MAX_SPANS_REMEMBERED)
             self._spans += len(chunk.spans) // 2
-        if len(self._writes) > self._most or (self._spans > MAX_SPANS_TOGETHER and self._count() > MAX_SPANS_TOGETHER):
-            self._shorten()
+        return len(self.writes) > self.most or (self._spans > MAX_SPANS_TOGETHER and self.count() > MAX_SPANS_TOGETHER)
 
-    def _count(self) -> int:
-        self._spans = sum(len(chunk.spans) // 2 for _, chunk in self._writes)
+    def count(self) -> int:
+        """The number of spans."""
+        self._spans = sum(len(chunk.spans) // 2 for _, chunk in self.writes)
         return self._spans
+
+    def _last(self, writer: Writer, chunk: Chunk) -> Chunk | None:
+        """The last write of the chunk's producer by this writer."""
+        places = range(len(self.writes) - 1, -1, -1)
+        for place in (writer.place, *places) if writer.place < len(self.writes) else places:
+            origin, last = self.writes[place]
+            if origin is writer.origin and _producer(last) == _producer(chunk):
+                writer.place = place
+                return last
+        return None
+
+
+if TYPE_CHECKING:
+    Writes = _Writes
+else:
+    Writes = _Writes if compiled is None else compiled.Writes
+
+
+class _LastWrites(Writes):
+    """What is asked of them when offsets come twice, and what is forgotten of them."""
+
+    __slots__ = ()
 
     def first_origin(self, offset: int, now: Chunk) -> Origin | None:
         """The first origin of the offset; None if it was this very batch of `now`, _NOBODY if it is forgotten."""
-        holders = [write for write in self._writes if _covers(write[1], offset)]
+        holders = [write for write in self.writes if _covers(write[1], offset)]
         shift = _shift(now, offset)
         if shift is not None:
             producer = _producer(now)
@@ -120,13 +159,13 @@ class _LastWrites:
                     return None
         return holders[0][0] if holders else _NOBODY
 
-    def _shorten(self) -> None:
+    def forget_excess(self) -> None:
         """Forget the spans beyond the limits.
 
         Half of MAX_SPANS_TOGETHER is left. If there is not enough for all producers, those that wrote last get it.
         """
         newest_first: dict[Hashable, list[tuple[int, _Write]]] = {}
-        for age, write in enumerate(reversed(self._writes)):
+        for age, write in enumerate(reversed(self.writes)):
             newest_first.setdefault((write[0], *_producer(write[1])), []).append((age, write))
         spare = MAX_SPANS_TOGETHER // 2 - LEAST_SPANS_REMEMBERED * min(len(newest_first), MAX_REMEMBERED)
         kept: list[tuple[int, _Write]] = []
@@ -141,44 +180,93 @@ class _LastWrites:
                     break
             spare -= max(0, more - room)
         kept.sort(key=itemgetter(0), reverse=True)
-        self._writes = [write for _, write in kept]
-        self._latest = {(origin, *_producer(chunk)): chunk for origin, chunk in self._writes}
-        self._count()
-        self._most = len(self._writes) + MAX_ADDED
+        self.writes = [write for _, write in kept]
+        self.count()
+        self.most = len(self.writes) + MAX_ADDED
 
 
-class OverlapDetector:
+class _AddedTo:
+    """A partition that chunks are added to, to be judged together.
+
+    `is_kept`: the detector has it still; writers may refer to it for longer.
+    """
+
+    __slots__ = ("added", "intervals", "is_kept")
+
+    def __init__(self) -> None:
+        self.is_kept = True
+        self.intervals = Intervals()
+        self.added: list[_Added] = []
+
+
+class _Partitions:
+    """The partitions of a detector, which `find` and `begin` them."""
+
+    __slots__ = ("added", "partitions")
+
+    def __init__(self) -> None:
+        # In the order of their last write.
+        self.partitions: dict[PartitionKey, _Partition] = {}
+        # Those with something to judge.
+        self.added: deque[_Partition] = deque()
+
+    def add(self, writer: Writer, chunk: Chunk) -> None:
+        """Take acknowledged offsets; the chunk is extended here from now on."""
+        found = writer.partition
+        if found is None or not found.is_kept:
+            found = writer.partition = self.find(writer.key)
+        if not chunk.base_offset and found.is_recreated(chunk):
+            found = writer.partition = self.begin(writer.key)
+        if not found.added:
+            self.added.append(found)
+            # Now it is the last one written to.
+            del self.partitions[writer.key]
+            self.partitions[writer.key] = found
+        found.added.append((writer, chunk))
+
+    def find(self, key: PartitionKey) -> _Partition:
+        """The partition with this key; it is begun if there is none."""
+        raise NotImplementedError
+
+    def begin(self, key: PartitionKey) -> _Partition:
+        """Begin a partition, which may be that of a recreated topic."""
+        raise NotImplementedError
+
+
+if TYPE_CHECKING or compiled is None:
+    AddedTo = _AddedTo
+    Partitions = _Partitions
+else:
+    AddedTo, Partitions = compiled.AddedTo, compiled.Partitions
+
+
+class OverlapDetector(Partitions):
     """The assigned offsets of all partitions.
 
     `add` the chunks of a look, then `judge` them.
     """
 
-    def __init__(self) -> None:
-        # In the order of their last write.
-        self._partitions: dict[PartitionKey, _Partition] = {}
-        # Those with something to judge.
-        self._added: dict[_Partition, None] = {}
+    __slots__ = ()
 
-    def add(self, key: PartitionKey, origin: Origin, chunk: Chunk) -> None:
-        """Take acknowledged offsets; the chunk is extended here from now on."""
-        found = self._partitions.get(key)
-        if found is None:
-            found = _Partition(key)
-            if len(self._partitions) >= MAX_PARTITIONS:
-                del self._partitions[next(iter(self._partitions))]
-        elif key.topic_id is None and chunk.spans[0] == 0 and found.high > 0 and not found.is_resend(chunk):
-            found = _Partition(key)
-        if not found.added:
-            self._added[found] = None
-            # Now it is the last one written to.
-            self._partitions.pop(key, None)
-            self._partitions[key] = found
-        found.added.append((origin, chunk))
+    def find(self, key: PartitionKey) -> _Partition:
+        found = self.partitions.get(key)
+        if found is not None:
+            return found
+        if len(self.partitions) >= MAX_PARTITIONS:
+            self.partitions.pop(next(iter(self.partitions))).forget()
+        return self.begin(key)
+
+    def begin(self, key: PartitionKey) -> _Partition:
+        earlier = self.partitions.get(key)
+        if earlier is not None:
+            earlier.forget()
+        found = self.partitions[key] = _Partition(key)
+        return found
 
     @property
     def has_added(self) -> bool:
         """Whether there is something to judge."""
-        return bool(self._added)
+        return bool(self.added)
 
     def judge(self, most: int = MAX_PARTITIONS) -> list[Overlap]:
         """Judge the added chunks of at most `most` partitions.
@@ -186,86 +274,73 @@ class OverlapDetector:
         Return the overlaps.
         """
         overlaps: list[Overlap] = []
-        for partition in list(islice(self._added, most)):
+        for _ in range(min(most, len(self.added))):
             # Removed first: an error in one partition must not recur at every look.
-            del self._added[partition]
-            overlaps += partition.judge()
+            overlaps += self.added.popleft().judge()
         return overlaps
 
 
-class _Partition:
+class _Partition(AddedTo):
+    __slots__ = ("_last_writes", "key")
+
     def __init__(self, key: PartitionKey) -> None:
+        super().__init__()
         self.key = key
-        self.floor = 0
-        self._starts: list[int] = []
-        self._ends: list[int] = []
         self._last_writes = _LastWrites()
-        self.added: list[_Write] = []
 
-    @property
-    def high(self) -> int:
-        """One more than the highest offset assigned."""
-        return self._ends[-1] if self._ends else self.floor
+    def is_recreated(self, chunk: Chunk) -> bool:
+        """Whether a chunk that begins with offset 0 is in another topic of the same name.
 
-    def is_resend(self, chunk: Chunk) -> bool:
-        """Whether the chunk's first batch is remembered at the very same offset."""
-        return self._last_writes.first_origin(chunk.spans[0], chunk) is None
+        It is not where its first batch is remembered at that very offset: that is sent again.
+        """
+        if self.key.topic_id is not None or not self.intervals.high:
+            return False
+        return self._last_writes.first_origin(0, chunk) is not None
+
+    def forget(self) -> None:
+        """Leave the detector; what is added is judged first."""
+        self.is_kept = False
+        if not self.added:
+            self.intervals, self._last_writes = Intervals(), _LastWrites()
 
     def judge(self) -> list[Overlap]:
         added, self.added = self.added, []
-        if len(added) == 1 and len(added[0][1].spans) == 2 and added[0][1].spans[0] >= self.high:
-            self._append(*added[0][1].spans)
-        elif not self._merge(added):
-            return self._judge_singly(added)
-        self._last_writes.add(added)
-        return []
-
-    def _append(self, first: int, count: int) -> None:
-        if self._ends and self._ends[-1] == first:
-            self._ends[-1] += count
-        else:
-            self._starts.append(first)
-            self._ends.append(first + count)
-            self._forget()
-
-    def _merge(self, added: Sequence[_Write]) -> bool:
-        """Take all chunks in if none of their offsets was assigned before; return whether it did."""
-        merged = union(self.floor, self._starts, self._ends, [chunk.spans for _, chunk in added], MAX_INTERVALS)
-        if merged is None:
-            return False
-        self.floor, self._starts, self._ends = merged
-        return True
-
-    def _forget(self) -> None:
-        excess = len(self._starts) - MAX_INTERVALS
-        if excess > 0:
-            self.floor = self._ends[excess - 1]
-            del self._starts[:excess]
-            del self._ends[:excess]
-
-    def _judge_singly(self, added: Sequence[_Write]) -> list[Overlap]:
         overlaps: list[Overlap] = []
-        for write in added:
-            origin, chunk = write
+        if not self.intervals.take(added, MAX_INTERVALS):
+            overlaps = self._judge_singly(added)
+        elif self._last_writes.add(added):
+            self._last_writes.forget_excess()
+        if not self.is_kept:
+            self.forget()
+        return overlaps
+
+    def _judge_singly(self, added: Sequence[_Added]) -> list[Overlap]:
+        overlaps: list[Overlap] = []
+        starts, ends = self.intervals.starts, self.intervals.ends
+        for writer, chunk in added:
             for first, count in _pairs(chunk.spans):
-                for start, end in self._known(first, first + count):
+                for start, end in self._known(starts, ends, first, first + count):
                     earlier = self._last_writes.first_origin(start, chunk)
                     if earlier is not None:
                         named = None if earlier is _NOBODY else earlier
-                        overlaps.append(Overlap(self.key.topic, self.key.partition, start, end - 1, origin, named))
-                self._cover(first, first + count)
-            self._last_writes.add((write,))
-        self._forget()
+                        overlap = Overlap(self.key.topic, self.key.partition, start, end - 1, writer.origin, named)
+                        overlaps.append(overlap)
+                _cover(starts, ends, first, first + count)
+            if self._last_writes.add([(writer, chunk)]):
+                self._last_writes.forget_excess()
+        excess = len(starts) - MAX_INTERVALS
+        floor = ends[excess - 1] if excess > 0 else self.intervals.floor
+        self.intervals.replace(floor, starts[max(excess, 0) :], ends[max(excess, 0) :])
         return overlaps
 
-    def _known(self, first: int, end: int) -> list[tuple[int, int]]:
+    def _known(self, starts: list[int], ends: list[int], first: int, end: int) -> list[tuple[int, int]]:
         """The parts of an interval that were assigned before, cut where their origins differ."""
-        low = bisect_right(self._ends, first)
-        high = bisect_left(self._starts, end)
-        pairs = zip(self._starts[low:high], self._ends[low:high], strict=True)
+        low = bisect_right(ends, first)
+        high = bisect_left(starts, end)
+        pairs = zip(starts[low:high], ends[low:high], strict=True)
         cuts = [
             first,
-            *(edge for _, chunk in self._last_writes for edge in _edges(chunk.spans) if first < edge < end),
+            *(edge for _, chunk in self._last_writes.writes for edge in _edges(chunk.spans) if first < edge < end),
             end,
         ]
         parts = []
@@ -274,14 +349,15 @@ class _Partition:
             parts += list(pairwise(inner))
         return parts
 
-    def _cover(self, first: int, end: int) -> None:
-        low = bisect_left(self._ends, first)
-        high = bisect_right(self._starts, end)
-        if low < high:
-            first = min(first, self._starts[low])
-            end = max(end, self._ends[high - 1])
-        self._starts[low:high] = [first]
-        self._ends[low:high] = [end]
+
+def _cover(starts: list[int], ends: list[int], first: int, end: int) -> None:
+    low = bisect_left(ends, first)
+    high = bisect_right(starts, end)
+    if low < high:
+        first = min(first, starts[low])
+        end = max(end, ends[high - 1])
+    starts[low:high] = [first]
+    ends[low:high] = [end]
 
 
 _NOBODY = Origin(-1, 0, 0, "")

@@ -94,6 +94,11 @@ _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Row] = msgspec.json.Decoder(Row)
 
 
+def encode_row(row: Row) -> bytes:
+    """Encode one row as a line of JSON, without a newline."""
+    return _ENCODER.encode(row)
+
+
 def encode_page(rows: Iterable[Row]) -> bytes:
     """Encode rows as lines of JSON, without a newline after the last."""
     return _ENCODER.encode_lines(rows)[:-1]

@@ -1,8 +1,8 @@
-"""Spans of acknowledged offsets, and the chunks of batches that they are the offsets of.
+"""Spans of acknowledged offsets, the chunks of batches that they are the offsets of, and rows that are still open.
 
 Spans are a first offset and a number of records, alternating, in an array of 64-bit integers. Where many connections
 write to a partition, nearly every batch is a span of its own. The compiled plain path (kproxy.plain) has twins of
-`Chunk`, `to_json` and `union`, which are used instead where it is built.
+`Chunk`, `OpenRow` and `Intervals`, which are used instead where it is built.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from operator import add, eq, le
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,10 @@ from kproxy.plain import compiled
 from kproxy_codec.record_batch import NO_SEQUENCE, add_sequence
 
 Spans: TypeAlias = "array[int]"
+
+MAX_SPANS: Final = 500
+MAX_LATENCIES: Final = 32
+_MICROS: Final = 1_000_000
 
 
 def spans_of(numbers: Iterable[int] = ()) -> Spans:
@@ -34,7 +38,7 @@ def record_count(spans: Spans) -> int:
 class _Chunk:
     """Acknowledged batches of one producer without a gap in their sequence numbers; fields as in `rows.Range`.
 
-    `next_sequence` is the base_sequence of the producer's next batch.
+    `next_sequence` is the base_sequence of the producer's next batch. `spans` are read only: a copy may come.
     """
 
     __slots__ = (
@@ -107,45 +111,104 @@ class _Chunk:
                 self.first_sequence = add_sequence(self.first_sequence, sum(self.spans[1:excess:2]))
             del self.spans[:excess]
 
+    @property
+    def base_offset(self) -> int:
+        """The first span's first offset."""
+        return self.spans[0]
 
-def to_json(spans: Spans) -> bytes:
-    """The numbers as an array in JSON, without blanks."""
-    return msgspec.json.encode(spans.tolist())
+    def spans_as_json(self) -> bytes:
+        """The numbers of `spans` as an array in JSON, without blanks."""
+        return msgspec.json.encode(self.spans.tolist())
 
 
-def union(
-    floor: int, starts: list[int], ends: list[int], added: Sequence[Spans], most: int
-) -> tuple[int, list[int], list[int]] | None:
-    """The highest `most` intervals of the given ones and all spans together, by their starts and ends, in order.
+class _OpenRow(_Chunk):
+    """A row that is not closed yet: a chunk that later ones continue; other fields as in `rows.Range`.
 
-    Neighbours are joined. Offsets below the returned floor, which is `floor` or the end of an interval left out, are
-    not in the intervals. None if an offset is below `floor`, or in two of the intervals and spans.
+    `began` is in seconds of the monotonic clock.
     """
-    starts, ends = starts.copy(), ends.copy()
-    for spans in added:
-        firsts = spans[0::2]
-        starts += firsts
-        ends += map(add, firsts, spans[1::2])
-    # The spans of each connection are in order already, so sorting is cheap.
-    starts.sort()
-    ends.sort()
-    # An offset lies in as many intervals as begin up to it, less those that end up to it. So the intervals are
-    # disjoint exactly if each start after the first is at or behind the end of the same rank.
-    behind = starts[1:]
-    if starts[0] < floor or not all(map(le, ends, behind)):
-        return None
-    if behind == ends[:-1]:
-        return floor, starts[:1], ends[-1:]
-    joins = list(map(eq, behind, ends))
-    left = [starts[0], *(start for start, joined in zip(behind, joins, strict=True) if not joined)]
-    right = [*(end for end, joined in zip(ends, joins, strict=False) if not joined), ends[-1]]
-    excess = len(left) - most
-    return (floor, left, right) if excess <= 0 else (right[excess - 1], left[excess:], right[excess:])
+
+    __slots__ = ("acks", "began", "first_acked_at", "last_acked_at", "latency_us")
+
+    def __init__(self, chunk: _Chunk, acks: int, began: float, first_acked_at: int, acked_at: int) -> None:
+        for name in _Chunk.__slots__:
+            setattr(self, name, getattr(chunk, name))
+        self.spans = chunk.spans[:]
+        self.acks = acks
+        self.began = began
+        self.first_acked_at = first_acked_at
+        self.last_acked_at = acked_at
+        self.latency_us: list[int] = []
+
+    def take(self, chunk: _Chunk, acks: int, acked_at: int) -> bool:
+        """Take in a chunk that continues the row; False if it does not, or the row has enough spans."""
+        if acks != self.acks or len(self.spans) >= 2 * MAX_SPANS or not self.extend(chunk):
+            return False
+        self.last_acked_at = acked_at
+        return True
+
+    def sample(self, latency_s: float) -> None:
+        """Add a latency to the samples, of which there are at most MAX_LATENCIES."""
+        if len(self.latency_us) < MAX_LATENCIES:
+            self.latency_us.append(round(latency_s * _MICROS))
+
+
+class _Intervals:
+    """Offsets as intervals in order, without an offset in two of them, neighbours joined.
+
+    Offsets below `floor` are forgotten.
+    """
+
+    __slots__ = ("ends", "floor", "starts")
+
+    def __init__(self) -> None:
+        self.replace(0, [], [])
+
+    def replace(self, floor: int, starts: list[int], ends: list[int]) -> None:
+        """Have other intervals; `starts` and `ends` are read only: copies may come."""
+        self.floor, self.starts, self.ends = floor, starts, ends
+
+    @property
+    def high(self) -> int:
+        """One more than the highest offset, forgotten ones too."""
+        return self.ends[-1] if self.ends else self.floor
+
+    def take(self, added: Sequence[tuple[object, _Chunk]], most: int) -> bool:
+        """Add the spans of all chunks, and forget what is below the highest `most` intervals then.
+
+        False, and nothing is changed, if an offset is below `floor`, or in two of the intervals and spans.
+        """
+        starts, ends = self.starts.copy(), self.ends.copy()
+        for _, chunk in added:
+            firsts = chunk.spans[0::2]
+            starts += firsts
+            ends += map(add, firsts, chunk.spans[1::2])
+        # The spans of each connection are in order already, so sorting is cheap.
+        starts.sort()
+        ends.sort()
+        # An offset lies in as many intervals as begin up to it, less those that end up to it. So the intervals are
+        # disjoint exactly if each start after the first is at or behind the end of the same rank.
+        behind = starts[1:]
+        if starts[0] < self.floor or not all(map(le, ends, behind)):
+            return False
+        if behind == ends[:-1]:
+            self.starts, self.ends = starts[:1], ends[-1:]
+            return True
+        joins = list(map(eq, behind, ends))
+        left = [starts[0], *(start for start, joined in zip(behind, joins, strict=True) if not joined)]
+        right = [*(end for end, joined in zip(ends, joins, strict=False) if not joined), ends[-1]]
+        excess = len(left) - most
+        if excess > 0:
+            self.floor = right[excess - 1]
+            del left[:excess], right[:excess]
+        self.starts, self.ends = left, right
+        return True
 
 
 if TYPE_CHECKING:
     Chunk = _Chunk
+    OpenRow = _OpenRow
+    Intervals = _Intervals
 elif compiled is not None:
-    Chunk, to_json, union = compiled.Chunk, compiled.to_json, compiled.union
+    Chunk, OpenRow, Intervals = compiled.Chunk, compiled.OpenRow, compiled.Intervals
 else:
-    Chunk = _Chunk
+    Chunk, OpenRow, Intervals = _Chunk, _OpenRow, _Intervals

@@ -32,10 +32,10 @@ import structlog
 
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.topology import Topology
-from kproxy.trail.acknowledgements import MAX_SPANS, Acked, Asked, ConnectionAcks
+from kproxy.trail.acknowledgements import Acked, Asked, ConnectionAcks
 from kproxy.trail.overlaps import Overlap, OverlapDetector
-from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
-from kproxy.trail.spans import Chunk, to_json
+from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_row
+from kproxy.trail.spans import Chunk, OpenRow
 
 log = structlog.get_logger(__name__)
 
@@ -44,18 +44,16 @@ MARK_S: Final = 10.0
 LATE_S: Final = 1.0
 # Beyond this the row that was begun first is closed.
 MAX_OPEN_ROWS: Final = 20_000
-MAX_LATENCIES: Final = 32
 # A page is one record; brokers accept at least 1 MiB.
 MAX_PAGE_BYTES: Final = 256 << 10
 # Partitions or rows that are processed before clients are served again, and for how long in seconds: a partition may
 # have thousands of spans.
 MAX_STEP: Final = 200
 STEP_S: Final = 0.003
-# Partitions that are judged between two looks at the clock.
-JUDGED_AT_ONCE: Final = 10
+# Partitions that are taken or judged between two readings of the clock.
+AT_ONCE: Final = 10
 # At most this many overlaps are logged in one look.
 MAX_OVERLAPS_LOGGED: Final = 20
-_MICROS: Final = 1_000_000
 
 OfferPage = Callable[[bytes, int, int], None]
 """Takes a page with its first and last sequence; never waits."""
@@ -66,28 +64,6 @@ class _Stamp(TypedDict):
     incarnation: str
     sequence: int
     at: int
-
-
-class _OpenRow:
-    """A row that is not closed yet; `chunk` has what `row` gets when it is closed.
-
-    `began` is in seconds of the monotonic clock.
-    """
-
-    __slots__ = ("began", "chunk", "row")
-
-    def __init__(self, row: Range, chunk: Chunk, began: float) -> None:
-        self.row = row
-        self.chunk = chunk
-        self.began = began
-
-    def extend(self, acks: int, chunk: Chunk, acked_at: int) -> bool:
-        """Take in a chunk that continues the row; False if it does not."""
-        row = self.row
-        if acks != row.acks or len(self.chunk.spans) >= 2 * MAX_SPANS or not self.chunk.extend(chunk):
-            return False
-        row.last_acked_at = acked_at
-        return True
 
 
 class Trail:
@@ -127,7 +103,7 @@ class Trail:
         self.woken: list[Acked] = []
         # The batches that the present look has still to take.
         self._taking: deque[Acked] = deque()
-        self._open: dict[Acked, _OpenRow] = {}
+        self._open: dict[Acked, OpenRow] = {}
         # The lines of a page to come, how long they are together, and the first one's sequence.
         self._lines: list[bytes] = []
         self._page_bytes = 0
@@ -214,14 +190,14 @@ class Trail:
 
     def _take_some(self) -> None:
         self._read_clocks()
-        for _ in range(min(MAX_STEP, len(self._taking))):
+        for number in range(1, min(MAX_STEP, len(self._taking)) + 1):
             acked = self._taking.popleft()
             try:
                 self._take(acked)
             except Exception:  # the boundary: an error here must not reach clients; the gap shows it
                 log.exception("acknowledgements not noted", topic=acked.key.topic, partition=acked.key.partition)
                 self._miss()
-            if self._step_is_over():
+            if not number % AT_ONCE and self._step_is_over():
                 break
 
     def _mark(self) -> None:
@@ -256,56 +232,33 @@ class Trail:
         self._at = max(self._at, self._wall_ms())
 
     def _take(self, acked: Acked) -> None:
-        chunks, unread = acked.take()
-        found = None
-        for chunk in chunks:
-            self._overlaps.add(acked.key, acked.origin, chunk)
+        row = None
+        for chunk in acked.take():
+            self._overlaps.add(acked, chunk)
             if self._running:
-                found = self._open.get(acked)
-                if found is None or not found.extend(acked.acks, chunk, self._at):
-                    found = self._begin_row(acked, chunk)
-        if unread:
+                row = acked.row
+                if row is None or not row.take(chunk, acked.acks, self._at):
+                    row = self._begin_row(acked, chunk)
+        if row is not None:
+            row.sample(acked.latency_s)
+        if acked.unread:
+            acked.unread = 0
             log.warning("acknowledged batches unreadable", topic=acked.key.topic, client=acked.client)
             self._miss()
-        if found is not None and len(found.row.latency_us) < MAX_LATENCIES:
-            found.row.latency_us.append(round(acked.latency_s * _MICROS))
 
-    def _begin_row(self, acked: Acked, chunk: Chunk) -> _OpenRow:
-        if acked in self._open:
+    def _begin_row(self, acked: Acked, chunk: Chunk) -> OpenRow:
+        if acked.row is not None:
             self._close_row(acked)
-        row = Range(
-            **self._stamp(),
-            topic=acked.key.topic,
-            topic_id=None if acked.key.topic_id is None else acked.key.topic_id.hex(),
-            partition=acked.key.partition,
-            owner=acked.origin.owner,
-            revision=acked.origin.revision,
-            acks=acked.acks,
-            connection=acked.origin.connection,
-            peer=acked.peer,
-            client_id=acked.client,
-            principal=acked.principal,
-            producer_id=chunk.producer_id,
-            producer_epoch=chunk.producer_epoch,
-            first_sequence=chunk.first_sequence,
-            base_offset=chunk.spans[0],
-            record_count=0,
-            batches=0,
-            bytes=0,
-            first_acked_at=self._looked_at,
-            last_acked_at=self._at,
-            spans=[],
-            latency_us=[],
-        )
-        self._open[acked] = found = _OpenRow(row, chunk.copy(), self._looked)
-        return found
+        acked.row = row = OpenRow(chunk, acked.acks, self._looked, self._looked_at, self._at)
+        self._open[acked] = row
+        return row
 
     def _judge_some(self, found_before: int) -> int:
         """Judge one step of the added chunks; return the number of overlaps."""
         self._read_clocks()
-        overlaps = self._overlaps.judge(JUDGED_AT_ONCE)
+        overlaps = self._overlaps.judge(AT_ONCE)
         while self._overlaps.has_added and not self._step_is_over():
-            overlaps += self._overlaps.judge(JUDGED_AT_ONCE)
+            overlaps += self._overlaps.judge(AT_ONCE)
         for number, overlap in enumerate(overlaps, found_before):
             self._on_overlap(overlap)
             if number < MAX_OVERLAPS_LOGGED:
@@ -318,17 +271,39 @@ class Trail:
         return {"proxy": self._proxy, "incarnation": self._incarnation, "sequence": self._sequence, "at": self._at}
 
     def _close_row(self, acked: Acked) -> None:
-        found = self._open.pop(acked)
+        closed = self._open.pop(acked)
+        acked.row = None
         self._has_told = True
-        row, chunk = found.row, found.chunk
-        row.sequence, row.at = self._sequence, self._at
-        row.record_count, row.batches, row.bytes = chunk.record_count, chunk.batches, chunk.bytes
-        # Encoded by themselves, which is cheaper: they are most of a row.
-        row.spans = cast("list[int]", msgspec.Raw(to_json(chunk.spans)))
+        key, origin = acked.key, acked.origin
+        row = Range(
+            **self._stamp(),
+            topic=key.topic,
+            topic_id=None if key.topic_id is None else key.topic_id.hex(),
+            partition=key.partition,
+            owner=origin.owner,
+            revision=origin.revision,
+            acks=closed.acks,
+            connection=origin.connection,
+            peer=acked.peer,
+            client_id=acked.client,
+            principal=acked.principal,
+            producer_id=closed.producer_id,
+            producer_epoch=closed.producer_epoch,
+            first_sequence=closed.first_sequence,
+            base_offset=closed.base_offset,
+            record_count=closed.record_count,
+            batches=closed.batches,
+            bytes=closed.bytes,
+            first_acked_at=closed.first_acked_at,
+            last_acked_at=closed.last_acked_at,
+            # Encoded by themselves, which is cheaper: they are most of a row.
+            spans=cast("list[int]", msgspec.Raw(closed.spans_as_json())),
+            latency_us=closed.latency_us,
+        )
         self._close(row)
 
     def _close(self, row: Row) -> None:
-        line = encode_page([row])
+        line = encode_row(row)
         if self._page_bytes + len(line) + 1 > MAX_PAGE_BYTES:
             self._offer_page()
         if not self._lines:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kproxy.trail import overlaps
+from kproxy.trail.acknowledgements import OpenChunk
 from kproxy.trail.overlaps import Origin, Overlap, OverlapDetector, PartitionKey
 from kproxy.trail.spans import Chunk, spans_of
 
@@ -23,14 +24,19 @@ def chunk(*spans: int, producer_id: int = -1, epoch: int = 0, sequence: int = 0)
     return Chunk(producer_id, epoch, sequence if producer_id >= 0 else -1, spans_of(spans), count, 1, 100)
 
 
+def writer(origin: Origin, topic_id: bytes | None = TOPIC_ID, partition: int = 0) -> OpenChunk:
+    return OpenChunk(PartitionKey("t", topic_id, partition), origin, [])
+
+
 def judged(*looks: Sequence[tuple[Origin, Chunk]], topic_id: bytes | None = TOPIC_ID) -> list[Overlap]:
     """What is told of one partition; each look sees some chunks."""
     given = OverlapDetector()
     overlaps = []
+    writers = {origin: writer(origin, topic_id) for look in looks for origin, _ in look}
     for look in looks:
         for origin, each in look:
             # The detector extends what it is given.
-            given.add(PartitionKey("t", topic_id, 0), origin, each.copy())
+            given.add(writers[origin], each.copy())
         overlaps += given.judge()
     return overlaps
 
@@ -118,23 +124,25 @@ def test_what_is_given_out_twice_is_told(name: str) -> None:
 def test_a_topic_made_anew_begins_anew() -> None:
     given = OverlapDetector()
     for topic_id in (TOPIC_ID, TOPIC_ID[::-1]):
-        given.add(PartitionKey("t", topic_id, 0), OLD, chunk(0, 5))
+        given.add(writer(OLD, topic_id), chunk(0, 5))
     assert given.judge() == []
     # Where topics have no ids, offset 0 says so.
-    for origin in (OLD, NEW):
-        given.add(PartitionKey("t", None, 0), origin, chunk(0, 5))
+    old, new = writer(OLD, None), writer(NEW, None)
+    for each in (old, new):
+        given.add(each, chunk(0, 5))
         assert given.judge() == []
-    given.add(PartitionKey("t", None, 0), OLD, chunk(3, 1))
+    given.add(old, chunk(3, 1))
     assert len(given.judge()) == 1
 
 
 def test_a_first_batch_sent_again_does_not_make_a_topic_new() -> None:
     given = OverlapDetector()
     first, more = chunk(0, 2, producer_id=7), chunk(2, 8, producer_id=7, sequence=2)
+    old = writer(OLD, None)
     for each in (first, more, first):
-        given.add(PartitionKey("t", None, 0), OLD, each.copy())
+        given.add(old, each.copy())
         assert given.judge() == []
-    given.add(PartitionKey("t", None, 0), NEW, chunk(9, 1))
+    given.add(writer(NEW, None), chunk(9, 1))
     assert len(given.judge()) == 1
 
 
@@ -145,9 +153,13 @@ def test_what_is_remembered_is_bounded_and_what_is_forgotten_is_not_judged(monke
     assert told(*looks, [(NEW, chunk(93, 1))]) == [(93, 93, 2, 1)]
     monkeypatch.setattr(overlaps, "MAX_PARTITIONS", 2)
     given = OverlapDetector()
+    writers = [writer(OLD, partition=partition) for partition in range(3)]
     for partition in (0, 1, 2, 0):
-        given.add(PartitionKey("t", TOPIC_ID, partition), OLD, chunk(5, 1))
+        given.add(writers[partition], chunk(5, 1))
     assert given.judge() == []
+    # Writers may refer to forgotten partitions for long.
+    assert writers[1].partition not in given.partitions.values()
+    assert writers[1].partition.intervals.starts == writers[1].partition._last_writes.writes == []
 
 
 def by_turns(producers: int, looks: int) -> list[list[tuple[Origin, Chunk]]]:
@@ -177,12 +189,13 @@ def test_a_batch_sent_again_is_known_though_many_others_wrote_meanwhile(producer
 
 def test_what_is_remembered_of_producers_is_bounded() -> None:
     given = OverlapDetector()
+    writers = [writer(OLD._replace(connection=number)) for number in range(300)]
     for look in by_turns(300, 100):
-        for origin, each in look:
-            given.add(PartitionKey("t", TOPIC_ID, 0), origin, each)
+        for each_writer, (_, each) in zip(writers, look, strict=True):
+            given.add(each_writer, each)
         given.judge()
-    (partition,) = given._partitions.values()
-    remembered = list(partition._last_writes)
+    (partition,) = given.partitions.values()
+    remembered = partition._last_writes.writes
     assert len(remembered) == overlaps.MAX_REMEMBERED
     assert sum(len(each.spans) // 2 for _, each in remembered) <= overlaps.MAX_SPANS_TOGETHER
 

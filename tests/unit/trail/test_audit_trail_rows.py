@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from struct import Struct
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +18,10 @@ from hypothesis import strategies as st
 from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
 from kproxy.trail import trail as trail_module
-from kproxy.trail.acknowledgements import MAX_SPANS, Acked, ConnectionAcks, NotedEntry
-from kproxy.trail.overlaps import Origin, Overlap, PartitionKey
+from kproxy.trail.acknowledgements import Acked, ConnectionAcks, NotedEntry
+from kproxy.trail.overlaps import Origin, Overlap
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
-from kproxy.trail.spans import Chunk
+from kproxy.trail.spans import MAX_SPANS, Chunk
 from kproxy.trail.trail import LOOK_S, MARK_S, STEP_S, Trail
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest
@@ -82,9 +83,8 @@ def folded(batches: Sequence[Given]) -> list[Chunk]:
     one = place()
     for each in batches:
         note(one.part, each)
-    chunks, unread = one.acked.take()
-    assert unread == 0
-    return [*chunks]
+    assert one.acked.unread == 0
+    return [*one.acked.take()]
 
 
 def idempotent(*batches: tuple[int, int], first_sequence: int = 0, producer_id: int = 7, epoch: int = 0) -> list[Given]:
@@ -143,8 +143,8 @@ def test_batches_that_the_core_notes_are_put_together(name: str) -> None:
         view = request_frame(PRODUCE, 9, request_body(PRODUCE, 9, sample_request(PRODUCE, {"t": [0]})))
         asked = Exchange(PRODUCE_API, parse_produce(view, head_of(view)), 1, DEADLINE)
         acked.add(asked, memoryview(records), 0, each.base, each.size)
-    chunks, unread = acked.take()
-    assert unread == 0
+    chunks = acked.take()
+    assert acked.unread == 0
     assert [(chunk.first_sequence, chunk.spans.tolist()) for chunk in chunks] == expected
 
 
@@ -152,7 +152,8 @@ def test_batches_that_the_core_notes_are_put_together(name: str) -> None:
 def test_what_is_no_batch_is_not_told_of_and_counted(magic: int, count: int) -> None:
     one = place()
     note(one.part, Given(3, count), magic=magic)
-    assert one.acked.take() == ([], 1)
+    assert [*one.acked.take()] == []
+    assert one.acked.unread == 1
 
 
 @pytest.mark.parametrize("first", [[], idempotent((3, 1))])
@@ -161,7 +162,7 @@ def test_a_batch_without_an_offset_is_not_told_of(first: list[Given]) -> None:
     one = place()
     for each in (*first, *idempotent((-1, 1), first_sequence=len(first))):
         note(one.part, each)
-    assert [chunk.spans.tolist() for chunk in one.acked.take()[0]] == [[3, 1]] * len(first)
+    assert [chunk.spans.tolist() for chunk in one.acked.take()] == [[3, 1]] * len(first)
 
 
 def test_an_entry_without_records_is_passed_over_however_much_stands_behind_it() -> None:
@@ -173,7 +174,8 @@ def test_an_entry_without_records_is_passed_over_however_much_stands_behind_it()
     exchange = Exchange(PRODUCE_API, parse_produce(frame, head_of(frame)), 1, DEADLINE)
     one = place()
     one.part.note(exchange, memoryview(bytes(8)))
-    assert one.acked.take() == ([], 0)
+    assert [*one.acked.take()] == []
+    assert one.acked.unread == 0
 
 
 def test_counts_that_make_no_sense_are_not_told_of() -> None:
@@ -181,8 +183,8 @@ def test_counts_that_make_no_sense_are_not_told_of() -> None:
     one = place()
     for each in (*idempotent((3, 4)), Given(9, -3, 7, 0, 4), Given(20, 1, 7, 0, 1)):
         note(one.part, each)
-    chunks, unread = one.acked.take()
-    assert unread > 0
+    chunks = one.acked.take()
+    assert one.acked.unread > 0
     assert all(min(chunk.spans[1::2]) > 0 for chunk in chunks)
 
 
@@ -409,12 +411,12 @@ def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told
 
     judge = site.trail._overlaps.add
 
-    def failing(key: PartitionKey, origin: Origin, chunk: Chunk) -> None:
-        if key.partition == 0:
+    def failing(acked: Acked, chunk: Chunk) -> None:
+        if acked.key.partition == 0:
             raise ArithmeticError
-        judge(key, origin, chunk)
+        judge(acked, chunk)
 
-    monkeypatch.setattr(site.trail._overlaps, "add", failing)
+    monkeypatch.setattr(site.trail, "_overlaps", mock.Mock(site.trail._overlaps, add=failing, has_added=False))
     site.acknowledge(Given(1))
     site.acknowledge(Given(7), partition=1)
     site.look()
@@ -486,11 +488,11 @@ class SlowSite(Site):
 
 def test_a_step_of_a_look_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few partitions it has handled: each may have thousands of spans."""
-    monkeypatch.setattr(trail_module, "JUDGED_AT_ONCE", 1)
+    monkeypatch.setattr(trail_module, "AT_ONCE", 1)
     site = SlowSite()
     for partition in range(40):
         site.acknowledge(Given(0), partition=partition)
-    trail, judged = site.trail, site.trail._overlaps._added
+    trail, judged = site.trail, site.trail._overlaps.added
     site.now = site.now + 5
     left = []
     for _ in trail._look():
