@@ -161,7 +161,7 @@ class _Proxy:
             stack.push_async_callback(cancel, failing)
             looking = asyncio.create_task(self._reloads.run())
             stack.push_async_callback(cancel, looking)
-            running = [*following, failing, looking]
+            running = [*following, failing, looking, self._listener.watching]
             running += [task for task in (fetching, sharing) if task is not None]
             if own is not None and own.running is not None:
                 running.append(own.running)

@@ -44,7 +44,7 @@ from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.sockets import accept_from, bind, bound_port
-from kproxy.runtime.tasks import TURN_S
+from kproxy.runtime.tasks import TURN_S, cancel
 from kproxy.security.entrance import Entrance
 from kproxy.security.proxy_protocol import Source
 from kproxy.security.reloading import Reloading
@@ -200,6 +200,13 @@ class Listener:
         for entrance, server in self._entrances:
             entrance.open(server)
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
+
+    @property
+    def watching(self) -> asyncio.Task[None]:
+        """Ends only by an error; without it no deadline passes, so nothing can be served any more."""
+        if self._ticker is None:
+            raise RuntimeError("serve comes first")
+        return self._ticker
 
     def connect_inside(self) -> socket.socket:
         """Connect this process to itself, from any thread.
@@ -405,9 +412,7 @@ class Listener:
             await self.drain()
         self._stopped = True
         if self._ticker is not None:
-            self._ticker.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._ticker
+            await cancel(self._ticker)
         await asyncio.gather(*self._adopting)
         for session in list(self._sessions):
             session.abandon()

@@ -8,6 +8,7 @@ import pty
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -201,3 +202,24 @@ async def test_an_etcd_that_turns_out_to_be_none_ends_a_proxy_with_a_sentence(tm
         assert await asyncio.to_thread(process.wait, PATIENCE_S) == 2, process.stderr()
         assert f"kproxy: What answers at http://127.0.0.1:{etcd_port} is not etcd" in process.stderr()
         await server.stop(None)
+
+
+# Nothing but an error in the program ends this task, so it is ended here.
+WITHOUT_DEADLINES = """
+import sys
+from kproxy.cli import main
+from kproxy.proxy.server import Listener
+
+async def fail(*_):
+    raise RuntimeError("no deadline is watched")
+
+Listener._watch_deadlines = fail
+sys.exit(main())
+"""
+
+
+async def test_a_proxy_that_cannot_watch_deadlines_ends(tmp_path: Path) -> None:
+    command = (sys.executable, "-P", "-c", WITHOUT_DEADLINES)
+    with static_proxy(tmp_path, {1: free_port()}, command=command) as process:
+        assert await asyncio.to_thread(process.wait) not in (0, -signal.SIGKILL)
+        assert "no deadline is watched" in process.stderr()
