@@ -41,6 +41,10 @@ SCRAM = {"SCRAM-SHA-256": ScramMechanism.SCRAM_SHA_256, "SCRAM-SHA-512": ScramMe
 _SECURITY = "org.apache.kafka.common.security"
 
 
+# num.network.threads, by default.
+NETWORK_THREADS = 3
+
+
 class TlsKafka:
     """`plain` is the broker by its plain listener; `mutual` and `sasl` are addresses. `server` is its certificate."""
 
@@ -73,6 +77,10 @@ class TlsKafka:
                     return connection.recv(1) != b""
             except (ssl.SSLError, ConnectionError):
                 return False
+
+    def always_lets_in(self, client: Pair, authority: Path) -> bool:
+        """The same of all its network threads: they take new files one after another, and connections in turn."""
+        return all(self.lets_in(client, authority) for _ in range(4 * NETWORK_THREADS))
 
 
 @contextmanager
