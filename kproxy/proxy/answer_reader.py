@@ -21,8 +21,7 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.partitioned import set_correlation_id
 from kproxy_codec.primitives import Buffer
 
-# Reads of a broker's connection have at least so many bytes: few enough answers for half of a turn, however long one
-# takes.
+# Reads of a broker's connection have room for at least so many bytes: some nine acknowledgements of one partition.
 LEAST_READ_BYTES = 512
 
 

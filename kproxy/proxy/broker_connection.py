@@ -38,7 +38,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from math import inf
 from typing import NamedTuple, cast
 
@@ -171,9 +170,9 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         if self._transport is None or self._outbox is None or self._transport.is_closing():
             return
         left_bytes = self._outbox.written_bytes - self._transport.get_write_buffer_size()
-        left = list(takewhile(lambda each: each[0] <= left_bytes, self._leaving))
-        del self._leaving[: len(left)]
-        for _, self._last_left in left:
+        # One by one: a ticket that is called may end the connection, which calls the others.
+        while self._leaving and self._leaving[0][0] <= left_bytes:
+            self._last_left = self._leaving.pop(0)[1]
             self._last_left.sent()
         self._is_stuck = bool(self._leaving)
         if self._is_stuck and self._looks_for_left is None:

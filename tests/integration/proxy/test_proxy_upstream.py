@@ -87,6 +87,35 @@ class Silent:
 
 @both_loops
 @in_one_go
+async def test_each_ticket_is_called_before_the_end_is_reported_also_if_one_ends_the_connection() -> None:
+    calls: list[str] = []
+
+    class Ending(Silent):
+        def sent(self) -> None:
+            calls.append("sent")
+            upstream.drop()
+
+    with socket.create_server((HOST, 0)) as listener:
+        upstream = Upstream(
+            1,
+            Address(*listener.getsockname()[:2]),
+            dialler=Dialler(),
+            arena=ReceiveArena(),
+            clock=time.monotonic,
+            max_answer_bytes=1 << 20,
+            connect_timeout_s=5.0,
+            on_pressure=lambda slow: None,
+            on_end=lambda upstream: calls.append("end"),
+        )
+        for correlation_id in (1, 2, 3):
+            upstream.send(Ending(), correlation_id, [b"request"])
+        await eventually(lambda: "end" in calls)
+        await upstream.close()
+    assert calls == ["sent", "sent", "sent", "end"]
+
+
+@both_loops
+@in_one_go
 async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
     """The kernel knows of it and the event loop does not yet: closing one half of such a connection is an error."""
     with socket.create_server((HOST, 0)) as listener:
