@@ -22,7 +22,9 @@ Invariants
 2. A length is checked before anything is allocated for it. The allocation for an announced frame is at most GROWTH
    times its bytes that have arrived, and never less than one chunk. So 2 GiB announced costs nothing.
 3. Bytes are moved only when a frame is unfinished and the rest does not fit behind it, or another connection has used
-   the chunk in between, or the chunk is full and the others continue in the next one.
+   the chunk in between, or the chunk is full and the others continue in the next one. Where long reads are allowed, a
+   reader expects frames as large as its last one: its reads end where they do, and it begins in a chunk where one fits.
+   A large frame that has begun in such a chunk has it for itself, and the others continue in the next one.
 4. Once the chunk in which it began is left, an unfinished frame holds only its own bytes and buffers made for it alone.
    A buffer given by the reader's owner (`move_to`) is the owner's responsibility.
 
@@ -49,8 +51,6 @@ LEAST_FREE_BYTES = 64 << 10
 GROWTH = 4
 # Chunks kept for reuse; further ones are left to the allocator.
 KEPT_CHUNKS = 64
-# At most this many of them are searched for one that is free.
-LOOKS = 16
 
 _LENGTH = Struct(">i")
 # Used as the longest admitted frame: then not even an empty one is admitted.
@@ -70,12 +70,15 @@ class ReceiveArena:
         self.view = memoryview(self.chunk)
         self.position = 0
 
-    def renew(self) -> None:
+    def renew(self, keeps: FrameReader | None = None) -> None:
         """Begin another chunk; the old one lives as long as a frame refers to it.
 
         Unfinished frames are copied out: a client may leave a few bytes for hours, which must not keep a whole chunk.
+        The one of `keeps` stays where it is.
         """
         left, self._unfinished = self._unfinished, set()
+        if keeps is not None:
+            left.discard(keeps)
         for reader in left:
             reader.take_out(self.view)
         self.view = memoryview(b"")
@@ -95,8 +98,8 @@ class ReceiveArena:
         return chunk
 
     def _take(self) -> bytearray:
-        # The oldest are the most likely to be free.
-        for at in range(min(LOOKS, len(self._used))):
+        # The newest are the most likely to be in a cache of the processor.
+        for at in reversed(range(len(self._used))):
             if is_unreferenced(self._used[at]):
                 return self._used.pop(at)
         if len(self._used) > KEPT_CHUNKS:
@@ -123,7 +126,17 @@ class FrameReader:
     its prefix included, if it is known; else 0.
     """
 
-    __slots__ = ("_arena", "_end", "_max_frame_bytes", "_own", "_start", "_view", "announced", "most_shared")
+    __slots__ = (
+        "_arena",
+        "_end",
+        "_expected",
+        "_max_frame_bytes",
+        "_own",
+        "_start",
+        "_view",
+        "announced",
+        "most_shared",
+    )
 
     def __init__(
         self, max_frame_bytes: int, arena: ReceiveArena | None = None, *, most_shared: int = CHUNK_BYTES
@@ -136,6 +149,8 @@ class FrameReader:
         self._own = False  # whether that chunk is this reader's alone
         self._start = 0
         self._end = 0
+        # The length of the last whole frame, if long reads are allowed and it is worth it; else 0.
+        self._expected = 0
 
     @property
     def pending_bytes(self) -> int:
@@ -163,9 +178,13 @@ class FrameReader:
         arena = self._arena
         view = self._view
         if view is None:
-            if CHUNK_BYTES - arena.position < LEAST_FREE_BYTES:
+            expected = 0 if lean else self._expected
+            if CHUNK_BYTES - arena.position < max(LEAST_FREE_BYTES, expected):
                 arena.renew()
-            return arena.view[arena.position : arena.position + self.most_shared]
+            size = min(self.most_shared, CHUNK_BYTES - arena.position)
+            if size > expected > 0:
+                size -= size % expected
+            return arena.view[arena.position : arena.position + size]
         announced = LENGTH_BYTES
         if self._end - self._start >= LENGTH_BYTES:
             announced += _LENGTH.unpack_from(view, self._start)[0]
@@ -188,13 +207,13 @@ class FrameReader:
             start, self._own = 0, True
         else:
             if CHUNK_BYTES - arena.position < max(LEAST_FREE_BYTES, announced):
-                arena.renew()
+                arena.renew(self)
             view, start, self._own = arena.view, arena.position, False
             arena.position += len(held)
         end = start + len(held)
         view[start:end] = held
         self._view, self._start, self._end = view, start, end
-        return view[end:] if self._own else view[end : end + self.most_shared]
+        return view[end:announced] if self._own else view[end : end + self.most_shared]
 
     @property
     def has_own(self) -> bool:
@@ -240,12 +259,21 @@ class FrameReader:
                 break
             frames.append(view[start:frame_end])
             start = frame_end
+        reads_long = self.most_shared >= CHUNK_BYTES
+        if frames:
+            last = len(frames[-1])
+            self._expected = last if reads_long and LEAST_FREE_BYTES < last <= CHUNK_BYTES else 0
         if start == end:
             self._let_go()
-        else:
-            self._view, self._start, self._end = view, start, end
-            self.announced = frame_end - start
-            if not self._own:
+            return frames
+        self._view, self._start, self._end = view, start, end
+        self.announced = announced = frame_end - start
+        if not self._own:
+            # A lean read is shorter, and takes no more memory than its bytes.
+            if reads_long and nbytes >= LEAST_FREE_BYTES and CHUNK_BYTES // 4 < announced <= CHUNK_BYTES - start:
+                self._own = True
+                arena.renew(self)
+            else:
                 arena.leave(self)
         return frames
 

@@ -52,7 +52,7 @@ from time import monotonic
 
 from kproxy_codec.correlation import unexpected_answer
 from kproxy_codec.errors import CodecError
-from kproxy_codec.framing import illegal_length, is_unreferenced
+from kproxy_codec.framing import illegal_length
 
 cdef extern from "wire.h" nogil:
     enum:

@@ -10,12 +10,14 @@ cdef extern from *:
     #define LEAST_FREE_BYTES (64 << 10)
     #define GROWTH 4
     #define KEPT_CHUNKS 64
-    #define LOOKS 16
     #define LENGTH_BYTES 4
     #define BROKEN (-1)
+    static inline Py_ssize_t kp_exports(PyObject *chunk) {
+        return ((PyByteArrayObject *)chunk)->ob_exports;
+    }
     """
+    Py_ssize_t kp_exports(object chunk)
     const Py_ssize_t CHUNK_BYTES, LEAST_FREE_BYTES, GROWTH, KEPT_CHUNKS, LENGTH_BYTES, BROKEN
-    const int LOOKS
 
 
 cdef inline uint8_t *data_of(view) except NULL:
@@ -49,8 +51,9 @@ cdef class ReceiveArena:
         self.data = data_of(self.view)
         self.position = 0
 
-    def renew(self):
+    def renew(self, keeps=None):
         left, self.unfinished = self.unfinished, set()
+        left.discard(keeps)
         for reader in left:
             reader.take_out(self.view)
         self.view = memoryview(b"")
@@ -68,8 +71,8 @@ cdef class ReceiveArena:
     cdef bytearray take(self):
         cdef list used = self.used
         cdef Py_ssize_t at
-        for at in range(min(LOOKS, len(used))):
-            if is_unreferenced(used[at]):
+        for at in range(len(used) - 1, -1, -1):
+            if kp_exports(used[at]) == 0:
                 return used.pop(at)
         if len(used) > KEPT_CHUNKS:
             del used[0]
@@ -80,7 +83,7 @@ cdef class FrameReader:
     """See kproxy_codec.framing.FrameReader."""
 
     cdef readonly ReceiveArena _arena
-    cdef Py_ssize_t max_frame_bytes, start, end
+    cdef Py_ssize_t max_frame_bytes, start, end, expected
     cdef public Py_ssize_t most_shared
     # The chunk that holds the unfinished frame, and whether it is this reader's alone.
     cdef object view
@@ -123,11 +126,15 @@ cdef class FrameReader:
     cdef object space(self, bint lean):
         """The buffer for the next bytes."""
         cdef ReceiveArena arena = self._arena
-        cdef Py_ssize_t announced = LENGTH_BYTES, size
+        cdef Py_ssize_t announced = LENGTH_BYTES, size, expected
         if self.view is None:
-            if CHUNK_BYTES - arena.position < LEAST_FREE_BYTES:
+            expected = 0 if lean else self.expected
+            if CHUNK_BYTES - arena.position < max(LEAST_FREE_BYTES, expected):
                 arena.renew()
-            return self.shared_from(arena.position)
+            size = min(self.most_shared, CHUNK_BYTES - arena.position)
+            if size > expected > 0:
+                size -= size % expected
+            return window(arena.data + arena.position, size)
         if self.end - self.start >= LENGTH_BYTES:
             announced += kp_int32(self.data + self.start)
         size = len(self.view)
@@ -158,8 +165,7 @@ cdef class FrameReader:
             start, own = 0, True
         else:
             if CHUNK_BYTES - arena.position < max(LEAST_FREE_BYTES, announced):
-                arena.renew()
-                old, old_data = self.view, self.data
+                arena.renew(self)
             view, start, own = arena.view, arena.position, False
             arena.position += held
         self.data = data_of(view)
@@ -167,7 +173,7 @@ cdef class FrameReader:
         self.view, self.own = view, own
         self.start, self.end = start, start + held
         if self.own:
-            return window(self.data + self.end, len(view) - self.end)
+            return window(self.data + self.end, min(announced, len(view)) - self.end)
         return self.shared_from(self.end)
 
     def move_to(self, buffer):
@@ -198,7 +204,8 @@ cdef class FrameReader:
     cdef object cut(self, Py_ssize_t nbytes):
         """The chunk whose [cut_start, cut_end) are the whole frames that `nbytes` more bytes complete."""
         cdef ReceiveArena arena = self._arena
-        cdef Py_ssize_t start, end, frame_end, length
+        cdef Py_ssize_t start, end, frame_end, length, last = 0
+        cdef bint reads_long = self.most_shared >= CHUNK_BYTES
         cdef uint8_t *data
         view = self.view
         if view is None:
@@ -217,14 +224,25 @@ cdef class FrameReader:
             frame_end = start + LENGTH_BYTES + length
             if frame_end > end:
                 break
+            last = frame_end - start
             start = frame_end
         self.cut_end = start
+        if last:
+            self.expected = last if reads_long and LEAST_FREE_BYTES < last <= CHUNK_BYTES else 0
         if start == end:
             self.let_go()
-        else:
-            self.view, self.data, self.start, self.end = view, data, start, end
-            self.announced = frame_end - start
-            if not self.own:
+            return view
+        self.view, self.data, self.start, self.end = view, data, start, end
+        self.announced = frame_end - start
+        if not self.own:
+            if (
+                reads_long
+                and nbytes >= LEAST_FREE_BYTES
+                and CHUNK_BYTES // 4 < self.announced <= CHUNK_BYTES - start
+            ):
+                self.own = True
+                arena.renew(self)
+            else:
                 arena.unfinished.add(self)
         return view
 

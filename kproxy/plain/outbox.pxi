@@ -12,6 +12,8 @@ cdef extern from *:
     #define SMALL_BYTES (8 << 10)
     #define BLOCK_BYTES (128 << 10)
     #define MOST_BLOCKS 64
+    /* At most this many of them are searched for one that is free. */
+    #define LOOKS 16
     /* For outboxes beyond MOST_BLOCKS that have messages in the same step. */
     #define SMALL_BLOCK_BYTES (16 << 10)
 
@@ -21,7 +23,7 @@ cdef extern from *:
         return object->exports == 0 && object->mbuf->exports == 1;
     }
     """
-    const Py_ssize_t JOIN_BYTES, FLUSH_BYTES, PART_BYTES, COPY_BYTES, SMALL_BYTES, BLOCK_BYTES, MOST_BLOCKS
+    const Py_ssize_t JOIN_BYTES, FLUSH_BYTES, PART_BYTES, COPY_BYTES, SMALL_BYTES, BLOCK_BYTES, MOST_BLOCKS, LOOKS
     const Py_ssize_t SMALL_BLOCK_BYTES
     bint kp_is_free(object view)
 

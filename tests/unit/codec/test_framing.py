@@ -274,3 +274,40 @@ def test_a_long_frame_is_announced_before_it_is_whole_and_arrives_where_its_owne
     assert frames == sent
     assert [bytes(each) for each in given] == [sent[1], sent[3]]
     assert reader.announced == reader.pending_bytes == 0
+
+
+@pytest.mark.parametrize("length", [LEAST_FREE_BYTES + 1, CHUNK_BYTES // 3, 1_000_000, CHUNK_BYTES - 4])
+def test_long_frames_of_one_length_stay_where_they_arrive(length: int) -> None:
+    arena = ReceiveArena()
+    reader, neighbour = FrameReader(LIMIT, arena), FrameReader(LIMIT, arena)
+    _feed(reader, _frame(length))
+    stream, frames, begun = memoryview(_frame(length, 0x42) * 30), list[memoryview](), list[memoryview]()
+    while stream:
+        buffer = reader.get_buffer()
+        if not reader.pending_bytes:
+            begun.append(buffer)
+        count = min(len(buffer), len(stream))
+        # A third of the bytes of a large frame come later, and a small one of another connection in between.
+        if length > CHUNK_BYTES // 4 and not reader.pending_bytes and len(begun) % 2:
+            count = min(count, length * 2 // 3)
+        buffer[:count] = stream[:count]
+        stream = stream[count:]
+        frames += reader.buffer_updated(count)
+        _feed(neighbour, _frame(50, 0x61))
+    assert [bytes(frame) for frame in frames] == [_frame(length, 0x42)] * 30
+    for buffer in begun:
+        buffer[4:8] = b"here"
+    assert sum(bytes(frame[4:8]) == b"here" for frame in frames) == len(begun)
+    assert not any(b"here" in bytes(frame[8:]) for frame in frames)
+
+
+def test_a_small_frame_after_long_ones_holds_no_chunk() -> None:
+    arena = ReceiveArena()
+    reader = FrameReader(LIMIT, arena)
+    (long,) = _feed(reader, _frame(1_000_000))
+    (small,) = _feed(reader, _frame(10))
+    _feed(reader, _frame(10)[:7])
+    assert reader.held_bytes == 7
+    assert small.obj is not long.obj
+    (other,) = _feed(FrameReader(LIMIT, arena), _frame(20))
+    assert other.obj is small.obj
