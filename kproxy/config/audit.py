@@ -1,0 +1,141 @@
+"""The settings of the audit trail: the section `[audit]`.
+
+Every error is a StartupError that names the value's source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from kproxy.config.broker_sasl import BrokerSasl, BrokerSaslSection, broker_sasl
+from kproxy.config.parsing import TOPIC_NAME_RULE, Address, broker_addresses, is_topic_name, of_section
+from kproxy.config.static_table import Owners
+from kproxy.config.tls import BrokerTls, BrokerTlsSection, broker_tls
+from kproxy.errors import StartupError
+from kproxy.installed import install_command
+
+DEFAULT_TOPIC = "__kproxy_audit"
+SinkKind = Literal["none", "topic", "json", "parquet"]
+
+
+class AuditSection(msgspec.Struct, kw_only=True):
+    """`[audit]`: `interval_s` in seconds, `max_bytes` in bytes; `tls` and `sasl` are about `bootstrap`."""
+
+    sink: str = "none"
+    bootstrap: str | list[str] | UnsetType = UNSET
+    interval_s: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
+    max_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 30)] = 16 << 20
+    tls: BrokerTlsSection = msgspec.field(default_factory=BrokerTlsSection)
+    sasl: BrokerSaslSection = msgspec.field(default_factory=BrokerSaslSection)
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """`[audit]`, checked.
+
+    `topic` is the topic that trails are shipped to, even if this proxy ships elsewhere or nowhere: writes to it are
+    never in a trail. `directory` is set for files only. `bootstrap` empty: ship through this proxy itself; otherwise
+    `tls` and `sasl` are the access to that cluster, as `broker_tls` and `broker_sasl` of ProxyConfig. An
+    acknowledgement is in a row that is closed within `interval_s` seconds. At most `max_bytes` are kept while the sink
+    takes nothing.
+    """
+
+    sink: SinkKind = "none"
+    topic: str = DEFAULT_TOPIC
+    directory: Path | None = None
+    bootstrap: tuple[Address, ...] = ()
+    interval_s: float = 5.0
+    max_bytes: int = 16 << 20
+    tls: BrokerTls | None = None
+    sasl: BrokerSasl | None = None
+
+
+def _audit_access(
+    given: AuditSection, sources: Mapping[str, str], *, is_elsewhere: bool
+) -> tuple[BrokerTls | None, BrokerSasl | None]:
+    # What check-config prints has the defaults.
+    first = next(
+        (
+            sources[f"audit.{name}.{key}"]
+            for name, section in (("tls", given.tls), ("sasl", given.sasl))
+            for key in section.__struct_fields__
+            if getattr(section, key) != getattr(type(section)(), key)
+        ),
+        None,
+    )
+    if first is not None and not is_elsewhere:
+        raise StartupError(
+            f"{first}: it is about another cluster for the trail: name that in audit.bootstrap. Through the proxy "
+            f"itself the trail has the access of broker_tls and broker_sasl."
+        )
+    tls = broker_tls(given.tls, of_section(sources, "audit.tls"), "audit.tls.")
+    of_sasl = of_section(sources, "audit.sasl")
+    sasl = broker_sasl(given.sasl, of_sasl, "audit.sasl.", "audit.tls.", with_tls=tls is not None)
+    if sasl is not None and sasl.mechanism.startswith("SCRAM") and set(sasl.username) & set(",="):
+        # kafka-python, which ships the trail, does not escape them (RFC 5802, section 5.1).
+        raise StartupError(f"{of_sasl['username']}: a user with ',' or '=' cannot ship the trail: name another one.")
+    return tls, sasl
+
+
+def audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptions:
+    """Check the section. Raises StartupError."""
+    source = sources["audit.sink"]
+    bootstrap = broker_addresses(given.bootstrap, sources["audit.bootstrap"])
+    kind, colon, place = given.sink.partition(":")
+    topic, directory = DEFAULT_TOPIC, None
+    if kind == "topic" and (place or not colon):
+        topic = place or DEFAULT_TOPIC
+        if not is_topic_name(topic):
+            raise StartupError(f"{source}: {topic[:300]!r} cannot be a topic: {TOPIC_NAME_RULE}.")
+    elif kind in ("json", "parquet") and place:
+        directory = Path(place)
+    elif given.sink != "none":
+        raise StartupError(
+            f"{source}: {given.sink[:300]!r} is nowhere for an audit trail to go: write none, topic, topic:NAME, "
+            f"json:DIR or parquet:DIR."
+        )
+    if bootstrap and kind != "topic":
+        raise StartupError(
+            f"{sources['audit.bootstrap']}: it belongs to an audit sink of kind topic; this is {given.sink}."
+        )
+    tls, sasl = _audit_access(given, sources, is_elsewhere=bool(bootstrap))
+    if kind == "parquet" and find_spec("pyarrow") is None:
+        raise StartupError(
+            f"{source}: Parquet files need pyarrow, which is not installed: run `{install_command('parquet')}`, or "
+            f"write json:{place}."
+        )
+    return AuditOptions(
+        sink=msgspec.convert(kind, SinkKind),
+        topic=topic,
+        directory=directory,
+        bootstrap=bootstrap,
+        interval_s=given.interval_s,
+        max_bytes=given.max_bytes,
+        tls=tls,
+        sasl=sasl,
+    )
+
+
+def refuse_unwritable_trail(
+    audit: AuditOptions, source: str, owners: Owners | None, writer_groups: Mapping[str, str]
+) -> None:
+    """A trail that is shipped through this proxy itself needs a topic that anybody may write to."""
+    if audit.sink != "topic" or audit.bootstrap:
+        return
+    if audit.topic in writer_groups:
+        raise StartupError(
+            f"{source}: only owners write to {audit.topic} by own.writer_group, and the audit trail is nobody's: "
+            f"name another topic."
+        )
+    if owners is not None and all(topic.name != audit.topic for topic in owners.topics):
+        raise StartupError(
+            f"{source}: the static table has no owner for {audit.topic}: write it a [[topics]] of its own, or "
+            f"ship elsewhere with --audit-bootstrap HOST:PORT[,HOST:PORT...]."
+        )
