@@ -1,8 +1,9 @@
-"""`make bench SECTION=connections`: many connections and several workers; two minutes.
+"""`make bench SECTION=connections`: many connections, several workers, many brokers; three minutes.
 
   many      CONNECTIONS clients that each have one request in flight, kproxy and haproxy by turns
   memory    resident memory of a client connection that has no request open, by the broker connections it has
   workers   CPU time of all of kproxy's processes with two workers, as a multiple of that with one, by turns
+  brokers   CPU time of a request of many partitions whose owners are three brokers, and MANY_BROKERS
 
 Connections are open and warm before a measurement. kproxy serves with its metrics, its limits and a trail in files.
 """
@@ -24,10 +25,10 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import MANY_PARTITIONS, SHAPES, Connection, Load, Shape, send_again, shape_load
+from bench.load import MANY_PARTITIONS, SHAPES, TOPIC, Connection, Load, Shape, send_again, shape_load
 from bench.plain import LOOK_S
 from bench.processes import child, cpu_seconds, first_line, resident_bytes
-from bench.quick import BROKERS, haproxy, serving, write_table
+from bench.quick import BROKERS, PARTITIONS, haproxy, serving, write_table
 
 CONNECTIONS: Final = 2000
 # Of clients, and of the proxy to three brokers.
@@ -39,19 +40,28 @@ WORKER_CONNECTIONS: Final = 32
 # New connections each time: the kernel shares them out anew.
 WORKER_ROUNDS: Final = 5
 SETTLE_S: Final = 2.0
+MANY_BROKERS: Final = 30
+PIECES: Final = Shape("100 × 1 KiB", 100, 1 << 10, 400)
 
 
 def connections(console: Console) -> None:
-    """Print the three tables. SystemExit if the limit of open files is too low."""
+    """Print the four tables. SystemExit if the limit of open files is too low."""
     allow_files(FILES)
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
-        brokers = [stack.enter_context(child(sys.executable, "-m", "bench.fast_broker", "0")) for _ in range(BROKERS)]
-        ports = [int(first_line(broker)) for broker in brokers]
+        every_port = _brokers(stack, MANY_BROKERS)
+        ports = every_port[:BROKERS]
         proxy = stack.enter_context(_kproxy(ports, directory, "one"))
         console.print(_many(proxy, ports[0], directory))
         console.print(_memory(ports, directory))
         console.print(_workers(proxy, stack.enter_context(_kproxy(ports, directory, "two", "--workers", "2"))))
+        console.print(_pieces(every_port, directory))
+
+
+def _brokers(stack: contextlib.ExitStack, count: int) -> list[int]:
+    """The ports of so many brokers, which end with `stack`."""
+    started = [stack.enter_context(child(sys.executable, "-m", "bench.fast_broker", "0")) for _ in range(count)]
+    return [int(first_line(broker)) for broker in started]
 
 
 def allow_files(count: int) -> None:
@@ -64,7 +74,8 @@ def allow_files(count: int) -> None:
 
 @contextlib.contextmanager
 def _kproxy(ports: Sequence[int], directory: Path, name: str, *flags: str) -> Iterator[tuple[int, int]]:
-    table = write_table(ports, directory)
+    owners = {TOPIC: [index % len(ports) + 1 for index in range(PARTITIONS)]}
+    table = write_table(ports, directory, owners)
     everything = ("--admin", "127.0.0.1:0", "--audit-sink", f"json:{directory / name}")
     with serving(table, *everything, *flags, command=("kproxy", "--log-level", "error")) as (process, port):
         yield process.pid, port
@@ -171,12 +182,12 @@ def _workers(one: tuple[int, int], two: tuple[int, int]) -> Table:
         load = shape_load(shape)._replace(connections=WORKER_CONNECTIONS)
         for _ in range(WORKER_ROUNDS):
             for (pid, port), found in zip((one, two), costs, strict=True):
-                found.append(uvloop.run(_workers_cost(pid, port, load)))
+                found.append(uvloop.run(_warm_cost(pid, port, load)))
         table.add_row(shape.name, *map(_spread, costs), _ratio(costs[1], costs[0]))
     return table
 
 
-async def _workers_cost(pid: int, port: int, load: Load) -> float:
+async def _warm_cost(pid: int, port: int, load: Load) -> float:
     opened = await load.open(port, 0)
     await send_again(opened, max(2, load.requests // 20))
     await asyncio.sleep(LOOK_S)
@@ -184,6 +195,23 @@ async def _workers_cost(pid: int, port: int, load: Load) -> float:
     for connection in opened:
         connection.close()
     return cost
+
+
+# Brokers
+
+
+def _pieces(every_port: Sequence[int], directory: Path) -> Table:
+    table = Table(title=f"CPU µs for a request of {PIECES.name}, by its brokers", title_style="")
+    for heading in ("brokers", "a request", "a broker more"):
+        table.add_column(heading, justify="right")
+    least = dict[int, float]()
+    for count in (BROKERS, len(every_port)):
+        with _kproxy(every_port[:count], directory, f"pieces-{count}") as (pid, port):
+            costs = [uvloop.run(_warm_cost(pid, port, shape_load(PIECES))) for _ in range(WORKER_ROUNDS)]
+        least[count] = min(costs)
+        more = "" if count == BROKERS else f"{(least[count] - least[BROKERS]) / (count - BROKERS):.1f}"
+        table.add_row(str(count), _spread(costs), more)
+    return table
 
 
 def _spread(values: Sequence[float]) -> str:

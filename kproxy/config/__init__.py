@@ -1,5 +1,6 @@
 """Configuration: parse and check options, addresses and static tables."""
 
+from kproxy.config.audit import AuditOptions
 from kproxy.config.parsing import (
     DEFAULT_ADMIN,
     DEFAULT_LISTEN,
@@ -13,7 +14,6 @@ from kproxy.config.parsing import (
 from kproxy.config.proxy import (
     DEFAULT_PREFIX,
     OWNERSHIP_SOURCES,
-    AuditOptions,
     Limits,
     ProxyConfig,
     Setting,

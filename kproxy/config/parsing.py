@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kproxy.errors import StartupError
 from kproxy_codec.own import MAX_NAME_BYTES
@@ -68,6 +69,17 @@ def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
     if not all(parts):
         raise StartupError(f"{source}: {str(value)[:200]!r} has an empty part: write values with commas between.")
     return parts
+
+
+def broker_addresses(value: str | Sequence[str] | UnsetType, source: str) -> tuple[Address, ...]:
+    """The addresses of brokers; none if the value is unset. Raises StartupError."""
+    if value is UNSET:
+        return ()
+    addresses = tuple(parse_address(part, source) for part in split_list(value, source))
+    for address in addresses:
+        if address.port == 0:
+            raise StartupError(f"{source}: nobody listens on {address}: write a broker's own port.")
+    return addresses
 
 
 def advertised(listen: Address, advertise: Address | None) -> Address | None:
@@ -255,6 +267,12 @@ def _words(info: msgspec.inspect.Type) -> str:
         number = "a whole number" if isinstance(info, msgspec.inspect.IntType) else "a number"
         return " ".join([number, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
     return "a list of texts" if isinstance(info, msgspec.inspect.ListType) else "a text"
+
+
+def of_section(sources: Mapping[str, str], section: str) -> Mapping[str, str]:
+    """The sources of a section's keys."""
+    prefix = f"{section}."
+    return {path.removeprefix(prefix): source for path, source in sources.items() if path.startswith(prefix)}
 
 
 def unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:

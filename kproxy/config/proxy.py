@@ -15,9 +15,8 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -25,6 +24,7 @@ from msgspec import UNSET, Meta, UnsetType
 from kproxy.config.access import ACLS, AccessOptions, AccessSection, access_options
 from kproxy.config.admin import SECRETS as ADMIN_SECRETS
 from kproxy.config.admin import AdminOptions, AdminSection, admin_options, parse_admin
+from kproxy.config.audit import AuditOptions, AuditSection, audit_options, refuse_unwritable_trail
 from kproxy.config.broker_sasl import SECRETS as BROKER_SECRETS
 from kproxy.config.broker_sasl import BrokerSasl, BrokerSaslSection, broker_sasl
 from kproxy.config.etcd import SECRETS as ETCD_SECRETS
@@ -33,12 +33,12 @@ from kproxy.config.listeners import SECTION as LISTENERS
 from kproxy.config.listeners import ListenerConfig, one_listener, parse_listeners, proxy_senders
 from kproxy.config.parsing import (
     DEFAULT_LISTEN,
-    TOPIC_NAME_RULE,
     Address,
     advertised,
+    broker_addresses,
     check_prefix,
-    is_topic_name,
     nearest,
+    of_section,
     parse_address,
     parse_writer_groups,
     read_toml,
@@ -51,7 +51,6 @@ from kproxy.config.security import OauthSection, SaslOptions, SaslSection, refus
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS, Owners, parse_owners, read_table
 from kproxy.config.tls import BrokerTls, BrokerTlsSection, TlsSection, broker_tls
 from kproxy.errors import StartupError
-from kproxy.installed import install_command
 
 _Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -119,107 +118,6 @@ def share_limits(limits: Limits, workers: int) -> tuple[Limits, ...]:
 
 def _share(total: int, number: int, workers: int) -> int:
     return total // workers + (number < total % workers)
-
-
-DEFAULT_TOPIC = "__kproxy_audit"
-SinkKind = Literal["none", "topic", "json", "parquet"]
-
-
-class AuditSection(msgspec.Struct, kw_only=True):
-    """`[audit]`: `interval_s` in seconds, `max_bytes` in bytes; `tls` and `sasl` are about `bootstrap`."""
-
-    sink: str = "none"
-    bootstrap: str | list[str] | UnsetType = UNSET
-    interval_s: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
-    max_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 30)] = 16 << 20
-    tls: BrokerTlsSection = msgspec.field(default_factory=BrokerTlsSection)
-    sasl: BrokerSaslSection = msgspec.field(default_factory=BrokerSaslSection)
-
-
-@dataclass(frozen=True)
-class AuditOptions:
-    """`[audit]`, checked.
-
-    `topic` is the topic that trails are shipped to, even if this proxy ships elsewhere or nowhere: writes to it are
-    never in a trail. `directory` is set for files only. `bootstrap` empty: ship through this proxy itself; otherwise
-    `tls` and `sasl` are the access to that cluster, as `broker_tls` and `broker_sasl` of ProxyConfig. An
-    acknowledgement is in a row that is closed within `interval_s` seconds. At most `max_bytes` are kept while the sink
-    takes nothing.
-    """
-
-    sink: SinkKind = "none"
-    topic: str = DEFAULT_TOPIC
-    directory: Path | None = None
-    bootstrap: tuple[Address, ...] = ()
-    interval_s: float = 5.0
-    max_bytes: int = 16 << 20
-    tls: BrokerTls | None = None
-    sasl: BrokerSasl | None = None
-
-
-def _audit_access(
-    given: AuditSection, sources: Mapping[str, str], *, is_elsewhere: bool
-) -> tuple[BrokerTls | None, BrokerSasl | None]:
-    # What check-config prints has the defaults.
-    first = next(
-        (
-            sources[f"audit.{name}.{key}"]
-            for name, section in (("tls", given.tls), ("sasl", given.sasl))
-            for key in section.__struct_fields__
-            if getattr(section, key) != getattr(type(section)(), key)
-        ),
-        None,
-    )
-    if first is not None and not is_elsewhere:
-        raise StartupError(
-            f"{first}: it is about another cluster for the trail: name that in audit.bootstrap. Through the proxy "
-            f"itself the trail has the access of broker_tls and broker_sasl."
-        )
-    tls = broker_tls(given.tls, _of_section(sources, "audit.tls"), "audit.tls.")
-    of_sasl = _of_section(sources, "audit.sasl")
-    sasl = broker_sasl(given.sasl, of_sasl, "audit.sasl.", "audit.tls.", with_tls=tls is not None)
-    if sasl is not None and sasl.mechanism.startswith("SCRAM") and set(sasl.username) & set(",="):
-        # kafka-python, which ships the trail, does not escape them (RFC 5802, section 5.1).
-        raise StartupError(f"{of_sasl['username']}: a user with ',' or '=' cannot ship the trail: name another one.")
-    return tls, sasl
-
-
-def _audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptions:
-    source = sources["audit.sink"]
-    bootstrap = _addresses(given.bootstrap, sources["audit.bootstrap"])
-    kind, colon, place = given.sink.partition(":")
-    topic, directory = DEFAULT_TOPIC, None
-    if kind == "topic" and (place or not colon):
-        topic = place or DEFAULT_TOPIC
-        if not is_topic_name(topic):
-            raise StartupError(f"{source}: {topic[:300]!r} cannot be a topic: {TOPIC_NAME_RULE}.")
-    elif kind in ("json", "parquet") and place:
-        directory = Path(place)
-    elif given.sink != "none":
-        raise StartupError(
-            f"{source}: {given.sink[:300]!r} is nowhere for an audit trail to go: write none, topic, topic:NAME, "
-            f"json:DIR or parquet:DIR."
-        )
-    if bootstrap and kind != "topic":
-        raise StartupError(
-            f"{sources['audit.bootstrap']}: it belongs to an audit sink of kind topic; this is {given.sink}."
-        )
-    tls, sasl = _audit_access(given, sources, is_elsewhere=bool(bootstrap))
-    if kind == "parquet" and find_spec("pyarrow") is None:
-        raise StartupError(
-            f"{source}: Parquet files need pyarrow, which is not installed: run `{install_command('parquet')}`, or "
-            f"write json:{place}."
-        )
-    return AuditOptions(
-        sink=msgspec.convert(kind, SinkKind),
-        topic=topic,
-        directory=directory,
-        bootstrap=bootstrap,
-        interval_s=given.interval_s,
-        max_bytes=given.max_bytes,
-        tls=tls,
-        sasl=sasl,
-    )
 
 
 ENV_PREFIX = "KPROXY_"
@@ -467,11 +365,11 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     prefix = check_prefix(given.ownership.prefix, sources["ownership.prefix"])
     workers = worker_count(given.listen.workers)
     share_limits(given.limits, workers)
-    audit = _audit_options(given.audit, sources)
-    tls_to_brokers = broker_tls(given.broker_tls, _of_section(sources, "broker_tls"))
+    audit = audit_options(given.audit, sources)
+    tls_to_brokers = broker_tls(given.broker_tls, of_section(sources, "broker_tls"))
     owners = _owners(given.ownership.table, sources) if source_of_owners == "static" else None
     writer_groups = _writer_groups(given, sources["own.writer_group"])
-    _refuse_unwritable_trail(audit, sources["audit.sink"], owners, writer_groups)
+    refuse_unwritable_trail(audit, sources["audit.sink"], owners, writer_groups)
     for path, is_set in (
         ("sasl.users_in_etcd", given.sasl.users_in_etcd),
         ("access.acls_in_etcd", given.access.acls_in_etcd),
@@ -480,9 +378,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
             raise StartupError(f"{sources[path]}: no etcd is named: give --etcd URL[,URL...] as well.")
     listeners = _listeners(given, settings, sources)
     sasl = sasl_options(given.sasl, given.oauth, sources, listeners)
-    to_brokers = broker_sasl(
-        given.broker_sasl, _of_section(sources, "broker_sasl"), with_tls=tls_to_brokers is not None
-    )
+    to_brokers = broker_sasl(given.broker_sasl, of_section(sources, "broker_sasl"), with_tls=tls_to_brokers is not None)
     refuse_unsafe_identity(
         sasl,
         listeners,
@@ -554,30 +450,6 @@ def _listeners(
     return parse_listeners(several.value, several.source.rpartition(" in ")[2])
 
 
-def _of_section(sources: Mapping[str, str], section: str) -> Mapping[str, str]:
-    """The sources of a section's keys."""
-    prefix = f"{section}."
-    return {path.removeprefix(prefix): source for path, source in sources.items() if path.startswith(prefix)}
-
-
-def _refuse_unwritable_trail(
-    audit: AuditOptions, source: str, owners: Owners | None, writer_groups: Mapping[str, str]
-) -> None:
-    """A trail that is shipped through this proxy itself needs a topic that anybody may write to."""
-    if audit.sink != "topic" or audit.bootstrap:
-        return
-    if audit.topic in writer_groups:
-        raise StartupError(
-            f"{source}: only owners write to {audit.topic} by own.writer_group, and the audit trail is nobody's: "
-            f"name another topic."
-        )
-    if owners is not None and all(topic.name != audit.topic for topic in owners.topics):
-        raise StartupError(
-            f"{source}: the static table has no owner for {audit.topic}: write it a [[topics]] of its own, or "
-            f"ship elsewhere with --audit-bootstrap HOST:PORT[,HOST:PORT...]."
-        )
-
-
 def _etcd(given: OwnershipSection, source: str) -> tuple[str, ...]:
     if given.etcd is not UNSET:
         return split_list(given.etcd, source)
@@ -616,17 +488,7 @@ def _bootstrap(given: OwnershipSection, source: str) -> tuple[Address, ...]:
             "--ownership kafka learns the owners from a Kafka cluster: give some of its brokers with "
             "--bootstrap HOST:PORT[,HOST:PORT...]."
         )
-    return _addresses(given.bootstrap, source)
-
-
-def _addresses(value: str | list[str] | UnsetType, source: str) -> tuple[Address, ...]:
-    if value is UNSET:
-        return ()
-    addresses = tuple(parse_address(part, source) for part in split_list(value, source))
-    for address in addresses:
-        if address.port == 0:
-            raise StartupError(f"{source}: nobody listens on {address}: write a broker's own port.")
-    return addresses
+    return broker_addresses(given.bootstrap, source)
 
 
 def _owners(table: str | UnsetType, sources: Mapping[str, str]) -> Owners:

@@ -63,7 +63,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from kafka import KafkaConsumer, TopicPartition
 
-from kproxy.config.proxy import DEFAULT_TOPIC
+from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.trail.rows import Begin, End, Mark, Row, decode_page
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from kproxy.cli import main
-from kproxy.config.proxy import DEFAULT_TOPIC
+from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.demo.run import await_trails
 from kproxy.pipeline.audit.run import AuditJob, run_audit_job
 from kproxy.pipeline.audit.trail import parse_trail

@@ -25,7 +25,7 @@ import sys
 import time
 
 from kproxy.cli import main
-from kproxy.config.proxy import DEFAULT_TOPIC
+from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.demo.run import await_trails
 from kproxy.pipeline.session import SessionOptions, open_session
 

@@ -13,7 +13,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.config.proxy import DEFAULT_TOPIC
+from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
 from kproxy.pipeline.kafka_access import NO_OPTIONS, spark_options

@@ -100,7 +100,7 @@ def test_a_static_table_must_name_the_topic_that_is_shipped_to_through_the_proxy
 
 
 def test_parquet_without_its_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy.config.proxy.find_spec", lambda name: None)
+    monkeypatch.setattr("kproxy.config.audit.find_spec", lambda name: None)
     with pytest.raises(StartupError, match=re.escape(f"{install_command('parquet')}`, or write json:d")):
         load(flags={**ETCD, "audit_sink": "parquet:d"})
 
