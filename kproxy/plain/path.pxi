@@ -539,7 +539,7 @@ cdef class CompiledPath:
         self.routes, self.upstreams = shell.core.routes, shell.upstreams
         self.may_write = shell.may_write
         self.topology, self.tally, self.budget = context.topology, context.tally, context.budget
-        self.clock = Clock(context.clock)
+        self.clock = clock_of(context.clock)
         self.adopt, self.parse, self.make_exchange = adopt, parse, make_exchange
         self.deadline_cap_ms = context.limits.deadline_cap_ms
         self.forget()

@@ -91,19 +91,34 @@ class Respond(Protocol):
     def __call__(self, answer: list[Buffer], is_allowed: Callable[[], bool] | None = None, /) -> None: ...
 
 
-class ClientClaims:
-    """Serves Own requests of one client connection, if there is a service for them; `sever` ends the connection."""
+class Client(Protocol):
+    """The client connection that claims."""
 
-    def __init__(self, context: ProxyContext, connections: Connections, sever: Callable[[str], None]) -> None:
+    def sever(self, reason: str) -> None:
+        """Close it, because another client has its claims now."""
+        ...
+
+
+class ClientClaims:
+    """Serves Own requests of one client connection, if there is a service for them."""
+
+    __slots__ = ("_client", "_connections", "_context", "_is_claiming", "_own", "_pending_reads", "connection")
+
+    def __init__(self, context: ProxyContext, connections: Connections, client: Client) -> None:
         self._context = context
         self._own = context.own
-        self._sever = sever
+        self._connections = connections
+        self._client = client
         # Its claims; None before its first Own request.
         self.connection: ClaimingConnection | None = None
-        self.binder = FenceBinder(context, connections)
         self._is_claiming = False
         # Fetch answers that arrived while it claims; the outcome of the claim decides whether the client may have them.
-        self._pending_reads: list[Callable[[], None]] = []
+        self._pending_reads: Sequence[Callable[[], None]] = ()
+
+    @property
+    def binder(self) -> FenceBinder:
+        """Binds fences on the client's connections."""
+        return FenceBinder(self._context, self._connections)
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:
         """Return the fence for writes to a gated partition; 0: it may not be written."""
@@ -128,14 +143,14 @@ class ClientClaims:
         if self._own is None:
             raise NoClaims("there is nothing that keeps claims")
         if self.connection is None:
-            self.connection = self._own.connection(client, self._sever)
+            self.connection = self._own.connection(client, self._client.sever)
         request = parse_own_request(frame, header)
         self._is_claiming = True
         try:
             response = await self._own.own(self.connection, request, self._bind)
         finally:
             self._is_claiming = False
-            pending, self._pending_reads = self._pending_reads, []
+            pending, self._pending_reads = self._pending_reads, ()
             for respond in pending:
                 respond()
         body = encode_own_response(response, header.api_version)
@@ -167,7 +182,7 @@ class ClientClaims:
                 # It may have to wait for answers to earlier requests.
                 respond(answer, is_allowed)
             elif self._is_claiming:
-                self._pending_reads.append(lambda: respond_if_still_allowed(answer))
+                self._pending_reads = (*self._pending_reads, lambda: respond_if_still_allowed(answer))
             else:
                 connection.sever("what it was reading was claimed by another, or not granted in time")
 
@@ -357,7 +372,7 @@ class ProxyBrokers:
     def __init__(self, context: ProxyContext, own: OwnService) -> None:
         self._own = own
         self._context = context
-        self._connections = Connections(context, lambda slow: None)
+        self._connections = Connections(context)
         self._binder = FenceBinder(context, self._connections)
         self._waiting: dict[Partition, int] = {}
         self._wake = asyncio.Event()

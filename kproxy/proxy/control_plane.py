@@ -116,6 +116,14 @@ class Client(Protocol):
         """Begin or stop reading, after a change of what may be read."""
         ...
 
+    def broker_presses(self, slow: bool) -> None:
+        """A broker connection takes no more for now, or does again."""
+        ...
+
+    def offered(self, ranges: Ranges) -> None:
+        """Use the versions that the client is about to learn."""
+        ...
+
 
 class ControlRequests:
     """Run the control requests of `client`.
@@ -129,8 +137,6 @@ class ControlRequests:
         context: ProxyContext,
         client: Client,
         claims: ClientClaims,
-        on_pressure: Callable[[bool], None],
-        on_offered: Callable[[Ranges], None],
         fleet: Fleet,
         gate: Gate | None = None,
         access: ClientAccess | None = None,
@@ -140,7 +146,7 @@ class ControlRequests:
         self._client = client
         self._claims = claims
         self._gate = gate
-        self._plane = ControlPlane(context, on_pressure, on_offered, fleet, access, to_brokers)
+        self._plane = ControlPlane(context, client, fleet, access, to_brokers)
         self._access = access
         # Whether a claim is being served: one at a time, and requests behind it must see its result.
         self.is_claiming = False
@@ -236,31 +242,30 @@ class ControlRequests:
 
 
 class ControlPlane:
-    """Answer control requests of one client connection.
+    """Answer control requests of `client`.
 
-    `on_pressure` is as in `Connections`. `on_offered` gets the versions that the client is about to learn. Answers name
-    the proxies of `fleet`. `access` None: the client may do anything. `to_brokers`: as in `ControlRequests`.
+    Answers name the proxies of `fleet`. `access` None: the client may do anything. `to_brokers`: as in
+    `ControlRequests`.
     """
 
     def __init__(
         self,
         context: ProxyContext,
-        on_pressure: Callable[[bool], None],
-        on_offered: Callable[[Ranges], None],
+        client: Client,
         fleet: Fleet,
         access: ClientAccess | None = None,
         to_brokers: BrokerAccess | None = None,
     ) -> None:
         self._context = context
+        self._client = client
         self._fleet = fleet
-        self._on_offered = on_offered
         self._screen = Screen(access, context.topology) if access is not None else None
         self._virtual = VirtualBrokers(context, fleet)
         # Brokers answer each client as they know it; as the proxy, all alike.
         self._shares_answers = to_brokers is None
-        self._connections = Connections(context, on_pressure, access=to_brokers)
+        self._connections = Connections(context, client, access=to_brokers)
         # Kept apart: a request to a coordinator may wait for other clients, and no other request must wait behind it.
-        self._to_coordinators = Connections(context, on_pressure, access=to_brokers)
+        self._to_coordinators = Connections(context, client, access=to_brokers)
         self._coordination = CoordinatorRequests(context, self._to_coordinators, self._find_coordinator)
         # Spreads the control planes of many connections over the brokers.
         self._key = context.random.randbytes(8)
@@ -449,7 +454,7 @@ class ControlPlane:
             return unsupported_version_response()
         check_api_versions_request(header, body)
         offered = await self._context.versions.current()
-        self._on_offered(offered.ranges)
+        self._client.offered(offered.ranges)
         return offered_response(header.api_version, offered)
 
     async def _answer_natively(self, header: RequestHeader, body: memoryview) -> Buffer:

@@ -58,7 +58,7 @@ class Client:
             own=None,
             counters=Counter(),
         )
-        answers = AnswerOrder(context, lambda: None, lambda: None)
+        answers = AnswerOrder(context, None)  # type: ignore[arg-type]
         nothing = SimpleNamespace()
         assert compiled is not None
         self.path = compiled.CompiledPath(shell, answers, context, nothing, nothing, nothing)
