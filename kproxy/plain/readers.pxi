@@ -168,7 +168,7 @@ cdef class RequestReader:
                     if first + size < end and self.clock.now() - now > TURN_S:
                         self._rest()
                 else:
-                    self._wait(view[at:at + size], first_byte_at)
+                    self.leave_one(view[at:at + size], first_byte_at)
                     budget.held += size
                 first_byte_at = now
                 at += size
@@ -194,14 +194,16 @@ cdef class RequestReader:
         cdef Py_ssize_t size
         while at < end:
             size = LENGTH_BYTES + kp_int32(data + at)
-            self._wait(view[at:at + size], now)
+            self.leave_one(view[at:at + size], now)
             at += size
         return 0
 
-    def _wait(self, frame, double first_byte_at):
+    cdef int leave_one(self, frame, double first_byte_at) except -1:
+        """Let a request wait behind those that wait already."""
         if self._backlog is None:
             self._backlog = deque()
         self._backlog.append((frame, first_byte_at))
+        return 0
 
     @property
     def is_amid_frame(self):

@@ -36,8 +36,9 @@ from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
 from kproxy.routing.actions import Fenced
+from kproxy.routing.retry import Conduct
 from kproxy.routing.split import NOTHING_REFUSED, Entry, route
-from kproxy.routing.topology import NO_OWNER
+from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy.runtime.tasks import cancel, in_time
 from kproxy_codec.api_keys import BIND_FENCES
 from kproxy_codec.error_codes import (
@@ -100,12 +101,25 @@ class Client(Protocol):
 
 
 class ClientClaims:
-    """Serves Own requests of one client connection, if there is a service for them."""
+    """Serves Own requests of one client connection, if there is a service for them.
 
-    __slots__ = ("_client", "_connections", "_context", "_is_claiming", "_own", "_pending_reads", "connection")
+    It is also all that the core of the connection reads besides its events (kproxy.routing.actions.View).
+    """
+
+    __slots__ = (
+        "_client",
+        "_connections",
+        "_context",
+        "_is_claiming",
+        "_own",
+        "_pending_reads",
+        "connection",
+        "topology",
+    )
 
     def __init__(self, context: ProxyContext, connections: Connections, client: Client) -> None:
         self._context = context
+        self.topology: Topology = context.topology
         self._own = context.own
         self._connections = connections
         self._client = client
@@ -115,14 +129,46 @@ class ClientClaims:
         # Fetch answers that arrived while it claims; the outcome of the claim decides whether the client may have them.
         self._pending_reads: Sequence[Callable[[], None]] = ()
 
+    # The view of the core
+
     @property
-    def binder(self) -> FenceBinder:
-        """Binds fences on the client's connections."""
-        return FenceBinder(self._context, self._connections)
+    def conduct(self) -> Conduct:
+        return self._context.conduct
+
+    @property
+    def knows_batches_again(self) -> bool:
+        return self._context.knows_batches_again
+
+    @property
+    def gated(self) -> Collection[bytes]:
+        return self._own.unsettled.topics if self._own is not None and self._own.gated else ()
+
+    @property
+    def fenced(self) -> bool:
+        return self._context.versions.fenced
+
+    @property
+    def has_claims(self) -> bool:
+        return self.connection is not None
+
+    @property
+    def max_nameless(self) -> int:
+        return self._context.limits.max_open_requests
+
+    def is_hung(self, address: Address | None) -> bool:
+        health = self._context.health
+        return health.watching and health.is_open(address)
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:
         """Return the fence for writes to a gated partition; 0: it may not be written."""
         return self.connection.write_fence(topic, partition_index) if self.connection is not None else 0
+
+    # Claims
+
+    @property
+    def binder(self) -> FenceBinder:
+        """Binds fences on the client's connections."""
+        return FenceBinder(self._context, self._connections)
 
     def have_lapsed(self) -> bool:
         """Whether another client may have its claims by now.

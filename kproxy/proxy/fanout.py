@@ -22,7 +22,7 @@ from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.answer_room import Share
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
 from kproxy.proxy.claims import ClientClaims, Respond
-from kproxy.proxy.context import ClientView, ProxyContext
+from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.numbered_connections import NumberedConnections, PieceTicket
 from kproxy.proxy.plain_path import PlainPath, PlainPiece
 from kproxy.proxy.sources import OwnerLookups
@@ -73,7 +73,6 @@ class FanoutShell:
         "_taken_out_to",
         "_timer",
         "_topology",
-        "_view",
         "acks",
         "claims",
         "connections",
@@ -100,9 +99,8 @@ class FanoutShell:
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
         self.connections = NumberedConnections(context, client, self, share, to_brokers)
         self.claims = ClientClaims(context, self.connections, client)
-        self._view = ClientView(context, self.claims)
-        self.core = Fanout(self._view)
-        self.plain = PlainPath(self.core, self.upstreams, self.acks, context, self.take_over)
+        self.core = Fanout(self.claims)
+        self.plain = PlainPath(self.core, self, context)
         self.lookups = OwnerLookups(context)
         # The core's requests by sequence: where the answer goes.
         self._responds: dict[int, Respond] = {}
@@ -206,6 +204,9 @@ class FanoutShell:
                     _CARRY_OUT[type(action)](self, action)
         finally:
             self._is_running = False
+        if core.is_idle:
+            self._responds.clear()
+            core.rest()
         if core.lanes.table and not self._is_closed:
             self._topology.on_next_change(self._topology_changed)
         if self._emptied is not None and not core.open_count:
@@ -221,7 +222,7 @@ class FanoutShell:
 
     def before_open(self, upstream: Upstream) -> None:
         """Handle a successful dial: the waiting requests are about to be written."""
-        if self._view.gated and self.claims.have_lapsed():
+        if self.claims.gated and self.claims.have_lapsed():
             self.claims.lapse()
         if upstream.number and not upstream.closed:
             self.core.opened(upstream.number)
@@ -318,7 +319,7 @@ class FanoutShell:
 
     def part(self, *, severed: bool = False) -> None:
         """Handle the client's end; `severed`: nothing more is sent for any topic."""
-        if severed or self._view.gated:
+        if severed or self.claims.gated:
             self._adopt()
             self._bring(self.core.severed if severed else self.core.parted)
 
@@ -346,7 +347,6 @@ class FanoutShell:
 
     def take_apart(self) -> None:
         """Leave no reference cycle, once this is closed and its connections are."""
-        self.core.take_apart()
         del self.connections, self.plain
 
 

@@ -8,6 +8,7 @@ The compiled plain path (kproxy.plain) has a twin of the class here, which is us
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from kproxy.plain import FrameReader, compiled
@@ -102,15 +103,14 @@ class RequestReader:
                 if self.closed:
                     if frame is not frames[0]:
                         # One before it has closed the connection; the rest is counted with the backlog.
-                        for each in (frame, *coming):
-                            self._wait(each, now)
+                        self._wait((frame, *coming), now)
                     return
                 if self._reading:
                     self._begin(frame, first_byte_at)
                     if frame is not frames[-1] and self._clock() - now > TURN_S:
                         self._rest()
                 else:
-                    self._wait(frame, first_byte_at)
+                    self._wait((frame,), first_byte_at)
                     self._budget.held += len(frame)
                 first_byte_at = now
             if nbytes >= LARGE_READ_BYTES:
@@ -130,11 +130,11 @@ class RequestReader:
         if budget.held >= budget.limit:
             self.adjust_reading()
 
-    def _wait(self, frame: memoryview, first_byte_at: float) -> None:
-        """Let a request wait behind those that wait already."""
+    def _wait(self, frames: Iterable[memoryview], first_byte_at: float) -> None:
+        """Let requests wait behind those that wait already."""
         if self._backlog is None:
             self._backlog = deque()
-        self._backlog.append((frame, first_byte_at))
+        self._backlog.extend((frame, first_byte_at) for frame in frames)
 
     def _spend(self) -> None:
         """Count the arriving frame in the budget."""

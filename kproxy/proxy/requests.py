@@ -203,18 +203,19 @@ def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder)
     """The compiled plain path of a client; None where it is not built or switched off."""
     if compiled is None:
         return None
-
-    def parse(frame: memoryview, correlation_id: int) -> PartitionedRequest:
-        request = parse_produce(frame, parse_request_header(frame)._replace(correlation_id=correlation_id))
-        if request.by_id:
-            fanout.name_topics(request)
-        return request
-
-    def make_exchange(request: PartitionedRequest, sequence: int, deadline: float) -> Exchange:
-        return Exchange(PRODUCE_API, request, sequence, deadline)
-
-    path: Taker = compiled.CompiledPath(fanout, answers, context, fanout.take_over, parse, make_exchange)
+    path: Taker = compiled.CompiledPath(fanout, answers, context, _parse, _exchange)
     return path
+
+
+def _parse(fanout: FanoutShell, frame: memoryview, correlation_id: int) -> PartitionedRequest:
+    request = parse_produce(frame, parse_request_header(frame)._replace(correlation_id=correlation_id))
+    if request.by_id:
+        fanout.name_topics(request)
+    return request
+
+
+def _exchange(request: PartitionedRequest, sequence: int, deadline: float) -> Exchange:
+    return Exchange(PRODUCE_API, request, sequence, deadline)
 
 
 def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:
