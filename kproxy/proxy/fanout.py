@@ -347,7 +347,7 @@ class FanoutShell:
 
     def take_apart(self) -> None:
         """Leave no reference cycle, once this is closed and its connections are."""
-        del self.connections, self.plain
+        del self.core, self.claims, self.connections, self.plain
 
 
 # Methods, and single calls.
