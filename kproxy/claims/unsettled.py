@@ -199,6 +199,8 @@ class LastWrites:
     They are named by piece: a part of a request at one broker (kproxy.routing.in_flight).
     """
 
+    __slots__ = ("_holds", "_is_hurried", "_over", "_unsettled")
+
     def __init__(self, unsettled: UnsettledWrites | None) -> None:
         self._unsettled = unsettled
         self._holds: dict[int, list[Hold]] = {}

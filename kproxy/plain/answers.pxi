@@ -37,6 +37,14 @@ cdef class Clock:
         return <double>self.clock()
 
 
+cdef Clock _usual_clock = Clock(monotonic)
+
+
+cdef Clock clock_of(clock):
+    """The `Clock` of a clock: all parts of all connections have the same one of Python's monotonic clock."""
+    return _usual_clock if clock is monotonic else Clock(clock)
+
+
 cdef class HeldBytes:
     """See kproxy.proxy.memory_budget.HeldBytes."""
 
@@ -158,17 +166,17 @@ cdef class AnswerOrder:
     cdef HeldBytes budget
     cdef ProduceCounts tally
     cdef Clock clock
-    cdef object on_room, on_forbidden
+    cdef object client
     cdef public PacedOutbox outbox
-    cdef readonly object slots
+    cdef readonly list slots
     cdef public int64_t sequence, silent, in_flight_bytes
     cdef public bint is_waited_for
 
-    def __init__(self, context, on_room, on_forbidden):
-        self.clock = Clock(context.clock)
+    def __init__(self, context, client):
+        self.clock = clock_of(context.clock)
         self.tally, self.budget = context.tally, context.budget
-        self.on_room, self.on_forbidden = on_room, on_forbidden
-        self.slots = deque()
+        self.client = client
+        self.slots = []
 
     @property
     def open_count(self):
@@ -182,15 +190,15 @@ cdef class AnswerOrder:
         cdef Slot slot
         cdef double now = 0.0
         cdef HeldBytes budget = self.budget
-        slots = self.slots
+        cdef list slots = self.slots
         while self.outbox is not None and slots:
             slot = slots[0]
             if slot.answer_view is None and slot.buffers is None:
                 break
             if slot.is_allowed is not None and not slot.is_allowed():
-                self.on_forbidden()
+                self.client.forbidden()
                 return 0
-            slots.popleft()
+            del slots[0]
             self.in_flight_bytes -= slot.weight
             budget.held -= slot.frame_bytes
             if slot.began:
@@ -206,7 +214,7 @@ cdef class AnswerOrder:
         if budget.waiting:
             budget.wake()
         if self.is_waited_for:
-            self.on_room()
+            self.client.go_on()
         return 0
 
     def unload(self, Slot slot):
@@ -217,7 +225,7 @@ cdef class AnswerOrder:
         if self.budget.waiting:
             self.budget.wake()
         if self.is_waited_for:
-            self.on_room()
+            self.client.go_on()
 
     def let_go(self):
         cdef int64_t held = 0

@@ -275,7 +275,7 @@ cdef class AwaitedAnswers:
 
     def __init__(self, frames, Py_ssize_t most=0x7FFFFFFF):
         self.frames, self.most = frames, most
-        self.make_room(8)
+        self.make_room(2)
 
     def __dealloc__(self):
         PyMem_Free(self.ids)

@@ -96,7 +96,7 @@ cdef class Charging:
     cdef Clock clock
 
     def __init__(self, AnswerOrder answers, clock):
-        self.answers, self.clock = answers, Clock(clock)
+        self.answers, self.clock = answers, clock_of(clock)
 
     def take(self, frame, double first_byte_at):
         return self.take_span(frame, data_of(frame), 0, len(frame), self.clock.now(), first_byte_at)

@@ -14,8 +14,9 @@ cdef extern from *:
     #define MOST_BLOCKS 64
     /* At most this many of them are searched for one that is free. */
     #define LOOKS 16
-    /* For outboxes beyond MOST_BLOCKS that have messages in the same step. */
-    #define SMALL_BLOCK_BYTES (16 << 10)
+    /* For outboxes beyond MOST_BLOCKS that have messages in the same step, unless a message needs more. Thousands have
+       when thousands of clients begin, and the holes that their blocks leave in the process's memory stay. */
+    #define SMALL_BLOCK_BYTES (2 << 10)
 
     /* Whether only `view` refers to its memory, and only the caller and its list refer to `view`. */
     static inline int kp_is_free(PyObject *view) {
@@ -40,11 +41,11 @@ cdef class Flushes:
     def __init__(self):
         self.waiting, self.blocks = [], []
 
-    cdef object take_block(self):
+    cdef object take_block(self, Py_ssize_t least):
         cdef Py_ssize_t at = len(self.blocks) - 1, last = at - LOOKS
         self.lent += 1
         if self.lent > MOST_BLOCKS:
-            return memoryview(PyByteArray_FromStringAndSize(NULL, SMALL_BLOCK_BYTES))
+            return memoryview(PyByteArray_FromStringAndSize(NULL, max(least, SMALL_BLOCK_BYTES)))
         while at >= 0 and at > last:
             if kp_is_free(self.blocks[at]):
                 return self.blocks.pop(at)
@@ -179,7 +180,7 @@ cdef class Outbox:
                 self.close_span()
             if self.block is not None:
                 self.flushes.give_block(self.block)
-            self.block, self.filled = self.flushes.take_block(), 0
+            self.block, self.filled = self.flushes.take_block(held + size), 0
         if held:
             memcpy(data_of(self.block) + self.filled, data_of(self.view) + self.start, held)
             self.view, self.start, self.end = self.block, self.filled, self.filled + held

@@ -302,7 +302,7 @@ cdef class CompiledSlot(Slot):
     def request(self):
         """The request as the Python codec reads it, with its client's own correlation_id."""
         if self.request_ is None:
-            self.request_ = self.path.parse(self.frame(), self.head.correlation_id)
+            self.request_ = self.path.parse(self.path.shell, self.frame(), self.head.correlation_id)
         return self.request_
 
     @property
@@ -460,12 +460,12 @@ cdef class CompiledPiece:
         self.take_answer(frame, data_of(frame), 0, len(frame))
 
     def lost(self, *, written):
-        self.path.adopt(self).lost(written=written)
+        self.path.shell.take_over(self).lost(written=written)
 
     cdef int take_answer(self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size) except -1:
         """Like `answered`, for a frame in `view`, whose bytes are at `data`."""
         if not self.succeeded(view, data + start, start, size):
-            self.path.adopt(self).answered(view[start:start + size])
+            self.path.shell.take_over(self).answered(view[start:start + size])
         return 0
 
     cdef bint succeeded(self, view, uint8_t *received, Py_ssize_t start, Py_ssize_t size) except -1:
@@ -513,7 +513,7 @@ cdef class CompiledPath:
     cdef ProduceCounts tally
     cdef HeldBytes budget
     cdef Clock clock
-    cdef object parse, make_exchange, adopt
+    cdef object shell, parse, make_exchange
     # Whether a route to a topic may be kept; None: to every one.
     cdef object may_write
     # Tests use it to refuse requests that could be taken.
@@ -532,15 +532,15 @@ cdef class CompiledPath:
     # Whether the gate for all requests is known, and whether it is open (`look`).
     cdef bint has_looked, is_open
 
-    def __init__(self, shell, answers, context, adopt, parse, make_exchange):
+    def __init__(self, shell, answers, context, parse, make_exchange):
         self.answers, self.context, self.counters = answers, context, context.counters
         self.core, self.plain, self.acks = shell.core, shell.plain, shell.acks
         self.lanes, self.refused, self.exchanges, self.numbered = shell.gate
         self.routes, self.upstreams = shell.core.routes, shell.upstreams
         self.may_write = shell.may_write
         self.topology, self.tally, self.budget = context.topology, context.tally, context.budget
-        self.clock = Clock(context.clock)
-        self.adopt, self.parse, self.make_exchange = adopt, parse, make_exchange
+        self.clock = clock_of(context.clock)
+        self.shell, self.parse, self.make_exchange = shell, parse, make_exchange
         self.deadline_cap_ms = context.limits.deadline_cap_ms
         self.forget()
 

@@ -27,7 +27,7 @@ cdef class AnswerReader:
     cdef Clock clock
 
     def __init__(self, FrameReader reader, share, clock):
-        self._reader, self._share, self.clock = reader, share, Clock(clock)
+        self._reader, self._share, self.clock = reader, share, clock_of(clock)
         self.longest_read, reader.most_shared = reader.most_shared, LEAST_READ_BYTES
         self._in_flight = AwaitedAnswers(reader)
 
@@ -106,7 +106,9 @@ cdef class RequestReader:
     cdef public FrameReader _reader
     cdef public AnswerOrder _answers
     cdef public HeldBytes _budget
-    cdef public object _backlog, _ranges
+    cdef public object _ranges
+    # A deque; None while no request waits.
+    cdef public object _backlog
     # The object that begins requests before `_take` is called, and the same object where it is the plain path itself.
     cdef object taker
     cdef CompiledPath path
@@ -117,13 +119,12 @@ cdef class RequestReader:
     cdef Clock clock
 
     def __init__(self, context):
-        self.tally, self.clock = context.tally, Clock(context.clock)
+        self.tally, self.clock = context.tally, clock_of(context.clock)
         self._reader = FrameReader(
             context.limits.max_request_bytes, context.arena, most_shared=LARGE_READ_BYTES)
         self._budget = context.budget
         self._max_bytes = context.limits.max_in_flight_bytes
         self._max_requests = context.limits.max_open_requests
-        self._backlog = deque()
         self._reading = True
 
     @property
@@ -167,7 +168,7 @@ cdef class RequestReader:
                     if first + size < end and self.clock.now() - now > TURN_S:
                         self._rest()
                 else:
-                    self._backlog.append((view[at:at + size], first_byte_at))
+                    self.leave_one(view[at:at + size], first_byte_at)
                     budget.held += size
                 first_byte_at = now
                 at += size
@@ -193,8 +194,15 @@ cdef class RequestReader:
         cdef Py_ssize_t size
         while at < end:
             size = LENGTH_BYTES + kp_int32(data + at)
-            self._backlog.append((view[at:at + size], now))
+            self.leave_one(view[at:at + size], now)
             at += size
+        return 0
+
+    cdef int leave_one(self, frame, double first_byte_at) except -1:
+        """Let a request wait behind those that wait already."""
+        if self._backlog is None:
+            self._backlog = deque()
+        self._backlog.append((frame, first_byte_at))
         return 0
 
     @property

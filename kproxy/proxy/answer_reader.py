@@ -58,6 +58,8 @@ class AnswerReader:
     `reader` is the connection's alone, and its `most_shared` is the longest read. `clock` is in seconds.
     """
 
+    __slots__ = ("_clock", "_in_flight", "_longest_read", "_outbox", "_reader", "_share", "closed")
+
     def __init__(self, reader: FrameReader, share: Share | None, clock: Callable[[], float]) -> None:
         self.closed = False
         self._reader = reader

@@ -43,7 +43,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Protocol
@@ -62,6 +61,14 @@ class Waiter(Protocol):
 
     def give_room(self, room: AnswerBuffer) -> None:
         """Read the answer into `room`."""
+        ...
+
+
+class Client(Protocol):
+    """The client connection of a share."""
+
+    def hold_back(self, holds: bool) -> None:
+        """Stop reading its brokers, or resume."""
         ...
 
 
@@ -227,13 +234,13 @@ class AnswerRoom:
 
 
 class Share:
-    """One client's part of the room. `on_hold_back` is called to stop or resume reading its brokers."""
+    """One client's part of the room."""
 
     __slots__ = (
         "_arrival",
+        "_client",
         "_has_taken",
         "_in_rooms",
-        "_on_hold_back",
         "_pauses",
         "_untaken",
         "arrived_bytes",
@@ -241,14 +248,14 @@ class Share:
         "sources",
     )
 
-    def __init__(self, room: AnswerRoom, on_hold_back: Callable[[bool], None]) -> None:
+    def __init__(self, room: AnswerRoom, client: Client) -> None:
         self.room = room
-        self._on_hold_back = on_hold_back
+        self._client = client
         # Bytes with room, by whether this client was proven then; and other bytes that it does not take.
-        self._in_rooms = {False: 0, True: 0}
+        self._in_rooms = [0, 0]
         self._untaken = 0
         # The connections of the answers with room, with the number of answers of each.
-        self.sources = Counter[Waiter]()
+        self.sources: dict[Waiter, int] = {}
         self._has_taken = False
         # Bytes of large answers, whole ones too.
         self.arrived_bytes = 0
@@ -274,7 +281,7 @@ class Share:
     def take(self, size: int, source: Waiter) -> bool:
         """Count an answer that got room; return its kind."""
         kind = self.is_proven
-        self.sources[source] += 1
+        self.sources[source] = self.sources.get(source, 0) + 1
         self._count(size)
         self._in_rooms[kind] += size
         self.room.change(size, kind)
@@ -304,7 +311,7 @@ class Share:
         # They count as newcomers', as the client may be one.
         self.room.change(size - before, kind=False)
         if (size >= HOLD_BACK_BYTES) is not (before >= HOLD_BACK_BYTES):
-            self._on_hold_back(size >= HOLD_BACK_BYTES)
+            self._client.hold_back(size >= HOLD_BACK_BYTES)
 
     def _count(self, more: int) -> None:
         if more > 0 and not self.held:
@@ -329,5 +336,5 @@ class Share:
 
     def _kinds(self) -> set[bool]:
         """The kinds whose room it holds."""
-        kinds = {kind for kind, size in self._in_rooms.items() if size}
+        kinds = {bool(kind) for kind, size in enumerate(self._in_rooms) if size}
         return kinds | {False} if self._untaken else kinds

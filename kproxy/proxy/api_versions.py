@@ -456,7 +456,6 @@ class BrokerVersions:
             clock=self._clock,
             max_answer_bytes=self._limits.max_control_request_bytes,
             connect_timeout_s=self._limits.connect_timeout_s,
-            on_pressure=lambda slow: None,
         )
         return connection
 

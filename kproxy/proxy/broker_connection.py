@@ -39,7 +39,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import structlog
 
@@ -73,15 +73,61 @@ class Oldest(NamedTuple):
     written: bool
 
 
+class Keeper(Protocol):
+    """The connections of one client that a connection belongs to (kproxy.proxy.connections)."""
+
+    def press(self, slow: bool) -> None:
+        """A connection takes no more for now, or does again."""
+        ...
+
+    def rest(self) -> None:
+        """Let all connections of the client rest for this turn of the event loop."""
+        ...
+
+    def opens(self, upstream: Upstream) -> None:
+        """Queued requests are about to be written; some may be withdrawn."""
+        ...
+
+    def ended(self, upstream: Upstream) -> None:
+        """The connection has ended and all its tickets have been called; not called by `close`."""
+        ...
+
+
 class Upstream(AnswerReader, asyncio.BufferedProtocol):
     """A connection to the broker `owner` at `address`, dialled by `dialler` in its `turn`.
 
-    With `dials` false, requests are lost unwritten. `before_open` is called before queued requests are written and may
-    withdraw some. `on_end` is called once the connection has ended and all tickets have been called; `close` does not
-    call it. Large answers wait for room in `share`, if given. `on_long_read` is to let all connections of the client
-    rest for this turn of the event loop; None: this one is alone. `clock` is in seconds. `access` None: that of the
-    dialler.
+    With `dials` false, requests are lost unwritten. `keeper` gets its events; None: it is alone. Large answers wait for
+    room in `share`, if given. `clock` is in seconds. `access` None: that of the dialler.
     """
+
+    __slots__ = (
+        "_access",
+        "_dial",
+        "_ended",
+        "_failure",
+        "_is_held_back",
+        "_is_stuck",
+        "_keeper",
+        "_kept",
+        "_last_left",
+        "_leaving",
+        "_looks_for_left",
+        "_next_session",
+        "_patience",
+        "_presses",
+        "_queue",
+        "_queued_bytes",
+        "_renewable_at",
+        "_renewal",
+        "_rests",
+        "_session",
+        "_transport",
+        "_waits_for_room",
+        "address",
+        "fences",
+        "number",
+        "owner",
+    )
 
     def __init__(
         self,
@@ -93,12 +139,9 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         clock: Callable[[], float],
         max_answer_bytes: int,
         connect_timeout_s: float,
-        on_pressure: Callable[[bool], None],
-        on_long_read: Callable[[], object] | None = None,
         turn: Turn = Turn.PACED,
         dials: bool = True,
-        before_open: Callable[[Upstream], object] = lambda upstream: None,
-        on_end: Callable[[Upstream], object] = lambda upstream: None,
+        keeper: Keeper | None = None,
         share: Share | None = None,
         access: BrokerAccess | None = None,
     ) -> None:
@@ -106,6 +149,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         super().__init__(FrameReader(max_answer_bytes, arena, most_shared=most_shared), share, clock)
         self.owner = owner
         self.address = address
+        # Given by kproxy.proxy.numbered_connections; 0: none.
+        self.number = 0
         # Fences bound on this connection (kproxy.proxy.claims), by topic and partition index.
         self.fences: dict[tuple[bytes, int], int] = {}
         self._waits_for_room = False
@@ -122,10 +167,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._renewable_at = -inf
         # Done when the next session begins, or when there will be none; None: nobody waits for that.
         self._next_session: asyncio.Future[None] | None = None
-        self._on_pressure = on_pressure
-        self._on_long_read = on_long_read
-        self._before_open = before_open
-        self._on_end = on_end
+        self._keeper = keeper
         self._presses = False
         # Requests without an answer that may still be here, with the place of their last byte; the last that left.
         self._leaving: list[tuple[int, Ticket]] = []
@@ -133,12 +175,14 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         # Whether the kernel had not taken all of them at the last check.
         self._is_stuck = False
         self._looks_for_left: asyncio.Handle | None = None
-        self._ended = asyncio.get_running_loop().create_future()
+        # Done when the transport is gone; exists once `close` waits for that.
+        self._ended: asyncio.Future[None] | None = None
         self._patience: asyncio.Timeout | None = None
         # While the session is renewed: the outbox, which nothing else uses.
         self._kept: Outbox | None = None
         self._renewal: asyncio.TimerHandle | asyncio.Task[None] | None = None
-        self._dial = asyncio.get_running_loop().create_task(
+        # None: it is over.
+        self._dial: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(
             self._connect(dialler, turn, connect_timeout_s) if dials else self._lose()
         )
 
@@ -230,13 +274,16 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             # The dialler has noted it; TimeoutError is an OSError. Its traceback would keep the attempt's objects.
             self._failure = error.with_traceback(None)
             self._end()
+        self._dial = self._patience = None
 
     async def _lose(self) -> None:
         self._end()
+        self._dial = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._before_open(self)
-        if self.closed or self._dial.cancelling():
+        if self._keeper is not None:
+            self._keeper.opens(self)
+        if self.closed or (self._dial is not None and self._dial.cancelling()):
             cast(asyncio.Transport, transport).abort()
             return
         if self._patience is not None:
@@ -279,7 +326,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     async def authenticated(self) -> Session:
         """Wait until the broker has taken the present credential. Raises OSError, UnicodeError, Lost."""
-        await asyncio.wait((self._dial,))
+        if self._dial is not None:
+            await asyncio.wait((self._dial,))
         while not self.closed:
             if self._session is not None and self._access.is_current(self._session):
                 return self._session
@@ -313,7 +361,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self.give_up("its session is not renewed")
             return
         # As after a dial: queued requests may have to be withdrawn.
-        self._before_open(self)
+        if self._keeper is not None:
+            self._keeper.opens(self)
         if not self.closed:
             self._outbox, self._kept = self._kept, None
             self._write_queue()
@@ -343,7 +392,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         """Report once when this connection takes no more for now, and once when it does again."""
         if slow is not self._presses:
             self._presses = slow
-            self._on_pressure(slow)
+            if self._keeper is not None:
+                self._keeper.press(slow)
 
     # Receiving
 
@@ -371,8 +421,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._adjust_reading()
 
     def _rest(self) -> None:
-        if self._on_long_read is not None:
-            self._on_long_read()
+        if self._keeper is not None:
+            self._keeper.rest()
         else:
             self.rest(True)
             asyncio.get_running_loop().call_soon(self.rest, False)
@@ -441,9 +491,10 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
                 unanswered=len(self._in_flight),
                 reason=reason_of(exc) if exc else "closed by the broker",
             )
-        if not self._ended.done():
+        if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
         self._end()
+        self._transport = None
 
     def _end(self, *, by_client: bool = False) -> None:
         if self.closed:
@@ -462,7 +513,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._end_unanswered(by_client=by_client)
         while self._queue:
             self._queue.pop(0)[0].lost(written=False)
-        self._on_end(self)
+        if self._keeper is not None:
+            self._keeper.ended(self)
 
     def _is_renewal(self) -> bool:
         """Whether this runs in the task that renews the session, which ends by itself."""
@@ -499,6 +551,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         """
         has_sent_unanswered = bool(self._leaving) or self._last_left is not None
         outbox = self._kept if self._outbox is None else self._outbox
+        self._ended = ended = self._ended or asyncio.get_running_loop().create_future()
         if has_sent_unanswered and self._transport is not None and outbox is not None and not self.closed:
             self._take_no_more()
             outbox.flush()
@@ -511,7 +564,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
                 # An OSError: the broker has reset the connection, and the event loop is about to report it.
                 with contextlib.suppress(OSError):
                     self._transport.write_eof()
-            await asyncio.wait((self._ended,), timeout=FLUSH_S)
+            await asyncio.wait((ended,), timeout=FLUSH_S)
         self._take_no_more()
         self._tell_of_session()
         self._end_unanswered(by_client=True)
@@ -520,14 +573,16 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._queue.clear()
         if self._transport is not None:
             self._transport.abort()
-            await self._ended
+            await ended
         if isinstance(self._renewal, asyncio.Task):
             await cancel(self._renewal)
         elif self._renewal is not None:
             self._renewal.cancel()
-        self._dial.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._dial
+        dial = self._dial
+        if dial is not None:
+            dial.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await dial
 
 
 class Lost(Exception):

@@ -44,6 +44,7 @@ from contextlib import contextmanager
 from enum import Enum
 from math import inf
 from random import Random
+from types import MappingProxyType
 from typing import Final
 
 import structlog
@@ -226,7 +227,6 @@ class BrokerHealth:
             max_answer_bytes=self._limits.max_control_request_bytes,
             # The probe's own timeout ends first: a dial that hangs counts as silence.
             connect_timeout_s=watched.breaker.patience_s + 1,
-            on_pressure=lambda slow: None,
         )
 
     async def _ask(self, connection: Upstream, watched: _Watched) -> _Reply:
@@ -260,6 +260,10 @@ def _may_wait_until(upstream: Upstream) -> float:
     return ticket.may_wait_until if ticket is not None else -inf
 
 
+_NO_UPSTREAMS: Final = frozenset[Upstream]()
+_NOTHING_SEEN: Final[Mapping[Upstream, tuple[Oldest, float]]] = MappingProxyType({})
+
+
 class Waiting:
     """The waiting requests of one client connection's broker connections, as seen in checks at intervals.
 
@@ -267,13 +271,15 @@ class Waiting:
     connection alone may be cut off, while its broker answers on others: its own path is watched while it waits.
     """
 
+    __slots__ = ("_health", "_looked_at", "_seen", "_watched")
+
     def __init__(self, health: BrokerHealth) -> None:
         self._health = health
         # The next answer of each connection, and the time since when it has been the next.
-        self._seen: dict[Upstream, tuple[Oldest, float]] = {}
+        self._seen = _NOTHING_SEEN
         self._looked_at = -inf
         # The connections that the kernel watches closely.
-        self._watched: set[Upstream] = set()
+        self._watched = _NO_UPSTREAMS
 
     @property
     def watches(self) -> bool:
@@ -298,7 +304,7 @@ class Waiting:
             if waits_s >= SUSPICIOUS_S:
                 self._health.suspect(upstream.owner, upstream.address)
                 waiting[upstream] = waits_s
-        self._seen = seen
+        self._seen = seen or _NOTHING_SEEN
         self._looked_at = now
         if waiting or self._watched:
             self._watch(waiting)
@@ -309,7 +315,7 @@ class Waiting:
             upstream.watch_path(closely=True)
         for upstream in self._watched - waiting.keys():
             upstream.watch_path(closely=False)
-        self._watched = set(waiting)
+        self._watched = frozenset(waiting) if waiting else _NO_UPSTREAMS
         for upstream, waits_s in waiting.items():
             if self._health.is_cut_off(upstream, waits_s):
                 upstream.cut()

@@ -36,8 +36,9 @@ from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
 from kproxy.routing.actions import Fenced
+from kproxy.routing.retry import Conduct
 from kproxy.routing.split import NOTHING_REFUSED, Entry, route
-from kproxy.routing.topology import NO_OWNER
+from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy.runtime.tasks import cancel, in_time
 from kproxy_codec.api_keys import BIND_FENCES
 from kproxy_codec.error_codes import (
@@ -91,23 +92,83 @@ class Respond(Protocol):
     def __call__(self, answer: list[Buffer], is_allowed: Callable[[], bool] | None = None, /) -> None: ...
 
 
-class ClientClaims:
-    """Serves Own requests of one client connection, if there is a service for them; `sever` ends the connection."""
+class Client(Protocol):
+    """The client connection that claims."""
 
-    def __init__(self, context: ProxyContext, connections: Connections, sever: Callable[[str], None]) -> None:
+    def sever(self, reason: str) -> None:
+        """Close it, because another client has its claims now."""
+        ...
+
+
+class ClientClaims:
+    """Serves Own requests of one client connection, if there is a service for them.
+
+    It is also all that the core of the connection reads besides its events (kproxy.routing.actions.View).
+    """
+
+    __slots__ = (
+        "_client",
+        "_connections",
+        "_context",
+        "_is_claiming",
+        "_own",
+        "_pending_reads",
+        "connection",
+        "topology",
+    )
+
+    def __init__(self, context: ProxyContext, connections: Connections, client: Client) -> None:
         self._context = context
+        self.topology: Topology = context.topology
         self._own = context.own
-        self._sever = sever
+        self._connections = connections
+        self._client = client
         # Its claims; None before its first Own request.
         self.connection: ClaimingConnection | None = None
-        self.binder = FenceBinder(context, connections)
         self._is_claiming = False
         # Fetch answers that arrived while it claims; the outcome of the claim decides whether the client may have them.
-        self._pending_reads: list[Callable[[], None]] = []
+        self._pending_reads: Sequence[Callable[[], None]] = ()
+
+    # The view of the core
+
+    @property
+    def conduct(self) -> Conduct:
+        return self._context.conduct
+
+    @property
+    def knows_batches_again(self) -> bool:
+        return self._context.knows_batches_again
+
+    @property
+    def gated(self) -> Collection[bytes]:
+        return self._own.unsettled.topics if self._own is not None and self._own.gated else ()
+
+    @property
+    def fenced(self) -> bool:
+        return self._context.versions.fenced
+
+    @property
+    def has_claims(self) -> bool:
+        return self.connection is not None
+
+    @property
+    def max_nameless(self) -> int:
+        return self._context.limits.max_open_requests
+
+    def is_hung(self, address: Address | None) -> bool:
+        health = self._context.health
+        return health.watching and health.is_open(address)
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:
         """Return the fence for writes to a gated partition; 0: it may not be written."""
         return self.connection.write_fence(topic, partition_index) if self.connection is not None else 0
+
+    # Claims
+
+    @property
+    def binder(self) -> FenceBinder:
+        """Binds fences on the client's connections."""
+        return FenceBinder(self._context, self._connections)
 
     def have_lapsed(self) -> bool:
         """Whether another client may have its claims by now.
@@ -128,14 +189,14 @@ class ClientClaims:
         if self._own is None:
             raise NoClaims("there is nothing that keeps claims")
         if self.connection is None:
-            self.connection = self._own.connection(client, self._sever)
+            self.connection = self._own.connection(client, self._client.sever)
         request = parse_own_request(frame, header)
         self._is_claiming = True
         try:
             response = await self._own.own(self.connection, request, self._bind)
         finally:
             self._is_claiming = False
-            pending, self._pending_reads = self._pending_reads, []
+            pending, self._pending_reads = self._pending_reads, ()
             for respond in pending:
                 respond()
         body = encode_own_response(response, header.api_version)
@@ -167,7 +228,7 @@ class ClientClaims:
                 # It may have to wait for answers to earlier requests.
                 respond(answer, is_allowed)
             elif self._is_claiming:
-                self._pending_reads.append(lambda: respond_if_still_allowed(answer))
+                self._pending_reads = (*self._pending_reads, lambda: respond_if_still_allowed(answer))
             else:
                 connection.sever("what it was reading was claimed by another, or not granted in time")
 
@@ -357,7 +418,7 @@ class ProxyBrokers:
     def __init__(self, context: ProxyContext, own: OwnService) -> None:
         self._own = own
         self._context = context
-        self._connections = Connections(context, lambda slow: None)
+        self._connections = Connections(context)
         self._binder = FenceBinder(context, self._connections)
         self._waiting: dict[Partition, int] = {}
         self._wake = asyncio.Event()

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 from math import inf
@@ -44,9 +45,7 @@ from kproxy.proxy.api_versions import check_served, covers
 from kproxy.proxy.apis import NOT_SERVED, Ranges
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
 from kproxy.proxy.broker_health import Waiting
-from kproxy.proxy.claims import ClientClaims
 from kproxy.proxy.client_identity import ClientIdentity
-from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests, Unanswerable
 from kproxy.proxy.fanout import FanoutShell
@@ -86,6 +85,42 @@ _PARTITIONED: Final = {
 class ClientSession(RequestReader, asyncio.BufferedProtocol):
     """A client's connection; `on_closed` is called once when it has ended. `reception` None: by the first listener."""
 
+    __slots__ = (
+        "_access",
+        "_arrival",
+        "_broker_pressure",
+        "_client_pressure",
+        "_clock",
+        "_compiled",
+        "_connections",
+        "_context",
+        "_control",
+        "_drained_by",
+        "_draining",
+        "_fanout",
+        "_gate",
+        "_gone",
+        "_identity",
+        "_lingers",
+        "_looked_at",
+        "_meter",
+        "_negotiated",
+        "_on_closed",
+        "_pauses",
+        "_principal",
+        "_reception",
+        "_requests",
+        "_rests",
+        "_share",
+        "_takes_backlog",
+        "_tally",
+        "_transport",
+        "_waiting",
+        "_wanted_partitions",
+        "_wanted_throttle_ms",
+        "peer",
+    )
+
     def __init__(
         self, context: ProxyContext, on_closed: Callable[[ClientSession], None], reception: Reception | None = None
     ) -> None:
@@ -97,11 +132,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._on_closed = on_closed
         self._transport: asyncio.Transport | None = None
         self.peer = "?"
-        self._answers = AnswerOrder(
-            context,
-            on_room=self._go_on,
-            on_forbidden=lambda: self.sever("what it was reading was claimed by another"),
-        )
+        self._answers = AnswerOrder(context, self)
         self._takes_backlog = False
         # The number of partitions of the backlog's first request, if it waits for room for them; and for how long its
         # client is throttled: its account is charged once.
@@ -112,7 +143,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         # How often reading was stopped.
         self._pauses = 0
         self._arrival = Arrival()
-        self._share = Share(context.answer_room, lambda holds: self._connections.hold_back(holds))
+        self._share = Share(context.answer_room, self)
         admission = self._reception.admission
         # The identity that its broker connections authenticate with; None: the proxy's.
         self._identity: ClientIdentity | None = None
@@ -124,26 +155,19 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
                 self._identity_refused,
             )
         to_brokers = self._identity.access if self._identity is not None else None
-        self._connections = Connections(
-            context,
-            self._on_broker_pressure,
-            self._share,
-            before_open=lambda upstream: self._fanout.before_open(upstream),
-            on_end=lambda upstream: self._fanout.ended(upstream),
-            access=to_brokers,
-        )
         self._broker_pressure = 0
         self._client_pressure = False
         self._draining = False
         # The time by which a connection that drains by itself is closed.
         self._drained_by = inf
-        self._gone = asyncio.get_running_loop().create_future()
-        claims = ClientClaims(context, self._connections, self.sever)
+        # Done when the transport is gone; None: nobody waits for that.
+        self._gone: asyncio.Future[None] | None = None
         # The client's permissions; None: all. Connections from within the process are not checked.
         self._access = context.access.client() if context.access is not None and admission is not None else None
         may_write = self._access.may_write if self._access is not None else None
-        self._fanout = FanoutShell(context, self._connections, claims, self._undeliverable, may_write)
-        self._requests = DataRequests(context, self._fanout, claims, self._access)
+        self._fanout = FanoutShell(context, self, self._share, to_brokers, may_write)
+        self._connections = self._fanout.connections
+        self._requests = DataRequests(context, self._fanout, self._access)
         self._compiled = plain_path(context, self._fanout, self._answers)
         # Begins the requests, or leaves them to `_take`: the gate while the client has to authenticate.
         self._plain = self._compiled
@@ -151,15 +175,13 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         # Of the client, once it is admitted; and the quotas of which none applied to it.
         self._principal: Principal | None = None
         self._looked_at: Quotas | None = None
-        self._gate = admission.gate(self, self._on_broker_pressure) if admission is not None else None
+        self._gate = admission.gate(self, self.broker_presses) if admission is not None else None
         if self._gate is not None:
             self.guard()
         self._control = ControlRequests(
             context,
             self,
-            claims,
-            self._on_broker_pressure,
-            self._offered,
+            self._fanout.claims,
             self._reception.fleet,
             self._gate,
             self._access,
@@ -227,7 +249,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
                 principal,
                 self,
                 self._answers,
-                self._on_broker_pressure,
+                self.broker_presses,
                 context.clock,
                 context.counters,
             )
@@ -302,6 +324,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         """Let the latest request wait until others are answered; its bytes count for the backlog now."""
         self._answers.slots.pop()
         self._answers.in_flight_bytes -= len(frame)
+        self._backlog = self._backlog or deque()
         self._backlog.appendleft((frame, first_byte_at))
         self._wanted_partitions, self._wanted_throttle_ms = partitions, throttle_ms
         self.adjust_reading()
@@ -325,7 +348,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
 
     def _rest_is_over(self) -> None:
         self._rests = False
-        self._go_on()
+        self.go_on()
 
     def _take_backlog(self) -> None:
         """Begin waiting requests while there is room; an event of its own."""
@@ -340,12 +363,14 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
                     self._begin(frame, first_byte_at)
         except CodecError as error:
             self.refuse(error)
+        if not self._backlog:
+            self._backlog = None
         self._takes_backlog = False
-        self._go_on()
+        self.go_on()
 
     # Versions
 
-    def _offered(self, ranges: Ranges) -> None:
+    def offered(self, ranges: Ranges) -> None:
         """Use the versions of an ApiVersions answer for this connection from now on."""
         self._ranges = ranges
         self._negotiated = True
@@ -375,7 +400,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._answers.outbox.resume()
         self.adjust_reading()
 
-    def _on_broker_pressure(self, slow: bool) -> None:
+    def broker_presses(self, slow: bool) -> None:
+        """Stop reading while a broker takes no more, and begin again."""
         self._broker_pressure += 1 if slow else -1
         self.adjust_reading()
 
@@ -390,7 +416,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             and not (self._wanted_partitions and not self._requests.has_room_for(self._wanted_partitions))
         )
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Read or end after a request is done: there may be room for more, or nothing left to answer."""
         if not self.closed:
             self.adjust_reading()
@@ -428,12 +454,16 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
 
     # Brokers
 
+    def hold_back(self, holds: bool) -> None:
+        """Stop reading the brokers' answers, or resume."""
+        self._connections.hold_back(holds)
+
     def give_up_broker(self, address: Address) -> None:
         """Answer requests that wait for a hung broker now, and refuse to send it more."""
         self._connections.give_up_at(address)
         self._control.give_up_broker(address)
 
-    def _undeliverable(self, topic: bytes, error_code: int) -> None:
+    def undeliverable(self, topic: bytes, error_code: int) -> None:
         """Count a lost acks=0 part and, as Kafka does, close the connection so that the client notices it."""
         self._context.counters["acks0.undeliverable"] += 1
         name = self._context.topology.name_of(topic) or topic
@@ -539,6 +569,10 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._answers.outbox.put_one(stranger.reply)
         self._end(lingers=True)
 
+    def forbidden(self) -> None:
+        """Close at once: another client has claimed what this one was reading, and its answer was not written yet."""
+        self.sever("what it was reading was claimed by another")
+
     def sever(self, reason: str) -> None:
         """Close at once: another client has this connection's claims, so nothing more may be written or read."""
         if self.closed:
@@ -578,7 +612,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if not self._gone.done():
+        if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
         self._end()
         self._transport = None
@@ -620,7 +654,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
     def _let_go(self) -> None:
         """Release everything except requests with acks=0, which are kept until they are settled."""
         self._budget.arriving -= self._arriving_bytes
-        held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog) + self._answers.let_go()
+        held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog or ()) + self._answers.let_go()
         self._arriving_bytes = 0
         self._budget.held -= held
         self._budget.leave(self)
@@ -657,8 +691,10 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
 
     async def _close_client(self) -> None:
         """Wait at most FLUSH_S for the client to read its last answers."""
-        if self._transport is not None:
-            await asyncio.wait((self._gone,), timeout=FLUSH_S)
+        if self._transport is None:
+            return
+        self._gone = asyncio.get_running_loop().create_future()
+        await asyncio.wait((self._gone,), timeout=FLUSH_S)
         if self._transport is not None:
             self._transport.abort()
             await self._gone

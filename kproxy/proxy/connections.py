@@ -7,7 +7,8 @@ requests one after another: a JoinGroup that waits for minutes must not delay pr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 from kproxy.proxy.answer_room import Share
 from kproxy.proxy.broker_connection import Upstream
@@ -20,33 +21,36 @@ class NoAddress(Exception):
     """The topology has no address of a broker."""
 
 
-class Connections:
-    """Connections by broker.
+class Client(Protocol):
+    """The client connection that they serve."""
 
-    `by_broker` has all, closed ones too until they are replaced; treat it as read-only. `on_pressure` is called when
-    one of them takes no more for now, and when it does again. With a `share` their large answers wait for room.
-    `before_open` and `on_end` as in `Upstream`, for all of them; once they are closed, neither is called. Brokers are
-    accessed by `access`; None: as the proxy.
+    def broker_presses(self, slow: bool) -> None:
+        """A broker connection takes no more for now, or does again."""
+        ...
+
+
+class Connections:
+    """Connections by broker, for `client`; None: for the proxy itself.
+
+    `by_broker` has all, closed ones too until they are replaced; treat it as read-only. With a `share` their large
+    answers wait for room. Brokers are accessed by `access`; None: as the proxy.
     """
+
+    __slots__ = ("_access", "_client", "_context", "_share", "by_broker")
 
     def __init__(
         self,
         context: ProxyContext,
-        on_pressure: Callable[[bool], None],
+        client: Client | None = None,
         share: Share | None = None,
         *,
-        before_open: Callable[[Upstream], object] = lambda upstream: None,
-        on_end: Callable[[Upstream], object] = lambda upstream: None,
         access: BrokerAccess | None = None,
     ) -> None:
         self._context = context
         self._access = access or context.dialler.access
-        self._on_pressure = on_pressure
+        self._client = client
         self._share = share
         self.by_broker: dict[int, Upstream] = {}
-        self._before_open = before_open
-        self._on_end = on_end
-        self._is_closed = False
 
     def to(self, broker: int) -> Upstream:
         """The open connection to a broker's current address, or a new one. Raises NoAddress."""
@@ -71,22 +75,21 @@ class Connections:
             max_answer_bytes=self._context.limits.max_answer_bytes,
             connect_timeout_s=self._context.limits.connect_timeout_s + self._access.extra_s,
             access=self._access,
-            on_pressure=self._on_pressure,
-            on_long_read=self.rest,
             dials=not self._context.health.refuses(address),
-            before_open=self._opens,
-            on_end=self._ended,
+            keeper=self,
             share=self._share,
         )
 
-    def _opens(self, upstream: Upstream) -> None:
-        # The dial of a connection that was given up and replaced may end after `close`.
-        if not self._is_closed:
-            self._before_open(upstream)
+    def press(self, slow: bool) -> None:
+        """Report that one of them takes no more for now, or does again."""
+        if self._client is not None:
+            self._client.broker_presses(slow)
 
-    def _ended(self, upstream: Upstream) -> None:
-        if not self._is_closed:
-            self._on_end(upstream)
+    def opens(self, upstream: Upstream) -> None:
+        """Do nothing: what waits for one of them is sent."""
+
+    def ended(self, upstream: Upstream) -> None:
+        """Do nothing: those who wait for answers have been told."""
 
     def hold_back(self, holds: bool) -> None:
         """Stop reading all of them, or resume."""
@@ -125,7 +128,6 @@ class Connections:
     async def close(self) -> None:
         """End them all; requests written with acks=0 still reach the brokers."""
         await asyncio.gather(*(upstream.close() for upstream in self.by_broker.values()))
-        self._is_closed = True
         # They refer to this object: no reference cycle is left.
         self.by_broker.clear()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Final, Protocol
+from typing import Protocol
 
-from kproxy.claims.connection import ClaimingConnection
 from kproxy.claims.service import OwnService
 from kproxy.config import Limits
 from kproxy.observe.tally import Tally
@@ -23,14 +22,12 @@ from kproxy.proxy.memory_budget import Budget
 from kproxy.proxy.virtual_brokers import Portions, Shared
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, Conduct
-from kproxy.routing.topology import Address, Topology
+from kproxy.routing.topology import Topology
 from kproxy.security.quotas import Quotas
 from kproxy.security.sasl import SASL_APIS
 from kproxy.trail.trail import Trail
 from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
 from kproxy_codec.primitives import Buffer
-
-_NO_TOPICS: Final = frozenset[bytes]()
 
 
 class ProducerIds(Protocol):
@@ -113,54 +110,3 @@ class ProxyContext:
         Other brokers ignore the ids, which come from this proxy.
         """
         return self.conduct.knows_batches_again and self.versions.know_batches_again
-
-
-class Claims(Protocol):
-    """The claims of one client."""
-
-    @property
-    def connection(self) -> ClaimingConnection | None:
-        """None before its first Own request."""
-        ...
-
-    def write_fence(self, topic: bytes, partition_index: int) -> int:
-        """Return the fence for writes to a gated partition; 0: it may not be written."""
-        ...
-
-
-class ClientView:
-    """State that the core of one client reads besides its events (kproxy.routing.actions.View)."""
-
-    def __init__(self, context: ProxyContext, claims: Claims) -> None:
-        self._context = context
-        self._claims = claims
-        self.topology: Topology = context.topology
-        self.max_nameless = context.limits.max_open_requests
-
-    @property
-    def conduct(self) -> Conduct:
-        return self._context.conduct
-
-    @property
-    def knows_batches_again(self) -> bool:
-        return self._context.knows_batches_again
-
-    @property
-    def gated(self) -> Collection[bytes]:
-        own = self._context.own
-        return own.unsettled.topics if own is not None and own.gated else _NO_TOPICS
-
-    @property
-    def fenced(self) -> bool:
-        return self._context.versions.fenced
-
-    @property
-    def has_claims(self) -> bool:
-        return self._claims.connection is not None
-
-    def write_fence(self, topic: bytes, partition_index: int) -> int:
-        return self._claims.write_fence(topic, partition_index)
-
-    def is_hung(self, address: Address | None) -> bool:
-        health = self._context.health
-        return health.watching and health.is_open(address)

@@ -116,6 +116,14 @@ class Client(Protocol):
         """Begin or stop reading, after a change of what may be read."""
         ...
 
+    def broker_presses(self, slow: bool) -> None:
+        """A broker connection takes no more for now, or does again."""
+        ...
+
+    def offered(self, ranges: Ranges) -> None:
+        """Use the versions that the client is about to learn."""
+        ...
+
 
 class ControlRequests:
     """Run the control requests of `client`.
@@ -124,13 +132,24 @@ class ControlRequests:
     None: it may do anything. Its requests go to brokers by `to_brokers`, with its own identity if that is given.
     """
 
+    __slots__ = (
+        "_access",
+        "_claims",
+        "_client",
+        "_context",
+        "_fleet",
+        "_gate",
+        "_made",
+        "_to_brokers",
+        "is_claiming",
+        "tasks",
+    )
+
     def __init__(
         self,
         context: ProxyContext,
         client: Client,
         claims: ClientClaims,
-        on_pressure: Callable[[bool], None],
-        on_offered: Callable[[Ranges], None],
         fleet: Fleet,
         gate: Gate | None = None,
         access: ClientAccess | None = None,
@@ -139,13 +158,22 @@ class ControlRequests:
         self._context = context
         self._client = client
         self._claims = claims
+        self._fleet = fleet
         self._gate = gate
-        self._plane = ControlPlane(context, on_pressure, on_offered, fleet, access, to_brokers)
         self._access = access
+        self._to_brokers = to_brokers
+        # None before the first request and after the last one, unless it has connections to brokers.
+        self._made: ControlPlane | None = None
         # Whether a claim is being served: one at a time, and requests behind it must see its result.
         self.is_claiming = False
-        self._places = asyncio.Semaphore(AT_ONCE)
-        self.tasks: set[asyncio.Task[None]] = set()
+        # A dict: an empty set takes 216 bytes.
+        self.tasks: dict[asyncio.Task[None], None] = {}
+
+    @property
+    def _plane(self) -> ControlPlane:
+        if self._made is None:
+            self._made = ControlPlane(self._context, self._client, self._fleet, self._access, self._to_brokers)
+        return self._made
 
     def start(self, frame: memoryview, header: RequestHeader, slot: Slot, ranges: Ranges) -> None:
         """Begin one request, whose answer goes to `slot`.
@@ -169,14 +197,19 @@ class ControlRequests:
                 slot.fill([illegal_state(header)])
             return
         task = asyncio.get_running_loop().create_task(self._answer(frame, header, slot))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.tasks[task] = None
+        task.add_done_callback(self._done)
         if self.is_claiming:
             self._client.adjust_reading()
 
+    def _done(self, task: asyncio.Task[None]) -> None:
+        del self.tasks[task]
+        if not self.tasks and self._made is not None and not self._made.is_connected:
+            self._made = None
+
     async def _answer(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
         try:
-            async with self._places:
+            async with self._plane.places:
                 if header.api_key == keys.OWN:
                     answer = await self._own(frame, header)
                 else:
@@ -211,17 +244,18 @@ class ControlRequests:
 
     def give_up_broker(self, address: Address) -> None:
         """Give up the connections to a broker that hangs."""
-        self._plane.give_up_broker(address)
+        if self._made is not None:
+            self._made.give_up_broker(address)
 
     @property
     def upstreams(self) -> Iterable[Upstream]:
         """Connections to brokers, open or closed."""
-        return self._plane.upstreams
+        return () if self._made is None else self._made.upstreams
 
     @property
     def upstream_count(self) -> int:
         """Open connections to brokers."""
-        return self._plane.upstream_count
+        return 0 if self._made is None else self._made.upstream_count
 
     def end(self) -> None:
         """Free the client's claims: it is gone."""
@@ -232,40 +266,60 @@ class ControlRequests:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        await self._plane.close()
+        if self._made is not None:
+            await self._made.close()
 
 
 class ControlPlane:
-    """Answer control requests of one client connection.
+    """Answer control requests of `client`, AT_ONCE of them in `places`.
 
-    `on_pressure` is as in `Connections`. `on_offered` gets the versions that the client is about to learn. Answers name
-    the proxies of `fleet`. `access` None: the client may do anything. `to_brokers`: as in `ControlRequests`.
+    Answers name the proxies of `fleet`. `access` None: the client may do anything. `to_brokers`: as in
+    `ControlRequests`.
     """
+
+    __slots__ = (
+        "_client",
+        "_connections",
+        "_context",
+        "_doubted",
+        "_fleet",
+        "_key",
+        "_screen",
+        "_shares_answers",
+        "_to_coordinators",
+        "places",
+    )
 
     def __init__(
         self,
         context: ProxyContext,
-        on_pressure: Callable[[bool], None],
-        on_offered: Callable[[Ranges], None],
+        client: Client,
         fleet: Fleet,
         access: ClientAccess | None = None,
         to_brokers: BrokerAccess | None = None,
     ) -> None:
         self._context = context
+        self._client = client
         self._fleet = fleet
-        self._on_offered = on_offered
         self._screen = Screen(access, context.topology) if access is not None else None
-        self._virtual = VirtualBrokers(context, fleet)
         # Brokers answer each client as they know it; as the proxy, all alike.
         self._shares_answers = to_brokers is None
-        self._connections = Connections(context, on_pressure, access=to_brokers)
+        self._connections = Connections(context, client, access=to_brokers)
         # Kept apart: a request to a coordinator may wait for other clients, and no other request must wait behind it.
-        self._to_coordinators = Connections(context, on_pressure, access=to_brokers)
-        self._coordination = CoordinatorRequests(context, self._to_coordinators, self._find_coordinator)
+        self._to_coordinators = Connections(context, client, access=to_brokers)
         # Spreads the control planes of many connections over the brokers.
         self._key = context.random.randbytes(8)
         # Brokers that did not answer when last asked: they are asked after the others.
-        self._doubted: set[int] = set()
+        self._doubted: dict[int, None] = {}
+        self.places = asyncio.Semaphore(AT_ONCE)
+
+    @property
+    def _virtual(self) -> VirtualBrokers:
+        return VirtualBrokers(self._context, self._fleet)
+
+    @property
+    def _coordination(self) -> CoordinatorRequests:
+        return CoordinatorRequests(self._context, self._to_coordinators, self._find_coordinator)
 
     async def answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         """Return the whole answer to a request.
@@ -358,7 +412,7 @@ class ControlPlane:
                     answer = await self._ask(upstream, frame)
                 # Outside of the broker's time: this may wait for other long answers.
                 taken = await take(answer, frame, header)
-                self._doubted.discard(upstream.owner)
+                self._doubted.pop(upstream.owner, None)
                 return taken
             except Lost as lost:
                 if lost.written and not api.repeatable:
@@ -370,7 +424,7 @@ class ControlPlane:
                 upstream.distrust(str(error))
             except AskAnother:
                 pass
-            self._doubted.add(upstream.owner)
+            self._doubted[upstream.owner] = None
         raise Unanswerable("no broker can be reached")
 
     def _in_turn(self) -> Iterator[Upstream]:
@@ -391,13 +445,13 @@ class ControlPlane:
         for upstream in self._in_turn():
             try:
                 session = await upstream.authenticated()
-                self._doubted.discard(upstream.owner)
+                self._doubted.pop(upstream.owner, None)
                 return session
             except (OSError, UnicodeError, Lost) as error:
                 reason = f"broker {upstream.owner} at {upstream.address}: {reason_of(error)}"
                 if isinstance(error, IdentityRefused) and error.to_client is not None:
                     raise IdentityRefused(reason, error.to_client) from None
-            self._doubted.add(upstream.owner)
+            self._doubted[upstream.owner] = None
             log.warning("client's identity not judged", most_a_minute=5, reason=reason)
         raise NotJudged(f"no broker judges its identity; {reason}")
 
@@ -407,10 +461,10 @@ class ControlPlane:
         This connection and the other connections report trouble.
         """
         health, brokers = self._context.health, self._context.topology.brokers
-        likely = untried - self._doubted
+        likely = untried - self._doubted.keys()
         if not health.all_well:
             likely = {broker for broker in likely if broker in brokers and health.is_well(brokers[broker])}
-        return likely or untried - self._doubted or untried
+        return likely or untried - self._doubted.keys() or untried
 
     async def _ask(self, upstream: Upstream, frame: memoryview) -> memoryview:
         correlation_id = upstream.next_correlation_id()
@@ -449,7 +503,7 @@ class ControlPlane:
             return unsupported_version_response()
         check_api_versions_request(header, body)
         offered = await self._context.versions.current()
-        self._on_offered(offered.ranges)
+        self._client.offered(offered.ranges)
         return offered_response(header.api_version, offered)
 
     async def _answer_natively(self, header: RequestHeader, body: memoryview) -> Buffer:
@@ -485,6 +539,11 @@ class ControlPlane:
         self._to_coordinators.give_up_at(address)
 
     @property
+    def is_connected(self) -> bool:
+        """Whether it has connections to brokers, open or closed."""
+        return bool(self._connections.by_broker or self._to_coordinators.by_broker)
+
+    @property
     def upstreams(self) -> Iterable[Upstream]:
         """Connections to brokers, open or closed."""
         return chain(self._connections.by_broker.values(), self._to_coordinators.by_broker.values())
@@ -496,8 +555,6 @@ class ControlPlane:
 
     async def close(self) -> None:
         await asyncio.gather(self._connections.close(), self._to_coordinators.close())
-        # It refers to this object: no reference cycle is left.
-        del self._coordination
 
 
 def _framed(header: RequestHeader, body: Buffer) -> list[Buffer]:

@@ -15,15 +15,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kproxy.claims.unsettled import LastWrites
 from kproxy.proxy.answer_reader import Ticket
+from kproxy.proxy.answer_room import Share
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
 from kproxy.proxy.claims import ClientClaims, Respond
-from kproxy.proxy.connections import Connections
-from kproxy.proxy.context import ClientView, ProxyContext
-from kproxy.proxy.numbered_connections import NumberedConnections, PieceTicket, Tickets
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.numbered_connections import NumberedConnections, PieceTicket
 from kproxy.proxy.plain_path import PlainPath, PlainPiece
 from kproxy.proxy.sources import OwnerLookups
 from kproxy.routing import actions
@@ -33,37 +33,74 @@ from kproxy.routing.identity import LaneKey
 from kproxy.routing.merge import Exchange
 from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.split import NOTHING_REFUSED, Entry
+from kproxy.security.broker_access import BrokerAccess
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest
 
 
-class FanoutShell:
-    """Runs the core of one client connection on `connections`.
+class Client(Protocol):
+    """The client connection that the requests came on."""
 
-    `claims` has the client's claims. `on_undeliverable` gets lost acks=0 parts.
+    def broker_presses(self, slow: bool) -> None:
+        """A broker connection takes no more for now, or does again."""
+        ...
+
+    def sever(self, reason: str) -> None:
+        """Close it, because another client has its claims now."""
+        ...
+
+    def undeliverable(self, topic: bytes, error_code: int) -> None:
+        """An acks=0 part is lost."""
+        ...
+
+
+class FanoutShell:
+    """Runs the core of `client`'s connection, on broker connections of its own.
+
+    Their large answers wait for room in `share`; brokers are accessed by `to_brokers`, None: as the proxy.
     """
+
+    __slots__ = (
+        "_client",
+        "_context",
+        "_emptied",
+        "_events",
+        "_is_closed",
+        "_is_running",
+        "_last_writes",
+        "_responds",
+        "_seen",
+        "_taken_out_to",
+        "_timer",
+        "_topology",
+        "acks",
+        "claims",
+        "connections",
+        "core",
+        "lookups",
+        "may_write",
+        "plain",
+    )
 
     def __init__(
         self,
         context: ProxyContext,
-        connections: Connections,
-        claims: ClientClaims,
-        on_undeliverable: Callable[[bytes, int], None],
+        client: Client,
+        share: Share,
+        to_brokers: BrokerAccess | None = None,
         may_write: Callable[[bytes], bool] | None = None,
     ) -> None:
         # For the compiled plain path: whether a route to a topic may be kept; None: to every one.
         self.may_write = may_write
         self._context = context
         self._topology = context.topology
-        self._on_undeliverable = on_undeliverable
+        self._client = client
         # Notes its acknowledgements, if the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
-        self.claims = claims
-        self._view = ClientView(context, claims)
-        self.core = Fanout(self._view)
-        self._numbered = NumberedConnections(connections, context.topology, Tickets(self._answered, self._left))
-        self.upstreams: Mapping[int, Upstream] = self._numbered.upstreams
-        self.plain = PlainPath(self.core, self.upstreams, self.acks, context, self.take_over)
+        self.connections = NumberedConnections(context, client, self, share, to_brokers)
+        self.claims = ClientClaims(context, self.connections, client)
+        self.core = Fanout(self.claims)
+        self.plain = PlainPath(self.core, self, context)
         self.lookups = OwnerLookups(context)
         # The core's requests by sequence: where the answer goes.
         self._responds: dict[int, Respond] = {}
@@ -79,6 +116,11 @@ class FanoutShell:
         self._seen = 0
         self._taken_out_to = 0
 
+    @property
+    def upstreams(self) -> Mapping[int, Upstream]:
+        """The broker connections by number."""
+        return self.connections.upstreams
+
     # Requests
 
     def name_topics(self, request: PartitionedRequest) -> None:
@@ -93,16 +135,16 @@ class FanoutShell:
     @property
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges, NumberedConnections]:
         """The core's `gate`, and what must have followed the topology as the core has."""
-        return *self.core.gate, self._numbered
+        return *self.core.gate, self.connections
 
     @property
     def follows(self) -> bool:
         """Whether the core and the connections have followed the topology."""
-        return self._topology.version == self.core.version == self._numbered.version
+        return self._topology.version == self.core.version == self.connections.version
 
     def follow(self) -> None:
         """Have both follow it, before a request is begun."""
-        self._numbered.give_up_moved()
+        self.connections.follow()
         if self._topology.version != self.core.version:
             self._run()
 
@@ -126,11 +168,13 @@ class FanoutShell:
             self._responds[record.exchange.sequence] = parts[0].slot.fill
         numbers = iter(self.core.adopt([record for record, _ in leaving]))
         tickets: dict[Ticket, PieceTicket] = {
-            part: PieceTicket(self._numbered, part.planned.upstream, next(numbers), record.exchange, part.planned.part)
+            part: PieceTicket(
+                self.connections, part.planned.upstream, next(numbers), record.exchange, part.planned.part
+            )
             for record, parts in leaving
             for part in parts
         }
-        self._numbered.replace(tickets)
+        self.connections.replace(tickets)
         return tickets
 
     # Events
@@ -160,6 +204,9 @@ class FanoutShell:
                     _CARRY_OUT[type(action)](self, action)
         finally:
             self._is_running = False
+        if core.is_idle:
+            self._responds.clear()
+            core.rest()
         if core.lanes.table and not self._is_closed:
             self._topology.on_next_change(self._topology_changed)
         if self._emptied is not None and not core.open_count:
@@ -175,30 +222,31 @@ class FanoutShell:
 
     def before_open(self, upstream: Upstream) -> None:
         """Handle a successful dial: the waiting requests are about to be written."""
-        if self._view.gated and self.claims.have_lapsed():
+        if self.claims.gated and self.claims.have_lapsed():
             self.claims.lapse()
-        number = self._numbered.number(upstream)
-        if number is not None and not upstream.closed:
-            self.core.opened(number)
+        if upstream.number and not upstream.closed:
+            self.core.opened(upstream.number)
 
-    def _answered(self, ticket: PieceTicket, frame: memoryview) -> None:
+    def answered(self, ticket: PieceTicket, frame: memoryview) -> None:
+        """Handle a broker's answer to a piece."""
         if self.plain.open_count and not ticket.is_plain(frame):
             self._adopt()
         self._bring(self.core.answered, ticket.piece, frame)
 
-    def _left(self, ticket: PieceTicket) -> None:
+    def left(self, ticket: PieceTicket) -> None:
+        """Handle a piece that has left without an answer to come."""
         self._bring(self.core.left, (ticket.piece,))
 
     def ended(self, upstream: Upstream) -> None:
         """Handle the end of a connection; all its pieces are known to be lost."""
-        number = self._numbered.number(upstream)
-        if number is None:
+        number = upstream.number
+        if not number:
             return
         self._adopt()
-        self._numbered.end(number)
+        self.connections.note_end(number)
 
         def event(now: float, jitter: float) -> list[Action]:
-            losses, is_unconfirmed = self._numbered.take(number)
+            losses, is_unconfirmed = self.connections.take(number)
             return self.core.lost(number, losses, now, jitter, is_unconfirmed=is_unconfirmed)
 
         # Requests that wait to be sent on it must not be sent before.
@@ -213,7 +261,7 @@ class FanoutShell:
             self._adopt()
         if self.core.is_idle:
             return
-        oldest = self._numbered.oldest_pieces()
+        oldest = self.connections.oldest_pieces()
         # Use the time that was checked above: requests due a moment later would have to enter first.
         self._bring(lambda _, jitter: self.core.tick(oldest, now, jitter))
 
@@ -231,8 +279,8 @@ class FanoutShell:
     # Actions
 
     def _send(self, action: actions.Send) -> None:
-        self._numbered.give_up_moved()
-        upstream = self._numbered.to(action.connection, action.broker)
+        self.connections.follow()
+        upstream = self.connections.numbered(action.connection, action.broker)
         if upstream.is_open:
             self.core.opened(action.connection)
         if action.exchange.api.api_key == PRODUCE and not upstream.closed:
@@ -242,7 +290,7 @@ class FanoutShell:
                 return
             if action.fences:
                 self.claims.binder.before(upstream, action.fences)
-        self._numbered.send(action)
+        self.connections.send(action)
 
     def _respond(self, action: actions.Respond) -> None:
         self._responds.pop(action.sequence)(action.answer)
@@ -264,14 +312,14 @@ class FanoutShell:
 
     def _wake(self) -> None:
         self._timer = None
-        self._numbered.give_up_moved()
+        self.connections.follow()
         self._bring(self.core.woken)
 
     # The client's end
 
     def part(self, *, severed: bool = False) -> None:
         """Handle the client's end; `severed`: nothing more is sent for any topic."""
-        if severed or self._view.gated:
+        if severed or self.claims.gated:
             self._adopt()
             self._bring(self.core.severed if severed else self.core.parted)
 
@@ -299,14 +347,13 @@ class FanoutShell:
 
     def take_apart(self) -> None:
         """Leave no reference cycle, once this is closed and its connections are."""
-        self.core.take_apart()
-        del self._numbered, self.plain
+        del self.core, self.claims, self.connections, self.plain
 
 
 # Methods, and single calls.
 _CARRY_OUT: Final[Mapping[type[Action], Callable[[FanoutShell, Any], None]]] = {
     actions.Send: FanoutShell._send,
-    actions.Withdraw: lambda shell, action: shell._numbered.withdraw(action),
+    actions.Withdraw: lambda shell, action: shell.connections.withdraw(action),
     actions.Respond: FanoutShell._respond,
     actions.Drop: FanoutShell._drop,
     actions.Note: FanoutShell._note,
@@ -315,8 +362,8 @@ _CARRY_OUT: Final[Mapping[type[Action], Callable[[FanoutShell, Any], None]]] = {
     actions.NoteLost: lambda shell, action: shell._last_writes.note_lost(action.partitions),
     actions.Reread: lambda shell, action: shell.lookups.ask(*action),
     actions.WakeAt: FanoutShell._wake_at,
-    actions.Close: lambda shell, action: shell._numbered.close(action),
-    actions.Undeliverable: lambda shell, action: shell._on_undeliverable(*action),
+    actions.Close: lambda shell, action: shell.connections.end(action),
+    actions.Undeliverable: lambda shell, action: shell._client.undeliverable(*action),
     actions.Unconfirmed: lambda shell, action: shell._context.tally.leave_unconfirmed(*action),
     actions.Retried: lambda shell, action: shell._context.tally.retry(*action),
     actions.Failed: lambda shell, action: shell._context.tally.error(*action),

@@ -4,12 +4,12 @@ The core (kproxy.routing.fanout) names a connection and a piece by number. Here 
 piece for its ticket there.
 
 States of a number
-  unknown   before the first `to`, and after `take`: numbers are never used again
+  unknown   before the first `numbered`, and after `take`: numbers are never used again
   in use    its upstream sends or dials
   ending    the upstream is closed; its pieces are in `_losses`, or arrive there at once
 
 Transitions
-  unknown -> in use    `to`
+  unknown -> in use    `numbered`
   in use  -> ending    the upstream ends: `lost` for each piece, `leave_unconfirmed` for acks=0 batches in doubt
   ending  -> unknown   `take`, in the event that reports the end to the core
 
@@ -20,23 +20,38 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Protocol
 
 from kproxy.proxy.answer_reader import Ticket
+from kproxy.proxy.answer_room import Share
 from kproxy.proxy.broker_connection import Upstream
-from kproxy.proxy.connections import Connections
+from kproxy.proxy.connections import Client, Connections
+from kproxy.proxy.context import ProxyContext
 from kproxy.routing.actions import Close, Loss, Send, Withdraw
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Selection
-from kproxy.routing.topology import Topology
+from kproxy.security.broker_access import BrokerAccess
 
 
-class Tickets(NamedTuple):
-    """The events of pieces: `answered` by a broker, or `left` this process and no answer will come (acks=0)."""
+class Shell(Protocol):
+    """Takes the events of pieces and of connections."""
 
-    answered: Callable[[PieceTicket, memoryview], None]
-    left: Callable[[PieceTicket], None]
+    def answered(self, ticket: PieceTicket, frame: memoryview) -> None:
+        """A broker has answered a piece."""
+        ...
+
+    def left(self, ticket: PieceTicket) -> None:
+        """A piece has left this process, and no answer will come (acks=0)."""
+        ...
+
+    def before_open(self, upstream: Upstream) -> None:
+        """A dial has succeeded: the waiting requests are about to be written."""
+        ...
+
+    def ended(self, upstream: Upstream) -> None:
+        """A connection has ended; all its pieces are known to be lost."""
+        ...
 
 
 class PieceTicket:
@@ -71,13 +86,13 @@ class PieceTicket:
         return plain is not None and plain.is_met(frame)
 
     def answered(self, frame: memoryview) -> None:
-        self._connections.on.answered(self, frame)
+        self._connections.shell.answered(self, frame)
 
     def sent(self) -> None:
         if self.upstream.closed:
             self._connections.lost(self, Loss.LEFT)
         else:
-            self._connections.on.left(self)
+            self._connections.shell.left(self)
 
     def unconfirmed(self) -> None:
         self._connections.leave_unconfirmed(self.upstream)
@@ -86,38 +101,47 @@ class PieceTicket:
         self._connections.lost(self, Loss.WRITTEN if written else Loss.UNWRITTEN)
 
 
-class NumberedConnections:
-    """The numbered ones of `connections`; `on` gets the events of pieces."""
+class NumberedConnections(Connections):
+    """The connections of one client's core; until they are closed, `shell` gets the events."""
 
-    def __init__(self, connections: Connections, topology: Topology, on: Tickets) -> None:
-        self._connections = connections
-        self._topology = topology
-        self.on = on
+    __slots__ = ("_doubted", "_is_closed", "_losses", "shell", "upstreams", "version")
+
+    def __init__(
+        self, context: ProxyContext, client: Client, shell: Shell, share: Share, access: BrokerAccess | None
+    ) -> None:
+        super().__init__(context, client, share, access=access)
+        self.shell = shell
         self.upstreams: dict[int, Upstream] = {}
-        self._numbers: dict[Upstream, int] = {}
         # Pieces lost by ending connections, until the core knows; and connections with acks=0 batches in doubt.
         self._losses: dict[int, list[tuple[int, Loss]]] = {}
-        self._doubted: set[int] = set()
-        # The topology's version at the last `give_up_moved`.
+        self._doubted: tuple[int, ...] = ()
+        # The topology's version at the last `follow`.
         self.version = -1
+        self._is_closed = False
 
-    def to(self, number: int, broker: int) -> Upstream:
-        """The connection with this number; if there is none yet, the one to `broker` gets it."""
+    def numbered(self, number: int, broker: int) -> Upstream:
+        """The connection with this number; if there is none yet, the one to `broker` gets it. Raises NoAddress."""
         upstream = self.upstreams.get(number)
         if upstream is None:
-            upstream = self.upstreams[number] = self._connections.to(broker)
-            self._numbers[upstream] = number
+            upstream = self.upstreams[number] = self.to(broker)
+            upstream.number = number
         return upstream
 
-    def number(self, upstream: Upstream) -> int | None:
-        """The number of a connection; None if the core has sent nothing on it."""
-        return self._numbers.get(upstream)
-
-    def give_up_moved(self) -> None:
+    def follow(self) -> None:
         """Give up connections to addresses that brokers have left; to be called before a send (invariant 2)."""
-        if self._topology.version != self.version:
-            self.version = self._topology.version
-            self._connections.give_up_moved()
+        version = self._context.topology.version
+        if version != self.version:
+            self.version = version
+            self.give_up_moved()
+
+    def opens(self, upstream: Upstream) -> None:
+        # The dial of a connection that was given up and replaced may end after `close`.
+        if not self._is_closed:
+            self.shell.before_open(upstream)
+
+    def ended(self, upstream: Upstream) -> None:
+        if not self._is_closed:
+            self.shell.ended(upstream)
 
     # Sending
 
@@ -158,7 +182,7 @@ class NumberedConnections:
 
     # Ending
 
-    def close(self, action: Close) -> None:
+    def end(self, action: Close) -> None:
         """End a connection."""
         upstream = self.upstreams[action.connection]
         if action.is_untrue:
@@ -168,19 +192,24 @@ class NumberedConnections:
 
     def lost(self, ticket: PieceTicket, loss: Loss) -> None:
         """Note a piece that is lost with its connection, whose end is about to be reported."""
-        self._losses.setdefault(self._numbers[ticket.upstream], []).append((ticket.piece, loss))
+        self._losses.setdefault(ticket.upstream.number, []).append((ticket.piece, loss))
 
     def leave_unconfirmed(self, upstream: Upstream) -> None:
         """Note that acks=0 batches that had left on a connection are in doubt."""
-        self._doubted.add(self._numbers[upstream])
+        self._doubted = (*self._doubted, upstream.number)
 
-    def end(self, number: int) -> None:
+    def note_end(self, number: int) -> None:
         """Note that a connection has ended, and that all its pieces are known to be lost."""
         self._losses.setdefault(number, [])
 
     def take(self, number: int) -> tuple[list[tuple[int, Loss]], bool]:
         """Forget a connection that has ended; return its lost pieces, and whether acks=0 batches are in doubt."""
-        del self._numbers[self.upstreams.pop(number)]
+        self.upstreams.pop(number).number = 0
         is_unconfirmed = number in self._doubted
-        self._doubted.discard(number)
+        self._doubted = tuple(each for each in self._doubted if each != number)
         return self._losses.pop(number), is_unconfirmed
+
+    async def close(self) -> None:
+        await super().close()
+        self._is_closed = True
+        self.upstreams.clear()

@@ -14,7 +14,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
@@ -75,10 +75,10 @@ class PlainPiece:
 
     def answered(self, frame: memoryview) -> None:
         if not self.path.succeeded(self, frame):
-            self.path.adopt(self).answered(frame)
+            self.path.shell.take_over(self).answered(frame)
 
     def lost(self, *, written: bool) -> None:
-        self.path.adopt(self).lost(written=written)
+        self.path.shell.take_over(self).lost(written=written)
 
 
 class _Forgotten:
@@ -112,6 +112,8 @@ class OpenRequests:
     sequence of the client's newest partitioned request, on whichever path it went.
     """
 
+    __slots__ = ("newest", "open_count", "open_partitions")
+
     open_count: int
     open_partitions: int
     newest: int
@@ -128,28 +130,33 @@ class Counts(Protocol):
     counters: Counter[str]
 
 
+class Shell(Protocol):
+    """The shell of the core: `upstreams` are its broker connections by number, `acks` its trail."""
+
+    acks: ConnectionAcks | None
+
+    @property
+    def upstreams(self) -> Mapping[int, Upstream]: ...
+
+    def take_over(self, piece: PlainPiece) -> Ticket:
+        """Have the core take over all requests in flight; return the ticket that replaces this one."""
+        ...
+
+
 class PlainPath(OpenRequests):
-    """The plain path of one client connection.
+    """The plain path of one client connection."""
 
-    `upstreams` are its broker connections by number, `acks` its trail. `adopt` makes the core take over all requests in
-    flight, and returns the ticket that replaces this one.
-    """
+    __slots__ = ("_acks", "_core", "_counters", "_plans", "_tally", "_upstreams", "shell")
 
-    def __init__(
-        self,
-        core: Fanout,
-        upstreams: Mapping[int, Upstream],
-        acks: ConnectionAcks | None,
-        context: Counts,
-        adopt: Callable[[PlainPiece], Ticket],
-    ) -> None:
+    def __init__(self, core: Fanout, shell: Shell, context: Counts) -> None:
         self._core = core
-        self._upstreams = upstreams
-        self._acks = acks
+        self.shell = shell
+        self._upstreams = shell.upstreams
+        self._acks = shell.acks
         self._tally, self._counters = context.tally, context.counters
-        self.adopt = adopt
         self.open_count = self.open_partitions = self.newest = 0
-        self._plans: Plans[list[PlannedPart]] = Plans(core.routes)
+        # None before the first request: the compiled path has routes of its own.
+        self._plans: Plans[list[PlannedPart]] | None = None
 
     def send(
         self, slot: Slot, request: PartitionedRequest, deadline: float, routed_at: int, *, is_silent: bool
@@ -158,13 +165,15 @@ class PlainPath(OpenRequests):
 
         The answer goes to `slot`. `routed_at` is the topology's version.
         """
-        kind = kind_of(request)
-        plan = self._plans.find(kind)
+        kind, plans = kind_of(request), self._plans
+        if plans is None:
+            plans = self._plans = Plans(self._core.routes)
+        plan = plans.find(kind)
         if plan is None:
             plan = self._make_plan(request)
             if not plan:
                 return False
-            self._plans.keep(kind, request.partition_count, plan)
+            plans.keep(kind, request.partition_count, plan)
         slot.request = request
         slot.deadline = deadline
         slot.routed_at = routed_at
@@ -276,6 +285,8 @@ class PlainPath(OpenRequests):
 
 class Plans(Generic[Kept]):
     """A cache by kind of request: one version, the same partitions."""
+
+    __slots__ = ("_generation", "_kinds", "_place", "_routes", "_table", "planned_partitions")
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes

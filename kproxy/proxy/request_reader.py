@@ -8,6 +8,7 @@ The compiled plain path (kproxy.plain) has a twin of the class here, which is us
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from kproxy.plain import FrameReader, compiled
@@ -41,6 +42,25 @@ class RequestReader:
     applies to the client, and else is None.
     """
 
+    __slots__ = (
+        "_answers",
+        "_arriving_bytes",
+        "_backlog",
+        "_budget",
+        "_charging",
+        "_clock",
+        "_first_byte_at",
+        "_is_let_go",
+        "_max_bytes",
+        "_max_requests",
+        "_plain",
+        "_ranges",
+        "_reader",
+        "_reading",
+        "_tally",
+        "closed",
+    )
+
     _answers: AnswerOrder
     _ranges: Ranges
     _plain: Taker | None
@@ -52,8 +72,8 @@ class RequestReader:
         self._budget = context.budget
         limit = context.limits.max_request_bytes
         self._reader = FrameReader(limit, context.arena, most_shared=LARGE_READ_BYTES)
-        # Requests that wait to be begun, each with the time of its first byte.
-        self._backlog: deque[tuple[memoryview, float]] = deque()
+        # Requests that wait to be begun, each with the time of its first byte; None: none.
+        self._backlog: deque[tuple[memoryview, float]] | None = None
         self._first_byte_at = 0.0
         # The memory held by the arriving frame.
         self._arriving_bytes = 0
@@ -83,14 +103,14 @@ class RequestReader:
                 if self.closed:
                     if frame is not frames[0]:
                         # One before it has closed the connection; the rest is counted with the backlog.
-                        self._backlog.extend((each, now) for each in (frame, *coming))
+                        self._wait((frame, *coming), now)
                     return
                 if self._reading:
                     self._begin(frame, first_byte_at)
                     if frame is not frames[-1] and self._clock() - now > TURN_S:
                         self._rest()
                 else:
-                    self._backlog.append((frame, first_byte_at))
+                    self._wait((frame,), first_byte_at)
                     self._budget.held += len(frame)
                 first_byte_at = now
             if nbytes >= LARGE_READ_BYTES:
@@ -109,6 +129,12 @@ class RequestReader:
             self._spend()
         if budget.held >= budget.limit:
             self.adjust_reading()
+
+    def _wait(self, frames: Iterable[memoryview], first_byte_at: float) -> None:
+        """Let requests wait behind those that wait already."""
+        if self._backlog is None:
+            self._backlog = deque()
+        self._backlog.extend((frame, first_byte_at) for frame in frames)
 
     def _spend(self) -> None:
         """Count the arriving frame in the budget."""

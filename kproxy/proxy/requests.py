@@ -31,7 +31,7 @@ from typing import Final
 from kproxy.plain import compiled
 from kproxy.proxy.access import ClientAccess
 from kproxy.proxy.answer_order import AnswerOrder, Slot
-from kproxy.proxy.claims import ClientClaims, Respond, refused_writes
+from kproxy.proxy.claims import Respond, refused_writes
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.request_reader import Taker
@@ -66,25 +66,21 @@ class NoRoom(Exception):
 
 
 class DataRequests:
-    """Begins requests of one client connection, which has `claims`; `access` None: it may do anything.
+    """Begins requests of one client connection; `access` None: it may do anything.
 
     Each method serves one request whose first byte came at `now`. It returns the bytes that the answer may have beyond
     the request's own size, or None if it has no answer (acks=0). It raises CodecError, and NoRoom if the request has to
     wait; nothing of it is changed or sent then.
     """
 
-    def __init__(
-        self,
-        context: ProxyContext,
-        fanout: FanoutShell,
-        claims: ClientClaims,
-        access: ClientAccess | None = None,
-    ) -> None:
+    __slots__ = ("_access", "_claims", "_clock", "_context", "_core", "_fanout", "_plain", "_topology")
+
+    def __init__(self, context: ProxyContext, fanout: FanoutShell, access: ClientAccess | None = None) -> None:
         self._access = access
         self._context = context
         self._clock = context.clock
         self._topology = context.topology
-        self._claims = claims
+        self._claims = fanout.claims
         self._fanout = fanout
         self._core = fanout.core
         self._plain = fanout.plain
@@ -207,18 +203,19 @@ def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder)
     """The compiled plain path of a client; None where it is not built or switched off."""
     if compiled is None:
         return None
-
-    def parse(frame: memoryview, correlation_id: int) -> PartitionedRequest:
-        request = parse_produce(frame, parse_request_header(frame)._replace(correlation_id=correlation_id))
-        if request.by_id:
-            fanout.name_topics(request)
-        return request
-
-    def make_exchange(request: PartitionedRequest, sequence: int, deadline: float) -> Exchange:
-        return Exchange(PRODUCE_API, request, sequence, deadline)
-
-    path: Taker = compiled.CompiledPath(fanout, answers, context, fanout.take_over, parse, make_exchange)
+    path: Taker = compiled.CompiledPath(fanout, answers, context, _parse, _exchange)
     return path
+
+
+def _parse(fanout: FanoutShell, frame: memoryview, correlation_id: int) -> PartitionedRequest:
+    request = parse_produce(frame, parse_request_header(frame)._replace(correlation_id=correlation_id))
+    if request.by_id:
+        fanout.name_topics(request)
+    return request
+
+
+def _exchange(request: PartitionedRequest, sequence: int, deadline: float) -> Exchange:
+    return Exchange(PRODUCE_API, request, sequence, deadline)
 
 
 def refuse(api: PartitionedApi, request: PartitionedRequest, error_code: int) -> list[Buffer]:

@@ -231,9 +231,11 @@ Action: TypeAlias = (
 class Actions:
     """The actions of the current event, in order."""
 
+    __slots__ = ("_actions", "_last")
+
     def __init__(self) -> None:
         self._actions: list[Action] = []
-        self._last: list[Action] = []
+        self._last: Sequence[Action] = ()
 
     def __len__(self) -> int:
         return len(self._actions) + len(self._last)
@@ -244,12 +246,12 @@ class Actions:
 
     def add_last(self, action: Action) -> None:
         """Append an action that ends the client's connection: it comes after all others of the event."""
-        self._last.append(action)
+        self._last = (*self._last, action)
 
     def take(self) -> list[Action]:
         """Return all actions and end the event."""
         taken, self._actions = self._actions, []
         if self._last:
             taken += self._last
-            self._last = []
+            self._last = ()
         return taken

@@ -47,6 +47,8 @@ _NEXT: Final[Mapping[ClientState, Sequence[ClientState]]] = {
 class ClientEnd:
     """The state of one client; actions go into `actions`."""
 
+    __slots__ = ("_actions", "_state", "_view")
+
     def __init__(self, view: View, actions: Actions) -> None:
         self._view = view
         self._actions = actions

@@ -59,6 +59,8 @@ class AttemptOutcome(NamedTuple):
 class Failures:
     """The decisions for one client connection."""
 
+    __slots__ = ("_client", "_exchanges", "_lanes", "_topology", "_view")
+
     def __init__(self, view: View, lanes: Lanes, exchanges: OpenExchanges, client: ClientEnd) -> None:
         self._view = view
         self._topology = view.topology

@@ -81,6 +81,23 @@ _MAY_STILL_BE_APPENDED: Final = (retry.CONNECTION_LOST, retry.UNREADABLE)
 class Fanout:
     """The exchanges of one client connection."""
 
+    __slots__ = (
+        "_actions",
+        "_client",
+        "_exchanges",
+        "_in_flight",
+        "_jitter",
+        "_names",
+        "_now",
+        "_released",
+        "_topology",
+        "_view",
+        "_wakes_at",
+        "lanes",
+        "routes",
+        "version",
+    )
+
     def __init__(self, view: View) -> None:
         self._view = view
         self._topology = view.topology
@@ -90,7 +107,6 @@ class Fanout:
         self._in_flight = InFlight(self._actions)
         self._exchanges = OpenExchanges(self._actions)
         self._client = ClientEnd(view, self._actions)
-        self._failures = Failures(view, self.lanes, self._exchanges, self._client)
         self._names = TopicNames(view)
         # The last version of the topology that `_follow` has handled.
         self.version = view.topology.version
@@ -99,6 +115,10 @@ class Fanout:
         self._now = 0.0
         self._jitter = 0.0
         self._released: list[Item] = []
+
+    @property
+    def _failures(self) -> Failures:
+        return Failures(self._view, self.lanes, self._exchanges, self._client)
 
     # Queries of the shell and the plain path; none of them changes anything
 
@@ -183,6 +203,12 @@ class Fanout:
         self._exchanges.take_out(since, up_to)
         if not self.lanes.table:
             self._in_flight.forget()
+
+    def rest(self) -> None:
+        """Free the room of what has been open; nothing is."""
+        self._exchanges.rest()
+        self._in_flight.rest()
+        self.lanes.rest()
 
     # Events: requests
 
@@ -335,10 +361,6 @@ class Fanout:
         self._begin(now, jitter)
         self._expire(list(self._exchanges))
         return self._finish()
-
-    def take_apart(self) -> None:
-        """Leave no reference cycle; no event comes after this."""
-        self._in_flight.take_apart()
 
     # One event
 

@@ -35,10 +35,13 @@ def lane_key(exchange: Exchange, entry: Entry) -> LaneKey:
 class TopicNames:
     """Replaces topic ids by names; remembers at most `max_nameless` ids whose names are not known yet."""
 
+    __slots__ = ("_nameless", "_topology", "_view")
+
     def __init__(self, view: View) -> None:
         self._view = view
         self._topology = view.topology
-        self._nameless: set[bytes] = set()
+        # A dict: an empty set takes 216 bytes.
+        self._nameless: dict[bytes, None] = {}
 
     def put(self, request: PartitionedRequest) -> None:
         """Put the names of topics, as far as they are known, into a new request."""
@@ -47,14 +50,15 @@ class TopicNames:
             if name is not None:
                 topic.name = name
             elif len(self._nameless) < self._view.max_nameless:
-                self._nameless.add(topic.wire)
+                self._nameless[topic.wire] = None
 
     def learn(self, exchanges: Iterable[Exchange]) -> list[tuple[LaneKey, LaneKey]]:
         """Put names that have become known into these; return the lane keys that change by it, old and new."""
         names = {each: name for each in self._nameless if (name := self._topology.name_of(each)) is not None}
         if not names:
             return []
-        self._nameless -= names.keys()
+        for each in names:
+            del self._nameless[each]
         renamed: list[tuple[LaneKey, LaneKey]] = []
         for exchange in exchanges:
             for topic in exchange.request.topics:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import IntEnum, auto
-from itertools import count
 from typing import Final, TypeAlias
 
 from kproxy.routing.actions import Actions, Close, Partition, Withdraw
@@ -57,13 +56,12 @@ _NEXT: Final[Mapping[ConnectionState, Sequence[ConnectionState]]] = {
 class BrokerConnection:
     """One connection to `broker`."""
 
-    __slots__ = ("_unconfirmed", "broker", "number", "pieces", "state")
+    __slots__ = ("_unconfirmed", "broker", "number", "state")
 
     def __init__(self, number: int, broker: int) -> None:
         self.number = number
         self.broker = broker
         self.state = ConnectionState.DIALLING
-        self.pieces: dict[int, Piece] = {}
         self._unconfirmed: RecentBatches | None = None
 
     def move(self, state: ConnectionState) -> None:
@@ -126,13 +124,23 @@ class InFlight:
     Actions go into `actions`.
     """
 
+    __slots__ = (
+        "_actions",
+        "_by_broker",
+        "_newest_connection",
+        "_newest_piece",
+        "_sequences",
+        "connections",
+        "pieces",
+    )
+
     def __init__(self, actions: Actions) -> None:
         self._actions = actions
         self.connections: dict[int, BrokerConnection] = {}
         self.pieces: dict[int, Piece] = {}
         self._by_broker: dict[int, BrokerConnection] = {}
-        self._connection_numbers = count(1)
-        self._piece_numbers = count(1)
+        self._newest_connection = 0
+        self._newest_piece = 0
         # Built on the first call of `of`, which is rare, and kept until `forget`.
         self._sequences: dict[LaneKey, set[int]] | None = None
 
@@ -142,7 +150,8 @@ class InFlight:
         """Return the connection to a broker, or a new one."""
         connection = self._by_broker.get(broker)
         if connection is None:
-            connection = BrokerConnection(next(self._connection_numbers), broker)
+            self._newest_connection += 1
+            connection = BrokerConnection(self._newest_connection, broker)
             self.connections[connection.number] = self._by_broker[broker] = connection
         return connection
 
@@ -168,8 +177,8 @@ class InFlight:
 
     def add(self, exchange: Exchange, connection: BrokerConnection, part: Selection | None, routed_at: int) -> Piece:
         """Add a piece that is sent or waits for its dial."""
-        piece = Piece(next(self._piece_numbers), exchange, connection, part, routed_at)
-        self.pieces[piece.number] = connection.pieces[piece.number] = piece
+        self._newest_piece += 1
+        piece = self.pieces[self._newest_piece] = Piece(self._newest_piece, exchange, connection, part, routed_at)
         if self._sequences is not None and exchange.is_ordered:
             self._count(piece, self._sequences)
         return piece
@@ -186,7 +195,7 @@ class InFlight:
 
     def remove(self, piece: Piece) -> None:
         """Remove a piece that is answered, lost or withdrawn."""
-        del self.pieces[piece.number], piece.connection.pieces[piece.number]
+        del self.pieces[piece.number]
         exchange = piece.exchange
         if self._sequences is None or not exchange.is_ordered:
             return
@@ -196,10 +205,9 @@ class InFlight:
             if not sequences:
                 del self._sequences[key]
 
-    def take_apart(self) -> None:
-        """Separate connections and pieces, which refer to each other, for good."""
-        for connection in self.connections.values():
-            connection.pieces.clear()
+    def rest(self) -> None:
+        """Free the room of what has been in flight; nothing is."""
+        self.pieces.clear()
 
     def of(self, key: LaneKey) -> Collection[int]:
         """The unanswered sequences in a lane."""
@@ -221,11 +229,10 @@ class InFlight:
         """Take back matching pieces that no broker has seen."""
         withdrawn = [
             piece
-            for connection in self.connections.values()
-            if connection.state is ConnectionState.DIALLING
-            for piece in connection.pieces.values()
-            if is_meant(piece)
+            for piece in self.pieces.values()
+            if piece.connection.state is ConnectionState.DIALLING and is_meant(piece)
         ]
+        withdrawn.sort(key=lambda piece: piece.connection.number)
         by_connection: dict[int, set[int]] = {}
         for piece in withdrawn:
             self.remove(piece)

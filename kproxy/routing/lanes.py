@@ -40,7 +40,6 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum, auto
 from heapq import heappop, heappush
-from itertools import count
 from typing import Final, NamedTuple
 
 from kproxy.routing.identity import LaneKey
@@ -134,18 +133,25 @@ def _sequence(item: Item) -> int:
 class Lanes:
     """The lanes of one client connection."""
 
+    __slots__ = ("_by_due", "_ties", "table")
+
     def __init__(self) -> None:
         # Normally empty. Every request checks it, as an attribute because a call costs more.
         self.table: dict[LaneKey, _Lane] = {}
         # (due, tie-breaker, key) of the lanes that wait for time.
         self._by_due: list[tuple[float, int, LaneKey]] = []
-        self._ties = count()
+        self._ties = 0
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __contains__(self, key: LaneKey) -> bool:
         return key in self.table
+
+    def rest(self) -> None:
+        """Free the room of past lanes, if there are none."""
+        if not self.table:
+            self.table.clear()
 
     def is_probing(self, key: LaneKey, sequence: int) -> bool:
         """Whether that exchange's batch is the one in flight on a new route."""
@@ -269,7 +275,8 @@ class Lanes:
         """Note when a changed lane may probe; a lane that waits for more than time is passed over then."""
         if lane.scheduled != lane.due:
             lane.scheduled = lane.due
-            heappush(self._by_due, (lane.due, next(self._ties), key))
+            self._ties += 1
+            heappush(self._by_due, (lane.due, self._ties, key))
 
     def rename(self, key: LaneKey, new_key: LaneKey) -> list[Item]:
         """Rename a partition; merge its lane with that of the new name, if any.

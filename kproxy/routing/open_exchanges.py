@@ -35,6 +35,8 @@ _SAME_TIME_S: Final = 1e-6
 class OpenExchanges:
     """The open exchanges; actions go into `actions`."""
 
+    __slots__ = ("_actions", "_looking", "_refused", "_table", "newest", "partitions")
+
     def __init__(self, actions: Actions) -> None:
         self._actions = actions
         # By sequence, in the order of requests.
@@ -69,6 +71,10 @@ class OpenExchanges:
             self.newest = max(self.newest, exchange.sequence)
             self._open(exchange)
         self._table = dict(sorted(self._table.items()))
+
+    def rest(self) -> None:
+        """Free the room of past exchanges; none is open."""
+        self._table.clear()
 
     def _open(self, exchange: Exchange) -> None:
         self._table[exchange.sequence] = exchange

@@ -44,6 +44,8 @@ class Place(NamedTuple):
 class Refused:
     """The first and the last refused batch, by lane; `lanes` is public so that callers can check for any."""
 
+    __slots__ = ("lanes",)
+
     def __init__(self) -> None:
         self.lanes: dict[Hashable, tuple[Place, Place]] = {}
 

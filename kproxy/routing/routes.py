@@ -43,6 +43,8 @@ Plan: TypeAlias = Sequence[Part]
 class Routes:
     """The proven routes of one client connection."""
 
+    __slots__ = ("_proven", "_topology", "generation")
+
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         # By topic and partition index.

@@ -337,6 +337,8 @@ class NotedEntries:
 class ConnectionAcks:
     """The acknowledgements of one client connection."""
 
+    __slots__ = ("_acked", "_connection", "_topology", "_trail", "peer", "principal")
+
     def __init__(self, trail: Trail, topology: Topology, connection: int) -> None:
         self.peer = "?"
         # Who the client is, once it is authenticated; its batches come later.

@@ -312,7 +312,7 @@ class Waits:
 async def test_room_that_is_found_free_on_another_thread_is_given_on() -> None:
     """Python's cycle collector runs on whichever thread makes an object, that of a timer or of a name's lookup."""
     room = AnswerRoom(Budget(4 * MIB), time.monotonic)
-    first, second = (Share(room, lambda holds: None) for _ in range(2))
+    first, second = (Share(room, None) for _ in range(2))
     held, waiter = [room.take(Waits(), first, 3 * MIB)], Waits()
     assert room.take(waiter, second, 3 * MIB) is None
     await asyncio.sleep(0.01)

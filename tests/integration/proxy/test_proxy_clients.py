@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from kproxy.proxy import client_session
+from kproxy.proxy.client_session import ClientSession
 from kproxy_codec import api_keys
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
 from tests.support.brokers.scripted_upstream import PATIENCE_S, Asked, ScriptedUpstream, answers_everything
@@ -371,12 +372,14 @@ async def test_a_mistake_in_one_session_does_not_stop_the_clock_for_the_others(
         for client in (broken, sound):
             client.send(produce_frame(timeout_ms=1000))
             await upstream.next()
-        first = next(iter(proxy.listener._sessions))
+        first, expire = next(iter(proxy.listener._sessions)), ClientSession.expire
 
-        def fails(now: float, *, is_late: bool) -> None:
-            raise RuntimeError("a mistake")
+        def fails(self: ClientSession, now: float, *, is_late: bool) -> None:
+            if self is first:
+                raise RuntimeError("a mistake")
+            expire(self, now, is_late=is_late)
 
-        monkeypatch.setattr(first, "expire", fails)
+        monkeypatch.setattr(ClientSession, "expire", fails)
         codes = []
         for client in (broken, sound):
             try:

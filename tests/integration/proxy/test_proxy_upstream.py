@@ -52,6 +52,7 @@ async def test_a_connection_that_is_made_after_the_dials_time_out_is_not_used(mo
 
     def made_too_late(self: Upstream, transport: asyncio.BaseTransport) -> None:
         # What the timer does when it is due before this in the same step of the loop.
+        assert self._dial is not None
         self._dial.cancel()
         connection_made(self, transport)
         assert self._transport is None
@@ -85,6 +86,25 @@ class Silent:
         raise AssertionError("what is sent is not lost any more")
 
 
+class Recorder:
+    """Records the end of a connection."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def press(self, slow: bool) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
+
+    def opens(self, upstream: Upstream) -> None:
+        pass
+
+    def ended(self, upstream: Upstream) -> None:
+        self._calls.append("end")
+
+
 @both_loops
 @in_one_go
 async def test_each_ticket_is_called_before_the_end_is_reported_also_if_one_ends_the_connection() -> None:
@@ -104,8 +124,7 @@ async def test_each_ticket_is_called_before_the_end_is_reported_also_if_one_ends
             clock=time.monotonic,
             max_answer_bytes=1 << 20,
             connect_timeout_s=5.0,
-            on_pressure=lambda slow: None,
-            on_end=lambda upstream: calls.append("end"),
+            keeper=Recorder(calls),
         )
         for correlation_id in (1, 2, 3):
             upstream.send(Ending(), correlation_id, [b"request"])
@@ -127,7 +146,6 @@ async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
             clock=time.monotonic,
             max_answer_bytes=1 << 20,
             connect_timeout_s=5.0,
-            on_pressure=lambda slow: None,
         )
         ticket = Silent()
         upstream.send(ticket, 1, [b"request"])

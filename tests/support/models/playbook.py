@@ -211,7 +211,8 @@ class Playbook:
         never_opened = ended.state is ConnectionState.DIALLING
         losses = [
             (each, Loss.LEFT if each in left else Loss.UNWRITTEN if never_opened or each in unwritten else Loss.WRITTEN)
-            for each in ended.pieces
+            for each, piece in self.core._in_flight.pieces.items()
+            if piece.connection is ended
         ]
         return self._bring(
             lambda: self.core.lost(connection, losses, self.now, self.jitter, is_unconfirmed=unconfirmed)
@@ -272,11 +273,10 @@ class Playbook:
         self.now += after_s
         if self.core.is_due(self.now) or self._plain.is_due(self.now):
             self.adopts()
-        oldest = {}
-        for number, connection in self.core._in_flight.connections.items():
-            written = [each for each in connection.pieces.values() if each.exchange.request.acks]
-            if written and connection.state is ConnectionState.OPEN:
-                oldest[number] = written[0].number
+        oldest: dict[int, int] = {}
+        for piece in self.core._in_flight.pieces.values():
+            if piece.exchange.request.acks and piece.connection.state is ConnectionState.OPEN:
+                oldest.setdefault(piece.connection.number, piece.number)
         return self._bring(lambda: self.core.tick(oldest, self.now, self.jitter), adopts=False)
 
     # The client's end

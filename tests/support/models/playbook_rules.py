@@ -194,7 +194,6 @@ class Rules:
         if core._client._state is ClientState.PRESENT:
             assert not core.lanes.table, f"nothing is open, and lanes are left: {list(core.lanes.table)}"
             assert not core._released
-        assert not any(connection.pieces for connection in core._in_flight.connections.values())
 
 
 def _is_open(core: Fanout, item: Item) -> bool:

@@ -15,13 +15,13 @@ def _left_in(session: ClientSession) -> list[str]:
     fanout = session._fanout
     held = {
         "answers": len(session._answers.slots),
-        "backlog": len(session._backlog),
+        "backlog": len(session._backlog or ()),
         "bytes in flight": session._answers.in_flight_bytes,
         "exchanges": fanout.open_count,
         "plain requests": fanout.plain.open_count,
         "open partitions": fanout.core.open_partitions + fanout.plain.open_partitions,
         "responds": len(fanout._responds),
-        "events": len(fanout._events) + len(fanout._numbered._losses) + len(fanout._numbered._doubted),
+        "events": len(fanout._events) + len(fanout.connections._losses) + len(fanout.connections._doubted),
         "pieces": len(fanout.core._in_flight.pieces) + len(fanout.core._in_flight._sequences or ()),
         "lanes": len(fanout.core.lanes),
         "released": len(fanout.core._released) + len(fanout.core._actions),

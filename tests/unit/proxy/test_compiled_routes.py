@@ -58,10 +58,10 @@ class Client:
             own=None,
             counters=Counter(),
         )
-        answers = AnswerOrder(context, lambda: None, lambda: None)
+        answers = AnswerOrder(context, None)  # type: ignore[arg-type]
         nothing = SimpleNamespace()
         assert compiled is not None
-        self.path = compiled.CompiledPath(shell, answers, context, nothing, nothing, nothing)
+        self.path = compiled.CompiledPath(shell, answers, context, nothing, nothing)
 
     def take(self, topic: str, index: int, **fields: Any) -> bool:
         frame = produce_frame({topic: [index]}, records=batch(), **fields)

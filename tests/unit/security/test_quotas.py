@@ -289,7 +289,7 @@ class _Session:
 
 def _answers(outbox: PacedOutbox | None = None) -> AnswerOrder:
     context: Any = SimpleNamespace(clock=lambda: 0.0, tally=Tally(), budget=Budget(1 << 30))
-    answers = AnswerOrder(context, lambda: None, lambda: None)
+    answers = AnswerOrder(context, None)  # type: ignore[arg-type]
     answers.outbox = outbox
     return answers
 
