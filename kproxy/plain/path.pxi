@@ -3,7 +3,7 @@
 cdef extern from *:
     """
     /* As in kproxy.trail.acknowledgements. */
-    #define MOST_FINISHED 998
+    #define MOST_FINISHED 499
     #define ONE_BATCH (1LL << 48)
     #define MOST_OFFSET (1LL << 62)
     #define LEAST_ENTRY 69
@@ -17,10 +17,13 @@ cdef extern from *:
     /* The number of entries, and of topics, that a slot itself has room for; with more it would leave the sizes that
        Python allocates from its pools. */
     #define FEW 3
-    #define LEAST_ROOM 32
+    #define LEAST_ROOM 64
     /* Chunks are fetched this many batches before they are needed. */
     #define AHEAD 6
     #define LINE_BYTES 64
+    /* What is read of a batch's header: last_offset_delta to base_sequence. */
+    #define FIRST_FIELD 23
+    #define LAST_FIELD 56
     #if defined(__GNUC__)
     #define kp_fetch(p) __builtin_prefetch(p)
     #else
@@ -29,6 +32,7 @@ cdef extern from *:
     """
     const int64_t ONE_BATCH, MOST_OFFSET
     const uint32_t MOST_FINISHED, LEAST_ENTRY, HEADER_BYTES, MOST_COPIED, LEAST_ROOM, AHEAD, LINE_BYTES
+    const uint32_t FIRST_FIELD, LAST_FIELD
     void kp_fetch(const void *p) nogil
     const int PRODUCER_BYTES, MAGIC, MOST_PLACES, PRODUCE_KEY, FEW
 
@@ -74,12 +78,15 @@ cdef class OpenChunk:
 
     cdef public int64_t next_sequence, next_offset, first_offset
     cdef int64_t size, batches
-    # The finished spans.
+    # The finished spans, the sum of their records, and whether one has none.
     cdef kp_spans held
+    cdef int64_t records
+    cdef bint has_empty
     # Its own producer id and epoch as a header has them; none while no chunk is open.
     cdef uint8_t own_producer[PRODUCER_BYTES]
     cdef bint has_producer
     cdef public bint is_idle, counts_sequences
+    cdef uint32_t wanted_room
     cdef public int64_t first_sequence, acks, unread
     cdef public double latency_s
     cdef public list woken, chunks
@@ -90,10 +97,10 @@ cdef class OpenChunk:
 
     def __init__(self, key, origin, list woken):
         self.key, self.origin, self.woken = key, origin, woken
-        self.is_idle = True
+        self.is_idle, self.wanted_room = True, LEAST_ROOM
 
     def __dealloc__(self):
-        PyMem_Free(self.held.numbers)
+        PyMem_Free(self.held.bytes)
 
     @property
     def volume(self):
@@ -115,19 +122,27 @@ cdef class OpenChunk:
 
     @property
     def spans(self):
-        return array_of(self.held.numbers, self.held.count)
+        return array_of(&self.held)
 
     @spans.setter
     def spans(self, array spans):
-        self.held.count = 0
-        add_numbers(&self.held, <int64_t *>spans.data.as_voidptr, <uint32_t>len(spans))
+        cdef Py_ssize_t at
+        set_spans(&self.held, spans)
+        self.records, self.has_empty = 0, False
+        for at in range(1, len(spans), 2):
+            self.count(spans[at])
+
+    cdef inline void count(self, int64_t records):
+        self.records += records
+        self.has_empty |= records <= 0
 
     cdef inline int put_span(self) except -1:
-        if self.held.count + 2 > self.held.room:
-            set_room(&self.held, 2 * self.held.room if self.held.room else LEAST_ROOM)
-        self.held.numbers[self.held.count] = self.first_offset
-        self.held.numbers[self.held.count + 1] = self.next_offset - self.first_offset
-        self.held.count += 2
+        cdef int64_t records = self.next_offset - self.first_offset
+        if self.held.room - self.held.size < KP_SPAN_BYTES:
+            # The next chunk is likely to need as much as the last one.
+            set_room(&self.held, 2 * self.held.room if self.held.room else self.wanted_room)
+        kp_put_span(&self.held, self.first_offset, records)
+        self.count(records)
         return 0
 
     def add_span(self):
@@ -141,33 +156,33 @@ cdef class OpenChunk:
 
     cdef inline int close(self) except -1:
         """See kproxy.trail.acknowledgements._OpenChunk.finish."""
-        cdef Chunk chunk
-        cdef int64_t records = 0
-        cdef uint32_t at
-        if not self.batches or not self.has_producer:
-            return 0
-        self.put_span()
-        for at in range(1, self.held.count, 2):
-            if self.held.numbers[at] <= 0:
-                records = 0
-                break
-            records += self.held.numbers[at]
-        if records:
-            chunk = Chunk.__new__(Chunk)
-            chunk.producer_id, chunk.producer_epoch = kp_int64(self.own_producer), kp_int16(self.own_producer + 8)
-            chunk.record_count = records
-            chunk.begin(self.first_sequence if self.counts_sequences else NO_SEQUENCE)
-            chunk.held = self.held
-            chunk.batches, chunk.bytes = self.batches, self.size
+        cdef Chunk chunk = self.finished()
+        if chunk is not None:
             if self.chunks is None:
                 self.chunks = []
             self.chunks.append(chunk)
-        else:
-            self.unread += self.batches
-            PyMem_Free(self.held.numbers)
-        memset(&self.held, 0, sizeof(self.held))
-        self.has_producer, self.batches, self.size = False, 0, 0
         return 0
+
+    cdef Chunk finished(self):
+        """Close the chunk and return it; None if none is open, or its batches count as unread."""
+        cdef Chunk chunk = None
+        if not self.batches or not self.has_producer:
+            return None
+        self.put_span()
+        self.wanted_room = max(LEAST_ROOM, self.held.size + KP_SPAN_BYTES)
+        if self.has_empty:
+            self.unread += self.batches
+            PyMem_Free(self.held.bytes)
+        else:
+            chunk = Chunk.__new__(Chunk)
+            chunk.producer_id, chunk.producer_epoch = kp_int64(self.own_producer), kp_int16(self.own_producer + 8)
+            chunk.record_count = self.records
+            chunk.begin(self.first_sequence if self.counts_sequences else NO_SEQUENCE)
+            chunk.held = self.held
+            chunk.batches, chunk.bytes = self.batches, self.size
+        memset(&self.held, 0, sizeof(self.held))
+        self.has_producer, self.batches, self.size, self.records, self.has_empty = False, 0, 0, 0, False
+        return chunk
 
     def take(self):
         """See kproxy.trail.acknowledgements._OpenChunk.take."""
@@ -393,7 +408,8 @@ cdef class CompiledSlot(Slot):
                 each = self.chosen[first + at + AHEAD]
                 kp_fetch(self.chunks[each])
                 kp_fetch(<char *>self.chunks[each] + LINE_BYTES)
-                kp_fetch(frame + self.entries[each].records + LINE_BYTES // 2)
+                kp_fetch(frame + self.entries[each].records + FIRST_FIELD)
+                kp_fetch(frame + self.entries[each].records + LAST_FIELD)
             each = self.chosen[first + at]
             if self.chunks[each] == NULL:
                 continue
