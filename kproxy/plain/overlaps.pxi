@@ -93,6 +93,13 @@ cdef class Partitions:
         self.partitions, self.added = {}, deque()
 
     def add(self, OpenChunk writer not None, Chunk chunk not None):
+        self.put(writer, chunk)
+
+    def take(self, OpenChunk writer not None, int64_t acked_at, bint is_shipped):
+        return writer.take_into(self, acked_at, is_shipped)
+
+    cdef int put(self, OpenChunk writer, Chunk chunk) except -1:
+        """Like `add`."""
         cdef AddedTo found = writer.partition
         if found is None or not found.is_kept:
             found = writer.partition = self.find(writer.key)
@@ -103,3 +110,4 @@ cdef class Partitions:
             del self.partitions[writer.key]
             self.partitions[writer.key] = found
         found.added.append((writer, chunk))
+        return 0

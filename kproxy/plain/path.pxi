@@ -6,9 +6,6 @@ cdef extern from *:
     #define MOST_FINISHED 499
     #define ONE_BATCH (1LL << 48)
     #define MOST_OFFSET (1LL << 62)
-    #define LEAST_ENTRY 69
-    #define HEADER_BYTES 61
-    #define PRODUCER_BYTES 10
     #define MAGIC 2
     /* A larger part is written from the request's own bytes, without a copy. */
     #define MOST_COPIED (8 << 10)
@@ -21,9 +18,6 @@ cdef extern from *:
     /* Chunks are fetched this many batches before they are needed. */
     #define AHEAD 6
     #define LINE_BYTES 64
-    /* What is read of a batch's header: last_offset_delta to base_sequence. */
-    #define FIRST_FIELD 23
-    #define LAST_FIELD 56
     #if defined(__GNUC__)
     #define kp_fetch(p) __builtin_prefetch(p)
     #else
@@ -31,10 +25,9 @@ cdef extern from *:
     #endif
     """
     const int64_t ONE_BATCH, MOST_OFFSET
-    const uint32_t MOST_FINISHED, LEAST_ENTRY, HEADER_BYTES, MOST_COPIED, LEAST_ROOM, AHEAD, LINE_BYTES
-    const uint32_t FIRST_FIELD, LAST_FIELD
+    const uint32_t MOST_FINISHED, MOST_COPIED, LEAST_ROOM, AHEAD, LINE_BYTES
     void kp_fetch(const void *p) nogil
-    const int PRODUCER_BYTES, MAGIC, MOST_PLACES, PRODUCE_KEY, FEW
+    const int MAGIC, MOST_PLACES, PRODUCE_KEY, FEW
 
 # The index of a request before it is known to be plain, and the offsets of an answer's results.
 cdef kp_topic _topics[KP_MAX_PARTITIONS]
@@ -42,7 +35,10 @@ cdef kp_entry _entries[KP_MAX_PARTITIONS]
 cdef uint32_t _results[KP_MAX_PARTITIONS]
 cdef uint32_t _parts[KP_MAX_PARTITIONS]
 cdef int64_t _connections[KP_MAX_PARTITIONS]
+# Of each batch that is noted its OpenChunk, or NULL; their producer, and whether it is that of all.
 cdef void *_chunks[KP_MAX_PARTITIONS]
+cdef const uint8_t *_producer
+cdef bint _is_of_all
 cdef void *_found[KP_MAX_PARTITIONS]
 cdef uint16_t _sorted_places[KP_MAX_SORTED_INDEX]
 _MINUS_INFINITY = float("-inf")
@@ -83,7 +79,7 @@ cdef class OpenChunk:
     cdef int64_t records
     cdef bint has_empty
     # Its own producer id and epoch as a header has them; none while no chunk is open.
-    cdef uint8_t own_producer[PRODUCER_BYTES]
+    cdef uint8_t own_producer[KP_PRODUCER_BYTES]
     cdef bint has_producer
     cdef public bint is_idle, counts_sequences
     cdef uint32_t wanted_room
@@ -112,13 +108,13 @@ cdef class OpenChunk:
 
     @property
     def producer(self):
-        return PyBytes_FromStringAndSize(<const char *>self.own_producer, PRODUCER_BYTES if self.has_producer else 0)
+        return PyBytes_FromStringAndSize(<const char *>self.own_producer, KP_PRODUCER_BYTES if self.has_producer else 0)
 
     @producer.setter
     def producer(self, bytes producer):
-        self.has_producer = PyBytes_GET_SIZE(producer) == PRODUCER_BYTES
+        self.has_producer = PyBytes_GET_SIZE(producer) == KP_PRODUCER_BYTES
         if self.has_producer:
-            memcpy(self.own_producer, PyBytes_AS_STRING(producer), PRODUCER_BYTES)
+            memcpy(self.own_producer, PyBytes_AS_STRING(producer), KP_PRODUCER_BYTES)
 
     @property
     def spans(self):
@@ -184,6 +180,26 @@ cdef class OpenChunk:
         self.has_producer, self.batches, self.size, self.records, self.has_empty = False, 0, 0, 0, False
         return chunk
 
+    cdef bint take_into(self, Partitions partitions, int64_t acked_at, bint is_shipped) except -1:
+        """See kproxy.trail.overlaps.Partitions.take."""
+        cdef OpenRow row = self.row
+        cdef Chunk chunk
+        if self.chunks is not None:
+            return False
+        chunk = self.finished()
+        if chunk is None:
+            return False
+        if self.unread or (is_shipped and (row is None or not row.may_take(chunk, self.acks))):
+            self.chunks = [chunk]
+            return False
+        self.is_idle = True
+        partitions.put(self, chunk)
+        if is_shipped:
+            row.go_on(chunk)
+            row.last_acked_at = acked_at
+            row.add_latency(self.latency_s)
+        return True
+
     def take(self):
         """See kproxy.trail.acknowledgements._OpenChunk.take."""
         self.close()
@@ -195,7 +211,7 @@ cdef class OpenChunk:
         self, CompiledSlot slot, const uint8_t *header, int64_t base_offset, int64_t size
     ) except -1:
         """Take the first batch since the last look; False if it is not, or is unreadable."""
-        cdef int64_t delta = kp_int32(header + 23)
+        cdef int64_t delta = kp_int32(header + KP_DELTA_OFFSET)
         if not self.is_idle or base_offset < 0 or base_offset > MOST_OFFSET or header[16] != MAGIC or delta < 0:
             return False
         self.is_idle = False
@@ -203,10 +219,10 @@ cdef class OpenChunk:
         self.acks = slot.head.acks
         # As Trail.seconds_since computes it, to the last bit.
         self.latency_s = slot.path.clock.now() - slot.deadline + slot.path.seconds_to_answer(slot.head.timeout_ms)
-        memcpy(self.own_producer, header + 43, PRODUCER_BYTES)
+        memcpy(self.own_producer, header + KP_PRODUCER_OFFSET, KP_PRODUCER_BYTES)
         self.has_producer = True
-        self.counts_sequences = kp_int64(header + 43) != -1
-        self.first_sequence = self.next_sequence = kp_int32(header + 53)
+        self.counts_sequences = kp_int64(header + KP_PRODUCER_OFFSET) != -1
+        self.first_sequence = self.next_sequence = kp_int32(header + KP_SEQUENCE_OFFSET)
         if self.counts_sequences:
             self.next_sequence += delta + 1
         self.first_offset = base_offset
@@ -214,14 +230,16 @@ cdef class OpenChunk:
         self.batches, self.size = 1, size
         return True
 
-    cdef bint go_on(self, const uint8_t *header, int64_t base_offset, int64_t size) except -1:
+    cdef inline bint go_on(
+        self, const kp_entry *entry, const uint8_t *producer, int64_t base_offset, int64_t size
+    ) except -1:
         """Take a batch that continues the chunk; False if it does not."""
-        cdef int64_t count, sequence = kp_int32(header + 53)
+        cdef int64_t count, sequence = entry.base_sequence
         if sequence != self.next_sequence or not self.has_producer:
             return False
-        if memcmp(header + 43, self.own_producer, PRODUCER_BYTES) != 0:
+        if memcmp(producer, self.own_producer, KP_PRODUCER_BYTES) != 0:
             return False
-        count = <int64_t>kp_int32(header + 23) + 1
+        count = <int64_t>entry.last_offset_delta + 1
         if base_offset != self.next_offset:
             if base_offset < 0 or base_offset > MOST_OFFSET or self.held.count >= MOST_FINISHED:
                 return False
@@ -276,8 +294,11 @@ cdef class CompiledSlot(Slot):
     # The entries by part, and for a split request where their results go in the merged answer.
     cdef uint32_t *chosen
     cdef uint32_t *places
-    # Of each entry the OpenChunk of its route, or NULL; `routes`, a list of routes or of such lists, keeps them.
+    # Of each entry the OpenChunk of its route, or NULL; `routes`, a list of routes or of such lists, keeps them. Headers
+    # of batches are read when they come: after that they are in no cache.
     cdef void **chunks
+    cdef uint8_t producer[KP_PRODUCER_BYTES]
+    cdef bint is_of_all
     cdef list routes
     cdef bytearray answer
     cdef list done
@@ -306,6 +327,9 @@ cdef class CompiledSlot(Slot):
         memcpy(self.topics, _topics, topics)
         memcpy(self.entries, _entries, entries)
         memcpy(self.chunks, _chunks, chunks)
+        self.is_of_all = _is_of_all
+        if _producer != NULL:
+            memcpy(self.producer, _producer, KP_PRODUCER_BYTES)
         self.open_parts = parts
         return 0
 
@@ -398,6 +422,7 @@ cdef class CompiledSlot(Slot):
     cdef int note(self, uint32_t first, uint32_t count, const uint8_t *received) except -1:
         """Note the acknowledged entries of a part; `_results` has where they are in the answer."""
         cdef const uint8_t *frame = self.bytes()
+        cdef const uint8_t *producer = self.producer
         cdef bint flexible = self.head.version >= KP_FLEXIBLE_FROM
         cdef kp_entry *entry
         cdef OpenChunk acked
@@ -408,19 +433,17 @@ cdef class CompiledSlot(Slot):
                 each = self.chosen[first + at + AHEAD]
                 kp_fetch(self.chunks[each])
                 kp_fetch(<char *>self.chunks[each] + LINE_BYTES)
-                kp_fetch(frame + self.entries[each].records + FIRST_FIELD)
-                kp_fetch(frame + self.entries[each].records + LAST_FIELD)
             each = self.chosen[first + at]
             if self.chunks[each] == NULL:
                 continue
             acked = <OpenChunk>self.chunks[each]
             entry = self.entries + each
             size = entry.end - flexible - entry.records
-            if entry.end - entry.start < LEAST_ENTRY or size < HEADER_BYTES:
-                continue
             base_offset = kp_int64(received + _results[at] + 6)
+            if not self.is_of_all:
+                producer = frame + entry.records + KP_PRODUCER_OFFSET
             if not (
-                acked.go_on(frame + entry.records, base_offset, size)
+                acked.go_on(entry, producer, base_offset, size)
                 or acked.begin(self, frame + entry.records, base_offset, size)
             ):
                 acked.add(self, self.frame(), entry.records, base_offset, size)
@@ -687,8 +710,10 @@ cdef class CompiledPath:
     ):
         """Find the route of each entry, and its part: `_found`, `_chunks`, `_parts`. Return what keeps the routes.
 
-        None if an entry has no route, or a partition is named twice.
+        None if an entry has no route, or a partition is named twice. The headers of noted batches are read: `_producer`.
         """
+        global _producer, _is_of_all
+        cdef const uint8_t *producer
         cdef list kept = None, routes
         cdef _Route route
         cdef kp_topic *topic
@@ -696,6 +721,7 @@ cdef class CompiledPath:
         cdef uint32_t place, at, part, part_count = 0
         cdef int32_t index
         self.serial += 1
+        _producer, _is_of_all = NULL, True
         for place in range(head.topic_count):
             topic = _topics + place
             routes = self.routes_of(data + topic.name_start, topic.name_end - topic.name_start, is_id)
@@ -724,7 +750,15 @@ cdef class CompiledPath:
                     _connections[part] = route.connection
                     part_count += 1
                 _parts[at] = part
-                _chunks[at] = NULL if route.acked is None else <void *>route.acked
+                if route.acked is None or not kp_read_batch(data, head.version >= KP_FLEXIBLE_FROM, _entries + at):
+                    _chunks[at] = NULL
+                else:
+                    _chunks[at] = <void *>route.acked
+                    producer = data + _entries[at].records + KP_PRODUCER_OFFSET
+                    if _producer == NULL:
+                        _producer = producer
+                    elif memcmp(producer, _producer, KP_PRODUCER_BYTES) != 0:
+                        _is_of_all = False
                 _found[at] = <void *>route
         parts[0] = part_count
         return kept

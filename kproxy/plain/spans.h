@@ -172,6 +172,10 @@ static inline char *kp_put_decimal(char *to, int64_t number) {
         "00010203040506070809101112131415161718192021222324252627282930313233343536373839404142434445464748495051525354555657"
         "585960616263646566676869707172737475767778798081828384858687888990919293949596979899";
     char digits[2 * KP_NUMBER_BYTES], *first = digits + KP_NUMBER_BYTES;
+    if (0 <= number && number < 10) {
+        *to = (char)('0' + number);
+        return to + 1;
+    }
     uint64_t left = number < 0 ? 0 - (uint64_t)number : (uint64_t)number;
     for (; left >= 100; left /= 100) memcpy(first -= 2, pairs + 2 * (left % 100), 2);
     if (left >= 10) memcpy(first -= 2, pairs + 2 * left, 2);
@@ -182,15 +186,78 @@ static inline char *kp_put_decimal(char *to, int64_t number) {
     return to + (digits + KP_NUMBER_BYTES - first);
 }
 
+/* A number in decimal digits that is written again and again while it goes up by small steps: `low` are its last eight
+ * digits, `digits` the same with one in each byte, and `high` the text of those before them. */
+typedef struct {
+    uint64_t digits;
+    uint32_t low, high_bytes;
+    char high[KP_NUMBER_BYTES];
+} kp_decimal;
+
+#define KP_TEN_TO_8 100000000u
+/* In each byte. */
+#define KP_EACH(byte) (0x0101010101010101u * (uint64_t)(byte))
+
+static inline void kp_set_decimal(kp_decimal *decimal, uint64_t number) {
+    uint32_t left = decimal->low = (uint32_t)(number % KP_TEN_TO_8);
+    decimal->digits = 0;
+    for (unsigned at = 0; at < 64; at += 8, left /= 10) decimal->digits |= (uint64_t)(left % 10) << at;
+    decimal->high_bytes = 0;
+    if (number >= KP_TEN_TO_8)
+        decimal->high_bytes = (uint32_t)(kp_put_decimal(decimal->high, (int64_t)(number / KP_TEN_TO_8)) - decimal->high);
+}
+
+/* Add less than 10,000; return 0, and change nothing, if more than the last eight digits change. */
+static inline int kp_step_decimal(kp_decimal *decimal, uint32_t step) {
+    uint32_t hundreds = step / 100, rest = step % 100;
+    uint64_t more = (uint64_t)(hundreds / 10) << 24 | hundreds % 10 << 16 | rest / 10 << 8 | rest % 10, sum;
+    if (decimal->low + step >= KP_TEN_TO_8) return 0;
+    decimal->low += step;
+    /* 246 more in each byte, so that one with 10 or more carries; where none did, they are taken off again. */
+    sum = decimal->digits + KP_EACH(246) + more;
+    decimal->digits = sum - (sum >> 4 & KP_EACH(1)) * 246;
+    return 1;
+}
+
+/* Like kp_put_decimal. */
+static inline char *kp_put_digits(char *to, const kp_decimal *decimal) {
+    uint64_t digits = decimal->digits;
+    unsigned count = 8;
+    if (decimal->high_bytes) {
+        memcpy(to, decimal->high, KP_NUMBER_BYTES);
+        to += decimal->high_bytes;
+    } else {
+        for (; count > 1 && !(digits >> 56); count--) digits <<= 8;
+    }
+    digits += KP_EACH('0');
+#if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    digits = __builtin_bswap64(digits);
+    memcpy(to, &digits, sizeof digits);
+#else
+    for (unsigned at = 0; at < 8; at++) to[at] = (char)(digits >> (56 - 8 * at));
+#endif
+    return to + count;
+}
+
 /* Write first offsets and numbers of records with commas between them. Return the end of the written text; there must be
- * room for 2 * KP_NUMBER_BYTES for each span. */
+ * room for 2 * KP_NUMBER_BYTES for each span, and for KP_NUMBER_BYTES more. */
 static inline char *kp_put_json(char *to, const kp_spans *spans) {
     const uint8_t *at = spans->bytes;
     kp_interval span = {0, 0};
+    kp_decimal decimal;
+    int64_t shown = -1;
     for (uint32_t number = 0; number < spans->count; number++) {
         at = kp_next_span(at, &span);
         if (number) *to++ = ',';
-        to = kp_put_decimal(to, span.start);
+        uint64_t step = (uint64_t)span.start - (uint64_t)shown;
+        if (span.start < 0) {
+            to = kp_put_decimal(to, span.start);
+        } else {
+            if (shown < 0 || step >= 10000 || !kp_step_decimal(&decimal, (uint32_t)step))
+                kp_set_decimal(&decimal, (uint64_t)span.start);
+            to = kp_put_digits(to, &decimal);
+        }
+        shown = span.start;
         *to++ = ',';
         to = kp_put_decimal(to, (int64_t)((uint64_t)span.end - (uint64_t)span.start));
     }

@@ -14,6 +14,7 @@ cdef extern from "spans.h" nogil:
     size_t kp_join_intervals(kp_interval *all, size_t count)
     int64_t kp_map_spans(uint64_t *bits, int64_t low, uint64_t mapped, const kp_spans *spans)
     int64_t kp_least_offset(const kp_spans *spans)
+    char *kp_put_decimal(char *to, int64_t number)
     char *kp_put_json(char *to, const kp_spans *spans)
     enum:
         KP_BITMAP_WORDS
@@ -32,9 +33,13 @@ cdef extern from *:
     #define MICROS 1e6
     /* Room is made for so many. */
     #define LATENCIES_AT_ONCE 8
+    /* Of a row in JSON: numbers beside its spans and latencies, and at most the bytes of their names. */
+    #define ROW_FIELDS 9
+    #define ROW_TEXT_BYTES 256
     """
     const int64_t NO_SEQUENCE, MAX_SEQUENCE, MAX_OFFSET
     const uint32_t MAX_SPANS, MAX_LATENCIES, LATENCIES_AT_ONCE
+    const Py_ssize_t ROW_FIELDS, ROW_TEXT_BYTES
     const double MICROS
 
 cdef array _EMPTY = array("q")
@@ -194,12 +199,15 @@ cdef class Chunk:
         self.held = left
         return 0
 
-    def spans_as_json(self):
-        cdef bytes text = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>self.held.count * 2 * KP_NUMBER_BYTES + 2)
-        cdef char *start = PyBytes_AS_STRING(text)
-        cdef char *end = kp_put_json(start + 1, &self.held)
-        start[0], end[0] = b"[", b"]"
-        return text[:end + 1 - start]
+
+cdef inline char *put_text(char *to, const char *text) noexcept:
+    cdef size_t size = strlen(text)
+    memcpy(to, text, size)
+    return to + size
+
+
+cdef inline char *put_field(char *to, const char *name, int64_t value) noexcept:
+    return kp_put_decimal(put_text(to, name), value)
 
 
 @cython.final
@@ -246,6 +254,32 @@ cdef class OpenRow(Chunk):
         self.latencies[self.latency_count] = llrint(latency_s * MICROS)
         self.latency_count += 1
         return 0
+
+    def as_json(self):
+        cdef Py_ssize_t numbers = 2 * <Py_ssize_t>self.held.count + self.latency_count + ROW_FIELDS + 1
+        cdef char *text = <char *>PyMem_Malloc(numbers * KP_NUMBER_BYTES + ROW_TEXT_BYTES)
+        cdef char *to
+        cdef uint32_t at
+        if text == NULL:
+            raise MemoryError
+        try:
+            to = put_field(text, b'"producer_id":', self.producer_id)
+            to = put_field(to, b',"producer_epoch":', self.producer_epoch)
+            to = put_field(to, b',"first_sequence":', self.first_sequence)
+            to = put_field(to, b',"base_offset":', self.base_offset)
+            to = put_field(to, b',"record_count":', self.record_count)
+            to = put_field(to, b',"batches":', self.batches)
+            to = put_field(to, b',"bytes":', self.bytes)
+            to = put_field(to, b',"first_acked_at":', self.first_acked_at)
+            to = put_field(to, b',"last_acked_at":', self.last_acked_at)
+            to = kp_put_json(put_text(to, b',"spans":['), &self.held)
+            to = put_text(to, b'],"latency_us":[')
+            for at in range(self.latency_count):
+                to = put_field(to, b"," if at else b"", self.latencies[at])
+            to[0] = b"]"
+            return PyBytes_FromStringAndSize(text, to + 1 - text)
+        finally:
+            PyMem_Free(text)
 
     @property
     def latency_us(self):

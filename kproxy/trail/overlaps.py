@@ -224,6 +224,14 @@ class _Partitions:
             self.partitions[writer.key] = found
         found.added.append((writer, chunk))
 
+    def take(self, writer: Writer, acked_at: int, is_shipped: bool) -> bool:
+        """Take what a writer got acknowledged, as kproxy.trail.trail.Trail does; mostly that is one chunk.
+
+        False leaves it to the trail. The compiled twin takes a single chunk which continues the writer's row, if it
+        `is_shipped`: the time of its last acknowledgement is `acked_at`.
+        """
+        return False
+
     def find(self, key: PartitionKey) -> _Partition:
         """The partition with this key; it is begun if there is none."""
         raise NotImplementedError

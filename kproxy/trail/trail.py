@@ -25,16 +25,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import Final, TypedDict, cast
+from typing import Final, TypedDict
 
-import msgspec
 import structlog
 
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.topology import Topology
 from kproxy.trail.acknowledgements import Acked, Asked, ConnectionAcks
 from kproxy.trail.overlaps import Overlap, OverlapDetector
-from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_row
+from kproxy.trail.rows import Begin, End, Mark, Row, encode_range, encode_row, encode_stamp
 from kproxy.trail.spans import Chunk, OpenRow
 
 log = structlog.get_logger(__name__)
@@ -91,6 +90,7 @@ class Trail:
         self.left_out = frozenset(left_out)
         self._proxy = proxy
         self._incarnation = incarnation
+        self._encoded_stamp = encode_stamp(proxy, incarnation)
         self._clock = clock
         self._wall_ms = wall_ms
         self._deadline_cap_ms = deadline_cap_ms
@@ -193,7 +193,8 @@ class Trail:
         for number in range(1, min(MAX_STEP, len(self._taking)) + 1):
             acked = self._taking.popleft()
             try:
-                self._take(acked)
+                if not self._overlaps.take(acked, self._at, self._running):
+                    self._take(acked)
             except Exception:  # the boundary: an error here must not reach clients; the gap shows it
                 log.exception("acknowledgements not noted", topic=acked.key.topic, partition=acked.key.partition)
                 self._miss()
@@ -275,35 +276,29 @@ class Trail:
         acked.row = None
         self._has_told = True
         key, origin = acked.key, acked.origin
-        row = Range(
-            **self._stamp(),
-            topic=key.topic,
-            topic_id=None if key.topic_id is None else key.topic_id.hex(),
-            partition=key.partition,
-            owner=origin.owner,
-            revision=origin.revision,
-            acks=closed.acks,
-            connection=origin.connection,
-            peer=acked.peer,
-            client_id=acked.client,
-            principal=acked.principal,
-            producer_id=closed.producer_id,
-            producer_epoch=closed.producer_epoch,
-            first_sequence=closed.first_sequence,
-            base_offset=closed.base_offset,
-            record_count=closed.record_count,
-            batches=closed.batches,
-            bytes=closed.bytes,
-            first_acked_at=closed.first_acked_at,
-            last_acked_at=closed.last_acked_at,
-            # Encoded by themselves, which is cheaper: they are most of a row.
-            spans=cast("list[int]", msgspec.Raw(closed.spans_as_json())),
-            latency_us=closed.latency_us,
+        self._put(
+            encode_range(
+                self._encoded_stamp,
+                self._sequence,
+                self._at,
+                key.topic,
+                key.topic_id,
+                key.partition,
+                origin.owner,
+                origin.revision,
+                closed.acks,
+                origin.connection,
+                acked.peer,
+                acked.client,
+                acked.principal,
+                closed.as_json(),
+            )
         )
-        self._close(row)
 
     def _close(self, row: Row) -> None:
-        line = encode_row(row)
+        self._put(encode_row(row))
+
+    def _put(self, line: bytes) -> None:
         if self._page_bytes + len(line) + 1 > MAX_PAGE_BYTES:
             self._offer_page()
         if not self._lines:
