@@ -41,6 +41,7 @@ from cpython.array cimport array, clone
 from cpython.buffer cimport PyBUF_WRITE
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.list cimport PyList_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_FromMemory, PyMemoryView_GET_BUFFER
 from libc.math cimport llrint
@@ -53,6 +54,10 @@ from time import monotonic
 from kproxy_codec.correlation import unexpected_answer
 from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import illegal_length, is_unreferenced
+
+cdef extern from "Python.h":
+    # Without a reference, as it is only fetched.
+    void *PyList_GET_ITEM(object list, Py_ssize_t at)
 
 cdef extern from "wire.h" nogil:
     enum:

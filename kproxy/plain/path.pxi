@@ -15,9 +15,11 @@ cdef extern from *:
        Python allocates from its pools. */
     #define FEW 3
     #define LEAST_ROOM 64
-    /* Chunks are fetched this many batches before they are needed. */
+    /* Routes and chunks are fetched this many batches before they are needed: of a chunk what each batch changes. */
     #define AHEAD 6
     #define LINE_BYTES 64
+    #define HOT 24
+    #define HOT_BYTES 100
     #if defined(__GNUC__)
     #define kp_fetch(p) __builtin_prefetch(p)
     #else
@@ -25,7 +27,7 @@ cdef extern from *:
     #endif
     """
     const int64_t ONE_BATCH, MOST_OFFSET
-    const uint32_t MOST_FINISHED, MOST_COPIED, LEAST_ROOM, AHEAD, LINE_BYTES
+    const uint32_t MOST_FINISHED, MOST_COPIED, LEAST_ROOM, AHEAD, LINE_BYTES, HOT, HOT_BYTES
     void kp_fetch(const void *p) nogil
     const int MAGIC, MOST_PLACES, PRODUCE_KEY, FEW
 
@@ -77,11 +79,10 @@ cdef class OpenChunk:
     # The finished spans, the sum of their records, and whether one has none.
     cdef kp_spans held
     cdef int64_t records
-    cdef bint has_empty
     # Its own producer id and epoch as a header has them; none while no chunk is open.
     cdef uint8_t own_producer[KP_PRODUCER_BYTES]
-    cdef bint has_producer
-    cdef public bint is_idle, counts_sequences
+    cdef uint8_t has_producer, has_empty, is_counted
+    cdef public bint is_idle
     cdef uint32_t wanted_room
     cdef public int64_t first_sequence, acks, unread
     cdef public double latency_s
@@ -97,6 +98,14 @@ cdef class OpenChunk:
 
     def __dealloc__(self):
         PyMem_Free(self.held.bytes)
+
+    @property
+    def counts_sequences(self):
+        return bool(self.is_counted)
+
+    @counts_sequences.setter
+    def counts_sequences(self, bint counts):
+        self.is_counted = counts
 
     @property
     def volume(self):
@@ -173,7 +182,7 @@ cdef class OpenChunk:
             chunk = Chunk.__new__(Chunk)
             chunk.producer_id, chunk.producer_epoch = kp_int64(self.own_producer), kp_int16(self.own_producer + 8)
             chunk.record_count = self.records
-            chunk.begin(self.first_sequence if self.counts_sequences else NO_SEQUENCE)
+            chunk.begin(self.first_sequence if self.is_counted else NO_SEQUENCE)
             chunk.held = self.held
             chunk.batches, chunk.bytes = self.batches, self.size
         memset(&self.held, 0, sizeof(self.held))
@@ -221,9 +230,9 @@ cdef class OpenChunk:
         self.latency_s = slot.path.clock.now() - slot.deadline + slot.path.seconds_to_answer(slot.head.timeout_ms)
         memcpy(self.own_producer, header + KP_PRODUCER_OFFSET, KP_PRODUCER_BYTES)
         self.has_producer = True
-        self.counts_sequences = kp_int64(header + KP_PRODUCER_OFFSET) != -1
+        self.is_counted = kp_int64(header + KP_PRODUCER_OFFSET) != -1
         self.first_sequence = self.next_sequence = kp_int32(header + KP_SEQUENCE_OFFSET)
-        if self.counts_sequences:
+        if self.is_counted:
             self.next_sequence += delta + 1
         self.first_offset = base_offset
         self.next_offset = base_offset + delta + 1
@@ -241,12 +250,12 @@ cdef class OpenChunk:
             return False
         count = <int64_t>entry.last_offset_delta + 1
         if base_offset != self.next_offset:
-            if base_offset < 0 or base_offset > MOST_OFFSET or self.held.count >= MOST_FINISHED:
+            if <uint64_t>base_offset > <uint64_t>MOST_OFFSET or self.held.count >= MOST_FINISHED:
                 return False
             self.put_span()
             self.first_offset = base_offset
         self.next_offset = base_offset + count
-        if self.counts_sequences:
+        if self.is_counted:
             self.next_sequence = sequence + count
         self.size += size
         self.batches += 1
@@ -431,8 +440,9 @@ cdef class CompiledSlot(Slot):
         for at in range(count):
             if at + AHEAD < count:
                 each = self.chosen[first + at + AHEAD]
-                kp_fetch(self.chunks[each])
-                kp_fetch(<char *>self.chunks[each] + LINE_BYTES)
+                kp_fetch(<char *>self.chunks[each] + HOT)
+                kp_fetch(<char *>self.chunks[each] + HOT + LINE_BYTES)
+                kp_fetch(<char *>self.chunks[each] + HOT + HOT_BYTES - 1)
             each = self.chosen[first + at]
             if self.chunks[each] == NULL:
                 continue
@@ -733,6 +743,10 @@ cdef class CompiledPath:
             else:
                 kept.append(routes)
             for at in range(topic.first, topic.first + topic.count):
+                if at + AHEAD < topic.first + topic.count:
+                    index = _entries[at + AHEAD].partition_index
+                    if index < PyList_GET_SIZE(routes):
+                        kp_fetch(PyList_GET_ITEM(routes, index))
                 index = _entries[at].partition_index
                 route = <_Route>routes[index] if index < len(routes) else None
                 if route is None:
