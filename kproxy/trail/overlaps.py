@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from kproxy.plain import compiled
 from kproxy.trail.spans import Chunk, Intervals
@@ -224,13 +224,13 @@ class _Partitions:
             self.partitions[writer.key] = found
         found.added.append((writer, chunk))
 
-    def take(self, writer: Writer, acked_at: int, is_shipped: bool) -> bool:
-        """Take what a writer got acknowledged, as kproxy.trail.trail.Trail does; mostly that is one chunk.
+    def take(self, writers: list[Any], rest: int, acked_at: int, is_shipped: bool) -> bool:
+        """Take what writers got acknowledged, from the list's end, until `rest` are left.
 
-        False leaves it to the trail. The compiled twin takes a single chunk which continues the writer's row, if it
-        `is_shipped`: the time of its last acknowledgement is `acked_at`.
+        True if the last one is left to the trail (kproxy.trail.trail). The compiled twin leaves few: it takes a single
+        chunk that continues its row, if it `is_shipped`, at the time `acked_at`.
         """
-        return False
+        return len(writers) > rest
 
     def find(self, key: PartitionKey) -> _Partition:
         """The partition with this key; it is begun if there is none."""

@@ -23,7 +23,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Final, TypedDict
 
@@ -101,8 +100,8 @@ class Trail:
         self._connections = 0
         # Something was acknowledged since the last look.
         self.woken: list[Acked] = []
-        # The batches that the present look has still to take.
-        self._taking: deque[Acked] = deque()
+        # Those that the present look has still to take, the next one at the end.
+        self._taking: list[Acked] = []
         self._open: dict[Acked, OpenRow] = {}
         # The lines of a page to come, how long they are together, and the first one's sequence.
         self._lines: list[bytes] = []
@@ -169,7 +168,7 @@ class Trail:
         """Look in steps. If it is abandoned, the next look takes the rest."""
         self._read_clocks()
         looked_at, looked = self._at, self._now
-        self._taking += self.woken
+        self._taking[:0] = reversed(self.woken)
         self.woken.clear()
         while self._taking:
             self._take_some()
@@ -190,15 +189,17 @@ class Trail:
 
     def _take_some(self) -> None:
         self._read_clocks()
-        for number in range(1, min(MAX_STEP, len(self._taking)) + 1):
-            acked = self._taking.popleft()
-            try:
-                if not self._overlaps.take(acked, self._at, self._running):
+        left = max(len(self._taking) - MAX_STEP, 0)
+        while len(self._taking) > left:
+            rest = max(len(self._taking) - AT_ONCE, left)
+            while self._overlaps.take(self._taking, rest, self._at, self._running):
+                acked = self._taking.pop()
+                try:
                     self._take(acked)
-            except Exception:  # the boundary: an error here must not reach clients; the gap shows it
-                log.exception("acknowledgements not noted", topic=acked.key.topic, partition=acked.key.partition)
-                self._miss()
-            if not number % AT_ONCE and self._step_is_over():
+                except Exception:  # the boundary: an error here must not reach clients; the gap shows it
+                    log.exception("acknowledgements not noted", topic=acked.key.topic, partition=acked.key.partition)
+                    self._miss()
+            if self._step_is_over():
                 break
 
     def _mark(self) -> None:

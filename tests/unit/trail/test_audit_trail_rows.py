@@ -419,7 +419,7 @@ def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told
             raise ArithmeticError
         judge(acked, chunk)
 
-    detector = mock.Mock(site.trail._overlaps, add=failing, has_added=False, take=lambda *given: False)
+    detector = mock.Mock(site.trail._overlaps, add=failing, has_added=False, take=lambda taking, *given: bool(taking))
     monkeypatch.setattr(site.trail, "_overlaps", detector)
     site.acknowledge(Given(1))
     site.acknowledge(Given(7), partition=1)
