@@ -58,7 +58,6 @@ from kproxy_codec.framing import illegal_length, is_unreferenced
 cdef extern from "Python.h":
     # Without a reference, as it is only fetched.
     void *PyList_GET_ITEM(object list, Py_ssize_t at)
-    void *PyTuple_GET_ITEM(object tuple, Py_ssize_t at)
 
 cdef extern from "wire.h" nogil:
     enum:

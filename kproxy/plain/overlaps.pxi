@@ -7,11 +7,8 @@ cdef extern from *:
     #define MAX_ADDED 24
     #define MAX_SPANS_REMEMBERED 64
     #define MAX_SPANS_TOGETHER 2048
-    /* Writers are fetched so many before they are taken: their rows, and they themselves. */
-    #define SOON 3
-    #define LATER 6
     """
-    const Py_ssize_t MAX_ADDED, MAX_SPANS_TOGETHER, SOON, LATER
+    const Py_ssize_t MAX_ADDED, MAX_SPANS_TOGETHER
     const uint32_t MAX_SPANS_REMEMBERED
 
 
@@ -28,16 +25,6 @@ cdef class Writes:
     def add(self, list added not None):
         cdef OpenChunk writer
         cdef Chunk chunk, last
-        cdef void *write
-        # In turns, so that they are fetched together.
-        for writer, _ in added:
-            if writer.place < len(self.writes):
-                kp_fetch(PyList_GET_ITEM(self.writes, writer.place))
-        for writer, _ in added:
-            if writer.place < len(self.writes):
-                write = PyTuple_GET_ITEM(<object>PyList_GET_ITEM(self.writes, writer.place), 1)
-                kp_fetch(write)
-                kp_fetch(<char *>write + LINE_BYTES)
         for writer, chunk in added:
             last = self.last(writer, chunk)
             if last is None or not last.go_on(chunk):
@@ -111,11 +98,7 @@ cdef class Partitions:
     def take(self, list writers not None, Py_ssize_t rest, int64_t acked_at, bint is_shipped):
         cdef Py_ssize_t at = len(writers) - 1
         while at >= rest:
-            if at >= SOON:
-                (<OpenChunk>PyList_GET_ITEM(writers, at - SOON)).fetch_row()
-            if at >= LATER:
-                fetch_chunk(PyList_GET_ITEM(writers, at - LATER))
-            if not (<OpenChunk>PyList_GET_ITEM(writers, at)).take_into(self, acked_at, is_shipped):
+            if not (<OpenChunk>writers[at]).take_into(self, acked_at, is_shipped):
                 return True
             writers.pop()
             at -= 1

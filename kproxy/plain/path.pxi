@@ -20,8 +20,6 @@ cdef extern from *:
     #define LINE_BYTES 64
     #define HOT 24
     #define HOT_BYTES 100
-    /* Of a whole one, about. */
-    #define OPEN_CHUNK_BYTES 256
     #if defined(__GNUC__)
     #define kp_fetch(p) __builtin_prefetch(p)
     #else
@@ -29,7 +27,7 @@ cdef extern from *:
     #endif
     """
     const int64_t ONE_BATCH, MOST_OFFSET
-    const uint32_t MOST_FINISHED, MOST_COPIED, LEAST_ROOM, AHEAD, LINE_BYTES, HOT, HOT_BYTES, OPEN_CHUNK_BYTES
+    const uint32_t MOST_FINISHED, MOST_COPIED, LEAST_ROOM, AHEAD, LINE_BYTES, HOT, HOT_BYTES
     void kp_fetch(const void *p) nogil
     const int MAGIC, MOST_PLACES, PRODUCE_KEY, FEW
 
@@ -191,13 +189,6 @@ cdef class OpenChunk:
         self.has_producer, self.batches, self.size, self.records, self.has_empty = False, 0, 0, 0, False
         return chunk
 
-    cdef inline void fetch_row(self):
-        """Fetch the spans, and the row that they go into."""
-        kp_fetch(self.held.bytes)
-        kp_fetch(<void *>self.row)
-        kp_fetch(<char *><void *>self.row + LINE_BYTES)
-        kp_fetch(<char *><void *>self.row + 2 * LINE_BYTES)
-
     cdef bint take_into(self, Partitions partitions, int64_t acked_at, bint is_shipped) except -1:
         """Take its only chunk, see kproxy.trail.overlaps.Partitions.take; False leaves it to the trail."""
         cdef OpenRow row = self.row
@@ -274,14 +265,6 @@ cdef class OpenChunk:
         self.size += size
         self.batches += 1
         return True
-
-
-cdef inline void fetch_chunk(void *chunk) noexcept:
-    """Fetch an OpenChunk."""
-    cdef size_t at = 0
-    while at < OPEN_CHUNK_BYTES:
-        kp_fetch(<char *>chunk + at)
-        at += LINE_BYTES
 
 
 cdef class OpenRequests:
