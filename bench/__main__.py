@@ -20,7 +20,7 @@ from bench.connections import connections
 from bench.floods import floods
 from bench.own import own
 from bench.paths import paths
-from bench.pipeline import pipeline, sink_alone
+from bench.pipeline import pipeline, sink_alone, trail_alone
 from bench.pipeline_audit import RANGES
 from bench.plain import ROUNDS as PLAIN_ROUNDS
 from bench.plain import plain
@@ -30,7 +30,7 @@ from bench.table import PARTITIONS, table
 from bench.tls import ROUNDS as TLS_ROUNDS
 from bench.tls import tls
 
-SECTIONS = "quick, plain, connections, paths, tls, access, floods, table, acks, acks0, own, pipeline, sink"
+SECTIONS = "quick, plain, connections, paths, tls, access, floods, table, acks, acks0, own, pipeline, trail, sink"
 
 
 def main() -> None:
@@ -85,10 +85,11 @@ def main() -> None:
         "acks0": lambda: acks0(console),
         "own": lambda: own(console),
         "pipeline": lambda: pipeline(console, arguments.ranges),
+        "trail": lambda: trail_alone(console),
         "sink": lambda: sink_alone(console),
     }
-    # The section `pipeline` includes the sink.
-    named = iter(arguments.sections or [name for name in sections if name != "sink"])
+    # The section `pipeline` includes the trail and the sink.
+    named = iter(arguments.sections or [name for name in sections if name not in ("trail", "sink")])
     for section in named:
         if section == "against":
             checkout = next(named, None) or parser.error("against is followed by the path of a checkout")

@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.load import CONNECTIONS, MANY_PARTITIONS, SHAPES, Connection, Load, produce_frame, send_again, shape_load
-from bench.processes import child, cpu_seconds, first_line
+from bench.processes import child, core_of_the_proxy, cpu_seconds, first_line
 from bench.quick import BROKERS, serving, write_table
 from bench.switched_access import ACLS, OFF, QUOTAS, SASL
 from kproxy.config.quotas import parse_quotas
@@ -106,7 +106,7 @@ def access(console: Console, rounds: int | None = None) -> None:
     found: dict[str, list[list[Costs]]] = {load.name: [] for load in loads}
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
-        core = stack.enter_context(_core_of_the_proxy())
+        core = stack.enter_context(core_of_the_proxy())
         brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
         table = write_table([int(first_line(broker)) for broker in brokers], directory)
         config = _configure(directory)
@@ -128,19 +128,6 @@ def access(console: Console, rounds: int | None = None) -> None:
     console.print(shown)
     for what, client in (("a quota", None), ("a quota by client id", CLIENT_ID)):
         console.print(f"the charge of a request alone, {what}: {_charge_ns(client):,.0f} ns")
-
-
-@contextlib.contextmanager
-def _core_of_the_proxy() -> Iterator[set[int]]:
-    """A core that nothing else here runs on; none where there is only one, or the system cannot do that."""
-    if sys.platform != "linux" or len(cores := sorted(os.sched_getaffinity(0))) < 2:
-        yield set()
-        return
-    os.sched_setaffinity(0, cores[1:])
-    try:
-        yield {cores[0]}
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager

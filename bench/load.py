@@ -7,7 +7,7 @@ the generator does little.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, repeat
@@ -136,10 +136,12 @@ class Connection(asyncio.BufferedProtocol):
     def start(self) -> None:
         self._send(IN_FLIGHT)
 
-    def start_again(self, requests: int) -> None:
-        """Send `requests` more, once every answer is there."""
+    def start_again(self, requests: int, frames: Frames | None = None) -> None:
+        """Send `requests` more, once every answer is there; from now on these `frames`."""
         if self._transport.is_closing():
             raise ConnectionError("the proxy has closed")
+        if frames is not None:
+            self._frames = frames
         self._to_send = self._to_come = requests
         self.done = asyncio.get_running_loop().create_future()
         self.start()
@@ -212,10 +214,12 @@ async def send(connections: Sequence[Connection]) -> None:
         connection.close()
 
 
-async def send_again(connections: Sequence[Connection], requests: int) -> None:
-    """Send `requests` more on each of connections that are open and have all their answers."""
-    for connection in connections:
-        connection.start_again(requests)
+async def send_again(
+    connections: Sequence[Connection], requests: int, frames: Iterable[Frames | None] = repeat(None)
+) -> None:
+    """Send `requests` more on each of connections that are open and have all their answers, or other `frames`."""
+    for connection, other in zip(connections, frames, strict=False):
+        connection.start_again(requests, other)
     await asyncio.gather(*(connection.done for connection in connections))
 
 

@@ -6,7 +6,6 @@ The trail's share of a produce request's CPU (`bench.pipeline_trail`), Spark's K
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from pathlib import Path
 
@@ -24,11 +23,18 @@ def pipeline(console: Console, ranges: int = RANGES) -> None:
     SystemExit if Java, Spark, etcd or one of Kafka's jars is missing.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
-            asyncio.run(trail(console, Path(directory)))
+        trail(console)
         sink_alone(console)
         with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
             audit(console, Path(directory), ranges)
+    except StartupError as error:
+        raise SystemExit(str(error)) from error
+
+
+def trail_alone(console: Console) -> None:
+    """Measure the audit trail (`make bench SECTION=trail`). SystemExit if there is no etcd."""
+    try:
+        trail(console)
     except StartupError as error:
         raise SystemExit(str(error)) from error
 

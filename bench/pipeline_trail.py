@@ -1,13 +1,26 @@
-"""The audit trail's cost on the path of produce requests, in the proxy's CPU time.
+"""`make bench SECTION=trail`: the audit trail's share of a produce request's CPU.
 
-Proxies before the same three null brokers: one that looks for offsets assigned twice and ships nothing, as `kproxy
-serve` does by default, and two that ship, to files and to a topic of another cluster. Each keeps a trail of every other
-run's connections: two processes of the same program differ by more than the trail costs. Two kinds of run without a
-trail show how large the machine's noise is. As in `bench.quick` the least of the runs counts, because it is the least
-disturbed.
+Everything compared is in one process (`bench.switched_trail`), because two processes of one program differ by more than
+is to be measured. The same connections send the same requests to three topics in turns, of which the trail notes one:
+the third is like the second, and shows the error of the method. A turn is slices of some ten milliseconds or less, in
+an order that is drawn anew and then reversed, so that whatever changes slowly affects all topics alike. The connections
+are as old as each other, but their routes lie elsewhere in memory for each topic: so each cycle has new connections and
+notes another topic.
 
-Clients are idempotent producers, as Spark's, Java's and franz-go's are by default, all to the same partitions. The CPU
-of a run counts until its last acknowledgement has been shipped.
+A cycle is as many looks as there are between two closings of a row at the default `--audit-interval-s`. The proxy looks
+when it is told to: after each half second of noted load. So these parts of the cost are measured apart:
+
+  noting     in the request path: a turn's slices of the noted topic to those of the second and third
+  judging    a look, by the thread's clock, without the closing of rows
+  closing    rows, in a look
+  shipping   until the sink has them: the process's CPU in the pause after a look, less that of such a pause without one
+
+The last three are divided by the cost of the noted requests of that time without a trail. The sum counts. Its interval
+is that of sums when cycles are drawn again and again from those that were measured (bootstrap, 95 %); cycles are added
+until it is narrower than ± PRECISION or there are MOST_CYCLES.
+
+Clients are idempotent producers, as Spark's, Java's and franz-go's are by default, all to the same partitions: nearly
+every batch is a span of its own, which costs the most.
 """
 
 from __future__ import annotations
@@ -15,12 +28,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
+import random
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import structlog
 import uvloop
@@ -28,148 +45,211 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.brokers import brokers
-from bench.load import CONNECTIONS, IN_FLIGHT, SHAPES, ProducerFrames, Shape, open_all, send
-from bench.pipeline_noting import PRODUCERS, cost
-from bench.processes import child, cpu_seconds, first_line
-from bench.quick import BROKERS, WARM_UP_REQUESTS, write_table
+from bench.load import CONNECTIONS, IN_FLIGHT, MANY_PARTITIONS, SHAPES, ProducerFrames, Shape, open_all, send_again
+from bench.processes import child, core_of_the_proxy, cpu_seconds, first_line
+from bench.quick import BROKERS, PARTITIONS, serving, write_table
 from bench.table import judged
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.trail.trail import LOOK_S
 
-GOAL_PERCENT = 3.0
-PAIRS = 8
-# A tenth of the default: rows are closed, and shipped, ten times as often.
-INTERVAL_S = 0.5
-# Until the last acknowledgements are judged; they are shipped that much after INTERVAL_S.
-LOOKED_S = 0.7
-SWITCHED_S = 0.1
-IDLE_S = 10.0
-MEASURED = SHAPES[:3]
-CHECK, FILES, TOPIC = "the on-line check alone", "shipped to JSON files", "shipped to a topic"
-NOISE = "none in either"
-GOALS = (FILES, TOPIC)
+GOAL_PERCENT: Final = 3.0
+MEASURED: Final = (*SHAPES, *MANY_PARTITIONS)
+# At the default interval, 5 s: a row is closed before it could be older at the next look.
+LOOKS: Final = 9
+LEAST_CYCLES: Final = 3
+MOST_CYCLES: Final = 12
+# Of the sum, in percent.
+PRECISION: Final = 0.5
+# A slice has this part of a shape's requests, and no fewer than so many on each connection.
+SLICES: Final = 80
+LEAST_REQUESTS: Final = 10
+# A sink has taken what a look offered.
+SHIPPED_S: Final = 0.2
+DRAWS: Final = 2_000
+# Names of one length.
+TOPICS: Final = (b"bench-0", b"bench-1", b"bench-2")
+OWNERS: Final = {topic: [index % BROKERS + 1 for index in range(PARTITIONS)] for topic in TOPICS}
+FILES, TOPIC = "JSON files", "a topic"
 
 
-class _Proxy(NamedTuple):
-    """`rest_s`: the time it takes to process the last acknowledgements."""
+class _Cycle(NamedTuple):
+    """`off`: CPU µs for a request that is not noted. By turn: the ratio to it of `noted` ones, and of others `again`.
 
-    pid: int
-    port: int
-    rest_s: float
+    In CPU seconds: `judging`, `closing`, `shipping` and, for the noted requests without a trail, `sending`.
+    """
+
+    off: float
+    noted: list[float]
+    again: list[float]
+    judging: float
+    closing: float
+    shipping: float
+    sending: float
 
 
-class _Found(NamedTuple):
-    """For one proxy and shape: CPU µs for a request, run by run, without a trail and with it."""
+class _Parts(NamedTuple):
+    """Percent of a request's CPU without a trail."""
 
-    without: list[float]
-    cost: list[float]
+    noting: float
+    judging: float
+    closing: float
+    shipping: float
+    total: float
+    again: float
 
-    @property
-    def percent(self) -> float:
-        """The additional cost."""
-        return 100 * (min(self.cost) / min(self.without) - 1)
+
+class _Proxy:
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self._process = process
+        self.port = port
+
+    def cpu(self) -> float:
+        return cpu_seconds(self._process.pid)
+
+    def obey(self, line: str) -> tuple[float, float]:
+        """CPU seconds of the whole, and of closing rows."""
+        if self._process.stdin is None:
+            raise RuntimeError("the proxy cannot be told when to look")
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        whole, closing = map(int, first_line(self._process).split())
+        return whole / 1e9, closing / 1e9
 
 
 @contextlib.contextmanager
-def _proxies(table: Path, directory: Path, cluster: str) -> Iterator[dict[str, _Proxy]]:
-    """One of each kind. `cluster` is a bootstrap list for the trail that goes to a topic."""
-    every = ("--audit-interval-s", str(INTERVAL_S))
-    flags = {
-        CHECK: (),
-        FILES: ("--audit-sink", f"json:{directory / 'trail'}", *every),
-        TOPIC: ("--audit-sink", "topic", "--audit-bootstrap", cluster, *every),
-    }
-    with contextlib.ExitStack() as stack:
-        yield {way: stack.enter_context(_proxy(table, *more)) for way, more in flags.items()}
+def _proxy(table: Path, core: set[int], *flags: str) -> Iterator[_Proxy]:
+    command = ("bench.switched_trail", "--log-level", "error")
+    with serving(table, *flags, command=command) as (process, port):
+        if sys.platform == "linux" and core:
+            os.sched_setaffinity(process.pid, core)
+        yield _Proxy(process, port)
 
 
-@contextlib.contextmanager
-def _proxy(table: Path, *flags: str) -> Iterator[_Proxy]:
-    arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0", *flags)
-    with child(sys.executable, "-m", "bench.switched_trail", "--log-level", "error", "serve", *arguments) as process:
-        address = first_line(process).partition("kafka=")[2].split()[0]
-        yield _Proxy(process.pid, int(address.rpartition(":")[2]), LOOKED_S + (INTERVAL_S if flags else 0))
+async def _measure(proxy: _Proxy, shape: Shape, draw: random.Random, number: int) -> _Cycle:
+    """Measure one cycle."""
+    noted = TOPICS[number % len(TOPICS)]
+    off, again = (topic for topic in TOPICS if topic != noted)
+    proxy.obey(",".join(topic.decode() for topic in (off, again)))
+    requests = max(LEAST_REQUESTS, shape.requests // SLICES)
+    frames = {topic: [ProducerFrames(shape, topic=topic) for _ in range(CONNECTIONS)] for topic in TOPICS}
+    connections = await open_all(proxy.port, frames[off], 0)
+    for topic in TOPICS * 2:
+        await send_again(connections, requests, frames[topic])
+    proxy.obey("look")
+    await _rest(proxy)
+    idle = await _rest(proxy)
+    turns: list[dict[bytes, float]] = []
+    judging = closing = shipping = 0.0
+    for _ in range(LOOKS):
+        noted_s = turn_s = 0.0
+        # The caches are cold.
+        await send_again(connections, requests, frames[off])
+        while noted_s + turn_s / 2 < LOOK_S:
+            order = [noted, *draw.sample((off, again), 2), noted]
+            cpu = dict.fromkeys(TOPICS, 0.0)
+            turn_s = 0.0
+            for topic in chain(order, reversed(order)):
+                before, began = proxy.cpu(), time.monotonic()
+                await send_again(connections, requests, frames[topic])
+                cpu[topic] += (proxy.cpu() - before) / order.count(topic)
+                turn_s += time.monotonic() - began if topic == noted else 0.0
+            noted_s += turn_s
+            turns.append(cpu)
+        whole, rows = proxy.obey("look")
+        judging += whole - rows
+        closing += rows
+        shipping += await _rest(proxy) - idle
+    for connection in connections:
+        connection.close()
+    request_s = [(cpu[off] + cpu[again]) / 4 / requests / CONNECTIONS for cpu in turns]
+    return _Cycle(
+        statistics.median(request_s) * 1e6,
+        [2 * cpu[noted] / (cpu[off] + cpu[again]) for cpu in turns],
+        [cpu[again] / cpu[off] for cpu in turns],
+        judging,
+        closing,
+        shipping,
+        statistics.median(request_s) * len(turns) * 4 * requests * CONNECTIONS,
+    )
 
 
-async def _load(port: int, shape: Shape, requests: int) -> None:
-    await send(await open_all(port, [ProducerFrames(shape) for _ in range(CONNECTIONS)], requests))
+async def _rest(proxy: _Proxy) -> float:
+    """CPU seconds of a pause."""
+    before = proxy.cpu()
+    await asyncio.sleep(SHIPPED_S)
+    return proxy.cpu() - before
 
 
-def _cost(proxy: _Proxy, shape: Shape, requests: int, *, trail: bool) -> float:
-    """CPU µs for a request, until it is in the trail and the trail is shipped."""
-    os.kill(proxy.pid, signal.SIGUSR2 if trail else signal.SIGUSR1)
-    time.sleep(SWITCHED_S)
-    before = cpu_seconds(proxy.pid)
-    uvloop.run(_load(proxy.port, shape, requests))
-    time.sleep(proxy.rest_s)
-    return (cpu_seconds(proxy.pid) - before) / (requests * CONNECTIONS) * 1e6
+def _parts(cycles: Sequence[_Cycle]) -> _Parts:
+    noting = 100 * (statistics.median(chain.from_iterable(cycle.noted for cycle in cycles)) - 1)
+    again = 100 * (statistics.median(chain.from_iterable(cycle.again for cycle in cycles)) - 1)
+    sending = sum(cycle.sending for cycle in cycles) / 100
+    judging, closing, shipping = (
+        sum(each) / sending
+        for each in zip(*((cycle.judging, cycle.closing, cycle.shipping) for cycle in cycles), strict=True)
+    )
+    return _Parts(noting, judging, closing, shipping, noting + judging + closing + shipping, again)
 
 
-def _measure(proxy: _Proxy, shape: Shape, *, trail: bool) -> _Found:
-    """Measure pairs of runs, one without a trail and one with `trail`; the order alternates."""
-    found = _Found([], [])
-    for way in (False, trail):
-        _cost(proxy, shape, WARM_UP_REQUESTS, trail=way)
-    for number in range(PAIRS):
-        runs = [(found.without, False), (found.cost, trail)]
-        for costs, way in reversed(runs) if number % 2 else runs:
-            costs.append(_cost(proxy, shape, shape.requests, trail=way))
-    return found
+def _intervals(cycles: Sequence[_Cycle]) -> list[tuple[float, float]]:
+    """Of each part."""
+    draw = random.Random(0)  # noqa: S311 -- the same figures give the same interval
+    drawn = [_parts(draw.choices(cycles, k=len(cycles))) for _ in range(DRAWS)]
+    cuts = [statistics.quantiles(each, n=40) for each in zip(*drawn, strict=True)]
+    return [(each[0], each[-1]) for each in cuts]
 
 
-def _idle(proxy: _Proxy) -> float:
-    """CPU ms a second without load."""
-    before = cpu_seconds(proxy.pid)
-    time.sleep(IDLE_S)
-    return (cpu_seconds(proxy.pid) - before) / IDLE_S * 1000
+def _measure_all(proxy: _Proxy, shape: Shape) -> list[_Cycle]:
+    draw = random.Random(shape.name)  # noqa: S311 -- the order of slices
+    cycles: list[_Cycle] = []
+    while len(cycles) < MOST_CYCLES:
+        cycles.append(uvloop.run(_measure(proxy, shape, draw, len(cycles))))
+        if len(cycles) >= LEAST_CYCLES:
+            low, high = _intervals(cycles)[_Parts._fields.index("total")]
+            if high - low <= 2 * PRECISION:
+                break
+    return cycles
 
 
-async def trail(console: Console, directory: Path) -> None:
+def trail(console: Console) -> None:
     """Measure, and print the table. Raises StartupError if there is no etcd for the cluster that has the topic."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
+        asyncio.run(_with_etcd(console, Path(directory)))
+
+
+async def _with_etcd(console: Console, directory: Path) -> None:
     async with EmbeddedEtcd(directory / "etcd") as etcd:
         await asyncio.to_thread(_trail, console, etcd, directory)
 
 
 def _trail(console: Console, etcd: EmbeddedEtcd, directory: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        null_brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
-        table = write_table([int(first_line(broker)) for broker in null_brokers], directory)
-        cluster = stack.enter_context(brokers(etcd, directory))
-        proxies = stack.enter_context(_proxies(table, directory, cluster.addresses))
-        found = {NOISE: [_measure(proxies[CHECK], shape, trail=False) for shape in MEASURED]}
-        for way, proxy in proxies.items():
-            found[way] = [_measure(proxy, shape, trail=True) for shape in MEASURED]
-        idle = {way: _idle(proxy) for way, proxy in proxies.items()}
-        console.print(_table(found))
-        console.print(_told(idle), highlight=False)
-    for writes, shared in (("a partition each", False), ("all to one partition", True)):
-        noted = cost(shared=shared)
-        console.print(
-            f"- Without a proxy around it, {PRODUCERS} producers, {writes}: {noted.note:.0f} ns to note a batch, "
-            f"{noted.judge:.0f} ns to judge it and to close its row.",
-            highlight=False,
-        )
-
-
-def _table(found: Mapping[str, Sequence[_Found]]) -> Table:
     load = f"{CONNECTIONS} idempotent producers, {IN_FLIGHT} in flight"
-    table = Table(title=f"CPU of the proxy process; {load}, least of {PAIRS} runs each", title_style="")
-    table.add_column("trail")
-    table.add_column("goal", justify="right", no_wrap=True)
-    for shape in MEASURED:
-        table.add_column(f"{shape.name}\nµs without", justify="right")
-        table.add_column("\nwith", justify="right")
-        table.add_column("\nmore", justify="right")
-    for way, each in found.items():
-        cells = []
-        for one in each:
-            cells += [f"{min(costs):.2f}" for costs in one]
-            met = way not in GOALS or one.percent <= GOAL_PERCENT
-            cells.append(judged(f"{one.percent:+.1f} %", met=met))
-        table.add_row(way, f"≤ {GOAL_PERCENT:g} %" if way in GOALS else "", *cells)
-    return table
-
-
-def _told(idle: Mapping[str, float]) -> str:
-    each = ", ".join(f"{way} {cost:.1f}" for way, cost in idle.items())
-    return f"- CPU ms a second of a proxy that nobody asks anything: {each}."
+    title = f"Percent of a request's CPU in the proxy, and the 95 % interval; {load}; goal: at most {GOAL_PERCENT:g} %"
+    table = Table(title=title, title_style="")
+    for name in ("request", "shipped to", "without, µs"):
+        table.add_column(name, no_wrap=True)
+    for name in ("noting", "judging", "closing", "shipping", "all", "error"):
+        table.add_column(name, justify="right")
+    with contextlib.ExitStack() as stack:
+        core = stack.enter_context(core_of_the_proxy())
+        null_brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
+        owners = write_table([int(first_line(broker)) for broker in null_brokers], directory, OWNERS)
+        cluster = stack.enter_context(brokers(etcd, directory))
+        sinks = {
+            FILES: ("--audit-sink", f"json:{directory / 'trail'}"),
+            TOPIC: ("--audit-sink", "topic", "--audit-bootstrap", cluster.addresses),
+        }
+        for sink, flags in sinks.items():
+            proxy = stack.enter_context(_proxy(owners, core, *flags))
+            for shape in MEASURED:
+                cycles = _measure_all(proxy, shape)
+                cells = [
+                    f"{part:+.2f}\n{low:+.2f} – {high:+.2f}"
+                    for part, (low, high) in zip(_parts(cycles), _intervals(cycles), strict=True)
+                ]
+                total = _Parts._fields.index("total")
+                cells[total] = judged(cells[total], met=_parts(cycles).total <= GOAL_PERCENT)
+                off = statistics.median(cycle.off for cycle in cycles)
+                table.add_row(shape.name, sink, f"{off:,.2f}", *cells)
+    console.print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -44,6 +45,19 @@ def first_line(process: subprocess.Popen[str]) -> str:
     if not line:
         raise SystemExit(f"{' '.join(map(str, process.args))} did not start")  # type: ignore[arg-type]
     return line
+
+
+@contextlib.contextmanager
+def core_of_the_proxy() -> Iterator[set[int]]:
+    """A core that nothing else here runs on; none where there is only one, or the system cannot do that."""
+    if sys.platform != "linux" or len(cores := sorted(os.sched_getaffinity(0))) < 2:
+        yield set()
+        return
+    os.sched_setaffinity(0, cores[1:])
+    try:
+        yield {cores[0]}
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -1,35 +1,56 @@
-"""`python -m bench.switched_trail serve …`: kproxy whose trail can be switched. After SIGUSR1 it keeps no trail of new
-connections, after SIGUSR2 it does again. Both are measured in one process, because no two processes cost the same.
+"""`python -m bench.switched_trail serve …`: kproxy whose trail looks, and leaves topics out, as it is told.
+
+Each line on stdin is a list of topics with commas between them, or `look`. After the first, later connections' writes
+to these topics are not noted. `look` is one look, as if half a second had passed since the last one. Each line is
+answered by one on stdout: the CPU nanoseconds of the look, and how many of them closed rows.
 """
 
 from __future__ import annotations
 
-import signal
+import asyncio
+import sys
+import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from kproxy.__main__ import main
-from kproxy.proxy.context import ProxyContext
-from kproxy.trail.trail import Trail
+from kproxy.trail.trail import LOOK_S, Trail
+
+_Result = TypeVar("_Result")
+_closing_ns = 0
 
 
-def _switched(context: ProxyContext, trail: Trail | None) -> Callable[[int, FrameType | None], None]:
-    def handle(number: int, frame: FrameType | None) -> None:
-        context.trail = trail
+def _timed(work: Callable[..., _Result]) -> Callable[..., _Result]:
+    def timed(*given: Any) -> _Result:
+        global _closing_ns
+        before = time.thread_time_ns()
+        result = work(*given)
+        _closing_ns += time.thread_time_ns() - before
+        return result
 
-    return handle
+    return timed
 
 
-def _with_switches(after: Callable[[ProxyContext], None]) -> Callable[[ProxyContext], Any]:
-    def made(context: ProxyContext) -> None:
-        after(context)
-        signal.signal(signal.SIGUSR1, _switched(context, None))
-        signal.signal(signal.SIGUSR2, _switched(context, context.trail))
-
-    return made
+async def _obey(trail: Trail) -> None:
+    """Instead of `Trail.keep_looking`."""
+    loop = asyncio.get_running_loop()
+    lines = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    now = trail._clock()
+    trail._clock = lambda: now
+    while line := (await lines.readline()).decode().strip():
+        closed_before = _closing_ns
+        before = time.thread_time_ns()
+        if line == "look":
+            now += LOOK_S
+            trail.look()
+        else:
+            trail.left_out = frozenset(line.encode().split(b","))
+        sys.stdout.write(f"{time.thread_time_ns() - before} {_closing_ns - closed_before}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    ProxyContext.__post_init__ = _with_switches(ProxyContext.__post_init__)  # type: ignore[method-assign]
+    Trail.keep_looking = _obey  # type: ignore[assignment, method-assign]
+    Trail._close_row = _timed(Trail._close_row)  # type: ignore[method-assign]
     main()

@@ -41,11 +41,12 @@ from cpython.array cimport array, clone
 from cpython.buffer cimport PyBUF_WRITE
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.list cimport PyList_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_FromMemory, PyMemoryView_GET_BUFFER
 from libc.math cimport llrint
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy, memmove, memset
+from libc.string cimport memcmp, memcpy, memmove, memset, strlen
 
 from collections import deque
 from time import monotonic
@@ -53,6 +54,10 @@ from time import monotonic
 from kproxy_codec.correlation import unexpected_answer
 from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import illegal_length
+
+cdef extern from "Python.h":
+    # Without a reference, as it is only fetched.
+    void *PyList_GET_ITEM(object list, Py_ssize_t at)
 
 cdef extern from "wire.h" nogil:
     enum:
@@ -63,11 +68,15 @@ cdef extern from "wire.h" nogil:
         KP_TOPIC_IDS_FROM
         KP_FLEXIBLE_FROM
         KP_ANSWER_CORRELATION_ID_OFFSET
+        KP_DELTA_OFFSET
+        KP_PRODUCER_OFFSET
+        KP_PRODUCER_BYTES
+        KP_SEQUENCE_OFFSET
     ctypedef struct kp_topic:
         uint32_t head_start, name_start, name_end, first, count, tail_start, tail_end
     ctypedef struct kp_entry:
         uint32_t start, end, records, topic
-        int32_t partition_index
+        int32_t partition_index, last_offset_delta, base_sequence
     ctypedef struct kp_request:
         uint32_t size, topics_start, topics_end, topic_count, entry_count
         int32_t correlation_id, timeout_ms
@@ -79,6 +88,7 @@ cdef extern from "wire.h" nogil:
     void kp_put_int32(uint8_t *p, int32_t value)
     uint8_t *kp_put_count(uint8_t *p, uint32_t count, int flexible)
     int kp_scan(const uint8_t *frame, uint32_t size, kp_request *request, kp_topic *topics, kp_entry *entries)
+    int kp_read_batch(const uint8_t *frame, int flexible, kp_entry *entry)
     uint32_t kp_result_bytes(int version)
     uint32_t kp_of_one_topic(const kp_entry *entries, const uint32_t *chosen, uint32_t start, uint32_t count)
     uint32_t kp_topics_of(const kp_entry *entries, const uint32_t *chosen, uint32_t count)
@@ -108,6 +118,7 @@ cdef class CompiledPath
 cdef class CompiledSlot
 cdef class AnswerReader
 cdef class AddedTo
+cdef class Partitions
 
 include "spans.pxi"
 include "frames.pxi"

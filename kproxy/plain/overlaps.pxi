@@ -31,10 +31,10 @@ cdef class Writes:
                 writer.place = len(self.writes)
                 self.writes.append((writer.origin, chunk))
                 # It may have grown by many steps.
-                set_room(&chunk.held, chunk.held.count)
-            elif last.held.count > 4 * MAX_SPANS_REMEMBERED:
+                set_room(&chunk.held, chunk.held.size)
+            elif last.held.count > 2 * MAX_SPANS_REMEMBERED:
                 last.leave(MAX_SPANS_REMEMBERED)
-            self.span_count += chunk.held.count // 2
+            self.span_count += chunk.held.count
         return len(self.writes) > self.most or (
             self.span_count > MAX_SPANS_TOGETHER and self.count() > MAX_SPANS_TOGETHER)
 
@@ -42,7 +42,7 @@ cdef class Writes:
         cdef Chunk chunk
         self.span_count = 0
         for _, chunk in self.writes:
-            self.span_count += chunk.held.count // 2
+            self.span_count += chunk.held.count
         return self.span_count
 
     cdef inline Chunk last(self, OpenChunk writer, Chunk chunk):
@@ -93,13 +93,27 @@ cdef class Partitions:
         self.partitions, self.added = {}, deque()
 
     def add(self, OpenChunk writer not None, Chunk chunk not None):
+        self.put(writer, chunk)
+
+    def take(self, list writers not None, Py_ssize_t rest, int64_t acked_at, bint is_shipped):
+        cdef Py_ssize_t at = len(writers) - 1
+        while at >= rest:
+            if not (<OpenChunk>writers[at]).take_into(self, acked_at, is_shipped):
+                return True
+            writers.pop()
+            at -= 1
+        return False
+
+    cdef int put(self, OpenChunk writer, Chunk chunk) except -1:
+        """Like `add`."""
         cdef AddedTo found = writer.partition
         if found is None or not found.is_kept:
             found = writer.partition = self.find(writer.key)
-        if chunk.held.numbers[0] == 0 and found.is_recreated(chunk):
+        if chunk.held.bytes[0] == 0 and found.is_recreated(chunk):
             found = writer.partition = self.begin(writer.key)
         if not found.added:
             self.added.append(found)
             del self.partitions[writer.key]
             self.partitions[writer.key] = found
         found.added.append((writer, chunk))
+        return 0

@@ -3,12 +3,9 @@
 cdef extern from *:
     """
     /* As in kproxy.trail.acknowledgements. */
-    #define MOST_FINISHED 998
+    #define MOST_FINISHED 499
     #define ONE_BATCH (1LL << 48)
     #define MOST_OFFSET (1LL << 62)
-    #define LEAST_ENTRY 69
-    #define HEADER_BYTES 61
-    #define PRODUCER_BYTES 10
     #define MAGIC 2
     /* A larger part is written from the request's own bytes, without a copy. */
     #define MOST_COPIED (8 << 10)
@@ -17,10 +14,12 @@ cdef extern from *:
     /* The number of entries, and of topics, that a slot itself has room for; with more it would leave the sizes that
        Python allocates from its pools. */
     #define FEW 3
-    #define LEAST_ROOM 32
-    /* Chunks are fetched this many batches before they are needed. */
+    #define LEAST_ROOM 64
+    /* Routes and chunks are fetched this many batches before they are needed: of a chunk what each batch changes. */
     #define AHEAD 6
     #define LINE_BYTES 64
+    #define HOT 24
+    #define HOT_BYTES 100
     #if defined(__GNUC__)
     #define kp_fetch(p) __builtin_prefetch(p)
     #else
@@ -28,9 +27,9 @@ cdef extern from *:
     #endif
     """
     const int64_t ONE_BATCH, MOST_OFFSET
-    const uint32_t MOST_FINISHED, LEAST_ENTRY, HEADER_BYTES, MOST_COPIED, LEAST_ROOM, AHEAD, LINE_BYTES
+    const uint32_t MOST_FINISHED, MOST_COPIED, LEAST_ROOM, AHEAD, LINE_BYTES, HOT, HOT_BYTES
     void kp_fetch(const void *p) nogil
-    const int PRODUCER_BYTES, MAGIC, MOST_PLACES, PRODUCE_KEY, FEW
+    const int MAGIC, MOST_PLACES, PRODUCE_KEY, FEW
 
 # The index of a request before it is known to be plain, and the offsets of an answer's results.
 cdef kp_topic _topics[KP_MAX_PARTITIONS]
@@ -38,7 +37,10 @@ cdef kp_entry _entries[KP_MAX_PARTITIONS]
 cdef uint32_t _results[KP_MAX_PARTITIONS]
 cdef uint32_t _parts[KP_MAX_PARTITIONS]
 cdef int64_t _connections[KP_MAX_PARTITIONS]
+# Of each batch that is noted its OpenChunk, or NULL; their producer, and whether it is that of all.
 cdef void *_chunks[KP_MAX_PARTITIONS]
+cdef const uint8_t *_producer
+cdef bint _is_of_all
 cdef void *_found[KP_MAX_PARTITIONS]
 cdef uint16_t _sorted_places[KP_MAX_SORTED_INDEX]
 _MINUS_INFINITY = float("-inf")
@@ -74,12 +76,14 @@ cdef class OpenChunk:
 
     cdef public int64_t next_sequence, next_offset, first_offset
     cdef int64_t size, batches
-    # The finished spans.
+    # The finished spans, the sum of their records, and whether one has none.
     cdef kp_spans held
+    cdef int64_t records
     # Its own producer id and epoch as a header has them; none while no chunk is open.
-    cdef uint8_t own_producer[PRODUCER_BYTES]
-    cdef bint has_producer
-    cdef public bint is_idle, counts_sequences
+    cdef uint8_t own_producer[KP_PRODUCER_BYTES]
+    cdef uint8_t has_producer, has_empty, is_counted
+    cdef public bint is_idle
+    cdef uint32_t wanted_room
     cdef public int64_t first_sequence, acks, unread
     cdef public double latency_s
     cdef public list woken, chunks
@@ -90,10 +94,18 @@ cdef class OpenChunk:
 
     def __init__(self, key, origin, list woken):
         self.key, self.origin, self.woken = key, origin, woken
-        self.is_idle = True
+        self.is_idle, self.wanted_room = True, LEAST_ROOM
 
     def __dealloc__(self):
-        PyMem_Free(self.held.numbers)
+        PyMem_Free(self.held.bytes)
+
+    @property
+    def counts_sequences(self):
+        return bool(self.is_counted)
+
+    @counts_sequences.setter
+    def counts_sequences(self, bint counts):
+        self.is_counted = counts
 
     @property
     def volume(self):
@@ -105,29 +117,37 @@ cdef class OpenChunk:
 
     @property
     def producer(self):
-        return PyBytes_FromStringAndSize(<const char *>self.own_producer, PRODUCER_BYTES if self.has_producer else 0)
+        return PyBytes_FromStringAndSize(<const char *>self.own_producer, KP_PRODUCER_BYTES if self.has_producer else 0)
 
     @producer.setter
     def producer(self, bytes producer):
-        self.has_producer = PyBytes_GET_SIZE(producer) == PRODUCER_BYTES
+        self.has_producer = PyBytes_GET_SIZE(producer) == KP_PRODUCER_BYTES
         if self.has_producer:
-            memcpy(self.own_producer, PyBytes_AS_STRING(producer), PRODUCER_BYTES)
+            memcpy(self.own_producer, PyBytes_AS_STRING(producer), KP_PRODUCER_BYTES)
 
     @property
     def spans(self):
-        return array_of(self.held.numbers, self.held.count)
+        return array_of(&self.held)
 
     @spans.setter
     def spans(self, array spans):
-        self.held.count = 0
-        add_numbers(&self.held, <int64_t *>spans.data.as_voidptr, <uint32_t>len(spans))
+        cdef Py_ssize_t at
+        set_spans(&self.held, spans)
+        self.records, self.has_empty = 0, False
+        for at in range(1, len(spans), 2):
+            self.count(spans[at])
+
+    cdef inline void count(self, int64_t records):
+        self.records += records
+        self.has_empty |= records <= 0
 
     cdef inline int put_span(self) except -1:
-        if self.held.count + 2 > self.held.room:
-            set_room(&self.held, 2 * self.held.room if self.held.room else LEAST_ROOM)
-        self.held.numbers[self.held.count] = self.first_offset
-        self.held.numbers[self.held.count + 1] = self.next_offset - self.first_offset
-        self.held.count += 2
+        cdef int64_t records = self.next_offset - self.first_offset
+        if self.held.room - self.held.size < KP_SPAN_BYTES:
+            # The next chunk is likely to need as much as the last one.
+            set_room(&self.held, 2 * self.held.room if self.held.room else self.wanted_room)
+        kp_put_span(&self.held, self.first_offset, records)
+        self.count(records)
         return 0
 
     def add_span(self):
@@ -141,33 +161,58 @@ cdef class OpenChunk:
 
     cdef inline int close(self) except -1:
         """See kproxy.trail.acknowledgements._OpenChunk.finish."""
-        cdef Chunk chunk
-        cdef int64_t records = 0
-        cdef uint32_t at
-        if not self.batches or not self.has_producer:
-            return 0
-        self.put_span()
-        for at in range(1, self.held.count, 2):
-            if self.held.numbers[at] <= 0:
-                records = 0
-                break
-            records += self.held.numbers[at]
-        if records:
-            chunk = Chunk.__new__(Chunk)
-            chunk.producer_id, chunk.producer_epoch = kp_int64(self.own_producer), kp_int16(self.own_producer + 8)
-            chunk.record_count = records
-            chunk.begin(self.first_sequence if self.counts_sequences else NO_SEQUENCE)
-            chunk.held = self.held
-            chunk.batches, chunk.bytes = self.batches, self.size
+        cdef Chunk chunk = self.finished()
+        if chunk is not None:
             if self.chunks is None:
                 self.chunks = []
             self.chunks.append(chunk)
-        else:
-            self.unread += self.batches
-            PyMem_Free(self.held.numbers)
-        memset(&self.held, 0, sizeof(self.held))
-        self.has_producer, self.batches, self.size = False, 0, 0
         return 0
+
+    cdef Chunk finished(self):
+        """Close the chunk and return it; None if none is open, or its batches count as unread."""
+        cdef Chunk chunk = None
+        if not self.batches or not self.has_producer:
+            return None
+        self.put_span()
+        self.wanted_room = max(LEAST_ROOM, self.held.size + KP_SPAN_BYTES)
+        if self.has_empty:
+            self.unread += self.batches
+            PyMem_Free(self.held.bytes)
+        else:
+            chunk = Chunk.__new__(Chunk)
+            chunk.producer_id, chunk.producer_epoch = kp_int64(self.own_producer), kp_int16(self.own_producer + 8)
+            chunk.record_count = self.records
+            chunk.begin(self.first_sequence if self.is_counted else NO_SEQUENCE)
+            chunk.held = self.held
+            chunk.batches, chunk.bytes = self.batches, self.size
+        memset(&self.held, 0, sizeof(self.held))
+        self.has_producer, self.batches, self.size, self.records, self.has_empty = False, 0, 0, 0, False
+        return chunk
+
+    cdef bint take_into(self, Partitions partitions, int64_t acked_at, bint is_shipped) except -1:
+        """Take its only chunk, see kproxy.trail.overlaps.Partitions.take; False leaves it to the trail."""
+        cdef OpenRow row = self.row
+        cdef Chunk chunk
+        if self.chunks is not None:
+            return False
+        chunk = self.finished()
+        if chunk is None:
+            return False
+        if self.unread or (is_shipped and (row is None or not row.may_take(chunk, self.acks))):
+            self.chunks = [chunk]
+            return False
+        try:
+            partitions.put(self, chunk)
+        except Exception:
+            # The same will happen to the trail, which reports it.
+            self.chunks = [chunk]
+            return False
+        self.is_idle = True
+        if is_shipped:
+            row.go_on(chunk)
+            row.last_acked_at = acked_at
+            row.add_latency(self.latency_s)
+        return True
 
     def take(self):
         """See kproxy.trail.acknowledgements._OpenChunk.take."""
@@ -180,7 +225,7 @@ cdef class OpenChunk:
         self, CompiledSlot slot, const uint8_t *header, int64_t base_offset, int64_t size
     ) except -1:
         """Take the first batch since the last look; False if it is not, or is unreadable."""
-        cdef int64_t delta = kp_int32(header + 23)
+        cdef int64_t delta = kp_int32(header + KP_DELTA_OFFSET)
         if not self.is_idle or base_offset < 0 or base_offset > MOST_OFFSET or header[16] != MAGIC or delta < 0:
             return False
         self.is_idle = False
@@ -188,32 +233,34 @@ cdef class OpenChunk:
         self.acks = slot.head.acks
         # As Trail.seconds_since computes it, to the last bit.
         self.latency_s = slot.path.clock.now() - slot.deadline + slot.path.seconds_to_answer(slot.head.timeout_ms)
-        memcpy(self.own_producer, header + 43, PRODUCER_BYTES)
+        memcpy(self.own_producer, header + KP_PRODUCER_OFFSET, KP_PRODUCER_BYTES)
         self.has_producer = True
-        self.counts_sequences = kp_int64(header + 43) != -1
-        self.first_sequence = self.next_sequence = kp_int32(header + 53)
-        if self.counts_sequences:
+        self.is_counted = kp_int64(header + KP_PRODUCER_OFFSET) != -1
+        self.first_sequence = self.next_sequence = kp_int32(header + KP_SEQUENCE_OFFSET)
+        if self.is_counted:
             self.next_sequence += delta + 1
         self.first_offset = base_offset
         self.next_offset = base_offset + delta + 1
         self.batches, self.size = 1, size
         return True
 
-    cdef bint go_on(self, const uint8_t *header, int64_t base_offset, int64_t size) except -1:
+    cdef inline bint go_on(
+        self, const kp_entry *entry, const uint8_t *producer, int64_t base_offset, int64_t size
+    ) except -1:
         """Take a batch that continues the chunk; False if it does not."""
-        cdef int64_t count, sequence = kp_int32(header + 53)
+        cdef int64_t count, sequence = entry.base_sequence
         if sequence != self.next_sequence or not self.has_producer:
             return False
-        if memcmp(header + 43, self.own_producer, PRODUCER_BYTES) != 0:
+        if memcmp(producer, self.own_producer, KP_PRODUCER_BYTES) != 0:
             return False
-        count = <int64_t>kp_int32(header + 23) + 1
+        count = <int64_t>entry.last_offset_delta + 1
         if base_offset != self.next_offset:
-            if base_offset < 0 or base_offset > MOST_OFFSET or self.held.count >= MOST_FINISHED:
+            if <uint64_t>base_offset > <uint64_t>MOST_OFFSET or self.held.count >= MOST_FINISHED:
                 return False
             self.put_span()
             self.first_offset = base_offset
         self.next_offset = base_offset + count
-        if self.counts_sequences:
+        if self.is_counted:
             self.next_sequence = sequence + count
         self.size += size
         self.batches += 1
@@ -261,8 +308,11 @@ cdef class CompiledSlot(Slot):
     # The entries by part, and for a split request where their results go in the merged answer.
     cdef uint32_t *chosen
     cdef uint32_t *places
-    # Of each entry the OpenChunk of its route, or NULL; `routes`, a list of routes or of such lists, keeps them.
+    # Of each entry the OpenChunk of its route, or NULL; `routes`, a list of routes or of such lists, keeps them. Headers
+    # of batches are read when they come: after that they are in no cache.
     cdef void **chunks
+    cdef uint8_t producer[KP_PRODUCER_BYTES]
+    cdef bint is_of_all
     cdef list routes
     cdef bytearray answer
     cdef list done
@@ -291,6 +341,9 @@ cdef class CompiledSlot(Slot):
         memcpy(self.topics, _topics, topics)
         memcpy(self.entries, _entries, entries)
         memcpy(self.chunks, _chunks, chunks)
+        self.is_of_all = _is_of_all
+        if _producer != NULL:
+            memcpy(self.producer, _producer, KP_PRODUCER_BYTES)
         self.open_parts = parts
         return 0
 
@@ -383,6 +436,7 @@ cdef class CompiledSlot(Slot):
     cdef int note(self, uint32_t first, uint32_t count, const uint8_t *received) except -1:
         """Note the acknowledged entries of a part; `_results` has where they are in the answer."""
         cdef const uint8_t *frame = self.bytes()
+        cdef const uint8_t *producer = self.producer
         cdef bint flexible = self.head.version >= KP_FLEXIBLE_FROM
         cdef kp_entry *entry
         cdef OpenChunk acked
@@ -391,20 +445,20 @@ cdef class CompiledSlot(Slot):
         for at in range(count):
             if at + AHEAD < count:
                 each = self.chosen[first + at + AHEAD]
-                kp_fetch(self.chunks[each])
-                kp_fetch(<char *>self.chunks[each] + LINE_BYTES)
-                kp_fetch(frame + self.entries[each].records + LINE_BYTES // 2)
+                kp_fetch(<char *>self.chunks[each] + HOT)
+                kp_fetch(<char *>self.chunks[each] + HOT + LINE_BYTES)
+                kp_fetch(<char *>self.chunks[each] + HOT + HOT_BYTES - 1)
             each = self.chosen[first + at]
             if self.chunks[each] == NULL:
                 continue
             acked = <OpenChunk>self.chunks[each]
             entry = self.entries + each
             size = entry.end - flexible - entry.records
-            if entry.end - entry.start < LEAST_ENTRY or size < HEADER_BYTES:
-                continue
             base_offset = kp_int64(received + _results[at] + 6)
+            if not self.is_of_all:
+                producer = frame + entry.records + KP_PRODUCER_OFFSET
             if not (
-                acked.go_on(frame + entry.records, base_offset, size)
+                acked.go_on(entry, producer, base_offset, size)
                 or acked.begin(self, frame + entry.records, base_offset, size)
             ):
                 acked.add(self, self.frame(), entry.records, base_offset, size)
@@ -671,8 +725,10 @@ cdef class CompiledPath:
     ):
         """Find the route of each entry, and its part: `_found`, `_chunks`, `_parts`. Return what keeps the routes.
 
-        None if an entry has no route, or a partition is named twice.
+        None if an entry has no route, or a partition is named twice. The headers of noted batches are read: `_producer`.
         """
+        global _producer, _is_of_all
+        cdef const uint8_t *producer
         cdef list kept = None, routes
         cdef _Route route
         cdef kp_topic *topic
@@ -680,6 +736,7 @@ cdef class CompiledPath:
         cdef uint32_t place, at, part, part_count = 0
         cdef int32_t index
         self.serial += 1
+        _producer, _is_of_all = NULL, True
         for place in range(head.topic_count):
             topic = _topics + place
             routes = self.routes_of(data + topic.name_start, topic.name_end - topic.name_start, is_id)
@@ -691,6 +748,10 @@ cdef class CompiledPath:
             else:
                 kept.append(routes)
             for at in range(topic.first, topic.first + topic.count):
+                if at + AHEAD < topic.first + topic.count:
+                    index = _entries[at + AHEAD].partition_index
+                    if index < PyList_GET_SIZE(routes):
+                        kp_fetch(PyList_GET_ITEM(routes, index))
                 index = _entries[at].partition_index
                 route = <_Route>routes[index] if index < len(routes) else None
                 if route is None:
@@ -708,7 +769,15 @@ cdef class CompiledPath:
                     _connections[part] = route.connection
                     part_count += 1
                 _parts[at] = part
-                _chunks[at] = NULL if route.acked is None else <void *>route.acked
+                if route.acked is None or not kp_read_batch(data, head.version >= KP_FLEXIBLE_FROM, _entries + at):
+                    _chunks[at] = NULL
+                else:
+                    _chunks[at] = <void *>route.acked
+                    producer = data + _entries[at].records + KP_PRODUCER_OFFSET
+                    if _producer == NULL:
+                        _producer = producer
+                    elif memcmp(producer, _producer, KP_PRODUCER_BYTES) != 0:
+                        _is_of_all = False
                 _found[at] = <void *>route
         parts[0] = part_count
         return kept

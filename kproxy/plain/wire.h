@@ -39,6 +39,7 @@ typedef struct {
     uint32_t records;         /* where its records begin */
     uint32_t topic;           /* the topic's place */
     int32_t partition_index;
+    int32_t last_offset_delta, base_sequence;  /* of its batch, where it is noted: kp_read_batch */
 } kp_entry;
 
 typedef struct {
@@ -214,6 +215,18 @@ static inline int kp_scan(const uint8_t *frame, uint32_t size, kp_request *reque
     if (flexible && (offset >= size || frame[offset++] != 0)) return 0;
     request->entry_count = entry_count;
     return offset == size;
+}
+
+/* The header of a batch: last_offset_delta, producer_id and producer_epoch together, base_sequence. */
+enum { KP_BATCH_BYTES = 61, KP_DELTA_OFFSET = 23, KP_PRODUCER_OFFSET = 43, KP_PRODUCER_BYTES = 10, KP_SEQUENCE_OFFSET = 53 };
+
+/* Read the header of the entry's batch; return 0 if there is none. An entry may be as short as one without records. */
+static inline int kp_read_batch(const uint8_t *frame, int flexible, kp_entry *entry) {
+    if (entry->end - entry->start < 8 + KP_BATCH_BYTES) return 0;
+    if (entry->end - (uint32_t)flexible - entry->records < KP_BATCH_BYTES) return 0;
+    entry->last_offset_delta = kp_int32(frame + entry->records + KP_DELTA_OFFSET);
+    entry->base_sequence = kp_int32(frame + entry->records + KP_SEQUENCE_OFFSET);
+    return 1;
 }
 
 /* An entry of a successful answer: index, error_code, offsets and times, and the bytes that end it. */

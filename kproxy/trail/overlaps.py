@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from kproxy.plain import compiled
 from kproxy.trail.spans import Chunk, Intervals
@@ -223,6 +223,14 @@ class _Partitions:
             del self.partitions[writer.key]
             self.partitions[writer.key] = found
         found.added.append((writer, chunk))
+
+    def take(self, writers: list[Any], rest: int, acked_at: int, is_shipped: bool) -> bool:
+        """Take what writers got acknowledged, from the list's end, until `rest` are left.
+
+        True if the last one is left to the trail (kproxy.trail.trail). The compiled twin leaves few: it takes a single
+        chunk that continues its row, if it `is_shipped`, at the time `acked_at`.
+        """
+        return len(writers) > rest
 
     def find(self, key: PartitionKey) -> _Partition:
         """The partition with this key; it is begun if there is none."""

@@ -91,12 +91,59 @@ class Range(msgspec.Struct, kw_only=True, tag="range", tag_field="kind"):
 Row = Begin | Mark | End | Range
 
 _ENCODER = msgspec.json.Encoder()
+_quote = _ENCODER.encode
 _DECODER: msgspec.json.Decoder[Row] = msgspec.json.Decoder(Row)
 
 
 def encode_row(row: Row) -> bytes:
     """Encode one row as a line of JSON, without a newline."""
     return _ENCODER.encode(row)
+
+
+def encode_stamp(proxy: str, incarnation: str) -> bytes:
+    """Encode the beginning of every row of acknowledgements of a process, up to its sequence."""
+    return b'{"kind":"range","proxy":%b,"incarnation":%b,"sequence":' % (_quote(proxy), _quote(incarnation))
+
+
+def encode_range(
+    stamp: bytes,
+    sequence: int,
+    at: int,
+    topic: str,
+    topic_id: bytes | None,
+    partition: int,
+    owner: int,
+    revision: int,
+    acks: int,
+    connection: int,
+    peer: str,
+    client_id: str,
+    principal: str | None,
+    batches: bytes,
+) -> bytes:
+    """Encode a Range as `encode_row` does, at a third of the cost: there are thousands at once.
+
+    `batches` has the fields from producer_id on (kproxy.trail.spans.OpenRow.as_json), `stamp` is as above.
+    """
+    return (
+        b'%b%d,"at":%d,"topic":%b,"topic_id":%b,"partition":%d,"owner":%d,"revision":%d,"acks":%d,"connection":%d,'
+        b'"peer":%b,"client_id":%b,"principal":%b,%b}'
+    ) % (
+        stamp,
+        sequence,
+        at,
+        _quote(topic),
+        _quote(None if topic_id is None else topic_id.hex()),
+        partition,
+        owner,
+        revision,
+        acks,
+        connection,
+        _quote(peer),
+        _quote(client_id),
+        _quote(principal),
+        batches,
+    )
 
 
 def encode_page(rows: Iterable[Row]) -> bytes:

@@ -22,6 +22,17 @@ Spans: TypeAlias = "array[int]"
 MAX_SPANS: Final = 500
 MAX_LATENCIES: Final = 32
 _MICROS: Final = 1_000_000
+_IN_JSON: Final = (
+    "producer_id",
+    "producer_epoch",
+    "first_sequence",
+    "base_offset",
+    "record_count",
+    "batches",
+    "bytes",
+    "first_acked_at",
+    "last_acked_at",
+)
 
 
 def spans_of(numbers: Iterable[int] = ()) -> Spans:
@@ -116,10 +127,6 @@ class _Chunk:
         """The first span's first offset."""
         return self.spans[0]
 
-    def spans_as_json(self) -> bytes:
-        """The numbers of `spans` as an array in JSON, without blanks."""
-        return msgspec.json.encode(self.spans.tolist())
-
 
 class _OpenRow(_Chunk):
     """A row that is not closed yet: a chunk that later ones continue; other fields as in `rows.Range`.
@@ -150,6 +157,11 @@ class _OpenRow(_Chunk):
         """Add a latency to the samples, of which there are at most MAX_LATENCIES."""
         if len(self.latency_us) < MAX_LATENCIES:
             self.latency_us.append(round(latency_s * _MICROS))
+
+    def as_json(self) -> bytes:
+        """The fields of `rows.Range` from `producer_id` on, in JSON, without blanks."""
+        fields = {name: getattr(self, name) for name in _IN_JSON} | {"spans": self.spans.tolist()}
+        return msgspec.json.encode(fields | {"latency_us": self.latency_us})[1:-1]
 
 
 class _Intervals:

@@ -23,18 +23,16 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import Final, TypedDict, cast
+from typing import Final, TypedDict
 
-import msgspec
 import structlog
 
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.topology import Topology
 from kproxy.trail.acknowledgements import Acked, Asked, ConnectionAcks
 from kproxy.trail.overlaps import Overlap, OverlapDetector
-from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_row
+from kproxy.trail.rows import Begin, End, Mark, Row, encode_range, encode_row, encode_stamp
 from kproxy.trail.spans import Chunk, OpenRow
 
 log = structlog.get_logger(__name__)
@@ -91,6 +89,7 @@ class Trail:
         self.left_out = frozenset(left_out)
         self._proxy = proxy
         self._incarnation = incarnation
+        self._encoded_stamp = encode_stamp(proxy, incarnation)
         self._clock = clock
         self._wall_ms = wall_ms
         self._deadline_cap_ms = deadline_cap_ms
@@ -101,8 +100,8 @@ class Trail:
         self._connections = 0
         # Something was acknowledged since the last look.
         self.woken: list[Acked] = []
-        # The batches that the present look has still to take.
-        self._taking: deque[Acked] = deque()
+        # Those that the present look has still to take, the next one at the end.
+        self._taking: list[Acked] = []
         self._open: dict[Acked, OpenRow] = {}
         # The lines of a page to come, how long they are together, and the first one's sequence.
         self._lines: list[bytes] = []
@@ -169,7 +168,7 @@ class Trail:
         """Look in steps. If it is abandoned, the next look takes the rest."""
         self._read_clocks()
         looked_at, looked = self._at, self._now
-        self._taking += self.woken
+        self._taking[:0] = reversed(self.woken)
         self.woken.clear()
         while self._taking:
             self._take_some()
@@ -190,14 +189,17 @@ class Trail:
 
     def _take_some(self) -> None:
         self._read_clocks()
-        for number in range(1, min(MAX_STEP, len(self._taking)) + 1):
-            acked = self._taking.popleft()
-            try:
-                self._take(acked)
-            except Exception:  # the boundary: an error here must not reach clients; the gap shows it
-                log.exception("acknowledgements not noted", topic=acked.key.topic, partition=acked.key.partition)
-                self._miss()
-            if not number % AT_ONCE and self._step_is_over():
+        left = max(len(self._taking) - MAX_STEP, 0)
+        while len(self._taking) > left:
+            rest = max(len(self._taking) - AT_ONCE, left)
+            while self._overlaps.take(self._taking, rest, self._at, self._running):
+                acked = self._taking.pop()
+                try:
+                    self._take(acked)
+                except Exception:  # the boundary: an error here must not reach clients; the gap shows it
+                    log.exception("acknowledgements not noted", topic=acked.key.topic, partition=acked.key.partition)
+                    self._miss()
+            if self._step_is_over():
                 break
 
     def _mark(self) -> None:
@@ -275,35 +277,29 @@ class Trail:
         acked.row = None
         self._has_told = True
         key, origin = acked.key, acked.origin
-        row = Range(
-            **self._stamp(),
-            topic=key.topic,
-            topic_id=None if key.topic_id is None else key.topic_id.hex(),
-            partition=key.partition,
-            owner=origin.owner,
-            revision=origin.revision,
-            acks=closed.acks,
-            connection=origin.connection,
-            peer=acked.peer,
-            client_id=acked.client,
-            principal=acked.principal,
-            producer_id=closed.producer_id,
-            producer_epoch=closed.producer_epoch,
-            first_sequence=closed.first_sequence,
-            base_offset=closed.base_offset,
-            record_count=closed.record_count,
-            batches=closed.batches,
-            bytes=closed.bytes,
-            first_acked_at=closed.first_acked_at,
-            last_acked_at=closed.last_acked_at,
-            # Encoded by themselves, which is cheaper: they are most of a row.
-            spans=cast("list[int]", msgspec.Raw(closed.spans_as_json())),
-            latency_us=closed.latency_us,
+        self._put(
+            encode_range(
+                self._encoded_stamp,
+                self._sequence,
+                self._at,
+                key.topic,
+                key.topic_id,
+                key.partition,
+                origin.owner,
+                origin.revision,
+                closed.acks,
+                origin.connection,
+                acked.peer,
+                acked.client,
+                acked.principal,
+                closed.as_json(),
+            )
         )
-        self._close(row)
 
     def _close(self, row: Row) -> None:
-        line = encode_row(row)
+        self._put(encode_row(row))
+
+    def _put(self, line: bytes) -> None:
         if self._page_bytes + len(line) + 1 > MAX_PAGE_BYTES:
             self._offer_page()
         if not self._lines:
