@@ -20,6 +20,8 @@ from tests.support.processes.running_proxy import both_loops, in_one_go, running
 from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
 
+# Of a batch: its producer_id, producer_epoch and base_sequence.
+HEADER = slice(43, 57)
 NOT_LEADER = 6
 TIMED_OUT = 7
 MESSAGE_TOO_LARGE = 10
@@ -124,6 +126,24 @@ async def test_a_batch_of_any_length_is_noted(version: int) -> None:
         assert row.spans == [100, len(SIZES) + 1]
         assert (row.producer_id, row.producer_epoch, row.first_sequence) == (7, 3, 0)
         assert row.bytes == sizes
+
+
+@both_loops
+async def test_batches_of_two_producers_in_one_request_are_noted_apart() -> None:
+    async with running_proxy(ScriptedUpstream(1, Offsets())) as proxy:
+        proxy.trail.begin()
+        proxy.own(1, partitions=[0, 1])
+        client = await proxy.client()
+        for n in range(5):
+            frame = produce_frame({"t": [0, 1]}, records=batch(n))
+            other = bytes(build_batch([b"x"], producer_id=8, producer_epoch=1, base_sequence=n))[HEADER]
+            second = frame.rindex(batch(n)[HEADER])
+            # In turns the other producer's is the second batch, and the first.
+            at = second if n % 2 else frame.index(batch(n)[HEADER])
+            await ask(client, frame[:at] + other + frame[at + len(other) :])
+        told = [(row.partition, row.producer_id, row.first_sequence, row.batches) for row in proxy.ranges()]
+        expected = [(partition, 8 if n % 2 == partition else 7, n, 1) for partition in (0, 1) for n in range(5)]
+        assert sorted(told) == sorted(expected)
 
 
 @both_loops
