@@ -6,6 +6,7 @@ Each class has a twin in Python, its reference, which runs where this is not bui
   frames.pxi    kproxy_codec.framing, kproxy_codec.correlation
   outbox.pxi    kproxy.proxy.outbox
   answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
+  chunks.pxi    the open chunk of kproxy.trail.acknowledgements
   path.pxi      kproxy.proxy.plain_path
   meters.pxi    kproxy.security.quotas, kproxy.proxy.metering
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
@@ -124,6 +125,7 @@ include "spans.pxi"
 include "frames.pxi"
 include "outbox.pxi"
 include "answers.pxi"
+include "chunks.pxi"
 include "path.pxi"
 include "meters.pxi"
 include "readers.pxi"

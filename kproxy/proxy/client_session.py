@@ -29,7 +29,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -66,12 +65,9 @@ from kproxy.security.sasl import MOST_FRAME_BYTES
 from kproxy.security.sasl_client import Credential
 from kproxy_codec import api_keys
 from kproxy_codec.api_keys import PRODUCE
-from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER
 from kproxy_codec.errors import CodecError
 from kproxy_codec.foreign import foreign_protocol
 from kproxy_codec.framing import parse_request_header
-from kproxy_codec.partitioned import PartitionedRequest
-from kproxy_codec.produce import parse_produce
 
 log = structlog.get_logger(__name__)
 
@@ -663,24 +659,10 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         """Count acks=0 batches in the backlog as lost: they are not begun, but their client assumes they are sent."""
         began = self._clock()
         while self._backlog:
-            frame, _ = self._backlog.popleft()
-            # A CodecError: it would have been refused.
-            with contextlib.suppress(CodecError):
-                header = parse_request_header(frame)
-                lowest, highest = self._ranges.get(header.api_key, NOT_SERVED)
-                if header.api_key == PRODUCE and lowest <= header.api_version <= highest:
-                    self._count_if_silent(parse_produce(frame, header))
+            self._requests.count_lost(self._backlog.popleft()[0], self._ranges)
             if self._clock() - began > TURN_S:
                 await asyncio.sleep(0)
                 began = self._clock()
-
-    def _count_if_silent(self, request: PartitionedRequest) -> None:
-        if request.acks == 0:
-            for topic in request.topics:
-                name = self._context.topology.name_of(topic.name) or topic.name
-                for _ in topic.partitions:
-                    self._context.counters["acks0.undeliverable"] += 1
-                    self._tally.drop(name, NOT_LEADER_OR_FOLLOWER)
 
     async def close(self) -> None:
         """Release everything this connection holds; whole acks=0 frames are still sent."""

@@ -25,12 +25,14 @@ brokers are asked without waiting, and again until there is enough or the fetch'
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Final
 
 from kproxy.plain import compiled
 from kproxy.proxy.access import ClientAccess
 from kproxy.proxy.answer_order import AnswerOrder, Slot
+from kproxy.proxy.apis import NOT_SERVED, Ranges
 from kproxy.proxy.claims import Respond, refused_writes
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import FanoutShell
@@ -39,8 +41,14 @@ from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy.security.acls import Operation
-from kproxy_codec.error_codes import FETCH_SESSION_ID_NOT_FOUND, INVALID_REQUEST, INVALID_REQUIRED_ACKS
-from kproxy_codec.errors import InvalidField
+from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.error_codes import (
+    FETCH_SESSION_ID_NOT_FOUND,
+    INVALID_REQUEST,
+    INVALID_REQUIRED_ACKS,
+    NOT_LEADER_OR_FOLLOWER,
+)
+from kproxy_codec.errors import CodecError, InvalidField
 from kproxy_codec.fetch import NO_SESSION, FetchApi, response_ends
 from kproxy_codec.framing import RequestHeader, parse_request_header, response_header
 from kproxy_codec.list_offsets import LIST_OFFSETS_API
@@ -112,6 +120,21 @@ class DataRequests:
         exchange.is_silent = acks == 0
         self._fanout.submit(exchange, slot.fill, refused)
         return None if acks == 0 else 0
+
+    def count_lost(self, frame: memoryview, ranges: Ranges) -> None:
+        """Count the batches of a request that is not begun as lost, if its client waits for no answer."""
+        # A CodecError: it would have been refused.
+        with contextlib.suppress(CodecError):
+            header = parse_request_header(frame)
+            lowest, highest = ranges.get(header.api_key, NOT_SERVED)
+            if header.api_key != PRODUCE or not lowest <= header.api_version <= highest:
+                return
+            request = parse_produce(frame, header)
+            for topic in request.topics if request.acks == 0 else ():
+                name = self._topology.name_of(topic.name) or topic.name
+                for _ in topic.partitions:
+                    self._context.counters["acks0.undeliverable"] += 1
+                    self._context.tally.drop(name, NOT_LEADER_OR_FOLLOWER)
 
     def _refused_writes(self, request: PartitionedRequest) -> Mapping[Entry, int]:
         """The entries that the client may not write, by the rules or without a claim."""
