@@ -17,7 +17,7 @@ Invariants
    one.
 4. While the trail runs a row comes at least every MARK_S, and a mark within `interval_s` of the last row. Durations are
    measured on the monotonic clock; the wall clock only dates rows.
-5. Memory is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS numbers each, and what comes between two looks.
+5. Memory is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS spans each, and what comes between two looks.
 """
 
 from __future__ import annotations
