@@ -105,6 +105,20 @@ class Recorder:
         self._calls.append("end")
 
 
+def _dialled(listener: socket.socket, keeper: Recorder | None = None) -> Upstream:
+    """A connection that dials the listener."""
+    return Upstream(
+        1,
+        Address(*listener.getsockname()[:2]),
+        dialler=Dialler(),
+        arena=ReceiveArena(),
+        clock=time.monotonic,
+        max_answer_bytes=1 << 20,
+        connect_timeout_s=5.0,
+        keeper=keeper,
+    )
+
+
 @both_loops
 @in_one_go
 async def test_each_ticket_is_called_before_the_end_is_reported_also_if_one_ends_the_connection() -> None:
@@ -116,16 +130,7 @@ async def test_each_ticket_is_called_before_the_end_is_reported_also_if_one_ends
             upstream.drop()
 
     with socket.create_server((HOST, 0)) as listener:
-        upstream = Upstream(
-            1,
-            Address(*listener.getsockname()[:2]),
-            dialler=Dialler(),
-            arena=ReceiveArena(),
-            clock=time.monotonic,
-            max_answer_bytes=1 << 20,
-            connect_timeout_s=5.0,
-            keeper=Recorder(calls),
-        )
+        upstream = _dialled(listener, Recorder(calls))
         for correlation_id in (1, 2, 3):
             upstream.send(Ending(), correlation_id, [b"request"])
         await eventually(lambda: "end" in calls)
@@ -138,15 +143,7 @@ async def test_each_ticket_is_called_before_the_end_is_reported_also_if_one_ends
 async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
     """The kernel knows of it and the event loop does not yet: closing one half of such a connection is an error."""
     with socket.create_server((HOST, 0)) as listener:
-        upstream = Upstream(
-            1,
-            Address(*listener.getsockname()[:2]),
-            dialler=Dialler(),
-            arena=ReceiveArena(),
-            clock=time.monotonic,
-            max_answer_bytes=1 << 20,
-            connect_timeout_s=5.0,
-        )
+        upstream = _dialled(listener)
         ticket = Silent()
         upstream.send(ticket, 1, [b"request"])
         await eventually(lambda: ticket.is_sent)
