@@ -53,11 +53,15 @@ TESTS: Final = (
 )
 MUTANTS: Final = 60
 PASS_SHARE: Final = 0.9
-# The time limit for one mutant: the most, the least, and the multiple of the time that the tests take without a fault.
+# The time limit of the tests without a fault.
+BASELINE_TIMEOUT_S: Final = 1800.0
+# The time limit for one mutant, as a multiple of the time that the tests take without a fault: TIMEOUT_FACTOR while
+# that is at most MAX_TIMEOUT_S, else LONG_TIMEOUT_FACTOR; at least MIN_TIMEOUT_S.
 MAX_TIMEOUT_S: Final = 120.0
 MIN_TIMEOUT_S: Final = 30.0
 TIMEOUT_FACTOR: Final = 10.0
-# An endless loop may allocate all memory.
+LONG_TIMEOUT_FACTOR: Final = 3.0
+# An endless loop may allocate all memory. The limit is on data: etcd and Java reserve more address space than they use.
 MAX_MEMORY_KIB: Final = 4 << 20
 NOT_COPIED: Final = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "dist", "build")
 
@@ -123,6 +127,11 @@ def _forget_bytecode(path: Path) -> None:
         compiled.unlink()
 
 
+def limit_of(baseline_s: float) -> float:
+    """The time limit for one mutant, in seconds, where the tests take that long without a fault."""
+    return max(MIN_TIMEOUT_S, min(MAX_TIMEOUT_S, TIMEOUT_FACTOR * baseline_s), LONG_TIMEOUT_FACTOR * baseline_s)
+
+
 class Runner:
     """Runs the tests in copies of a tree, one copy for each job."""
 
@@ -131,7 +140,7 @@ class Runner:
         self._directory = directory
         self._command = command
         self._jobs = jobs
-        self.timeout_s = MAX_TIMEOUT_S
+        self.timeout_s = BASELINE_TIMEOUT_S
 
     async def check(self) -> None:
         """Run the tests without a fault; their time sets the limit for mutants. Raises ValueError if they fail."""
@@ -141,8 +150,7 @@ class Runner:
         if killed_by:
             output = (tree.parent / "unchanged.out").read_text()
             raise ValueError(f"without a fault: {killed_by}\n{output[-4000:]}")
-        wanted = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * (time.monotonic() - began))
-        self.timeout_s = min(MAX_TIMEOUT_S, wanted)
+        self.timeout_s = limit_of(time.monotonic() - began)
 
     async def run(self, faults: Sequence[Fault], report: Callable[[Outcome], None]) -> list[Outcome]:
         """The outcome of every fault, in order; `report` gets each when it is known."""
@@ -182,7 +190,7 @@ class Runner:
     async def _run(self, tree: Path) -> str:
         """How the tests failed; empty if they passed."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "codec")])}
-        bounded = ("sh", "-c", f'ulimit -v {MAX_MEMORY_KIB}; exec "$@"', "sh", *self._command)
+        bounded = ("sh", "-c", f'ulimit -d {MAX_MEMORY_KIB}; exec "$@"', "sh", *self._command)
         with (tree.parent / f"{tree.name}.out").open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *bounded, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True

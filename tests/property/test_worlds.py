@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import os
 import secrets
+from typing import Any
 
 import pytest
 
+from kproxy.proxy.broker_connection import Upstream
 from tests.simulation.__main__ import Summary
 from tests.simulation.setting import draw
 from tests.simulation.switches import SWITCHES, Switch, Worlds, search
@@ -54,6 +56,22 @@ def test_where_partitions_are_claimed_nobody_writes_what_another_was_granted() -
 def test_a_world_is_the_same_each_time(claims: bool) -> None:
     first, second = (run_world(SEED, setting=draw(SEED, claims=claims)) for _ in range(2))
     assert first.digest == second.digest, f"KPROXY_WORLDS_SEED={SEED}"
+
+
+@pytest.mark.parametrize("keeper", ["lost", "without a client"])
+def test_world_fails_without_owners_of_connections(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Upstream.__init__
+
+    def begin_without_owner(upstream: Upstream, *values: Any, **named: Any) -> None:
+        begin(upstream, *values, **named)
+        if keeper == "lost":
+            upstream._keeper = None
+        elif upstream._keeper is not None:
+            upstream._keeper._client = None  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Upstream, "__init__", begin_without_owner)
+    found = run_world(SEED).found
+    assert any("belongs to no client session" in each or "unknown owner" in each for each in found)
 
 
 def _searched_for(switch: Switch) -> bool:

@@ -309,6 +309,8 @@ class Cluster:
         """Serve one request."""
         key, version, correlation_id, _ = wire.head_of(frame)
         if key == wire.PRODUCE:
+            if connection.session is None:
+                self._found.append("a produce request came on a broker connection that belongs to no client session")
             self._serve_produce(connection, frame)
         elif key == wire.API_VERSIONS:
             body = correlation_id.to_bytes(4, "big") + self._introduction[version]

@@ -17,6 +17,7 @@ from scripts.mutants import (
     Outcome,
     Runner,
     drawn_fault,
+    limit_of,
     passes,
     patch_fault,
     summary,
@@ -200,6 +201,21 @@ async def test_what_never_ends_is_killed_by_time(checkout: Path) -> None:
 async def test_what_gathers_for_ever_is_killed_before_the_memory_is_gone(checkout: Path) -> None:
     outcomes = await outcomes_of(checkout, [change(checkout, "return 3", "return len(bytes(8 << 30)) and 3")])
     assert outcomes[0].killed_by == "tests failed with status 1"
+
+
+async def test_address_space_without_memory_is_allowed(checkout: Path) -> None:
+    # As etcd's runtime does: what is reserved has no memory behind it.
+    reserve = "import mmap as m; m.mmap(-1, 64 << 30, m.MAP_PRIVATE, m.PROT_READ); return 3"
+    outcomes = await outcomes_of(checkout, [change(checkout, "return 3", reserve)])
+    assert outcomes[0].killed_by == ""
+
+
+@pytest.mark.parametrize(
+    ("baseline_s", "limit_s"), [(0.5, 30.0), (8.0, 80.0), (20.0, 120.0), (40.0, 120.0), (300.0, 900.0)]
+)
+def test_limit_follows_the_baseline(baseline_s: float, limit_s: float, tmp_path: Path) -> None:
+    assert limit_of(baseline_s) == limit_s
+    assert Runner(tmp_path, tmp_path, COMMAND, 1).timeout_s > 600.0
 
 
 async def test_tests_that_fail_without_a_fault_judge_nothing(checkout: Path) -> None:
