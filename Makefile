@@ -81,10 +81,12 @@ check: install  ## lint, types, dependency direction, generated files; runs no t
 	@echo "mypy";         $(BIN)/mypy
 	@echo "import-linter"; $(BIN)/lint-imports
 	@echo "generated";    $(BIN)/python scripts/etcd_messages.py --check && $(BIN)/python scripts/man_pages.py --check && \
-		$(BIN)/python scripts/protocol_support.py --check && $(BIN)/python scripts/chart.py --check
+		$(BIN)/python scripts/protocol_support.py --check && $(BIN)/python scripts/chart.py --check && \
+		$(BIN)/python scripts/figures.py --check
 
-docs: install  ## write the generated pages: docs/man, docs/protocol-support.md, the chart's table of values and its schema
-	@$(BIN)/python scripts/man_pages.py && $(BIN)/python scripts/protocol_support.py && $(BIN)/python scripts/chart.py
+docs: install  ## write the generated pages: docs/man, docs/protocol-support.md, figures of docs/deploy.md, the chart's table and schema
+	@$(BIN)/python scripts/man_pages.py && $(BIN)/python scripts/protocol_support.py && $(BIN)/python scripts/chart.py && \
+		$(BIN)/python scripts/figures.py
 
 kubernetes:  ## render the Helm chart into deploy/kubernetes (needs helm)
 	@sh scripts/kubernetes.sh

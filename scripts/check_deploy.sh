@@ -42,6 +42,13 @@ refuses() {
     grep -q -- "$said" "$work/refused" || { cat "$work/refused"; return 1; }
 }
 
+# What must render, each with a word of it.
+shows() {
+    said=$1
+    shift
+    template "$@" | grep -q -- "$said"
+}
+
 checked "deploy/kubernetes is what the chart renders" "$HELM" scripts/kubernetes.sh --check
 for source in kafka kafscale reference; do
     checked "chart: lint, $source" "$HELM" "$HELM" lint --strict --quiet "$chart" -f "$chart/examples/$source.yaml"
@@ -53,6 +60,8 @@ checked "chart: several pods without an etcd are refused" "$HELM" \
 checked "chart: a misspelt value is refused" "$HELM" refuses replica -f $chart/examples/kafka.yaml --set replica=2
 checked "chart: a misspelt option is refused" "$HELM" \
     refuses drain -f $chart/examples/kafka.yaml --set config.limits.drain_sec=2
+checked "chart: helm test speaks TLS where the gateway does" "$HELM" \
+    shows KPROXY_BROKER_TLS__ENABLED -f $chart/examples/kafka.yaml --set config.tls.cert=c,config.tls.key=k
 template -f $chart/examples/kafka.yaml --set workers=4,monitoring.enabled=true,external.enabled=true \
     --set external.domain=kafka.example.org,networkPolicy.clientsFrom[0].ipBlock.cidr=10.0.0.0/8 \
     --set mode=gateway,image.digest="sha256:$(printf '%064d' 0)" >"$work/full.yaml" 2>/dev/null
