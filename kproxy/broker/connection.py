@@ -28,6 +28,7 @@ from typing import Any, cast
 
 import structlog
 
+from kproxy.address import Address
 from kproxy.broker.context import Bindings, Body, CloseConnection, Request
 from kproxy_codec.errors import CodecError
 from kproxy_codec.foreign import foreign_protocol
@@ -85,7 +86,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         peer = transport.get_extra_info("peername")
-        self._peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
+        self._peer = str(Address(*peer[:2]) if isinstance(peer, tuple) else peer)
         if not self._on_opened(self):
             self.abort()
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
+from kproxy.address import Address
 from kproxy.broker.apis import registry
 from kproxy.broker.broker_lease import BrokerLease, IdInUse
 from kproxy.broker.cluster import Change, ClusterView, Kind, Topic, get_or_put
@@ -250,7 +251,7 @@ class _Server:
             asyncio.create_task(self._fetchers.run()),
         ]
         await self._replica_manager.settle(OWN_PARTITIONS_TIMEOUT_S)
-        kafka = f"{self._config.listen[0]}:{bound_port(listener)}"
+        kafka = Address(self._config.listen[0], bound_port(listener))
         if self._entrance is not None:
             self._entrance.open(listener)
         else:
@@ -291,7 +292,7 @@ class _Server:
         """Raise StartupError if a live broker has no log id: an ISR that it writes could not be relied on."""
         earlier = [each for each in self._view.brokers.values() if each.log_id is None]
         if earlier:
-            brokers = ", ".join(f"{each.node_id} ({each.host}:{each.port})" for each in earlier)
+            brokers = ", ".join(f"{each.node_id} ({Address(each.host, each.port)})" for each in earlier)
             raise StartupError(
                 f"brokers of an earlier release are alive, which know no log ids: {brokers}. "
                 "Stop all brokers of this cluster, then start them all with this release; what they have stays"
@@ -365,7 +366,7 @@ class _Server:
         node_id, replica_manager = self._config.node_id, self._replica_manager
         self._page = HttpPage(BrokerPages(node_id, self._view, replica_manager, self._isr_keeper, self._status))
         host, port = self._config.admin
-        return f" admin={host}:{await self._page.start(host, port)}"
+        return f" admin={Address(host, await self._page.start(host, port))}"
 
     def _status(self) -> BrokerStatus:
         from kproxy.broker.admin import BrokerStatus

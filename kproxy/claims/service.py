@@ -21,6 +21,7 @@ from typing import Final
 
 import structlog
 
+from kproxy.address import Address
 from kproxy.claims.acquire import Bind, ChangeSignal, ClaimGranter, ClaimOutcome, ClaimWriter
 from kproxy.claims.admin import ClaimsAdmin
 from kproxy.claims.connection import MAX_CLAIMS_PER_CONNECTION, ClaimingConnection
@@ -283,7 +284,7 @@ class OwnService:
             log.error(
                 "writer groups differ from another proxy's",
                 advice="give all proxies of one etcd the same --writer-group",
-                proxy=f"{member.host}:{member.port}",
+                proxy=str(Address(member.host, member.port)),
                 differ=sorted(
                     topic
                     for topic in {*member.writer_groups, *self._group_by_topic}

@@ -71,10 +71,14 @@ def command(config: Path | None, as_json: bool) -> None:
 
 
 def _try_files(config: ProxyConfig) -> list[str]:
-    """Read the users and the keys of tokens, as a start does; return what it would warn of. Raises StartupError."""
+    """Check the files of users, tokens and the trail as a start does; return its warnings. Raises StartupError."""
     # Imported here: only a configuration with SASL needs what verifies tokens and passwords.
     from kproxy.security.files import SecurityFiles
     from kproxy.security.reloading import Reloads
+    from kproxy.trail.file_sinks import check_directory
+
+    if config.audit.directory is not None:
+        check_directory(config.audit.directory)
 
     async def read() -> SecurityFiles:
         # Keys from a URL belong to an event loop; nothing is fetched.

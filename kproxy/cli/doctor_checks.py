@@ -31,7 +31,6 @@ from kproxy.etcd.endpoints import parse_endpoints
 from kproxy.observe.table import NO_LEADER, ReplicaRow
 from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerUnreachable, KafkaConnection
 from kproxy.ownership.replication import read_replication
-from kproxy.routing import topology
 from kproxy.security.broker_access import BrokerAccess
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes as codes
@@ -249,7 +248,8 @@ async def _bootstrap(stack: AsyncExitStack, address: Address, access: BrokerAcce
     try:
         told = await _ask_who(stack, address, access)
     except BrokerUnreachable as error:
-        text = f"{error}: start the server there, or name another address with --bootstrap H:P."
+        way_out = "start the server there, or name another address with --bootstrap H:P."
+        text = f"{error}: {await _if_tls(address, access) or way_out}"
         return Finding("FAIL", text, "kafka.bootstrap", str(address)), None
     took_ms = _ms_since(began)
     count = len(told.brokers)
@@ -264,11 +264,31 @@ async def _bootstrap(stack: AsyncExitStack, address: Address, access: BrokerAcce
 
 async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAccess) -> _Told:
     """Connect and ask for metadata. Raises BrokerUnreachable."""
-    connection = await KafkaConnection.open(topology.Address(*address), STEP_S, CLIENT_ID, access)
+    connection = await KafkaConnection.open(address, STEP_S, CLIENT_ID, access)
     stack.push_async_callback(connection.close)
     answer = await connection.ask(keys.METADATA, HIGHEST, topics=[], allow_auto_topic_creation=False)
     brokers = {each.node_id: Address(each.host, each.port) for each in answer.brokers}
     return _Told(address, connection, brokers, getattr(answer, "cluster_id", None))
+
+
+async def _if_tls(address: Address, access: BrokerAccess) -> str:
+    """The way out if a server was asked in plain text and speaks TLS, whatever its certificate; else empty."""
+    if access.context() is not None:
+        return ""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(STEP_S):
+            _, writer = await asyncio.open_connection(*address, ssl=context)
+    except (OSError, TimeoutError) as error:
+        # An alert shows TLS too: the server wants another version, or a certificate.
+        if not isinstance(error, ssl.SSLError) or "ALERT" not in (error.reason or ""):
+            return ""
+    else:
+        writer.close()
+    return (
+        "the server there speaks TLS: give --broker-tls-enabled, or --broker-tls-ca FILE for an authority of its own."
+    )
 
 
 async def _about_named(told: Sequence[_Told], access: BrokerAccess) -> list[Finding]:
@@ -292,9 +312,13 @@ async def _about_one(address: Address, number: int, by: _Told, access: BrokerAcc
         async with AsyncExitStack() as stack:
             met = await _ask_who(stack, address, access)
     except BrokerUnreachable as error:
+        way_out = (
+            "start it if it is down; otherwise correct the address that it advertises (--advertise of kproxy, "
+            "advertised.listeners of Kafka)."
+        )
         text = (
-            f"{error}, but {by.address} tells clients to connect to it, as broker {number}: start it if it is down; "
-            f"otherwise correct the address that it advertises (--advertise of kproxy, advertised.listeners of Kafka)."
+            f"{error}, but {by.address} tells clients to connect to it, as broker {number}: "
+            f"{await _if_tls(address, access) or way_out}"
         )
         return Finding("FAIL", text, "kafka.named", at, {"broker": number})
     took_ms = _ms_since(began)
@@ -419,7 +443,7 @@ class _Probe:
         if address in self._connections:
             return self._connections[address]
         try:
-            connection = await KafkaConnection.open(topology.Address(*address), STEP_S, CLIENT_ID, self._access)
+            connection = await KafkaConnection.open(address, STEP_S, CLIENT_ID, self._access)
         except BrokerUnreachable as error:
             raise _Failed(
                 f"no record was written to {self._topic}, partition {partition}: {error}, and clients write "

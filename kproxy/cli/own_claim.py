@@ -20,7 +20,6 @@ from kproxy.config import Address
 from kproxy.errors import StartupError
 from kproxy.observe.table import ClaimRow
 from kproxy.ownership.kafka_client import BrokerUnreachable, KafkaConnection, open_any
-from kproxy.routing import topology
 from kproxy_codec.api_keys import API_VERSIONS, OWN
 from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
@@ -97,7 +96,7 @@ async def claim(proxies: Sequence[Address], wanted: Wanted, client_id: str, know
 
     `known`: the source to ask for the owners of refused or lost resources.
     """
-    addresses = [topology.Address(*proxy) for proxy in proxies]
+    addresses = list(proxies)
     try:
         connection = await open_any(addresses, CONNECT_TIMEOUT_S, client_id.encode())
     except BrokerUnreachable as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kproxy.address import Address
 from kproxy.cli import start_logging
 from kproxy.cli.options import Asked, bootstrap_option
 from kproxy.cli.pipeline import check_master, kafka_flags, kafka_options, session_options, spark_flags
@@ -177,7 +178,7 @@ def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
     metrics, report, stop = Metrics(), Report(), Stop()
     with stopped_by_signals(stop), serving(metrics, listen) as port, report:
         if port:
-            report.say(f"Metrics are at http://{parse_address(str(listen), '--metrics').host}:{port}/metrics")
+            report.say(f"Metrics are at http://{Address(parse_address(str(listen), '--metrics').host, port)}/metrics")
         starting = report.stage("Spark", "starting")
         with open_session(session, lambda jars: starting.say(f"first start: {jars} jars downloaded")) as opened:
             if stop.wanted:

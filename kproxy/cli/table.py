@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kproxy.address import Address
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import EtcdPlace, asked_place, asks_proxy_or_etcd
 from kproxy.cli.table_sources import Unanswered, answers, tables_from_admin, tables_from_etcd
@@ -69,7 +70,7 @@ def rows_of(table: TablePage) -> Iterator[Row]:
 
     A broker whose key is gone has no address.
     """
-    addresses = {broker.id: f"{_bracketed(broker.host)}:{broker.port}" for broker in table.brokers}
+    addresses = {broker.id: str(Address(broker.host, broker.port)) for broker in table.brokers}
     for topic in table.topics:
         for each in topic.partitions:
             address = addresses.get(each.owner, "-")
@@ -139,8 +140,7 @@ def proxies_line(table: TablePage) -> str:
     Others know only registered ones.
     """
     named = [
-        f"{each.id} at {_bracketed(each.host)}:{each.port}{' (this one)' if each.this else ''}"
-        for each in table.proxies
+        f"{each.id} at {Address(each.host, each.port)}{' (this one)' if each.this else ''}" for each in table.proxies
     ]
     line = f"{len(named)} {'proxy' if len(named) == 1 else 'proxies'}: {', '.join(named)}"
     return f"{line}; this one is {table.registration}" if table.registration not in ("", "registered") else line
@@ -164,7 +164,7 @@ def describe_changes(before: TablePage, after: TablePage) -> list[str]:
     brokers_before, brokers_after = set(before.brokers), set(after.brokers)
     for broker in sorted(brokers_before ^ brokers_after, key=lambda each: (each.id, each in brokers_after)):
         what = "is there" if broker in brokers_after else "is gone"
-        lines.append(f"broker {broker.id} at {_bracketed(broker.host)}:{broker.port} {what}")
+        lines.append(f"broker {broker.id} at {Address(broker.host, broker.port)} {what}")
     if (before.proxies, before.registration) != (after.proxies, after.registration):
         lines.append(proxies_line(after))
     if before.stale != after.stale:
@@ -241,15 +241,11 @@ def _owner(owner: int | None) -> str:
     return "nobody" if owner is None else f"broker {owner}"
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 def _seconds(age_s: float) -> str:
     return f"{age_s:.1f} s" if age_s < 120 else f"{age_s / 60:.0f} min"
 
 
-@click.command("table")
+@click.command("table", epilog="Exit status: 0, or 1 if no partition of the --topic is in the table.")
 @asks_proxy_or_etcd
 @click.option("--topic", metavar="NAME", help="Only this topic.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with --watch one line for each change.")
@@ -274,20 +270,25 @@ def command(context: click.Context, /, topic: str | None, as_json: bool, watch: 
     else:
         tables = tables_from_admin(place, topic)
     if not watch:
-        return run_async(lambda: _show_once(tables, as_json))
+        return run_async(lambda: _show_once(tables, as_json, topic))
     try:
         return run_async(lambda: _follow(tables, as_json))
     except KeyboardInterrupt:
         return 0
 
 
-async def _show_once(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool) -> None:
+async def _show_once(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool, topic: str | None) -> int:
     async with aclosing(tables):
         table = await anext(answers(tables))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(table), indent=2).decode())
     else:
         show(table)
+    if topic is None or any(each.partitions for each in table.topics):
+        return 0
+    reason = "nobody owns one at the moment, or there is no such topic"
+    click.echo(f"kproxy: no partition of topic {topic!r} is in the table: {reason}.", err=True)
+    return 1
 
 
 async def _follow(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool) -> None:

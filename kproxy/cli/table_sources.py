@@ -23,6 +23,7 @@ import click
 import msgspec
 
 from kproxy.cli.options import AdminPlace
+from kproxy.config import DEFAULT_ADMIN
 from kproxy.config.admin import SPEAKS_TLS, read_token
 from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
@@ -86,8 +87,8 @@ def ask(
             failure = broker_failure(error, name=name, has_ca=has_ca, has_cert=has_cert, words=_WORDS)
             raise NoAnswer(f"the admin page at {place} cannot be asked: {failure.text}.") from error
         raise NoAnswer(
-            f"no admin page answers at {place} ({_reason(error)}): start `kproxy dev`, "
-            f"name a proxy's page with --admin H:P, or ask etcd with --etcd URL."
+            f"no admin page answers at {place} ({_reason(error)}): start `kproxy dev`, or "
+            f"`kproxy serve` with --admin {DEFAULT_ADMIN}; name a page with --admin H:P, or ask etcd with --etcd URL."
         ) from error
     finally:
         connection.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import msgspec
@@ -48,7 +48,7 @@ class ListenerConfig:
     that share an etcd. `advertise` None: the address listened on. With `proxy_protocol` a connection begins with a
     header of the PROXY protocol, version 2, and with `proxy_protocol_from` only connections from these networks are
     taken. `sasl`: the mechanisms that it is to offer, none if empty; None: those of `[sasl]` that fit it. `identity`:
-    that of its clients' broker connections; None: that of `[sasl]`.
+    that of its clients' broker connections; None: that of `[sasl]`. `only_ipv6`: another one has the port for IPv4.
     """
 
     name: str
@@ -59,11 +59,17 @@ class ListenerConfig:
     sasl: tuple[str, ...] | None = None
     identity: Identity | None = None
     proxy_protocol_from: tuple[Network, ...] | None = None
+    only_ipv6: bool = False
 
     def advertised(self, port: int) -> Address:
         """The address that clients see; `port` is the one listened on."""
         host, advertised_port = self.advertise or self.listen
         return Address(host, advertised_port or port)
+
+    @property
+    def has_ipv6(self) -> bool:
+        """Whether it listens on an address of IPv6."""
+        return ":" in self.listen.host
 
     @property
     def is_plain(self) -> bool:
@@ -84,12 +90,26 @@ def parse_listeners(given: object, where: str) -> tuple[ListenerConfig, ...]:
     for what, values in (
         ("the name", [each.name for each in listeners]),
         ("the address", [str(each.listen) for each in listeners if each.listen.port]),
-        ("the advertised address", [str(each.advertise) for each in listeners if each.advertise is not None]),
+        ("the advertised address", _advertised_by_family(listeners)),
     ):
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
             raise StartupError(f"listeners in {where}: two of them have {what} {twice}: give each its own.")
-    return listeners
+    taken = {each.listen.port for each in listeners if not each.has_ipv6} - {0}
+    return tuple(replace(each, only_ipv6=each.has_ipv6 and each.listen.port in taken) for each in listeners)
+
+
+def _advertised_by_family(listeners: Sequence[ListenerConfig]) -> list[str]:
+    """The advertised addresses; one that a listener for each family of a port advertises counts once.
+
+    A name may have addresses of both families.
+    """
+    pairs = {(str(each.advertise), each.listen.port) for each in listeners if each.has_ipv6}
+    return [
+        str(each.advertise)
+        for each in listeners
+        if each.advertise is not None and (each.has_ipv6 or (str(each.advertise), each.listen.port) not in pairs)
+    ]
 
 
 def _parse_one(given: Mapping[str, object], number: int, where: str) -> ListenerConfig:

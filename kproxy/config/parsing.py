@@ -13,30 +13,18 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from kproxy.address import Address as Address
 from kproxy.errors import StartupError
 from kproxy_codec.own import MAX_NAME_BYTES
 
 DEFAULT_LISTEN = "127.0.0.1:9092"
 DEFAULT_ADMIN = "127.0.0.1:9644"
 WILDCARDS = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with, not bound
-
-
-class Address(NamedTuple):
-    """An address to listen on or connect to.
-
-    `host` has no brackets, even for IPv6. Port 0: any free one.
-    """
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_address(text: str, source: str) -> Address:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -223,6 +223,7 @@ _NEVER_EMPTY = ("sasl", "oauth", "admin")
 SECRETS = ETCD_SECRETS | BROKER_SECRETS | ADMIN_SECRETS
 # Sections without keys of their own: the static table, several listeners, the rules of access, and quotas.
 TABLES = (*STATIC_TABLE_SECTIONS, LISTENERS, ACLS, QUOTAS)
+_READ_AGAIN = (*STATIC_TABLE_SECTIONS, ACLS, QUOTAS)
 
 
 def _flag_of(path: str) -> str:
@@ -241,6 +242,45 @@ _FLAG_PATHS = {
 
 
 @dataclass(frozen=True)
+class Setting:
+    """One option in force.
+
+    `source` is `default`, `--flag`, an environment variable or `key in FILE`.
+    """
+
+    path: str
+    value: object
+    source: str
+
+
+@dataclass(frozen=True)
+class Given:
+    """How the options were given: `settings` by key path, from `file`, the environment and `flags`."""
+
+    file: Path | None
+    flags: Mapping[str, object]
+    settings: Mapping[str, Setting]
+
+    def is_default(self, path: str) -> bool:
+        return self.settings[path].source == "default"
+
+    def changed(self) -> list[str]:
+        """Read the file and the environment again; return the options that only a new start would apply.
+
+        Raises StartupError if a start would refuse them. The tables that are read again while the proxy serves are
+        left out.
+        """
+        now = load_settings(self.file, flags=self.flags)
+        build_proxy_config(now)
+        paths = dict.fromkeys([*self.settings, *now])
+        return [path for path in paths if path not in _READ_AGAIN and _value(self.settings, path) != _value(now, path)]
+
+
+def _value(settings: Mapping[str, Setting], path: str) -> object:
+    return settings[path].value if path in settings else None
+
+
+@dataclass(frozen=True)
 class ProxyConfig:
     """The configuration of `kproxy serve`, checked.
 
@@ -254,7 +294,7 @@ class ProxyConfig:
     `writer_groups`: for each topic that only owners may write to, the group in which they own; these need an `etcd`.
     The bounds of `audit` hold for each process by itself. `broker_tls` None: brokers are accessed in plain text;
     `broker_sasl` None: without authentication. `sasl` None: clients need not authenticate. `access` None: all of them
-    may do anything. `quotas` None: there are no quotas.
+    may do anything. `quotas` None: there are no quotas. `given` None: the options come from no file or command.
     """
 
     listeners: tuple[ListenerConfig, ...]
@@ -279,6 +319,7 @@ class ProxyConfig:
     access: AccessOptions | None = None
     quotas: QuotaOptions | None = None
     admin_options: AdminOptions = field(default_factory=AdminOptions)
+    given: Given | None = field(default=None, repr=False, compare=False)
 
     @property
     def counts_use(self) -> bool:
@@ -296,18 +337,6 @@ class ProxyConfig:
         return self.listeners[0].advertise
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One option in force.
-
-    `source` is `default`, `--flag`, an environment variable or `key in FILE`.
-    """
-
-    path: str
-    value: object
-    source: str
-
-
 def load_proxy_config(
     file: Path | None = None,
     *,
@@ -318,7 +347,8 @@ def load_proxy_config(
 
     None values count as not given.
     """
-    return build_proxy_config(load_settings(file, flags=flags, environ=environ))
+    settings = load_settings(file, flags=flags, environ=environ)
+    return replace(build_proxy_config(settings), given=Given(file, flags or {}, settings))
 
 
 def load_settings(

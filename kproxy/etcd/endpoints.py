@@ -19,6 +19,7 @@ import ssl
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kproxy.address import Address
 from kproxy.config.etcd import EtcdOptions, tls_context
 from kproxy.errors import StartupError
 from kproxy.etcd.errors import EtcdMisused
@@ -35,7 +36,7 @@ class Endpoint(NamedTuple):
     tls: bool = False
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return str(Address(self.host, self.port))
 
     @property
     def target(self) -> str:

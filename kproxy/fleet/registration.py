@@ -42,6 +42,7 @@ import msgspec
 import structlog
 from msgspec import Meta
 
+from kproxy.address import Address
 from kproxy.etcd import (
     EtcdClient,
     EtcdError,
@@ -191,7 +192,7 @@ class Registrar:
 
     @property
     def _address(self) -> str:
-        return f"{self._host}:{self._port}"
+        return str(Address(self._host, self._port))
 
     # Claiming
 

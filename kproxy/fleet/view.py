@@ -30,6 +30,7 @@ from types import MappingProxyType
 
 import structlog
 
+from kproxy.address import Address
 from kproxy.etcd import EtcdClient, KeyValue, PrefixMirror, Snapshot, WatchEvent
 from kproxy.fleet.registration import NO_LISTENERS, Listeners, parse_listeners, parse_proxy, proxies_prefix
 from kproxy.ownership.lease_keys import InvalidEntry, SkippedKeys
@@ -169,7 +170,7 @@ class FleetView:
 
 def _in_words(proxies: Iterable[Proxy]) -> str:
     ordered = sorted(proxies)
-    words = [f"{proxy.node_id} at {proxy.host}:{proxy.port}" for proxy in ordered[:MAX_LOGGED_PROXIES]]
+    words = [f"{proxy.node_id} at {Address(*proxy.address)}" for proxy in ordered[:MAX_LOGGED_PROXIES]]
     more = len(ordered) - len(words)
     return ", ".join(words) + (f" and {more} more" if more else "")
 

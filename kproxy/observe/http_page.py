@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, cast
@@ -36,11 +36,12 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from aiohttp.web_protocol import RequestHandler
 
+from kproxy.address import Address
 from kproxy.config.admin import SPEAKS_TLS
 from kproxy.config.tls import Loaded
 from kproxy.errors import StartupError
 from kproxy.observe.page_guard import Handler, PageGuard
-from kproxy.runtime.sockets import bind, bound_port
+from kproxy.runtime.sockets import accept_from, bind, bound_port
 from kproxy.security.entrance import Entrance
 from kproxy.security.tls_errors import ListenerWords
 from kproxy_codec.foreign import http_answer
@@ -125,11 +126,14 @@ class HttpPage:
         if tls is not None:
             return await self._start_with_tls(host, port, tls)
 
-        async def listen() -> None:
-            self._server = await asyncio.get_running_loop().create_server(self._visitor, host, port)
-
-        await self._listen(listen, f"{host}:{port}", f"choose {_REMEDY}")
-        return bound_port(cast(asyncio.Server, self._server))
+        await self._runner.setup()
+        try:
+            self._server = await bind(self._visitor, host, port, choose=_REMEDY)
+            await accept_from(self._server)
+        except StartupError:
+            await self.stop()
+            raise
+        return bound_port(self._server)
 
     async def _start_with_tls(self, host: str, port: int, tls: Callable[[], Loaded]) -> int:
         bound = await bind(asyncio.Protocol, host, port, choose=_REMEDY)
@@ -158,17 +162,14 @@ class HttpPage:
 
     async def start_unix(self, path: Path) -> None:
         """Listen on a unix socket, in the place of one that another process left. Raises StartupError as `start`."""
-        remedy = "name another directory in TMPDIR, with a short path"
-        await self._listen(lambda: web.UnixSite(self._runner, path).start(), str(path), remedy)
-
-    async def _listen(self, listen: Callable[[], Awaitable[None]], where: str, remedy: str) -> None:
         await self._runner.setup()
         try:
-            await listen()
+            await web.UnixSite(self._runner, path).start()
         except OSError as error:
             await self._runner.cleanup()
             raise StartupError(
-                f"the admin page cannot listen on {where} ({error.strerror or error}): {remedy}."
+                f"the admin page cannot listen on {path} ({error.strerror or error}): name another directory in "
+                f"TMPDIR, with a short path."
             ) from error
 
     async def stop(self) -> None:
@@ -292,7 +293,7 @@ class _Visitor(asyncio.Protocol):
             most_a_minute=5,
             bounded_by="failure",
             failure=word,
-            client=f"{peer[0]}:{peer[1]}" if peer else "?",
+            client=str(Address(*peer[:2])) if peer else "?",
             reason=reason,
         )
         transport.abort()

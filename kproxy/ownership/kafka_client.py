@@ -74,7 +74,7 @@ class KafkaConnection:
                 )
         except (OSError, TimeoutError) as error:
             why = _why(access.explain(error, address.host) if isinstance(error, OSError) else error)
-            raise BrokerUnreachable(f"{address.host}:{address.port} cannot be reached ({why})") from error
+            raise BrokerUnreachable(f"{address} cannot be reached ({why})") from error
         connection = cls(address, reader, writer, timeout_s, client_id, access)
         try:
             await connection._introduce()
@@ -118,7 +118,7 @@ class KafkaConnection:
         try:
             session = await authenticating
         except AccessRefused as error:
-            raise BrokerUnreachable(f"{self.address.host}:{self.address.port} gives no access ({error})") from error
+            raise BrokerUnreachable(f"{self.address} gives no access ({error})") from error
         self._authenticate_version = session.authenticate_version
         now = asyncio.get_running_loop().time()
         self._renew_at = None if session.renew_after_s is None else now + session.renew_after_s
@@ -161,13 +161,12 @@ class KafkaConnection:
 
     def unreachable(self, api_key: int, error: BaseException) -> BrokerUnreachable:
         """Make the error for a missing or invalid answer."""
-        where = f"{self.address.host}:{self.address.port}"
         if isinstance(error, OSError):
             error = self._access.explain(error, self.address.host)
         # TimeoutError is an OSError.
         is_gone = isinstance(error, (OSError, EOFError)) and not isinstance(error, TimeoutError)
         kind = BrokerGone if is_gone else BrokerUnreachable
-        return kind(f"{where} did not answer {keys.name_of(api_key)} ({_why(error)})")
+        return kind(f"{self.address} did not answer {keys.name_of(api_key)} ({_why(error)})")
 
     async def _answer(self) -> memoryview:
         while received := await self._reader.read(_READ_BYTES):

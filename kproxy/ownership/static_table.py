@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from kproxy.config import Owners
-from kproxy.routing.topology import Address, Ownership, Topology
+from kproxy.routing.topology import Ownership, Topology
 
 
 class StaticTable:
@@ -31,7 +31,7 @@ class StaticTable:
         self._readings += 1
         topology = self._topology
         for broker_id, address in owners.brokers.items():
-            topology.set_broker(broker_id, Address(*address))
+            topology.set_broker(broker_id, address)
         rows = []
         for topic in owners.topics:
             name = topic.name.encode()

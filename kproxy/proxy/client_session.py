@@ -201,13 +201,13 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         loop = asyncio.get_running_loop()
         self._answers.outbox = PacedOutbox(loop, self._transport, flushes_of(loop), self._share)
         peer = self._reception.source or transport.get_extra_info("peername")
-        self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
+        self.peer = str(Address(*peer[:2]) if isinstance(peer, tuple) else peer)
         if self._fanout.acks is not None:
             self._fanout.acks.peer = self.peer
         if self._access is not None:
             self._access.peer = self.peer
         if self._gate is not None:
-            self._gate.connected(transport.get_extra_info("peercert"), self.peer.rpartition(":")[0])
+            self._gate.connected(transport.get_extra_info("peercert"), peer[0] if isinstance(peer, tuple) else "")
 
     # Authentication
 

@@ -13,8 +13,9 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from kproxy.address import Address
 from kproxy.claims.admin import ClaimsAdmin
-from kproxy.config import Address, ProxyConfig
+from kproxy.config import ProxyConfig
 from kproxy.config.admin import read_page_token
 from kproxy.config.tls import Loaded
 from kproxy.observe.admin import AdminPage, ReplicaPages
@@ -195,4 +196,4 @@ class AdminSite:
         host, port = self._address
         tls = self._tls
         real_port = await page.start(host, port, None if tls is None else lambda: tls.current, self._counters)
-        return page, f" admin={host}:{real_port}"
+        return page, f" admin={Address(host, real_port)}"

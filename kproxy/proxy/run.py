@@ -98,7 +98,7 @@ class _Proxy:
         self._counters = Counter[str]()
         self._reminders = Reminders(time.monotonic)
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
-        self._reloads = Reloads()
+        self._reloads = Reloads(config.given if front.worker is None else None)
         self._connections = OpenConnections()
         self._site: AdminSite | None = None
         self._audit_access = self._open_audit_access()
@@ -143,7 +143,7 @@ class _Proxy:
             await self._listener.serve(context, fleets=membership.by_listener, admissions=self._admissions(security))
             if self._front.worker in (None, 1):
                 log.info("plain path chosen", kind="Python" if compiled is None else "compiled")
-                _tell_of_too_few_files(config.limits.max_connections)
+                _tell_of_too_few_files(config)
             audit.ship()
             stack.push_async_exit(self._linger)
             stack.push_async_callback(membership.leave)
@@ -154,7 +154,7 @@ class _Proxy:
             # Also if etcd is used only for the other proxies.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
             self._front.ready(
-                f"{config.listen.host}:{port}{ready_listeners(config.listeners, ports)}", opened.ready or etcd
+                f"{Address(config.listen.host, port)}{ready_listeners(config.listeners, ports)}", opened.ready or etcd
             )
             stack.callback(self._front.stops)
             failing = asyncio.create_task(membership.failed())
@@ -414,18 +414,26 @@ async def _reload_at(hangup: asyncio.Event, source: Source, reloads: Reloads) ->
         await hangup.wait()
         hangup.clear()
         await reloads.reload()
+        reported = ""
         try:
             log.info("ownership reloaded", outcome=await source.reload())
         except StartupError as error:
-            log.error("ownership not reloaded", consequence="the known owners stay in force", reason=str(error))
+            reported = str(error)
+            log.error("ownership not reloaded", consequence="the known owners stay in force", reason=reported)
+        await reloads.report_options(reported)
 
 
-def _tell_of_too_few_files(max_connections: int) -> None:
+def _tell_of_too_few_files(config: ProxyConfig) -> None:
+    max_connections = config.limits.max_connections
     limit, wanted = open_file_limit(), descriptors.wanted(max_connections)
     if limit is not None and limit < wanted:
+        enough_for_clients = descriptors.most_clients(limit)
+        if config.given is None or config.given.is_default("limits.max_connections"):
+            log.info("clients limited by open files", enough_for_clients=enough_for_clients, limit=limit)
+            return
         log.warning(
             "limit of open files too low",
-            enough_for_clients=descriptors.most_clients(limit),
+            enough_for_clients=enough_for_clients,
             advice="raise it (ulimit -Hn, LimitNOFILE= of systemd), or lower limits.max_connections",
             limit=limit,
             max_connections=max_connections,

@@ -153,10 +153,12 @@ class Listener:
     ) -> int:
         """Like `bind`, for a listener as configured; `tls` if it has TLS."""
         if config.is_plain:
-            server = await bind(lambda: self._session(config.name), *config.listen, shared=shared)
+            server = await bind(
+                lambda: self._session(config.name), *config.listen, shared=shared, only_ipv6=config.only_ipv6
+            )
             self._servers.append(server)
             return bound_port(server)
-        server = await bind(asyncio.Protocol, *config.listen, shared=shared)
+        server = await bind(asyncio.Protocol, *config.listen, shared=shared, only_ipv6=config.only_ipv6)
         entrance = Entrance(
             config.name,
             None if tls is None else lambda: tls.current,

@@ -22,7 +22,7 @@ from kproxy.proxy.api_versions import NO_CAPS
 from kproxy.proxy.context import ProducerIds, ProxyContext
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.routing import retry
-from kproxy.routing.topology import Address, Topology
+from kproxy.routing.topology import Topology
 from kproxy.runtime.tasks import cancel, in_time
 from kproxy.security.broker_access import BrokerAccess
 from kproxy_codec.api_keys import PRODUCE
@@ -143,7 +143,7 @@ async def _open_kafka(
     waits: Callable[[str], None],
     access: BrokerAccess,
 ) -> OpenSource:
-    bootstrap = [Address(*address) for address in config.bootstrap]
+    bootstrap = config.bootstrap
     metadata = KafkaMetadata(bootstrap, topology, interval_s=config.refresh_s, access=access)
     following = _follow(metadata, stack)
     where = ", ".join(map(str, config.bootstrap))

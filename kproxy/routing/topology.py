@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import NamedTuple
 
+from kproxy.address import Address as Address
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
 
 NO_OWNER = -1
@@ -41,16 +42,6 @@ MAX_PARTITION_INDEX = 999_999
 MAX_MOVES_KEPT = 256
 # Rows that are checked in one step when a load ends.
 PORTION_ROWS = 1_000
-
-
-class Address(NamedTuple):
-    """A broker's listener."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Ownership(NamedTuple):

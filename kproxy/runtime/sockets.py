@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from kproxy.address import Address
 from kproxy.errors import StartupError
 
 BACKLOG = 1024
@@ -24,17 +25,21 @@ async def bind(
     port: int,
     *,
     shared: bool = False,
+    only_ipv6: bool = False,
     choose: str = _OTHER_ADDRESS,
 ) -> asyncio.Server:
     """Bind a server that does not accept yet; port 0 takes any free one.
 
-    Raises StartupError. A host name with several addresses gets one port on all of them. `shared` lets other processes
-    bind the same port (SO_REUSEPORT). `choose` ends the error's sentence: what the user should choose instead.
+    Raises StartupError. A host name with several addresses gets one port on all of them, and `::` one for IPv6 and
+    IPv4, as in Java's brokers, unless `only_ipv6`. `shared` lets other processes bind the same port (SO_REUSEPORT).
+    `choose` ends the error's sentence: what the user should choose instead.
     """
+    # A socket for each family: one for both would show clients of IPv4 by addresses of IPv6, which no rule names.
+    hosts = host if host != "::" or only_ipv6 else ("::", "0.0.0.0")  # noqa: S104 - the user says so
 
     async def create(port: int) -> asyncio.Server:
         return await asyncio.get_running_loop().create_server(
-            factory, host, port, backlog=BACKLOG, start_serving=False, reuse_port=shared
+            factory, hosts, port, backlog=BACKLOG, start_serving=False, reuse_port=shared
         )
 
     try:
@@ -45,7 +50,7 @@ async def bind(
             return await create(port)
         return server
     except OSError as error:
-        raise _not_bound(f"{host}:{port}", error, choose) from error
+        raise _not_bound(Address(host, port), error, choose) from error
 
 
 def bound_port(server: asyncio.Server) -> int:
@@ -62,7 +67,7 @@ async def accept_from(server: asyncio.Server) -> None:
             # uvloop reports such an error to nobody.
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     except OSError as error:
-        raise _not_bound(f"{host}:{port}", error, _OTHER_ADDRESS) from error
+        raise _not_bound(Address(host, port), error, _OTHER_ADDRESS) from error
 
 
 def _listens(bound: socket.socket) -> bool:
@@ -70,7 +75,7 @@ def _listens(bound: socket.socket) -> bool:
         return bool(same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _not_bound(address: str, error: OSError, choose: str) -> StartupError:
+def _not_bound(address: Address, error: OSError, choose: str) -> StartupError:
     return StartupError(f"cannot listen on {address} ({error.strerror or error}): choose {choose}")
 
 

@@ -45,6 +45,7 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
+from kproxy.address import Address
 from kproxy.config.listeners import Network
 from kproxy.config.tls import ListenerTls, Loaded, load_listener_tls
 from kproxy.errors import StartupError
@@ -343,11 +344,11 @@ class Entrance(Generic[Session]):
                 continue
             if self._proxy_senders is not None and not is_among(address[0], self._proxy_senders):
                 connection.close()
-                self._refused(_FOREIGN_SENDER, f"{address[0]}:{address[1]}")
+                self._refused(_FOREIGN_SENDER, str(Address(*address[:2])))
             elif self._refuses():
                 connection.close()
             else:
-                self._begin(connection, f"{address[0]}:{address[1]}")
+                self._begin(connection, str(Address(*address[:2])))
             # A flood of connections must not keep the event loop from everything else.
             await asyncio.sleep(0)
 
@@ -372,7 +373,7 @@ class Entrance(Generic[Session]):
             async with asyncio.timeout(HANDSHAKE_S):
                 source = await _read_header(connection) if self._proxy_protocol else None
                 if source is not None:
-                    peer = f"{source.host}:{source.port}"
+                    peer = str(Address(source.host, source.port))
                 first = await _peek(connection, _FIRST_BYTES) if self._tls is not None else b""
                 if self._tls is not None and first[0] == _TLS_HANDSHAKE:
                     await self._turn()

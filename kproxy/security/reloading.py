@@ -27,6 +27,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import structlog
 
+from kproxy.config.proxy import Given
 from kproxy.errors import StartupError
 
 log = structlog.get_logger(__name__)
@@ -96,9 +97,13 @@ class Reloading(Generic[T]):
 
 
 class Reloads:
-    """All values of one process that are made of files."""
+    """All values of one process that are made of files.
 
-    def __init__(self) -> None:
+    `given`: the options as given, for `report_options`; None: another process reports.
+    """
+
+    def __init__(self, given: Given | None = None) -> None:
+        self._given = given
         self._values: list[Reloading[Any]] = []
         self._turn = asyncio.Lock()
 
@@ -119,6 +124,17 @@ class Reloads:
         async with self._turn:
             for value in self._values:
                 await value.reload()
+
+    async def report_options(self, reported: str = "") -> None:
+        """Log which options have changed that only a new start applies, or why it would fail, if not for `reported`."""
+        try:
+            changed = await asyncio.to_thread(self._given.changed) if self._given is not None else []
+        except StartupError as error:
+            if str(error) != reported:
+                log.error("configuration not usable", consequence="a new start would fail", reason=str(error))
+            return
+        if changed:
+            log.warning("options changed", consequence="a new start applies them", options=", ".join(changed))
 
 
 def _print_of(files: Sequence[Path]) -> _Print:

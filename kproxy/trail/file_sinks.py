@@ -62,19 +62,23 @@ class TrailFiles:
             os.close(descriptor)
 
 
-def prepare(directory: Path) -> None:
-    """Create the directory and check that it can be written to.
+def check_directory(directory: Path) -> None:
+    """Check that the directory can be written to, or made. Raises StartupError."""
+    found = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
+        at = "" if found == directory else f": {found} is where it would be made"
+        raise StartupError(f"audit.sink: {directory} cannot be written to{at}: name another, or grant the right.")
 
-    Raises StartupError.
-    """
+
+def prepare(directory: Path) -> None:
+    """Create the directory and check that it can be written to. Raises StartupError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(
             f"audit.sink: the directory {directory} cannot be made ({error.strerror}): name one that can be written to."
         ) from error
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise StartupError(f"audit.sink: {directory} cannot be written to: name another, or grant the right.")
+    check_directory(directory)
 
 
 def remove_left_behind(directory: Path, now_ms: int) -> None:

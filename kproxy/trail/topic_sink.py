@@ -37,6 +37,7 @@ from kafka.net.sasl.oauth import AbstractTokenProvider
 from kafka.net.sasl.scram import SaslMechanismScram
 from kafka.net.transport import KafkaSSLTransport, KafkaTCPTransport
 
+from kproxy.address import Address
 from kproxy.config.broker_sasl import LEAST_SCRAM_ITERATIONS, BrokerSasl
 from kproxy.errors import StartupError
 from kproxy.trail.sink import Appetite, SinkFailed, on_thread
@@ -177,7 +178,7 @@ def _client(connect: Connect, access: BrokerAccess | None, note: Note, **configs
             cause = error.args[0] if error.args and isinstance(error.args[0], OSError) else error
             if access is not None and isinstance(cause, OSError):
                 cause = access.explain(cause, node.host)
-            note(f"{node.host}:{node.port}: {str(cause) or type(cause).__name__}")
+            note(f"{Address(node.host, node.port)}: {str(cause) or type(cause).__name__}")
 
         try:
             connected = connect(node.host, node.port)
@@ -186,7 +187,7 @@ def _client(connect: Connect, access: BrokerAccess | None, note: Note, **configs
                 connected = _with_tls(connected, context, access.server_name(node.host))
         except OSError as error:
             ended(error)
-            raise KafkaConnectionError(f"no connection to {node.host}:{node.port}: {error}") from error
+            raise KafkaConnectionError(f"no connection to {Address(node.host, node.port)}: {error}") from error
         connected.setblocking(False)
         kind = _NotingTls if isinstance(connected, ssl.SSLSocket) else _Noting
         return kind(client._net, connected, node.host, ended)

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 import structlog
 
 from kproxy.config import Address, ProxyConfig, share_limits
-from kproxy.config.listeners import advertised_listeners, ready_listeners
+from kproxy.config.listeners import ListenerConfig, advertised_listeners, ready_listeners
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
 from kproxy.observe.admin import ReplicaPages
@@ -73,7 +73,7 @@ class _Supervisor:
         self._ledger = Ledger(config.workers) if config.counts_use else None
         self._reminders = Reminders(time.monotonic)
         # Those of the admin page; each worker follows the others.
-        self._reloads = Reloads()
+        self._reloads = Reloads(config.given)
 
     async def serve(self) -> None:
         """Serve until cancelled; then drain the workers."""
@@ -81,7 +81,7 @@ class _Supervisor:
         async with contextlib.AsyncExitStack() as stack:
             ports = []
             for listener in config.listeners:
-                held = await _hold(listener.listen)
+                held = await _hold(listener)
                 stack.callback(held.close)
                 ports.append(bound_port(held))
             self._slots = self._make_slots(ports)
@@ -117,7 +117,7 @@ class _Supervisor:
             await membership.join()
             stack.callback(pages.drain)
             named = ready_listeners(config.listeners, ports)
-            say_ready(f"kafka={config.listen.host}:{ports[0]}{named}{admin}{ready.source}")
+            say_ready(f"kafka={Address(config.listen.host, ports[0])}{named}{admin}{ready.source}")
             stack.callback(say_stopping)
             following = asyncio.create_task(membership.failed())
             stack.push_async_callback(cancel, following)
@@ -168,8 +168,11 @@ class _Supervisor:
                 try:
                     owners = await asyncio.to_thread(owners.read_again)
                 except StartupError as error:
-                    log.error("ownership not reloaded", consequence="the known owners stay in force", reason=str(error))
+                    reason = str(error)
+                    log.error("ownership not reloaded", consequence="the known owners stay in force", reason=reason)
+                    await self._reloads.report_options(reason)
                     continue
+            await self._reloads.report_options()
             for slot in self._slots:
                 slot.reload(owners)
 
@@ -191,13 +194,14 @@ class _Supervisor:
             await cancel(insisting)
 
 
-async def _hold(listen: Address) -> asyncio.Server:
+async def _hold(listener: ListenerConfig) -> asyncio.Server:
     """Hold the port for the workers. Raises StartupError if another process has it."""
+    listen, only_ipv6 = listener.listen, listener.only_ipv6
     if listen.port:
         # SO_REUSEPORT shares silently: another proxy on the port would get half of the connections, with a table of its
         # own.
-        (await bind(asyncio.Protocol, *listen)).close()
-    held = await bind(asyncio.Protocol, *listen, shared=True)
+        (await bind(asyncio.Protocol, *listen, only_ipv6=only_ipv6)).close()
+    held = await bind(asyncio.Protocol, *listen, shared=True, only_ipv6=only_ipv6)
     for each in held.sockets:
         # A process that wants the port for itself is refused from now on, not only once a worker listens.
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)

@@ -55,6 +55,7 @@ from typing import Any, cast
 
 import structlog
 
+from kproxy.address import Address
 from kproxy.broker.cluster import Change, ClusterView, Kind, LiveBroker
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.partition import Partition
@@ -430,8 +431,8 @@ class _Fetcher:
         """Log each reason once: a leader that is gone is dialled until another broker leads."""
         if reason != self._reason:
             self._reason = reason
-            host, port = self.leader.host, self.leader.replication_port
-            _logger.warning("leader not reachable", leader_id=self._leader_id, address=f"{host}:{port}", reason=reason)
+            address = str(Address(self.leader.host, self.leader.replication_port))
+            _logger.warning("leader not reachable", leader_id=self._leader_id, address=address, reason=reason)
 
     async def _exchange(self, connection: LeaderConnection) -> bool:
         """Send one request and apply its answer; False if there was nothing to ask. Raises LeaderLost."""

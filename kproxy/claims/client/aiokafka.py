@@ -21,6 +21,7 @@ from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.errors import KafkaError, PolicyViolationError
 from aiokafka.protocol.admin import ApiVersionRequest
 
+from kproxy.address import Address
 from kproxy.claims.client.claimant import Claimant, Ownership, State, enter, leave
 from kproxy.claims.client.errors import NOT_OFFERED, ConnectionLost, OwnError, OwnNotOffered, Severed
 from kproxy.claims.client.plan import ClaimPlan
@@ -288,7 +289,7 @@ class _Driver:
 
 
 def _address(connection: AIOKafkaConnection) -> str:
-    return f"{connection.host}:{connection.port}"
+    return str(Address(connection.host, connection.port))
 
 
 # The codec expects the length prefix of a frame, which the library has removed.

@@ -283,6 +283,15 @@ def test_the_proxy_and_etcd_tell_the_same_table(dev_cluster: KproxyProcess) -> N
 
 
 @pytest.mark.parametrize("place", ["admin", "etcd"])
+@pytest.mark.parametrize("shape", [(), ("--json",)])
+def test_table_fails_for_unknown_topic(dev_cluster: KproxyProcess, place: str, shape: tuple[str, ...]) -> None:
+    ended = run_kproxy("table", f"--{place}", dev_cluster.fields[place], "--topic", "nope", *shape)
+    assert ended.status == 1
+    assert ended.stderr.startswith("kproxy: no partition of topic 'nope' is in the table: ")
+    assert ended.stdout
+
+
+@pytest.mark.parametrize("place", ["admin", "etcd"])
 def test_a_watched_table_tells_each_change_as_a_line(dev_cluster: KproxyProcess, tmp_path: Path, place: str) -> None:
     topic = f"watched-{uuid.uuid4().hex[:8]}"
     watch = KproxyProcess(

@@ -88,6 +88,10 @@ async def test_it_is_said_where_the_hard_limit_is_below_what_connections_need(tm
         assert "LimitNOFILE" in said[0]
     with limited_proxy(tmp_path, "-n 512", [1], limits="max_connections = 100") as process:
         assert "open files" not in process.stderr()
+    # The default is nobody's wish: no warning at a first start.
+    with limited_proxy(tmp_path, "-n 512", [1]) as process:
+        said = [line for line in process.stderr().splitlines() if "open files" in line]
+        assert ["[info" in line for line in said] == [True], process.stderr()
 
 
 def test_a_development_cluster_admits_as_many_clients_as_its_limit_is_enough_for(tmp_path: Path) -> None:

@@ -101,6 +101,21 @@ async def reloaded(process: KproxyProcess, outcome: str) -> None:
     await eventually(lambda: process.stderr().count(outcome) > seen, process.stderr)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_hangup_reports_options_of_a_broken_file(tmp_path: Path, workers: int) -> None:
+    file, table = tmp_path / "kproxy.toml", tmp_path / "table.toml"
+    table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')
+    file.write_text("[limits]\nmax_connections = 66\n")
+    arguments = ["--config", file, "--ownership", "static", "--table", table, "--workers", workers]
+    async with started(tmp_path / "stderr", *map(str, arguments)) as process:
+        await asyncio.to_thread(process.wait_ready)
+        file.write_text("[limits]\nmax_connections = 77\n")
+        await reloaded(process, "options=limits.max_connections")
+        file.write_text("[limits\n")
+        await reloaded(process, "a new start would fail")
+        assert "kproxy.toml is not TOML" in process.stderr().rpartition("a new start would fail")[2]
+
+
 async def test_a_proxy_waits_for_a_kafka_cluster_and_says_which(tmp_path: Path, silent_port: int) -> None:
     bootstrap = f"nowhere.invalid:9092,127.0.0.1:{silent_port}"
     async with started(tmp_path / "stderr", "--ownership", "kafka", "--bootstrap", bootstrap) as process:

@@ -108,4 +108,4 @@ def test_tls_comes_behind_the_header(tmp_path: Path) -> None:
         with connected(process) as plain:
             plain.sendall(header(("2001:db8::8", 4712), ("2001:db8::1", 9092)) + b"GET / HTTP/1.1\r\n\r\n")
             assert plain.recv(12) == b"HTTP/1.1 400"
-        wait_for(lambda: "client=2001:db8::8:4712" in process.stderr())
+        wait_for(lambda: "client=[2001:db8::8]:4712" in process.stderr())

@@ -201,6 +201,20 @@ def test_an_optional_certificate_is_verified_if_there_is_one(site: Site, tmp_pat
         assert fails(process, client_context(site.signer.ca, stranger)) == "TLSV1_ALERT_UNKNOWN_CA"
 
 
+@pytest.mark.parametrize("client_auth", ["none", "required"])
+def test_doctor_recognizes_tls(site: Site, tmp_path: Path, client_auth: str) -> None:
+    lines = [f'client_auth = "{client_auth}"']
+    lines += [f'client_ca = "{site.signer.ca}"'] if client_auth == "required" else []
+    with static_proxy(tmp_path, {1: 1}, rooms=site.tls(*lines)) as process:
+        asked = ("doctor", "--bootstrap", f"localhost:{port_of(process)}", "--no-write")
+        ended = run_kproxy(*asked)
+        if client_auth == "none":
+            let_in = run_kproxy(*asked, environ={"KPROXY_BROKER_TLS__CA": str(site.signer.ca)})
+            assert "speaks Kafka" in let_in.stdout
+    assert ended.status == 1
+    assert "speaks TLS: give --broker-tls-enabled" in ended.stdout
+
+
 def test_plain_text_is_told_apart(site: Site, tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process:
         with (

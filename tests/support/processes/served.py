@@ -31,11 +31,13 @@ def static_proxy(
     limits: Mapping[str, Any] | None = None,
     more: Sequence[str] = (),
     rooms: str = "",
+    listen: str | None = "127.0.0.1:0",
     command: Sequence[str] | None = None,
 ) -> Iterator[KproxyProcess]:
     """A proxy process that knows brokers by id and port; partition n of the topic `t` belongs to the n-th of them.
 
-    `rooms` are further options of its configuration, `command` is what runs in place of `kproxy`.
+    `rooms` are further options of its configuration, `listen` None: they have listeners. `command` is
+    what runs in place of `kproxy`.
     """
     lines = ["[ownership]", 'ownership = "static"', "[limits]"]
     # Brokers in this process answer when it gets to run: no proxy may give them up before.
@@ -45,7 +47,8 @@ def static_proxy(
     lines += ["[[topics]]", 'name = "t"', f"owners = {list(brokers)}"]
     file = directory / "kproxy.toml"
     file.write_text("\n".join(lines) + "\n" + rooms)
-    arguments = ["serve", "--config", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", *more]
+    arguments = ["serve", "--config", file, "--admin", "127.0.0.1:0"]
+    arguments += [*(["--listen", listen] if listen is not None else []), *more]
     with serving(arguments, directory / "serve.stderr", command) as process:
         yield process
 

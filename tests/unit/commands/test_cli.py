@@ -282,6 +282,17 @@ def test_windows_gets_a_clear_word(
     )
 
 
+def test_check_config_refuses_unwritable_trail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, at = tmp_path / "kproxy.toml", tmp_path / "file" / "trail"
+    config = f'[ownership]\netcd = "http://a:1"\n[audit]\nsink = "json:{at}"\n'
+    file.write_text(config)
+    assert main(["check-config", "--config", str(file)]) == 0
+    assert not at.parent.exists()
+    at.parent.write_text("")
+    assert main(["check-config", "--config", str(file)]) == 2
+    assert f"{at} cannot be written to: {at.parent} is where it would be made" in capsys.readouterr().err
+
+
 def test_what_check_config_prints_is_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kproxy.toml"
     own = '[own]\nwriter_group = ["t=g"]\n'

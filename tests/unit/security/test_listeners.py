@@ -67,6 +67,20 @@ def test_several_listeners_stand_in_the_file(signer: Signer, tmp_path: Path) -> 
     assert config.listen == internal.listen
 
 
+def test_listeners_of_a_family_share_name(tmp_path: Path) -> None:
+    texts = (
+        'name = "a"\nlisten = "0.0.0.0:9092"\n',
+        'name = "b"\nlisten = "[::]:9092"\n',
+        'name = "c"\nlisten = "[::]:1"\n',
+    )
+    given = [f"[[listeners]]\n{text}" for text in texts]
+    named = [f'{each}advertise = "h:9092"\n' for each in given[:2]]
+    config = load("".join([*named, f'{given[2]}advertise = "h:1"\n']), tmp_path)
+    assert [each.only_ipv6 for each in config.listeners] == [False, True, False]
+    other = f'{given[2]}advertise = "h:9092"\n'
+    assert "two of them have the advertised address h:9092" in error_of(named[0] + other, tmp_path)
+
+
 ONE = '[[listeners]]\nname = "a"\nlisten = "127.0.0.1:1"\n'
 REFUSED = {
     "unknown key": (
