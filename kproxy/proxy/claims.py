@@ -35,6 +35,7 @@ from kproxy.etcd import EtcdClient, connect
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.sources import OwnerLookups
 from kproxy.routing.actions import Fenced
 from kproxy.routing.retry import Conduct
 from kproxy.routing.split import NOTHING_REFUSED, Entry, route
@@ -111,14 +112,16 @@ class ClientClaims:
         "_connections",
         "_context",
         "_is_claiming",
+        "_lookups",
         "_own",
         "_pending_reads",
         "connection",
         "topology",
     )
 
-    def __init__(self, context: ProxyContext, connections: Connections, client: Client) -> None:
+    def __init__(self, context: ProxyContext, connections: Connections, client: Client, lookups: OwnerLookups) -> None:
         self._context = context
+        self._lookups = lookups
         self.topology: Topology = context.topology
         self._own = context.own
         self._connections = connections
@@ -154,6 +157,9 @@ class ClientClaims:
     @property
     def max_nameless(self) -> int:
         return self._context.limits.max_open_requests
+
+    def is_reread(self, topic: bytes, partition_index: int) -> bool:
+        return self._lookups.is_under_way(topic, partition_index)
 
     def is_hung(self, address: Address | None) -> bool:
         health = self._context.health

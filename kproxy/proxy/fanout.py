@@ -98,10 +98,10 @@ class FanoutShell:
         # Notes its acknowledgements, if the proxy keeps a trail of them.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
         self.connections = NumberedConnections(context, client, self, share, to_brokers)
-        self.claims = ClientClaims(context, self.connections, client)
+        self.lookups = OwnerLookups(context)
+        self.claims = ClientClaims(context, self.connections, client, self.lookups)
         self.core = Fanout(self.claims)
         self.plain = PlainPath(self.core, self, context)
-        self.lookups = OwnerLookups(context)
         # The core's requests by sequence: where the answer goes.
         self._responds: dict[int, Respond] = {}
         # Few at a time; an empty deque takes 760 bytes.

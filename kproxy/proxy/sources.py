@@ -206,6 +206,10 @@ class OwnerLookups:
             task = self._tasks[partition] = asyncio.ensure_future(self._refresh(partition))
             task.add_done_callback(lambda _: self._tasks.pop(partition, None))
 
+    def is_under_way(self, topic: bytes, partition_index: int) -> bool:
+        """Whether a lookup has not ended; one that an ended lookup would repeat counts."""
+        return (topic, partition_index) in self._tasks
+
     async def _refresh(self, partition: tuple[bytes, int]) -> None:
         topology = self._context.topology
         seen_revision = topology.owner_revision(*partition)

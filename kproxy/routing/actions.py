@@ -56,6 +56,10 @@ class View(Protocol):
         """Return the fence for the client's writes to a claimed partition; 0: it has no claim of it, or none now."""
         ...
 
+    def is_reread(self, topic: bytes, partition_index: int) -> bool:
+        """Whether a read of the partition's owner that a Reread has asked for has not ended."""
+        ...
+
     def is_hung(self, address: Address | None) -> bool:
         """Whether the broker at this address is known to hang."""
         ...

@@ -474,6 +474,9 @@ class Fanout:
                     # One before it found its route new, or found no route.
                     self.lanes.queue(key, item)
                 else:
+                    partition = exchange.partition(item.entry)
+                    if self._view.is_reread(*partition):
+                        exchange.attempts(item.entry).send_blindly(self._topology.owner_version(*partition))
                     add_entry(pieces.setdefault(self._route(exchange, item.entry), []), *item.entry)
             # An entry of a request with several partitions is sent as a part, whatever the state of the others.
             whole = exchange.is_ordered and exchange.request.partition_count == 1

@@ -8,6 +8,9 @@ Answers leave in the order of requests, so an entry that waits for its retry del
 Hence two more bounds besides each row's own, both counted from the entry's first failure: WAIT_S for entries refused
 before the append, AMBIGUOUS_WAIT_S for entries that may have been appended and whose lane has to wait. After that the
 client gets the code and follows its own retry policy.
+
+A failed attempt that doubts the owner has it read again. Further attempts until that ends are not among MAX_ATTEMPTS,
+because the table cannot have corrected them; the back-off grows with each, and the bounds in time stay.
 """
 
 from __future__ import annotations
@@ -46,19 +49,38 @@ NO_OFFSET: Final = -1
 class Attempts:
     """The failed attempts of an entry.
 
-    `in_all` counts all, `here` those since its partition last got another owner. `refused_by`: the brokers that
-    answered NOT_LEADER_OR_FOLLOWER; `sent_to`: the one it was sent to last.
+    `in_all` counts all, `here` those since its partition last got another owner, `blind` those among them that were
+    sent before the owner had been read again. `refused_by`: the brokers that answered NOT_LEADER_OR_FOLLOWER;
+    `sent_to`: the one it was sent to last.
     """
 
-    __slots__ = ("_owner_version", "first_failed_at", "here", "in_all", "refused_by", "sent_to")
+    __slots__ = (
+        "_is_blind",
+        "_owner_version",
+        "blind",
+        "first_failed_at",
+        "here",
+        "in_all",
+        "refused_by",
+        "sent_to",
+    )
 
     def __init__(self) -> None:
         self.in_all = 0
         self.here = 0
+        self.blind = 0
+        self._is_blind = False
         self.first_failed_at = 0.0
         self._owner_version = -1
         self.refused_by: frozenset[int] = frozenset()
         self.sent_to = NO_OWNER
+
+    def send_blindly(self, owner_version: int) -> None:
+        """Note that the next attempt is sent while the owner is being read again.
+
+        `owner_version` is the ownership's now: the table may have had news since the last failure.
+        """
+        self._is_blind = bool(self.in_all) and owner_version == self._owner_version
 
     def add(self, routed_at: int, owner_version: int, now: float) -> None:
         """Count an attempt sent at the topology's version `routed_at`.
@@ -70,13 +92,15 @@ class Attempts:
         self.in_all += 1
         if owner_version != self._owner_version:
             self._owner_version = owner_version
-            self.here = 0
+            self.here = self.blind = 0
         if owner_version <= routed_at:
             self.here += 1
+            self.blind += self._is_blind
+        self._is_blind = False
 
     @property
     def exhausted(self) -> bool:
-        return self.here >= MAX_ATTEMPTS or self.in_all >= MAX_ATTEMPTS_IN_ALL
+        return self.here - self.blind >= MAX_ATTEMPTS or self.in_all >= MAX_ATTEMPTS_IN_ALL
 
     def due_s(self, jitter: float) -> float:
         """Seconds to wait before the same owner is tried again; `jitter` as in `backoff_s`."""

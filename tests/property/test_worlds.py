@@ -52,6 +52,14 @@ def test_where_partitions_are_claimed_nobody_writes_what_another_was_granted() -
             assert summary.happened[what], f"too little happens: {summary.happened}"
 
 
+def test_slow_rereads_refuse_no_batch() -> None:
+    summary = Summary()
+    for seed in range(SEED, SEED + WORLDS // TESTS):
+        summary.add(run_world(seed, setting=draw(seed, slow_rereads=True)))
+    assert not summary.broken, "\n".join([f"KPROXY_WORLDS_SEED={SEED}", str(summary), *summary.complaints()])
+    assert summary.happened["move"] >= summary.worlds
+
+
 @pytest.mark.parametrize("claims", [False, True])
 def test_a_world_is_the_same_each_time(claims: bool) -> None:
     first, second = (run_world(SEED, setting=draw(SEED, claims=claims)) for _ in range(2))

@@ -24,7 +24,7 @@ from tests.simulation import wire
 from tests.simulation.dice import Dice, What
 from tests.simulation.network import NetworkLoop, SimulatedTransport
 from tests.simulation.partitions import POLICY_VIOLATION, Batch, Partition
-from tests.simulation.setting import Move, Setting, Trouble
+from tests.simulation.setting import REREAD_S, Move, Setting, Trouble
 
 NOT_LEADER: Final = 6
 UNKNOWN_TOPIC_ID: Final = 100
@@ -592,7 +592,8 @@ class Cluster:
         partition.refreshes += 1
         took = self.loop.create_future()
         drawn = self.dice.at(What.REFRESH, partition.number, self.loop.now)
-        self.loop.call_later(0.0005 + drawn**4 * 0.3, _be_done, took)
+        reread_s = REREAD_S if self.setting.slow_rereads else 0.0005 + drawn**4 * 0.3
+        self.loop.call_later(reread_s, _be_done, took)
         await took
         self._tell(partition.number, partition.owner, partition.revision)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tests.simulation.clients import NONE, NOT_APPENDED, SAY_NOT_APPENDED, Client, Idempotent
+from tests.simulation.cluster import NOT_LEADER
 from tests.simulation.partitions import Batch, Partition
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def _judge_batches(world: World, client: Client) -> Iterator[str]:
     not_appended = SAY_NOT_APPENDED if isinstance(client, Idempotent) else NOT_APPENDED
     for batch in client.batches:
         places = batch.places
+        if NOT_LEADER in batch.codes and world.setting.slow_rereads:
+            yield f"{client}: {batch} was refused, although the re-read after its first refusal named its owner"
         if NONE in batch.codes and not places:
             yield f"{client}: {batch} was acknowledged and is missing"
         if len(places) > 1 and (knows_again or batch.sends == 1):

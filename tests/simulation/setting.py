@@ -16,6 +16,9 @@ WRITERS: Final = "writers"
 WITH_CLAIMS: Final = 0.05
 # The duration of the trouble in worlds with claims: claims take time.
 CLAIMS_S: Final = 4.0
+# The share of worlds with slow re-reads, and how long each takes: longer than the back-offs of three attempts.
+WITH_SLOW_REREADS: Final = 0.03
+REREAD_S: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class Setting:
     """One world. `trouble_s` is the duration of its trouble; rates are shares of requests or of batches.
 
     `limits` are the proxy's limits that differ from the defaults. The proxy does not know the id of a topic in
-    `late_ids` before that time. In a world with `claims` only claimants use the last topic.
+    `late_ids` before that time. In a world with `claims` only claimants use the last topic. In a world with
+    `slow_rereads` nothing but moves befalls, and the proxy learns of them by re-reads alone.
     """
 
     seed: int
@@ -116,11 +120,18 @@ class Setting:
     moves: tuple[Move, ...]
     troubles: tuple[Trouble, ...]
     claims: ClaimSetting | None = None
+    slow_rereads: bool = False
 
 
-def draw(seed: int, *, forgets: bool = False, claims: bool = False) -> Setting:
-    """The setting of the world with this seed; on request one whose brokers forget, or one with claims."""
+def draw(seed: int, *, forgets: bool = False, claims: bool = False, slow_rereads: bool = False) -> Setting:
+    """The setting of the world with this seed.
+
+    On request one whose brokers forget, one with claims, or one with slow re-reads.
+    """
     setting = _draw(seed, forgets=forgets)
+    random = Random(f"rereads {seed}")
+    if slow_rereads or (random.random() < WITH_SLOW_REREADS and not forgets and not claims):
+        return _with_slow_rereads(setting, random)
     # Worlds without claims are the same as before claims were added.
     random = Random(f"claims {seed}")
     return _with_claims(setting, random) if random.random() < WITH_CLAIMS or claims else setting
@@ -201,6 +212,40 @@ def _with_claims(setting: Setting, random: Random) -> Setting:
             lapses=random.choice((0.0, 0.05, 0.2)),
             troubles=tuple(troubles),
         ),
+    )
+
+
+def _with_slow_rereads(setting: Setting, random: Random) -> Setting:
+    """The same brokers and partitions as Apache Kafka's, whose leaders move now and then."""
+    moves: list[Move] = []
+    for partition in range(sum(setting.topics)):
+        at, owner = random.random(), partition % setting.brokers + 1
+        while at < CLAIMS_S:
+            owner = owner % setting.brokers + 1
+            taken_at = at + random.random() * 0.1
+            moves.append(Move(at, partition, owner, taken_at, taken_at, None, is_released=False))
+            at = taken_at + 1.5 + random.random()
+    # A plain batch with acks=all that a deposed leader has appended is in doubt: it is not sent again.
+    clients = [
+        replace(each, acks=1 if each.kind == "plain" else -1, timeout_ms=3000, leaves=0.0)
+        for each in setting.clients
+        if each.kind in ("plain", "idempotent")
+    ]
+    return replace(
+        setting,
+        conduct=KAFKA,
+        knows_again=True,
+        trouble_s=CLAIMS_S,
+        fates=0.0,
+        codes=0.0,
+        lies=False,
+        cuts=0.0,
+        limits={},
+        late_ids={},
+        clients=tuple(replace(each, pace_s=CLAIMS_S / each.count) for each in clients),
+        moves=tuple(moves),
+        troubles=(),
+        slow_rereads=True,
     )
 
 

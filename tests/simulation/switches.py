@@ -46,7 +46,10 @@ class Worlds(Enum):
 
 
 class Switch(NamedTuple):
-    """`off` switches the rule `rule` off; `forgets`: only brokers that forget show it; `claims`: only claimants do."""
+    """`off` switches the rule `rule` off.
+
+    `forgets`: only brokers that forget show it; `claims`: only claimants do; `slow_rereads`: only slow re-reads do.
+    """
 
     name: str
     rule: str
@@ -54,6 +57,7 @@ class Switch(NamedTuple):
     takes: Worlds = Worlds.FEW
     forgets: bool = False
     claims: bool = False
+    slow_rereads: bool = False
 
 
 def _method(kind: type, name: str, new: Callable[..., object]) -> Callable[[Patch], None]:
@@ -275,6 +279,12 @@ SWITCHES: Final = (
         "retry, deadline_s: before the client's own timer",
         _code(retry.deadline_s, _late),
     ),
+    Switch(
+        "attempts before the re-read ends count",
+        "retry: further attempts until the re-read ends are not among MAX_ATTEMPTS",
+        _method(retry.Attempts, "send_blindly", _nothing),
+        slow_rereads=True,
+    ),
     # kproxy.routing.refused
     Switch(
         "no batch is misled",
@@ -390,7 +400,9 @@ def search(switch: Switch, first_seed: int, worlds: int) -> tuple[int, Outcome |
         switch.off(patch)
         for run in range(worlds):
             seed = first_seed + run
-            outcome = run_world(seed, setting=draw(seed, forgets=switch.forgets, claims=switch.claims))
+            outcome = run_world(
+                seed, setting=draw(seed, forgets=switch.forgets, claims=switch.claims, slow_rereads=switch.slow_rereads)
+            )
             if outcome.found:
                 return run + 1, outcome
     return worlds, None

@@ -248,7 +248,7 @@ def produce_response(
     if named and leader is not None:
         # node_id, host, port, rack
         endpoint = _INT32.pack(leader) + b"\x05host" + _INT32.pack(9092) + b"\0\0"
-        parts += (b"\1\0", _uvarint(len(endpoint) + 2), b"\2", endpoint)
+        parts += (b"\1\0", _uvarint(len(endpoint) + 1), b"\2", endpoint)
     elif flexible:
         parts.append(b"\0")
     return _framed(parts)

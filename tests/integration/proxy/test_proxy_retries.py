@@ -102,6 +102,36 @@ async def test_a_back_off_ends_when_the_table_names_another_owner(monkeypatch: p
         assert await former.is_silent(1.6 * BACKOFF_S[-1])
 
 
+@both_loops
+@in_one_go
+async def test_refusals_before_the_reread_ends_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kafka's re-reads wait for each other: more attempts fail before one has ended than are allowed after it."""
+    monkeypatch.setattr(retry, "BACKOFF_S", (0.001,))
+    monkeypatch.setattr(retry, "WAIT_S", 20.0)
+    former, new = ScriptedUpstream(1), ScriptedUpstream(2)
+    async with running_proxy(former, new) as proxy:
+        used = proxy.own(1)
+        read, asked = asyncio.Event(), list[int]()
+
+        async def refresh(topic: bytes, partition_index: int, seen_revision: int) -> None:
+            asked.append(seen_revision)
+            await read.wait()
+            proxy.own(2)
+
+        monkeypatch.setattr(proxy.source, "refresh", refresh)
+        client = await proxy.client()
+        client.send(produce_frame(records=PLAIN))
+        for _ in range(retry.MAX_ATTEMPTS + 1):
+            (await former.next()).answer(results={("t", 0): NOT_LEADER})
+        last = await former.next()
+        read.set()
+        await eventually(lambda: proxy.topology.owner(b"t", 0) == 2)
+        last.answer(results={("t", 0): NOT_LEADER})
+        (await new.next()).answer()
+        assert (await client.answer()).codes == {("t", 0): 0}
+        assert asked == [used]
+
+
 # Perhaps appended
 
 

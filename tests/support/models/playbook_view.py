@@ -11,7 +11,7 @@ BROKERS = (1, 2, 3, 4)
 
 
 class View:
-    """A script may change any of it. `hung` are the brokers known not to answer."""
+    """A script may change any of it. `hung` are the brokers known not to answer, `rereads` the partitions under way."""
 
     max_nameless = 100
 
@@ -22,6 +22,7 @@ class View:
         self.gated: Collection[bytes] = ()
         self.fenced = False
         self.hung: set[int] = set()
+        self.rereads: set[tuple[bytes, int]] = set()
         # The client's claims, as tests.support.models.playbook_words names partitions.
         self.fences: dict[tuple[bytes, int], int] = {}
 
@@ -34,6 +35,9 @@ class View:
 
     def is_hung(self, address: Address | None) -> bool:
         return address is not None and address.port in self.hung
+
+    def is_reread(self, topic: bytes, partition_index: int) -> bool:
+        return (topic, partition_index) in self.rereads
 
 
 def topology_of(owners: Mapping[str, Sequence[int | None]], *, offers_unowned: bool) -> Topology:

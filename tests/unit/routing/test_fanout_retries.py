@@ -215,6 +215,67 @@ def test_a_partition_that_moves_on_and_on_is_not_followed_for_ever(event: int, t
     assert len(play.sent) in ({tried} if event == 6 else range(int(tried * 0.9), tried + 1))
 
 
+def test_attempts_during_a_reread_do_not_count() -> None:
+    """The table cannot have corrected them. The back-off grows, and the bound in time stays."""
+    play = Playbook(conduct=KAFKA)
+    play.submits(1, "t-0")
+    play.view.rereads.add((b"t", 0))
+    assert play.answers(1, "t-0=6") == []
+    pauses = []
+    for piece in (2, 3, 4, 5):
+        pauses.append(play.wakes_in_ms())
+        assert play.wakes() == [f"send #{piece} b1/c1: 1 t-0"]
+        told = play.answers(piece, "t-0=6")
+    assert pauses == [21, 101, 251, 501]
+    assert told == ["answer 1: t-0=6"]
+
+
+def test_attempts_after_a_reread_count() -> None:
+    play = Playbook(conduct=KAFKA)
+    play.submits(1, "t-0")
+    play.view.rereads.add((b"t", 0))
+    play.answers(1, "t-0=6")
+    play.wakes()
+    # It ends while an attempt is on its way.
+    play.view.rereads.clear()
+    assert play.answers(2, "t-0=6") == []
+    play.wakes()
+    assert play.answers(3, "t-0=6") == []
+    play.wakes()
+    assert play.answers(4, "t-0=6") == ["answer 1: t-0=6"]
+
+
+def test_attempts_at_a_new_owner_count_during_a_reread() -> None:
+    """The table has changed since the refusal."""
+    play = Playbook(conduct=KAFKA)
+    play.submits(1, "t-0")
+    play.view.rereads.add((b"t", 0))
+    play.answers(1, "t-0=6")
+    play.moves("t-0", 2)
+    assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
+    assert play.answers(2, "t-0=6") == []
+    play.view.rereads.clear()
+    for piece in (3, 4):
+        told = play.wakes()
+        assert told == [f"send #{piece} b2/c2: 1 t-0"]
+        told = play.answers(piece, "t-0=6")
+    assert told == ["answer 1: t-0=6"]
+
+
+def test_reads_during_a_reread_do_not_count() -> None:
+    play = Playbook(conduct=KAFKA)
+    play.lists_offsets(1, "t-0")
+    play.view.rereads.add((b"t", 0))
+    for piece in (1, 2, 3):
+        assert play.answers(piece, "t-0=6") == []
+        play.wakes()
+    assert play.moves("t-0", 2) == []
+    play.view.rereads.clear()
+    assert play.answers(4, "t-0=6") == []
+    assert play.wakes() == ["send #5 b2/c2: 1 t-0"]
+    assert play.answers(5, "t-0") == ["answer 1: t-0"]
+
+
 def test_attempts_count_at_one_owner() -> None:
     """Kafka's leader learns of its election a little later than the cluster's metadata tells."""
     play = Playbook()

@@ -288,6 +288,14 @@ SWITCHES: dict[str, Switch] = {
         replaced(Fanout, "_fences", fences_of_the_first_time),
         test_fanout_clients.test_a_retry_goes_with_the_fence_in_force_when_it_is_sent,
     ),
+    "retry: attempts before the re-read ends do not count": Switch(
+        replaced(retry.Attempts, "send_blindly", nothing),
+        test_fanout_retries.test_attempts_during_a_reread_do_not_count,
+    ),
+    "retry: the back-off grows with attempts that do not count": Switch(
+        replaced(retry, "BACKOFF_S", (0.02, 0.02, 0.25, 0.5)),
+        test_fanout_retries.test_attempts_during_a_reread_do_not_count,
+    ),
     "open_exchanges 3: a read looks again": Switch(
         replaced(OpenExchanges, "_looks_again", says(False)),
         test_fanout_answers.test_a_read_over_brokers_that_found_nothing_is_asked_again_after_a_pause,
