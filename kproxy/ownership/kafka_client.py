@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+from kproxy.ownership.kafka_leaders import PORTION
 from kproxy.routing.topology import Address
 from kproxy.runtime.resolver import dial
 from kproxy.security.broker_access import AccessRefused, BrokerAccess, Session
@@ -17,6 +18,7 @@ from kproxy_codec.correlation import AwaitedAnswers
 from kproxy_codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
 from kproxy_codec.foreign import answered_in
 from kproxy_codec.framing import FrameReader, frame_message, request_header, response_body_offset
+from kproxy_codec.metadata import HIGHEST_VERSION, MetadataReader
 
 MAX_ANSWER_BYTES = 64 << 20
 CLIENT_ID = b"kproxy"
@@ -109,6 +111,19 @@ class KafkaConnection:
         except CodecError as error:
             raise self.unreachable(api_key, error) from error
 
+    async def metadata(self, topics: Sequence[Mapping[str, object]] | None) -> MetadataReader:
+        """Ask about topics that exist, None for all. Raises BrokerUnreachable."""
+        version, body = await self.exchange(
+            keys.METADATA, HIGHEST_VERSION, topics=topics, allow_auto_topic_creation=False
+        )
+        try:
+            answer = MetadataReader(body, version)
+            while not answer.read_some(PORTION):  # noqa: ASYNC110 - it decodes, and waits for nothing
+                await asyncio.sleep(0)
+        except CodecError as error:
+            raise self.unreachable(keys.METADATA, error) from error
+        return answer
+
     async def _introduce(self) -> None:
         if not self._access.is_plain:
             await self._authenticate(self._access.introduce(self._exchange_frame))
@@ -193,6 +208,10 @@ class KafkaConnection:
     def offered(self, api_key: int) -> tuple[int, int] | None:
         """The lowest and highest version that the broker serves, also of APIs that kafka-python lacks."""
         return self._versions.get(api_key)
+
+    def abort(self) -> None:
+        """Close at once, without TLS's farewell, which a broker that hangs would not answer."""
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         self._writer.close()

@@ -27,11 +27,11 @@ from uuid import UUID
 import structlog
 
 from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerGone, BrokerUnreachable, KafkaConnection, open_any
-from kproxy.ownership.kafka_leaders import PORTION, KafkaLeaders
+from kproxy.ownership.kafka_leaders import KafkaLeaders
+from kproxy.ownership.pace import Pace
 from kproxy.routing.topology import Address, Topology
 from kproxy.security.broker_access import BrokerAccess
 from kproxy_codec import api_keys as keys
-from kproxy_codec.errors import CodecError
 from kproxy_codec.metadata import HIGHEST_VERSION, TOPICS_BY_ID_FROM, MetadataReader
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
 
@@ -78,7 +78,7 @@ class KafkaMetadata:
         # The broker not to ask next, if there is another one.
         self._passed_over: Address | None = None
         self._heard_at = float("-inf")
-        self._pace = _Pace(clock)
+        self._pace = Pace(clock, BURST, RATE_PER_S)
         self._whole_at = float("-inf")
         self._whole_due = float("-inf")
         # Topics in doubt, by name or id, each with one of its partitions and the known revision of its owner.
@@ -234,16 +234,7 @@ class KafkaMetadata:
         if by_id and self._connection.version(keys.METADATA, HIGHEST_VERSION) < TOPICS_BY_ID_FROM:
             topics = None
         wanted = None if topics is None else [_as_asked(topic) for topic in topics]
-        version, body = await self._connection.exchange(
-            keys.METADATA, HIGHEST_VERSION, topics=wanted, allow_auto_topic_creation=False
-        )
-        try:
-            answer = MetadataReader(body, version)
-            while not answer.read_some(PORTION):  # noqa: ASYNC110 - it decodes, and waits for nothing
-                await asyncio.sleep(0)
-        except CodecError as error:
-            raise self._connection.unreachable(keys.METADATA, error) from error
-        return answer, topics is None
+        return await self._connection.metadata(wanted), topics is None
 
     async def _connect(self) -> None:
         """Connect to the broker asked last, or to the next one if that one is to be passed over."""
@@ -263,25 +254,6 @@ class KafkaMetadata:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
-
-
-class _Pace:
-    """The rate limit: BURST rounds at once, RATE_PER_S a second on average."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._left = float(BURST)
-        self._counted_at = clock()
-
-    def spend(self) -> None:
-        now = self._clock()
-        self._left = max(0.0, min(float(BURST), self._left + (now - self._counted_at) * RATE_PER_S) - 1)
-        self._counted_at = now
-
-    def due_in_s(self) -> float:
-        """Seconds until the next round is allowed."""
-        left = self._left + (self._clock() - self._counted_at) * RATE_PER_S
-        return max(0.0, (1 - left) / RATE_PER_S)
 
 
 def _is_id(topic: bytes) -> bool:

@@ -6,7 +6,8 @@ the topology changes an entry only upward. This module interprets keys and value
 answered NOT_LEADER_OR_FOLLOWER.
 
 States: EMPTY --first snapshot--> CURRENT <--> STALE (etcd has been silent for `stale_after_s`). A stale table still
-serves: the last known owner is the best guess. A restored etcd empties the table and logs an error.
+serves: the last known owner is the best guess. After a refusal brokers are asked for a better one
+(kproxy.ownership.broker_hints), if their `access` is given. A restored etcd empties the table and logs an error.
 
 Invariants
 1. An entry is (owner, mod_revision) and changes only upward; a removal also counts as of its revision.
@@ -19,6 +20,7 @@ Invariants
    do not show it (`etcdutl snapshot restore --bump-revision`).
 6. An invalid key is skipped, and an invalid value is no owner: the table is the same whether it came from a snapshot or
    from events. Both are counted in `skipped`, by reason, and logged once per key.
+7. Brokers' hints are taken only while the table is STALE, and dropped when it is CURRENT again.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from kproxy.etcd import (
     WatchEvent,
     get_op,
 )
+from kproxy.ownership.broker_hints import BrokerHints
 from kproxy.ownership.directory import PORTION_ENTRIES, Directory
 from kproxy.ownership.lease_keys import (
     InvalidEntry,
@@ -51,6 +54,7 @@ from kproxy.ownership.lease_keys import (
     parse_owner,
 )
 from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Topology
+from kproxy.security.broker_access import BrokerAccess
 
 # etcd's own limit on the operations of one transaction.
 REREAD_KEYS = 128
@@ -113,6 +117,10 @@ class Rereads:
 MAX_LOGGED_KEYS = 1_000
 # Twice the interval at which etcd is asked for a sign of life: a table is stale within 5 s of the last one.
 STALE_AFTER_S = 4.0
+# Longer than a majority of etcd takes; questions to brokers wait for it.
+STALE_REREAD_S = 1.0
+# How often a stale table looks whether etcd is heard again.
+LOOK_S = 0.2
 
 log = structlog.get_logger(__name__)
 
@@ -121,7 +129,7 @@ class LeaseTable:
     """Feeds `topology` from etcd. `run` is one coroutine that the caller owns.
 
     `prefix` is that of all keys, such as `/kafscale`. `on_change` is called, on the loop, after owners or addresses
-    changed. `clock` and `stale_after_s` are in seconds.
+    changed. `clock` and `stale_after_s` are in seconds. `access`: brokers are asked by it, while etcd is silent.
     """
 
     def __init__(
@@ -133,6 +141,7 @@ class LeaseTable:
         on_change: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         stale_after_s: float = STALE_AFTER_S,
+        access: BrokerAccess | None = None,
     ) -> None:
         self._client = client
         self._topology = topology
@@ -148,6 +157,9 @@ class LeaseTable:
         self._cluster_id = 0
         self._loaded_revision = 0
         self._rereads = Rereads()
+        self._hints = BrokerHints(topology, access, clock=clock) if access is not None else None
+        # Set from the first question to brokers until etcd is heard again.
+        self._asks_brokers = asyncio.Event()
         self.restores = 0
 
     async def run(self) -> None:
@@ -157,6 +169,7 @@ class LeaseTable:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._mirror.run(), name="lease-table-mirror")
                 tasks.create_task(self._reread_for_ever(), name="lease-table-rereads")
+                tasks.create_task(self._drop_hints_in_time(), name="lease-table-hints")
         finally:
             self._rereads.close()
 
@@ -212,6 +225,7 @@ class LeaseTable:
         self._loaded_revision = snapshot.revision
         if await self._is_contradicted_by(snapshot):
             self.on_restored()
+        self._topology.drop_hints()
         load = self._topology.begin_load(snapshot.revision)
         others: list[KeyValue] = []
         for position, kv in enumerate(snapshot.kvs):
@@ -290,9 +304,33 @@ class LeaseTable:
         while True:
             async with self._rereads.batch() as partitions:
                 try:
-                    await self._reread(partitions)
-                except EtcdError as error:
+                    if not await self._ask_brokers(partitions):
+                        async with asyncio.timeout(STALE_REREAD_S if self._asks_brokers.is_set() else None):
+                            await self._reread(partitions)
+                except (EtcdError, TimeoutError) as error:
                     log.warning("leases not reread", partitions=len(partitions), reason=str(error))
+
+    async def _ask_brokers(self, partitions: Sequence[Partition]) -> bool:
+        """Ask brokers if etcd is silent; return whether an owner has changed."""
+        if self._hints is None or not self.stale:
+            return False
+        if not self._asks_brokers.is_set():
+            log.warning("lease table stale", consequence="brokers are asked for owners", age_s=round(self.age_s, 1))
+            self._asks_brokers.set()
+        changed = await self._hints.ask(partitions, lambda: self.stale and self._asks_brokers.is_set())
+        if changed:
+            self._tell()
+        return changed
+
+    async def _drop_hints_in_time(self) -> None:
+        while True:
+            await self._asks_brokers.wait()
+            while self.stale:  # noqa: ASYNC110 - time alone makes it stale
+                await asyncio.sleep(LOOK_S)
+            self._asks_brokers.clear()
+            log.info("lease table current", consequence="brokers are not asked any more")
+            self._topology.drop_hints()
+            self._tell()
 
     async def _reread(self, partitions: Sequence[Partition]) -> None:
         # A linearizable read that begins now is at or above every revision seen so far.

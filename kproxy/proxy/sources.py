@@ -106,7 +106,7 @@ async def open_source(
     """
     async with contextlib.AsyncExitStack() as stack:
         if config.ownership == "etcd":
-            opened = await _open_etcd(config, topology, stack, waits)
+            opened = await _open_etcd(config, topology, stack, waits, access or BrokerAccess())
         elif config.ownership == "kafka":
             opened = await _open_kafka(config, topology, stack, waits, access or BrokerAccess())
         else:
@@ -115,11 +115,15 @@ async def open_source(
 
 
 async def _open_etcd(
-    config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack, waits: Callable[[str], None]
+    config: ProxyConfig,
+    topology: Topology,
+    stack: contextlib.AsyncExitStack,
+    waits: Callable[[str], None],
+    access: BrokerAccess,
 ) -> OpenSource:
     client = EtcdClient(config.etcd, config.etcd_options)
     stack.push_async_callback(client.close)
-    table = LeaseTable(client, config.prefix, topology)
+    table = LeaseTable(client, config.prefix, topology, access=access)
     await connect(client, lambda error: waits(f"{error} Start etcd, or give its address with --etcd."))
     following = _follow(table, stack)
 

@@ -22,6 +22,8 @@ Invariants
 7. Partition indexes lie in [0, MAX_PARTITION_INDEX]; others are refused, so that a bad key cannot use up memory.
 8. A load (`begin_load`) sets each row at once, so a row counts before the load has ended. Entries that the load does
    not name are removed at its end, unless they are newer than the load. A load that is dropped halfway removes nothing.
+9. A hint is an owner or an address without a revision, from a broker. It stands in for the source's own word, which is
+   kept: a change by the source replaces the hint, and `drop_hints` undoes all of them.
 """
 
 from __future__ import annotations
@@ -83,6 +85,9 @@ class Topology:
         self._names: dict[bytes, bytes] = {}
         self._brokers: dict[int, Address] = {}
         self._doubted: set[int] = set()
+        # What the source says where a hint stands in for it.
+        self._hinted: dict[tuple[bytes, int], int] = {}
+        self._hinted_brokers: dict[int, Address | None] = {}
         self.revision = 0
         self.version = 0
         # The partitions of the latest changes, one for each step of `version`.
@@ -208,22 +213,27 @@ class Topology:
         topic_owners = self._topics.get(topic)
         if topic_owners is None:
             topic_owners = self._add(topic)
-        owners = topic_owners.owners
-        if partition_index >= len(owners):
+        if partition_index >= len(topic_owners.owners):
             topic_owners.grow(partition_index)
         if revision <= topic_owners.revisions[partition_index]:
             return False
-        self.owned_count += (owner != NO_OWNER) - (owners[partition_index] != NO_OWNER)
-        owners[partition_index] = owner
         topic_owners.revisions[partition_index] = revision
         if revision > self.revision:
             self.revision = revision
+        if self._hinted:
+            self._hinted.pop((topic, partition_index), None)
+        self._put(topic_owners, topic, partition_index, owner)
+        return True
+
+    def _put(self, topic_owners: _TopicOwners, topic: bytes, partition_index: int, owner: int) -> None:
+        owners = topic_owners.owners
+        self.owned_count += (owner != NO_OWNER) - (owners[partition_index] != NO_OWNER)
+        owners[partition_index] = owner
         self._moves.append((topic, partition_index))
         self.version += 1
         topic_owners.versions[partition_index] = self.version
         if self._waiting:
             self._tell()
-        return True
 
     def _add(self, topic: bytes) -> _TopicOwners:
         topic_owners = self._topics[topic] = _TopicOwners()
@@ -263,21 +273,65 @@ class Topology:
         self._topics.clear()
         self._ids.clear()
         self._names.clear()
+        self._hinted.clear()
         self._in_order = None
         self.owned_count = 0
         self.revision = 0
         self._changed()
 
     def set_broker(self, broker_id: int, address: Address) -> None:
+        self._hinted_brokers.pop(broker_id, None)
+        self._place(broker_id, address)
+
+    def _place(self, broker_id: int, address: Address) -> None:
         if self._brokers.get(broker_id) != address:
             self._brokers[broker_id] = address
             self._doubted.discard(broker_id)
             self._changed()
 
     def remove_broker(self, broker_id: int) -> None:
+        self._hinted_brokers.pop(broker_id, None)
         if self._brokers.pop(broker_id, None) is not None:
             self._doubted.discard(broker_id)
             self._changed()
+
+    # Hints, while the source is silent
+
+    def hint_owner(self, topic: bytes, partition_index: int, owner: int) -> bool:
+        """Route to `owner`, which a broker names; return whether that changes the route. `topic` is a name."""
+        if not 0 <= partition_index <= MAX_PARTITION_INDEX or self.owner(topic, partition_index) == owner:
+            return False
+        topic_owners = self._topics.get(topic) or self._add(topic)
+        topic_owners.grow(partition_index)
+        self._hinted.setdefault((topic, partition_index), topic_owners.owners[partition_index])
+        self._put(topic_owners, topic, partition_index, owner)
+        return True
+
+    def hint_broker(self, broker_id: int, address: Address) -> bool:
+        """Place a broker where another one says that it is; return whether that is another address."""
+        known = self._brokers.get(broker_id)
+        if known == address:
+            return False
+        self._hinted_brokers.setdefault(broker_id, known)
+        self._place(broker_id, address)
+        return True
+
+    @property
+    def is_hinted(self) -> bool:
+        """Whether some hint stands."""
+        return bool(self._hinted or self._hinted_brokers)
+
+    def drop_hints(self) -> None:
+        """Return to what the source said last."""
+        hinted, self._hinted = self._hinted, {}
+        for (topic, partition_index), owner in hinted.items():
+            if self.owner(topic, partition_index) != owner:
+                self._put(self._topics[topic], topic, partition_index, owner)
+        for broker_id, address in list(self._hinted_brokers.items()):
+            if address is None:
+                self.remove_broker(broker_id)
+            else:
+                self.set_broker(broker_id, address)
 
     # For code that talks to brokers
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from structlog.testing import capture_logs
 
 from kproxy.cli import table_sources
 from kproxy.cli.table_sources import Unanswered, tables_from_etcd
@@ -33,9 +34,11 @@ from kproxy.observe.table import TablePage
 from kproxy.ownership.lease_keys import MAX_TOPIC_VALUE_BYTES
 from kproxy.ownership.leases import REREAD_KEYS, LeaseTable
 from kproxy.routing.topology import NO_OWNER, Address, Topology
+from kproxy.security.broker_access import BrokerAccess
 from tests.support.etcd.embedded import Relay, compact, kill, own_etcd, put_many, running
 from tests.support.etcd.leases import lease_key, owners
 from tests.support.waiting import PATIENCE_S, eventually
+from tests.unit.ownership.test_kafka_metadata import ScriptedBroker, partition, topic
 
 
 @asynccontextmanager
@@ -202,6 +205,41 @@ async def test_without_etcd_the_last_known_table_serves_on_and_tells_its_age(tmp
             await client.put(lease_key("/k", "t", 0), b"2")
             await eventually(lambda: owners(topology) == {("t", 0): 2, ("t", 1): 1})
             assert table.restores == 0
+
+
+async def test_hints_end_when_etcd_returns(tmp_path: Path) -> None:
+    broker = ScriptedBroker()
+    broker.is_reference = True
+    broker.topics = [topic(partition(0, 2, 7), partition(1, 2, 7))]
+    async with own_etcd(tmp_path) as (server, client), broker.serve():
+        for index in (0, 1):
+            await client.put(lease_key("/k", "t", index), b"1")
+        address = {"node_id": 9, "host": "127.0.0.1", "port": broker.port}
+        await client.put("/k/brokers/9", json.dumps(address).encode())
+        late_s = 0.0
+        topology = Topology()
+        table = LeaseTable(client, "/k", topology, clock=lambda: time.monotonic() + late_s, access=BrokerAccess())
+        async with running(table.run()):
+            await table.wait_synced()
+            await table.refresh(b"t", 0, topology.revision)
+            assert (broker.asked, owners(topology)) == (0, {("t", 0): 1, ("t", 1): 1})
+            await kill(server)
+            late_s = 10.0
+            with capture_logs() as logs:
+                for index in (0, 1):
+                    await table.refresh(b"t", index, topology.owner_revision(b"t", index))
+            assert [entry["event"] for entry in logs].count("lease table stale") == 1
+            assert owners(topology) == {("t", 0): 2, ("t", 1): 2}
+            assert 2 in topology.brokers
+            await server.start()
+            # One has moved meanwhile, the other one has not: its hint was wrong.
+            await client.put(lease_key("/k", "t", 0), b"3")
+            await eventually(lambda: owners(topology) == {("t", 0): 3, ("t", 1): 1})
+            assert topology.brokers == {9: Address("127.0.0.1", broker.port)}
+            assert not topology.is_hinted
+            asked = broker.asked
+            await table.refresh(b"t", 1, topology.owner_revision(b"t", 1))
+            assert broker.asked == asked
 
 
 async def test_the_table_equals_a_final_read_after_leases_moved_over_kills_and_compaction(tmp_path: Path) -> None:

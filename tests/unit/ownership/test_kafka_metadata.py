@@ -63,6 +63,7 @@ class ScriptedBroker:
         self.holds = asyncio.Event()
         self.holds.set()
         self.newest_metadata = METADATA_VERSION + 1
+        self.is_reference = False
         self.port = 0
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -111,6 +112,8 @@ class ScriptedBroker:
                 header = parse_request_header(frame)
                 if header.api_key == keys.API_VERSIONS:
                     served = [(keys.API_VERSIONS, 4), (keys.METADATA, self.newest_metadata)]
+                    if self.is_reference:
+                        served.append((keys.BIND_FENCES, 0))
                     ranges = [{"api_key": key, "min_version": 0, "max_version": highest} for key, highest in served]
                     body = encode_response(build_response(keys.API_VERSIONS, 0, api_keys=ranges))
                 else:

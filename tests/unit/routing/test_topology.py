@@ -221,3 +221,74 @@ def test_a_restored_etcd_takes_the_ids_with_it() -> None:
     assert topology.name_of(ID) is None
     topology.set_topic_id(b"t", ID)
     assert topology.name_of(ID) == b"t"
+
+
+# Hints
+
+
+def test_hint_routes_without_a_revision() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 1, 5)
+    topology.set_topic_id(b"t", ID)
+    before = topology.version
+    assert topology.hint_owner(b"t", 0, 2)
+    assert not topology.hint_owner(b"t", 0, 2)
+    assert topology.hint_owner(b"new", 3, 2)
+    assert (topology.owner(ID, 0), topology.owner_revision(b"t", 0), topology.revision) == (2, 5, 5)
+    assert topology.moved_since(before) == [(b"new", 3), (b"t", 0), (ID, 0)]
+    assert topology.owner_version(b"t", 0) > before
+    assert topology.owned_count == 2
+    assert topology.is_hinted
+
+
+def test_dropped_hints_leave_no_trace() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 1, 5)
+    topology.set_broker(1, Address("h", 1))
+    topology.hint_owner(b"t", 0, 2)
+    topology.hint_owner(b"t", 0, 3)
+    topology.hint_owner(b"t", 1, 3)
+    topology.hint_broker(1, Address("h", 7))
+    topology.hint_broker(3, Address("h", 3))
+    assert topology.brokers == {1: Address("h", 7), 3: Address("h", 3)}
+    before = topology.version
+    topology.drop_hints()
+    assert topology.version > before
+    assert (rows(topology), topology.owned_count) == ({(b"t", 0): 1}, 1)
+    assert topology.brokers == {1: Address("h", 1)}
+    assert not topology.is_hinted
+    before = topology.version
+    topology.drop_hints()
+    assert topology.version == before
+
+
+def test_change_of_source_replaces_hint() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 1, 5)
+    topology.hint_owner(b"t", 0, 2)
+    assert not topology.set_owner(b"t", 0, 1, 5)
+    assert topology.owner(b"t", 0) == 2
+    assert topology.set_owner(b"t", 0, 3, 6)
+    topology.hint_broker(1, Address("h", 7))
+    topology.set_broker(1, Address("h", 8))
+    topology.hint_broker(2, Address("h", 9))
+    topology.remove_broker(2)
+    assert not topology.is_hinted
+    topology.drop_hints()
+    assert (topology.owner(b"t", 0), topology.brokers) == (3, {1: Address("h", 8)})
+
+
+def test_rebuild_forgets_hints() -> None:
+    topology = Topology()
+    topology.set_owner(b"t", 0, 1, 5)
+    topology.hint_owner(b"t", 0, 2)
+    topology.begin_rebuild()
+    topology.drop_hints()
+    assert (rows(topology), topology.owned_count) == ({}, 0)
+
+
+@pytest.mark.parametrize("partition_index", [-1, MAX_PARTITION_INDEX + 1])
+def test_hint_for_impossible_partition_is_ignored(partition_index: int) -> None:
+    topology = Topology()
+    assert not topology.hint_owner(b"t", partition_index, 1)
+    assert topology.version == 0
