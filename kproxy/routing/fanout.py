@@ -105,7 +105,7 @@ class Fanout:
         self.routes = Routes(view.topology)
         self._actions = Actions()
         self._in_flight = InFlight(self._actions)
-        self._exchanges = OpenExchanges(self._actions)
+        self._exchanges = OpenExchanges(self._actions, view.topology)
         self._client = ClientEnd(view, self._actions)
         self._names = TopicNames(view)
         # The last version of the topology that `_follow` has handled.
