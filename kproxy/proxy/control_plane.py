@@ -501,7 +501,9 @@ class ControlPlane:
         if not lowest <= header.api_version <= highest:
             self._context.tally.error(keys.API_VERSIONS, UNSUPPORTED_VERSION)
             return unsupported_version_response()
-        check_api_versions_request(header, body)
+        if (error_code := check_api_versions_request(header, body)) != NONE:
+            self._context.tally.error(keys.API_VERSIONS, error_code)
+            return build_response(keys.API_VERSIONS, header.api_version, error_code=error_code)
         offered = await self._context.versions.current()
         self._client.offered(offered.ranges)
         return offered_response(header.api_version, offered)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from kproxy_codec import control
-from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
+from kproxy_codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.framing import request_header, response_body_offset, response_correlation_id
 from tests.support.brokers.scripted_upstream import HOST, PATIENCE_S, SILENCE_S
 from tests.support.wire.messages import (
@@ -24,6 +24,7 @@ from tests.support.wire.messages import (
 )
 from tests.support.wire.record_batches import build_batch
 
+SOFTWARE_FROM = 3
 Partitions = Mapping[str, Sequence[int]]
 
 
@@ -210,6 +211,8 @@ def list_offsets_frame(
 
 def control_frame(api_key: int, version: int, *, correlation_id: int = 1, **fields: Any) -> bytes:
     """A control-plane request, built by kafka-python."""
+    if api_key == API_VERSIONS and version >= SOFTWARE_FROM:
+        fields = {"client_software_name": "tests", "client_software_version": "1", **fields}
     body = control.encode_request(control.build_request(api_key, version, **fields))
     return raw_frame(request_header(api_key, version, correlation_id, b"tests") + body)
 
