@@ -7,8 +7,9 @@ States
 
 Transitions
   open     -> draining   `drain`: the proxy stops; a broker joins that serves less than this client was offered; a
-                         broker does not take the client's identity any more
-  open     -> closed     the client's connection ends; bytes that are no request; an acks=0 part cannot be delivered
+                         broker does not take the client's identity any more; the client sends no more
+  open     -> closed     the client's connection ends, or its sending side does while it has claims or speaks TLS; bytes
+                         that are no request; an acks=0 part cannot be delivered
   draining -> closed     the last answer is written, or the time for draining is over
 
 Invariants
@@ -71,6 +72,9 @@ from kproxy_codec.framing import parse_request_header
 
 log = structlog.get_logger(__name__)
 
+# How long after a client's last byte a batch may still wait for a dial: the client may be gone, and send it again.
+SENDS_S: Final = 0.5
+
 _PARTITIONED: Final = {
     api_keys.PRODUCE: DataRequests.produce,
     api_keys.FETCH: DataRequests.fetch,
@@ -107,6 +111,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         "_reception",
         "_requests",
         "_rests",
+        "_sends_until",
         "_share",
         "_takes_backlog",
         "_tally",
@@ -156,6 +161,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._draining = False
         # The time by which a connection that drains by itself is closed.
         self._drained_by = inf
+        # The time from which nothing more goes to a broker: some time after the client has sent its last.
+        self._sends_until = inf
         # Done when the transport is gone; None: nobody waits for that.
         self._gone: asyncio.Future[None] | None = None
         # The client's permissions; None: all. Connections from within the process are not checked.
@@ -517,6 +524,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._meter.look()
         else:
             self._use_quotas()
+        if now >= self._sends_until and not self.closed:
+            self._fanout.stop_first_sends()
         if now >= self._drained_by and not self.closed:
             self.abandon()
 
@@ -603,9 +612,22 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._end(lingers=self._lingers)
 
     def eof_received(self) -> bool:
-        """Kafka's clients never close only one half: this one is gone and will send unanswered requests again."""
-        self._end()
-        return False
+        """Answer what has been read: the client may have closed its sending side alone, and still read.
+
+        Only a write shows whether it is gone. Over TLS there is no such half. Claims are free at once.
+        """
+        transport, is_claimant = self._transport, self._fanout.claims.has_claims or self._control.is_claiming
+        if self.closed or transport is None or not transport.can_write_eof() or is_claimant:
+            self._end()
+            return False
+        now = self._clock()
+        self._sends_until = now + SENDS_S
+        self._drained_by = min(self._drained_by, now + self._context.limits.deadline_cap_ms / 1000)
+        self._draining, self._lingers = True, False
+        self._fanout.stop_retries()
+        self.adjust_reading()
+        self._end_if_drained()
+        return not self.closed
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._gone is not None and not self._gone.done():

@@ -323,6 +323,18 @@ class FanoutShell:
             self._adopt()
             self._bring(self.core.severed if severed else self.core.parted)
 
+    def stop_retries(self) -> None:
+        """Handle the end of what the client sends: it may be gone, and its batches are not sent again."""
+        self.core.stop_retries()
+        if self.core.lanes.table:
+            self._adopt()
+            self._bring(self.core.give_up_retries)
+
+    def stop_first_sends(self) -> None:
+        """Give up what still waits for a dial, after `stop_retries`."""
+        if not self.core.is_idle:
+            self._bring(self.core.give_up_unwritten)
+
     def hurry(self) -> None:
         """Stop waiting for answers to the last requests; unanswered ones stay unsettled for their time."""
         self._last_writes.stop_waiting()

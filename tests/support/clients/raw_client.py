@@ -6,6 +6,7 @@ Frames are built by `tests.support.wire.messages`, answers are read by kafka-pyt
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import struct
 from collections.abc import Mapping, Sequence
@@ -155,9 +156,18 @@ class RawClient:
         self._writer.transport.resume_reading()  # type: ignore[attr-defined]
 
     def close(self) -> None:
+        """Close in good order: the other end cannot tell whether this one still reads."""
         self._writer.close()
 
+    def end_sending(self) -> None:
+        """Close the sending side alone, once everything is sent."""
+        self._writer.write_eof()
+
     def abort(self) -> None:
+        """Reset the connection: it has ended at once, for both ends."""
+        if not self._writer.is_closing():
+            resets = struct.pack("ii", 1, 0)
+            self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
         self._writer.transport.abort()
 
 
