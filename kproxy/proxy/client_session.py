@@ -72,9 +72,6 @@ from kproxy_codec.framing import parse_request_header
 
 log = structlog.get_logger(__name__)
 
-# How long after a client's last byte a batch may still wait for a dial: the client may be gone, and send it again.
-SENDS_S: Final = 0.5
-
 _PARTITIONED: Final = {
     api_keys.PRODUCE: DataRequests.produce,
     api_keys.FETCH: DataRequests.fetch,
@@ -111,7 +108,6 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         "_reception",
         "_requests",
         "_rests",
-        "_sends_until",
         "_share",
         "_takes_backlog",
         "_tally",
@@ -161,8 +157,6 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._draining = False
         # The time by which a connection that drains by itself is closed.
         self._drained_by = inf
-        # The time from which nothing more goes to a broker: some time after the client has sent its last.
-        self._sends_until = inf
         # Done when the transport is gone; None: nobody waits for that.
         self._gone: asyncio.Future[None] | None = None
         # The client's permissions; None: all. Connections from within the process are not checked.
@@ -524,8 +518,6 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._meter.look()
         else:
             self._use_quotas()
-        if now >= self._sends_until and not self.closed:
-            self._fanout.stop_first_sends()
         if now >= self._drained_by and not self.closed:
             self.abandon()
 
@@ -620,9 +612,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         if self.closed or transport is None or not transport.can_write_eof() or is_claimant:
             self._end()
             return False
-        now = self._clock()
-        self._sends_until = now + SENDS_S
-        self._drained_by = min(self._drained_by, now + self._context.limits.deadline_cap_ms / 1000)
+        self._drained_by = min(self._drained_by, self._clock() + self._context.limits.deadline_cap_ms / 1000)
         self._draining, self._lingers = True, False
         self._fanout.stop_retries()
         self.adjust_reading()
