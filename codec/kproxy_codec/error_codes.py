@@ -66,6 +66,7 @@ INVALID_RECORD: Final = 87
 THROTTLING_QUOTA_EXCEEDED: Final = 89
 UNKNOWN_TOPIC_ID: Final = 100
 INCONSISTENT_TOPIC_ID: Final = 103
+MISMATCHED_ENDPOINT_TYPE: Final = 114
 UNSUPPORTED_ENDPOINT_TYPE: Final = 115
 
 _NAMES: dict[int, str] = {value: name for name, value in globals().items() if name.isupper() and isinstance(value, int)}

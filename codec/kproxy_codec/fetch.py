@@ -56,8 +56,8 @@ MAX_VERSION = 13
 # From here on topics are named by their ids: followers use it, clients are offered only lower versions.
 TOPIC_IDS_FROM = 13
 NO_SESSION = 0
-# The epoch of a request that belongs to no session and wants none (KIP-227).
-FINAL_EPOCH = -1
+# The epochs of a request that belongs to no session (KIP-227): one that wants a session, and one that wants none.
+INITIAL_EPOCH, FINAL_EPOCH = 0, -1
 
 # replica_id, max_wait_ms, min_bytes, max_bytes, isolation_level; and with session_id, session_epoch from version 7
 _PREAMBLE = Struct(">iiiib")
@@ -129,6 +129,11 @@ class FetchRequest(PartitionedRequest):
         self.isolation_level = 0
         self.session_id = NO_SESSION
         self.session_epoch = FINAL_EPOCH
+
+    @property
+    def continues_session(self) -> bool:
+        """Whether it belongs to a session, and so does not name all of its partitions. Its epoch alone tells."""
+        return self.session_epoch not in (INITIAL_EPOCH, FINAL_EPOCH)
 
 
 def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from struct import Struct
 
 from kproxy_codec.api_keys import LIST_OFFSETS, is_flexible
-from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
+from kproxy_codec.errors import Truncated, UnsupportedVersion
 from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
     PartitionedRequest,
@@ -30,6 +30,7 @@ MIN_VERSION = 1
 MAX_VERSION = 9
 
 _NO_TAG = -1
+_CONSUMER = -1
 _RESULT = Struct(">ihqq")
 _LEADER_EPOCH_OFFSET = _RESULT.size
 _NO_EPOCH = INT32.pack(-1)
@@ -43,16 +44,14 @@ class ListOffsetsApi:
     max_version = MAX_VERSION
 
     def parse_request(self, frame: memoryview, header: RequestHeader) -> PartitionedRequest:
-        """Parse a request. Raises CodecError. A replica_id of 0 or more is refused: only brokers may send it."""
+        """Parse a request. Raises CodecError."""
         version = header.api_version
         if not MIN_VERSION <= version <= MAX_VERSION:
             raise UnsupportedVersion(f"ListOffsets v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
         flexible = is_flexible(LIST_OFFSETS, version)
         entry_bytes = 4 + (4 if version >= 4 else 0) + 8
         request = PartitionedRequest(frame, header, flexible=flexible)
-        replica_id, offset = read_fixed(INT32, frame, header.body_offset, len(frame))
-        if replica_id >= 0:
-            raise InvalidField(f"ListOffsets with replica_id {replica_id}: only brokers ask as replicas")
+        _, offset = read_fixed(INT32, frame, header.body_offset, len(frame))
         if version >= 2:
             _, offset = read_fixed(INT8, frame, offset, len(frame))
         request.topics_start = offset
@@ -113,7 +112,11 @@ class ListOffsetsApi:
         """Return None: in every answer leader epochs must be blanked."""
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Remove leader epochs from the request."""
+        """Remove leader epochs from the request, and a replica id: only consumers ask through the proxy.
+
+        A broker answers a replica as it answers a consumer, but beyond the high watermark.
+        """
+        INT32.pack_into(request.frame, request.header.body_offset, _CONSUMER)
         if request.header.api_version >= 4:
             blank_epochs(request, INT32.size)
 

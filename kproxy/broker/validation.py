@@ -18,6 +18,8 @@ from kproxy_codec.primitives import Buffer
 from kproxy_codec.record_batch import MAGIC, MAGIC_OFFSET, NO_PRODUCER_ID, RecordBatch, parse_batch
 from kproxy_codec.record_crc import crc_is_valid
 
+# The default of Kafka's message.timestamp.after.max.ms.
+MAX_AHEAD_MS = 3_600_000
 _ZSTD = 4
 _LEAST_VERSION_FOR_ZSTD = 7
 
@@ -29,8 +31,8 @@ class Refusal(NamedTuple):
     error_message: str
 
 
-def check_records(records: memoryview, api_version: int, max_message_bytes: int) -> RecordBatch | Refusal:
-    """Return the one batch in `records`, or why it is refused."""
+def check_records(records: memoryview, api_version: int, max_message_bytes: int, now_ms: int) -> RecordBatch | Refusal:
+    """Return the one batch in `records`, or why it is refused; `now_ms` is the time of day."""
     try:
         batch = parse_batch(records)
     except Truncated as error:
@@ -46,10 +48,10 @@ def check_records(records: memoryview, api_version: int, max_message_bytes: int)
         return Refusal(error_codes.INVALID_RECORD, "exactly one record batch per partition is wanted, more came")
     if not crc_is_valid(records, batch):
         return Refusal(error_codes.CORRUPT_MESSAGE, "the batch's CRC does not match its bytes")
-    return _check_header(batch, api_version) or batch
+    return _check_header(batch, api_version, now_ms) or batch
 
 
-def _check_header(batch: RecordBatch, api_version: int) -> Refusal | None:
+def _check_header(batch: RecordBatch, api_version: int, now_ms: int) -> Refusal | None:
     if batch.record_count <= 0 or batch.last_offset_delta != batch.record_count - 1:
         message = f"{batch.record_count} records with a last offset delta of {batch.last_offset_delta}"
         return Refusal(error_codes.INVALID_RECORD, message)
@@ -61,6 +63,11 @@ def _check_header(batch: RecordBatch, api_version: int) -> Refusal | None:
         return Refusal(error_codes.INVALID_TXN_STATE, "transactions are not offered by this broker")
     if batch.is_log_append_time:
         return Refusal(error_codes.INVALID_TIMESTAMP, "a client may not set the log append time")
+    if batch.max_timestamp > now_ms + MAX_AHEAD_MS:
+        ahead_s = (batch.max_timestamp - now_ms) // 1000
+        return Refusal(
+            error_codes.INVALID_TIMESTAMP, f"a timestamp {ahead_s} s ahead; {MAX_AHEAD_MS // 1000} s are taken"
+        )
     if batch.compression > _ZSTD:
         return Refusal(error_codes.INVALID_RECORD, f"there is no compression type {batch.compression}")
     if batch.compression == _ZSTD and api_version < _LEAST_VERSION_FOR_ZSTD:

@@ -11,6 +11,7 @@ Invariants
    the others.
 4. A broker that the cluster does not name any more has no address.
 5. Another cluster id is another cluster: everything known is dropped.
+6. The topology knows how many partitions each topic has (`Topology.lacks`), from the first answer about all topics on.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class KafkaLeaders:
             if done >= PORTION:
                 done = 0
                 yield
+        self._topology.is_complete |= whole
         # Last: until here they may be owners.
         for broker_id in set(self._topology.brokers) - set(named):
             self._topology.remove_broker(broker_id)
@@ -129,6 +131,7 @@ class KafkaLeaders:
                 wanted = leader if has_leader else NO_OWNER
             if wanted != owner:
                 topology.set_owner(name, index, wanted, answer)
+        topology.set_size(name, len(named))
         unnamed = named.find(0)
         while unnamed >= 0:
             epochs[unnamed] = NO_EPOCH
@@ -146,6 +149,7 @@ class KafkaLeaders:
             log.warning("topic id ignored", reason=str(error))
 
     def _remove(self, name: bytes) -> Iterator[None]:
+        self._topology.set_size(name, 0)
         if self._known.pop(name, None) is None:
             return
         for index in self._topology.partition_indexes(name):

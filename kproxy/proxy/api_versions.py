@@ -41,6 +41,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
@@ -59,7 +60,7 @@ from kproxy_codec import api_keys as keys
 from kproxy_codec import foreign
 from kproxy_codec.api_keys import is_flexible
 from kproxy_codec.control import Message, build_request, build_response, decode_response, encode_request
-from kproxy_codec.error_codes import NONE, UNSUPPORTED_VERSION
+from kproxy_codec.error_codes import INVALID_REQUEST, NONE, UNSUPPORTED_VERSION
 from kproxy_codec.errors import CodecError, InvalidField, UnsupportedVersion
 from kproxy_codec.framing import RequestHeader, request_header, response_body_offset
 from kproxy_codec.own import BIND_FENCES_VERSION
@@ -76,6 +77,7 @@ MAX_REMEMBERED: Final = 1000
 # Version 4 names all features. Older brokers answer it in version 0 with an error (KIP-511), or close the connection.
 _ASKED_VERSIONS: Final = (4, 0)
 _CLIENT_ID: Final = b"kproxy-versions"
+_SOFTWARE_PATTERN: Final = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9\-.]*[a-zA-Z0-9])?")
 _SOFTWARE: Final = {"client_software_name": "kproxy", "client_software_version": "1"}
 _PRODUCER_IDS: Final[Ranges] = {keys.INIT_PRODUCER_ID: (0, 0)}
 _FENCES: Final[Ranges] = {keys.BIND_FENCES: (BIND_FENCES_VERSION, BIND_FENCES_VERSION)}
@@ -248,13 +250,15 @@ def unsupported_version_response() -> Message:
     return build_response(keys.API_VERSIONS, 0, error_code=UNSUPPORTED_VERSION, api_keys=[mine])
 
 
-def check_api_versions_request(header: RequestHeader, body: memoryview) -> None:
-    """Raise CodecError for a malformed request; its fields are not used."""
+def check_api_versions_request(header: RequestHeader, body: memoryview) -> int:
+    """Return the error code of a request: the name and version of the client's software must match Kafka's pattern.
+
+    Raises CodecError for a malformed request.
+    """
     walk = Walk(body, compact=is_flexible(keys.API_VERSIONS, header.api_version))
-    if walk.compact:
-        walk.text()
-        walk.text()
+    software = [walk.text() or "", walk.text() or ""] if walk.compact else []
     walk.end()
+    return NONE if all(map(_SOFTWARE_PATTERN.fullmatch, software)) else INVALID_REQUEST
 
 
 def offered_response(api_version: int, offered: OfferedApis) -> Message:

@@ -196,7 +196,12 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.DESCRIBE_ACLS: _REFUSED,
         keys.CREATE_ACLS: _REFUSED,
         keys.DELETE_ACLS: _REFUSED,
-        keys.DESCRIBE_CONFIGS: Api(Handling.ANY_BROKER, (1, 4), needs=(_DESCRIBE_TOPIC, _DESCRIBE_CLUSTER)),
+        keys.DESCRIBE_CONFIGS: Api(
+            Handling.ANY_BROKER,
+            (1, 4),
+            needs=(_DESCRIBE_TOPIC, _DESCRIBE_CLUSTER),
+            note="A proxy's node id stands for one of the brokers.",
+        ),
         keys.ALTER_CONFIGS: _REFUSED,
         keys.ALTER_REPLICA_LOG_DIRS: _REFUSED,
         keys.DESCRIBE_LOG_DIRS: _REFUSED,

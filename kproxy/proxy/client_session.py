@@ -7,8 +7,9 @@ States
 
 Transitions
   open     -> draining   `drain`: the proxy stops; a broker joins that serves less than this client was offered; a
-                         broker does not take the client's identity any more
-  open     -> closed     the client's connection ends; bytes that are no request; an acks=0 part cannot be delivered
+                         broker does not take the client's identity any more; the client sends no more
+  open     -> closed     the client's connection ends, or its sending side does while it has claims or speaks TLS; bytes
+                         that are no request; an acks=0 part cannot be delivered
   draining -> closed     the last answer is written, or the time for draining is over
 
 Invariants
@@ -603,9 +604,20 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._end(lingers=self._lingers)
 
     def eof_received(self) -> bool:
-        """Kafka's clients never close only one half: this one is gone and will send unanswered requests again."""
-        self._end()
-        return False
+        """Answer what has been read: the client may have closed its sending side alone, and still read.
+
+        Only a write shows whether it is gone. Over TLS there is no such half. Claims are free at once.
+        """
+        transport, is_claimant = self._transport, self._fanout.claims.has_claims or self._control.is_claiming
+        if self.closed or transport is None or not transport.can_write_eof() or is_claimant:
+            self._end()
+            return False
+        self._drained_by = min(self._drained_by, self._clock() + self._context.limits.deadline_cap_ms / 1000)
+        self._draining, self._lingers = True, False
+        self._fanout.stop_retries()
+        self.adjust_reading()
+        self._end_if_drained()
+        return not self.closed
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._gone is not None and not self._gone.done():

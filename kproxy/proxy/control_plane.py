@@ -37,6 +37,7 @@ from kproxy.proxy.admission import Gate
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.api_versions import check_api_versions_request, offered_response, unsupported_version_response
 from kproxy.proxy.apis import KEY_TYPES, NOT_SERVED, SERVED, Ranges
+from kproxy.proxy.broker_configs import BrokerConfigs
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims
 from kproxy.proxy.client_identity import NotJudged
@@ -365,6 +366,9 @@ class ControlPlane:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
                 if SERVED[key].names_brokers:
                     return _framed(header, await self._renamed(frame, header, verdict))
+                configs = await self._configs_of_brokers(frame, header) if key == keys.DESCRIBE_CONFIGS else None
+                if configs is not None:
+                    return _framed(header, await self._ask_any(frame, header, configs.take, configs))
                 answer = await self._ask_any(frame, header, self._forward)
         except (TimeoutError, Unanswerable) as error:
             if key != keys.METADATA:
@@ -400,13 +404,22 @@ class ControlPlane:
         except Unanswerable:
             return None
 
-    async def _ask_any(self, frame: memoryview, header: RequestHeader, take: Take[Result]) -> Result:
+    async def _configs_of_brokers(self, frame: memoryview, header: RequestHeader) -> BrokerConfigs | None:
+        virtual = {b"%d" % proxy.node_id for proxy in self._fleet.proxies}
+        return await BrokerConfigs.of(self._context.portions, frame, header, virtual)
+
+    async def _ask_any(
+        self, frame: memoryview, header: RequestHeader, take: Take[Result], configs: BrokerConfigs | None = None
+    ) -> Result:
         """Return the result of `take` for the first broker that answers.
 
-        Each broker is asked at most once, in the order of this connection. Raises Unanswerable.
+        Each broker is asked at most once, in the order of this connection, or with `configs` of these, and gets its
+        own form of them. Raises Unanswerable.
         """
         api = SERVED[header.api_key]
-        for upstream in self._in_turn():
+        for upstream in self._in_turn(self._key if configs is None else configs.key):
+            if configs is not None:
+                frame = await configs.to(b"%d" % upstream.owner)
             try:
                 async with asyncio.timeout(self._context.limits.control_attempt_s if api.repeatable else None):
                     answer = await self._ask(upstream, frame)
@@ -427,11 +440,11 @@ class ControlPlane:
             self._doubted[upstream.owner] = None
         raise Unanswerable("no broker can be reached")
 
-    def _in_turn(self) -> Iterator[Upstream]:
-        """Yield the connection to each broker once, as long as more are asked for."""
+    def _in_turn(self, key: bytes) -> Iterator[Upstream]:
+        """Yield the connection to each broker once, as long as more are asked for; `key` decides on their order."""
         untried = set(self._context.topology.brokers)
         while untried:
-            broker = preferred(self._key, self._likeliest(untried))
+            broker = preferred(key, self._likeliest(untried))
             if broker is None:
                 return
             untried.discard(broker)
@@ -442,7 +455,7 @@ class ControlPlane:
     async def authenticate(self) -> Session:
         """Have the first broker that judges the client's identity take it. Raises IdentityRefused, NotJudged."""
         reason = "no broker is known"
-        for upstream in self._in_turn():
+        for upstream in self._in_turn(self._key):
             try:
                 session = await upstream.authenticated()
                 self._doubted.pop(upstream.owner, None)
@@ -501,7 +514,9 @@ class ControlPlane:
         if not lowest <= header.api_version <= highest:
             self._context.tally.error(keys.API_VERSIONS, UNSUPPORTED_VERSION)
             return unsupported_version_response()
-        check_api_versions_request(header, body)
+        if (error_code := check_api_versions_request(header, body)) != NONE:
+            self._context.tally.error(keys.API_VERSIONS, error_code)
+            return build_response(keys.API_VERSIONS, header.api_version, error_code=error_code)
         offered = await self._context.versions.current()
         self._client.offered(offered.ranges)
         return offered_response(header.api_version, offered)

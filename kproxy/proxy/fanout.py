@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
+from math import inf
 from typing import Any, Final, Protocol
 
 from kproxy.claims.unsettled import LastWrites
@@ -36,6 +37,9 @@ from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy.security.broker_access import BrokerAccess
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest
+
+# How long after a client's last byte a batch may still wait for a dial.
+SENDS_S: Final = 0.5
 
 
 class Client(Protocol):
@@ -70,6 +74,7 @@ class FanoutShell:
         "_last_writes",
         "_responds",
         "_seen",
+        "_sends_until",
         "_taken_out_to",
         "_timer",
         "_topology",
@@ -112,6 +117,8 @@ class FanoutShell:
         self._emptied: asyncio.Event | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
+        # From then on nothing more waits for a dial: some time after the client has sent its last.
+        self._sends_until = inf
         # The sequence of the newest request at the last call of `take_out`, and at the one before.
         self._seen = 0
         self._taken_out_to = 0
@@ -261,6 +268,9 @@ class FanoutShell:
             self._adopt()
         if self.core.is_idle:
             return
+        if now >= self._sends_until:
+            self._adopt()
+            self._bring(self.core.give_up_unwritten)
         oldest = self.connections.oldest_pieces()
         # Use the time that was checked above: requests due a moment later would have to enter first.
         self._bring(lambda _, jitter: self.core.tick(oldest, now, jitter))
@@ -322,6 +332,14 @@ class FanoutShell:
         if severed or self.claims.gated:
             self._adopt()
             self._bring(self.core.severed if severed else self.core.parted)
+
+    def stop_retries(self) -> None:
+        """Handle the end of what the client sends: it may be gone, and send its batches again itself."""
+        self._sends_until = self._context.clock() + SENDS_S
+        self.core.stop_retries()
+        if self.core.lanes.table:
+            self._adopt()
+            self._bring(self.core.give_up_retries)
 
     def hurry(self) -> None:
         """Stop waiting for answers to the last requests; unanswered ones stay unsettled for their time."""

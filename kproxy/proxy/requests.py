@@ -49,7 +49,7 @@ from kproxy_codec.error_codes import (
     NOT_LEADER_OR_FOLLOWER,
 )
 from kproxy_codec.errors import CodecError, InvalidField
-from kproxy_codec.fetch import NO_SESSION, FetchApi, response_ends
+from kproxy_codec.fetch import FetchApi, response_ends
 from kproxy_codec.framing import RequestHeader, parse_request_header, response_header
 from kproxy_codec.list_offsets import LIST_OFFSETS_API
 from kproxy_codec.partitioned import MAX_PARTITIONS, PartitionedApi, PartitionedRequest, encode_topics, with_length
@@ -155,7 +155,7 @@ class DataRequests:
     def fetch(self, frame: memoryview, header: RequestHeader, now: float, slot: Slot) -> int | None:
         """Serve a fetch request."""
         request = FETCH_API.parse_request(frame, header)
-        if request.session_id != NO_SESSION:
+        if request.continues_session:
             head, tail = response_ends(header.api_version, 0, [], FETCH_SESSION_ID_NOT_FOUND)
             answer_header = response_header(header.api_key, header.api_version, header.correlation_id)
             self._context.tally.error(header.api_key, FETCH_SESSION_ID_NOT_FOUND)

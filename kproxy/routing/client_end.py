@@ -14,6 +14,9 @@ Invariants
    answered or lost: the topic's next writer waits for that. Where brokers keep writer fences, it is noted as lost
    instead.
 2. A piece is held once.
+3. Once a client sends no more (`has_ended_sending`), no batch of it that has an answer is sent a second time: it may be
+   gone, and send the batch again itself. What no broker has got yet is still sent, once, unless its dial takes long:
+   such a client may also have closed its sending side alone, and wait for the answers.
 """
 
 from __future__ import annotations
@@ -47,12 +50,13 @@ _NEXT: Final[Mapping[ClientState, Sequence[ClientState]]] = {
 class ClientEnd:
     """The state of one client; actions go into `actions`."""
 
-    __slots__ = ("_actions", "_state", "_view")
+    __slots__ = ("_actions", "_state", "_view", "has_ended_sending")
 
     def __init__(self, view: View, actions: Actions) -> None:
         self._view = view
         self._actions = actions
         self._state = ClientState.PRESENT
+        self.has_ended_sending = False
 
     def move(self, state: ClientState) -> None:
         """Raises ValueError if there is no such transition."""
@@ -65,6 +69,10 @@ class ClientEnd:
         if self._state is not ClientState.PARTED:
             return self._state is ClientState.SEVERED
         return exchange.api.api_key == PRODUCE and exchange.topic(entry).name in self._view.gated
+
+    def forbids_again(self, exchange: Exchange) -> bool:
+        """Whether nothing of this exchange may be sent a second time."""
+        return self.has_ended_sending and exchange.is_ordered and not exchange.is_silent
 
     def forbids_any_of(self, piece: Piece) -> bool:
         """Whether an entry of this piece must not be sent any more."""

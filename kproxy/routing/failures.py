@@ -4,7 +4,8 @@ kproxy.routing.retry has the rules for each error. This module adds the facts of
 attempts, batches before it in its lane, deadlines, the client's end.
 
 Rules
-1. Nothing is sent again after its deadline, to a broker that hangs, or against the client's end.
+1. Nothing is sent again after its deadline, to a broker that hangs, or against the client's end or that of what it
+   sends.
 2. A batch behind a refused one is sent again behind it, and spends no attempt of its own.
 3. If an attempt may have been appended, the batch is sent again only where brokers recognise it.
 4. An out-of-order error behind a refused batch is not the batch's own outcome: producers stop at that code.
@@ -93,6 +94,7 @@ class Failures:
         sends_again = (
             (pause is None or (decision.retry and self._has_time(exchange, attempts, decision, pause, broker)))
             and not self._client.forbids(exchange, entry)
+            and not self._client.forbids_again(exchange)
             and not self._lanes.is_given_up(key, sequence)
         )
         is_misled = event == OUT_OF_ORDER_SEQUENCE_NUMBER and (behind or self._exchanges.is_misled(exchange, entry))

@@ -105,7 +105,7 @@ class Fanout:
         self.routes = Routes(view.topology)
         self._actions = Actions()
         self._in_flight = InFlight(self._actions)
-        self._exchanges = OpenExchanges(self._actions)
+        self._exchanges = OpenExchanges(self._actions, view.topology)
         self._client = ClientEnd(view, self._actions)
         self._names = TopicNames(view)
         # The last version of the topology that `_follow` has handled.
@@ -209,6 +209,10 @@ class Fanout:
         self._exchanges.rest()
         self._in_flight.rest()
         self.lanes.rest()
+
+    def stop_retries(self) -> None:
+        """Send no batch a second time from now on, except with acks=0; `give_up_retries` ends those that wait."""
+        self._client.has_ended_sending = True
 
     # Events: requests
 
@@ -338,6 +342,29 @@ class Fanout:
     def parted(self, now: float, jitter: float) -> list[Action]:
         """Note that the client is gone: send nothing more for topics with a writer group, whatever the acks."""
         return self._part(ClientState.PARTED, now, jitter) if self._view.gated else []
+
+    def give_up_retries(self, now: float, jitter: float) -> list[Action]:
+        """Answer the batches that wait to be sent again, and those behind them."""
+        self._begin(now, jitter)
+        waiting = self.lanes.waiting()
+        self._give_up_lanes({key for key, item in waiting if item.exchange.attempts(item.entry).in_all})
+        return self._finish()
+
+    def give_up_unwritten(self, now: float, jitter: float) -> list[Action]:
+        """Answer batches that still wait for a dial, some time after `stop_retries`, and those behind them."""
+        self._begin(now, jitter)
+        withdrawn = self._in_flight.withdraw(lambda piece: self._client.forbids_again(piece.exchange))
+        for piece in withdrawn:
+            items = [Item(piece.exchange, entry, NOT_LEADER_OR_FOLLOWER) for entry in piece.entries()]
+            self._give_up(item for item in items if piece.exchange.is_open(item.entry))
+            self._give_up_lanes({lane_key(piece.exchange, item.entry) for item in items})
+        self._settle_pieces(withdrawn)
+        return self._finish()
+
+    def _give_up_lanes(self, keys: Iterable[LaneKey]) -> None:
+        """Answer what waits in these lanes, except for acks=0."""
+        for key in keys:
+            self._give_up(self.lanes.take_away(key, lambda item: self._client.forbids_again(item.exchange)))
 
     def severed(self, now: float, jitter: float) -> list[Action]:
         """Note that another client has its claims: send nothing more for any topic."""

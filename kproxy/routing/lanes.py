@@ -311,6 +311,20 @@ class Lanes:
         self._settle(new_key, lane)
         return abandoned
 
+    def waiting(self) -> list[tuple[LaneKey, Item]]:
+        """All items that wait."""
+        return [(key, item) for key, lane in self.table.items() for item in lane.waiting]
+
+    def take_away(self, key: LaneKey, is_meant: Callable[[Item], bool]) -> list[Item]:
+        """Remove waiting items from a lane, and return them."""
+        lane = self.table.get(key)
+        if lane is None:
+            return []
+        taken = [item for item in lane.waiting if is_meant(item)]
+        lane.waiting = [item for item in lane.waiting if not is_meant(item)]
+        self._settle(key, lane)
+        return taken
+
     def drop(self, is_dropped: Callable[[Exchange], bool]) -> None:
         """Remove the waiting items of some exchanges from every lane."""
         for key, lane in list(self.table.items()):

@@ -7,7 +7,9 @@ Invariants
 2. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
 3. A read that found too little is asked again after a pause, until its time is up.
-4. A batch that is out of order only because one before it was refused does not get that error
+4. A partition that the upstream does not have gets UNKNOWN_TOPIC_OR_PARTITION, as from Kafka, where it was sent to no
+   broker; one without a leader, or with an unknown owner, gets NOT_LEADER_OR_FOLLOWER.
+5. A batch that is out of order only because one before it was refused does not get that error
    (kproxy.routing.refused).
 """
 
@@ -23,6 +25,8 @@ from kproxy.routing.identity import lane_key, place_of
 from kproxy.routing.merge import Exchange, ExchangeState
 from kproxy.routing.refused import Refused
 from kproxy.routing.split import Entry
+from kproxy.routing.topology import Topology
+from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER, UNKNOWN_TOPIC_OR_PARTITION
 from kproxy_codec.primitives import Buffer
 
 # Pauses before a read that spans brokers and waits for data is asked again, in seconds: short at first, then longer to
@@ -35,10 +39,11 @@ _SAME_TIME_S: Final = 1e-6
 class OpenExchanges:
     """The open exchanges; actions go into `actions`."""
 
-    __slots__ = ("_actions", "_looking", "_refused", "_table", "newest", "partitions")
+    __slots__ = ("_actions", "_looking", "_refused", "_table", "_topology", "newest", "partitions")
 
-    def __init__(self, actions: Actions) -> None:
+    def __init__(self, actions: Actions, topology: Topology) -> None:
         self._actions = actions
+        self._topology = topology
         # By sequence, in the order of requests.
         self._table: dict[int, Exchange] = {}
         self._refused = Refused()
@@ -120,6 +125,8 @@ class OpenExchanges:
 
     def conclude(self, exchange: Exchange, entry: Entry, error_code: int, result: Buffer | None = None) -> None:
         """Give an entry its final error; `result` is the broker's own entry if its code is passed on."""
+        if error_code == NOT_LEADER_OR_FOLLOWER and result is None and self._topology.lacks(*exchange.partition(entry)):
+            error_code = UNKNOWN_TOPIC_OR_PARTITION
         final = retry.final_code(error_code, is_ambiguous=entry in exchange.ambiguous)
         if exchange.is_silent:
             exchange.take(entry, b"")

@@ -20,10 +20,12 @@ Invariants
    owner, are the brokers that are not doubted, or all if all are doubted. Partitions that a doubted broker owns still
    go to it.
 7. Partition indexes lie in [0, MAX_PARTITION_INDEX]; others are refused, so that a bad key cannot use up memory.
-8. A load (`begin_load`) sets each row at once, so a row counts before the load has ended. Entries that the load does
+8. `lacks` is true only where the source names every partition that the upstream has, and has named them all
+   (`is_complete`): of a partition without an owner it tells that there is none at all.
+9. A load (`begin_load`) sets each row at once, so a row counts before the load has ended. Entries that the load does
    not name are removed at its end, unless they are newer than the load. A load that is dropped halfway removes nothing.
-9. A hint is an owner or an address without a revision, from a broker. It stands in for the source's own word, which is
-   kept: a change by the source replaces the hint, and `drop_hints` undoes all of them.
+10. A hint is an owner or an address without a revision, from a broker. It stands in for the source's own word, which
+   is kept: a change by the source replaces the hint, and `drop_hints` undoes all of them.
 """
 
 from __future__ import annotations
@@ -96,6 +98,10 @@ class Topology:
         self._in_order: list[bytes] | None = None
         self._waiting: dict[Callable[[], None], None] = {}
         self.owned_count = 0
+        # Whether the partitions in `_sizes` are all that the upstream has.
+        self.is_complete = False
+        # How many partitions each topic has, by name.
+        self._sizes: dict[bytes, int] = {}
 
     # Reading
 
@@ -119,6 +125,10 @@ class Topology:
         if topic_owners is None or not 0 <= partition_index < len(topic_owners.versions):
             return 0
         return topic_owners.versions[partition_index]
+
+    def lacks(self, topic: bytes, partition_index: int) -> bool:
+        """Whether the upstream is known to have no such partition: a client gets UNKNOWN_TOPIC_OR_PARTITION."""
+        return self.is_complete and not 0 <= partition_index < self._sizes.get(self._names.get(topic, topic), 0)
 
     def name_of(self, topic: bytes) -> bytes | None:
         """The name of the topic with this id."""
@@ -256,6 +266,13 @@ class Topology:
         self._in_order = None
         self._changed()
 
+    def set_size(self, topic: bytes, partitions: int) -> None:
+        """Note how many partitions a topic has in the upstream, with owners or not; 0: there is no such topic."""
+        if partitions:
+            self._sizes[topic] = partitions
+        else:
+            self._sizes.pop(topic, None)
+
     def load(self, rows: Iterable[Ownership], revision: int) -> None:
         """Take `rows` as the whole table at `revision`: set the rows they name, remove the others."""
         load = self.begin_load(revision)
@@ -274,6 +291,8 @@ class Topology:
         self._ids.clear()
         self._names.clear()
         self._hinted.clear()
+        self._sizes.clear()
+        self.is_complete = False
         self._in_order = None
         self.owned_count = 0
         self.revision = 0

@@ -13,6 +13,7 @@ InitProducerId, versions 0-5
   clients retry, where etcd gives none.
 - With one: TRANSACTIONAL_ID_AUTHORIZATION_FAILED, the one code that makes every client fail at once instead of asking
   for ever. (Clients ask FindCoordinator first, whose answer says why.)
+- An empty transactional id, and a producer id without an epoch or the reverse: INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID
 _logger = structlog.get_logger(__name__)
 
 _BATCH_VERSION = 4
+_IDENTITY_FROM = 3
 _GROUP = 0
 _CODES = {1: error_codes.CLUSTER_AUTHORIZATION_FAILED}
 _REASONS = {
@@ -61,7 +63,10 @@ async def handle_init_producer_id(broker: Broker, request: Request) -> Body:
     version = request.header.api_version
     message = control.decode_request(INIT_PRODUCER_ID, version, request.body)
     error_code, producer_id, producer_epoch = error_codes.NONE, -1, -1
-    if message.transactional_id is not None:
+    has_part = version >= _IDENTITY_FROM and (message.producer_id == -1) != (message.producer_epoch == -1)
+    if message.transactional_id == "" or has_part:
+        error_code = error_codes.INVALID_REQUEST
+    elif message.transactional_id is not None:
         error_code = error_codes.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
     else:
         try:

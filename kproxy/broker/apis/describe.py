@@ -1,11 +1,13 @@
 """Metadata, and the Describe APIs of the cluster, topics and configs.
 
 DescribeCluster, versions 0-1 (KIP-700)
-- Endpoint type 1, brokers, is known; any other gets UNSUPPORTED_ENDPOINT_TYPE: there are no controllers.
+- Endpoint type 1, brokers, is known. Controllers, type 2, get MISMATCHED_ENDPOINT_TYPE, any other
+  UNSUPPORTED_ENDPOINT_TYPE.
 
 DescribeConfigs, versions 1-4
 - Brokers and topics are described under Kafka's names, so that admin tools find what they look for; all is read-only.
-- A topic that does not exist: UNKNOWN_TOPIC_OR_PARTITION; another resource type: INVALID_REQUEST.
+- A topic that does not exist: UNKNOWN_TOPIC_OR_PARTITION, or INVALID_TOPIC_EXCEPTION for an illegal name. Another
+  broker, another resource type: INVALID_REQUEST.
 
 DescribeTopicPartitions, version 0 (KIP-966)
 - Topics come in order of name; a request that names none means all. No topic is created.
@@ -22,7 +24,8 @@ Metadata, versions 0-13
 - While this broker has no lease it names the other brokers that it knew, LEADER_NOT_AVAILABLE for each topic, and a
   mark that makes a proxy ask another broker. Where that cannot be said (all topics are asked for, no other broker is
   known, or the version has no place for the mark) the connection is closed.
-- An illegal name: INVALID_TOPIC_EXCEPTION. By topic id from version 12; unknown: UNKNOWN_TOPIC_ID.
+- An illegal name: INVALID_TOPIC_EXCEPTION. By topic id from version 12; unknown: UNKNOWN_TOPIC_ID; in earlier versions
+  INVALID_REQUEST. A topic named twice is answered once.
 """
 
 from __future__ import annotations
@@ -103,7 +106,9 @@ def _describe(broker: Broker, message: control.Message) -> Body:
     if message.topics is None or (version == 0 and not message.topics):
         topics = [_topic(broker, topic, version) for topic in broker.view.topics.values()]
     else:
-        topics = [_asked(broker, asked, version) for asked in message.topics]
+        # Each once, as Kafka answers.
+        once = {(asked.name, asked.topic_id if version >= 10 else None): asked for asked in message.topics}
+        topics = [_asked(broker, asked, version) for asked in once.values()]
     fields: dict[str, Any] = {"brokers": describe_brokers(broker, "node_id"), "topics": topics}
     if version >= 1:
         fields["controller_id"] = controller_id(broker)
@@ -113,24 +118,25 @@ def _describe(broker: Broker, message: control.Message) -> Body:
 
 
 def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
+    if version < _TOPIC_ID_VERSION and (asked.name is None or (asked.topic_id is not None and asked.topic_id.int)):
+        # Versions 10 and 11 have topic ids, but know topics by name alone.
+        return {"error_code": error_codes.INVALID_REQUEST, "name": asked.name or "", "partitions": []}
     if asked.name is None:
         found = broker.view.topic_by_id(asked.topic_id.bytes) if asked.topic_id is not None else None
-        if found is not None and version >= _TOPIC_ID_VERSION:
+        if found is not None:
             return _topic(broker, found, version)
-        # Versions 10 and 11 have topic ids, but no null name to answer with.
-        name = None if version >= _TOPIC_ID_VERSION else ""
-        return {
-            "error_code": error_codes.UNKNOWN_TOPIC_ID,
-            "name": name,
-            "topic_id": asked.topic_id,
-            "partitions": [],
-        }
+        unknown = error_codes.UNKNOWN_TOPIC_ID
+        return {"error_code": unknown, "name": None, "topic_id": asked.topic_id, "partitions": []}
     found = broker.view.topics.get(asked.name)
     if found is not None:
         return _topic(broker, found, version)
-    legal = check_name(asked.name) is None
-    error_code = error_codes.UNKNOWN_TOPIC_OR_PARTITION if legal else error_codes.INVALID_TOPIC_EXCEPTION
-    return {"error_code": error_code, "name": asked.name, "partitions": []}
+    return {"error_code": _unknown(asked.name), "name": asked.name, "partitions": []}
+
+
+def _unknown(topic: str) -> int:
+    """Return the error code of a topic that does not exist."""
+    legal = check_name(topic) is None
+    return error_codes.UNKNOWN_TOPIC_OR_PARTITION if legal else error_codes.INVALID_TOPIC_EXCEPTION
 
 
 def _topic(broker: Broker, topic: Topic, version: int) -> dict[str, Any]:
@@ -141,8 +147,7 @@ def _topic(broker: Broker, topic: Topic, version: int) -> dict[str, Any]:
     return described
 
 
-_BROKER_ENDPOINTS = 1
-_UNSUPPORTED_ENDPOINT_TYPE = 115
+_BROKER_ENDPOINTS, _CONTROLLER_ENDPOINTS = 1, 2
 
 
 _TOPIC_RESOURCE = 2
@@ -164,7 +169,9 @@ def handle_describe_cluster(broker: Broker, request: Request) -> Body:
         response = control.build_response(
             DESCRIBE_CLUSTER,
             version,
-            error_code=_UNSUPPORTED_ENDPOINT_TYPE,
+            error_code=error_codes.MISMATCHED_ENDPOINT_TYPE
+            if message.endpoint_type == _CONTROLLER_ENDPOINTS
+            else error_codes.UNSUPPORTED_ENDPOINT_TYPE,
             error_message="only brokers can be described here",
         )
     else:
@@ -199,8 +206,11 @@ def _describe_resource(broker: Broker, asked: control.Message) -> dict[str, Any]
         topic = broker.view.topics.get(asked.resource_name)
         if topic is None:
             message = f"there is no topic {asked.resource_name}"
-            return result | {"error_code": error_codes.UNKNOWN_TOPIC_OR_PARTITION, "error_message": message}
+            return result | {"error_code": _unknown(asked.resource_name), "error_message": message}
         configs = describe_topic_configs(broker, topic.configs, topic.replication_factor)
+    elif asked.resource_type == _BROKER_RESOURCE and asked.resource_name not in ("", str(broker.config.node_id)):
+        message = f"broker {broker.config.node_id} describes itself alone, not {asked.resource_name}"
+        return result | {"error_code": error_codes.INVALID_REQUEST, "error_message": message}
     elif asked.resource_type == _BROKER_RESOURCE:
         configs = [describe_config(name, value, BROKER_SOURCE) for name, value in _broker_values(broker).items()]
     else:
@@ -247,9 +257,7 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
             next_cursor = {"topic_name": name, "partition_index": 0}
             break
         if found is None:
-            legal = check_name(name) is None
-            error_code = error_codes.UNKNOWN_TOPIC_OR_PARTITION if legal else error_codes.INVALID_TOPIC_EXCEPTION
-            topics.append({"error_code": error_code, "name": name, "partitions": []})
+            topics.append({"error_code": _unknown(name), "name": name, "partitions": []})
             continue
         indexes = range(first_index, len(found.replicas))
         first_index = 0

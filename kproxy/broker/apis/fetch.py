@@ -1,7 +1,7 @@
 """Fetch from clients and followers, and ListOffsets.
 
 Fetch, versions 4-12 for clients, and 13, topics by id, for followers on the replication listener
-- Sessionless (KIP-227): every answer says session 0; a request that names one gets FETCH_SESSION_ID_NOT_FOUND.
+- Sessionless (KIP-227): every answer says session 0; a request that continues one gets FETCH_SESSION_ID_NOT_FOUND.
 - Waits up to max_wait_ms for min_bytes. An error in any partition ends the wait, and so does a diverging epoch. The
   high watermark wakes clients; appends wake followers, because the followers' progress moves the high watermark. A
   follower's wait also ends when its next request arrives.
@@ -12,29 +12,30 @@ Fetch, versions 4-12 for clients, and 13, topics by id, for followers on the rep
 
 ListOffsets, versions 1-9
 - Timestamp -1: the high watermark, or OFFSET_NOT_AVAILABLE until it has reached the epoch of a new leader (KIP-207); -2
-  and -4: the log's start; -3: the largest timestamp (version 7); -5 (tiered storage): nothing. From 0: the first batch
-  with a record at or after it, answered with the batch's own first timestamp and offset; records are not unpacked, so a
-  client may get a few earlier records.
+  and -4: the log's start; -3: the largest timestamp; -5 (tiered storage): nothing. Any other below 0, and one that
+  Kafka knows only in later versions of the request: UNSUPPORTED_VERSION. From 0: the first batch with a record at or
+  after it, answered with the batch's own first timestamp and offset; records are not unpacked, so a client may get a
+  few earlier records.
 - Nothing found: offset -1, timestamp -1, no error. Not the owner: 6. Another leader epoch: 74 or 75 (KIP-320).
-- replica_id >= 0 is refused, as for Fetch.
+- A partition named twice: INVALID_REQUEST. Whoever asks as a replica is answered as a consumer.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import structlog
 
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
-from kproxy.broker.partition import Partition
+from kproxy.broker.partition import NO_EPOCH, Partition
 from kproxy.broker.replication.partition_replication import UNKNOWN_OFFSET
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import LIST_OFFSETS
 from kproxy_codec.fetch import (
-    NO_SESSION,
     FetchRequest,
     PartitionFetch,
     PartitionFetched,
@@ -114,7 +115,7 @@ def _deadline(fetch: FetchRequest) -> float:
 
 
 def _serve(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float) -> Body | Awaitable[Body]:
-    if fetch.session_id != NO_SESSION:
+    if fetch.continues_session:
         head, tail = response_ends(fetch.header.api_version, 0, [], error_codes.FETCH_SESSION_ID_NOT_FOUND)
         return [head, *encode_topics([], flexible=fetch.flexible), tail]
     found = _read(broker, fetch, reader)
@@ -222,7 +223,7 @@ def _refusal(broker: Broker, fetch: FetchRequest, topic: TopicSpan, partition_in
 def _fetch_as_client(partition: Partition, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
     if not partition.serves_reads():
         return PartitionFetched(asked.partition_index, error_codes.NOT_LEADER_OR_FOLLOWER)
-    error_code = partition.check_leader_epoch(asked.current_leader_epoch)
+    error_code = partition.check_leader_epoch(max(asked.current_leader_epoch, NO_EPOCH))
     if error_code != error_codes.NONE:
         return PartitionFetched(asked.partition_index, error_code)
     error_code, records = partition.read(asked.fetch_offset, max_bytes)
@@ -237,6 +238,9 @@ LATEST = -1
 EARLIEST = -2
 MAX_TIMESTAMP = -3
 EARLIEST_LOCAL = -4
+LATEST_TIERED = -5
+# The lowest version of the request in which Kafka knows each.
+_KNOWN_FROM = {LATEST: 1, EARLIEST: 1, MAX_TIMESTAMP: 7, EARLIEST_LOCAL: 8, LATEST_TIERED: 9}
 _NOTHING = TimestampAndOffset(-1, -1)
 _logger = structlog.get_logger(__name__)
 
@@ -244,8 +248,6 @@ _logger = structlog.get_logger(__name__)
 def handle_list_offsets(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
     """Answer ListOffsets at once, unless a partition has to be taken first."""
     message = control.decode_request(LIST_OFFSETS, request.header.api_version, request.body)
-    if message.replica_id >= 0:
-        raise CloseConnection(f"ListOffsets with replica_id {message.replica_id}: this broker has no followers")
     wanted = [(topic.name.encode(), [each.partition_index for each in topic.partitions]) for topic in message.topics]
     takeable = broker.takeable(wanted)
     if takeable:
@@ -254,31 +256,41 @@ def handle_list_offsets(broker: Broker, request: Request) -> Body | Awaitable[Bo
 
 
 def _list(broker: Broker, message: control.Message) -> Body:
-    topics = [
-        {"name": topic.name, "partitions": [_list_one(broker, topic.name, asked) for asked in topic.partitions]}
-        for topic in message.topics
-    ]
-    return [control.encode_response(control.build_response(LIST_OFFSETS, message.version, topics=topics))]
+    named = Counter((topic.name, each.partition_index) for topic in message.topics for each in topic.partitions)
+    topics: dict[str, dict[int, dict[str, int]]] = {topic.name: {} for topic in message.topics}
+    for topic in message.topics:
+        for asked in topic.partitions:
+            index = asked.partition_index
+            is_twice = named[topic.name, index] > 1
+            listed = (
+                {"error_code": error_codes.INVALID_REQUEST}
+                if is_twice
+                else _list_one(broker, topic.name, asked, message.version)
+            )
+            topics[topic.name][index] = {"partition_index": index, **listed}
+    answered = [{"name": name, "partitions": list(partitions.values())} for name, partitions in topics.items()]
+    return [control.encode_response(control.build_response(LIST_OFFSETS, message.version, topics=answered))]
 
 
-def _list_one(broker: Broker, topic: str, asked: control.Message) -> dict[str, int]:
+def _list_one(broker: Broker, topic: str, asked: control.Message, version: int) -> dict[str, int]:
     index = asked.partition_index
+    if asked.timestamp < 0 and version < _KNOWN_FROM.get(asked.timestamp, version + 1):
+        return {"error_code": error_codes.UNSUPPORTED_VERSION}
     partition = broker.led(topic.encode(), index)
     if partition is None or not partition.serves_reads():
-        return {"partition_index": index, "error_code": broker.refusal(topic, index)}
+        return {"error_code": broker.refusal(topic, index)}
     error_code = partition.check_leader_epoch(asked.current_leader_epoch)
     if error_code != error_codes.NONE:
-        return {"partition_index": index, "error_code": error_code}
+        return {"error_code": error_code}
     try:
         found = _find(partition, asked.timestamp)
     except (OSError, LogFailed) as error:
         _logger.error("timestamps not read", topic=topic, partition=index, reason=str(error))
-        return {"partition_index": index, "error_code": error_codes.KAFKA_STORAGE_ERROR}
+        return {"error_code": error_codes.KAFKA_STORAGE_ERROR}
     if found is None:
-        return {"partition_index": index, "error_code": error_codes.OFFSET_NOT_AVAILABLE}
+        return {"error_code": error_codes.OFFSET_NOT_AVAILABLE}
     leader_epoch = partition.leader_epoch if found.offset >= 0 else -1
     return {
-        "partition_index": index,
         "error_code": error_codes.NONE,
         "timestamp": found.timestamp,
         "offset": found.offset,

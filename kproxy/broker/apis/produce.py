@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from kproxy.broker.context import FENCE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
+from kproxy.broker.producer_state import wall_ms
 from kproxy.broker.validation import Refusal, check_records
 from kproxy.broker.writer_fence import UNBOUND
 from kproxy_codec import error_codes
@@ -181,7 +182,7 @@ def _append_one(
         return AppendResult(broker.refusal(topic.name.decode(errors="replace"), index))
     bound = bindings.get((topic.name, index), UNBOUND) if bindings else UNBOUND
     records = records_of(produce, topic, ordinal)
-    batch = check_records(records, produce.header.api_version, broker.config.message_max_bytes)
+    batch = check_records(records, produce.header.api_version, broker.config.message_max_bytes, wall_ms())
     if isinstance(batch, Refusal):
         return partition.refusal_of_writer(bound) or AppendResult(batch.error_code, -1, batch.error_message)
     return partition.append_as_leader(records, batch, produce.acks, bound)

@@ -97,7 +97,9 @@ async def handle_delete_topics(broker: Broker, request: Request) -> Body:
 
 async def _delete(broker: Broker, name: str | None, topic_id: Any, version: int) -> dict[str, Any]:
     topic = broker.view.topics.get(name) if name is not None else broker.view.topic_by_id(topic_id.bytes)
-    if topic is not None:
+    if name is not None and topic_id is not None and topic_id.int:
+        topic, outcome = None, TopicOutcome(error_codes.INVALID_REQUEST, "a topic is named by its name or its id")
+    elif topic is not None:
         outcome = await broker.topics.delete(topic)
     elif name is not None:
         outcome = TopicOutcome(error_codes.UNKNOWN_TOPIC_OR_PARTITION, f"there is no topic {name}")

@@ -66,7 +66,6 @@ BAD: dict[str, Callable[[], bytes]] = {
     "Produce v-1": lambda: raw_frame(header(api_keys.PRODUCE, -1) + bytes(20)),
     "Fetch v13": lambda: raw_frame(header(FETCH, 13) + bytes(40)),
     "Fetch by a replica": lambda: fetch_frame(replica_id=1),
-    "ListOffsets by a replica": lambda: list_offsets_frame(replica_id=0),
     "Metadata v99": lambda: raw_frame(header(api_keys.METADATA, 99) + bytes(20)),
     "ApiVersions cut short": lambda: cut(control_frame(api_keys.API_VERSIONS, 3), 20),
     "Produce cut short": lambda: cut(produce_frame(), 60),

@@ -398,31 +398,40 @@ async def test_what_brokers_say_among_themselves_is_refused(name: str, version: 
         assert [each.header.api_key for each in upstream.log] == [keys.API_VERSIONS] * negotiates
 
 
-REPLICA_READS = [
-    *((keys.FETCH, version) for version in range(SERVED[keys.FETCH].min_version, SERVED[keys.FETCH].max_version + 1)),
-    *((keys.LIST_OFFSETS, version) for version in range(1, SERVED[keys.LIST_OFFSETS].max_version + 1)),
-]
-
-
-@pytest.mark.parametrize(("key", "version"), REPLICA_READS)
+@pytest.mark.parametrize("version", range(SERVED[keys.FETCH].min_version, SERVED[keys.FETCH].max_version + 1))
 @both_loops
 @in_one_go
-async def test_a_read_in_the_name_of_a_replica_is_refused(key: int, version: int) -> None:
+async def test_a_fetch_in_the_name_of_a_replica_is_refused(version: int) -> None:
     """A follower's Fetch moves the high watermark, and its reads go beyond it."""
     upstream = ScriptedUpstream(1)
-    frame = fetch_frame if key == keys.FETCH else list_offsets_frame
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
         for replica_id in (0, 1, 2**31 - 1):
             client = await proxy.client()
-            client.send(frame(version=version, replica_id=replica_id))
+            client.send(fetch_frame(version=version, replica_id=replica_id))
             assert await client.is_closed()
         assert upstream.log == []
         client = await proxy.client()
-        client.send(frame(version=version, replica_id=-1))
+        client.send(fetch_frame(version=version, replica_id=-1))
         asked = await upstream.next()
         asked.answer()
-        assert (await client.answer(key, version)).codes == {("t", 0): 0}
+        assert (await client.answer(keys.FETCH, version)).codes == {("t", 0): 0}
+
+
+@pytest.mark.parametrize("version", range(1, SERVED[keys.LIST_OFFSETS].max_version + 1))
+@both_loops
+async def test_replica_lists_offsets_as_a_consumer(version: int) -> None:
+    """As at Kafka, except that a broker would tell it of offsets beyond the high watermark."""
+    upstream = ScriptedUpstream(1)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        client = await proxy.client()
+        for replica_id in (-1, 0, 2**31 - 1):
+            client.send(list_offsets_frame(version=version, replica_id=replica_id))
+            asked = await upstream.next()
+            assert asked.fields["replica_id"] == -1
+            asked.answer()
+            assert (await client.answer(keys.LIST_OFFSETS, version)).codes == {("t", 0): 0}
 
 
 # Fences

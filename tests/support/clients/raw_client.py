@@ -6,13 +6,14 @@ Frames are built by `tests.support.wire.messages`, answers are read by kafka-pyt
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from kproxy_codec import control
-from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
+from kproxy_codec.api_keys import API_VERSIONS, FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.framing import request_header, response_body_offset, response_correlation_id
 from tests.support.brokers.scripted_upstream import HOST, PATIENCE_S, SILENCE_S
 from tests.support.wire.messages import (
@@ -24,6 +25,7 @@ from tests.support.wire.messages import (
 )
 from tests.support.wire.record_batches import build_batch
 
+SOFTWARE_FROM = 3
 Partitions = Mapping[str, Sequence[int]]
 
 
@@ -154,9 +156,18 @@ class RawClient:
         self._writer.transport.resume_reading()  # type: ignore[attr-defined]
 
     def close(self) -> None:
+        """Close in good order: the other end cannot tell whether this one still reads."""
         self._writer.close()
 
+    def end_sending(self) -> None:
+        """Close the sending side alone, once everything is sent."""
+        self._writer.write_eof()
+
     def abort(self) -> None:
+        """Reset the connection: it has ended at once, for both ends."""
+        if not self._writer.is_closing():
+            resets = struct.pack("ii", 1, 0)
+            self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)
         self._writer.transport.abort()
 
 
@@ -210,6 +221,8 @@ def list_offsets_frame(
 
 def control_frame(api_key: int, version: int, *, correlation_id: int = 1, **fields: Any) -> bytes:
     """A control-plane request, built by kafka-python."""
+    if api_key == API_VERSIONS and version >= SOFTWARE_FROM:
+        fields = {"client_software_name": "tests", "client_software_version": "1", **fields}
     body = control.encode_request(control.build_request(api_key, version, **fields))
     return raw_frame(request_header(api_key, version, correlation_id, b"tests") + body)
 

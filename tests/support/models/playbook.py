@@ -281,6 +281,13 @@ class Playbook:
 
     # The client's end
 
+    def half_closes(self) -> list[str]:
+        self.core.stop_retries()
+        return self._bring(lambda: self.core.give_up_retries(self.now, 0.0))
+
+    def gives_up_unwritten(self) -> list[str]:
+        return self._bring(lambda: self.core.give_up_unwritten(self.now, 0.0))
+
     def parts(self) -> list[str]:
         return self._bring(lambda: self.core.parted(self.now, self.jitter))
 

@@ -130,9 +130,9 @@ def test_versions_outside_the_range_are_refused(api_key: int, versions: range) -
             APIS[api_key].parse_request(frame, head_of(frame))
 
 
-@pytest.mark.parametrize(("api_key", "version"), [case for case in EVERY_VERSION if case[0] != PRODUCE])
+@pytest.mark.parametrize(("api_key", "version"), [case for case in EVERY_VERSION if case[0] == FETCH])
 @pytest.mark.parametrize("replica_id", [0, 1, 2**31 - 1])
-def test_nobody_reads_as_a_replica_through_the_proxy(api_key: int, version: int, replica_id: int) -> None:
+def test_nobody_fetches_as_a_replica_through_the_proxy(api_key: int, version: int, replica_id: int) -> None:
     with pytest.raises(InvalidField, match="replica_id"):
         _asking(api_key, version, {"t": [0]}, replica_id=replica_id)
 

@@ -204,6 +204,24 @@ async def test_an_unchanged_owner_keeps_its_revision() -> None:
         assert table.topology.owner_revision(b"t", 1) > revision
 
 
+async def test_the_table_knows_which_partitions_there_are() -> None:
+    def lacking(table: Followed, *names: bytes) -> list[tuple[bytes, int]]:
+        return [(name, index) for name in names for index in (-1, 0, 1, 2) if table.topology.lacks(name, index)]
+
+    every = [(b"u", -1), (b"u", 0), (b"u", 1), (b"u", 2)]
+    async with followed() as table:
+        await table.read(topic(partition(0, 1, 5), partition(1, -1, 5, LEADER_NOT_AVAILABLE)))
+        assert lacking(table, b"t", b"u") == [(b"t", -1), (b"t", 2), *every], "one without a leader is there"
+        by_id = table.topology.topic_ids[b"t"]
+        assert lacking(table, by_id) == [(by_id, -1), (by_id, 2)]
+        await table.read(topic(partition(0, 2, 0), topic_id=ANOTHER_ID))
+        assert lacking(table, b"t") == [(b"t", -1), (b"t", 1), (b"t", 2)]
+        await table.read()
+        assert lacking(table, b"t") == [(b"t", -1), (b"t", 0), (b"t", 1), (b"t", 2)]
+        table.topology.begin_rebuild()
+        assert lacking(table, b"t", b"u") == [], "nothing is known of another cluster yet"
+
+
 async def test_a_topic_made_anew_begins_anew() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 50), partition(1, 1, 50)))

@@ -7,6 +7,7 @@ import pytest
 from kproxy.routing.actions import Action, Respond
 from kproxy.routing.merge import Exchange, ExchangeState
 from kproxy.routing.open_exchanges import LOOK_PAUSES_S
+from kproxy.routing.retry import KAFKA
 from kproxy_codec.api_keys import FETCH, PRODUCE
 from kproxy_codec.produce import PRODUCE_API
 from tests.support.models.playbook import Playbook
@@ -409,3 +410,29 @@ def test_fields_that_nobody_knows_of_are_handed_on_in_order_and_once() -> None:
         done += play.core.answered(piece, frame_of(bytes(frame[4:-1]), tag_section(tags)), play.now, 0.0)
     (answered,) = (each for each in done if isinstance(each, Respond))
     assert b"".join(answered.answer).endswith(tag_section([(40, b"c"), (50, b"a"), (60, b"b")]))
+
+
+# Partitions that are not there
+
+
+def test_unknown_partition_is_told_from_leaderless_one() -> None:
+    play = Playbook({"t": [1, None]}, KAFKA, offers_unowned=False)
+    play.topology.set_size(b"t", 2)
+    play.topology.is_complete = True
+    play.submits(1, "t-0 t-1 t-2 u-0")
+    play.answers(1, "t-0")
+    assert play.wakes() == []
+    assert play.wakes() == ["answer 1: t-0@10 t-1=6 t-2=3 u-0=3"]
+    play.lists_offsets(2, "t-1 t-2 u-0")
+    assert play.wakes() == []
+    assert play.wakes() == ["answer 2: t-1=6 t-2=3 u-0=3"]
+    play.submits(3, "t-2", acks=0)
+    assert play.wakes() == []
+    assert play.wakes() == ["done 3", "undeliverable t=3"]
+
+
+def test_incomplete_table_calls_no_partition_unknown() -> None:
+    play = Playbook({"t": [1]}, KAFKA, offers_unowned=False)
+    play.submits(1, "t-1 u-0")
+    play.wakes()
+    assert play.wakes() == ["answer 1: t-1=6 u-0=6"]

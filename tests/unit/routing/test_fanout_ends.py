@@ -523,3 +523,58 @@ def test_acks_0_that_is_refused_ends_the_connection_behind_what_is_sent() -> Non
         "send #1 b1/c1: 1 t-0",
         "undeliverable t=44",
     ]
+
+
+# The client sends no more
+
+
+def test_client_that_sends_no_more_is_answered() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    assert play.submits(2, "t-0") == []
+    assert play.half_closes() == []
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
+    assert play.answers(2, "t-0") == ["answer 2: t-0@20"]
+
+
+def test_batches_that_wait_for_retries_are_answered() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.submits(2, "t-0")
+    assert play.answers(1, "t-0=19") == []
+    assert play.half_closes() == ["answer 1: t-0=19", "answer 2: t-0=6"]
+    assert play.lanes == []
+
+
+def test_batches_refused_after_the_end_are_not_sent_again() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.answers(1, "t-0")
+    play.submits(2, "t-0")
+    play.submits(3, "t-0")
+    play.half_closes()
+    assert play.answers(2, "t-0=6") == ["answer 2: t-0=6"]
+    assert play.answers(3, "t-0=45") == ["answer 3: t-0=6"]
+    assert play.lanes == []
+
+
+def test_batches_whose_dial_takes_long_are_answered() -> None:
+    play = Playbook(dials=True)
+    play.submits(1, "t-0")
+    play.submits(2, "t-0")
+    play.submits(3, "t-0", acks=0)
+    play.half_closes()
+    assert play.gives_up_unwritten() == [
+        "withdraw #1 from c1",
+        "answer 1: t-0=6",
+        "answer 2: t-0=6",
+        "send #2 b1/c1: 3 t-0",
+    ]
+
+
+def test_silent_batches_are_sent_again_after_the_end() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", acks=0)
+    play.half_closes()
+    assert play.loses(1, unwritten=[1]) == []
+    assert play.wakes() == ["send #2 b1/c2: 1 t-0"]
