@@ -23,14 +23,14 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import structlog
 
 from kproxy.broker.config import LogOptions
-from kproxy.broker.disk import disk_error, read_json, remove_scratch_files, sync_directory, write_json
+from kproxy.broker.disk import disk_error, probe_disk, read_json, remove_scratch_files, sync_directory, write_json
+from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.keys import log_id_of_version_1
 from kproxy.broker.log import Log
 from kproxy.broker.segment import LogFailed
@@ -57,7 +57,7 @@ class DataDir:
         self.path = path
         self.log_id = log_id
         self._lock_fd = lock_fd
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="data-dir")
+        self._threads = DiskThreads(THREADS, "data-dir")
         self._log_options = log_options
         # Held from reading which log a directory holds until it is renamed: if a topic is deleted and created again
         # at once, one thread removes the old log while another sets up the new one.
@@ -95,6 +95,10 @@ class DataDir:
     async def in_thread(self, work: Callable[[], _Result]) -> _Result:
         """Run work that blocks on the disk in a thread of this directory alone."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def probe(self) -> None:
+        """See whether the disk works; blocks. Raises OSError."""
+        probe_disk(self.path)
 
     def partition_path(self, topic: str, partition_index: int) -> Path:
         return self.path / f"{topic}-{partition_index}"
@@ -239,7 +243,7 @@ class DataDir:
 
     def close(self) -> None:
         """Unlock the directory. May be called twice."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
         lock_fd, self._lock_fd = self._lock_fd, -1
         if lock_fd >= 0:
             os.close(lock_fd)

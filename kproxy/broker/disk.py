@@ -107,6 +107,28 @@ def write_json(path: Path, value: dict[str, object], replacing: AbstractContextM
         raise
 
 
+# As much as the largest batch: a disk without room for it does not work.
+_PROBE_BYTES = 1 << 20
+
+
+def probe_disk(directory: Path) -> None:
+    """Write, flush and read a file in `directory`, as logs are, and remove it; blocks. Raises OSError."""
+    path = directory / f"probe{_SCRATCH}"
+    try:
+        with path.open("w+b", buffering=0) as file:
+            written = 0
+            while written < _PROBE_BYTES:
+                written += file.write(bytes(_PROBE_BYTES - written))
+            getattr(os, "fdatasync", os.fsync)(file.fileno())
+            sync_directory(directory)
+            file.seek(0)
+            file.read(_PROBE_BYTES)
+    except OSError as error:
+        raise disk_error(error, directory) from error
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def remove_scratch_files(directory: Path) -> None:
     """Remove the files that a broker left when it was killed while writing. Raises OSError."""
     for leftover in directory.glob(f"*{_SCRATCH}"):

@@ -19,6 +19,8 @@ Invariants
 1. The candidate at place n among the live ones waits n times CANDIDATE_DELAY_S; n times UNWRITTEN_DELAY_S for a
    partition that was never written; n times NO_REPLICA_DELAY_S where no replica of it lives. So brokers that see the
    same try one at a time.
+   A broker whose disk fails comes after all others, _FAILING_DISK_PLACES later for each replica: it takes what nobody
+   else does.
 2. For START_GRACE_S after a broker starts, dead candidates keep their places, so that a cluster that starts as a whole
    gets its leaders back where they were. Orphaned partitions are excepted: their owner is known to have gone.
 3. Each partition has at most one timer; `close` cancels them all.
@@ -48,6 +50,8 @@ CANDIDATE_DELAY_S = 0.25
 NO_REPLICA_DELAY_S = 2.0
 # The first replica of a never-written partition lives, and may have thousands more to take.
 UNWRITTEN_DELAY_S = 10.0
+# A broker whose disk fails comes after so many places for each replica.
+_FAILING_DISK_PLACES = 4
 START_GRACE_S = 2.0
 
 
@@ -135,12 +139,17 @@ class ElectionQueue:
         if timer is not None:
             timer.cancel()
 
-    def may_take_now(self, key: PartitionKey, topic: Topic) -> bool:
-        """Return whether to take the partition now; if others come first, `look_again` is called after them."""
+    def may_take_now(self, key: PartitionKey, topic: Topic, *, stands_back: bool = False) -> bool:
+        """Return whether to take the partition now; if others come first, `look_again` is called after them.
+
+        `stands_back`: all others come first, because the disk fails here.
+        """
         loop = asyncio.get_running_loop()
         grace_s = self._began_at + START_GRACE_S - loop.time()
         count_dead = grace_s > 0 and key not in self._orphaned
         place = candidate_place(self._view, topic, key.partition_index, self._node_id, count_dead=count_dead)
+        if stands_back:
+            place += _FAILING_DISK_PLACES * len(topic.replicas[key.partition_index])
         if place <= 0 or key in self._due:
             return True
         if key not in self._queued:

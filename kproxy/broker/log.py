@@ -86,6 +86,7 @@ class Log:
         self._cut_at = _NO_OFFSET
         # Held while a thread flushes: another one must not count bytes that the first has not flushed yet.
         self._flush_lock = threading.Lock()
+        self._flushes = 0
         # Held while `flushed_offset` and what it depends on change.
         self._flushed_lock = threading.Lock()
         # Held while a checkpoint is moved into place, and while the log is closed.
@@ -208,6 +209,11 @@ class Log:
     def is_dirty(self) -> bool:
         """Whether `flush` would write something to the disk."""
         return self._changed_names is not None or any(segment.is_dirty for segment in list(self._segments))
+
+    @property
+    def flush_under_way(self) -> int:
+        """The number of the flush that is under way, from 1; 0 where there is none."""
+        return self._flushes if self._flush_lock.locked() else 0
 
     @property
     def counted_end_offset(self) -> int:
@@ -420,6 +426,7 @@ class Log:
         Blocks; not for the thread that appends. Raises LogFailed: after an error it is unknown what is on the disk.
         """
         with self._flush_lock:
+            self._flushes += 1
             self._check()
             with self._flushed_lock:
                 self._cut_at, end_offset = _NO_OFFSET, self.log_end_offset

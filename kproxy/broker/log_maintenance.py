@@ -34,12 +34,13 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
 import structlog
 
 from kproxy.broker.config import NO_RETENTION_LIMIT
+from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.producer_state import wall_ms
@@ -155,7 +156,7 @@ class LogMaintenance:
         self._retention_check_interval_s = retention_check_interval_s
         self._now_ms = now_ms
         self._logged_failures: weakref.WeakSet[Log] = weakref.WeakSet()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="log-keeper")
+        self._threads = DiskThreads(THREADS, "log-keeper")
         # Held while the threads work, so that no two work on one log.
         self._work_lock = asyncio.Lock()
 
@@ -168,15 +169,19 @@ class LogMaintenance:
 
     def close(self) -> None:
         """Begin nothing more. The threads end their work by themselves; a log may be closed meanwhile."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
     async def flush(self, *, whatever_the_policy: bool = False) -> None:
         """Flush logs with the flush policy `interval`; log which logs have failed.
 
-        Logs with the policy `always` are flushed by their LogFlusher.
+        Logs with the policy `always` are flushed by their LogFlusher. With `whatever_the_policy` all logs are flushed,
+        and a flush that is under way elsewhere is waited for.
         """
-        dirty = [replica.log for replica in self._usable() if replica.log.is_dirty]
-        due = [log for log in dirty if whatever_the_policy or log.options.flush == "interval"]
+        logs = [replica.log for replica in self._usable()]
+        if whatever_the_policy:
+            due = [log for log in logs if log.is_dirty or log.flush_under_way]
+        else:
+            due = [log for log in logs if log.is_dirty and log.options.flush == "interval"]
         if due:
             await self._run_in_threads(_flush, due)
         for replica in list(self._hosted()):

@@ -31,6 +31,7 @@ from typing import NamedTuple, Protocol
 import structlog
 
 from kproxy.broker.config import LogOptions
+from kproxy.broker.disk_watch import DiskTrouble
 from kproxy.broker.keys import ReplicaKey, node_ids
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
@@ -71,6 +72,13 @@ class ReadResult(NamedTuple):
 
     error_code: int
     records: bytes = b""
+
+
+class Unreadable(NamedTuple):
+    """A read that failed."""
+
+    offset: int
+    max_bytes: int
 
 
 class ReplicaSettings(NamedTuple):
@@ -118,11 +126,13 @@ class Partition:
         log_id: uuid.UUID,
         *,
         obeyed: Leadership = NO_LEADERSHIP,
+        unreadable: Unreadable | None = None,
         reconciliation: Reconciliation | None = None,
     ) -> None:
         """`log_id` names what is on the disk.
 
-        `obeyed` is a leadership that was obeyed before and may not be on the disk.
+        `obeyed` is a leadership that was obeyed before and may not be on the disk, `unreadable` a read that failed
+        before.
         """
         self.topic = topic
         self.partition_index = partition_index
@@ -132,6 +142,8 @@ class Partition:
         self.log = log
         # The last write error, as logged; empty after a success.
         self._logged_error: dict[str, object] = {}
+        self._write_fails = False
+        self.unreadable = unreadable
         self._fence: Fence = _NO_FENCE
         self.writers = WriterFence()
         self._reconciliation = reconciliation or Reconciliation()
@@ -274,12 +286,13 @@ class Partition:
         try:
             log.append(records, batch)
         except (OSError, LogFailed) as error:
+            self._write_fails = True
             self._log_once("append failed", reason=str(error))
             return AppendResult(error_codes.KAFKA_STORAGE_ERROR, -1, str(error))
         if not self._fence.is_live():
             return self._undo_append()
         if self._logged_error:
-            self._logged_error = {}
+            self._logged_error, self._write_fails = {}, False
         log.producers.update(batch, base_offset)
         replication.log_appended()
         self._begin_flush()
@@ -372,6 +385,8 @@ class Partition:
         try:
             return ReadResult(error_codes.NONE, self.log.read(offset, max_bytes, up_to=up_to))
         except (OSError, LogFailed) as error:
+            if self.unreadable is None:
+                self.unreadable = Unreadable(offset, max_bytes)
             _logger.error("read failed", **self.log_fields, reason=str(error))
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
 
@@ -444,10 +459,10 @@ class Partition:
     def next_fetch(self) -> PartitionFetch | None:
         """Return the next request to the leader; None if there is none.
 
-        There is none without a leader, after `failure`, and while fetched records are not on the disk yet: see
-        `when_flushed`.
+        There is none without a leader, after `failure`, while a part of the log cannot be read, because it would not do
+        as a leader's, and while fetched records are not on the disk yet: see `when_flushed`.
         """
-        if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or self.failure:
+        if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or self.failure or self.unreadable is not None:
             return None
         log = self.log
         if log.counted_end_offset < log.log_end_offset:
@@ -474,10 +489,11 @@ class Partition:
         except ReplicatedBatchInvalid as error:
             self._log_once("leader's records refused", leader_id=self.leader_id, reason=str(error))
         except (OSError, LogFailed) as error:
+            self._write_fails = True
             self._log_once("replica not written", reason=str(error))
         else:
             if taken:
-                self._logged_error = {}
+                self._logged_error, self._write_fails = {}, False
             return taken
         finally:
             self._begin_flush()
@@ -519,6 +535,30 @@ class Partition:
         self.replication.leader_told(fetched.high_watermark)
         if log.log_start_offset < fetched.log_start_offset <= self.high_watermark:
             log.advance_log_start(fetched.log_start_offset)
+        return True
+
+    # The disk
+
+    def disk_trouble(self) -> DiskTrouble | None:
+        """Return what is wrong with the disk now; a failed read is tried again."""
+        log = self.log
+        if log.failure is not None:
+            return DiskTrouble(str(log.failure))
+        if self.unreadable is not None and not self._reads_again(*self.unreadable):
+            return DiskTrouble(f"the log cannot be read from offset {self.unreadable.offset}")
+        if self._write_fails:
+            return DiskTrouble("the log cannot be written")
+        flush = log.flush_under_way
+        return DiskTrouble("a flush of the log does not end", flush) if flush else None
+
+    def _reads_again(self, offset: int, max_bytes: int) -> bool:
+        try:
+            # What has been removed since need not be read.
+            if self.log_start_offset <= offset <= self.log_end_offset:
+                self.log.read(offset, max_bytes)
+        except (OSError, LogFailed):
+            return False
+        self.unreadable = None
         return True
 
     # Waiters

@@ -13,8 +13,9 @@ Transitions
   working   -> led         Txn: lease key absent, state and topic unchanged -> lease key on our lease, leader epoch + 1
   working   -> following   the Txn succeeded but the log cannot begin an epoch: the key is released, for other brokers
                            or a retry after the next sweep
-  led       -> absent      our key is gone or another's, the lease is lost, the topic is deleted, the log has failed, or
-                           the preferred replica is back and leads again; then as from absent
+  led       -> absent      our key is gone or another's, the lease is lost, the topic is deleted, the log has failed,
+                           its disk fails while another live replica is in sync (`disk_watch`), or the preferred
+                           replica is back and leads again; then as from absent
 
 `election` decides which broker takes a partition, and when.
 
@@ -27,7 +28,9 @@ Invariants
    whatever the outcome of earlier attempts: it would keep a new topic of that name from being led.
 4. At most one task works on a partition, and its log is open at most once: `HostedReplicas` opens and closes for that
    task alone. A closed replica is opened anew from the disk.
-5. A stop refuses writes first, lets live in-sync followers reach the log's end, and only then gives up the lease.
+5. For a partition whose disk fails, other candidates come first. Where there is none, this broker keeps the lead, and
+   refuses what its disk does.
+6. A stop refuses writes first, lets live in-sync followers reach the log's end, and only then gives up the lease.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ import structlog
 from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, Topic
 from kproxy.broker.config import LogOptions
 from kproxy.broker.data_dir import DataDir
+from kproxy.broker.disk_watch import DiskWatch
 from kproxy.broker.election import (
+    HAND_OVER_TIMEOUT_S,
     NOT_A_CANDIDATE,
     ElectionQueue,
     LeaderRebalance,
@@ -58,7 +63,7 @@ from kproxy.broker.keys import PartitionKey, ReplicaKey, StateValue, node_ids
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.lease_txn import LeaseReleases, TakeOver
 from kproxy.broker.log import Log
-from kproxy.broker.partition import Inconsistent, Partition, ReplicaSettings
+from kproxy.broker.partition import Inconsistent, Partition, ReplicaSettings, Unreadable
 from kproxy.broker.replication.partition_replication import NO_LEADER, Isr, Role
 from kproxy.broker.segment import LogFailed
 from kproxy.etcd import EtcdClient, EtcdError
@@ -90,6 +95,7 @@ class HostedReplicas:
         self.hosted: dict[tuple[bytes, int], Partition] = {}
         # Leaderships of closed replicas that are not on the disk yet.
         self._obeyed: dict[tuple[uuid.UUID, int], Leadership] = {}
+        self._unreadable: dict[tuple[uuid.UUID, int], Unreadable] = {}
         # The reason, as logged.
         self._not_opened: dict[tuple[uuid.UUID, int], str] = {}
         self.on_leaders_changed = on_leaders_changed
@@ -123,8 +129,16 @@ class HostedReplicas:
             self._log_not_opened(key, topic, str(error))
             return None
         self._not_opened.pop((topic.topic_id, key.partition_index), None)
-        obeyed = self._obeyed.pop((topic.topic_id, key.partition_index), NO_LEADERSHIP)
-        partition = Partition(topic.name, key.partition_index, topic.topic_id, log, settings, log_id, obeyed=obeyed)
+        partition = Partition(
+            topic.name,
+            key.partition_index,
+            topic.topic_id,
+            log,
+            settings,
+            log_id,
+            obeyed=self._obeyed.pop((topic.topic_id, key.partition_index), NO_LEADERSHIP),
+            unreadable=self._unreadable.pop((topic.topic_id, key.partition_index), None),
+        )
         self._log_if_replaced(key, topic, partition)
         self.hosted[topic.name.encode(), key.partition_index] = partition
         self.point_at_leader(key)
@@ -161,6 +175,8 @@ class HostedReplicas:
         partition = self.hosted.pop((key.topic.encode(), key.partition_index), None)
         if partition is not None:
             partition.close()
+            if partition.unreadable is not None:
+                self._unreadable[partition.topic_id, partition.partition_index] = partition.unreadable
             if partition.leadership > partition.log.leadership:
                 self._obeyed[partition.topic_id, partition.partition_index] = partition.leadership
             self.on_leaders_changed()
@@ -169,6 +185,7 @@ class HostedReplicas:
         """Forget a deleted topic."""
         for partition_index in range(len(topic.replicas)):
             self._obeyed.pop((topic.topic_id, partition_index), None)
+            self._unreadable.pop((topic.topic_id, partition_index), None)
             self._not_opened.pop((topic.topic_id, partition_index), None)
 
     def point_at_leader(self, key: PartitionKey) -> None:
@@ -194,6 +211,7 @@ class HostedReplicas:
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0
+CLOSE_TIMEOUT_S = 2.0
 
 
 class ReplicaManager:
@@ -209,12 +227,14 @@ class ReplicaManager:
         settings_of: Callable[[Topic, int], ReplicaSettings],
         on_identity_lost: Callable[[str], None],
         hand_over_after_s: float = float("inf"),
+        disk_patience_s: float = float("inf"),
         on_leaders_changed: Callable[[], None] = lambda: None,
     ) -> None:
         """Wire the parts.
 
         `on_identity_lost` is called with a reason when the broker's own key turns out to be gone. A partition that this
-        broker has led for `hand_over_after_s` seconds goes back to its first replica, once that is in sync.
+        broker has led for `hand_over_after_s` seconds goes back to its first replica, once that is in sync. A partition
+        whose disk fails for `disk_patience_s` seconds goes to another replica in sync.
         `on_leaders_changed`: as in HostedReplicas.
         """
         self.partitions: dict[tuple[bytes, int], Partition] = {}
@@ -240,6 +260,7 @@ class ReplicaManager:
         self._queued: set[PartitionKey] = set()
         self._rebalance = LeaderRebalance(view, node_id, self.partitions, hand_over_after_s)
         self._election = ElectionQueue(view, node_id, self._queue)
+        self.disk = DiskWatch(self.hosted.values, lambda: data_dir.probe(), disk_patience_s, on_leaders_changed)
         self._wake = asyncio.Event()
         view.subscribe(self._on_change)
 
@@ -310,7 +331,14 @@ class ReplicaManager:
         self.stopping = True
         self.drop_all("the broker stops")
         self._election.close()
-        await asyncio.gather(*self._working.values(), *self._tasks, return_exceptions=True)
+        self.disk.close()
+        tasks = {*self._working.values(), *self._tasks}
+        if tasks:
+            # A task may wait for a disk that hangs.
+            _, hanging = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+            for task in hanging:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         for key in self.replicas.hosted_keys():
             self.replicas.close(key)
 
@@ -320,10 +348,14 @@ class ReplicaManager:
         """Host and take partitions as they become due, until cancelled."""
         loop = asyncio.get_running_loop()
         next_sweep_at = loop.time() + SWEEP_INTERVAL_S
+        next_look_at = loop.time() + self.disk.interval_s
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(next_sweep_at):
+                async with asyncio.timeout_at(min(next_sweep_at, next_look_at)):
                     await self._wake.wait()
+            if loop.time() >= next_look_at:
+                self._look_at_disk()
+                next_look_at = loop.time() + self.disk.interval_s
             # Sweep in time, however much else there is to do.
             if loop.time() >= next_sweep_at:
                 self._sweep()
@@ -389,6 +421,8 @@ class ReplicaManager:
         topic = self._topic_of(key)
         if topic is None or self._view.ownership(*key) is not None:
             return True
+        if self._stands_back(key):
+            return False
         if self._view.state(topic, key.partition_index) is not None or not self._has_live_replica(key, topic):
             return True
         return candidate_place(self._view, topic, key.partition_index, self._node_id, count_dead=False) == 0
@@ -402,7 +436,22 @@ class ReplicaManager:
         if topic is None or not self._may_take(key):
             self._election.done(key)
             return False
-        return self._election.may_take_now(key, topic)
+        return self._election.may_take_now(key, topic, stands_back=self._stands_back(key))
+
+    def _stands_back(self, key: PartitionKey) -> bool:
+        """Return whether another broker is to take the partition, because the disk fails here."""
+        partition = self.replicas.get(key)
+        is_unreadable = partition is not None and partition.unreadable is not None
+        return (is_unreadable or self.disk.stands_back(key)) and self._another_may_lead(key)
+
+    def _another_may_lead(self, key: PartitionKey) -> bool:
+        """Return whether another live broker is in sync, or keeps a replica of what was never written."""
+        topic = self._topic_of(key)
+        if topic is None:
+            return False
+        state = self._view.state(topic, key.partition_index)
+        others = state.in_sync if state is not None else topic.replicas[key.partition_index]
+        return any(each != self._node_id and each in self._view.brokers for each in others)
 
     def _start_work(self, key: PartitionKey, *, take: bool) -> asyncio.Task[None]:
         if take:
@@ -592,6 +641,7 @@ class ReplicaManager:
             if partition is None or partition.log.failure is None:
                 continue
             if partition.replication.is_leading:
+                self.disk.gave_up(key)
                 self._start(self._give_up(key, "its log has failed"))
             else:
                 self._drop(key, "its log has failed")
@@ -599,6 +649,28 @@ class ReplicaManager:
         if handed_over is not None:
             self._start(self._hand_over(handed_over))
         self._queue_all()
+
+    def _look_at_disk(self) -> None:
+        """Give up what others can lead and the disk has failed here for too long."""
+        self.disk.look()
+        for partition in list(self.partitions.values()):
+            if partition.role is Role.LEADER and partition.log.failure is None and self.disk.fault_of(partition):
+                key = PartitionKey(partition.topic, partition.partition_index)
+                if self._another_may_lead(key):
+                    partition.resign()
+                    self._start(self._leave(key, partition, self.disk.fault_of(partition)))
+
+    async def _leave(self, key: PartitionKey, partition: Partition, fault: str) -> None:
+        """Give the resigned partition up, whether or not its followers can still get the rest of its log."""
+        await self._rebalance.wait_for_followers([partition], HAND_OVER_TIMEOUT_S)
+        if self.stopping or self.led(key.topic.encode(), key.partition_index) is not partition:
+            return
+        if self._another_may_lead(key):
+            self.disk.gave_up(key)
+            _logger.error("disk fails", **partition.log_fields, reason=fault)
+            await self._give_up(key, "its disk fails")
+        else:
+            partition.replication.resume()
 
     async def _hand_over(self, key: PartitionKey) -> None:
         if await self._rebalance.prepare(key, lambda: self.stopping):

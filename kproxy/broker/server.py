@@ -10,7 +10,8 @@ Invariants
 1. Whatever prevents the start is a StartupError within bounded time, and leaves nothing behind. An etcd that does not
    answer prevents nothing: the broker waits for it and says so.
 2. The lease is revoked last: before another broker may own a partition, acknowledged records are on the disk, and the
-   in-sync followers have the whole log.
+   in-sync followers have the whole log. Neither is waited for for longer than the lease lives: then it goes as after a
+   kill -9, and a disk that hangs does not keep the process from ending.
 3. Every task is owned here or by the part that started it, and awaited before `run_broker` returns.
 """
 
@@ -22,7 +23,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +36,7 @@ from kproxy.broker.config import BrokerConfig, LogOptions, topic_settings
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
+from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.fence_keeper import FenceKeeper
 from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey
 from kproxy.broker.log_maintenance import LogMaintenance
@@ -71,6 +72,7 @@ OWN_PARTITIONS_TIMEOUT_S = 10.0
 PREDECESSOR_SLACK_S = 2.0
 DRAIN_TIMEOUT_S = 3.0
 LINGER_TIMEOUT_S = 1.0
+FLUSH_TIMEOUT_S = 5.0
 CHECKPOINT_TIMEOUT_S = 5.0
 RECLAIM_PAUSE_S = 1.0
 FLUSH_THREADS = 8
@@ -115,7 +117,7 @@ class _Server:
         self._keys = Keys(config.prefix)
         self._view = ClusterView(self._keys)
         # A pool of its own, so that nothing else waits behind a disk that hangs.
-        self._flush_threads = ThreadPoolExecutor(FLUSH_THREADS, thread_name_prefix="flush")
+        self._flush_threads = DiskThreads(FLUSH_THREADS, "flush")
         self._replica_manager = ReplicaManager(
             client,
             self._view,
@@ -124,6 +126,8 @@ class _Server:
             settings_of=self._settings_of,
             on_identity_lost=self._on_identity_lost,
             hand_over_after_s=config.leader_rebalance_s,
+            # Before the followers leave the ISR of a leader that they cannot read from.
+            disk_patience_s=config.isr_lag_s / 2,
             on_leaders_changed=lambda: self._fetchers.wake(),
         )
         self._presence = FollowerPresence(config.follower_grace_s, config.isr_lag_s)
@@ -161,7 +165,7 @@ class _Server:
             lambda: self._secret.current,
             self._arena,
             config.max_frame_bytes,
-            may_fetch=self._holds_lease,
+            may_fetch=self._may_fetch,
             encryption=self._encryption,
         )
         self._view.subscribe(self._on_change)
@@ -448,6 +452,10 @@ class _Server:
         fence = self._lease.fence if self._lease is not None else None
         return fence is not None and fence.is_live()
 
+    def _may_fetch(self) -> bool:
+        # A replica on a disk that fails leaves the ISR.
+        return self._holds_lease() and not self._replica_manager.disk.failure
+
     async def _hold(self, lease: BrokerLease) -> None:
         """Hold the lease; when it is lost, drop everything and begin again with another."""
         while True:
@@ -481,22 +489,33 @@ class _Server:
         await self._stop_listening(listener)
         self._replica_manager.resign_all()
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + DRAIN_TIMEOUT_S
+        half_life_s = self._config.lease_ttl_s / 2
+        deadline = loop.time() + min(DRAIN_TIMEOUT_S, half_life_s)
         # Once in the life of a process, so polling is enough.
         while any(each.task is not None for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await self._replica_manager.drain(deadline - loop.time())
-        await self._log_maintenance.flush(whatever_the_policy=True)
+        is_flushed = await self._done_within(
+            min(FLUSH_TIMEOUT_S, half_life_s), self._log_maintenance.flush(whatever_the_policy=True)
+        )
+        if not is_flushed:
+            _logger.error("logs not flushed", advice="the disk hangs; what is in the page cache may still get there")
         failed = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         await _cancel(self._tasks)
         if self._lease is not None:
             await self._lease.revoke()
         # Other brokers lead by now; a checkpoint only shortens the next start.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CHECKPOINT_TIMEOUT_S):
-                await self._log_maintenance.checkpoint()
+        if is_flushed:
+            await self._done_within(CHECKPOINT_TIMEOUT_S, self._log_maintenance.checkpoint())
         if failed and failed[0] is not None:
             raise failed[0]
+
+    async def _done_within(self, timeout_s: float, work: Awaitable[None]) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await work
+                return True
+        return False
 
     async def _end(self, listener: asyncio.Server, tasks: Sequence[asyncio.Task[Any]]) -> None:
         """Release everything, whatever state it is in."""
@@ -506,7 +525,7 @@ class _Server:
         await _cancel([*self._tasks, *tasks])
         self._log_maintenance.close()
         await self._replica_manager.close()
-        self._flush_threads.shutdown(wait=False, cancel_futures=True)
+        self._flush_threads.shutdown()
         if self._lease is not None:
             await self._lease.revoke()
         if self._page is not None:

@@ -11,7 +11,7 @@ import selectors
 import signal
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -58,6 +58,7 @@ class BrokerProcess:
             *(f"{key}={value}" for key, value in options.items()),
         ]
         self.stderr_path = data_dir.with_name(f"{data_dir.name}.stderr")
+        self.environ: Mapping[str, str] = os.environ
         self.host, self.port = "127.0.0.1", 0
         self.admin = ""
         self._process: forked.Started | None = None
@@ -69,7 +70,7 @@ class BrokerProcess:
                 self.arguments,
                 stdout=None,
                 stderr=stderr.fileno(),
-                environ=os.environ,
+                environ=self.environ,
                 directory=forked.ROOT,
                 text=True,
             )

@@ -33,6 +33,8 @@ class IdempotentWriter(ThreadedClient):
         super().__init__(f"idempotent {topic}")
         self.acked: dict[int, dict[int, int | None]] = defaultdict(dict)
         self.failed: list[str] = []
+        self._acked_at = 0.0
+        self._longest_pause_s = 0.0
         self.topic = topic
         self._partitions = partitions
         self._pause_s = partitions / per_second
@@ -73,6 +75,10 @@ class IdempotentWriter(ThreadedClient):
             error.add_note(f"{self.topic}-{partition}")
             raise
 
+    def longest_pause_s(self) -> float:
+        """The longest time between two acknowledgements, up to the last one."""
+        return self._longest_pause_s
+
     def _count(self) -> int:
         return sum(map(len, list(self.acked.values())))
 
@@ -91,6 +97,9 @@ class IdempotentWriter(ThreadedClient):
     def _delivered(self, error: Any, message: Any) -> None:
         self._waiting -= 1
         if error is None:
+            now = time.monotonic()
+            self._longest_pause_s = max(self._longest_pause_s, now - (self._acked_at or now))
+            self._acked_at = now
             self.acked[message.partition()][int(message.value())] = message.offset()
         else:
             self.failed.append(f"{message.partition()}/{message.value()}: {error}")

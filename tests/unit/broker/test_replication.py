@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -414,3 +415,24 @@ def test_only_a_follower_may_take_another_role(group: Group, role: Role, become:
         become(replica)
     assert (replica.role, replica.leader_id, replica.leadership, replica.log.leader_epochs.entries()) == before
     assert replica.replication.leader_epoch == group.leadership.leader_epoch
+
+
+def test_follower_learns_of_leaders_read_error(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a follower that could not be given what it lacks has not caught up."""
+    leader = group.elect(1)
+    group.fetch(2)
+    append(leader)
+    asked = group.replicas[2].next_fetch()
+    assert asked is not None
+    before = leader.replication.follower_progress()[2]
+
+    def refuse(*_: object, **__: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(leader.log, "read", refuse)
+    group.clock.now += 1.0
+    told = leader.fetch_as_replica(2, asked, 1 << 20)
+    assert (told.error_code, told.records) == (error_codes.KAFKA_STORAGE_ERROR, b"")
+    assert leader.replication.follower_progress()[2] == (before[0], before[1] + 1.0)
+    monkeypatch.undo()
+    assert leader.fetch_as_replica(2, asked, 1 << 20).records == group.contents(1)

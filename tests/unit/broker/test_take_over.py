@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kproxy.broker.cluster import Topic
 from kproxy.broker.keys import Keys, PartitionKey, StateValue, TopicValue, decode_value, encode_value
 from kproxy.broker.lease_txn import Taken, TakeOver
-from kproxy.etcd import delete_op, put_op
+from kproxy.etcd import EtcdUnavailable, delete_op, put_op
 from tests.support.brokers.replica_group import on_disk
 from tests.support.models.simulated_etcd import EtcdStore, Link, SimulatedEtcdClient
 
@@ -35,8 +35,13 @@ class Stage:
         await self.client.txn([], [put_op(KEYS.lease(*KEY), b"1", self.lease_id)])
         await self.client.txn([], [put_op(KEYS.state(*KEY), encode_value(self.state))])
 
-    async def take_over(self, meanwhile: Callable[[], None] | None = None) -> Taken | None:
-        """An attempt; `meanwhile` happens when it has seen the key and its next transaction is on its way."""
+    async def take_over(
+        self, meanwhile: Callable[[], None] | None = None, *, answer_is_lost: bool = False
+    ) -> Taken | None:
+        """An attempt; `meanwhile` happens when it has seen the key and its next transaction is on its way.
+
+        With `answer_is_lost` etcd applies that transaction, and nobody hears of it.
+        """
         found = self.store.get(KEYS.topic("t"))
         assert found is not None
         topic = Topic("t", TOPIC_ID, [[1, 2]], {}, found.create_revision, found.mod_revision)
@@ -45,15 +50,20 @@ class Stage:
         self.client.link = Link.SLOW
         task = asyncio.create_task(attempt(self.lease_id, next_state, 0, known_epoch=LAST_EPOCH))
         await self._let_through()
-        await self._let_through(meanwhile)
+        await self._let_through(meanwhile, lost=answer_is_lost)
+        if answer_is_lost:
+            await self._let_through()
         return await task
 
-    async def _let_through(self, before: Callable[[], None] | None = None) -> None:
+    async def _let_through(self, before: Callable[[], None] | None = None, *, lost: bool = False) -> None:
         while not self.client.count_pending(applied=False):
             await asyncio.sleep(0)
         if before is not None:
             before()
+        (call,) = self.client.pending
         self.client.apply_pending(0)
+        if lost:
+            call.response = EtcdUnavailable("the answer was lost", maybe_applied=True)
         self.client.answer_pending(0)
 
     def stored(self) -> StateValue:
@@ -75,6 +85,17 @@ async def test_an_epoch_is_begun_under_a_key_that_was_led_under_before() -> None
     taken = await stage.take_over()
     assert taken is not None
     assert taken.state == stage.stored()
+    assert stage.stored().leader_epoch == LAST_EPOCH + 1
+
+
+async def test_lost_answer_to_new_epoch_is_found() -> None:
+    stage = Stage()
+    await stage.begin()
+    taken = await stage.take_over(answer_is_lost=True)
+    found = stage.store.get(KEYS.state(*KEY))
+    assert taken is not None
+    assert found is not None
+    assert (taken.state, taken.value, taken.revision) == (stage.stored(), found.value, found.mod_revision)
     assert stage.stored().leader_epoch == LAST_EPOCH + 1
 
 

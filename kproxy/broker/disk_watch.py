@@ -1,0 +1,130 @@
+"""Tell whether a disk fault under this broker's replicas lasts, and whether the disk works.
+
+States of the disk
+  well      no replica is in trouble, or the last probe succeeded
+  doubted   a replica has been in trouble for half of the patience, or was given up: a probe is under way
+  failing   a probe has failed, or takes longer than half of the patience; probes follow until one succeeds
+
+A replica is in trouble (`Partition.disk_trouble`) while its writes or reads fail, one flush is under way, or its log
+has failed. That is a fault of this replica once it has lasted for the patience: one unreadable sector concerns one
+partition. While the disk is failing, it is a fault of all replicas.
+
+Invariants
+1. One probe runs at a time, in a thread of its own. So a disk that hangs holds one thread, and nothing waits for it.
+2. A replica without trouble at one look has none: trouble that passes is no fault, however often it comes.
+3. A broker that has given a partition up stands back for it for STANDS_BACK_S seconds, and while the disk is failing:
+   others take it meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple, Protocol
+
+import structlog
+
+from kproxy.broker.disk_threads import DiskThreads
+from kproxy.broker.keys import PartitionKey
+
+STANDS_BACK_S: Final = 10.0
+LOOKS = 5
+_logger = structlog.get_logger(__name__)
+
+
+class DiskTrouble(NamedTuple):
+    """What is wrong with a replica's disk; `flush` is the number of a flush under way."""
+
+    reason: str
+    flush: int = 0
+
+
+class WatchedReplica(Protocol):
+    """A replica whose disk is watched."""
+
+    def disk_trouble(self) -> DiskTrouble | None: ...
+
+
+class DiskWatch:
+    """Looks at the replicas that `hosted` yields, whenever `look` is called: LOOKS times in `patience_s` seconds."""
+
+    def __init__(
+        self,
+        hosted: Callable[[], Iterable[WatchedReplica]],
+        probe: Callable[[], None],
+        patience_s: float,
+        on_mended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`probe` raises OSError if the disk does not work; it may hang.
+
+        `on_mended` is called when a replica that could not be read or written can be again.
+        """
+        self.failure = ""
+        self.interval_s = patience_s / LOOKS
+        self._hosted = hosted
+        self._probe = probe
+        self._on_mended = on_mended
+        self._patience_s = patience_s
+        self._threads = DiskThreads(1, "disk-probe")
+        self._troubles: dict[WatchedReplica, tuple[DiskTrouble, float]] = {}
+        self._probing: asyncio.Future[None] | None = None
+        self._probing_since = 0.0
+        self._failing_since = 0.0
+        self._given_up: dict[PartitionKey, float] = {}
+
+    def look(self) -> None:
+        """Note the troubles, and begin a probe where one is due."""
+        now = asyncio.get_running_loop().time()
+        before, self._troubles = self._troubles, {}
+        for replica in self._hosted():
+            trouble = replica.disk_trouble()
+            if trouble is not None:
+                known = before.get(replica)
+                self._troubles[replica] = known if known is not None and known[0] == trouble else (trouble, now)
+        if any(replica not in self._troubles and not trouble.flush for replica, (trouble, _) in before.items()):
+            self._on_mended()
+        self._given_up = {key: until for key, until in self._given_up.items() if until > now}
+        half_s = self._patience_s / 2
+        if self._probing is not None and now - self._probing_since >= half_s:
+            self._fails(f"the disk does not answer for {half_s:g} s")
+        is_doubted = any(now - since >= half_s for _, since in self._troubles.values())
+        if self._probing is None and (is_doubted or self._given_up or self.failure):
+            self._probing = asyncio.get_running_loop().run_in_executor(self._threads, self._probe)
+            self._probing_since = now
+            self._probing.add_done_callback(self._probed)
+
+    def _probed(self, probe: asyncio.Future[None]) -> None:
+        self._probing = None
+        if probe.cancelled():
+            return
+        error = probe.exception()
+        if error is not None:
+            self._fails(str(error))
+        elif self.failure:
+            self.failure = ""
+            _logger.warning("disk works again")
+
+    def _fails(self, reason: str) -> None:
+        if not self.failure:
+            self._failing_since = asyncio.get_running_loop().time()
+            _logger.error("disk failing", reason=reason)
+        self.failure = reason
+
+    def fault_of(self, replica: WatchedReplica) -> str:
+        """Return the fault of the replica's disk; empty where there is none."""
+        now = asyncio.get_running_loop().time()
+        if self.failure and now - self._failing_since >= self._patience_s / 2:
+            return self.failure
+        trouble, since = self._troubles.get(replica, (None, now))
+        return trouble.reason if trouble is not None and now - since >= self._patience_s else ""
+
+    def gave_up(self, key: PartitionKey) -> None:
+        """Note that the partition is given up for a fault of its disk."""
+        self._given_up[key] = asyncio.get_running_loop().time() + STANDS_BACK_S
+
+    def stands_back(self, key: PartitionKey) -> bool:
+        """Return whether others are to take this partition before this broker does."""
+        return bool(self.failure) or self._given_up.get(key, 0.0) > asyncio.get_running_loop().time()
+
+    def close(self) -> None:
+        self._threads.shutdown()
