@@ -1,4 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
+# cython: allow_none_for_extension_args=False
 """Forward produce requests whose routes are all proven, compiled, with the loops around it that read and write.
 
 Each class has a twin in Python, its reference, which runs where this is not built:
@@ -35,6 +36,7 @@ Invariants
 5. The gate for all requests is checked once for all frames of one read, and again after each that Python begins:
    nothing else in between changes it.
 6. There is no I/O here: transports are called as Python calls them, so that TLS can be below.
+7. Each index, size and view that comes from Python is checked before memory is read or written by it.
 """
 
 cimport cython
@@ -135,15 +137,17 @@ include "overlaps.pxi"
 # The functions of wire.h, for tests.
 
 cdef uint32_t _index(frame, kp_request *head) except 0xFFFFFFFF:
-    cdef Py_buffer *view = PyMemoryView_GET_BUFFER(frame)
-    return kp_scan(<const uint8_t *>view.buf, <uint32_t>view.len, head, _topics, _entries)
+    cdef const uint8_t *data = data_of(frame)
+    return kp_scan(data, <uint32_t>PyMemoryView_GET_BUFFER(frame).len, head, _topics, _entries)
 
 
-cdef uint32_t _choose(selection, uint32_t *chosen) except 0xFFFFFFFF:
-    cdef uint32_t count = 0
+cdef uint32_t _choose(selection, const kp_request *head, uint32_t *chosen) except 0xFFFFFFFF:
+    cdef uint32_t count = 0, place, ordinal
     for place, ordinals in selection:
         for ordinal in ordinals:
-            chosen[count] = _topics[<uint32_t>place].first + <uint32_t>ordinal
+            if place >= head.topic_count or ordinal >= _topics[place].count or count == KP_MAX_PARTITIONS:
+                raise IndexError(f"no partition {ordinal} of topic {place}")
+            chosen[count] = _topics[place].first + ordinal
             count += 1
     return count
 
@@ -172,7 +176,7 @@ def part(frame not None, selection, int32_t correlation_id):
     cdef uint32_t chosen[KP_MAX_PARTITIONS]
     if not _index(frame, &head):
         raise ValueError("not indexed")
-    cdef uint32_t count = _choose(selection, chosen)
+    cdef uint32_t count = _choose(selection, &head, chosen)
     cdef uint32_t size = kp_part_bytes(&head, _topics, _entries, chosen, count)
     cdef bytes encoded = PyBytes_FromStringAndSize(NULL, size)
     kp_part(
@@ -189,13 +193,13 @@ def results(frame not None, selection, answer not None):
     cdef kp_request head
     cdef uint32_t chosen[KP_MAX_PARTITIONS]
     cdef uint32_t at
-    cdef Py_buffer *view = PyMemoryView_GET_BUFFER(answer)
+    cdef uint8_t *received = data_of(answer)
     if not _index(frame, &head):
         raise ValueError("not indexed")
-    cdef uint32_t count = _choose(selection, chosen)
+    cdef uint32_t count = _choose(selection, &head, chosen)
     if not is_success(
         <const uint8_t *>PyMemoryView_GET_BUFFER(frame).buf, &head, _topics, _entries, chosen, count,
-        <uint8_t *>view.buf, <uint32_t>view.len,
+        received, <uint32_t>PyMemoryView_GET_BUFFER(answer).len,
     ):
         return None
     return [_results[at] for at in range(count)]

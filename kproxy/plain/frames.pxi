@@ -23,11 +23,16 @@ cdef extern from *:
 cdef inline uint8_t *data_of(view) except NULL:
     if not PyMemoryView_Check(view):
         raise TypeError("a memoryview is expected")
-    return <uint8_t *>PyMemoryView_GET_BUFFER(view).buf
+    cdef Py_buffer *buffer = PyMemoryView_GET_BUFFER(view)
+    if buffer.ndim != 1 or buffer.strides[0] != 1:
+        raise TypeError("a memoryview of bytes in one piece is expected")
+    return <uint8_t *>buffer.buf
 
 
 cdef inline object window(uint8_t *start, Py_ssize_t size):
     """A buffer to fill at once: nothing keeps its memory from being reused."""
+    if size < 0:
+        raise ValueError(f"a buffer of {size} bytes")
     return PyMemoryView_FromMemory(<char *>start, size, PyBUF_WRITE)
 
 
@@ -181,6 +186,8 @@ cdef class FrameReader:
             raise ValueError("no frame is arriving")
         cdef Py_ssize_t held = self.end - self.start
         view = memoryview(buffer)
+        if len(view) < held:
+            raise ValueError(f"{held} bytes do not fit into {len(view)}")
         memmove(data_of(view), self.data + self.start, held)
         self.view, self.data = view, data_of(view)
         self.start, self.end, self.own = 0, held, True
@@ -210,11 +217,14 @@ cdef class FrameReader:
         view = self.view
         if view is None:
             view, data, start = arena.view, arena.data, arena.position
-            end = arena.position = start + nbytes
+            end = start
         else:
-            data, start, end = self.data, self.start, self.end + nbytes
-            if not self.own:
-                arena.position = end
+            data, start, end = self.data, self.start, self.end
+        if not 0 <= nbytes <= PyMemoryView_GET_BUFFER(view).len - end:
+            raise ValueError(f"no room for {nbytes} bytes at {end}")
+        end += nbytes
+        if self.view is None or not self.own:
+            arena.position = end
         self.cut_data, self.cut_start = data, start
         frame_end = start
         while end - start >= LENGTH_BYTES:

@@ -49,7 +49,7 @@ cdef class Writes:
         """See kproxy.trail.overlaps.Writes."""
         cdef Py_ssize_t place
         cdef Chunk last
-        if writer.place < len(self.writes):
+        if 0 <= writer.place < len(self.writes):
             last = self.at(writer.place, writer, chunk)
             if last is not None:
                 return last
@@ -62,11 +62,10 @@ cdef class Writes:
 
     cdef inline Chunk at(self, Py_ssize_t place, OpenChunk writer, Chunk chunk):
         """The write there, if it is of the chunk's producer by this writer."""
-        cdef tuple write = self.writes[place]
         cdef Chunk last
-        if <void *>write[0] != <void *>writer.origin:
+        origin, last = self.writes[place]
+        if origin is not writer.origin:
             return None
-        last = write[1]
         if last.producer_id != chunk.producer_id or last.producer_epoch != chunk.producer_epoch:
             return None
         return last
@@ -96,17 +95,21 @@ cdef class Partitions:
         self.put(writer, chunk)
 
     def take(self, list writers not None, Py_ssize_t rest, int64_t acked_at, bint is_shipped):
-        cdef Py_ssize_t at = len(writers) - 1
-        while at >= rest:
-            if not (<OpenChunk>writers[at]).take_into(self, acked_at, is_shipped):
+        cdef OpenChunk writer
+        if rest < 0:
+            raise IndexError(f"there is no writer {rest}")
+        while len(writers) > rest:
+            writer = <OpenChunk?>writers[len(writers) - 1]
+            if not writer.take_into(self, acked_at, is_shipped):
                 return True
             writers.pop()
-            at -= 1
         return False
 
     cdef int put(self, OpenChunk writer, Chunk chunk) except -1:
         """Like `add`."""
         cdef AddedTo found = writer.partition
+        if not chunk.held.count:
+            raise ValueError("a chunk without spans")
         if found is None or not found.is_kept:
             found = writer.partition = self.find(writer.key)
         if chunk.held.bytes[0] == 0 and found.is_recreated(chunk):

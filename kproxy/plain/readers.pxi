@@ -84,12 +84,16 @@ cdef class AnswerReader:
         if ticket.expects_answer:
             self.forward_span(ticket, frame, 0, len(frame))
             return
+        if len(frame) < KP_CORRELATION_ID_OFFSET + 4:
+            raise ValueError(f"a request of {len(frame)} bytes")
         correlation_id = self._in_flight.following_id()
         kp_put_int32(data_of(frame) + KP_CORRELATION_ID_OFFSET, correlation_id)
         self.send(ticket, correlation_id, [frame])
 
     cdef int forward_span(self, ticket, view, Py_ssize_t start, Py_ssize_t size) except -1:
         """Like `forward`, for a request in `view` that expects an answer."""
+        if size < KP_CORRELATION_ID_OFFSET + 4:
+            raise ValueError(f"a request of {size} bytes")
         cdef int32_t correlation_id = self._in_flight.following_id()
         kp_put_int32(data_of(view) + start + KP_CORRELATION_ID_OFFSET, correlation_id)
         if self._outbox is None:

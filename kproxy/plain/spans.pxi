@@ -62,6 +62,8 @@ cdef array array_of(const kp_spans *spans):
 cdef int set_spans(kp_spans *spans, array numbers) except -1:
     cdef int64_t *given = <int64_t *>numbers.data.as_voidptr
     cdef Py_ssize_t at
+    if numbers.itemsize != sizeof(int64_t):
+        raise TypeError("an array of 64-bit integers is expected")
     spans.size = spans.count = 0
     spans.end = 0
     for at in range(0, len(numbers) - 1, 2):
@@ -177,6 +179,8 @@ cdef class Chunk:
         cdef const uint8_t *at = self.held.bytes
         cdef kp_interval span
         cdef kp_spans left
+        if most < 0:
+            raise ValueError(f"{most} spans")
         if excess <= 0:
             return 0
         span.start = span.end = 0
@@ -317,6 +321,8 @@ cdef class Intervals:
 
     def replace(self, int64_t floor, list starts, list ends):
         cdef size_t at
+        if len(starts) != len(ends):
+            raise ValueError(f"{len(starts)} starts and {len(ends)} ends")
         self.have(NULL, len(starts))
         self.floor = floor
         for at in range(self.count):
@@ -335,6 +341,8 @@ cdef class Intervals:
         return 0
 
     def take(self, list added not None, size_t most):
+        if not most:
+            raise ValueError("room for no interval")
         return self.follow(added, most) or self.merge(added, most)
 
     cdef bint follow(self, list added, size_t most) except -1:
@@ -344,7 +352,7 @@ cdef class Intervals:
         cdef size_t excess
         for _, chunk in added:
             # Of each chunk, so that the sum cannot be too large.
-            if chunk.record_count > 64 * KP_BITMAP_WORDS - records:
+            if not 0 <= chunk.record_count <= 64 * KP_BITMAP_WORDS - records:
                 return False
             records += chunk.record_count
         # Mostly they begin where the others end.
@@ -387,6 +395,8 @@ cdef class Intervals:
         cdef Chunk chunk
         for _, chunk in added:
             count += chunk.held.count
+        if not count:
+            return False
         all = <kp_interval *>PyMem_Malloc(2 * count * sizeof(kp_interval))
         if all == NULL:
             raise MemoryError

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import tracemalloc
+from collections.abc import Iterable
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
 
-from kproxy.proxy.outbox import Outbox, flushes_of
+import kproxy.plain
+from kproxy.proxy import outbox as imported
+from kproxy.proxy.outbox import FLUSH_BYTES, Outbox, flushes_of
 
 OUTBOXES = 1000
 MESSAGE = bytes(100)
@@ -27,6 +32,16 @@ class Transport:
 
     def write(self, data: Any) -> None:
         self.written.append(bytes(data))
+
+    def writelines(self, buffers: Iterable[Any]) -> None:
+        self.written.append(b"".join(buffers))
+
+
+class Share:
+    """What a paced outbox needs of one."""
+
+    def leave_untaken(self, nbytes: int) -> None:
+        pass
 
 
 @pytest.mark.parametrize("messages", [1, 200])
@@ -48,3 +63,33 @@ async def test_outboxes_of_one_step_write_once_and_hold_little_memory(messages: 
         for number, transport in enumerate(transports):
             assert transport.written == [(MESSAGE[:-4] + number.to_bytes(4, "big")) * messages]
             transport.written.clear()
+
+
+@pytest.fixture(params=["imported", "python"])
+def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module as it is used, and its classes in Python."""
+    if request.param == "imported":
+        return imported
+    monkeypatch.setattr(kproxy.plain, "compiled", None)
+    spec = importlib.util.spec_from_file_location("kproxy.proxy.outbox_in_python", imported.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize("size", [100, 5_000, 300_000])
+async def test_outbox_writes_beyond_flush_bytes_at_once(twin: ModuleType, paced: bool, size: int) -> None:
+    loop, transport = asyncio.get_running_loop(), Transport()
+    flushes = twin.flushes_of(loop)
+    outbox = twin.PacedOutbox(loop, transport, flushes, Share()) if paced else twin.Outbox(loop, transport, flushes)
+    for put in range(1, 2 * FLUSH_BYTES // size + 3):
+        outbox.put_one(bytes(size))
+        written = sum(map(len, transport.written))
+        assert written == outbox.written_bytes
+        # No turn of the event loop has passed.
+        assert put * size - written <= FLUSH_BYTES
+    await asyncio.sleep(0)
+    assert sum(map(len, transport.written)) == put * size
