@@ -265,6 +265,26 @@ async def test_nobody_probes_a_broker_that_is_idle_or_answers_promptly(monkeypat
 
 @both_loops
 @in_one_go
+async def test_idle_connection_is_not_probed_beside_waiting_one() -> None:
+    idle, slow = ScriptedUpstream(1, answers_everything), ScriptedUpstream(2)
+    async with running_proxy(idle, slow) as proxy:
+        proxy.own(1)
+        proxy.own(2, partitions=[1])
+        client = await proxy.client()
+        client.send(produce_frame())
+        assert (await client.answer()).codes == {T0: 0}
+        # As long as this one waits, the client's connections are looked at.
+        client.send(produce_frame({"t": [1]}, timeout_ms=LONG_MS))
+        asked = await slow.next()
+        await eventually(lambda: len(slow.probes) == 2)
+        assert idle.probes == []
+        asked.answer()
+        assert (await client.answer()).codes == {T1: 0}
+        await eventually(lambda: not proxy.context.health.watching)
+
+
+@both_loops
+@in_one_go
 async def test_a_fetch_that_waits_for_data_makes_nobody_wonder_until_its_time_is_up() -> None:
     upstream = hung(1)
     async with running_proxy(upstream, limits=LIMITS) as proxy:
