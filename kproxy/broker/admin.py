@@ -159,14 +159,16 @@ class BrokerCounts:
 async def counts_of(
     node_id: int, view: ClusterView, replica_manager: ReplicaManager, isr_keeper: IsrKeeper
 ) -> BrokerCounts:
-    """Read the counts of this moment."""
+    """Read the counts of this moment.
+
+    Every broker counts the offline partitions of all: those whose brokers are all dead have nobody else to count them.
+    """
     held = offline = 0
-    for position, (topic_name, index) in enumerate(list(replica_manager.hosted)):
-        name = topic_name.decode()
-        topic, ownership, broker = view.topics.get(name), view.ownership(name, index), view.brokers.get(node_id)
+    partitions = [(topic, index) for topic in view.topics.values() for index in range(len(topic.replicas))]
+    for position, (topic, index) in enumerate(partitions):
+        ownership, broker = view.ownership(topic.name, index), view.brokers.get(node_id)
         held += ownership is not None and broker is not None and ownership.lease_id == broker.lease_id
-        was_led = topic is not None and view.state(topic, index) is not None
-        offline += was_led and view.owner(name, index) == NO_OWNER
+        offline += view.owner(topic.name, index) == NO_OWNER and view.state(topic, index) is not None
         if position % LOOKED_AT_ONCE == LOOKED_AT_ONCE - 1:
             await asyncio.sleep(0)
     return BrokerCounts(
@@ -213,7 +215,7 @@ def _replicas(counts: BrokerCounts, states: Sequence[ReplicaState]) -> Iterable[
     )
     yield gauge(
         "kproxy_broker_offline_partitions",
-        "Partitions with a replica on this broker that had a leader and have none now.",
+        "Partitions of the cluster that had a leader and have none now.",
         counts.offline,
     )
     yield gauge("kproxy_broker_live_brokers", "Live brokers in etcd.", counts.live_brokers)

@@ -2,7 +2,7 @@
 
 | kind | of several processes |
 | --- | --- |
-| counters, histograms | the sum; it must never shrink, or rates of it show a restart |
+| counters, histograms, summaries | the sum; it must never shrink, or rates of it show a restart |
 | gauges of each process's own things (connections, bytes) | the sum |
 | gauges of shared things (the table, brokers) | the worst, the highest or the lowest: `FOLDS` |
 """
@@ -21,6 +21,8 @@ from prometheus_client.registry import Collector
 
 FOLDS: Final[Mapping[str, Callable[[float, float], float]]] = {
     "kproxy_audit_age_seconds": max,
+    "kproxy_broker_hung": max,
+    "kproxy_broker_oldest_request_age_seconds": max,
     "kproxy_broker_up": min,
     "kproxy_draining": max,
     "kproxy_fleet_proxies": min,
@@ -36,7 +38,7 @@ FOLDS: Final[Mapping[str, Callable[[float, float], float]]] = {
     "kproxy_tls_certificate_expiry_timestamp_seconds": min,
 }
 """How values of several processes are combined; all others are added."""
-_GROWING = ("counter", "histogram")
+_GROWING = ("counter", "histogram", "summary")
 
 
 def parse(page: bytes) -> list[Metric]:
@@ -71,7 +73,7 @@ def merge(pages: Iterable[Sequence[Metric]]) -> list[Metric]:
 
 
 def growing(page: Sequence[Metric]) -> list[Metric]:
-    """The families that outlive their process: counters and histograms."""
+    """The families that outlive their process: counters, histograms and summaries."""
     return [family for family in page if family.type in _GROWING]
 
 

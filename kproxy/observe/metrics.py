@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from kproxy.observe.exposition import counter, gauge, histogram, this_process
@@ -21,10 +21,20 @@ from kproxy_codec import api_keys, error_codes
 
 
 @dataclass(frozen=True, slots=True)
+class BrokerVitals:
+    """What is known of a broker. `oldest_s`: for how long the request that waits longest for it has waited."""
+
+    up: bool
+    hung: bool = False
+    in_flight: int = 0
+    oldest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Vitals:
     """The state at this moment. `sent_bytes` are those of open connections.
 
-    `brokers`: by id whether each can be used, as far as known.
+    `brokers`: by id those of the table, and those that have left it lately.
 
     `own_claims` are held by clients of this process, `own_members` are the processes that can hold claims, and
     `own_unsettled` the partitions whose claims wait for writes of earlier claimants through this process.
@@ -36,8 +46,7 @@ class Vitals:
     in_flight_requests: int = 0
     in_flight_bytes: int = 0
     sent_bytes: int = 0
-    hung_brokers: int = 0
-    brokers: Mapping[int, bool] = field(default_factory=dict)
+    brokers: Mapping[int, BrokerVitals] = field(default_factory=dict)
     draining: bool = False
     half_open_connections: int = 0
     # When certificates end, in seconds since the epoch, by their use and the name of the listener.
@@ -73,6 +82,7 @@ class ProxyCollector(Collector):
         yield from _traffic(self._tally, vitals)
         yield from _outcomes(self._tally, self._counters)
         yield from _connections(vitals, self._counters)
+        yield from _brokers(vitals.brokers, self._tally)
         yield from _tls(vitals, self._counters)
         table = self._table()
         yield from _table(table)
@@ -218,12 +228,6 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         int(compiled is not None),
     )
     yield gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
-    yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", vitals.hung_brokers)
-    up = GaugeMetricFamily("kproxy_broker_up", "1 while a broker can be reached and answers.", labels=["broker"])
-    for broker, is_up in sorted(vitals.brokers.items()):
-        up.add_metric([str(broker)], int(is_up))
-    yield up
-    yield counter("kproxy_hangs", "Brokers found to hang.", counters.get("breaker.opened", 0))
     yield counter("kproxy_client_connections_accepted", "Client connections.", counters.get("clients.accepted", 0))
     yield counter(
         "kproxy_client_connections_refused",
@@ -244,6 +248,46 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         counters.get("producer_ids.refused", 0),
     )
     yield gauge("kproxy_draining", "1 from SIGTERM until the process ends.", int(vitals.draining))
+
+
+_BROKER_GAUGES: Mapping[str, tuple[str, Callable[[BrokerVitals], float]]] = {
+    "kproxy_broker_up": (
+        "1 while a broker can be reached and answers; 0 also after it has left the table.",
+        lambda broker: broker.up,
+    ),
+    "kproxy_broker_hung": ("1 while a broker hangs: nothing is sent to it.", lambda broker: broker.hung),
+    "kproxy_broker_in_flight_requests": (
+        "Requests of clients that a broker has not answered yet.",
+        lambda broker: broker.in_flight,
+    ),
+    "kproxy_broker_oldest_request_age_seconds": (
+        "Time for which the request that waits longest for a broker has been the next to be answered.",
+        lambda broker: broker.oldest_s,
+    ),
+}
+
+
+def _brokers(brokers: Mapping[int, BrokerVitals], tally: Tally) -> Iterable[Metric]:
+    """What is known of each broker. Counters begin at 0, so that their first increase shows."""
+    hung = sum(broker.hung for broker in brokers.values())
+    yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", hung)
+    for name, (text, value_of) in _BROKER_GAUGES.items():
+        family = GaugeMetricFamily(name, text, labels=["broker"])
+        for broker, vitals in sorted(brokers.items()):
+            family.add_metric([str(broker)], float(value_of(vitals)))
+        yield family
+    hangs = CounterMetricFamily("kproxy_hangs", "Brokers found to hang.", labels=["broker"])
+    for broker in sorted(brokers.keys() | tally.hangs.keys()):
+        hangs.add_metric([_broker(broker)], tally.hangs[broker])
+    yield hangs
+    probes = SummaryMetricFamily(
+        "kproxy_broker_probe_duration_seconds",
+        "Probes of a broker that lets a request wait, from the question to the answer or until they are given up.",
+        labels=["broker"],
+    )
+    for broker in sorted(brokers.keys() | tally.probes.keys()):
+        probes.add_metric([_broker(broker)], tally.probes[broker], tally.probe_seconds.get(broker, 0.0))
+    yield probes
 
 
 _OUTCOMES = ("done", "failed")

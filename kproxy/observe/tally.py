@@ -79,6 +79,9 @@ class Tally(ProduceCounts):
         "delay_seconds",
         "drops",
         "errors",
+        "hangs",
+        "probe_seconds",
+        "probes",
         "retries",
         "unconfirmed",
     )
@@ -89,6 +92,10 @@ class Tally(ProduceCounts):
         self.errors: Counter[tuple[int, int, int]] = Counter()
         # By (event of kproxy.routing.retry, broker): partitions to be sent again.
         self.retries: Counter[tuple[int, int]] = Counter()
+        # By broker: how often it was found to hang; probes that were answered or given up, and their time.
+        self.hangs: Counter[int] = Counter()
+        self.probes: Counter[int] = Counter()
+        self.probe_seconds: dict[int, float] = {}
         self._brokers: set[int] = set()
         self.delay_buckets = [0] * (len(DELAY_BOUNDS_S) + 1)
         self.delay_seconds = 0.0
@@ -112,6 +119,16 @@ class Tally(ProduceCounts):
     def retry(self, event: int, broker: int) -> None:
         """Count a partition to be sent again, after `broker`."""
         self.retries[event, self._counted(broker)] += 1
+
+    def hang(self, broker: int) -> None:
+        """Count a broker that was found to hang."""
+        self.hangs[self._counted(broker)] += 1
+
+    def probe(self, broker: int, seconds: float) -> None:
+        """Count a probe, with the time to its answer or until it was given up."""
+        broker = self._counted(broker)
+        self.probes[broker] += 1
+        self.probe_seconds[broker] = self.probe_seconds.get(broker, 0.0) + seconds
 
     def _counted(self, broker: int) -> int:
         """The broker, or OTHER_BROKERS beyond MAX_BROKERS, more than any cluster has: ids may change without end."""

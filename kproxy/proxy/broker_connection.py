@@ -227,6 +227,11 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         return [*self._in_flight] + [ticket for ticket, _, _ in self._queue]
 
     @property
+    def unanswered_count(self) -> int:
+        """The number of those tickets, and of requests without an answer (acks=0) that may still be here."""
+        return len(self._in_flight) + len(self._queue) + len(self._leaving)
+
+    @property
     def is_open(self) -> bool:
         """Whether requests are written at once."""
         return self._outbox is not None and not self.closed

@@ -16,6 +16,15 @@ brokers are down.
 
 `/readyz` makes the proxy ask its brokers, at most once every FRESH_S; without it the proxy sends nothing.
 
+States of a broker's id (`BrokerHealth`), for the metrics
+  here      the topology has an address of it
+  gone      it has left the topology less than GONE_FOR_S ago: Kafka and etcd drop a broker soon after it dies, and an
+            alert needs its series for longer. A broker that was removed on purpose looks the same
+  (none)    neither
+
+Transitions: (none), gone --it joins the topology--> here --it leaves--> gone --GONE_FOR_S, or MAX_GONE others left
+later--> (none). `follow` notes them.
+
 States of a broker's address (`BrokerHealth`)
   (none)     not suspected
   watched    one task probes it; its breaker is closed or open
@@ -38,8 +47,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from enum import Enum
 from math import inf
@@ -51,7 +59,9 @@ import structlog
 
 from kproxy.config import Limits
 from kproxy.observe.http_page import Readiness
+from kproxy.observe.metrics import BrokerVitals
 from kproxy.observe.table import TableView
+from kproxy.observe.tally import Tally
 from kproxy.plain import ReceiveArena
 from kproxy.proxy.broker_connection import Lost, Oldest, Upstream, ask
 from kproxy.proxy.dialling import Dialler, Turn
@@ -65,6 +75,8 @@ log = structlog.get_logger(__name__)
 
 # Clusters are smaller than this; further brokers are not watched, and their requests end at their deadlines.
 MAX_WATCHED: Final = 1000
+GONE_FOR_S: Final = 600.0
+MAX_GONE: Final = 1000
 # The oldest version, which every broker answers (KIP-35) without looking at anything that could make it wait.
 _PROBE_VERSION: Final = 0
 _CLIENT_ID: Final = b"kproxy-probe"
@@ -97,16 +109,20 @@ class BrokerHealth:
         limits: Limits,
         clock: Callable[[], float],
         arena: ReceiveArena,
-        counters: Counter[str],
+        tally: Tally,
         dialler: Dialler,
     ) -> None:
         self._topology = topology
         self._limits = limits
         self._clock = clock
         self._arena = arena
-        self._counters = counters
+        self._tally = tally
         self.dialler = dialler
         self._watched: dict[Address, _Watched] = {}
+        # The ids that the topology had at this version, and when others left, in that order.
+        self._followed = -1
+        self._here: Set[int] = frozenset()
+        self._gone: dict[int, float] = {}
         self._closed = False
         self.on_open: Callable[[Address], None] = lambda address: None
 
@@ -115,10 +131,28 @@ class BrokerHealth:
         """Whether any broker is suspected; where none is, no breaker is open."""
         return bool(self._watched)
 
-    @property
-    def open_count(self) -> int:
-        """The number of brokers that hang."""
-        return sum(watched.breaker.is_open for watched in self._watched.values())
+    def follow(self) -> None:
+        """Note which brokers have left the topology; call it regularly."""
+        if self._topology.version == self._followed:
+            return
+        self._followed = self._topology.version
+        before, self._here = self._here, frozenset(self._topology.brokers)
+        for broker in self._here & self._gone.keys():
+            del self._gone[broker]
+        self._gone |= dict.fromkeys(before - self._here, self._clock())
+        for broker in list(self._gone)[:-MAX_GONE]:
+            del self._gone[broker]
+
+    def brokers(self) -> dict[int, BrokerVitals]:
+        """By id, whether each broker that is here is well and whether it hangs; one that is gone is not well."""
+        self.follow()
+        now = self._clock()
+        self._gone = {broker: left for broker, left in self._gone.items() if now - left < GONE_FOR_S}
+        here = {
+            broker: BrokerVitals(self.is_well(address), self.is_open(address))
+            for broker, address in self._topology.brokers.items()
+        }
+        return dict.fromkeys(self._gone, BrokerVitals(False)) | here
 
     def is_open(self, address: Address | None) -> bool:
         """Whether the broker there hangs: nothing is to be sent to it."""
@@ -184,7 +218,10 @@ class BrokerHealth:
         try:
             while watched.suspected or watched.breaker.is_open:
                 watched.suspected = False
+                began = self._clock()
                 reply = await self._probe(owner, address, watched)
+                if reply is not _Reply.CUT_OFF:
+                    self._tally.probe(owner, self._clock() - began)
                 if reply is _Reply.SILENCE:
                     if watched.breaker.silent():
                         self._opened(owner, address)
@@ -204,7 +241,7 @@ class BrokerHealth:
                 await watched.connection.close()
 
     def _opened(self, owner: int, address: Address) -> None:
-        self._counters["breaker.opened"] += 1
+        self._tally.hang(owner)
         log.warning("broker hangs", broker=owner, address=str(address), unanswered_s=self._limits.probe_timeout_s)
         self._topology.doubt(owner, doubted=True)
         self.on_open(address)
@@ -285,6 +322,19 @@ class Waiting:
     def watches(self) -> bool:
         """Whether the next check has something to undo."""
         return bool(self._watched)
+
+    def unanswered(self, upstreams: Iterable[Upstream], now: float) -> Iterator[tuple[int, int, float]]:
+        """For each connection with unanswered requests: its broker, their number, and since when it waits, in seconds.
+
+        That is for how long its next answer has been the next, as of the last check, without the time that the request
+        itself lets its answer wait.
+        """
+        for upstream in upstreams:
+            count = upstream.unanswered_count
+            if count:
+                oldest, since = self._seen.get(upstream, (None, now))
+                waits_s = now - max(since, _may_wait_until(upstream)) if oldest == upstream.oldest() else 0.0
+                yield upstream.owner, count, max(0.0, waits_s)
 
     def look(self, upstreams: Iterable[Upstream], now: float) -> None:
         """Suspect the brokers that let a request wait; report those that have answered since the last check."""

@@ -491,6 +491,15 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         """Open connections to brokers."""
         return self._connections.open_count + self._control.upstream_count
 
+    @property
+    def _waits(self) -> bool:
+        """Whether anything waits for a broker."""
+        return bool(self._fanout.open_count or self._broker_pressure or self._control.tasks)
+
+    def unanswered(self, now: float) -> Iterable[tuple[int, int, float]]:
+        """As `Waiting.unanswered`."""
+        return self._waiting.unanswered(self._upstreams, now) if self._waits else ()
+
     # Ending
 
     def expire(self, now: float, *, is_late: bool = False) -> None:
@@ -501,8 +510,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         `is_late`: this process has not run for a while. Bytes that came meanwhile wait in the kernel and are not judged
         yet.
         """
-        waits = self._fanout.open_count or self._broker_pressure or self._control.tasks
-        if waits or self._waiting.watches:
+        if self._waits or self._waiting.watches:
             self._waiting.look(self._upstreams, now)
             self._fanout.take_out()
             self._fanout.expire(now)

@@ -96,7 +96,7 @@ class ProxyContext:
             can_answer.add(OWN)
         if self.has_sasl:
             can_answer |= SASL_APIS.keys()
-        self.health = BrokerHealth(self.topology, self.limits, self.clock, self.arena, self.counters, self.dialler)
+        self.health = BrokerHealth(self.topology, self.limits, self.clock, self.arena, self.tally, self.dialler)
         self.versions = BrokerVersions(
             self.topology, self.limits, self.clock, self.arena, self.health, self.version_caps, can_answer
         )

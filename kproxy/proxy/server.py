@@ -24,8 +24,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import structlog
@@ -33,7 +34,7 @@ import structlog
 from kproxy.config import Limits
 from kproxy.config.listeners import ListenerConfig
 from kproxy.config.tls import Loaded
-from kproxy.observe.metrics import Vitals
+from kproxy.observe.metrics import BrokerVitals, Vitals
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_session import ClientSession
@@ -110,8 +111,7 @@ class Listener:
             in_flight_bytes=self._in_flight_bytes,
             paused_connections=len(self._context.budget.waiting) if self._context is not None else 0,
             sent_bytes=sent_bytes,
-            hung_brokers=self._context.health.open_count if self._context is not None else 0,
-            brokers=self._brokers_up(),
+            brokers=self._brokers(),
             draining=self._leaving or self._draining,
             certificates={
                 ("listener", entrance.name): entrance.expires_at
@@ -124,12 +124,21 @@ class Listener:
             own_unsettled=len(own.unsettled.places()) if own is not None else 0,
         )
 
-    def _brokers_up(self) -> dict[int, bool]:
-        """By id, whether each broker of the topology can be reached and does not hang, as far as is known."""
+    def _brokers(self) -> dict[int, BrokerVitals]:
+        """By id, what is known of each broker of the topology, and of those that have left it lately."""
         if self._context is None:
             return {}
-        health = self._context.health
-        return {broker: health.is_well(address) for broker, address in self._context.topology.brokers.items()}
+        now = self._context.clock()
+        requests: Counter[int] = Counter()
+        oldest_s: defaultdict[int, float] = defaultdict(float)
+        for session in self._sessions:
+            for broker, count, age_s in session.unanswered(now):
+                requests[broker] += count
+                oldest_s[broker] = max(oldest_s[broker], age_s)
+        return {
+            broker: replace(vitals, in_flight=requests[broker], oldest_s=oldest_s[broker])
+            for broker, vitals in self._context.health.brokers().items()
+        }
 
     @property
     def _in_flight_bytes(self) -> int:
@@ -363,6 +372,7 @@ class Listener:
                 except Exception:  # the boundary: deadlines are watched whatever happens here
                     log.exception("broker API versions not followed")
             now = context.clock()
+            context.health.follow()
             context.answer_room.wake()
             context.tally.delayed(max(0.0, now - due))
             began = now

@@ -28,7 +28,7 @@ from tests.support.clients.kafka_io import produce, read_partition, read_with_ai
 from tests.support.clients.raw_client import RawClient as RawProducer
 from tests.support.clients.raw_client import batch, produce_frame
 from tests.support.processes.dev import KproxyProcess, serving
-from tests.support.processes.served import counted, kafka_proxy
+from tests.support.processes.served import counted, kafka_proxy, page
 from tests.support.waiting import wait_for
 
 # The first run of all downloads Kafka's jars.
@@ -312,6 +312,21 @@ def test_a_broker_dies_under_an_idempotent_producer(proxy: KproxyProcess, topic:
         victim.wait_started()
     real_kafka.wait_until_in_sync([topic])
     check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
+
+
+def test_broker_that_kafka_dropped_stays_in_metrics(proxy: KproxyProcess, real_kafka: RealKafka) -> None:
+    """Kafka drops a dead broker from its metadata within seconds, and an alert waits for longer."""
+    victim = real_kafka.brokers[2]
+    series = f'kproxy_broker_up{{broker="{victim.node_id}"}} '
+    wait_for(lambda: counted(proxy.admin, series) == 1)
+    try:
+        victim.kill()
+        wait_for(lambda: counted(proxy.admin, "kproxy_table_brokers ") == 2)
+        assert f"{series}0.0\n" in page(proxy.admin, "/metrics")[1]
+    finally:
+        victim.start()
+        victim.wait_started()
+    wait_for(lambda: counted(proxy.admin, series) == 1)
 
 
 @pytest.mark.long

@@ -187,7 +187,7 @@ async def test_requests_about_the_cluster_find_a_hang_once_and_not_on_each_conne
             assert (await client.answer()).codes == {T0: 0}
         assert time.monotonic() - began < SOON_S
         assert len(stuck.log) == 1
-        assert proxy.counters["breaker.opened"] == 1
+        assert proxy.context.tally.hangs.total() == 1
 
 
 @both_loops
@@ -232,7 +232,7 @@ async def test_a_request_that_waits_for_others_by_nature_is_no_hang(key: int) ->
         asked.answer_message(error_code=27)
         answer = await client.answer(key, asked.header.api_version)
         assert answer.message.error_code == 27
-        assert proxy.counters["breaker.opened"] == 0
+        assert proxy.context.tally.hangs.total() == 0
 
 
 @both_loops
@@ -241,7 +241,7 @@ async def test_the_question_what_a_broker_serves_finds_a_hang_as_well() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
     async with running_proxy(stuck, healthy, limits=QUICK_PROBES, follows_versions=True) as proxy:
         proxy.own(1)
-        await eventually(lambda: proxy.counters["breaker.opened"] == 1)
+        await eventually(lambda: proxy.context.tally.hangs.total() == 1)
         # Nobody else finds out for himself.
         client = await proxy.client()
         began = time.monotonic()
@@ -276,7 +276,7 @@ async def test_a_connection_that_is_cut_off_alone_is_given_up_soon(loses_request
         assert time.monotonic() - began < 10
         # The broker answers whoever asks it anew.
         assert upstream.probes
-        assert proxy.counters["breaker.opened"] == 0
+        assert proxy.context.tally.hangs.total() == 0
         client.send(produce_frame(records=PLAIN))
         (await upstream.next()).answer()
         assert (await client.answer()).codes == {T0: 0}

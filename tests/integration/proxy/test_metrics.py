@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import struct
 import time
 from collections.abc import Callable
@@ -15,14 +17,25 @@ from kproxy.observe.exposition import render
 from kproxy.observe.metrics import ProxyCollector
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import MAX_BROKERS, MAX_DROP_TOPICS, OTHER_BROKERS, Tally
+from kproxy.proxy.broker_health import MAX_GONE
+from kproxy.routing.topology import Address
 from kproxy_codec.api_keys import API_VERSIONS, METADATA
-from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
+from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything, broker_process
 from tests.support.clients.raw_client import batch, fetch_frame, list_offsets_frame, produce_frame, raw_frame
 from tests.support.processes.running_proxy import RunningProxy, both_loops, in_one_go, running_proxy
 from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
 from tests.support.waiting import eventually
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+# Those of one broker; all are 0 while it answers.
+BROKER_SERIES = (
+    "kproxy_broker_hung",
+    "kproxy_broker_in_flight_requests",
+    "kproxy_broker_oldest_request_age_seconds",
+    "kproxy_broker_probe_duration_seconds_count",
+    "kproxy_broker_probe_duration_seconds_sum",
+    "kproxy_hangs_total",
+)
 SERIES = re.compile(r"^\| `(kproxy_[a-z0-9_]+)", re.MULTILINE)
 
 
@@ -381,13 +394,15 @@ async def test_brokers_that_hang_are_shown_until_they_answer() -> None:
         client.send(produce_frame({"t": [0]}))
         await client.answer()
         assert Scrape(proxy)("kproxy_hung_brokers") == 1
-        assert Scrape(proxy)("kproxy_hangs_total") == 1
+        assert Scrape(proxy)("kproxy_broker_hung", broker="1") == 1
+        assert Scrape(proxy)("kproxy_hangs_total", broker="1") == 1
         assert Scrape(proxy)("kproxy_broker_up", broker="1") == 0
         for probe in upstream.probes:
             probe.connection.abort()
         upstream.answers_probes = True
         await eventually(lambda: Scrape(proxy)("kproxy_hung_brokers") == 0)
-        assert Scrape(proxy)("kproxy_hangs_total") == 1
+        assert Scrape(proxy)("kproxy_broker_hung", broker="1") == 0
+        assert Scrape(proxy)("kproxy_hangs_total", broker="1") == 1
 
 
 @both_loops
@@ -405,9 +420,83 @@ async def test_brokers_that_are_down_are_shown_until_they_are_back() -> None:
         while Scrape(proxy)("kproxy_broker_up", broker="2") == 0:
             client.send(produce_frame())
             await client.answer()
-        await second.stop_listening()
+
+
+@both_loops
+async def test_broker_that_left_shows_zero_for_ten_minutes() -> None:
+    """Kafka and etcd drop a dead broker within seconds."""
+    now = [100.0]
+    first, second = ScriptedUpstream(1, answers_everything), ScriptedUpstream(2, answers_everything)
+    series = "kproxy_broker_up", (("broker", "2"),)
+    async with running_proxy(first, second, clock=lambda: now[0]) as proxy:
+        health = proxy.context.health
+        # No page is asked for before it has left.
+        await eventually(lambda: 2 in health._here)
         proxy.topology.remove_broker(2)
-        assert ("kproxy_broker_up", (("broker", "2"),)) not in Scrape(proxy).samples
+        await eventually(lambda: 2 in health._gone)
+        for after_s in (0.0, 599.0):
+            now[0] = 100.0 + after_s
+            assert Scrape(proxy).samples[series] == 0
+        # One that comes back is shown as it is.
+        proxy.topology.set_broker(2, second.address)
+        assert Scrape(proxy).samples[series] == 1
+        proxy.topology.remove_broker(2)
+        assert Scrape(proxy).samples[series] == 0
+        now[0] += 601.0
+        assert series not in Scrape(proxy).samples
+        assert Scrape(proxy)("kproxy_broker_up", broker="1") == 1
+
+
+@both_loops
+async def test_brokers_that_left_are_bounded() -> None:
+    async with running_proxy() as proxy:
+        for broker in range(MAX_GONE + 30):
+            proxy.topology.set_broker(broker, Address("127.0.0.1", 1))
+            proxy.context.health.follow()
+            proxy.topology.remove_broker(broker)
+        shown = [dict(labels)["broker"] for name, labels in Scrape(proxy).samples if name == "kproxy_broker_up"]
+        # The first are forgotten.
+        assert sorted(map(int, shown)) == list(range(30, MAX_GONE + 30))
+
+
+@both_loops
+@in_one_go
+async def test_stopped_broker_alone_moves_its_series() -> None:
+    """A broker that stands still for a second is named, though it neither hangs nor is down."""
+    healthy = ScriptedUpstream(1, answers_everything)
+    with broker_process() as (pid, address):
+        # A probe waits longer than a broker is stopped here.
+        async with running_proxy(healthy, limits={"probe_timeout_s": 30.0}) as proxy:
+            proxy.topology.set_broker(2, address)
+            proxy.own(1)
+            proxy.own(2, partitions=[1])
+            client = await proxy.client()
+            client.send(produce_frame({"t": [0, 1]}))
+            assert (await client.answer()).codes == {("t", 0): 0, ("t", 1): 0}
+            before = Scrape(proxy)
+            for name in BROKER_SERIES:
+                assert [before(name, broker=broker) for broker in "12"] == [0, 0], name
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                for n in (1, 2):
+                    client.send(produce_frame({"t": [0, 1]}, records=batch(n)))
+                name = "kproxy_broker_oldest_request_age_seconds"
+                await eventually(lambda: Scrape(proxy)(name, broker="2") >= 1.0)
+                stopped = Scrape(proxy)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert stopped("kproxy_broker_in_flight_requests", broker="2") == 2
+            for _ in (1, 2):
+                assert (await client.answer()).codes == {("t", 0): 0, ("t", 1): 0}
+            count = "kproxy_broker_probe_duration_seconds_count"
+            await eventually(lambda: Scrape(proxy)(count, broker="2") >= 1)
+            after = Scrape(proxy)
+            assert after("kproxy_broker_probe_duration_seconds_sum", broker="2") > 0.2
+            assert after("kproxy_broker_in_flight_requests", broker="2") == 0
+            assert after("kproxy_broker_oldest_request_age_seconds", broker="2") == 0
+            assert after("kproxy_hangs_total") == 0
+            for scrape in (stopped, after):
+                assert [scrape(name, broker="1") for name in BROKER_SERIES] == [0] * len(BROKER_SERIES)
 
 
 @both_loops

@@ -5,12 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +15,13 @@ from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Address
 from kproxy_codec import api_keys
 from kproxy_codec.api_keys import FETCH
-from tests.support.brokers.scripted_upstream import HOST, Asked, DeafListener, ScriptedUpstream, answers_everything
+from tests.support.brokers.scripted_upstream import (
+    Asked,
+    DeafListener,
+    ScriptedUpstream,
+    answers_everything,
+    broker_process,
+)
 from tests.support.clients.raw_client import RawClient, batch, control_frame, fetch_frame, produce_frame
 from tests.support.processes.running_proxy import RunningProxy, both_loops, in_one_go, running_proxy
 from tests.support.waiting import eventually
@@ -44,7 +45,7 @@ def hung(node_id: int) -> ScriptedUpstream:
 
 
 async def opens(proxy: RunningProxy, times: int = 1) -> None:
-    await eventually(lambda: proxy.counters["breaker.opened"] == times)
+    await eventually(lambda: proxy.context.tally.hangs.total() == times)
 
 
 async def open_breaker(proxy: RunningProxy, upstream: ScriptedUpstream, client: RawClient) -> None:
@@ -52,7 +53,7 @@ async def open_breaker(proxy: RunningProxy, upstream: ScriptedUpstream, client: 
     client.send(produce_frame(records=PLAIN, correlation_id=999))
     await upstream.next()
     assert (await client.answer()).codes == {T0: TIMED_OUT}
-    assert proxy.counters["breaker.opened"] == 1
+    assert proxy.context.tally.hangs.total() == 1
 
 
 @both_loops
@@ -96,7 +97,7 @@ async def test_what_nobody_owns_is_offered_to_others_while_a_broker_hangs() -> N
         # Once it answers it is offered what is its share.
         stuck.wake()
         stuck.script = answers_everything
-        await eventually(lambda: proxy.listener.vitals.hung_brokers == 0)
+        await eventually(lambda: not proxy.context.health.is_open(stuck.address))
         client.send(produce_frame({"t": [partitions[2]]}))
         assert (await client.answer()).codes == {("t", partitions[2]): 0}
         assert stuck.log[-1].partitions == [("t", partitions[2])]
@@ -213,7 +214,7 @@ async def test_a_broker_that_answers_probes_is_slow_and_does_not_hang() -> None:
         asked.answer(results={T0: {"base_offset": 5}})
         answer = await client.answer()
         assert answer.results[0].fields["base_offset"] == 5
-        assert proxy.counters["breaker.opened"] == 0
+        assert proxy.context.tally.hangs.total() == 0
         await eventually(lambda: not proxy.context.health.watching)
 
 
@@ -234,7 +235,7 @@ async def test_a_broker_that_answers_requests_but_no_probe_does_not_hang() -> No
             (await upstream.next()).answer()
             assert (await quick.answer()).codes == {T1: 0}
             n += 1
-        assert proxy.counters["breaker.opened"] == 0
+        assert proxy.context.tally.hangs.total() == 0
         asked.answer()
         assert (await slow.answer()).codes == {T0: 0}
 
@@ -265,6 +266,26 @@ async def test_nobody_probes_a_broker_that_is_idle_or_answers_promptly(monkeypat
 
 @both_loops
 @in_one_go
+async def test_idle_connection_is_not_probed_beside_waiting_one() -> None:
+    idle, slow = ScriptedUpstream(1, answers_everything), ScriptedUpstream(2)
+    async with running_proxy(idle, slow) as proxy:
+        proxy.own(1)
+        proxy.own(2, partitions=[1])
+        client = await proxy.client()
+        client.send(produce_frame())
+        assert (await client.answer()).codes == {T0: 0}
+        # As long as this one waits, the client's connections are looked at.
+        client.send(produce_frame({"t": [1]}, timeout_ms=LONG_MS))
+        asked = await slow.next()
+        await eventually(lambda: len(slow.probes) == 2)
+        assert idle.probes == []
+        asked.answer()
+        assert (await client.answer()).codes == {T1: 0}
+        await eventually(lambda: not proxy.context.health.watching)
+
+
+@both_loops
+@in_one_go
 async def test_a_fetch_that_waits_for_data_makes_nobody_wonder_until_its_time_is_up() -> None:
     upstream = hung(1)
     async with running_proxy(upstream, limits=LIMITS) as proxy:
@@ -290,7 +311,7 @@ async def test_clients_of_other_brokers_never_notice() -> None:
         unlucky.send(produce_frame(records=PLAIN))
         slowest = 0.0
         n = 0
-        while not proxy.counters["breaker.opened"] or n < 100:
+        while not proxy.context.tally.hangs.total() or n < 100:
             began = time.monotonic()
             lucky.send(produce_frame({"t": [1]}, records=batch(n)))
             assert (await lucky.answer()).codes == {T1: 0}
@@ -319,7 +340,7 @@ async def test_a_dial_that_hangs_opens_the_breaker_and_one_that_is_refused_does_
             assert time.monotonic() - began < SOON_S
             assert proxy.context.health.is_open(listener.address)
             assert not proxy.context.health.is_open(refusing.address)
-            assert proxy.counters["breaker.opened"] == 1
+            assert proxy.context.tally.hangs.total() == 1
 
 
 @pytest.mark.parametrize("ends", ["refused", "closed"])
@@ -343,19 +364,7 @@ async def test_a_broker_whose_probe_is_refused_or_cut_off_is_not_one_that_hangs(
             await eventually(lambda: len(upstream.probes) == 2)
         asked.answer()
         assert (await client.answer()).codes == {T0: 0}
-        assert proxy.counters["breaker.opened"] == 0
-
-
-@contextmanager
-def broker_process() -> Iterator[tuple[int, Address]]:
-    """The process id and address of a healthy broker."""
-    command = (sys.executable, "-m", "tests.support.brokers.upstream_main")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
-        try:
-            assert process.stdout is not None
-            yield process.pid, Address(HOST, int(process.stdout.readline()))
-        finally:
-            process.kill()
+        assert proxy.context.tally.hangs.total() == 0
 
 
 @both_loops

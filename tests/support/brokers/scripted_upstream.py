@@ -12,7 +12,11 @@ import asyncio
 import ctypes
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self, cast
 
 from kproxy.proxy.apis import proxy_ranges
@@ -366,3 +370,15 @@ def answers_everything(asked: Asked) -> None:
     """The script of a healthy broker."""
     if asked.header.api_key in APIS and (asked.header.api_key != PRODUCE or asked.fields["acks"] != 0):
         asked.answer()
+
+
+@contextmanager
+def broker_process() -> Iterator[tuple[int, Address]]:
+    """The process id and address of a healthy broker."""
+    command = (sys.executable, "-m", "tests.support.brokers.upstream_main")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
+        try:
+            assert process.stdout is not None
+            yield process.pid, Address(HOST, int(process.stdout.readline()))
+        finally:
+            process.kill()

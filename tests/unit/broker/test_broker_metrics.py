@@ -136,6 +136,13 @@ async def test_a_leader_whose_lease_may_have_ended_leads_nothing(group: Group, p
     assert await page("partition_isr_size", **T0) is None
 
 
+async def test_offline_partition_of_dead_brokers_is_counted(group: Group, page: Page) -> None:
+    keys = page.view.keys
+    page.tell(keys.topic("elsewhere"), TopicValue(TOPIC_ID, [[2], [3]]))
+    page.tell(keys.state("elsewhere", 1), StateValue(0, [], TOPIC_ID))
+    assert await page("offline_partitions") == 1
+
+
 async def test_a_partition_that_was_led_and_that_nobody_leads_is_offline(group: Group, page: Page) -> None:
     keys = page.view.keys
     assert await page("offline_partitions") == 0, "its topic is not known"
@@ -151,6 +158,7 @@ async def test_a_partition_that_was_led_and_that_nobody_leads_is_offline(group: 
 
 async def test_leases_are_counted_that_are_this_process_s_own(group: Group, page: Page) -> None:
     keys = page.view.keys
+    page.tell(keys.topic("t"), TopicValue(TOPIC_ID, [[1, 2, 3]]))
     page.view.apply_put(keys.lease("t", 0), b"1", lease_id=7, revision=3)
     assert await page("leases") == 0, "it has no lease"
     page.view.apply_put(keys.broker(1), encode_value(BrokerValue(1, "h", 9)), lease_id=8, revision=4)

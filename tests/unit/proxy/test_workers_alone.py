@@ -18,7 +18,7 @@ from kproxy.config.proxy import SHARED_LIMITS, worker_count
 from kproxy.errors import StartupError
 from kproxy.observe.exposition import FOLDS, growing, merge, parse, render
 from kproxy.observe.http_page import Readiness
-from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
+from kproxy.observe.metrics import BrokerVitals, ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import OTHER_TOPICS, Tally
 from kproxy.routing.topology import Topology
@@ -124,7 +124,9 @@ def test_what_a_process_shows_outlives_the_wire_and_its_counts_the_process() -> 
     tally.requests[9] = 5
     tally.answered(0.1)
     tally.answered(0.2)
-    collector = collector_of(tally, splits=3, client_connections=4, brokers={1: True})
+    tally.hang(1)
+    tally.probe(1, 0.5)
+    collector = collector_of(tally, splits=3, client_connections=4, brokers={1: BrokerVitals(True, False, 2, 0.5)})
     sent = page_of(collector)
     assert sent == list(collector.collect()), "all of them, in order, and nothing of the process"
     twice = {sample.name: sample.value for each in merge([sent, sent]) for sample in each.samples}
@@ -132,11 +134,17 @@ def test_what_a_process_shows_outlives_the_wire_and_its_counts_the_process() -> 
     assert twice["kproxy_produce_duration_seconds_count"] == 4
     assert twice["kproxy_produce_duration_seconds_sum"] == 2 * (0.1 + 0.2)
     assert twice["kproxy_client_connections"] == 8
+    assert twice["kproxy_broker_in_flight_requests"] == 4
+    assert twice["kproxy_broker_oldest_request_age_seconds"] == 0.5
+    assert twice["kproxy_hangs_total"] == 2
+    assert twice["kproxy_broker_probe_duration_seconds_count"] == 2
+    assert twice["kproxy_broker_probe_duration_seconds_sum"] == 1.0
     # Of the same table.
     assert (twice["kproxy_table_age_seconds"], twice["kproxy_table_stale"]) == (7.0, 1)
     left = {sample.name: sample.value for each in growing(sent) for sample in each.samples}
     assert left["kproxy_split_requests_total"] == 3
     assert "kproxy_produce_duration_seconds_count" in left
+    assert left["kproxy_broker_probe_duration_seconds_count"] == 1
     assert "kproxy_client_connections" not in left
 
 
@@ -166,14 +174,15 @@ def test_every_fold_is_of_a_gauge_that_there_is() -> None:
 
 
 def test_a_broker_is_up_where_all_processes_say_so() -> None:
-    said = ({1: True, 2: False}, {1: True, 2: True, 3: True})
-    up = {
+    up, down = BrokerVitals(True), BrokerVitals(False)
+    said = ({1: up, 2: down}, {1: up, 2: up, 3: up})
+    shown = {
         sample.labels["broker"]: sample.value
         for each in merge([page_of(collector_of(Tally(), brokers=brokers)) for brokers in said])
         if each.name == "kproxy_broker_up"
         for sample in each.samples
     }
-    assert up == {"1": 1, "2": 0, "3": 1}
+    assert shown == {"1": 1, "2": 0, "3": 1}
 
 
 READY = Readiness(True, "ready")
