@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kproxy_codec.api_keys import FETCH, is_flexible
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
-from kproxy_codec.framing import RequestHeader, response_body_offset
+from kproxy_codec.framing import LENGTH_BYTES, RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
     TOPIC_ID_BYTES,
     PartitionedRequest,
@@ -108,13 +108,14 @@ class PartitionFetched(NamedTuple):
 
 
 class FetchRequest(PartitionedRequest):
-    """A fetch request with the numbers of its preamble: milliseconds and bytes."""
+    """A fetch request with the numbers of its preamble: milliseconds and bytes. `rack` bounds its encoded rack_id."""
 
     __slots__ = (
         "isolation_level",
         "max_bytes",
         "max_wait_ms",
         "min_bytes",
+        "rack",
         "replica_id",
         "session_epoch",
         "session_id",
@@ -129,6 +130,7 @@ class FetchRequest(PartitionedRequest):
         self.isolation_level = 0
         self.session_id = NO_SESSION
         self.session_epoch = FINAL_EPOCH
+        self.rack = (0, 0)
 
 
 def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
@@ -161,26 +163,28 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
     request.topics, request.topics_end = parse_topics(
         frame, offset, flexible=flexible, least_bytes=fixed_bytes, read_entries=one_by_one(skip), by_id=request.by_id
     )
-    expect_end(frame, _skip_trailer(frame, request.topics_end, limit, version))
+    offset = _skip_forgotten_topics(frame, request.topics_end, limit, version) if version >= 7 else request.topics_end
+    if version >= 11:
+        rack_start = offset
+        _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+        request.rack = (rack_start, offset)
+    expect_end(frame, skip_tagged_fields(frame, offset, limit) if flexible else offset)
     return request
 
 
-def _skip_trailer(frame: memoryview, offset: int, limit: int, version: int) -> int:
+def _skip_forgotten_topics(frame: memoryview, offset: int, limit: int, version: int) -> int:
     flexible = is_flexible(FETCH, version)
-    if version >= 7:
-        count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
-        for _ in range(count):
-            if version >= TOPIC_IDS_FROM:
-                offset += TOPIC_ID_BYTES
-            else:
-                _, _, offset = skip_string(frame, offset, limit, compact=flexible)
-            partitions, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=4)
-            offset += 4 * partitions
-            if flexible:
-                offset = skip_tagged_fields(frame, offset, limit)
-    if version >= 11:
-        _, _, offset = skip_string(frame, offset, limit, compact=flexible)
-    return skip_tagged_fields(frame, offset, limit) if flexible else offset
+    count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
+    for _ in range(count):
+        if version >= TOPIC_IDS_FROM:
+            offset += TOPIC_ID_BYTES
+        else:
+            _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+        partitions, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=4)
+        offset += 4 * partitions
+        if flexible:
+            offset = skip_tagged_fields(frame, offset, limit)
+    return offset
 
 
 def _partition_form(version: int) -> Struct:
@@ -283,11 +287,21 @@ class FetchApi:
         return preamble(fetch, 0, fetch.max_bytes // pieces)
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Remove the session and leader epochs from the request."""
+        """Remove the session, leader epochs and the rack from the request.
+
+        A leader answers a rack with the replica to read from, and no records (KIP-392). Clients get no such replica.
+        """
         fetch = _as_fetch(request)
         if fetch.header.api_version >= 9:
             blank_epochs(fetch, INT32.size)
         fetch.frame[fetch.header.body_offset : fetch.topics_start] = preamble(fetch, fetch.max_wait_ms, fetch.max_bytes)
+        start, end = fetch.rack
+        no_rack = encode_count(0, compact=True) if fetch.flexible else INT16.pack(0)
+        if end - start > len(no_rack):
+            behind = no_rack + fetch.frame[end:]
+            fetch.frame = fetch.frame[: start + len(behind)]
+            fetch.frame[start:] = behind
+            INT32.pack_into(fetch.frame, 0, len(fetch.frame) - LENGTH_BYTES)
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
         return payload_bytes >= _as_fetch(request).min_bytes
