@@ -15,16 +15,18 @@ There are no fetch sessions (KIP-227): every answer has session 0, so that clien
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
 from kproxy_codec.api_keys import FETCH, is_flexible
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
-from kproxy_codec.framing import RequestHeader, response_body_offset
+from kproxy_codec.framing import LENGTH_BYTES, RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
     TOPIC_ID_BYTES,
     PartitionedRequest,
     PartitionedResponse,
+    Place,
     Places,
     Tag,
     blank_current_leader,
@@ -108,13 +110,14 @@ class PartitionFetched(NamedTuple):
 
 
 class FetchRequest(PartitionedRequest):
-    """A fetch request with the numbers of its preamble: milliseconds and bytes."""
+    """A fetch request with the numbers of its preamble: milliseconds and bytes. `rack` bounds its encoded rack_id."""
 
     __slots__ = (
         "isolation_level",
         "max_bytes",
         "max_wait_ms",
         "min_bytes",
+        "rack",
         "replica_id",
         "session_epoch",
         "session_id",
@@ -129,6 +132,7 @@ class FetchRequest(PartitionedRequest):
         self.isolation_level = 0
         self.session_id = NO_SESSION
         self.session_epoch = FINAL_EPOCH
+        self.rack = (0, 0)
 
     @property
     def continues_session(self) -> bool:
@@ -166,26 +170,28 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
     request.topics, request.topics_end = parse_topics(
         frame, offset, flexible=flexible, least_bytes=fixed_bytes, read_entries=one_by_one(skip), by_id=request.by_id
     )
-    expect_end(frame, _skip_trailer(frame, request.topics_end, limit, version))
+    offset = _skip_forgotten_topics(frame, request.topics_end, limit, version) if version >= 7 else request.topics_end
+    if version >= 11:
+        rack_start = offset
+        _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+        request.rack = (rack_start, offset)
+    expect_end(frame, skip_tagged_fields(frame, offset, limit) if flexible else offset)
     return request
 
 
-def _skip_trailer(frame: memoryview, offset: int, limit: int, version: int) -> int:
+def _skip_forgotten_topics(frame: memoryview, offset: int, limit: int, version: int) -> int:
     flexible = is_flexible(FETCH, version)
-    if version >= 7:
-        count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
-        for _ in range(count):
-            if version >= TOPIC_IDS_FROM:
-                offset += TOPIC_ID_BYTES
-            else:
-                _, _, offset = skip_string(frame, offset, limit, compact=flexible)
-            partitions, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=4)
-            offset += 4 * partitions
-            if flexible:
-                offset = skip_tagged_fields(frame, offset, limit)
-    if version >= 11:
-        _, _, offset = skip_string(frame, offset, limit, compact=flexible)
-    return skip_tagged_fields(frame, offset, limit) if flexible else offset
+    count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
+    for _ in range(count):
+        if version >= TOPIC_IDS_FROM:
+            offset += TOPIC_ID_BYTES
+        else:
+            _, _, offset = skip_string(frame, offset, limit, compact=flexible)
+        partitions, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=4)
+        offset += 4 * partitions
+        if flexible:
+            offset = skip_tagged_fields(frame, offset, limit)
+    return offset
 
 
 def _partition_form(version: int) -> Struct:
@@ -288,14 +294,49 @@ class FetchApi:
         return preamble(fetch, 0, fetch.max_bytes // pieces)
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Remove the session and leader epochs from the request."""
+        """Remove the session, leader epochs and the rack from the request.
+
+        A leader answers a rack with the replica to read from, and no records (KIP-392). Clients get no such replica.
+        """
         fetch = _as_fetch(request)
         if fetch.header.api_version >= 9:
             blank_epochs(fetch, INT32.size)
         fetch.frame[fetch.header.body_offset : fetch.topics_start] = preamble(fetch, fetch.max_wait_ms, fetch.max_bytes)
+        start, end = fetch.rack
+        no_rack = encode_count(0, compact=True) if fetch.flexible else INT16.pack(0)
+        if end - start > len(no_rack):
+            behind = no_rack + fetch.frame[end:]
+            fetch.frame = fetch.frame[: start + len(behind)]
+            fetch.frame[start:] = behind
+            INT32.pack_into(fetch.frame, 0, len(fetch.frame) - LENGTH_BYTES)
 
-    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
-        return payload_bytes >= _as_fetch(request).min_bytes
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:
+        """A broker that has filled its share has no more to give: the rest is not waited for."""
+        fetch = _as_fetch(request)
+        return payload_bytes >= min(fetch.min_bytes, max(1, fetch.max_bytes // pieces))
+
+    def fit(self, request: PartitionedRequest, results: Sequence[list[Buffer]], order: Sequence[Place]) -> Place | None:
+        """Empty results beyond the request's limits: only the first with records may exceed them (KIP-74)."""
+        fetch = _as_fetch(request)
+        version = fetch.header.api_version
+        room = fetch.max_bytes
+        is_first = True
+        first_left_out = None
+        for topic_place, ordinal in order:
+            result = memoryview(results[topic_place][ordinal])
+            at = _records_at(result, 0, len(result), version)
+            start, end, behind = skip_bytes(result, at, len(result), compact=fetch.flexible)
+            if start == end:
+                continue
+            entry_start = fetch.topics[topic_place].starts[ordinal]
+            if not is_first and end - start > min(room, partition_fetch(fetch, entry_start).max_bytes):
+                none = _NO_RECORDS_COMPACT if fetch.flexible else _NO_RECORDS
+                results[topic_place][ordinal] = b"".join((result[:at], none, result[behind:]))
+                first_left_out = first_left_out or (topic_place, ordinal)
+                continue
+            is_first = False
+            room -= end - start
+        return first_left_out
 
 
 def _as_fetch(request: PartitionedRequest) -> FetchRequest:
@@ -314,20 +355,13 @@ def preamble(request: FetchRequest, max_wait_ms: int, max_bytes: int) -> bytes:
 
 def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[int, int, int]:
     flexible = is_flexible(FETCH, api_version)
-    partition_index, offset = read_fixed(INT32, frame, offset, limit)
-    offset += 2 + 8 + 8 + (8 if api_version >= 5 else 0)
-    aborted, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=16, nullable=True)
-    for _ in range(aborted):
-        offset = offset + 16
-        if flexible:
-            offset = skip_tagged_fields(frame, offset, limit)
+    partition_index, _ = read_fixed(INT32, frame, offset, limit)
+    records_at = _records_at(frame, offset, limit, api_version)
     if api_version >= 11:
-        if offset + 4 > limit:
-            raise Truncated(f"preferred_read_replica wanted at {offset}, the message ends at {limit}")
-        INT32.pack_into(frame, offset, -1)
-        offset += 4
-    records_at = offset
-    start, end, offset = skip_bytes(frame, offset, limit, compact=flexible)
+        if records_at > limit:
+            raise Truncated(f"preferred_read_replica wanted at {records_at - 4}, the message ends at {limit}")
+        INT32.pack_into(frame, records_at - INT32.size, -1)
+    start, end, offset = skip_bytes(frame, records_at, limit, compact=flexible)
     if start == end:
         # Kafka's brokers never send null, and only the Java client accepts it.
         none = _NO_RECORDS_COMPACT if flexible else _NO_RECORDS
@@ -336,6 +370,18 @@ def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -
     if flexible:
         offset = blank_current_leader(frame, offset, limit, _CURRENT_LEADER_TAG)
     return partition_index, offset, end - start
+
+
+def _records_at(frame: memoryview, offset: int, limit: int, api_version: int) -> int:
+    """The offset of the records, with their length, in the result that begins at `offset`."""
+    flexible = is_flexible(FETCH, api_version)
+    offset += 4 + 2 + 8 + 8 + (8 if api_version >= 5 else 0)
+    aborted, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=16, nullable=True)
+    for _ in range(aborted):
+        offset += 16
+        if flexible:
+            offset = skip_tagged_fields(frame, offset, limit)
+    return offset + (INT32.size if api_version >= 11 else 0)
 
 
 _NO_RECORDS, _NO_RECORDS_COMPACT = encode_count(0, compact=False), encode_count(0, compact=True)

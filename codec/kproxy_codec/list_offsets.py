@@ -7,6 +7,7 @@ current_leader_epoch INT32 (v4), timestamp INT64}}. Answer: throttle_time_ms INT
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct
 
 from kproxy_codec.api_keys import LIST_OFFSETS, is_flexible
@@ -15,6 +16,7 @@ from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
+    Place,
     Places,
     Tag,
     blank_epochs,
@@ -120,8 +122,11 @@ class ListOffsetsApi:
         if request.header.api_version >= 4:
             blank_epochs(request, INT32.size)
 
-    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:
         return True
+
+    def fit(self, request: PartitionedRequest, results: Sequence[list[Buffer]], order: Sequence[Place]) -> None:
+        """Do nothing: only records have limits."""
 
 
 def result_entry(

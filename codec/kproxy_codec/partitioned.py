@@ -36,6 +36,8 @@ MAX_SORTED_TOPICS = 256
 _RESPONSE_BODY_OFFSET = LENGTH_BYTES + 4
 TOPIC_ID_BYTES = 16
 
+Place = tuple[int, int]
+"""One entry of a request: a topic's place in the request, and a partition's ordinal within the topic."""
 Places = Sequence[tuple[int, Sequence[int]]]
 """Entries of a request by place: a topic's place in the request, and the ordinals of its partitions, ascending."""
 # A tagged field: its number and its value.
@@ -283,8 +285,15 @@ class PartitionedApi(Protocol):
         """Change in place the fields that must not reach a broker as sent; called before anything of it is sent."""
         ...
 
-    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
-        """Whether this many bytes of records are enough for the request; if not, the read is repeated."""
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:
+        """Whether this many bytes of records from `pieces` brokers are enough; if not, the read is repeated."""
+        ...
+
+    def fit(self, request: PartitionedRequest, results: Sequence[list[Buffer]], order: Sequence[Place]) -> Place | None:
+        """Empty those of the results, taken in this order, that are beyond the request's limits.
+
+        Returns the first one that is left out.
+        """
         ...
 
 

@@ -12,6 +12,7 @@ from 10)}}, throttle_time_ms INT32, tags (v9: node endpoints from 10).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
+    Place,
     Places,
     PlainAnswer,
     Tag,
@@ -319,8 +321,11 @@ class ProduceApi:
     def admit(self, request: PartitionedRequest) -> None:
         """Change nothing: the request is forwarded as received."""
 
-    def holds_enough(self, request: PartitionedRequest, payload_bytes: int) -> bool:
+    def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:
         return True
+
+    def fit(self, request: PartitionedRequest, results: Sequence[list[Buffer]], order: Sequence[Place]) -> None:
+        """Do nothing: only records have limits."""
 
 
 def result_entry(

@@ -123,7 +123,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             Handling.SPLIT,
             (fetch.MIN_VERSION, fetch.TOPIC_IDS_FROM - 1),
             needs=(_READ_TOPIC,),
-            note="Version 13 names topics by id alone. There are no fetch sessions (KIP-227).",
+            note="Version 13 names topics by id alone. There are no fetch sessions (KIP-227) and no racks (KIP-392).",
         ),
         keys.LIST_OFFSETS: Api(
             Handling.SPLIT, (list_offsets.MIN_VERSION, list_offsets.MAX_VERSION), needs=(_DESCRIBE_TOPIC,)

@@ -20,7 +20,8 @@ topics with a writer group this is always so.
 
 Fetch. There are no fetch sessions (KIP-227): answers name session 0, and a request that continues a session gets
 FETCH_SESSION_ID_NOT_FOUND. If one broker leads all partitions of a fetch, that broker waits for data. Otherwise all
-brokers are asked without waiting, and again until there is enough or the fetch's time is over.
+brokers are asked without waiting, and again until there is enough or the fetch's time is over. A broker that is late is
+left out.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
-from kproxy.routing.merge import Exchange
+from kproxy.routing.merge import Exchange, Partition
 from kproxy.routing.retry import Conduct
 from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import Address, Topology
@@ -80,9 +80,6 @@ class Loss(Enum):
     WRITTEN = "the broker may have seen it"
     UNWRITTEN = "the broker has not seen it"
 
-
-Partition: TypeAlias = tuple[bytes, int]
-"""Topic, as requests name it, and partition index."""
 
 Fenced: TypeAlias = tuple[Partition, int]
 """A partition and the fence for writes to it."""

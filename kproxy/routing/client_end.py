@@ -25,9 +25,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum, auto
 from typing import Final
 
-from kproxy.routing.actions import Actions, Hold, NoteLost, Partition, View
+from kproxy.routing.actions import Actions, Hold, NoteLost, View
 from kproxy.routing.in_flight import Piece
-from kproxy.routing.merge import Exchange
+from kproxy.routing.merge import Exchange, Partition
 from kproxy.routing.split import Entry
 from kproxy_codec.api_keys import PRODUCE
 

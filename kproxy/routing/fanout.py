@@ -26,7 +26,9 @@ Invariants
 8. A request is answered once, or never if it is dropped. The acknowledgement of an entry is noted once, before that.
 9. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
-10. Batches of claimed partitions are sent with the fences in force at that moment. Whether the claims are live is not
+10. A read whose broker is late (kproxy.routing.in_flight) is answered without that broker's partitions, or asked again
+   while it has found too little. What the late broker answers is discarded.
+11. Batches of claimed partitions are sent with the fences in force at that moment. Whether the claims are live is not
    decided here: the caller checks it when it writes.
 """
 
@@ -34,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import groupby
+from math import inf
 from typing import Any, Final
 
 from kproxy.routing import retry
@@ -259,11 +262,17 @@ class Fanout:
             self._fail_piece(piece, retry.UNREADABLE)
             self._in_flight.close(piece.connection, str(error), is_untrue=True)
             return self._finish(piece)
+        if piece.due != inf:
+            piece.connection.note_delay(now - piece.due)
         if response.error_code:
             exchange.note(response)
             self._fail_piece(piece, response.error_code)
             return self._finish(piece)
         self._in_flight.remove(piece)
+        if piece.is_late:
+            for entry, code, *_ in matched:
+                self._doubt(exchange, entry, code, piece.routed_at)
+            return self._finish()
         self._note(piece, frame, matched)
         if passes:
             for entry, *_ in matched:
@@ -310,11 +319,15 @@ class Fanout:
         return self._finish()
 
     def woken(self, now: float, jitter: float) -> list[Action]:
-        """Handle the time of the last WakeAt: lanes may be due, or reads may have to be asked again."""
+        """Handle the time of the last WakeAt: lanes may be due, reads may be late or have to be asked again."""
         self._begin(now, jitter)
         self._wakes_at = None
         self._send_items(self.lanes.ready(now))
         self._send_released()
+        for piece in self._in_flight.overdue(now):
+            if piece.exchange in self._exchanges:
+                self._leave_out(piece.exchange, piece.selection)
+                self._exchanges.finish_if_complete(piece.exchange, now)
         for exchange in self._exchanges.look(now):
             self._dispatch(exchange)
         return self._finish()
@@ -411,8 +424,10 @@ class Fanout:
         due = self.lanes.next_due() if self.lanes.table else None
         if due is not None:
             due = max(due, self._now) + TIMER_STEP_S
-        look = self._exchanges.next_look()
-        return look if due is None or (look is not None and look < due) else due
+        for other in (self._exchanges.next_look(), self._in_flight.next_check):
+            if other is not None and (due is None or other < due):
+                due = other
+        return due
 
     # Sending
 
@@ -420,6 +435,7 @@ class Fanout:
         """Send all entries of an exchange that are not `refused`, or let them wait in their lanes."""
         held = self._hold_back(exchange, refused) if self.lanes.table else refused
         pieces = split(exchange.request, self._topology, held, self._taken_by)
+        exchange.shares = max(1, len(pieces))
         if len(pieces) > 1:
             self._actions.add(Counted("splits", 1))
         whole = len(pieces) == 1 and not held
@@ -457,12 +473,23 @@ class Fanout:
                 self._failed(exchange, entry, event, self._topology.version)
             return
         connection = self._in_flight.connection_to(owner)
+        if exchange.look_until and connection.late:
+            self._leave_out(exchange, selection)
+            return
         if exchange.is_ordered:
             self._probe_new_routes(exchange, connection, selection)
         part = None if whole else selection
         piece = self._in_flight.add(exchange, connection, part, self._topology.version)
+        if exchange.look_until:
+            # Alone a broker waits for data, beside others it does not.
+            self._in_flight.expect(piece, exchange.look_until if shares == 1 else self._now)
         fences = self._fences(exchange, selection) if self._view.has_claims else ()
         self._actions.add(Send(connection.number, owner, piece.number, exchange, part, shares, fences))
+
+    def _leave_out(self, exchange: Exchange, selection: Selection) -> None:
+        for entry in entries_of(selection):
+            if exchange.is_open(entry):
+                exchange.leave_out(entry)
 
     def _fences(self, exchange: Exchange, selection: Selection) -> list[Fenced]:
         """The fences to send the entries with, as they are now: a claim may be raised before a retry."""
@@ -507,8 +534,10 @@ class Fanout:
                     add_entry(pieces.setdefault(self._route(exchange, item.entry), []), *item.entry)
             # An entry of a request with several partitions is sent as a part, whatever the state of the others.
             whole = exchange.is_ordered and exchange.request.partition_count == 1
+            shares = max(2, len(pieces))
+            exchange.shares = max(exchange.shares, shares)
             for owner, selection in pieces.items():
-                self._send(exchange, owner, selection, shares=max(2, len(pieces)), whole=whole)
+                self._send(exchange, owner, selection, shares=shares, whole=whole)
             self._exchanges.finish_if_complete(exchange, self._now)
 
     # Following the topology
@@ -622,9 +651,14 @@ class Fanout:
         self._in_flight.remove(piece)
         exchange = piece.exchange
         for entry in piece.entries():
+            if piece.is_late:
+                # It is answered, or was sent elsewhere since.
+                self._doubt(exchange, entry, event, piece.routed_at)
+                continue
             exchange.note_sent(entry, piece.connection.broker)
             self._failed(exchange, entry, event, piece.routed_at)
-        self._exchanges.finish_if_complete(exchange, self._now)
+        if not piece.is_late:
+            self._exchanges.finish_if_complete(exchange, self._now)
 
     # Failures
 
@@ -632,9 +666,7 @@ class Fanout:
         self, exchange: Exchange, entry: Entry, event: int, routed_at: int, result: Buffer | None = None
     ) -> None:
         """Retry or fail an entry after an attempt that was sent at the topology's version `routed_at`."""
-        if retry.doubts_the_owner(event):
-            # Even if nothing is sent again from here: the client's own next attempt needs the new owner.
-            self._ask_for_owner(*exchange.partition(entry), routed_at)
+        self._doubt(exchange, entry, event, routed_at)
         if not exchange.is_open(entry) or exchange not in self._exchanges:
             # It was answered at its deadline, or its client is gone; only the lane still needs the outcome.
             self._settle(exchange, (entry,), appended=False)
@@ -652,6 +684,14 @@ class Fanout:
             # Its client sends it again. Batches that the client sent behind it without knowing must not come first.
             self._give_up(self.lanes.give_up(key, sequence, self._exchanges.newest, behind_it))
         self._settle(exchange, (entry,), appended=False, given_up=outcome.gives_up)
+
+    def _doubt(self, exchange: Exchange, entry: Entry, event: int, routed_at: int) -> None:
+        """Have the owner looked up after an event that casts doubt on it.
+
+        Even if nothing is sent again from here: the client's own next attempt needs the new owner.
+        """
+        if retry.doubts_the_owner(event):
+            self._ask_for_owner(*exchange.partition(entry), routed_at)
 
     def _ask_for_owner(self, topic: bytes, partition_index: int, routed_at: int) -> None:
         """Have the owner looked up, unless the topology has news of it since `routed_at`."""

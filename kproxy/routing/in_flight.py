@@ -12,27 +12,34 @@ Transitions
   dialling -> open     `opened`
   dialling, open -> closed     `closed`
 
+A read is not waited for without end: one that is late is left out of its answer (`overdue`). While a broker owes the
+answer to one, the client's further reads do not go there; they find nothing there.
+
 Invariants
 1. A broker has at most one connection that is not closed.
 2. `of` names exactly the sequences with a piece in flight for a partition, under the partition's current name.
-3. Of each connection at most MAX_PARTITIONS partitions are known by name for each WINDOW_S (`RecentBatches`).
+3. A connection's `late` is the number of its pieces in flight that were left out.
+4. Of each connection at most MAX_PARTITIONS partitions are known by name for each WINDOW_S (`RecentBatches`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import IntEnum, auto
+from math import inf
 from typing import Final, TypeAlias
 
-from kproxy.routing.actions import Actions, Close, Partition, Withdraw
+from kproxy.routing.actions import Actions, Close, Withdraw
 from kproxy.routing.identity import LaneKey, lane_key
-from kproxy.routing.merge import Exchange
+from kproxy.routing.merge import Exchange, Partition
 from kproxy.routing.split import Entry, Selection
 
 # acks=0 batches that left within this time before a connection's end, or up to twice as long, are in doubt; in seconds.
 WINDOW_S: Final = 1.0
 MAX_PARTITIONS: Final = 4096
-
+# A read is late if its answer comes this long after it could have come, or twice as long as answers took before; in
+# seconds. So a broker that is always slow is waited for, and one that begins to hang is not.
+LATE_AFTER_S: Final = 0.2
 
 Batches: TypeAlias = dict[Partition, tuple[int, int]]
 """By topic and partition index: the number of batches, and the topology's version that the last one was sent at."""
@@ -54,14 +61,17 @@ _NEXT: Final[Mapping[ConnectionState, Sequence[ConnectionState]]] = {
 
 
 class BrokerConnection:
-    """One connection to `broker`."""
+    """One connection to `broker`; `late` is the number of its unanswered reads that were left out."""
 
-    __slots__ = ("_unconfirmed", "broker", "number", "state")
+    __slots__ = ("_delay_s", "_unconfirmed", "broker", "late", "number", "state")
 
     def __init__(self, number: int, broker: int) -> None:
         self.number = number
         self.broker = broker
         self.state = ConnectionState.DIALLING
+        self.late = 0
+        # The delay of the last answers to reads.
+        self._delay_s = 0.0
         self._unconfirmed: RecentBatches | None = None
 
     def move(self, state: ConnectionState) -> None:
@@ -71,6 +81,15 @@ class BrokerConnection:
                 f"connection {self.number} cannot go from {self.state.name.lower()} to {state.name.lower()}"
             )
         self.state = state
+
+    @property
+    def patience_s(self) -> float:
+        """The time after which a read here is late."""
+        return max(LATE_AFTER_S, 2 * self._delay_s)
+
+    def note_delay(self, delay_s: float) -> None:
+        """Note how long the answer to a read took; it counts less with each later one."""
+        self._delay_s = max(delay_s, self._delay_s / 2)
 
     def note_unconfirmed(self, partition: Partition, routed_at: int, now: float) -> None:
         """Note an acks=0 batch that has left this process."""
@@ -88,9 +107,10 @@ class Piece:
 
     `part` is None for the whole exchange. `routed_at` is the topology's version when it was sent, `keys` are the lanes
     in which it is counted. `is_held`: its writer is gone, and its partitions are held until it is answered or lost.
+    `due` is when a read could be answered at the soonest, as far as is known; `is_late`: it is left out.
     """
 
-    __slots__ = ("connection", "exchange", "is_held", "keys", "number", "part", "routed_at")
+    __slots__ = ("connection", "due", "exchange", "is_held", "is_late", "keys", "number", "part", "routed_at")
 
     def __init__(
         self, number: int, exchange: Exchange, connection: BrokerConnection, part: Selection | None, routed_at: int
@@ -102,6 +122,8 @@ class Piece:
         self.routed_at = routed_at
         self.keys: Sequence[LaneKey] = ()
         self.is_held = False
+        self.due = inf
+        self.is_late = False
 
     @property
     def selection(self) -> Selection:
@@ -131,6 +153,7 @@ class InFlight:
         "_newest_piece",
         "_sequences",
         "connections",
+        "next_check",
         "pieces",
     )
 
@@ -143,6 +166,8 @@ class InFlight:
         self._newest_piece = 0
         # Built on the first call of `of`, which is rare, and kept until `forget`.
         self._sequences: dict[LaneKey, set[int]] | None = None
+        # Not later than the time at which a read is late.
+        self.next_check: float | None = None
 
     # Connections
 
@@ -196,6 +221,7 @@ class InFlight:
     def remove(self, piece: Piece) -> None:
         """Remove a piece that is answered, lost or withdrawn."""
         del self.pieces[piece.number]
+        piece.connection.late -= piece.is_late
         exchange = piece.exchange
         if self._sequences is None or not exchange.is_ordered:
             return
@@ -204,6 +230,33 @@ class InFlight:
             sequences.discard(exchange.sequence)
             if not sequences:
                 del self._sequences[key]
+
+    def expect(self, piece: Piece, due: float) -> None:
+        """Expect the answer to a read at `due`."""
+        piece.due = due
+        self._check_by(piece)
+
+    def _check_by(self, piece: Piece) -> None:
+        late_at = piece.due + piece.connection.patience_s
+        if self.next_check is None or late_at < self.next_check:
+            self.next_check = late_at
+
+    def overdue(self, now: float) -> list[Piece]:
+        """The reads that are late from now on."""
+        if self.next_check is None or now < self.next_check:
+            return []
+        self.next_check = None
+        overdue = []
+        for piece in self.pieces.values():
+            if piece.due == inf or piece.is_late:
+                continue
+            if piece.due + piece.connection.patience_s <= now:
+                piece.is_late = True
+                piece.connection.late += 1
+                overdue.append(piece)
+            else:
+                self._check_by(piece)
+        return overdue
 
     def rest(self) -> None:
         """Free the room of what has been in flight; nothing is."""

@@ -12,14 +12,18 @@ Transitions
   open    -> answered
   open, looking -> dropped
 
-An entry is open while it has no result. It is done once it has a broker's result or an error code.
+An entry is open while it has no result. It is done once it has a broker's result or an error code, or is left out: a
+read answers it as a partition without records, because its broker is slow (`leave_out`).
 
 Invariants
 1. Every partition of the request is answered exactly once: a second result for an entry is ignored, and the exchange is
    complete when the last entry is done.
 2. The answer lists topics and partitions in the request's order.
 3. `throttle_time_ms` is the maximum of the brokers'.
-4. A result has the broker's own bytes, with leader hints blanked; an error's offsets and times are -1.
+4. A result has the broker's own bytes, with leader hints blanked; an error's offsets and times are -1, and so are those
+   of an entry that is left out.
+5. A merged read keeps the limits of its request as a single broker would (`fit`): results beyond them lose their
+   records. The next read begins with the partition that was left out first, so that none starves.
 """
 
 from __future__ import annotations
@@ -27,12 +31,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum, auto
 from struct import Struct
-from typing import Final, cast
+from typing import Final, TypeAlias, cast
 
 from kproxy.routing.retry import Attempts
 from kproxy.routing.split import Entry, Selection, route, split_whole
 from kproxy.routing.topology import NO_OWNER, Topology
 from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.error_codes import NONE
 from kproxy_codec.errors import InvalidField
 from kproxy_codec.partitioned import (
     PartitionedApi,
@@ -43,6 +48,9 @@ from kproxy_codec.partitioned import (
     TopicSpan,
 )
 from kproxy_codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
+
+Partition: TypeAlias = tuple[bytes, int]
+"""Topic, as requests name it, and partition index."""
 
 _NO_TAGS = encode_tagged_fields([])
 # length, correlation_id
@@ -79,6 +87,7 @@ class Exchange:
         "deadline",
         "has_errors",
         "is_ordered",
+        "is_partial",
         "is_silent",
         "look_until",
         "looks",
@@ -86,6 +95,7 @@ class Exchange:
         "payload_bytes",
         "request",
         "sequence",
+        "shares",
         "state",
         "throttle_time_ms",
     )
@@ -108,6 +118,10 @@ class Exchange:
         self._splitter: tuple[int, Splitter] | None = None
         self.payload_bytes = 0
         self.has_errors = False
+        # The number of brokers that it was last split among.
+        self.shares = 1
+        # Whether an entry was left out: a broker may still answer it.
+        self.is_partial = False
         # For reads that are asked again: until when (seconds of the proxy's clock), and how often so far.
         self.look_until = 0.0
         self.looks = 0
@@ -172,7 +186,7 @@ class Exchange:
     def topic(self, entry: Entry) -> TopicSpan:
         return self.request.topics[entry[0]]
 
-    def partition(self, entry: Entry) -> tuple[bytes, int]:
+    def partition(self, entry: Entry) -> Partition:
         """An entry's topic and partition index."""
         topic = self.request.topics[entry[0]]
         return topic.name, topic.partitions[entry[1]]
@@ -223,6 +237,12 @@ class Exchange:
         self.has_errors = True
         self.take(entry, self.api.error_entry(self.request.header.api_version, partition_index, error_code))
 
+    def leave_out(self, entry: Entry) -> None:
+        """Answer an entry of a read as a partition without records; clients take offsets of -1 for unknown."""
+        _, partition_index = self.partition(entry)
+        self.is_partial = True
+        self.take(entry, self.api.error_entry(self.request.header.api_version, partition_index, NONE))
+
     def note(self, response: PartitionedResponse) -> None:
         """Take the fields of an answer that are not of one partition."""
         self.throttle_time_ms = max(self.throttle_time_ms, response.throttle_time_ms)
@@ -266,6 +286,25 @@ class Exchange:
         """Discard the results. A piece in flight keeps the exchange, and brokers' answers are large."""
         self.move(ExchangeState.DROPPED)
         self._results = None
+
+    def release(self) -> None:
+        """Discard the request's bytes and the results, after the answer: a piece that was left out keeps the rest."""
+        self.request.let_go()
+        self._results = None
+
+    def fit(self, first: Partition | None) -> Partition | None:
+        """Empty the results that go beyond the limits of a read from several brokers, from the partition `first` on.
+
+        Returns the first partition that is left out; None if there is none.
+        """
+        if self.shares == 1 or not self.payload_bytes:
+            return None
+        entries = [(place, n) for place, topic in enumerate(self.request.topics) for n in range(len(topic.partitions))]
+        start = next((n for n, entry in enumerate(entries) if self.partition(entry) == first), 0)
+        # It is complete, so none of them is None.
+        results = cast("list[list[Buffer]]", self._results)
+        left_out = self.api.fit(self.request, results, entries[start:] + entries[:start])
+        return None if left_out is None else self.partition(left_out)
 
     def encode(self) -> list[Buffer]:
         """Encode the whole answer as buffers, the length prefix first. The exchange must be complete."""

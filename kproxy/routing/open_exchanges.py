@@ -22,7 +22,7 @@ from typing import Any, Final
 from kproxy.routing import retry
 from kproxy.routing.actions import Actions, Drop, Failed, Respond, Undeliverable
 from kproxy.routing.identity import lane_key, place_of
-from kproxy.routing.merge import Exchange, ExchangeState
+from kproxy.routing.merge import Exchange, ExchangeState, Partition
 from kproxy.routing.refused import Refused
 from kproxy.routing.split import Entry
 from kproxy.routing.topology import Topology
@@ -39,7 +39,7 @@ _SAME_TIME_S: Final = 1e-6
 class OpenExchanges:
     """The open exchanges; actions go into `actions`."""
 
-    __slots__ = ("_actions", "_looking", "_refused", "_table", "_topology", "newest", "partitions")
+    __slots__ = ("_actions", "_left_out", "_looking", "_refused", "_table", "_topology", "newest", "partitions")
 
     def __init__(self, actions: Actions, topology: Topology) -> None:
         self._actions = actions
@@ -49,6 +49,8 @@ class OpenExchanges:
         self._refused = Refused()
         # (due, sequence) of the reads that wait to be asked again.
         self._looking: list[tuple[float, int]] = []
+        # The first partition that the limits of a read left out last.
+        self._left_out: Partition | None = None
         # The newest request that has been read.
         self.newest = 0
         # The partitions of the open exchanges that have more than one.
@@ -147,7 +149,10 @@ class OpenExchanges:
             return
         if exchange.look_until and self._looks_again(exchange, now):
             return
+        self._left_out = exchange.fit(self._left_out) or self._left_out
         self.respond(exchange, [] if exchange.is_silent else exchange.encode())
+        if exchange.is_partial:
+            exchange.release()
 
     def respond(self, exchange: Exchange, answer: list[Buffer]) -> None:
         """Answer an exchange; one whose client gets no answer (acks=0) is done."""
@@ -168,7 +173,7 @@ class OpenExchanges:
         pause = LOOK_PAUSES_S[min(exchange.looks, len(LOOK_PAUSES_S) - 1)]
         if exchange.has_errors or now + pause >= exchange.look_until:
             return False
-        if exchange.api.holds_enough(exchange.request, exchange.payload_bytes):
+        if exchange.api.holds_enough(exchange.request, exchange.payload_bytes, exchange.shares):
             return False
         exchange.move(ExchangeState.LOOKING)
         heappush(self._looking, (now + pause, exchange.sequence))

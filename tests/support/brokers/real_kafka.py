@@ -38,6 +38,10 @@ START_TIMEOUT_S = 400.0
 ADMIN_TIMEOUT_S = 60.0
 # A small machine's broker: one kind of collector, few threads, and no more memory than it needs.
 _JAVA_OPTIONS = ("-Xms96m", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:ActiveProcessorCount=2")
+RACKS = {
+    "broker.rack": "rack-{node}",
+    "replica.selector.class": "org.apache.kafka.common.replica.RackAwareReplicaSelector",
+}
 _CLASSES = "classes.jsa"
 _CHECKPOINT = "bootstrap.checkpoint"
 # The port listens before the broker serves.
@@ -308,8 +312,8 @@ def start_real_kafka(
 ) -> Iterator[RealKafka]:
     """A cluster of `nodes` that serves, until the block ends.
 
-    A single node may have `more_listeners`, by name and port at `host`. `more` are further options of the brokers,
-    `java_options` those of their Java.
+    A single node may have `more_listeners`, by name and port at `host`. `more` are further options of the brokers, in
+    which {node} is a broker's id; `java_options` those of their Java.
     """
     started_before = _started_before()
     brokers = _brokers(directory, nodes, host, more_listeners, more, [*shared_classes(), *java_options])
@@ -412,13 +416,16 @@ def _brokers(
             "group.initial.rebalance.delay.ms": 0,
             **more,
         }
-        text = {key: str(value) for key, value in options.items()}
+        text = {key: str(value).replace("{node}", str(number)) for key, value in options.items()}
         brokers.append(RealBroker(number, kafka_ports[number - 1], directory / str(number), text, java_options))
     return brokers
 
 
 @pytest.fixture(scope="session")
 def real_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKafka]:
-    """Three brokers for the whole run, each topic on all of them; an acknowledged batch is on at least two."""
-    with start_real_kafka(tmp_path_factory.mktemp("kafka"), 3) as cluster:
+    """Three brokers for the whole run, each topic on all of them; an acknowledged batch is on at least two.
+
+    Each is a rack of its own, and tells readers that name a rack to read there.
+    """
+    with start_real_kafka(tmp_path_factory.mktemp("kafka"), 3, more=RACKS) as cluster:
         yield cluster

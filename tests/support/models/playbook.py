@@ -137,10 +137,13 @@ class Playbook:
         *,
         until_s: float = 0.0,
         deadline_s: float = DEADLINE_S,
-        min_bytes: int = 1,
+        **changes: Any,
     ) -> list[str]:
-        """A fetch; `until_s`: seconds for which it is asked again while it finds too little."""
-        exchange = self._exchange(sequence, read_request(FETCH, partitions, min_bytes=min_bytes), deadline_s)
+        """A fetch; `until_s`: seconds for which it is asked again while it finds too little.
+
+        `changes` are further fields of the message.
+        """
+        exchange = self._exchange(sequence, read_request(FETCH, partitions, **changes), deadline_s)
         exchange.look_until = self.now + until_s if until_s else 0.0
         return self._submit(exchange, {})
 

@@ -136,7 +136,9 @@ class Rules:
         core = self._play.core
         places: Counter[tuple[int, Entry]] = Counter()
         for piece in core._in_flight.pieces.values():
-            places.update((piece.exchange.sequence, entry) for entry in piece.entries())
+            # What is left out is answered, or asked of another broker.
+            if not piece.is_late:
+                places.update((piece.exchange.sequence, entry) for entry in piece.entries())
         assert all(count == 1 for count in places.values()), f"under way twice: {places}"
         for lane in core.lanes.table.values():
             places.update((item.exchange.sequence, item.entry) for item in lane.waiting)

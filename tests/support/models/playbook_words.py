@@ -163,11 +163,12 @@ def answer_frame(request: PartitionedRequest, text: str, *, throttle_ms: int = 0
 
 
 class Answer(NamedTuple):
-    """An answer as its client reads it."""
+    """An answer as its client reads it; `sizes` are the bytes of records in each result."""
 
     results: list[Result]
     throttle_ms: int
     correlation_id: int
+    sizes: list[int]
 
     def __str__(self) -> str:
         return " ".join(map(str, self.results)) + (f" throttle {self.throttle_ms}" if self.throttle_ms else "")
@@ -180,7 +181,7 @@ def read_answer(exchange: Exchange, buffers: Sequence[Buffer]) -> Answer:
     if int.from_bytes(frame[:4], "big") != len(frame) - 4:
         raise ValueError("the length before the answer is not its own")
     response = APIS[request.header.api_key].parse_response(frame, request.header.api_version)
-    results = []
+    results, sizes = [], []
     for asked, topic in zip(request.topics, response.topics, strict=True):
         if asked.wire != topic.name or asked.partitions != topic.partitions:
             raise ValueError(f"{topic.name!r} {topic.partitions} answers {asked.wire!r} {asked.partitions}")
@@ -188,7 +189,8 @@ def read_answer(exchange: Exchange, buffers: Sequence[Buffer]) -> Answer:
             is_produce = request.header.api_key == PRODUCE
             offset = base_offset_of(frame[start:end]) if is_produce else NO_OFFSET
             results.append(Result(name_of(asked.name), index, code, offset))
-    return Answer(results, response.throttle_time_ms, int.from_bytes(frame[4:8], "big"))
+            sizes.append(bytes(frame[start:end]).count(b"r"))
+    return Answer(results, response.throttle_time_ms, int.from_bytes(frame[4:8], "big"), sizes)
 
 
 _NAMES_BY_ID = {topic_id(name).bytes: name for name in ("t", "u", "v")}

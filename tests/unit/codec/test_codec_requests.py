@@ -205,6 +205,21 @@ def test_null_in_the_trailer_of_a_fetch_request_is_refused(
         _asking(FETCH, version, {"t": [0]}, **change)
 
 
+@pytest.mark.parametrize("version", [version for version in VERSIONS[FETCH] if version >= 11])
+@pytest.mark.parametrize("rack", ["", "a", "r" * 0x7FFF], ids=["none", "short", "long"])
+def test_admitted_fetch_names_no_rack(version: int, rack: str) -> None:
+    """A leader that knows a replica in the reader's rack answers "read there", and no records (KIP-392)."""
+    tags = [(100, b"kept")] if version >= FLEXIBLE_FROM[FETCH] else []
+    named, nameless = (
+        _asking(FETCH, version, {"t": [0, 1]}, rack_id=each, tags=tags, session_epoch=-1) for each in (rack, "")
+    )
+    for each in (named, nameless):
+        APIS[FETCH].admit(each)
+    assert bytes(named.frame) == bytes(nameless.frame)
+    # It is read as a whole again, so its length is its own.
+    assert APIS[FETCH].parse_request(named.frame, head_of(named.frame)).partition_count == 2
+
+
 @pytest.mark.parametrize(("api_key", "version"), [case for case in EVERY_VERSION if case not in BY_ID])
 def test_a_topic_needs_a_name_in_utf_8(api_key: int, version: int) -> None:
     """A broker reads other bytes as U+FFFD and answers for a topic that nobody asked about."""
