@@ -1,4 +1,4 @@
-"""Write to a disk: errors, directory names, JSON files, flush times."""
+"""Use a disk: errors, directory names, JSON files, flush times."""
 
 from __future__ import annotations
 
@@ -80,6 +80,8 @@ def read_json(path: Path) -> dict[str, object] | None:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise DiskError(error.errno, f"{path} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise OSError(f"{path} is damaged ({error})") from error
     if not isinstance(found, dict):

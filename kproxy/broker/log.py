@@ -4,7 +4,8 @@ It has the offsets from `log_start_offset` to `log_end_offset`.
 
 States
   open      appended to and read by one thread
-  failed    a write failed and could not be undone, or a flush failed; every later call raises LogFailed
+  failed    a write failed and could not be undone, a flush failed, or the log was cut off and its producers could not
+            be read again; every later call raises LogFailed
   closed    nothing more
 
 Invariants
@@ -292,7 +293,11 @@ class Log:
             while len(self._segments) > kept:
                 self._drop_last()
             self._cut_off(offset)
-            self._rebuild_producers()
+            try:
+                self._rebuild_producers()
+            except (OSError, LogFailed) as error:
+                self._failure = error  # with a part of them, a resend would become a second record
+                raise
         self.leader_epochs.truncate_from_end(self.log_end_offset)
 
     def undo_append(self) -> None:

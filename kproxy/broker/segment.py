@@ -19,7 +19,6 @@ Invariants
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from array import array
@@ -28,13 +27,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kproxy.broker.disk import FLUSHES
+from kproxy.broker.disk import FLUSHES, DiskError
 from kproxy_codec.errors import CodecError
 from kproxy_codec.primitives import Buffer
-from kproxy_codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_batch, parse_header
+from kproxy_codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_header
 from kproxy_codec.record_crc import crc_is_valid
 
 INDEX_INTERVAL_BYTES = 4096
+RECOVERY_WINDOW_BYTES = 1 << 20
 SUFFIX = ".log"
 _sync_data = getattr(os, "fdatasync", os.fsync)
 # Windows translates line ends without O_BINARY; other systems have no such flag.
@@ -112,26 +112,47 @@ class Segment:
         length = self.length_in_bytes()
         if length == 0:
             return 0
-        with mmap.mmap(self._fd, length, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-            while self.size_in_bytes < length:
-                try:
-                    batch = parse_batch(view, self.size_in_bytes)
-                except CodecError:
-                    break
-                # The CRC covers neither the offset nor the epoch; they must at least continue.
-                if (
-                    batch.base_offset != self.next_offset
-                    or batch.last_offset_delta < 0
-                    or batch.partition_leader_epoch < leader_epoch
-                    or not crc_is_valid(view, batch)
-                ):
-                    break
-                leader_epoch = batch.partition_leader_epoch
-                self._note(batch, batch.base_offset)
-                on_batch(batch)
+        for batch, window in self._scan(length):
+            # The CRC covers neither the offset nor the epoch; they must at least continue.
+            if (
+                batch.base_offset != self.next_offset
+                or batch.last_offset_delta < 0
+                or batch.partition_leader_epoch < leader_epoch
+                or not crc_is_valid(window, batch)
+            ):
+                break
+            leader_epoch = batch.partition_leader_epoch
+            self._note(batch, batch.base_offset)
+            on_batch(batch)
         # It is unknown how much of the rest the last process flushed.
         self._dirty = self.next_offset > recovery_point
         return length - self.size_in_bytes
+
+    def _scan(self, length: int) -> Iterator[tuple[RecordBatch, memoryview]]:
+        """Iterate over the whole batches up to `length` or the first bad header, each with the window that holds it.
+
+        The file is not mapped: touching a sector that cannot be read would end the process.
+        """
+        position = start = self.size_in_bytes
+        window = memoryview(b"")
+        while position < length:
+            if start + len(window) - position < HEADER_BYTES:
+                window, start = self._window(position, length, HEADER_BYTES), position
+            try:
+                batch = parse_header(window, position - start)
+            except CodecError:
+                return
+            if batch.end > len(window):
+                if batch.size_in_bytes > length - position:
+                    return
+                window, start = self._window(position, length, batch.size_in_bytes), position
+                batch = batch._replace(position=0)
+            yield batch, window
+            position = start + batch.end
+
+    def _window(self, position: int, end: int, at_least: int) -> memoryview:
+        length = min(max(RECOVERY_WINDOW_BYTES, at_least), end - position)
+        return memoryview(self._pread(length, position, at_least))
 
     def truncate_tail(self) -> None:
         """Cut the file off behind the last whole batch."""
@@ -201,16 +222,16 @@ class Segment:
         place = self._place_before(offset)
         if place.base_offset == offset and up_to is None and max_bytes >= HEADER_BYTES:
             # Followers, and consumers that have read all, ask for this: one read is enough unless the batch is larger.
-            found = self._pread(max_bytes, place.position)
-            if found and parse_header(found).size_in_bytes <= len(found):
+            found = self._pread(min(max_bytes, self.size_in_bytes - place.position), place.position, HEADER_BYTES)
+            if found and self._parse_header(found, 0, place.position).size_in_bytes <= len(found):
                 return found
         batch = next(self.batches_from(offset), None)
         if batch is None:
             return b""
-        length = max(batch.size_in_bytes, max_bytes)
+        length = min(max(batch.size_in_bytes, max_bytes), self.size_in_bytes - batch.position)
         if up_to is not None and up_to < self.next_offset:
             length = min(length, next(self.batches_from(up_to)).position - batch.position)
-        return self._pread(length, batch.position) if length > 0 else b""
+        return self._pread(length, batch.position, batch.size_in_bytes) if length > 0 else b""
 
     def batches_from(self, offset: int) -> Iterator[RecordBatch]:
         """Iterate over the batches from the one that holds `offset`, or the next one; positions are in the file."""
@@ -256,17 +277,37 @@ class Segment:
         window, window_start = b"", position
         while position < self.size_in_bytes:
             if position + HEADER_BYTES > window_start + len(window):
-                window, window_start = self._pread(INDEX_INTERVAL_BYTES + HEADER_BYTES, position), position
-            batch = parse_header(window, position - window_start)._replace(position=position)
+                length = min(INDEX_INTERVAL_BYTES + HEADER_BYTES, self.size_in_bytes - position)
+                window, window_start = self._pread(length, position, HEADER_BYTES), position
+            batch = self._parse_header(window, position - window_start, position)._replace(position=position)
             yield batch
             position = batch.end
 
-    def _pread(self, length: int, position: int) -> bytes:
-        length = min(length, self.size_in_bytes - position)
-        if hasattr(os, "pread"):
-            return os.pread(self._fd, length, position)
-        os.lseek(self._fd, position, os.SEEK_SET)  # Windows has no pread; one thread uses the descriptor
-        return os.read(self._fd, length)
+    def _parse_header(self, window: bytes, position: int, file_position: int) -> RecordBatch:
+        try:
+            return parse_header(window, position)
+        except CodecError as error:
+            raise LogFailed(f"{self.path} is damaged at byte {file_position} ({error})") from error
+
+    def _pread(self, length: int, position: int, at_least: int) -> bytes:
+        """Read `length` bytes, or fewer where a sector behind `at_least` cannot be read. Raises OSError, LogFailed."""
+        found = self._pread_once(length, position)
+        while len(found) < min(at_least, length):
+            more = self._pread_once(length - len(found), position + len(found))
+            if not more:
+                raise LogFailed(f"{self.path} ends at byte {position + len(found)}, inside of a batch")
+            found += more
+        return found
+
+    def _pread_once(self, length: int, position: int) -> bytes:
+        try:
+            if hasattr(os, "pread"):
+                return os.pread(self._fd, length, position)
+            os.lseek(self._fd, position, os.SEEK_SET)  # Windows has no pread; one thread uses the descriptor
+            return os.read(self._fd, length)
+        except OSError as error:
+            message = f"{self.path} cannot be read at byte {position} ({error.strerror})"
+            raise DiskError(error.errno, message) from error
 
     def flush(self) -> None:
         """Flush appended bytes to the disk. Raises OSError.
