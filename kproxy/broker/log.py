@@ -16,7 +16,7 @@ Invariants
    high watermark of the last checkpoint. From there on, a killed process or a power cut may leave damage, also in the
    middle of the log, because a segment begins before the one before it is on the disk: the log is cut off at the
    damage, and what follows is removed. Damage below the recovery point is LogCorrupt: those offsets were assigned and
-   committed.
+   committed. So is, for an only replica, an end below it.
 4. Only the process that opened the log writes to it (the data directory is locked).
 5. `producers` and `leader_epochs` follow from the batches in the log, and from the epoch that a leader assigned at its
    end.
@@ -95,12 +95,13 @@ class Log:
         self._checkpoint_lock = threading.Lock()
 
     @classmethod
-    def open(cls, directory: Path, *, options: LogOptions | None = None) -> Log:
+    def open(cls, directory: Path, *, options: LogOptions | None = None, is_only_replica: bool = False) -> Log:
         """Open the log in `directory`, creating it if needed.
 
         `truncated_bytes` of the result is the size of a torn tail that was cut off; `high_watermark_checkpoint` and
         `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. With the flush policy
-        `always`, the log is flushed first. Raises LogFailed (LogCorrupt), OSError.
+        `always`, the log is flushed first. A log that lacks committed records opens unless it `is_only_replica`: no
+        other replica has them. Raises LogFailed (LogCorrupt), OSError.
         """
         directory.mkdir(parents=True, exist_ok=True)
         segments: list[Segment] = []
@@ -108,7 +109,7 @@ class Log:
         try:
             for path in sorted(directory.glob(f"*{SUFFIX}")):
                 segments.append(Segment.open(path))  # noqa: PERF401 - what is open is closed when the next one fails
-            log._recover()
+            log._recover(is_only_replica)
             if not segments:
                 log._create_segment(0)
             if log._changed_names is not None or log.options.flush == "always":
@@ -118,18 +119,25 @@ class Log:
             raise
         return log
 
-    def _recover(self) -> None:
+    def _recover(self, is_only_replica: bool) -> None:
         checkpoint = _read_checkpoint(self.directory)
         self.high_watermark_checkpoint = checkpoint.high_watermark
         self.leadership = Leadership(checkpoint.obeyed_epoch, checkpoint.fencing_token)
         if self._segments:
-            self._recover_segments(checkpoint.high_watermark)
+            self._recover_segments(checkpoint.high_watermark, is_only_replica)
             self.flushed_offset = min(checkpoint.high_watermark, self.log_end_offset)
+        elif is_only_replica:
+            self._check_end("ends at offset 0", 0, checkpoint.high_watermark)
         is_empty = bool(self._segments) and self.log_start_offset == self.log_end_offset
         if is_empty and checkpoint.log_end_offset == self.log_end_offset and checkpoint.leader_epoch >= 0:
             self.leader_epochs.assign(checkpoint.leader_epoch, self.log_start_offset)
 
-    def _recover_segments(self, recovery_point: int) -> None:
+    def _check_end(self, damage: str, end_offset: int, recovery_point: int) -> None:
+        if end_offset < recovery_point:
+            known = f"all below offset {recovery_point} was on the disk, and is not cut away"
+            raise LogCorrupt(f"{self.directory.name}: {damage}; {known}")
+
+    def _recover_segments(self, recovery_point: int, is_only_replica: bool) -> None:
         """Read the segments up to the first damage, and cut off what follows. Raises OSError, LogCorrupt."""
         kept, bad_bytes, damage = 0, 0, ""
         for segment in self._segments:
@@ -145,9 +153,9 @@ class Log:
                 damage = f"a bad batch in {segment.path.name} at byte {segment.size_in_bytes}"
                 break
         last, behind = self._segments[kept - 1], self._segments[kept:]
-        if damage and last.next_offset < recovery_point:
-            known = f"all below offset {recovery_point} was on the disk, and is not cut away"
-            raise LogCorrupt(f"{self.directory.name}: {damage}; {known}")
+        if damage or is_only_replica:
+            # At a batch's end nothing but the recovery point shows that a tail is missing.
+            self._check_end(damage or f"ends at offset {last.next_offset}", last.next_offset, recovery_point)
         self.truncated_bytes = bad_bytes + sum(segment.length_in_bytes() for segment in behind)
         if bad_bytes:
             last.truncate_tail()
