@@ -12,9 +12,9 @@ Invariants
 2. Each batch begins at the offset behind the one before it, and its leader epoch is not lower. `next_offset` is behind
    the last batch, or the base offset of an empty segment.
 3. The index holds a batch about every INDEX_INTERVAL_BYTES: its base offset, its position, and the largest timestamp of
-   all batches before it. It lives in memory and is rebuilt by the scan at opening. The newest batch's place is kept
-   as well: nearly all reads ask for it.
-4. One thread works on a segment; only `flush` may run beside it, in one other thread at a time.
+   all batches before it. At opening it is taken from a SegmentIndex (`adopt`) or built by reading. The newest batch's
+   place is kept as well: nearly all reads ask for it.
+4. One thread works on a segment; only `flush` and `index_below` may run beside it, each in one other thread at a time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kproxy.broker.disk import FLUSHES, DiskError
+from kproxy.broker.snapshot import INDEX_SUFFIX, SegmentIndex
 from kproxy_codec.errors import CodecError
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_header
@@ -74,6 +75,8 @@ class Segment:
         self._timestamps_before = array("q")
         self._newest = _Place(base_offset, 0)
         self._dirty = False
+        # Whether its index is in a file.
+        self.is_indexed = False
         # Held while the descriptor is closed, or a flush takes it.
         self._close_lock = threading.Lock()
         # The flush that uses the descriptor closes it, if it was released meanwhile.
@@ -102,16 +105,81 @@ class Segment:
         """Return the length of the file, partial batches included. Raises OSError."""
         return os.fstat(self._fd).st_size
 
+    def adopt(self, index: SegmentIndex) -> bool:
+        """Take an index over before `recover`; False if the file is not the one that it tells of. Raises OSError."""
+        stat = os.fstat(self._fd)
+        grown = stat.st_size - index.size_in_bytes
+        if index.base_offset != self.base_offset or grown < 0 or (not grown and stat.st_mtime_ns != index.modified_ns):
+            return False
+        if grown and not self._has_newest_of(index):
+            return False
+        self.size_in_bytes, self.next_offset = index.size_in_bytes, index.next_offset
+        self.max_timestamp = TimestampAndOffset(index.max_timestamp, index.max_timestamp_offset)
+        self._newest = _Place(index.newest_offset, index.newest_position)
+        for into, found in zip((self._offsets, self._positions, self._timestamps_before), index[8:], strict=True):
+            into.frombytes(found)
+        return True
+
+    def _has_newest_of(self, index: SegmentIndex) -> bool:
+        length = index.size_in_bytes - index.newest_position
+        if length == 0:
+            return True
+        found = self._pread(length, index.newest_position, length)
+        try:
+            batch = parse_header(found)
+        except CodecError:
+            return False
+        is_last = (batch.base_offset, batch.last_offset + 1) == (index.newest_offset, index.next_offset)
+        return is_last and batch.end == length and crc_is_valid(found, batch)
+
+    def index_below(self, offset: int) -> SegmentIndex:
+        """Return the index of the batches below `offset`, which is one's end; nothing below it is cut off meanwhile.
+
+        For another thread than the one that appends. Raises OSError, LogFailed.
+        """
+        with self._close_lock:
+            if self._fd < 0:
+                raise LogFailed(f"{self.path} is closed")
+            part = Segment(self.path, self.base_offset, os.dup(self._fd))
+        try:
+            entries = bisect_left(self._offsets, offset)
+            part._offsets, part._positions = self._offsets[:entries], self._positions[:entries]
+            part._timestamps_before = self._timestamps_before[:entries]
+            end = self.size_in_bytes
+            for batch in part._walk(part._positions[-1], end) if entries else ():
+                if batch.base_offset >= offset:
+                    break
+                part._newest = _Place(batch.base_offset, batch.position)
+                part.size_in_bytes, part.next_offset = batch.end, batch.last_offset + 1
+            if part.next_offset != offset:
+                raise LogFailed(f"{self.path} has no batch that ends at offset {offset}")
+            part.max_timestamp = part._find_max_timestamp()
+            return SegmentIndex(
+                part.base_offset,
+                part.next_offset,
+                part.size_in_bytes,
+                os.fstat(part._fd).st_mtime_ns,
+                *part._newest,
+                *part.max_timestamp,
+                part._offsets.tobytes(),
+                part._positions.tobytes(),
+                part._timestamps_before.tobytes(),
+            )
+        finally:
+            part.close()
+
+    def position_before(self, offset: int) -> int:
+        """Return a position at or shortly before that of `offset`, without reading."""
+        return self._place_before(offset).position
+
     def recover(self, on_batch: Callable[[RecordBatch], None], leader_epoch: int, recovery_point: int) -> int:
-        """Read every batch with its CRC, up to the first bad one.
+        """Read every batch with its CRC, from where the adopted index ends, up to the first bad one.
 
         Return the number of bytes behind the good ones. `on_batch` is called for each good batch. Nothing is cut off:
         see `truncate_tail`. `leader_epoch` is the last one of the segment before; everything below `recovery_point` is
         known to be on the disk.
         """
         length = self.length_in_bytes()
-        if length == 0:
-            return 0
         for batch, window in self._scan(length):
             # The CRC covers neither the offset nor the epoch; they must at least continue.
             if (
@@ -125,7 +193,7 @@ class Segment:
             self._note(batch, batch.base_offset)
             on_batch(batch)
         # It is unknown how much of the rest the last process flushed.
-        self._dirty = self.next_offset > recovery_point
+        self._dirty = length > 0 and self.next_offset > recovery_point
         return length - self.size_in_bytes
 
     def _scan(self, length: int) -> Iterator[tuple[RecordBatch, memoryview]]:
@@ -272,12 +340,13 @@ class Segment:
         entry = bisect_right(self._offsets, offset) - 1
         return _Place(self._offsets[entry], self._positions[entry]) if entry >= 0 else _Place(self.base_offset, 0)
 
-    def _walk(self, position: int) -> Iterator[RecordBatch]:
-        """Iterate over the headers from `position`, reading a window at a time."""
+    def _walk(self, position: int, end: int | None = None) -> Iterator[RecordBatch]:
+        """Iterate over the headers from `position` to `end` (default: all), reading a window at a time."""
         window, window_start = b"", position
-        while position < self.size_in_bytes:
+        end = self.size_in_bytes if end is None else end
+        while position < end:
             if position + HEADER_BYTES > window_start + len(window):
-                length = min(INDEX_INTERVAL_BYTES + HEADER_BYTES, self.size_in_bytes - position)
+                length = min(INDEX_INTERVAL_BYTES + HEADER_BYTES, end - position)
                 window, window_start = self._pread(length, position, HEADER_BYTES), position
             batch = self._parse_header(window, position - window_start, position)._replace(position=position)
             yield batch
@@ -333,6 +402,7 @@ class Segment:
         """Close and remove the file. Raises OSError."""
         self.close()
         self.path.unlink(missing_ok=True)
+        self.path.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file without waiting for the disk. May be called twice."""

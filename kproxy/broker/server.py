@@ -493,7 +493,7 @@ class _Server:
         # Other brokers lead by now; a checkpoint only shortens the next start.
         with suppress(TimeoutError):
             async with asyncio.timeout(CHECKPOINT_TIMEOUT_S):
-                await self._log_maintenance.checkpoint()
+                await self._log_maintenance.checkpoint(is_last=True)
         if failed and failed[0] is not None:
             raise failed[0]
 
