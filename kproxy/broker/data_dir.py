@@ -115,7 +115,7 @@ class DataDir:
         """Open the partition's log; blocks while it is read through.
 
         Raises OSError, LogFailed. The log of an earlier topic of the same name is set aside, not opened. A log that
-        lacks committed records keeps its id where it `is_only_replica`: no other replica has more.
+        lacks committed records gets another id, because other replicas have more; an only replica is not opened.
         """
         directory = self.partition_path(topic, partition_index)
         identity: dict[str, object] = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
@@ -132,7 +132,7 @@ class DataDir:
                     self._id_file(topic_id, partition_index).unlink(missing_ok=True)
                 raise
         options = options or self._log_options
-        log = Log.open(directory, options=options)
+        log = Log.open(directory, options=options, is_only_replica=is_only_replica)
         if is_new and options.flush != "never":
             sync_directory(self.path)
         if log.truncated_bytes:
@@ -151,7 +151,7 @@ class DataDir:
                 high_watermark=log.high_watermark_checkpoint,
             )
         try:
-            if lacks_some and not is_only_replica:
+            if lacks_some:
                 self._keep_id(topic_id, partition_index, uuid.uuid4())
             elif not is_new and kept_id is None:
                 self._keep_id(topic_id, partition_index, self._id_of_version_1(directory))

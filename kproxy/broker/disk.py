@@ -1,4 +1,4 @@
-"""Write to a disk: errors, directory names, JSON files, flush times."""
+"""Use a disk: errors, directory names, JSON files, flush times."""
 
 from __future__ import annotations
 
@@ -74,12 +74,23 @@ def sync_directory(directory: Path) -> None:
         names.close()
 
 
-def read_json(path: Path) -> dict[str, object] | None:
-    """Read a JSON object; None where there is no file. Raises OSError, also for a damaged file."""
+def read_file(path: Path) -> bytes | None:
+    """Read a file; None where there is none. Raises OSError."""
     try:
-        found = json.loads(path.read_bytes())
+        return path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise DiskError(error.errno, f"{path} cannot be read ({error.strerror})") from error
+
+
+def read_json(path: Path) -> dict[str, object] | None:
+    """Read a JSON object; None where there is no file. Raises OSError, also for a damaged file."""
+    content = read_file(path)
+    if content is None:
+        return None
+    try:
+        found = json.loads(content)
     except ValueError as error:
         raise OSError(f"{path} is damaged ({error})") from error
     if not isinstance(found, dict):
@@ -88,6 +99,11 @@ def read_json(path: Path) -> dict[str, object] | None:
 
 
 def write_json(path: Path, value: dict[str, object], replacing: AbstractContextManager[object] | None = None) -> None:
+    """Replace the file as `write_file` does."""
+    write_file(path, json.dumps(value).encode(), replacing)
+
+
+def write_file(path: Path, content: bytes, replacing: AbstractContextManager[object] | None = None) -> None:
     """Replace the file in one step.
 
     A reader finds the old file or the new one, also after a power cut. The step happens inside `replacing`, which may
@@ -96,8 +112,8 @@ def write_json(path: Path, value: dict[str, object], replacing: AbstractContextM
     # A unique name: two threads may write the same file at once.
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_SCRATCH}")
     try:
-        with scratch.open("w") as file:
-            json.dump(value, file)
+        with scratch.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         with replacing or nullcontext():

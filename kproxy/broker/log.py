@@ -4,21 +4,23 @@ It has the offsets from `log_start_offset` to `log_end_offset`.
 
 States
   open      appended to and read by one thread
-  failed    a write failed and could not be undone, or a flush failed; every later call raises LogFailed
+  failed    a write failed and could not be undone, a flush failed, or the log was cut off and its producers could not
+            be read again; every later call raises LogFailed
   closed    nothing more
 
 Invariants
 1. log_start_offset <= every offset in the log < log_end_offset; the next batch gets log_end_offset. There is no gap.
 2. Bytes are appended only behind the last whole batch, and appended bytes never change. Bytes are removed in whole
    batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
-3. Opening reads every batch, up to the first damage: a bad batch, or a gap between segments. The recovery point is the
+3. Opening reads every batch that the files of `snapshot` do not tell of, up to the first damage: a bad batch, or a gap
+   between segments. The recovery point is the
    high watermark of the last checkpoint. From there on, a killed process or a power cut may leave damage, also in the
    middle of the log, because a segment begins before the one before it is on the disk: the log is cut off at the
    damage, and what follows is removed. Damage below the recovery point is LogCorrupt: those offsets were assigned and
-   committed.
+   committed. So is, for an only replica, an end below it.
 4. Only the process that opened the log writes to it (the data directory is locked).
 5. `producers` and `leader_epochs` follow from the batches in the log, and from the epoch that a leader assigned at its
-   end.
+   end. Producers from a snapshot may have written what retention has removed since.
 6. One thread works on a log and never waits for the disk. `flush` and `checkpoint` wait, in other threads, one of each
    at a time; `close` waits for neither.
 7. All below `flushed_offset` is on the disk, names of segments included, unless it has been removed.
@@ -40,6 +42,18 @@ from kproxy.broker.disk import ChangedNames, DiskError, disk_error, read_json, s
 from kproxy.broker.leader_epochs import NO_LEADER_EPOCH, NO_LEADERSHIP, LeaderEpochs, Leadership
 from kproxy.broker.producer_state import ProducerHistory, ProducerStates
 from kproxy.broker.segment import SUFFIX, LogFailed, Segment, TimestampAndOffset
+from kproxy.broker.snapshot import (
+    INDEX_SUFFIX,
+    INTERVAL_BYTES,
+    LogState,
+    Snapshot,
+    index_path,
+    read_index,
+    read_snapshot,
+    snapshot_path,
+    write_index,
+    write_snapshot,
+)
 from kproxy.broker.validation import check_replicated
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.record_batch import NO_TIMESTAMP, RecordBatch, leader_epoch_of
@@ -59,8 +73,8 @@ class LogCorrupt(LogFailed):
 class Log:
     """One partition's batches on disk.
 
-    Every method may block on the page cache. `flush` and `checkpoint` also wait for the disk, and `open` reads the
-    whole log.
+    Every method may block on the page cache. `flush` and `checkpoint` also wait for the disk, and `open` reads what no
+    snapshot tells of.
     """
 
     def __init__(self, directory: Path, segments: list[Segment], options: LogOptions) -> None:
@@ -75,6 +89,8 @@ class Log:
         self._segments = segments
         self._base_offsets: list[int] = []
         self._producer_history = ProducerHistory()
+        # Where the snapshot in the file ends: the base offset and a position of its segment, and the offset.
+        self._snapshot_at = (-1, 0, -1)
         self._last_append = 0
         self._failure: Exception | None = None
         self._closed = False
@@ -95,12 +111,13 @@ class Log:
         self._checkpoint_lock = threading.Lock()
 
     @classmethod
-    def open(cls, directory: Path, *, options: LogOptions | None = None) -> Log:
+    def open(cls, directory: Path, *, options: LogOptions | None = None, is_only_replica: bool = False) -> Log:
         """Open the log in `directory`, creating it if needed.
 
         `truncated_bytes` of the result is the size of a torn tail that was cut off; `high_watermark_checkpoint` and
         `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. With the flush policy
-        `always`, the log is flushed first. Raises LogFailed (LogCorrupt), OSError.
+        `always`, the log is flushed first. A log that lacks committed records opens unless it `is_only_replica`: no
+        other replica has them. Raises LogFailed (LogCorrupt), OSError.
         """
         directory.mkdir(parents=True, exist_ok=True)
         segments: list[Segment] = []
@@ -108,7 +125,7 @@ class Log:
         try:
             for path in sorted(directory.glob(f"*{SUFFIX}")):
                 segments.append(Segment.open(path))  # noqa: PERF401 - what is open is closed when the next one fails
-            log._recover()
+            log._recover(is_only_replica)
             if not segments:
                 log._create_segment(0)
             if log._changed_names is not None or log.options.flush == "always":
@@ -118,36 +135,50 @@ class Log:
             raise
         return log
 
-    def _recover(self) -> None:
+    def _recover(self, is_only_replica: bool) -> None:
         checkpoint = _read_checkpoint(self.directory)
         self.high_watermark_checkpoint = checkpoint.high_watermark
         self.leadership = Leadership(checkpoint.obeyed_epoch, checkpoint.fencing_token)
         if self._segments:
-            self._recover_segments(checkpoint.high_watermark)
+            self._recover_segments(checkpoint.high_watermark, is_only_replica)
             self.flushed_offset = min(checkpoint.high_watermark, self.log_end_offset)
+        else:
+            if is_only_replica:
+                self._check_end("ends at offset 0", 0, checkpoint.high_watermark)
+            self._remove_unused()
         is_empty = bool(self._segments) and self.log_start_offset == self.log_end_offset
         if is_empty and checkpoint.log_end_offset == self.log_end_offset and checkpoint.leader_epoch >= 0:
             self.leader_epochs.assign(checkpoint.leader_epoch, self.log_start_offset)
 
-    def _recover_segments(self, recovery_point: int) -> None:
+    def _check_end(self, damage: str, end_offset: int, recovery_point: int) -> None:
+        if end_offset < recovery_point:
+            known = f"all below offset {recovery_point} was on the disk, and is not cut away"
+            raise LogCorrupt(f"{self.directory.name}: {damage}; {known}")
+
+    def _recover_segments(self, recovery_point: int, is_only_replica: bool) -> None:
         """Read the segments up to the first damage, and cut off what follows. Raises OSError, LogCorrupt."""
         kept, bad_bytes, damage = 0, 0, ""
+        known_to = self._adopt_snapshot(recovery_point)
+
+        def note_batch(batch: RecordBatch) -> None:
+            if batch.base_offset >= known_to:
+                self._note_batch(batch, batch.max_timestamp)
+
         for segment in self._segments:
             if kept and segment.base_offset != self._segments[kept - 1].next_offset:
                 before = self._segments[kept - 1]
                 damage = f"{before.path.name} ends at offset {before.next_offset}, {segment.path.name} comes next"
                 break
             kept += 1
-            bad_bytes = segment.recover(
-                lambda batch: self._note_batch(batch, batch.max_timestamp), self.leader_epochs.latest, recovery_point
-            )
+            before_epoch = self.leader_epochs.epoch_at(segment.next_offset - 1)
+            bad_bytes = segment.recover(note_batch, before_epoch, recovery_point)
             if bad_bytes:
                 damage = f"a bad batch in {segment.path.name} at byte {segment.size_in_bytes}"
                 break
         last, behind = self._segments[kept - 1], self._segments[kept:]
-        if damage and last.next_offset < recovery_point:
-            known = f"all below offset {recovery_point} was on the disk, and is not cut away"
-            raise LogCorrupt(f"{self.directory.name}: {damage}; {known}")
+        if damage or is_only_replica:
+            # At a batch's end nothing but the recovery point shows that a tail is missing.
+            self._check_end(damage or f"ends at offset {last.next_offset}", last.next_offset, recovery_point)
         self.truncated_bytes = bad_bytes + sum(segment.length_in_bytes() for segment in behind)
         if bad_bytes:
             last.truncate_tail()
@@ -155,6 +186,39 @@ class Log:
             segment.delete()
         del self._segments[kept:]
         self._base_offsets = [segment.base_offset for segment in self._segments]
+        self.leader_epochs.truncate_from_start(self.log_start_offset)
+        self._remove_unused()
+
+    def _adopt_snapshot(self, recovery_point: int) -> int:
+        """Take over what the log's snapshot and indexes tell; return the offset up to which that is. Raises OSError."""
+        snapshot = read_snapshot(self.directory, recovery_point)
+        if snapshot is None:
+            return 0
+        index, state = snapshot
+        holding = next((each for each in self._segments if each.base_offset == index.base_offset), None)
+        if holding is None or not holding.adopt(index):
+            return 0
+        for segment in self._segments[: self._segments.index(holding)]:
+            found = read_index(self.directory, segment.base_offset, recovery_point)
+            segment.is_indexed = found is not None and segment.adopt(found)
+        for leader_epoch, start_offset in state.leader_epochs:
+            self.leader_epochs.assign(leader_epoch, start_offset)
+        self.producers = state.producers
+        self._producer_history.keep(state.offset, state.producers)
+        self._snapshot_at = (index.base_offset, index.size_in_bytes, state.offset)
+        return state.offset
+
+    def _remove_unused(self) -> None:
+        """Remove the files that told of another log than is here, before it is written to. Raises OSError."""
+        used = {index_path(self.directory, each.base_offset) for each in self._segments if each.is_indexed}
+        unused = [path for path in self.directory.glob(f"*{INDEX_SUFFIX}") if path not in used]
+        path = snapshot_path(self.directory)
+        if self._snapshot_at[2] < 0 and path.exists():
+            unused.append(path)
+        for each in unused:
+            each.unlink()
+        if unused:
+            sync_directory(self.directory)
 
     def _note_batch(self, batch: RecordBatch, written_ms: int | None = None) -> None:
         """Count a batch in the log, found there or received from a leader; written at `written_ms`, or now."""
@@ -275,6 +339,7 @@ class Log:
             self._failure = error
             raise
         except OSError as error:
+            self._outdate_snapshot()
             if is_full:
                 self._undo_roll()
             raise disk_error(error, self.directory) from error
@@ -298,7 +363,11 @@ class Log:
             while len(self._segments) > kept:
                 self._drop_last()
             self._cut_off(offset)
-            self._rebuild_producers()
+            try:
+                self._rebuild_producers()
+            except (OSError, LogFailed) as error:
+                self._failure = error  # with a part of them, a resend would become a second record
+                raise
         self.leader_epochs.truncate_from_end(self.log_end_offset)
 
     def undo_append(self) -> None:
@@ -306,7 +375,12 @@ class Log:
         self._check()
         self._cut_off(self._last_append)
 
+    def _outdate_snapshot(self) -> None:
+        """Have a stop write the snapshot again: a file that was cut off has another modification time."""
+        self._snapshot_at = (*self._snapshot_at[:2], -1)
+
     def _cut_off(self, offset: int) -> None:
+        self._outdate_snapshot()
         try:
             self._segments[-1].truncate_to(offset)
             self._lower_flushed_offset(self.log_end_offset)
@@ -451,8 +525,40 @@ class Log:
                 if self._changed_names is None:
                     self._unsynced_from = _NO_OFFSET
 
-    def checkpoint(self, high_watermark: int, leadership: Leadership) -> None:
-        """Write both beside the log; the leadership never goes back. Blocks.
+    def state_below(self, high_watermark: int, *, is_last: bool = False) -> LogState | None:
+        """Return the state for the next snapshot, None where none is due; `is_last` before the log is closed."""
+        base_offset, position, offset = self._snapshot_at
+        if self.options.flush == "never":
+            high_watermark = min(high_watermark, self.flushed_offset)
+        if is_last and offset < high_watermark == self.log_end_offset:
+            self._producer_history.keep(high_watermark, self.producers)
+        found = self._producer_history.newest_up_to(high_watermark)
+        if found is None or found[0] <= offset or found[0] < self.log_start_offset:
+            return None
+        segment = self._segments[bisect_right(self._base_offsets, found[0]) - 1]
+        is_new = segment.base_offset != base_offset
+        if not is_new and not is_last and segment.position_before(found[0]) - position < INTERVAL_BYTES:
+            return None
+        epochs = [(epoch, start) for epoch, start in self.leader_epochs.entries() if start < found[0]]
+        return LogState(found[0], epochs, found[1])
+
+    def _write_snapshots(self, high_watermark: int, state: LogState | None) -> None:
+        """Write the indexes of segments below the high watermark, then the snapshot. Raises OSError, LogFailed."""
+        segments = list(self._segments)
+        for segment in segments[:-1]:
+            if segment.next_offset <= high_watermark and not segment.is_indexed:
+                write_index(self.directory, segment.index_below(segment.next_offset), self._while_open())
+                segment.is_indexed = True
+        if state is None or state.offset > high_watermark:
+            return
+        holding = [each for each in segments if each.base_offset <= state.offset]
+        if holding:
+            index = holding[-1].index_below(state.offset)
+            write_snapshot(self.directory, Snapshot(index, state), self._while_open())
+            self._snapshot_at = (index.base_offset, index.size_in_bytes, state.offset)
+
+    def checkpoint(self, high_watermark: int, leadership: Leadership, state: LogState | None = None) -> None:
+        """Write both beside the log, and a snapshot of `state`; the leadership never goes back. Blocks.
 
         Everything below the high watermark is flushed first. With the flush policy `never` it is not; then the
         checkpoint has only the flushed part of the high watermark. From the checkpoint on, damage counts as a power
@@ -469,11 +575,13 @@ class Log:
                 write_checkpoint(self.directory, checkpoint, self._while_open())
                 if obeyed > self.leadership and self.options.flush != "never":
                     sync_directory(self.directory)
+                self.high_watermark_checkpoint, self.leadership = high_watermark, obeyed
+                # Last: a snapshot beyond the high watermark in the checkpoint is not used.
+                self._write_snapshots(high_watermark, state)
             except OSError as error:
                 # A log closed meanwhile may have lost its directory, which is no error of the disk.
                 self._check()
                 raise disk_error(error, self.directory) from error
-            self.high_watermark_checkpoint, self.leadership = high_watermark, obeyed
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:

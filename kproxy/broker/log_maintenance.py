@@ -45,11 +45,14 @@ from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.producer_state import wall_ms
 from kproxy.broker.segment import LogFailed
+from kproxy.broker.snapshot import LogState
 
 # Kafka's replica.high.watermark.checkpoint.interval.ms.
 CHECKPOINT_INTERVAL_S = 5.0
 THREADS = 8
 _Share = TypeVar("_Share")
+# A log, and what to write beside it: high watermark, leadership, state for a snapshot.
+_Wanted = tuple[Log, int, Leadership, LogState | None]
 _logger = structlog.get_logger(__name__)
 
 
@@ -193,15 +196,18 @@ class LogMaintenance:
                 self._logged_failures.add(replica.log)
                 _logger.error("log failed", **_log_fields(replica), reason=str(replica.log.failure))
 
-    async def checkpoint(self) -> None:
-        """Write the high watermarks and leaderships that have changed."""
-        due = [
-            replica
-            for replica in self._usable()
-            if replica.high_watermark != replica.log.high_watermark_checkpoint
-            or replica.leadership != replica.log.leadership
-        ]
-        await self._write_checkpoints(due)
+    async def checkpoint(self, *, is_last: bool = False) -> None:
+        """Write the high watermarks and leaderships that have changed, and snapshots of the logs.
+
+        `is_last`: nothing is appended any more; the next opening begins at the ends of the logs.
+        """
+        wanted = []
+        for replica in self._usable():
+            log, high_watermark, leadership = replica.log, replica.high_watermark, replica.leadership
+            state = log.state_below(high_watermark, is_last=is_last)
+            if state or (high_watermark, leadership) != (log.high_watermark_checkpoint, log.leadership):
+                wanted.append((log, high_watermark, leadership, state))
+        await self._write_checkpoints(wanted)
 
     async def remove_old_segments(self) -> None:
         """Apply retention."""
@@ -211,7 +217,8 @@ class LogMaintenance:
                 shortened.append(replica)
             await asyncio.sleep(0)
         # An empty log finds its leader epoch only in its checkpoint.
-        await self._write_checkpoints([replica for replica in shortened if _is_usable(replica.log)])
+        usable = [each for each in shortened if _is_usable(each.log)]
+        await self._write_checkpoints([(each.log, each.high_watermark, each.leadership, None) for each in usable])
 
     def _shorten(self, replica: MaintainedReplica) -> bool:
         try:
@@ -225,8 +232,7 @@ class LogMaintenance:
             )
         return removed > 0
 
-    async def _write_checkpoints(self, due: Sequence[MaintainedReplica]) -> None:
-        wanted = [(replica.log, replica.high_watermark, replica.leadership) for replica in due]
+    async def _write_checkpoints(self, wanted: Sequence[_Wanted]) -> None:
         if wanted:
             await self._run_in_threads(_checkpoint, wanted)
 
@@ -255,11 +261,11 @@ def _flush(logs: Sequence[Log]) -> None:
             continue  # closed meanwhile, or failed: the event loop logs `log.failure`
 
 
-def _checkpoint(wanted: Sequence[tuple[Log, int, Leadership]]) -> None:
+def _checkpoint(wanted: Sequence[_Wanted]) -> None:
     refused: list[OSError] = []
-    for log, high_watermark, leadership in wanted:
+    for log, high_watermark, leadership, state in wanted:
         try:
-            log.checkpoint(high_watermark, leadership)
+            log.checkpoint(high_watermark, leadership, state)
         except OSError as error:
             refused.append(error)
         except LogFailed:

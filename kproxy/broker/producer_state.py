@@ -3,7 +3,7 @@
 Their state shows that a resend is no second record.
 
 State: per producer id its epoch, the time of its last write, and its last RETAINED_BATCHES batches, oldest first.
-Rebuilt from the log at opening, updated by each append.
+At opening it is taken from the log's snapshot, and from the batches behind that; each append updates it.
 
 Verdict on a batch of (producer_id, epoch, base_sequence .. last_sequence)
   duplicate          a retained batch of this epoch has the same sequences: answered with its first offset
@@ -51,6 +51,8 @@ MAX_PRODUCERS = MAX_BYTES // BYTES_EACH
 # A producer: epoch, time of the last write; then for each batch base_sequence, base_offset, last_offset_delta.
 _PRODUCER = Struct("<hq")
 _BATCH = Struct("<iqi")
+# In a snapshot, before a producer: its id, and the number of bytes.
+_KEPT = Struct("<qH")
 # The most that one update forgets: thousands may expire together.
 _EXPIRED_AT_ONCE = 8
 _logger = structlog.get_logger(__name__)
@@ -106,6 +108,21 @@ class ProducerStates:
         copied.expired, copied.evicted = self.expired, self.evicted
         copied._producers = self._producers.copy()
         return copied
+
+    def to_bytes(self) -> bytes:
+        """Return the producers for `from_bytes`; the counts are left out."""
+        return b"".join(_KEPT.pack(each, len(known)) + known for each, known in self._producers.items())
+
+    @classmethod
+    def from_bytes(cls, kept: bytes) -> ProducerStates:
+        """Return the producers that `to_bytes` has written; none expires for GRACE_MS."""
+        states, position = cls(), 0
+        while position < len(kept):
+            producer_id, length = _KEPT.unpack_from(kept, position)
+            position += _KEPT.size
+            states._producers[producer_id] = kept[position : position + length]
+            position += length
+        return states
 
     def judge(self, batch: RecordBatch) -> Judgement:
         """Decide whether `batch` may be appended."""
@@ -198,10 +215,19 @@ class ProducerHistory:
         """Count a batch of that size at `offset`; `producers` are the states before it."""
         self._bytes_since += size_in_bytes
         if self._bytes_since >= HISTORY_INTERVAL_BYTES + len(producers) * HISTORY_BYTES_PER_PRODUCER:
-            self._bytes_since = 0
-            self._before[offset] = producers.copy()
-            if len(self._before) > HISTORY_COPIES:
-                del self._before[min(self._before)]
+            self.keep(offset, producers)
+
+    def keep(self, offset: int, producers: ProducerStates) -> None:
+        """Keep a copy of the states before `offset`."""
+        self._bytes_since = 0
+        self._before[offset] = producers.copy()
+        if len(self._before) > HISTORY_COPIES:
+            del self._before[min(self._before)]
+
+    def newest_up_to(self, offset: int) -> tuple[int, ProducerStates] | None:
+        """Return the newest copy at or below `offset`, which is not to be changed, and where it belongs."""
+        newest = max((each for each in self._before if each <= offset), default=None)
+        return None if newest is None else (newest, self._before[newest])
 
     def restore(self, log_end_offset: int, log_start_offset: int) -> tuple[int, ProducerStates]:
         """Go back to a log that ends at `log_end_offset`.

@@ -71,6 +71,11 @@ from kproxy.etcd.lease import LeaseFence
 
 # Stop the broker first: a starting broker knows that a log is missing, and does not lead without it.
 _WAY_OUT = "stop the broker, move the directory elsewhere, start it: what other replicas have is fetched from them"
+_ONLY_REPLICA_WAY_OUT = (
+    "stop the broker, put back what is damaged or missing in the directory, start it; or, to accept the loss, stop the "
+    "broker, remove checkpoint.json there, and any file that cannot be read, start it: the log then ends before what "
+    "is lost, and offsets from there on are given out again"
+)
 _ONLY_WAY_OUT = "stop the broker, put the data directory back that was here, start it; or delete the topic"
 _logger = structlog.get_logger(__name__)
 
@@ -150,7 +155,8 @@ class HostedReplicas:
         if self._not_opened.get(identity) != reason:
             self._not_opened[identity] = reason
             directory = self._data_dir.partition_path(topic.name, key.partition_index)
-            _logger.error("log not opened", **key._asdict(), directory=str(directory), reason=reason, advice=_WAY_OUT)
+            advice = _ONLY_REPLICA_WAY_OUT if len(topic.replicas[key.partition_index]) == 1 else _WAY_OUT
+            _logger.error("log not opened", **key._asdict(), directory=str(directory), reason=reason, advice=advice)
 
     def _open_log(self, key: PartitionKey, topic: Topic, options: LogOptions | None) -> tuple[Log, uuid.UUID]:
         """Open the log; blocks, so it runs in a thread. Raises OSError, LogFailed."""

@@ -12,14 +12,13 @@ Invariants
 2. Each batch begins at the offset behind the one before it, and its leader epoch is not lower. `next_offset` is behind
    the last batch, or the base offset of an empty segment.
 3. The index holds a batch about every INDEX_INTERVAL_BYTES: its base offset, its position, and the largest timestamp of
-   all batches before it. It lives in memory and is rebuilt by the scan at opening. The newest batch's place is kept
-   as well: nearly all reads ask for it.
-4. One thread works on a segment; only `flush` may run beside it, in one other thread at a time.
+   all batches before it. At opening it is taken from a SegmentIndex (`adopt`) or built by reading. The newest batch's
+   place is kept as well: nearly all reads ask for it.
+4. One thread works on a segment; only `flush` and `index_below` may run beside it, each in one other thread at a time.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from array import array
@@ -28,13 +27,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kproxy.broker.disk import FLUSHES
+from kproxy.broker.disk import FLUSHES, DiskError
+from kproxy.broker.snapshot import INDEX_SUFFIX, SegmentIndex
 from kproxy_codec.errors import CodecError
 from kproxy_codec.primitives import Buffer
-from kproxy_codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_batch, parse_header
+from kproxy_codec.record_batch import HEADER_BYTES, NO_TIMESTAMP, RecordBatch, parse_header
 from kproxy_codec.record_crc import crc_is_valid
 
 INDEX_INTERVAL_BYTES = 4096
+RECOVERY_WINDOW_BYTES = 1 << 20
 SUFFIX = ".log"
 _sync_data = getattr(os, "fdatasync", os.fsync)
 # Windows translates line ends without O_BINARY; other systems have no such flag.
@@ -74,6 +75,8 @@ class Segment:
         self._timestamps_before = array("q")
         self._newest = _Place(base_offset, 0)
         self._dirty = False
+        # Whether its index is in a file.
+        self.is_indexed = False
         # Held while the descriptor is closed, or a flush takes it.
         self._close_lock = threading.Lock()
         # The flush that uses the descriptor closes it, if it was released meanwhile.
@@ -102,36 +105,122 @@ class Segment:
         """Return the length of the file, partial batches included. Raises OSError."""
         return os.fstat(self._fd).st_size
 
+    def adopt(self, index: SegmentIndex) -> bool:
+        """Take an index over before `recover`; False if the file is not the one that it tells of. Raises OSError."""
+        stat = os.fstat(self._fd)
+        grown = stat.st_size - index.size_in_bytes
+        if index.base_offset != self.base_offset or grown < 0 or (not grown and stat.st_mtime_ns != index.modified_ns):
+            return False
+        if grown and not self._has_newest_of(index):
+            return False
+        self.size_in_bytes, self.next_offset = index.size_in_bytes, index.next_offset
+        self.max_timestamp = TimestampAndOffset(index.max_timestamp, index.max_timestamp_offset)
+        self._newest = _Place(index.newest_offset, index.newest_position)
+        for into, found in zip((self._offsets, self._positions, self._timestamps_before), index[8:], strict=True):
+            into.frombytes(found)
+        return True
+
+    def _has_newest_of(self, index: SegmentIndex) -> bool:
+        length = index.size_in_bytes - index.newest_position
+        if length == 0:
+            return True
+        found = self._pread(length, index.newest_position, length)
+        try:
+            batch = parse_header(found)
+        except CodecError:
+            return False
+        is_last = (batch.base_offset, batch.last_offset + 1) == (index.newest_offset, index.next_offset)
+        return is_last and batch.end == length and crc_is_valid(found, batch)
+
+    def index_below(self, offset: int) -> SegmentIndex:
+        """Return the index of the batches below `offset`, which is one's end; nothing below it is cut off meanwhile.
+
+        For another thread than the one that appends. Raises OSError, LogFailed.
+        """
+        with self._close_lock:
+            if self._fd < 0:
+                raise LogFailed(f"{self.path} is closed")
+            part = Segment(self.path, self.base_offset, os.dup(self._fd))
+        try:
+            entries = bisect_left(self._offsets, offset)
+            part._offsets, part._positions = self._offsets[:entries], self._positions[:entries]
+            part._timestamps_before = self._timestamps_before[:entries]
+            end = self.size_in_bytes
+            for batch in part._walk(part._positions[-1], end) if entries else ():
+                if batch.base_offset >= offset:
+                    break
+                part._newest = _Place(batch.base_offset, batch.position)
+                part.size_in_bytes, part.next_offset = batch.end, batch.last_offset + 1
+            if part.next_offset != offset:
+                raise LogFailed(f"{self.path} has no batch that ends at offset {offset}")
+            part.max_timestamp = part._find_max_timestamp()
+            return SegmentIndex(
+                part.base_offset,
+                part.next_offset,
+                part.size_in_bytes,
+                os.fstat(part._fd).st_mtime_ns,
+                *part._newest,
+                *part.max_timestamp,
+                part._offsets.tobytes(),
+                part._positions.tobytes(),
+                part._timestamps_before.tobytes(),
+            )
+        finally:
+            part.close()
+
+    def position_before(self, offset: int) -> int:
+        """Return a position at or shortly before that of `offset`, without reading."""
+        return self._place_before(offset).position
+
     def recover(self, on_batch: Callable[[RecordBatch], None], leader_epoch: int, recovery_point: int) -> int:
-        """Read every batch with its CRC, up to the first bad one.
+        """Read every batch with its CRC, from where the adopted index ends, up to the first bad one.
 
         Return the number of bytes behind the good ones. `on_batch` is called for each good batch. Nothing is cut off:
         see `truncate_tail`. `leader_epoch` is the last one of the segment before; everything below `recovery_point` is
         known to be on the disk.
         """
         length = self.length_in_bytes()
-        if length == 0:
-            return 0
-        with mmap.mmap(self._fd, length, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-            while self.size_in_bytes < length:
-                try:
-                    batch = parse_batch(view, self.size_in_bytes)
-                except CodecError:
-                    break
-                # The CRC covers neither the offset nor the epoch; they must at least continue.
-                if (
-                    batch.base_offset != self.next_offset
-                    or batch.last_offset_delta < 0
-                    or batch.partition_leader_epoch < leader_epoch
-                    or not crc_is_valid(view, batch)
-                ):
-                    break
-                leader_epoch = batch.partition_leader_epoch
-                self._note(batch, batch.base_offset)
-                on_batch(batch)
+        for batch, window in self._scan(length):
+            # The CRC covers neither the offset nor the epoch; they must at least continue.
+            if (
+                batch.base_offset != self.next_offset
+                or batch.last_offset_delta < 0
+                or batch.partition_leader_epoch < leader_epoch
+                or not crc_is_valid(window, batch)
+            ):
+                break
+            leader_epoch = batch.partition_leader_epoch
+            self._note(batch, batch.base_offset)
+            on_batch(batch)
         # It is unknown how much of the rest the last process flushed.
-        self._dirty = self.next_offset > recovery_point
+        self._dirty = length > 0 and self.next_offset > recovery_point
         return length - self.size_in_bytes
+
+    def _scan(self, length: int) -> Iterator[tuple[RecordBatch, memoryview]]:
+        """Iterate over the whole batches up to `length` or the first bad header, each with the window that holds it.
+
+        The file is not mapped: touching a sector that cannot be read would end the process.
+        """
+        position = start = self.size_in_bytes
+        window = memoryview(b"")
+        while position < length:
+            if start + len(window) - position < HEADER_BYTES:
+                window, start = self._window(position, length, HEADER_BYTES), position
+            try:
+                batch = parse_header(window, position - start)
+            except CodecError:
+                return
+            if batch.end > len(window):
+                if batch.size_in_bytes > length - position:
+                    return
+                window, start = self._window(position, length, batch.size_in_bytes), position
+                batch = batch._replace(position=0)
+            yield batch, window
+            position = start + batch.end
+
+    def _window(self, position: int, end: int, at_least: int) -> memoryview:
+        length = min(max(RECOVERY_WINDOW_BYTES, at_least), end - position)
+        return memoryview(self._pread(length, position, at_least))
 
     def truncate_tail(self) -> None:
         """Cut the file off behind the last whole batch."""
@@ -201,16 +290,16 @@ class Segment:
         place = self._place_before(offset)
         if place.base_offset == offset and up_to is None and max_bytes >= HEADER_BYTES:
             # Followers, and consumers that have read all, ask for this: one read is enough unless the batch is larger.
-            found = self._pread(max_bytes, place.position)
-            if found and parse_header(found).size_in_bytes <= len(found):
+            found = self._pread(min(max_bytes, self.size_in_bytes - place.position), place.position, HEADER_BYTES)
+            if found and self._parse_header(found, 0, place.position).size_in_bytes <= len(found):
                 return found
         batch = next(self.batches_from(offset), None)
         if batch is None:
             return b""
-        length = max(batch.size_in_bytes, max_bytes)
+        length = min(max(batch.size_in_bytes, max_bytes), self.size_in_bytes - batch.position)
         if up_to is not None and up_to < self.next_offset:
             length = min(length, next(self.batches_from(up_to)).position - batch.position)
-        return self._pread(length, batch.position) if length > 0 else b""
+        return self._pread(length, batch.position, batch.size_in_bytes) if length > 0 else b""
 
     def batches_from(self, offset: int) -> Iterator[RecordBatch]:
         """Iterate over the batches from the one that holds `offset`, or the next one; positions are in the file."""
@@ -251,22 +340,43 @@ class Segment:
         entry = bisect_right(self._offsets, offset) - 1
         return _Place(self._offsets[entry], self._positions[entry]) if entry >= 0 else _Place(self.base_offset, 0)
 
-    def _walk(self, position: int) -> Iterator[RecordBatch]:
-        """Iterate over the headers from `position`, reading a window at a time."""
+    def _walk(self, position: int, end: int | None = None) -> Iterator[RecordBatch]:
+        """Iterate over the headers from `position` to `end` (default: all), reading a window at a time."""
         window, window_start = b"", position
-        while position < self.size_in_bytes:
+        end = self.size_in_bytes if end is None else end
+        while position < end:
             if position + HEADER_BYTES > window_start + len(window):
-                window, window_start = self._pread(INDEX_INTERVAL_BYTES + HEADER_BYTES, position), position
-            batch = parse_header(window, position - window_start)._replace(position=position)
+                length = min(INDEX_INTERVAL_BYTES + HEADER_BYTES, end - position)
+                window, window_start = self._pread(length, position, HEADER_BYTES), position
+            batch = self._parse_header(window, position - window_start, position)._replace(position=position)
             yield batch
             position = batch.end
 
-    def _pread(self, length: int, position: int) -> bytes:
-        length = min(length, self.size_in_bytes - position)
-        if hasattr(os, "pread"):
-            return os.pread(self._fd, length, position)
-        os.lseek(self._fd, position, os.SEEK_SET)  # Windows has no pread; one thread uses the descriptor
-        return os.read(self._fd, length)
+    def _parse_header(self, window: bytes, position: int, file_position: int) -> RecordBatch:
+        try:
+            return parse_header(window, position)
+        except CodecError as error:
+            raise LogFailed(f"{self.path} is damaged at byte {file_position} ({error})") from error
+
+    def _pread(self, length: int, position: int, at_least: int) -> bytes:
+        """Read `length` bytes, or fewer where a sector behind `at_least` cannot be read. Raises OSError, LogFailed."""
+        found = self._pread_once(length, position)
+        while len(found) < min(at_least, length):
+            more = self._pread_once(length - len(found), position + len(found))
+            if not more:
+                raise LogFailed(f"{self.path} ends at byte {position + len(found)}, inside of a batch")
+            found += more
+        return found
+
+    def _pread_once(self, length: int, position: int) -> bytes:
+        try:
+            if hasattr(os, "pread"):
+                return os.pread(self._fd, length, position)
+            os.lseek(self._fd, position, os.SEEK_SET)  # Windows has no pread; one thread uses the descriptor
+            return os.read(self._fd, length)
+        except OSError as error:
+            message = f"{self.path} cannot be read at byte {position} ({error.strerror})"
+            raise DiskError(error.errno, message) from error
 
     def flush(self) -> None:
         """Flush appended bytes to the disk. Raises OSError.
@@ -292,6 +402,7 @@ class Segment:
         """Close and remove the file. Raises OSError."""
         self.close()
         self.path.unlink(missing_ok=True)
+        self.path.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file without waiting for the disk. May be called twice."""

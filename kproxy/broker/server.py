@@ -506,7 +506,7 @@ class _Server:
             await self._lease.revoke()
         # Other brokers lead by now; a checkpoint only shortens the next start.
         if is_flushed:
-            await self._done_within(CHECKPOINT_TIMEOUT_S, self._log_maintenance.checkpoint())
+            await self._done_within(CHECKPOINT_TIMEOUT_S, self._log_maintenance.checkpoint(is_last=True))
         if failed and failed[0] is not None:
             raise failed[0]
 

@@ -15,16 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kproxy.broker import producer_state
+from kproxy.broker import log, producer_state
 from kproxy.broker.config import LogOptions
 from kproxy.broker.disk import DiskError
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.producer_state import BatchVerdict
+from kproxy.broker.segment import Segment
 from kproxy.broker.validation import ReplicatedBatchInvalid
 from kproxy_codec.fetch import EpochEnd
 from kproxy_codec.record_batch import RecordBatch, assign_offsets, iterate_batches, parse_batch
@@ -33,6 +35,7 @@ from tests.support.wire.record_batches import build_batch
 
 SEGMENT_BYTES = 1500
 USUAL_EVERY_BYTES = producer_state.HISTORY_INTERVAL_BYTES
+USUAL_SNAPSHOT_BYTES = log.INTERVAL_BYTES
 TIMESTAMPS = st.integers(1000, 5000)
 PRODUCERS = (7, 8)
 
@@ -71,6 +74,22 @@ def no_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@contextmanager
+def counted_scans() -> Iterator[list[int]]:
+    """The offsets of the batches that are read while logs are opened."""
+    scanned: list[int] = []
+    usual = Segment._scan
+
+    def scan(self: Segment, length: int) -> Iterator[tuple[RecordBatch, memoryview]]:
+        for batch, window in usual(self, length):
+            scanned.append(batch.base_offset)
+            yield batch, window
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Segment, "_scan", scan)
+        yield scanned
+
+
 class LogMachine(RuleBasedStateMachine):
     """`batches` is what the log must hold, from `start` on; `left_open` are logs that a killed broker did not close."""
 
@@ -78,7 +97,8 @@ class LogMachine(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="log-model-")) / "t-0"
         self.options = LogOptions(SEGMENT_BYTES)
-        producer_state.HISTORY_INTERVAL_BYTES = 1000
+        producer_state.HISTORY_INTERVAL_BYTES = 700
+        log.INTERVAL_BYTES = 200
         self.log = Log.open(self.directory, options=self.options)
         self.left_open: list[Log] = []
         self.batches: list[Written] = []
@@ -95,8 +115,9 @@ class LogMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         producer_state.HISTORY_INTERVAL_BYTES = USUAL_EVERY_BYTES
-        for log in (self.log, *self.left_open):
-            log.close()
+        log.INTERVAL_BYTES = USUAL_SNAPSHOT_BYTES
+        for each in (self.log, *self.left_open):
+            each.close()
         shutil.rmtree(self.directory.parent)
 
     @property
@@ -239,7 +260,7 @@ class LogMachine(RuleBasedStateMachine):
     def write_checkpoint(self, data: st.DataObject, fencing_token: int) -> None:
         high_watermark = data.draw(st.integers(0, self.end))
         leadership = Leadership(self.leader_epoch, fencing_token)
-        self.log.checkpoint(high_watermark, leadership)
+        self.log.checkpoint(high_watermark, leadership, self.log.state_below(high_watermark))
         if self.options.flush != "never":
             self.flushed_end = self.end
         self.checkpoint = (min(high_watermark, self.log.flushed_offset), max(leadership, self.checkpoint[1]))
@@ -248,6 +269,31 @@ class LogMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.log.close()
         self.open_again(torn=False)
+
+    @rule()
+    def stop_in_good_order(self) -> None:
+        """What the next opening reads is nothing."""
+        self.log.flush()
+        self.flushed_end = self.end
+        self.log.checkpoint(self.end, self.checkpoint[1], self.log.state_below(self.end, is_last=True))
+        self.checkpoint = (self.end, self.checkpoint[1])
+        self.log.close()
+        with counted_scans() as scanned:
+            self.open_again(torn=False)
+        assert not scanned
+
+    @rule(which=st.integers(0, 9), left=st.sampled_from((0, 0.5, None)))
+    def lose_a_snapshot(self, which: int, left: float | None) -> None:
+        """Any file that opening could begin from is torn, or not there."""
+        paths = sorted((*self.directory.glob("*.index"), *self.directory.glob("*.snapshot")))
+        if paths:
+            path = paths[which % len(paths)]
+            if left is None:
+                path.unlink()
+            else:
+                os.truncate(path, int(path.stat().st_size * left))
+            self.left_open.append(self.log)
+            self.open_again(torn=False)
 
     @rule(torn=st.binary(max_size=100), whole_header=st.booleans(), sent=BATCHES, torn_at=st.integers(1, 400))
     def kill_in_mid_write(self, torn: bytes, whole_header: bool, sent: Sent, torn_at: int) -> None:

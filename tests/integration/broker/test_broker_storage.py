@@ -126,6 +126,32 @@ def test_retention_moves_the_first_offset_that_clients_can_read(etcd: EmbeddedEt
             assert client.produce(topic, 0, build_batch([b"v"])).base_offset == 20
 
 
+def test_only_replica_without_its_tail_leads_once_the_loss_is_accepted(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    topic = "cut"
+    with start_broker(1, tmp_path / "1", etcd.endpoint, "/cut", segment_bytes=50_000) as broker:
+        with broker.client() as client:
+            wait_for(lambda: client.leaders(topic) == {0: 1})
+            for offset in range(20):
+                assert client.produce(topic, 0, build_batch([VALUE])).base_offset == offset
+        assert broker.terminate() == 0
+        directory = tmp_path / "1" / f"{topic}-0"
+        for lost in sorted(directory.glob("*.log"))[-2:]:
+            lost.unlink()
+        broker.start()
+        with broker.client() as client:
+            told = wait_for(lambda: next((line for line in broker.log().splitlines() if "log not opened" in line), ""))
+            assert "ends at offset 16; all below offset 20 was on the disk" in told
+            assert "to accept the loss, stop the broker, remove checkpoint.json" in told
+            assert client.leaders(topic) == {0: -1}
+            assert client.produce(topic, 0, build_batch([VALUE])).error_code == error_codes.NOT_LEADER_OR_FOLLOWER
+        assert broker.terminate() == 0
+        (directory / "checkpoint.json").unlink()
+        broker.start()
+        with broker.client() as client:
+            wait_for(lambda: client.leaders(topic) == {0: 1})
+            assert client.produce(topic, 0, build_batch([VALUE])).base_offset == 16
+
+
 def in_sync(client: RawClient, topic: str) -> list[int]:
     return sorted(client.metadata(topic).topics[0].partitions[0].isr_nodes)
 

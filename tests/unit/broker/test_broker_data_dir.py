@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.broker.config import LogOptions
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.disk import DiskError, read_json
 from kproxy.broker.keys import ReplicaKey, StateValue, decode_value
 from kproxy.broker.leader_epochs import NO_LEADERSHIP
+from kproxy.broker.log import LogCorrupt
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
 from tests.support.brokers.broker_logs import append_values
@@ -89,20 +91,51 @@ def test_a_log_that_could_not_be_begun_was_never_here(tmp_path: Path, monkeypatc
     data_dir.close()
 
 
-@pytest.mark.parametrize("is_only_replica", [False, True], ids=["others have more", "nobody has more"])
-def test_a_log_that_ends_below_what_was_committed_has_another_id_where_others_have_more(
-    tmp_path: Path, is_only_replica: bool
-) -> None:
+def lose_committed(tmp_path: Path, lost: str) -> Path:
+    """A log of three segments, of one batch each, of which the last ones are gone; its directory."""
+    data_dir = DataDir.open(tmp_path, 1, log_options=LogOptions(segment_bytes=100))
+    log = data_dir.open_log("t", 0, FIRST)
+    append_values(log, 100, 100, 100)
+    log.checkpoint(3, NO_LEADERSHIP)
+    log.close()
+    data_dir.close()
+    segments = sorted((tmp_path / "t-0").glob("*.log"))
+    if lost == "bytes":
+        segments[-1].write_bytes(b"")
+    for segment in {"bytes": [], "files": segments[1:], "all": segments}[lost]:
+        segment.unlink()
+    return tmp_path / "t-0"
+
+
+LOST = [("bytes", 2), ("files", 1), ("all", 0)]
+
+
+@pytest.mark.parametrize(("lost", "left"), LOST)
+def test_log_without_committed_records_has_another_id(tmp_path: Path, lost: str, left: int) -> None:
+    """Others have more: this one is no longer in sync."""
+    lose_committed(tmp_path, lost)
     data_dir = DataDir.open(tmp_path, 1)
     log = data_dir.open_log("t", 0, FIRST)
-    append_values(log, 10)
-    log.checkpoint(1, NO_LEADERSHIP)
+    assert log.log_end_offset == left
+    assert data_dir.log_id_of(FIRST, 0) != data_dir.log_id
     log.close()
-    segment = next((tmp_path / "t-0").glob("*.log"))
-    segment.write_bytes(b"")
-    log = data_dir.open_log("t", 0, FIRST, is_only_replica=is_only_replica)
-    assert log.log_end_offset == 0
-    assert (data_dir.log_id_of(FIRST, 0) == data_dir.log_id) is is_only_replica
+    data_dir.close()
+
+
+@pytest.mark.parametrize(("lost", "left"), LOST)
+def test_only_log_without_committed_records_stays_closed(tmp_path: Path, lost: str, left: int) -> None:
+    directory = lose_committed(tmp_path, lost)
+    found = {path.name: path.read_bytes() for path in directory.iterdir()}
+    data_dir = DataDir.open(tmp_path, 1)
+    for _ in range(2):
+        with pytest.raises(LogCorrupt, match=f"t-0: ends at offset {left}; all below offset 3 was on the disk"):
+            data_dir.open_log("t", 0, FIRST, is_only_replica=True)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == found
+    # The way out that the broker gives.
+    (directory / "checkpoint.json").unlink()
+    log = data_dir.open_log("t", 0, FIRST, is_only_replica=True)
+    assert log.log_end_offset == left
+    assert data_dir.log_id_of(FIRST, 0) == data_dir.log_id
     log.close()
     data_dir.close()
 

@@ -49,4 +49,4 @@ async def test_a_log_that_cannot_be_opened_is_told_once_with_the_way_out(
             assert [each["event"] for each in logs] == ["log not opened"] * told
             checkpoint.unlink()
     assert (logs[0]["directory"], "is damaged" in logs[0]["reason"]) == (str(tmp_path / "t-0"), True)
-    assert "move the directory" in logs[0]["advice"]
+    assert "remove checkpoint.json" in logs[0]["advice"], "there is no other replica"

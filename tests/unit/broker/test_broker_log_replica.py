@@ -216,6 +216,19 @@ def test_truncation_brings_back_a_producers_earlier_epoch_and_forgets_one_that_i
     assert log.producers.judge(parse_batch(idempotent(7, producer_id=10))).verdict is BatchVerdict.ACCEPTED
 
 
+def test_truncation_without_readable_producers_fails_the_log(log: Log) -> None:
+    for sequence in range(20):
+        append(log, idempotent(sequence))
+    first = min(log.directory.glob("*.log"))
+    damaged = bytearray(first.read_bytes())
+    damaged[16] = 1
+    first.write_bytes(damaged)
+    with pytest.raises(LogFailed, match=f"{first.name} is damaged at byte 0"):
+        log.truncate_to(19)
+    with pytest.raises(LogFailed):
+        append(log, idempotent(19))
+
+
 def test_truncation_takes_timestamps_back(log: Log) -> None:
     for timestamp in (1000, 9000, 2000):
         append_values(log, 100, timestamp=timestamp)

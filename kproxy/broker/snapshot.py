@@ -1,0 +1,137 @@
+"""Files beside a log from which opening it begins, so that most of it need not be read.
+
+  {base offset}.index   a whole segment that nothing is appended to: its index
+  log.snapshot          what the log had up to an offset: the index of the segment that holds the offset, up to there,
+                        leader epochs and producers
+
+Each file says what reading the log up to there would show. Opening reads what is behind the snapshot, and every segment
+below it that has no index. A snapshot is written as a log grows by INTERVAL_BYTES, and at the end by a stop.
+
+Invariants
+1. A file tells only of batches below the high watermark in the checkpoint: these are on the disk and never cut off, so
+   that what it says stays true while the log is written to, whenever the process ends. One that tells of more is not
+   used: someone has taken the checkpoint away, to accept that records are lost.
+2. A file that is damaged, of another version, or of another segment than is here is not used: the segment is read. The
+   segment has the length and the modification time that it had, or has grown and the last batch that the index knows
+   is there.
+3. What was not used is removed, and its name is gone from the disk, before the log is written to.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from crc32c import crc32c
+
+from kproxy.broker.disk import read_file, write_file
+from kproxy.broker.producer_state import ProducerStates
+
+INTERVAL_BYTES = 64 << 20
+INDEX_SUFFIX = ".index"
+_SNAPSHOT_FILE = "log.snapshot"
+_VERSION = 1
+_CRC_BYTES = 4
+
+
+class SegmentIndex(NamedTuple):
+    """What is known of the first `size_in_bytes` of a segment; the last three are arrays of int64, as bytes."""
+
+    base_offset: int
+    next_offset: int
+    size_in_bytes: int
+    modified_ns: int
+    newest_offset: int
+    newest_position: int
+    max_timestamp: int
+    max_timestamp_offset: int
+    offsets: bytes
+    positions: bytes
+    timestamps_before: bytes
+
+
+class LogState(NamedTuple):
+    """What a log's batches below `offset` amount to, but for the segments' indexes."""
+
+    offset: int
+    leader_epochs: list[tuple[int, int]]
+    producers: ProducerStates
+
+
+class Snapshot(NamedTuple):
+    """A state, and the index of the segment that holds its offset."""
+
+    segment: SegmentIndex
+    state: LogState
+
+
+def index_path(directory: Path, base_offset: int) -> Path:
+    return directory / f"{base_offset:020d}{INDEX_SUFFIX}"
+
+
+def snapshot_path(directory: Path) -> Path:
+    return directory / _SNAPSHOT_FILE
+
+
+def read_index(directory: Path, base_offset: int, high_watermark: int) -> SegmentIndex | None:
+    """Return a segment's index, None where there is none that can be used. Raises OSError."""
+    found = _read(index_path(directory, base_offset))
+    index = _index_of(*found) if found is not None else None
+    return index if index is not None and index.next_offset <= high_watermark else None
+
+
+def write_index(directory: Path, index: SegmentIndex, replacing: AbstractContextManager[object]) -> None:
+    """Write a segment's index, as `write_file` does. Raises OSError."""
+    _write(index_path(directory, index.base_offset), index, {}, b"", replacing)
+
+
+def read_snapshot(directory: Path, high_watermark: int) -> Snapshot | None:
+    """Return the log's snapshot, None where there is none that can be used. Raises OSError."""
+    found = _read(snapshot_path(directory))
+    if found is None or found[0]["index"][1] > high_watermark:
+        return None
+    index = _index_of(*found)
+    fields, arrays = found
+    epochs = [(epoch, start) for epoch, start in fields["leader_epochs"]]
+    producers = ProducerStates.from_bytes(arrays[sum(fields["lengths"]) :])
+    return Snapshot(index, LogState(index.next_offset, epochs, producers))
+
+
+def write_snapshot(directory: Path, snapshot: Snapshot, replacing: AbstractContextManager[object]) -> None:
+    """Write the log's snapshot, as `write_file` does. Raises OSError."""
+    state = snapshot.state
+    fields = {"leader_epochs": state.leader_epochs}
+    _write(snapshot_path(directory), snapshot.segment, fields, state.producers.to_bytes(), replacing)
+
+
+def _write(
+    path: Path, index: SegmentIndex, more: dict[str, Any], rest: bytes, replacing: AbstractContextManager[object]
+) -> None:
+    numbers, arrays = index[:8], index[8:]
+    fields = {"index": numbers, "lengths": [len(each) for each in arrays], **more}
+    head = json.dumps({"version": _VERSION, "byteorder": sys.byteorder, **fields}).encode()
+    content = b"".join((head, b"\n", *arrays, rest))
+    write_file(path, crc32c(content).to_bytes(_CRC_BYTES, "big") + content, replacing)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], bytes] | None:
+    """Return the fields and what follows them; None where there is no sound file of this version."""
+    found = read_file(path)
+    if found is None or crc32c(found[_CRC_BYTES:]) != int.from_bytes(found[:_CRC_BYTES], "big"):
+        return None
+    head, _, arrays = found[_CRC_BYTES:].partition(b"\n")
+    fields = json.loads(head) if head else {}
+    if (fields.get("version"), fields.get("byteorder")) != (_VERSION, sys.byteorder):
+        return None
+    return fields, arrays
+
+
+def _index_of(fields: dict[str, Any], arrays: bytes) -> SegmentIndex:
+    parts = []
+    for length in fields["lengths"]:
+        parts.append(arrays[:length])
+        arrays = arrays[length:]
+    return SegmentIndex(*fields["index"], *parts)

@@ -1,0 +1,128 @@
+"""Brokers with a bad sector in one file: its partition goes out of service, with a line of log; no other one does."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy_codec import api_keys, error_codes
+from kproxy_codec.record_batch import iterate_batches
+from tests.support.brokers.broker_hooks import build_unreadable
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker
+from tests.support.waiting import wait_for
+from tests.support.wire.record_batches import build_batch
+
+BAD, WELL = "bad", "well"
+BATCHES = 20
+VALUE = b"x" * 3_000
+SECTOR = 4 * 4096
+OPTIONS: dict[str, Any] = {"disk_may_be_unreadable": 1, "lease_ttl_s": 5}
+
+
+class Site:
+    """A broker with two topics of which each has BATCHES batches; `tell` is where a bad sector is named."""
+
+    def __init__(self, broker: BrokerProcess, tell: Path) -> None:
+        self.broker = broker
+        self.tell = tell
+
+    def path(self, name: str) -> Path:
+        return self.broker.data_dir / f"{BAD}-0" / name
+
+    def break_sector(self, name: str, position: int) -> None:
+        self.tell.write_text(f"{self.path(name)} {position}")
+
+    def restart(self) -> None:
+        self.broker.terminate()
+        self.broker.start()
+
+    def log_line(self, event: str) -> str:
+        return next((line for line in self.broker.log().splitlines() if event in line), "")
+
+
+@pytest.fixture
+def site(etcd: EmbeddedEtcd, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    data_dir = tmp_path.resolve() / "1"
+    tell = build_unreadable(data_dir)
+    with start_broker(1, data_dir, etcd.endpoint, f"/{tmp_path.name}", **OPTIONS) as broker:
+        with broker.client() as client:
+            for topic in (BAD, WELL):
+                wait_for(lambda topic=topic: client.leaders(topic) == {0: 1})
+                for offset in range(BATCHES):
+                    assert client.produce(topic, 0, build_batch([VALUE])).base_offset == offset
+        yield Site(broker, tell)
+
+
+def fetch(client: RawClient, topic: str, offset: int) -> tuple[int, list[int]]:
+    """The error code and the base offsets of the batches."""
+    partition = {
+        "partition": 0,
+        "current_leader_epoch": -1,
+        "fetch_offset": offset,
+        "log_start_offset": -1,
+        "partition_max_bytes": 1 << 20,
+    }
+    answer = client.request(
+        api_keys.FETCH,
+        11,
+        replica_id=-1,
+        max_wait_ms=0,
+        min_bytes=0,
+        max_bytes=1 << 20,
+        isolation_level=0,
+        session_id=0,
+        session_epoch=-1,
+        forgotten_topics_data=[],
+        rack_id="",
+        topics=[{"topic": topic, "partitions": [partition]}],
+    )
+    (result,) = answer.responses[0].partitions
+    records, found = bytes(result.records or b""), []
+    while len(records) >= 61 and len(records) >= 12 + int.from_bytes(records[8:12], "big"):
+        batch = next(iterate_batches(records))
+        found.append(batch.base_offset)
+        records = records[batch.end :]
+    return result.error_code, found
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [("00000000000000000000.log", SECTOR), ("00000000000000000000.log", 0), ("partition.json", 0)],
+    ids=["records", "the first record", "identity"],
+)
+def test_unreadable_file_keeps_one_partition_closed(site: Site, name: str, position: int) -> None:
+    site.break_sector(name, position)
+    site.restart()
+    with site.broker.client() as client:
+        wait_for(lambda: client.leaders(WELL) == {0: 1})
+        assert fetch(client, WELL, 0) == (error_codes.NONE, list(range(BATCHES)))
+        assert client.produce(WELL, 0, build_batch([VALUE])).base_offset == BATCHES
+        line = wait_for(lambda: site.log_line("log not opened"))
+        assert str(site.path(name)) in line
+        assert "Input/output error" in line
+        assert client.leaders(BAD) == {0: -1}
+        # A disk that reads again needs no restart.
+        site.tell.unlink()
+        wait_for(lambda: client.leaders(BAD) == {0: 1})
+        assert client.produce(BAD, 0, build_batch([VALUE])).base_offset == BATCHES
+    assert site.broker.terminate() == 0
+
+
+def test_sector_that_breaks_later_fails_its_reads_alone(site: Site) -> None:
+    sector = SECTOR // len(build_batch([VALUE]))
+    site.break_sector("00000000000000000000.log", SECTOR)
+    with site.broker.client() as client:
+        error_code, found = fetch(client, BAD, 0)
+        assert (error_code, found) == (error_codes.NONE, list(range(sector))), "batches before it are well"
+        assert fetch(client, BAD, sector) == (error_codes.KAFKA_STORAGE_ERROR, [])
+        assert fetch(client, BAD, BATCHES - 2) == (error_codes.NONE, [BATCHES - 2, BATCHES - 1])
+        assert fetch(client, WELL, 0) == (error_codes.NONE, list(range(BATCHES)))
+        assert client.produce(BAD, 0, build_batch([VALUE])).base_offset == BATCHES
+        assert "00000000000000000000.log cannot be read at byte" in site.log_line("read failed")
+    assert site.broker.process.poll() is None
+    site.broker.signal(signal.SIGTERM)
