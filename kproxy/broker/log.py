@@ -188,6 +188,9 @@ class Log:
         self._base_offsets = [segment.base_offset for segment in self._segments]
         self.leader_epochs.truncate_from_start(self.log_start_offset)
         self._remove_unused()
+        if bad_bytes:
+            # The segment has another modification time now: the next stop writes the snapshot again.
+            self._snapshot_at = (*self._snapshot_at[:2], -1)
 
     def _adopt_snapshot(self, recovery_point: int) -> int:
         """Take over what the log's snapshot and indexes tell; return the offset up to which that is. Raises OSError."""
