@@ -414,6 +414,11 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         else:
             self._reader.move_to(room)
 
+    @property
+    def is_receiving(self) -> bool:
+        """Whether an answer has begun to arrive, or the connection is not read: its broker is not what is slow."""
+        return bool(self._reader.pending_bytes) or self._waits_for_room or self._is_held_back or self._rests
+
     def give_room(self, room: AnswerBuffer) -> None:
         """Receive the answer that has begun to arrive into this room."""
         self._reader.move_to(room)

@@ -323,7 +323,7 @@ class FanoutShell:
     def _wake(self) -> None:
         self._timer = None
         self.connections.follow()
-        self._bring(self.core.woken)
+        self._bring(self.core.woken, self.connections.receiving())
 
     # The client's end
 

@@ -180,6 +180,10 @@ class NumberedConnections(Connections):
             if isinstance(ticket := upstream.oldest_unanswered(), PieceTicket)
         }
 
+    def receiving(self) -> set[int]:
+        """The numbers of connections on which an answer has begun to arrive, or that are not read for now."""
+        return {number for number, upstream in self.upstreams.items() if upstream.is_receiving}
+
     # Ending
 
     def end(self, action: Close) -> None:

@@ -34,7 +34,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import groupby
 from math import inf
 from typing import Any, Final
@@ -318,13 +318,16 @@ class Fanout:
         self.lanes.hasten(self._has_moved)
         return self._finish()
 
-    def woken(self, now: float, jitter: float) -> list[Action]:
-        """Handle the time of the last WakeAt: lanes may be due, reads may be late or have to be asked again."""
+    def woken(self, receiving: Collection[int], now: float, jitter: float) -> list[Action]:
+        """Handle the time of the last WakeAt: lanes may be due, reads may be late or have to be asked again.
+
+        `receiving` are the connections on which an answer arrives, or that are not read for now: none there is late.
+        """
         self._begin(now, jitter)
         self._wakes_at = None
         self._send_items(self.lanes.ready(now))
         self._send_released()
-        for piece in self._in_flight.overdue(now):
+        for piece in self._in_flight.overdue(receiving, now):
             if piece.exchange in self._exchanges:
                 self._leave_out(piece.exchange, piece.selection)
                 self._exchanges.finish_if_complete(piece.exchange, now)
@@ -480,9 +483,9 @@ class Fanout:
             self._probe_new_routes(exchange, connection, selection)
         part = None if whole else selection
         piece = self._in_flight.add(exchange, connection, part, self._topology.version)
-        if exchange.look_until:
-            # Alone a broker waits for data, beside others it does not.
-            self._in_flight.expect(piece, exchange.look_until if shares == 1 else self._now)
+        if exchange.look_until and shares > 1:
+            # Alone a broker waits for data, and nobody waits for others; beside others it answers at once.
+            self._in_flight.expect(piece, self._now)
         fences = self._fences(exchange, selection) if self._view.has_claims else ()
         self._actions.add(Send(connection.number, owner, piece.number, exchange, part, shares, fences))
 

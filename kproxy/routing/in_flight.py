@@ -241,8 +241,8 @@ class InFlight:
         if self.next_check is None or late_at < self.next_check:
             self.next_check = late_at
 
-    def overdue(self, now: float) -> list[Piece]:
-        """The reads that are late from now on."""
+    def overdue(self, receiving: Collection[int], now: float) -> list[Piece]:
+        """The reads that are late from now on; none is on a connection that is `receiving`."""
         if self.next_check is None or now < self.next_check:
             return []
         self.next_check = None
@@ -250,7 +250,10 @@ class InFlight:
         for piece in self.pieces.values():
             if piece.due == inf or piece.is_late:
                 continue
-            if piece.due + piece.connection.patience_s <= now:
+            if piece.connection.number in receiving:
+                again = now + LATE_AFTER_S
+                self.next_check = again if self.next_check is None else min(again, self.next_check)
+            elif piece.due + piece.connection.patience_s <= now:
                 piece.is_late = True
                 piece.connection.late += 1
                 overdue.append(piece)

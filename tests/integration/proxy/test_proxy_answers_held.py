@@ -25,6 +25,7 @@ from tests.support.processes.served import ServedBroker, page, port_of, samples,
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
+NO_EPOCHS = {"current_leader_epoch": -1, "last_fetched_epoch": -1, "log_start_offset": -1}
 SHORT_TICK_S = 0.02
 
 
@@ -59,9 +60,9 @@ def records_of(place: tuple[str, int], size: int) -> bytes:
 
 
 def asks(n: int = 1, partitions: tuple[int, ...] = (0,), max_bytes: int = 50 * MIB) -> bytes:
-    return fetch_frame(
-        {"t": partitions}, version=11, correlation_id=n, max_wait_ms=100, min_bytes=1, max_bytes=max_bytes
-    )
+    asked = [{"partition": each, "fetch_offset": 0, "partition_max_bytes": max_bytes} for each in partitions]
+    topics = [{"topic": "t", "partitions": [{**each, **NO_EPOCHS} for each in asked]}]
+    return fetch_frame(version=11, correlation_id=n, max_wait_ms=100, min_bytes=1, max_bytes=max_bytes, topics=topics)
 
 
 async def fetched(client: RawClient, patience_s: float = 60.0) -> dict[int, bytes]:

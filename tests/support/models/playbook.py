@@ -261,11 +261,11 @@ class Playbook:
         """Time passes, and nothing happens."""
         self.now += seconds
 
-    def wakes(self) -> list[str]:
-        """Time passes until the core wants to be woken, and it is."""
+    def wakes(self, receiving: Collection[int] = ()) -> list[str]:
+        """Time passes until the core wants to be woken, and it is; on `receiving` connections an answer arrives."""
         assert self._wakes_at is not None, "the core waits for no time"
         self.now, self._wakes_at = max(self.now, self._wakes_at), None
-        return self._bring(lambda: self.core.woken(self.now, self.jitter), adopts=False)
+        return self._bring(lambda: self.core.woken(receiving, self.now, self.jitter), adopts=False)
 
     def wakes_in_ms(self) -> int | None:
         """How soon the core wants to be woken."""

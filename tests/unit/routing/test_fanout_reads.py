@@ -157,10 +157,11 @@ def test_patience_with_a_broker_falls_again() -> None:
     play.waits(0.4)
     play.answers(3, "t-2")
     for n in range(2, 8):
-        play.fetches(n, "t-2", until_s=0.1)
-        play.answers(n + 2, "t-2:100")
+        play.fetches(n, "t-0 t-2", until_s=0.1)
+        play.answers(2 * n, "t-0:100")
+        play.answers(2 * n + 1, "t-2:100")
     play.fetches(9, "t-0 t-2", until_s=0.1)
-    play.answers(10, "t-0:100")
+    play.answers(16, "t-0:100")
     began = play.now
     while 9 not in play.answered:
         play.wakes()
@@ -181,11 +182,23 @@ def test_read_without_records_goes_on_without_the_late_broker() -> None:
     assert play.answers(5, "t-2:100") == ["answer 1: t-0 t-2"]
 
 
-def test_late_read_of_one_broker_is_answered_empty() -> None:
+def test_read_of_one_broker_waits_there() -> None:
     play = Playbook()
     play.fetches(1, "t-0", until_s=0.5)
-    assert play.wakes_in_ms() == 500 + LATE_MS
-    assert play.wakes() == ["answer 1: t-0"]
+    assert play.wakes_in_ms() is None
+
+
+def test_read_of_one_late_broker_finds_nothing() -> None:
+    play = late()
+    assert play.fetches(2, "t-2", until_s=0.001) == ["answer 2: t-2"]
+
+
+def test_arriving_answer_is_not_late() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0 t-2", until_s=0.5)
+    play.answers(1, "t-0:100")
+    assert [play.wakes(receiving=[2]), play.wakes_in_ms()] == [[], LATE_MS]
+    assert play.answers(2, "t-2:100") == ["answer 1: t-0 t-2"]
 
 
 def test_partition_of_late_broker_follows_its_owner() -> None:
