@@ -9,13 +9,13 @@ last_stable_offset INT64, log_start_offset INT64 (v5), aborted_transactions, pre
 records, tag 0 diverging_epoch {epoch INT32, end_offset INT64} (v12, KIP-595)}}. From 13 on a topic's id, a UUID,
 replaces its name (KIP-516). A follower names its log in tag 0 of a partition: replica_directory_id UUID (KIP-853).
 
-There are no fetch sessions (KIP-227): every answer has session 0, so that clients send whole requests.
-`kproxy_codec.replica_fetch` has the followers' side.
+Clients have no fetch sessions (KIP-227): every answer has session 0, so that they send whole requests. Followers leave
+their questions open (OPEN_EPOCH). `kproxy_codec.replica_fetch` has their side.
 """
 
 from __future__ import annotations
 
-from struct import Struct
+from struct import Struct, unpack_from
 from typing import NamedTuple
 
 from kproxy_codec.api_keys import FETCH, is_flexible
@@ -58,6 +58,8 @@ TOPIC_IDS_FROM = 13
 NO_SESSION = 0
 # The epoch of a request that belongs to no session and wants none (KIP-227).
 FINAL_EPOCH = -1
+# Of a follower's request: what it asks stays open on its connection, without a session, until it is answered.
+OPEN_EPOCH = 0
 
 # replica_id, max_wait_ms, min_bytes, max_bytes, isolation_level; and with session_id, session_epoch from version 7
 _PREAMBLE = Struct(">iiiib")
@@ -108,9 +110,13 @@ class PartitionFetched(NamedTuple):
 
 
 class FetchRequest(PartitionedRequest):
-    """A fetch request with the numbers of its preamble: milliseconds and bytes."""
+    """A fetch request with the numbers of its preamble: milliseconds and bytes.
+
+    `forgotten` are the partitions that a follower asks for no longer, by topic id.
+    """
 
     __slots__ = (
+        "forgotten",
         "isolation_level",
         "max_bytes",
         "max_wait_ms",
@@ -129,6 +135,7 @@ class FetchRequest(PartitionedRequest):
         self.isolation_level = 0
         self.session_id = NO_SESSION
         self.session_epoch = FINAL_EPOCH
+        self.forgotten: list[tuple[bytes, tuple[int, ...]]] = []
 
 
 def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
@@ -161,20 +168,23 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
     request.topics, request.topics_end = parse_topics(
         frame, offset, flexible=flexible, least_bytes=fixed_bytes, read_entries=one_by_one(skip), by_id=request.by_id
     )
-    expect_end(frame, _skip_trailer(frame, request.topics_end, limit, version))
+    expect_end(frame, _read_trailer(request, request.topics_end, limit, version))
     return request
 
 
-def _skip_trailer(frame: memoryview, offset: int, limit: int, version: int) -> int:
-    flexible = is_flexible(FETCH, version)
+def _read_trailer(request: FetchRequest, offset: int, limit: int, version: int) -> int:
+    frame, flexible = request.frame, request.flexible
     if version >= 7:
         count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
         for _ in range(count):
+            topic_id = bytes(frame[offset : offset + TOPIC_ID_BYTES])
             if version >= TOPIC_IDS_FROM:
                 offset += TOPIC_ID_BYTES
             else:
                 _, _, offset = skip_string(frame, offset, limit, compact=flexible)
             partitions, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=4)
+            if version >= TOPIC_IDS_FROM:
+                request.forgotten.append((topic_id, unpack_from(f">{partitions}i", frame, offset)))
             offset += 4 * partitions
             if flexible:
                 offset = skip_tagged_fields(frame, offset, limit)
