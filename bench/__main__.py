@@ -19,6 +19,7 @@ from bench.against import ROUNDS, against
 from bench.connections import connections
 from bench.floods import floods
 from bench.own import own
+from bench.partitions import REPLICATED_PARTITIONS, partitions
 from bench.paths import paths
 from bench.pipeline import pipeline, sink_alone, trail_alone
 from bench.pipeline_audit import RANGES
@@ -30,13 +31,18 @@ from bench.table import PARTITIONS, table
 from bench.tls import ROUNDS as TLS_ROUNDS
 from bench.tls import tls
 
-SECTIONS = "quick, plain, connections, paths, tls, access, floods, table, acks, acks0, own, pipeline, trail, sink"
+SECTIONS = (
+    "quick, plain, connections, paths, tls, access, floods, table, partitions, acks, acks0, own, pipeline, trail, sink"
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("sections", metavar="SECTION", nargs="*", help=f"{SECTIONS}; against CHECKOUT")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="of the section `table`")
+    parser.add_argument(
+        "--replicated-partitions", type=int, default=REPLICATED_PARTITIONS, help="of the section `partitions`"
+    )
     parser.add_argument("--replication-factor", type=int, default=REPLICATION_FACTOR, help="of the section `acks`")
     parser.add_argument("--acks-partitions", type=int, default=ACKS_PARTITIONS, help="of the section `acks`")
     parser.add_argument("--ranges", type=int, default=RANGES, help="of the section `pipeline`, for its audit")
@@ -81,6 +87,7 @@ def main() -> None:
         "access": lambda: access(console, arguments.rounds),
         "floods": lambda: floods(console),
         "table": lambda: table(console, arguments.partitions),
+        "partitions": lambda: partitions(console, arguments.replicated_partitions),
         "acks": lambda: acks(console, arguments.replication_factor, arguments.acks_partitions),
         "acks0": lambda: acks0(console),
         "own": lambda: own(console),

@@ -9,14 +9,14 @@ last_stable_offset INT64, log_start_offset INT64 (v5), aborted_transactions, pre
 records, tag 0 diverging_epoch {epoch INT32, end_offset INT64} (v12, KIP-595)}}. From 13 on a topic's id, a UUID,
 replaces its name (KIP-516). A follower names its log in tag 0 of a partition: replica_directory_id UUID (KIP-853).
 
-There are no fetch sessions (KIP-227): every answer has session 0, so that clients send whole requests.
-`kproxy_codec.replica_fetch` has the followers' side.
+Clients have no fetch sessions (KIP-227): every answer has session 0, so that they send whole requests. Followers leave
+their questions open (OPEN_EPOCH). `kproxy_codec.replica_fetch` has their side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from struct import Struct
+from struct import Struct, unpack_from
 from typing import NamedTuple
 
 from kproxy_codec.api_keys import FETCH, is_flexible
@@ -60,6 +60,8 @@ TOPIC_IDS_FROM = 13
 NO_SESSION = 0
 # The epochs of a request that belongs to no session (KIP-227): one that wants a session, and one that wants none.
 INITIAL_EPOCH, FINAL_EPOCH = 0, -1
+# Of a follower's request: what it asks stays open on its connection, without a session, until it is answered.
+OPEN_EPOCH = 0
 
 # replica_id, max_wait_ms, min_bytes, max_bytes, isolation_level; and with session_id, session_epoch from version 7
 _PREAMBLE = Struct(">iiiib")
@@ -110,9 +112,13 @@ class PartitionFetched(NamedTuple):
 
 
 class FetchRequest(PartitionedRequest):
-    """A fetch request with the numbers of its preamble: milliseconds and bytes. `rack` bounds its encoded rack_id."""
+    """A fetch request with the numbers of its preamble: milliseconds and bytes. `rack` bounds its encoded rack_id.
+
+    `forgotten` are the partitions that a follower asks for no longer, by topic id.
+    """
 
     __slots__ = (
+        "forgotten",
         "isolation_level",
         "max_bytes",
         "max_wait_ms",
@@ -133,6 +139,7 @@ class FetchRequest(PartitionedRequest):
         self.session_id = NO_SESSION
         self.session_epoch = FINAL_EPOCH
         self.rack = (0, 0)
+        self.forgotten: list[tuple[bytes, tuple[int, ...]]] = []
 
     @property
     def continues_session(self) -> bool:
@@ -170,7 +177,7 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
     request.topics, request.topics_end = parse_topics(
         frame, offset, flexible=flexible, least_bytes=fixed_bytes, read_entries=one_by_one(skip), by_id=request.by_id
     )
-    offset = _skip_forgotten_topics(frame, request.topics_end, limit, version) if version >= 7 else request.topics_end
+    offset = _read_forgotten_topics(request, request.topics_end, limit) if version >= 7 else request.topics_end
     if version >= 11:
         rack_start = offset
         _, _, offset = skip_string(frame, offset, limit, compact=flexible)
@@ -179,15 +186,18 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
     return request
 
 
-def _skip_forgotten_topics(frame: memoryview, offset: int, limit: int, version: int) -> int:
-    flexible = is_flexible(FETCH, version)
+def _read_forgotten_topics(request: FetchRequest, offset: int, limit: int) -> int:
+    frame, flexible, by_id = request.frame, request.flexible, request.header.api_version >= TOPIC_IDS_FROM
     count, offset = read_topic_count(frame, offset, limit, flexible=flexible)
     for _ in range(count):
-        if version >= TOPIC_IDS_FROM:
+        topic_id = bytes(frame[offset : offset + TOPIC_ID_BYTES])
+        if by_id:
             offset += TOPIC_ID_BYTES
         else:
             _, _, offset = skip_string(frame, offset, limit, compact=flexible)
         partitions, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=4)
+        if by_id:
+            request.forgotten.append((topic_id, unpack_from(f">{partitions}i", frame, offset)))
         offset += 4 * partitions
         if flexible:
             offset = skip_tagged_fields(frame, offset, limit)

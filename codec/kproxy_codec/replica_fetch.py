@@ -1,14 +1,16 @@
 """Encode Fetch requests of followers and read their answers.
 
 This is version 13, with topics named by their ids. The leader's side is in `fetch`, which reads a follower's request
-like a client's. An answer comes from an address that was named as a broker's: its lengths are checked like a client's.
-Its records are slices of it.
+like a client's. A question stays open, over any number of requests and answers of its connection, until an answer
+names its partition, or the follower asks anew or withdraws it. So requests and answers name what is new. An answer
+comes from an address that was named as a broker's: its lengths are checked like a client's. Its records are slices of
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from struct import Struct
+from struct import Struct, pack
 from typing import NamedTuple
 
 from kproxy_codec.api_keys import FETCH
@@ -16,8 +18,8 @@ from kproxy_codec.errors import Truncated
 from kproxy_codec.fetch import (
     DIVERGING_EPOCH_TAG,
     EPOCH_END,
-    FINAL_EPOCH,
     NO_SESSION,
+    OPEN_EPOCH,
     PARTITION_FETCH,
     REPLICA_DIRECTORY_ID_TAG,
     SESSION_PREAMBLE,
@@ -37,8 +39,8 @@ _NO_TAGS = encode_tagged_fields([])
 # Behind an entry of a request: one tagged field, its tag and its length.
 _ASKED = Struct(f"{PARTITION_FETCH.format}bbb{TOPIC_ID_BYTES}s")
 _ONE_FIELD = (1, REPLICA_DIRECTORY_ID_TAG, TOPIC_ID_BYTES)
-# Behind the topics: no forgotten topic, no rack, no tagged fields.
-_TRAILER = encode_count(0, compact=True) + encode_count(0, compact=True) + _NO_TAGS
+# Behind the forgotten topics: no rack, no tagged fields.
+_TRAILER = encode_count(0, compact=True) + _NO_TAGS
 # throttle_time_ms, error_code, session_id
 _ANSWER = Struct(">ihi")
 # partition_index, error_code, high_watermark, last_stable_offset, log_start_offset
@@ -59,6 +61,7 @@ class ReplicaAnswer(NamedTuple):
 def encode_replica_fetch(
     replica_id: int,
     topics: Sequence[tuple[bytes, Sequence[PartitionFetch]]],
+    withdrawn: Sequence[tuple[bytes, Sequence[int]]] = (),
     *,
     correlation_id: int,
     sender: bytes,
@@ -68,18 +71,23 @@ def encode_replica_fetch(
 ) -> bytes:
     """A follower's whole request, length and header included.
 
-    Topics are named by the bytes of their ids. The leader may wait `max_wait_ms` for `min_bytes`; it sends at most
-    `max_bytes` of records, or one larger batch.
+    Topics are named by the bytes of their ids. Of partitions that are `withdrawn` the leader forgets what was asked. It
+    may wait `max_wait_ms` for `min_bytes`; it sends at most `max_bytes` of records, or one larger batch.
     """
     parts = [
         request_header(FETCH, VERSION, correlation_id, sender),
-        SESSION_PREAMBLE.pack(replica_id, max_wait_ms, min_bytes, max_bytes, READ_UNCOMMITTED, NO_SESSION, FINAL_EPOCH),
+        SESSION_PREAMBLE.pack(replica_id, max_wait_ms, min_bytes, max_bytes, READ_UNCOMMITTED, NO_SESSION, OPEN_EPOCH),
         encode_count(len(topics), compact=True),
     ]
     for topic_id, partitions in topics:
         parts.append(topic_id + encode_count(len(partitions), compact=True))
         parts.extend([_ASKED.pack(*asked[:-1], *_ONE_FIELD, asked.replica_directory_id) for asked in partitions])
         parts.append(_NO_TAGS)
+    parts.append(encode_count(len(withdrawn), compact=True))
+    for topic_id, indexes in withdrawn:
+        parts.append(
+            topic_id + encode_count(len(indexes), compact=True) + pack(f">{len(indexes)}i", *indexes) + _NO_TAGS
+        )
     parts.append(_TRAILER)
     return frame_message(*parts)
 

@@ -64,6 +64,7 @@ class Topic(NamedTuple):
     configs: dict[str, str]
     create_revision: int
     mod_revision: int
+    has_states: bool
 
     @property
     def replication_factor(self) -> int:
@@ -345,7 +346,8 @@ def _parse_topic(name: str, kv: KeyValue) -> Topic:
     if not value.replicas or len(value.replicas) > MAX_PARTITIONS_PER_TOPIC or not all(value.replicas):
         raise ValueError("a topic without partitions, or a partition without replicas")
     configs = check_configs(value.configs)
-    return Topic(name, value.topic_id, value.replicas, configs, kv.create_revision, kv.mod_revision)
+    revisions = kv.create_revision, kv.mod_revision
+    return Topic(name, value.topic_id, value.replicas, configs, *revisions, value.has_states)
 
 
 def _parse_state(_: PartitionKey, kv: KeyValue) -> PartitionState:

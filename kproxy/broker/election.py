@@ -3,7 +3,8 @@
 Candidates
 - Of a partition with a state: the members of its ISR. They hold all records acknowledged with acks=all. A member is a
   log, not a broker: a broker that has opened another log is no member, which the replica manager checks.
-- Of a partition without a state, which was never written: its live replicas, or any live broker where no replica lives.
+- Of a partition without a state, in a topic of an earlier release: it was never written. Its live replicas, or any live
+  broker where no replica lives. In a topic that has states, nobody: the state is lost, and with it who has records.
 
 The candidate that comes first in the replica list takes the partition first, so that the preferred replica leads. The
 others follow with a delay, in case it cannot. Where no replica lives, rendezvous hashing orders the live brokers, so
@@ -17,7 +18,7 @@ A partition is orphaned if this broker saw its owner go.
 
 Invariants
 1. The candidate at place n among the live ones waits n times CANDIDATE_DELAY_S; n times UNWRITTEN_DELAY_S for a
-   partition that was never written; n times NO_REPLICA_DELAY_S where no replica of it lives. So brokers that see the
+   partition that was never led; n times NO_REPLICA_DELAY_S where no replica of it lives. So brokers that see the
    same try one at a time.
    A broker whose disk fails comes after all others, _FAILING_DISK_PLACES later for each replica: it takes what nobody
    else does.
@@ -48,7 +49,7 @@ NOT_A_CANDIDATE = -1
 
 CANDIDATE_DELAY_S = 0.25
 NO_REPLICA_DELAY_S = 2.0
-# The first replica of a never-written partition lives, and may have thousands more to take.
+# The first replica of a partition that was never led lives, and may have thousands more to take.
 UNWRITTEN_DELAY_S = 10.0
 # A broker whose disk fails comes after so many places for each replica.
 _FAILING_DISK_PLACES = 4
@@ -64,14 +65,20 @@ def keeps_replica(view: ClusterView, topic: Topic, partition_index: int, node_id
 def is_in_sync(view: ClusterView, topic: Topic, partition_index: int, replica: ReplicaKey) -> bool:
     """Return whether this log holds all committed records: it is in the ISR, or nothing was ever written."""
     state = view.state(topic, partition_index)
-    return state is None or replica in state.isr
+    return not topic.has_states if state is None else replica in state.isr
+
+
+def was_led(view: ClusterView, topic: Topic, partition_index: int) -> bool:
+    """Return whether the partition ever had a leader, as far as etcd knows."""
+    state = view.state(topic, partition_index)
+    return state is not None and state.leader_epoch >= 0
 
 
 def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool) -> int:
     """Count the candidates before this broker; NOT_A_CANDIDATE if it is none.
 
-    `count_dead` also counts dead candidates, which may be about to start; for a partition that was never written, only
-    its first replica.
+    `count_dead` also counts dead candidates, which may be about to start; for a partition without a state, only its
+    first replica.
     """
     live = {*view.brokers, node_id}
     replicas = view.replicas(topic, partition_index)
@@ -82,6 +89,8 @@ def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_
         ordered = [each for each in replicas if each in state.in_sync]
         ordered += sorted(set(state.in_sync) - set(ordered))
         return [each for each in ordered if count_dead or each in live].index(node_id)
+    if topic.has_states:
+        return NOT_A_CANDIDATE
     living = [each for each in replicas if each in live]
     if living:
         if node_id not in living:
@@ -92,7 +101,7 @@ def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_
 
 
 def initial_replicas(view: ClusterView, topic: Topic, partition_index: int, node_id: int) -> list[int]:
-    """Choose the replicas of a never-written partition that `node_id` takes.
+    """Choose the replicas of a partition without a state that `node_id` takes.
 
     These are the topic's, or, where `node_id` is none of them, `node_id` and as many other live brokers.
     """
@@ -158,7 +167,7 @@ class ElectionQueue:
         return False
 
     def _delay_s(self, key: PartitionKey, topic: Topic) -> float:
-        if self._view.state(topic, key.partition_index) is not None:
+        if was_led(self._view, topic, key.partition_index):
             return CANDIDATE_DELAY_S
         keeps_one = self._node_id in topic.replicas[key.partition_index]
         return UNWRITTEN_DELAY_S if keeps_one else NO_REPLICA_DELAY_S

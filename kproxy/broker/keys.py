@@ -4,7 +4,9 @@
                                                          "log_id": uuid, "replication_tls": "required"} on the broker's
                                                          lease
     {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
-    {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…}}
+    {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…},
+                                                         "has_states": true}
+    {prefix}/refbroker/creating/{topic}                 topic id: who puts the states of a topic that is being created
     {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [[id, log id], …], "topic_id": uuid,
                                                          "replicas": [ids] or null, "version": 2}
     {prefix}/refbroker/fences/{topic}/{partition}       {"fence": n, "is_owned": bool, "topic_id": uuid}
@@ -14,6 +16,9 @@
 
 `replicas[p]` are the brokers that keep partition p; the first of them that can takes it. A state or fence with another
 topic_id belongs to an earlier topic of the same name and counts as absent. Unreadable values raise ValueError.
+
+The states of a topic are created with it (`topics`), in leader epoch -1, which nobody has led in. Topics of earlier
+releases lack `has_states`: there a state is created when the partition is first taken.
 
 A log id names the contents of one disk (KIP-858's directory ids, KIP-853's replica keys). The first release had none:
 its states, version 1, list broker ids as the ISR, and each stands for the data directory that the broker had then
@@ -35,11 +40,15 @@ _VERSION_1 = uuid.UUID("5ad1fe4b-4f2e-4a64-9d0e-3f4b8e2f8d11")
 
 
 class TopicValue(msgspec.Struct, frozen=True):
-    """One topic as created; it never changes. All partitions have equally many replicas."""
+    """One topic as created; it never changes. All partitions have equally many replicas.
+
+    `has_states`: every partition has had its state since the topic was created.
+    """
 
     topic_id: uuid.UUID
     replicas: list[list[int]]
     configs: dict[str, str] = {}
+    has_states: bool = False
 
 
 class ReplicaKey(NamedTuple):
@@ -69,8 +78,9 @@ def node_ids(replicas: Iterable[ReplicaKey]) -> list[int]:
 class StateValue(msgspec.Struct, frozen=True):
     """The state of a partition that outlives its owner.
 
-    Absent: the partition was never taken, so never written. `replicas` is set where other brokers than the topic's keep
-    it: a stand-in took it while those were all dead.
+    Absent in a topic of an earlier release: the partition was never taken, so never written; absent in a topic that has
+    states: lost, and nobody may lead. `replicas` is set where other brokers than the topic's keep it: a stand-in took
+    it while those were all dead.
     """
 
     leader_epoch: int
@@ -153,6 +163,7 @@ class Keys:
         self.brokers = f"{root}/brokers/"
         self.leases = f"{root}/partition-leases/"
         self.topics = f"{root}/refbroker/topics/"
+        self._creating = f"{root}/refbroker/creating/"
         self.states = f"{root}/refbroker/partitions/"
         self.fences = f"{root}/refbroker/fences/"
         self.cluster_id = f"{root}/refbroker/cluster-id"
@@ -167,6 +178,9 @@ class Keys:
 
     def topic(self, topic: str) -> str:
         return f"{self.topics}{topic}"
+
+    def creating(self, topic: str) -> str:
+        return f"{self._creating}{topic}"
 
     def state(self, topic: str, partition_index: int) -> str:
         return f"{self.states}{topic}/{partition_index}"

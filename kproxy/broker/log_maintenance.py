@@ -141,6 +141,7 @@ class MaintainedReplica(Protocol):
     def high_watermark(self) -> int: ...
     @property
     def leadership(self) -> Leadership: ...
+    def log_shortened(self) -> None: ...
 
 
 class LogMaintenance:
@@ -227,6 +228,7 @@ class LogMaintenance:
             _logger.error("retention not applied", **_log_fields(replica), reason=str(error))
             return False
         if removed:
+            replica.log_shortened()
             _logger.info(
                 "old segments removed", **_log_fields(replica), segments=removed, start=replica.log.log_start_offset
             )

@@ -415,7 +415,12 @@ class Partition:
     # As leader: followers
 
     def fetch_as_replica(self, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
-        """Answer a follower's fetch, which also reports what the follower has.
+        """Answer a follower's fetch, which also reports what the follower has."""
+        refused = self.replica_asks(replica_id, asked)
+        return refused if refused is not None else self.read_as_replica(asked, max_bytes)
+
+    def replica_asks(self, replica_id: int, asked: PartitionFetch) -> PartitionFetched | None:
+        """Note what a follower's fetch reports; return the answer where it is to get no records.
 
         It must name its epoch and its log: without a log the request could be anybody's.
         """
@@ -436,15 +441,29 @@ class Partition:
                 )
         is_compared = asked.fetch_offset > self.log_start_offset or self._has_epoch_up_to(asked.last_fetched_epoch)
         if not is_compared or not self.log_start_offset <= asked.fetch_offset <= self.log_end_offset:
-            return PartitionFetched(index, error_codes.OFFSET_OUT_OF_RANGE, self.high_watermark, self.log_start_offset)
+            return self._out_of_range()
+        self.replication.replica_fetched(
+            ReplicaKey(replica_id, uuid.UUID(bytes=asked.replica_directory_id)), asked.fetch_offset
+        )
+        return None
+
+    def read_as_replica(self, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
+        """Answer what `replica_asks` has noted, then or later."""
+        index = self.partition_index
+        if not self.serves_reads():
+            return PartitionFetched(index, error_codes.NOT_LEADER_OR_FOLLOWER)
+        if asked.fetch_offset < self.log_start_offset:
+            return self._out_of_range()
         records = b""
         if asked.fetch_offset < self.log_end_offset:
             error_code, records = self._read_log(asked.fetch_offset, min(asked.max_bytes, max_bytes), None)
             if error_code != error_codes.NONE:
                 return PartitionFetched(index, error_code)
-        replica = ReplicaKey(replica_id, uuid.UUID(bytes=asked.replica_directory_id))
-        self.replication.replica_fetched(replica, asked.fetch_offset)
         return PartitionFetched(index, error_codes.NONE, self.high_watermark, self.log_start_offset, records=records)
+
+    def _out_of_range(self) -> PartitionFetched:
+        code = error_codes.OFFSET_OUT_OF_RANGE
+        return PartitionFetched(self.partition_index, code, self.high_watermark, self.log_start_offset)
 
     def _has_epoch_up_to(self, leader_epoch: int) -> bool:
         """Whether the log still shows where a follower that ends in this epoch parts from it.
@@ -563,16 +582,22 @@ class Partition:
 
     # Waiters
 
-    def add_waiter(self, wake: Callable[[], None], *, for_replica: bool = False) -> None:
-        """Call `wake` once, when there is news for the waiting fetch.
+    def add_waiter(self, wake: Callable[[], None]) -> None:
+        """Call `wake` once: when the high watermark or the log's start moves, or the partition closes."""
+        self._high_watermark_waiters.add(wake)
 
-        For a replica at the next append, for a client when the high watermark moves; and when the partition closes.
-        """
-        (self._append_waiters if for_replica else self._high_watermark_waiters).add(wake)
+    def add_append_waiter(self, wake: Callable[[], None]) -> None:
+        """Call `wake` once, at the next append, or when the partition closes."""
+        self._append_waiters.add(wake)
 
     def remove_waiter(self, wake: Callable[[], None]) -> None:
+        """Remove a waiter of either kind, if it is one."""
         self._append_waiters.discard(wake)
         self._high_watermark_waiters.discard(wake)
+
+    def log_shortened(self) -> None:
+        """Note that retention has moved the log's start."""
+        self._on_high_watermark()
 
     def _on_high_watermark(self) -> None:
         if self._high_watermark_waiters:

@@ -58,6 +58,7 @@ from kproxy.broker.election import (
     initial_replicas,
     is_in_sync,
     keeps_replica,
+    was_led,
 )
 from kproxy.broker.keys import PartitionKey, ReplicaKey, StateValue, node_ids
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
@@ -421,15 +422,15 @@ class ReplicaManager:
     def _may_take_for_client(self, key: PartitionKey) -> bool:
         """Return whether a client's request may take this partition here.
 
-        Clients send requests for a never-written partition to any broker, and it should begin on its preferred one. If
-        that broker cannot take it, another one takes it after a delay.
+        Clients send requests for a partition that was never led to any broker, and it should begin on its preferred
+        one. If that broker cannot take it, another one takes it after a delay.
         """
         topic = self._topic_of(key)
         if topic is None or self._view.ownership(*key) is not None:
             return True
         if self._stands_back(key):
             return False
-        if self._view.state(topic, key.partition_index) is not None or not self._has_live_replica(key, topic):
+        if was_led(self._view, topic, key.partition_index) or not self._has_live_replica(key, topic):
             return True
         return candidate_place(self._view, topic, key.partition_index, self._node_id, count_dead=False) == 0
 
@@ -610,6 +611,11 @@ class ReplicaManager:
             if topic is None or (hosted is not None and hosted.topic_id != topic.topic_id):
                 self._drop(key, "its topic is gone")
             self.replicas.point_at_leader(key)
+        for topic in self._view.topics.values():
+            lost = sum(self._view.state(topic, index) is None for index in range(len(topic.replicas)))
+            if lost and topic.has_states:
+                advice = "restore etcd from a newer snapshot, or delete the topic: nobody can tell who has its records"
+                _logger.error("partition states lost", topic=topic.name, partitions=lost, advice=advice)
         if self._fence is not None and self._fence.claim_revision <= revision:
             self._check_identity()
         self._queue_all()

@@ -2,6 +2,17 @@
 
 A topic record is put once, only where none exists, and never changed: it names the replicas and the configuration. The
 brokers that it names then take its partitions; the broker that created it waits for that as long as its client allows.
+
+Each partition's state is there when the topic is: nobody led it yet, and in sync are the logs of its replicas. So an
+etcd that is restored to any time since then names the logs that may lead. A broker whose disk was replaced is not among
+them, however little etcd knows of what was written.
+
+Invariants of a creation
+1. The topic is put in the transaction that puts the last of its states. Those that do not fit into it are put before.
+2. A creation puts states only while it is the last that began and the topic does not exist: the key `creating` is its
+   own. So the states of a topic that exists are its own, whoever else creates one of its name, or died within it.
+3. A deletion removes no state once another creation has begun. What it leaves has another topic id and counts as
+   absent.
 """
 
 from __future__ import annotations
@@ -14,8 +25,17 @@ from typing import NamedTuple
 
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.config import BrokerConfig, InvalidConfig, check_configs
-from kproxy.broker.keys import MAX_PARTITIONS_PER_TOPIC, TopicValue, encode_value
-from kproxy.etcd import EtcdClient, EtcdError, delete_op, key_absent, mod_revision_is, put_op
+from kproxy.broker.keys import MAX_PARTITIONS_PER_TOPIC, ReplicaKey, StateValue, TopicValue, encode_value
+from kproxy.etcd import (
+    EtcdClient,
+    EtcdError,
+    TxnOp,
+    TxnResult,
+    delete_op,
+    key_absent,
+    mod_revision_is,
+    put_op,
+)
 from kproxy_codec import error_codes
 
 MAX_NAME_LENGTH = 249
@@ -78,7 +98,7 @@ def plan_topic(asked: NewTopic, view: ClusterView, config: BrokerConfig) -> Topi
     topic_id, live = uuid.uuid4(), sorted(view.brokers)
     # The first broker differs from topic to topic; otherwise small topics would all lie on the same one.
     replicas = _assigned(asked, live) if asked.assignments else _spread(asked, live, config, topic_id.int)
-    return replicas if isinstance(replicas, TopicOutcome) else TopicValue(topic_id, replicas, configs)
+    return replicas if isinstance(replicas, TopicOutcome) else TopicValue(topic_id, replicas, configs, has_states=True)
 
 
 def _assigned(asked: NewTopic, live: list[int]) -> list[list[int]] | TopicOutcome:
@@ -137,13 +157,34 @@ class TopicAdmin:
             message = f"{len(value.replicas)} partitions of {len(value.replicas[0])} replicas: too many for one topic"
             return TopicOutcome(error_codes.INVALID_PARTITIONS, message)
         try:
-            result = await self._client.txn([key_absent(key)], [put_op(key, encoded)])
+            result = await self._put(name, value.topic_id, put_op(key, encoded), self._first_states(name, value))
         except EtcdError as error:
             return TopicOutcome(error_codes.REQUEST_TIMED_OUT, str(error))
         if not result.succeeded:
             return TopicOutcome(error_codes.TOPIC_ALREADY_EXISTS, f"topic {name} exists")
         self._view.apply_put(key, encoded, lease_id=0, revision=result.revision)
         return _DONE
+
+    def _first_states(self, name: str, topic: TopicValue) -> list[TxnOp]:
+        """The states of partitions that nobody has led: the live replicas are in sync, as they are empty."""
+        log_ids = {each.node_id: each.log_id for each in self._view.brokers.values()}
+        states = []
+        for index, replicas in enumerate(topic.replicas):
+            isr = [ReplicaKey(each, log_id) for each in sorted(replicas) if (log_id := log_ids.get(each)) is not None]
+            states.append(put_op(self._view.keys.state(name, index), encode_value(StateValue(-1, isr, topic.topic_id))))
+        return states
+
+    async def _put(self, name: str, topic_id: uuid.UUID, topic: TxnOp, states: Sequence[TxnOp]) -> TxnResult:
+        """Put the topic and its states, unless the topic exists or another creation has begun. Raises EtcdError."""
+        creating = self._view.keys.creating(name)
+        guards = [key_absent(self._view.keys.topic(name))]
+        *before, last = [states[start : start + _OPS_PER_TXN] for start in range(0, len(states), _OPS_PER_TXN)]
+        if before:
+            result = await self._client.txn(guards, [put_op(creating, str(topic_id).encode())])
+            guards = [*guards, mod_revision_is(creating, result.revision)]
+            for page in before:
+                await self._client.txn(guards, page)
+        return await self._client.txn(guards, [topic, *last, delete_op(creating)])
 
     async def delete(self, topic: Topic) -> TopicOutcome:
         """Delete a topic; its owners give up its partitions and remove their logs when they see it."""
@@ -156,9 +197,8 @@ class TopicAdmin:
             if not result.succeeded:
                 return TopicOutcome(error_codes.UNKNOWN_TOPIC_OR_PARTITION, f"topic {topic.name} is gone")
             for start in range(0, len(kept), _OPS_PER_TXN):
-                await self._client.txn(
-                    [key_absent(key)], [delete_op(each) for each in kept[start : start + _OPS_PER_TXN]]
-                )
+                page = [delete_op(each) for each in kept[start : start + _OPS_PER_TXN]]
+                await self._client.txn([key_absent(key), key_absent(keys.creating(topic.name))], page)
         except EtcdError as error:
             return TopicOutcome(error_codes.REQUEST_TIMED_OUT, str(error))
         return _DONE

@@ -35,28 +35,43 @@ FETCHED = st.builds(PartitionFetched, INT32, INT16, INT64, INT64, EPOCH_ENDS, st
 TOPIC_IDS = st.uuids(version=4)
 
 
-def _asking(topics: list[tuple[uuid.UUID, list[PartitionFetch]]], **changes: int) -> memoryview:
+def _asking(
+    topics: list[tuple[uuid.UUID, list[PartitionFetch]]],
+    withdrawn: list[tuple[uuid.UUID, list[int]]] | None = None,
+    **changes: int,
+) -> memoryview:
     numbers = {"correlation_id": 7, "max_wait_ms": 500, "min_bytes": 1, "max_bytes": 10 << 20, **changes}
     wire = [(topic.bytes, asked) for topic, asked in topics]
-    return memoryview(bytearray(encode_replica_fetch(3, wire, sender=b"broker-3", **numbers)))
+    left = [(topic.bytes, indexes) for topic, indexes in withdrawn or []]
+    return memoryview(bytearray(encode_replica_fetch(3, wire, left, sender=b"broker-3", **numbers)))
 
 
 @settings(max_examples=150)
-@given(st.lists(st.tuples(TOPIC_IDS, st.lists(ASKED, max_size=4)), max_size=4), INT32, INT32)
+@given(
+    st.lists(st.tuples(TOPIC_IDS, st.lists(ASKED, max_size=4)), max_size=4),
+    st.lists(st.tuples(TOPIC_IDS, st.lists(INT32, max_size=4)), max_size=4),
+    INT32,
+    INT32,
+)
 def test_what_a_follower_asks_is_what_a_leader_reads(
-    topics: list[tuple[uuid.UUID, list[PartitionFetch]]], correlation_id: int, max_bytes: int
+    topics: list[tuple[uuid.UUID, list[PartitionFetch]]],
+    withdrawn: list[tuple[uuid.UUID, list[int]]],
+    correlation_id: int,
+    max_bytes: int,
 ) -> None:
-    frame = _asking(topics, correlation_id=correlation_id, max_bytes=max_bytes)
+    frame = _asking(topics, withdrawn, correlation_id=correlation_id, max_bytes=max_bytes)
     header = parse_request_header(frame)
     assert header[:3] == (FETCH, replica_fetch.VERSION, correlation_id)
     theirs = control.decode_request(FETCH, replica_fetch.VERSION, frame[header.body_offset :])
     assert (theirs.replica_id, theirs.max_wait_ms, theirs.min_bytes, theirs.max_bytes) == (3, 500, 1, max_bytes)
-    assert (theirs.isolation_level, theirs.session_id, theirs.session_epoch) == (0, 0, -1)
-    assert (theirs.forgotten_topics_data, theirs.rack_id) == ([], "")
+    assert (theirs.isolation_level, theirs.session_id, theirs.session_epoch) == (0, 0, 0)
+    forgotten = [(each.topic_id, each.partitions) for each in theirs.forgotten_topics_data]
+    assert (forgotten, theirs.rack_id) == (withdrawn, "")
     # In this version they know no replica_directory_id.
     read = [(topic.topic_id, [PartitionFetch(*_numbers(each)) for each in topic.partitions]) for topic in theirs.topics]
     assert read == [(topic, [each._replace(replica_directory_id=b"") for each in asked]) for topic, asked in topics]
     ours = parse_fetch(frame, header)
+    assert ours.forgotten == [(topic.bytes, tuple(indexes)) for topic, indexes in withdrawn]
     assert (ours.replica_id, ours.max_wait_ms, ours.min_bytes, ours.max_bytes) == (3, 500, 1, max_bytes)
     assert ours.by_id
     assert topics == [
@@ -93,7 +108,9 @@ def _as_fields(request: Any) -> dict[str, Any]:
         for topic in request.topics
     ]
     limits = {name: getattr(request, name) for name in ("max_wait_ms", "min_bytes", "max_bytes")}
-    return {"replica_id": request.replica_id, "session_epoch": -1, "topics": topics, **limits}
+    forgotten = [{"topic_id": each.topic_id, "partitions": each.partitions} for each in request.forgotten_topics_data]
+    fields = {"replica_id": request.replica_id, "session_epoch": 0, "topics": topics}
+    return {**fields, "forgotten_topics_data": forgotten, **limits}
 
 
 def _answering(topics: list[tuple[uuid.UUID, list[PartitionFetched]]], error_code: int = 0) -> memoryview:

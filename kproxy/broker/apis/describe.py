@@ -279,8 +279,8 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
 def describe_partition(broker: Broker, topic: Topic, partition_index: int) -> dict[str, Any]:
     """Describe leader, epoch, replicas and ISR of a partition.
 
-    LEADER_NOT_AVAILABLE while no live broker owns it. A partition that was never taken was never written, so all its
-    replicas are in sync.
+    LEADER_NOT_AVAILABLE while no live broker owns it. Without a state it was never written, so all its replicas are in
+    sync.
     """
     leader_id, leader_epoch = broker.current_leader(topic.name, partition_index)
     state = broker.view.state(topic, partition_index)

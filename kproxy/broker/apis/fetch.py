@@ -1,10 +1,9 @@
-"""Fetch from clients and followers, and ListOffsets.
+"""Fetch from clients, and ListOffsets.
 
-Fetch, versions 4-12 for clients, and 13, topics by id, for followers on the replication listener
+Fetch, versions 4-12 (followers fetch in another way: `replication.open_fetches`)
 - Sessionless (KIP-227): every answer says session 0; a request that continues one gets FETCH_SESSION_ID_NOT_FOUND.
 - Waits up to max_wait_ms for min_bytes. An error in any partition ends the wait, and so does a diverging epoch. The
-  high watermark wakes clients; appends wake followers, because the followers' progress moves the high watermark. A
-  follower's wait also ends when its next request arrives.
+  high watermark wakes it.
 - The first batch of the answer is whole, however large; beyond that the limits of the request, of each partition and of
   this broker hold. The last batch may be partial.
 - Not the owner: 6. Outside the log: OFFSET_OUT_OF_RANGE. Another leader epoch: 74 or 75 (KIP-320).
@@ -24,14 +23,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import NamedTuple
 
 import structlog
 
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import NO_EPOCH, Partition
-from kproxy.broker.replication.partition_replication import UNKNOWN_OFFSET
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import LIST_OFFSETS
@@ -49,31 +47,6 @@ from kproxy_codec.primitives import Buffer
 
 # The longest wait, whatever is asked for: a client that is gone must not occupy the broker for long.
 MAX_WAIT_MS = 60_000
-# (led partition, request, size limit in bytes) -> result
-FetchFrom = Callable[[Partition, PartitionFetch, int], PartitionFetched]
-
-
-class Hurry:
-    """Ends a connection's waiting fetch because its next request has arrived. One for each connection."""
-
-    __slots__ = ("is_due", "wake")
-
-    def __init__(self) -> None:
-        self.is_due = False
-        self.wake: Callable[[], None] | None = None
-
-    def __call__(self) -> None:
-        self.is_due = True
-        if self.wake is not None:
-            self.wake()
-
-
-class _Reader(NamedTuple):
-    """The reader. `hurry` is None for clients, who wait their full time unless the broker stops."""
-
-    fetch_from: FetchFrom
-    for_replica: bool
-    hurry: Hurry | None = None
 
 
 class _Found(NamedTuple):
@@ -90,39 +63,25 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
     if fetch.replica_id >= 0:
         raise CloseConnection(f"Fetch with replica_id {fetch.replica_id}: followers fetch on the replication listener")
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in fetch.topics])
-    reader, deadline = _Reader(_fetch_as_client, for_replica=False), _deadline(fetch)
+    deadline = _deadline(fetch)
     if takeable:
-        return broker.take_then(takeable, lambda: _serve(broker, fetch, reader, deadline))
-    return _serve(broker, fetch, reader, deadline)
-
-
-def handle_replica(broker: Broker, request: Request, replica_id: int, hurry: Hurry) -> Body | Awaitable[Body]:
-    """Answer the fetch of a follower authenticated as `replica_id`. No partition is taken for it."""
-    fetch = parse_fetch(request.frame, request.header)
-    if fetch.replica_id != replica_id:
-        raise CloseConnection(f"Fetch with replica_id {fetch.replica_id} from broker {replica_id}")
-    broker.name_topics(fetch)
-
-    def fetch_as_replica(partition: Partition, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
-        return partition.fetch_as_replica(replica_id, asked, max_bytes)
-
-    hurry.is_due = False
-    return _serve(broker, fetch, _Reader(fetch_as_replica, for_replica=True, hurry=hurry), _deadline(fetch))
+        return broker.take_then(takeable, lambda: _serve(broker, fetch, deadline))
+    return _serve(broker, fetch, deadline)
 
 
 def _deadline(fetch: FetchRequest) -> float:
     return asyncio.get_running_loop().time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
 
 
-def _serve(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float) -> Body | Awaitable[Body]:
+def _serve(broker: Broker, fetch: FetchRequest, deadline: float) -> Body | Awaitable[Body]:
     if fetch.continues_session:
         head, tail = response_ends(fetch.header.api_version, 0, [], error_codes.FETCH_SESSION_ID_NOT_FOUND)
         return [head, *encode_topics([], flexible=fetch.flexible), tail]
-    found = _read(broker, fetch, reader)
+    found = _read(broker, fetch)
     if _is_enough(found, fetch):
         return _encode(fetch, found)
     # The wait begins in the step that found too little, so that every later append wakes it.
-    return _wait(broker, fetch, reader, deadline, _Wait(broker, fetch, reader))
+    return _wait(broker, fetch, deadline, _Wait(broker, fetch))
 
 
 def _is_enough(found: _Found, fetch: FetchRequest) -> bool:
@@ -132,18 +91,15 @@ def _is_enough(found: _Found, fetch: FetchRequest) -> bool:
 class _Wait:
     """One wait for news in any of the partitions that a fetch names."""
 
-    def __init__(self, broker: Broker, fetch: FetchRequest, reader: _Reader) -> None:
+    def __init__(self, broker: Broker, fetch: FetchRequest) -> None:
         self._woken = asyncio.get_running_loop().create_future()
-        self._hurry = reader.hurry
         self._partitions: list[Partition] = []
         for topic in fetch.topics:
             for index in topic.partitions:
                 partition = broker.led(topic.name, index)
                 if partition is not None:
-                    partition.add_waiter(self._wake, for_replica=reader.for_replica)
+                    partition.add_waiter(self._wake)
                     self._partitions.append(partition)
-        if self._hurry is not None:
-            self._hurry.wake = self._wake
 
     def _wake(self) -> None:
         if not self._woken.done():
@@ -158,21 +114,18 @@ class _Wait:
             timer.cancel()
             for partition in self._partitions:
                 partition.remove_waiter(self._wake)
-            if self._hurry is not None:
-                self._hurry.wake = None
 
 
-async def _wait(broker: Broker, fetch: FetchRequest, reader: _Reader, deadline: float, waiting: _Wait) -> Body:
+async def _wait(broker: Broker, fetch: FetchRequest, deadline: float, waiting: _Wait) -> Body:
     while True:
         await waiting.until(deadline)
-        found = _read(broker, fetch, reader)
-        is_hurried = reader.hurry.is_due if reader.hurry is not None else broker.replica_manager.stopping
-        if _is_enough(found, fetch) or is_hurried or asyncio.get_running_loop().time() >= deadline:
+        found = _read(broker, fetch)
+        if _is_enough(found, fetch) or broker.replica_manager.stopping or asyncio.get_running_loop().time() >= deadline:
             return _encode(fetch, found)
-        waiting = _Wait(broker, fetch, reader)
+        waiting = _Wait(broker, fetch)
 
 
-def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Found:
+def _read(broker: Broker, fetch: FetchRequest) -> _Found:
     left = min(fetch.max_bytes, broker.config.fetch_max_bytes)
     size, is_urgent = 0, False
     topics: list[list[PartitionFetched]] = []
@@ -183,12 +136,12 @@ def _read(broker: Broker, fetch: FetchRequest, reader: _Reader) -> _Found:
             limit = min(asked.max_bytes, left)
             partition = broker.led(topic.name, asked.partition_index)
             if partition is not None:
-                fetched = reader.fetch_from(partition, asked, limit)
+                fetched = _fetch_as_client(partition, asked, limit)
             else:
                 fetched = PartitionFetched(asked.partition_index, _refusal(broker, fetch, topic, asked.partition_index))
             if size and len(fetched.records) > limit:
                 # Only the first batch of the whole answer may exceed the limits.
-                fetched = _without_records(fetched, reader)
+                fetched = fetched._replace(records=b"")
             size += len(fetched.records)
             left -= len(fetched.records)
             is_urgent = is_urgent or fetched.error_code != error_codes.NONE or fetched.diverging_epoch is not None
@@ -206,12 +159,6 @@ def _encode(fetch: FetchRequest, found: _Found) -> Body:
         topics.append((topic.wire, entries, len(results)))
     head, tail = response_ends(version, 0, [])
     return [head, *encode_topics(topics, flexible=fetch.flexible, by_id=fetch.by_id), tail]
-
-
-def _without_records(fetched: PartitionFetched, reader: _Reader) -> PartitionFetched:
-    """Drop the records. A follower gets no high watermark either: it would take itself to be at the end."""
-    high_watermark = UNKNOWN_OFFSET if reader.for_replica else fetched.high_watermark
-    return fetched._replace(records=b"", high_watermark=high_watermark)
 
 
 def _refusal(broker: Broker, fetch: FetchRequest, topic: TopicSpan, partition_index: int) -> int:

@@ -20,8 +20,8 @@ Invariants of a connection
 
 States of a fetcher
   dialling   the leader is not reached yet; tried again with a growing pause
-  fetching   one Fetch for all partitions followed from this leader is under way
-  resting    there is no partition to ask for now
+  fetching   one Fetch is under way, with what was not asked yet; the leader keeps what it has not answered
+  resting    no partition is to be asked for, and none is open at the leader
   ended      nothing is followed from this leader any more, or its address has changed
 
 Transitions
@@ -32,13 +32,15 @@ Transitions
   any -> ended           `ReplicaFetchers` sees that leaderships or brokers changed
 
 Invariants of a fetcher
-1. A partition is in at most one request at a time, so that an answer always meets the log that it was asked for.
-2. An answer has exactly the requested partitions, in their order; otherwise nothing of it counts and the connection
-   ends.
+1. A partition is asked for once, and again when it is answered, or what would be asked has changed: the leader keeps
+   the question open on this connection (`open_fetches`). So an answer always meets the log that it was asked for. A
+   partition that is followed no more, or whose log was opened anew, is withdrawn: otherwise the leader would rely on
+   what the earlier log had.
+2. An answer has only partitions that are open, each once; otherwise nothing of it counts and the connection ends.
 3. A partition whose answer could not be applied waits PARTITION_PAUSE_S; the others are fetched meanwhile.
 4. A leader that waits for records is hurried when there is something to ask that was not in the request.
-5. A request names at most MAX_PARTITIONS partitions and asks for at most MAX_BYTES of records; the next one continues
-   where this one ended.
+5. A request names at most MAX_PARTITIONS partitions and asks for at most MAX_BYTES of records; the leader answers first
+   what had no room before.
 6. Nothing is asked without a live lease: another process may have the broker's id by then, with its own disk, and the
    leader would count our reports as that one's.
 7. Where records have to be on the disk, nothing behind them is asked for before they are (`Partition.next_fetch`). A
@@ -50,8 +52,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import structlog
 
@@ -66,7 +69,7 @@ from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.correlation import AwaitedAnswers
 from kproxy_codec.errors import CodecError, UnexpectedAnswer
-from kproxy_codec.fetch import PartitionFetch, PartitionFetched
+from kproxy_codec.fetch import PartitionFetch
 from kproxy_codec.framing import (
     FrameReader,
     ReceiveArena,
@@ -168,16 +171,18 @@ class LeaderConnection(asyncio.BufferedProtocol):
     def fetch(
         self,
         topics: Sequence[tuple[bytes, Sequence[PartitionFetch]]],
+        withdrawn: Sequence[tuple[bytes, Sequence[int]]] = (),
         *,
         max_wait_ms: int,
         min_bytes: int,
         max_bytes: int,
     ) -> asyncio.Future[memoryview]:
-        """Request topics by id; the future gets the frame for `read_answer`, or LeaderLost."""
+        """Ask for topics by id, and withdraw partitions; the future gets the frame for `read_answer`, or LeaderLost."""
         correlation_id = self._awaited.next_id()
         frame = encode_replica_fetch(
             self._follower.node_id,
             topics,
+            withdrawn,
             correlation_id=correlation_id,
             sender=self._sender,
             max_wait_ms=max_wait_ms,
@@ -268,8 +273,9 @@ LONGEST_PAUSE_S = 1.0
 _logger = structlog.get_logger(__name__)
 
 _Asked = list[tuple[Partition, PartitionFetch]]
-# By the bytes of the topic id.
-_Wire = list[tuple[bytes, list[PartitionFetch]]]
+# The bytes of the topic id, and the partition index.
+_Key = tuple[bytes, int]
+_Thing = TypeVar("_Thing")
 
 
 class ReplicaFetchers:
@@ -391,10 +397,12 @@ class _Fetcher:
     ) -> None:
         self.leader = leader
         self._leader_id = leader.node_id
-        self._open = open_connection
+        self._open_connection = open_connection
         self._may_fetch = may_fetch
-        self._partitions: list[Partition] = []
-        self._first = 0  # the place of the partition that the next request begins with
+        self._partitions: dict[Partition, None] = {}  # ordered by topic
+        self._to_ask: dict[Partition, None] = {}
+        self._open: dict[_Key, tuple[Partition, PartitionFetch]] = {}
+        self._withdrawn: set[_Key] = set()  # the leader may answer them until it is told
         self._paused: dict[Partition, float] = {}  # until when, on the loop's clock
         self._reason = ""  # why there is no connection, as it was logged
         self._wake: Callable[[], None] | None = None
@@ -403,20 +411,32 @@ class _Fetcher:
 
     def follow(self, partitions: list[Partition]) -> None:
         """Follow these partitions, ordered by topic, from now on."""
-        self._partitions = partitions
-        self._first = 0
-        still = set(partitions)
-        self._paused = {partition: until for partition, until in self._paused.items() if partition in still}
-        if self._wake is not None:
-            self._wake()
+        # Whatever the leader has told of these before, a log that is new here may not know.
+        self._withdrawn.update(_key(partition) for partition in partitions if partition not in self._partitions)
+        self._partitions = dict.fromkeys(partitions)
+        self._paused = {partition: until for partition, until in self._paused.items() if partition in self._partitions}
+        for key, (partition, fetch) in list(self._open.items()):
+            if partition not in self._partitions or partition.next_fetch() != fetch:
+                del self._open[key]
+                self._withdrawn.add(key)
+        waiting = {*self._paused, *(partition for partition, _ in self._open.values())}
+        self._to_ask = {partition: None for partition in partitions if partition not in waiting}
+        self._hurry()
+
+    def _begin_anew(self) -> None:
+        """Ask for everything: the leader knows nothing of earlier connections."""
+        self._open.clear()
+        self._withdrawn.clear()
+        self._to_ask = {partition: None for partition in self._partitions if partition not in self._paused}
 
     async def _run(self) -> None:
         pause = FIRST_PAUSE_S
         while True:
             try:
                 await self._until_allowed()
-                connection = await self._open(self.leader)
+                connection = await self._open_connection(self.leader)
                 try:
+                    self._begin_anew()
                     while True:
                         if await self._exchange(connection):
                             pause, self._reason = FIRST_PAUSE_S, ""
@@ -437,64 +457,77 @@ class _Fetcher:
     async def _exchange(self, connection: LeaderConnection) -> bool:
         """Send one request and apply its answer; False if there was nothing to ask. Raises LeaderLost."""
         await self._until_allowed()
-        asked, parts = self._next()
-        if not asked:
+        asked = self._next()
+        withdrawn, self._withdrawn = self._withdrawn, set()
+        if not self._open and not withdrawn:
             await self._until(None)
             return False
-        wire: _Wire = []
-        for partition, fetch in asked:
-            topic_id = partition.topic_id.bytes
-            if not wire or wire[-1][0] != topic_id:
-                wire.append((topic_id, []))
-            wire[-1][1].append(fetch)
-        max_wait_ms = MAX_WAIT_MS // parts
-        answer = connection.fetch(wire, max_wait_ms=max_wait_ms, min_bytes=MIN_BYTES, max_bytes=MAX_BYTES)
-        await self._wait_for(connection, answer, asked, self._loop.time() + max_wait_ms / 1000 + ANSWER_PATIENCE_S)
-        await self._take(asked, _matched(wire, connection.read_answer(answer.result())))
-        await self._until_flushed([partition for partition, _ in asked if partition.is_flushing])
-        if len(asked) > PARTITIONS_WITHOUT_REST:
-            await asyncio.sleep((len(asked) - PARTITIONS_WITHOUT_REST) * REST_S_PER_PARTITION)
+        max_wait_ms = MAX_WAIT_MS if not self._to_ask else 0
+        answer = connection.fetch(
+            _by_topic_id((partition.topic_id.bytes, fetch) for partition, fetch in asked),
+            _by_topic_id(withdrawn),
+            max_wait_ms=max_wait_ms,
+            min_bytes=MIN_BYTES,
+            max_bytes=MAX_BYTES,
+        )
+        deadline = self._loop.time() + max_wait_ms / 1000 + ANSWER_PATIENCE_S
+        taken: list[Partition] = []
+        for frame in await self._wait_for(connection, answer, deadline):
+            taken += await self._take(connection.read_answer(frame))
+        await self._until_flushed([partition for partition in taken if partition.is_flushing])
+        most = max(len(asked), len(taken))
+        if most > PARTITIONS_WITHOUT_REST:
+            await asyncio.sleep((most - PARTITIONS_WITHOUT_REST) * REST_S_PER_PARTITION)
         return True
 
-    def _next(self) -> tuple[_Asked, int]:
-        """Choose what to ask now; also return how many requests it takes to ask for everything followed."""
-        partitions, first = self._partitions, self._first
-        parts = max(1, -(-len(partitions) // MAX_PARTITIONS))
-        if first:
-            partitions = partitions[first:] + partitions[:first]
-        if parts > 1:
-            partitions = partitions[:MAX_PARTITIONS]
-            self._first = (first + MAX_PARTITIONS) % len(self._partitions)
-        return [(partition, fetch) for partition in partitions if (fetch := self._to_ask(partition)) is not None], parts
-
-    def _to_ask(self, partition: Partition) -> PartitionFetch | None:
-        if partition.leader_id != self._leader_id:
-            return None
-        if partition in self._paused:
-            if self._loop.time() < self._paused[partition]:
-                return None
+    def _next(self) -> _Asked:
+        """Choose what to ask now. It is open from here on."""
+        now = self._loop.time()
+        for partition in [partition for partition, until in self._paused.items() if until <= now]:
             del self._paused[partition]
-        return partition.next_fetch()
+            self._to_ask[partition] = None
+        asked: _Asked = []
+        while self._to_ask and len(asked) < MAX_PARTITIONS:
+            partition = next(iter(self._to_ask))
+            del self._to_ask[partition]
+            fetch = partition.next_fetch() if partition.leader_id == self._leader_id else None
+            if fetch is not None:
+                asked.append((partition, fetch))
+                self._open[_key(partition)] = partition, fetch
+            elif partition.is_flushing:
+                partition.when_flushed(partial(self._ask_again, partition))
+        return asked
 
-    async def _take(self, asked: _Asked, found: Sequence[PartitionFetched]) -> None:
-        """Apply an answer; yield to other tasks in between.
+    def _ask_again(self, partition: Partition) -> None:
+        if partition in self._partitions:
+            self._to_ask[partition] = None
+            self._hurry()
+
+    async def _take(self, answer: ReplicaAnswer) -> list[Partition]:
+        """Apply an answer and return its partitions; yield to other tasks in between. Raises LeaderLost.
 
         A partition may have to wait for the disk, and there may be thousands.
         """
-        size, last, began_at = 0, 0, time.monotonic()
-        for place, ((partition, fetch), fetched) in enumerate(zip(asked, found, strict=True)):
-            if fetched.records:
-                size += len(fetched.records)
-                last = place
-            if not partition.take_fetched(fetch, fetched):
+        results = [(topic_id, fetched) for topic_id, fetches in answer.topics for fetched in fetches]
+        named = [(topic_id, fetched.partition_index) for topic_id, fetched in results]
+        if len(set(named)) < len(named) or not all(key in self._open or key in self._withdrawn for key in named):
+            raise LeaderLost("an answer to something that was not asked")
+        taken: list[Partition] = []
+        began_at = time.monotonic()
+        for key, (_, fetched) in zip(named, results, strict=True):
+            found = self._open.pop(key, None)
+            if found is None:
+                continue  # withdrawn meanwhile
+            partition, fetch = found
+            taken.append(partition)
+            if partition.take_fetched(fetch, fetched):
+                self._to_ask[partition] = None
+            else:
                 self._paused[partition] = self._loop.time() + PARTITION_PAUSE_S
             if time.monotonic() - began_at > LONGEST_STEP_S:
                 await asyncio.sleep(0)
                 began_at = time.monotonic()
-        if size >= MAX_BYTES // 2:
-            # There may have been no room for the partitions behind it: they come first now.
-            behind = asked[(last + 1) % len(asked)][0]
-            self._first = self._partitions.index(behind) if behind in self._partitions else 0
+        return taken
 
     # Waiting
 
@@ -515,8 +548,8 @@ class _Fetcher:
             self._wake()
 
     async def _wait_for(
-        self, connection: LeaderConnection, answer: asyncio.Future[memoryview], asked: _Asked, deadline: float
-    ) -> None:
+        self, connection: LeaderConnection, answer: asyncio.Future[memoryview], deadline: float
+    ) -> list[memoryview]:
         """Wait for `answer`; hurry the leader as soon as there is more to ask. Raises LeaderLost."""
         hurried: asyncio.Future[memoryview] | None = None
         while not answer.done():
@@ -524,21 +557,19 @@ class _Fetcher:
             await self._until(answer, deadline, heed_pauses=hurried is None)
             if answer.done():
                 break
-            if self._loop.time() >= deadline:
+            now = self._loop.time()
+            if now >= deadline:
                 raise LeaderLost("no answer in time")
-            if hurried is None and self._is_more_to_ask(asked):
-                # Its answer does not matter: its only purpose is to stand behind the waiting fetch.
-                hurried = connection.fetch((), max_wait_ms=0, min_bytes=0, max_bytes=0)
-        if hurried is not None:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await hurried
-            except TimeoutError as error:
-                raise LeaderLost("no answer in time") from error
-
-    def _is_more_to_ask(self, asked: _Asked) -> bool:
-        under_way = {partition for partition, _ in asked}
-        return any(each not in under_way and self._to_ask(each) is not None for each in self._partitions)
+            if hurried is None and (self._to_ask or any(until <= now for until in self._paused.values())):
+                # Its purpose is to stand behind the waiting fetch.
+                hurried = connection.fetch((), max_wait_ms=0, min_bytes=0, max_bytes=MAX_BYTES)
+        if hurried is None:
+            return [answer.result()]
+        try:
+            async with asyncio.timeout_at(deadline):
+                return [answer.result(), await hurried]
+        except TimeoutError as error:
+            raise LeaderLost("no answer in time") from error
 
     async def _until(
         self, answer: asyncio.Future[memoryview] | None, deadline: float | None = None, *, heed_pauses: bool = True
@@ -563,9 +594,12 @@ class _Fetcher:
                 timer.cancel()
 
 
-def _matched(wire: _Wire, answer: ReplicaAnswer) -> list[PartitionFetched]:
-    """Return the results if they are what was asked for. Raises LeaderLost."""
-    answered = [(topic_id, [each.partition_index for each in results]) for topic_id, results in answer.topics]
-    if answered != [(topic_id, [each.partition_index for each in fetches]) for topic_id, fetches in wire]:
-        raise LeaderLost("an answer to something that was not asked")
-    return [each for _, results in answer.topics for each in results]
+def _key(partition: Partition) -> _Key:
+    return partition.topic_id.bytes, partition.partition_index
+
+
+def _by_topic_id(things: Iterable[tuple[bytes, _Thing]]) -> list[tuple[bytes, list[_Thing]]]:
+    grouped: dict[bytes, list[_Thing]] = {}
+    for topic_id, thing in things:
+        grouped.setdefault(topic_id, []).append(thing)
+    return list(grouped.items())

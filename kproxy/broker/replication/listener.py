@@ -32,14 +32,15 @@ from types import MappingProxyType
 
 import structlog
 
-from kproxy.broker.apis import fetch
 from kproxy.broker.apis.registry import API_VERSIONS_MAX, answer_api_versions
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
 from kproxy.broker.replication.encryption import NO_ENCRYPTION, Encryption, stranger, without_tls
 from kproxy.broker.replication.isr_keeper import FollowerPresence
+from kproxy.broker.replication.open_fetches import OpenFetches
 from kproxy.config.certificates import names_of
+from kproxy.etcd.lease import Clock, lease_clock
 from kproxy.runtime.sockets import bind, bound_port
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of
@@ -73,8 +74,13 @@ class ReplicationListener:
         arena: ReceiveArena,
         presence: FollowerPresence,
         encryption: Encryption = NO_ENCRYPTION,
+        clock: Clock = lease_clock,
     ) -> None:
-        """`secret` returns the cluster's current secret; `presence` records which followers are connected."""
+        """`secret` returns the cluster's current secret; `presence` records which followers are connected.
+
+        `clock` is the one of the partitions led here.
+        """
+        self.clock = clock
         self._secret = secret
         self._entrance = encryption.entrance(self._connection)
         self._presence = presence
@@ -152,6 +158,7 @@ class ReplicationListener:
         self._presence.connected(node_id)
         if earlier is not None:
             # A leftover of a restart, or of a connection that broke on the other side alone.
+            earlier.end_fetches()
             earlier.connection.abort()
 
     def closed(self, session: _Session) -> None:
@@ -168,8 +175,8 @@ class _Session:
     def __init__(self, listener: ReplicationListener) -> None:
         self._listener = listener
         self._handshake: ListenerHandshake | None = None
-        self._replica_id = -1
-        self._hurry = fetch.Hurry()
+        # None until the other side is authenticated.
+        self._fetches: OpenFetches | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.connection = ClientConnection(
             self._serve,
@@ -189,7 +196,18 @@ class _Session:
 
     def _on_closed(self, _: ClientConnection) -> None:
         self._stop_timer()
+        self.end_fetches()
         self._listener.closed(self)
+
+    def end_fetches(self) -> None:
+        """Forget what is asked here: nothing counts any more that this connection says."""
+        if self._fetches is not None:
+            self._fetches.close()
+            self._fetches = None
+
+    def _hurry(self) -> None:
+        if self._fetches is not None:
+            self._fetches.hurry()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -206,9 +224,9 @@ class _Session:
             return self._agree_on_mechanism(request)
         if api_key == SASL_AUTHENTICATE:
             return self._authenticate(request)
-        if self._replica_id < 0:
+        if self._fetches is None:
             raise CloseConnection(f"{name_of(api_key)} from somebody who is not authenticated")
-        return fetch.handle_replica(self._listener.broker, request, self._replica_id, self._hurry)
+        return self._fetches.serve(self._listener.broker, request)
 
     def _agree_on_mechanism(self, request: Request) -> Body:
         if self._handshake is not None:
@@ -221,7 +239,7 @@ class _Session:
         return _encoded(request, error_code=error_codes.NONE, mechanisms=[MECHANISM])
 
     def _authenticate(self, request: Request) -> Body:
-        if self._handshake is None or self._replica_id >= 0:
+        if self._handshake is None or self._fetches is not None:
             raise CloseConnection("SASL_AUTHENTICATE where none is expected")
         message = control.decode_request(SASL_AUTHENTICATE, request.header.api_version, request.body)
         try:
@@ -241,10 +259,10 @@ class _Session:
             if reason:
                 # The other side has proved that it knows the secret, so it may know this as well.
                 raise CloseConnection(reason, _authentication_failed(request, reason))
-            self._replica_id = follower.node_id
+            self._fetches = OpenFetches(follower.node_id, self._listener.clock)
             self._stop_timer()
             self.connection.admit(FRAME_BYTES)
-            self._listener.authenticated(self, self._replica_id)
+            self._listener.authenticated(self, follower.node_id)
             _logger.info("follower authenticated", replica_id=follower.node_id, log_id=str(follower.log_id))
         return _encoded(request, error_code=error_codes.NONE, error_message=None, auth_bytes=answer)
 

@@ -28,6 +28,8 @@ Invariants
    ISR has become too small; REQUEST_TIMED_OUT when its time is over or leadership ends. Never 6: its records are in the
    log.
 5. No waiter is older than MAX_WAITER_AGE_S.
+6. A follower that waits at the log's end costs nothing until the log grows, and has caught up for as long as its
+   connection is heard of.
 """
 
 from __future__ import annotations
@@ -71,18 +73,42 @@ class Isr(NamedTuple):
     revision: int
 
 
-class _Progress:
-    """A follower's progress, as its fetches report. Times are the clock's. `replica` is None before its first fetch."""
+class FollowerContact:
+    """When a follower was last heard of on one connection (`open_fetches`), on the clock of the partitions led here."""
 
-    __slots__ = ("caught_up_at", "fetched_at", "leader_end_at_fetch", "log_end_offset", "replica")
+    __slots__ = ("_clock", "heard_at")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.heard_at = clock()
+
+    def heard(self) -> None:
+        self.heard_at = self._clock()
+
+
+class _Progress:
+    """A follower's progress, as its fetches report. Times are the clock's. `replica` is None before its first fetch.
+
+    `contact` is set while the follower has the whole log and waits for more: it has caught up whenever it is heard of.
+    """
+
+    __slots__ = ("_caught_up_at", "contact", "fetched_at", "leader_end_at_fetch", "log_end_offset", "replica")
 
     def __init__(self, now: float, replica: ReplicaKey | None = None) -> None:
         self.replica = replica
         self.log_end_offset = UNKNOWN_OFFSET
         # A follower that is in sync when we begin has the whole threshold for its first fetch.
-        self.caught_up_at = now
+        self._caught_up_at = now
+        self.contact: FollowerContact | None = None
         self.fetched_at = now
         self.leader_end_at_fetch = UNKNOWN_OFFSET
+
+    @property
+    def caught_up_at(self) -> float:
+        return self._caught_up_at if self.contact is None else max(self._caught_up_at, self.contact.heard_at)
+
+    def caught_up(self, at: float) -> None:
+        self._caught_up_at = max(self._caught_up_at, at)
 
 
 class _Waiter:
@@ -209,14 +235,31 @@ class ReplicationManager:
         elif progress.replica != replica:
             progress = self._followers[replica.node_id] = _Progress(now, replica)
         if fetch_offset >= log_end:
-            progress.caught_up_at = now
+            progress.caught_up(now)
         elif fetch_offset >= progress.leader_end_at_fetch >= 0:
             # It has what was the end when it last asked, so it was caught up then (as in Apache Kafka).
-            progress.caught_up_at = max(progress.caught_up_at, progress.fetched_at)
+            progress.caught_up(progress.fetched_at)
         progress.fetched_at, progress.leader_end_at_fetch = now, log_end
         if progress.log_end_offset != fetch_offset:
             progress.log_end_offset = fetch_offset
             self.log_appended()
+
+    def follower_waits(self, node_id: int, contact: FollowerContact) -> None:
+        """Note that the follower that fetched last, to the end of the log, waits there for more."""
+        self._followers[node_id].contact = contact
+
+    def follower_waits_no_more(self, node_id: int, contact: FollowerContact) -> None:
+        """Note that there is more for a follower that waits, or that it waits for nothing any more."""
+        progress = self._followers.get(node_id)
+        if progress is not None and progress.contact is contact:
+            progress.contact = None
+            progress.caught_up(contact.heard_at)
+
+    def follower_answered(self, node_id: int, contact: FollowerContact) -> None:
+        """Note that a follower, last heard of through `contact`, is sent what it lacks."""
+        progress = self._followers.get(node_id)
+        if progress is not None:
+            progress.fetched_at, progress.leader_end_at_fetch = contact.heard_at, self._log_end()
 
     def is_follower(self, replica_id: int) -> bool:
         """Return whether that broker keeps a replica that follows this leader."""

@@ -91,7 +91,7 @@ class LeaderSide(Side):
 
     def _listener(self) -> ReplicationListener:
         presence = FollowerPresence(0.5, 10.0)
-        return ReplicationListener(lambda: SECRET, ReceiveArena(), presence, self._encryption)
+        return ReplicationListener(lambda: SECRET, ReceiveArena(), presence, self._encryption, time.monotonic)
 
     async def start(self) -> None:
         """Listen on the previous port, if there was one."""

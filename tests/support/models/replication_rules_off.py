@@ -38,7 +38,7 @@ from kproxy.broker.keys import ReplicaKey, log_id_of_version_1
 from kproxy.broker.log import Log
 from kproxy.broker.partition import AppendResult, Partition, ReadResult, Reconciliation
 from kproxy.broker.producer_state import BatchVerdict, Judgement, ProducerStates
-from kproxy.broker.replication.partition_replication import ReplicationManager
+from kproxy.broker.replication.partition_replication import FollowerContact, ReplicationManager
 from kproxy.broker.writer_fence import FenceComparison, KeptFence, WriterFence
 from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult, lease
 from kproxy.etcd.lease import LeaseFence
@@ -286,6 +286,10 @@ def _everybody_lives(patch: pytest.MonkeyPatch) -> None:
         return wanted_isr(manager, manager._followers, gone)
 
     patch.setattr(ReplicationManager, "wanted_isr", wanted)
+
+
+def _who_waits_is_heard_of_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FollowerContact, "heard_at", property(lambda contact: contact._clock(), lambda contact, at: None))
 
 
 def _no_margin(patch: pytest.MonkeyPatch) -> None:
@@ -891,6 +895,14 @@ RULES_OFF = [
         Rule.LINGERS,
         THREE,
         [("lag", 2), ("advance", A_LEASE)],
+        _LEADERS_CHANGE,
+    ),
+    RuleOff(
+        "who waits for more has caught up as of its last request",
+        _who_waits_is_heard_of_for_ever,
+        Rule.LINGERS,
+        THREE,
+        [("produce", LEADER, 1), ("advance", A_SECOND), ("lag", 2), ("advance", A_LEASE)],
         _LEADERS_CHANGE,
     ),
     RuleOff(

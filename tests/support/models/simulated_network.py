@@ -1,24 +1,42 @@
-"""The network between simulated brokers: fetches that arrive late, or never; brokers that cannot reach each other."""
+"""The network between simulated brokers: fetches that arrive late, or never; brokers that cannot reach each other.
+
+A follower asks on a connection, one request at a time, and names its partition only when it has something new to ask:
+the leader keeps the question open (`open_fetches`). Whoever asks before the answer is there has given the connection
+up, and asks on another one. What is still under way on the earlier one may arrive all the same.
+"""
 
 from __future__ import annotations
 
-from kproxy_codec import error_codes
+from kproxy.broker.replication.open_fetches import Asked, OpenFetches
 from kproxy_codec.fetch import PartitionFetch, PartitionFetched
-from tests.support.models.simulated_broker import PARTITION_INDEX, SimulatedProcess, State
+from tests.support.models.simulated_broker import SimulatedProcess, State
 
 MAX_FETCH_BYTES = 1 << 20
 # The limit of requests and answers on their way at a time.
 MOST_FLIGHTS = 8
 
 
-class Flight:
-    """A fetch on its way to the leader or, once it has an answer, back."""
+class _Connection:
+    """Of one process to another, and what either side remembers of it."""
 
-    def __init__(self, asker: SimulatedProcess, leader_id: int, asked: PartitionFetch) -> None:
-        self.asker = asker
-        self.leader_id = leader_id
-        self.asked = asked
-        self.fetched: PartitionFetched | None = None
+    def __init__(self, follower: SimulatedProcess, leader: SimulatedProcess) -> None:
+        self.follower = follower
+        self.leader = leader
+        self.fetches = OpenFetches(follower.node_id, lambda: leader.time)
+        # What the follower has asked for and got no answer to.
+        self.open: PartitionFetch | None = None
+        self.is_busy = False
+
+
+class Flight:
+    """A fetch on its way to the leader or, once it has an answer, back; `named` is None where it asks nothing new."""
+
+    def __init__(self, connection: _Connection, topic_id: bytes, named: PartitionFetch | None, *, withdraws: bool):
+        self.connection = connection
+        self.topic_id = topic_id
+        self.named = named
+        self.withdraws = withdraws
+        self.fetched: list[PartitionFetched] | None = None
 
 
 class Network:
@@ -30,6 +48,9 @@ class Network:
         # Followers that do not fetch by themselves as time passes.
         self.lagging: set[int] = set()
         self._processes = processes
+        # By follower, and the one that the leader knows, by leader and follower.
+        self._connections: dict[int, _Connection] = {}
+        self._known: dict[tuple[SimulatedProcess, int], _Connection] = {}
 
     def mend(self) -> None:
         """Nothing is under way, and all brokers reach each other."""
@@ -37,12 +58,27 @@ class Network:
         self.blocked.clear()
         self.lagging.clear()
 
+    def _connection(self, follower: SimulatedProcess, leader: SimulatedProcess) -> _Connection:
+        found = self._connections.get(follower.node_id)
+        if found is None or found.is_busy or (found.follower, found.leader) != (follower, leader):
+            found = self._connections[follower.node_id] = _Connection(follower, leader)
+        return found
+
     def question(self, process: SimulatedProcess) -> Flight | None:
         partition = process.partition
         asked = partition.next_fetch() if partition is not None else None
         if partition is None or asked is None:
             return None
-        return Flight(process, partition.leader_id, asked)
+        connection = self._connection(process, self._processes[partition.leader_id])
+        is_new = asked != connection.open
+        flight = Flight(
+            connection,
+            partition.topic_id.bytes,
+            asked if is_new else None,
+            withdraws=is_new and connection.open is not None,
+        )
+        connection.open, connection.is_busy = asked, True
+        return flight
 
     def ask(self, process: SimulatedProcess) -> None:
         """A request is under way, if there is room; it may arrive after the process that sent it is dead."""
@@ -57,19 +93,37 @@ class Network:
 
     def serve(self, flight: Flight) -> bool:
         """The leader answers, if it runs; return whether it did."""
-        leader, asker = self._processes[flight.leader_id], flight.asker
-        if leader.state is not State.RUNNING or frozenset((leader.node_id, asker.node_id)) in self.blocked:
+        connection = flight.connection
+        leader, follower_id = self._processes[connection.leader.node_id], connection.follower.node_id
+        if leader.state is not State.RUNNING or frozenset((leader.node_id, follower_id)) in self.blocked:
             return False
-        partition = leader.partition
-        if partition is None:
-            flight.fetched = PartitionFetched(PARTITION_INDEX, error_codes.NOT_LEADER_OR_FOLLOWER)
+        fetches, is_late = connection.fetches, True
+        if leader is connection.leader and self._connections[follower_id] is connection:
+            known, is_late = self._known.get((leader, follower_id)), False
+            if known is not None and known is not connection:
+                known.fetches.close()
+            self._known[leader, follower_id] = connection
+        elif self._known.get((leader, follower_id)) is not connection:
+            # What a connection brought that has ended since; nothing of it is remembered.
+            fetches = OpenFetches(follower_id, lambda: leader.time)
         else:
-            flight.fetched = partition.fetch_as_replica(asker.node_id, flight.asked, MAX_FETCH_BYTES)
+            is_late = False
+        asked = [] if flight.named is None else [Asked(flight.topic_id, flight.named, leader.partition)]
+        withdrawn = [(flight.topic_id, 0)] if flight.withdraws else []
+        fetches.take(asked, withdrawn)
+        flight.fetched = [fetched for _, fetched in fetches.answer(MAX_FETCH_BYTES)]
+        if is_late:
+            fetches.close()
         return True
 
     def take(self, flight: Flight) -> None:
         """The process that asked, or its successor under the same id, gets the answer."""
-        process = self._processes[flight.asker.node_id]
-        partition = process.partition
-        if process.state is State.RUNNING and partition is not None and flight.fetched is not None:
-            partition.take_fetched(flight.asked, flight.fetched)
+        connection, asked = flight.connection, flight.connection.open
+        process = self._processes[connection.follower.node_id]
+        connection.is_busy = False
+        if process.state is not State.RUNNING or flight.fetched is None:
+            return
+        for fetched in flight.fetched:
+            connection.open = None
+            if process.partition is not None and asked is not None:
+                process.partition.take_fetched(asked, fetched)

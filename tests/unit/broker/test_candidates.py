@@ -7,7 +7,14 @@ import uuid
 import pytest
 
 from kproxy.broker.cluster import ClusterView, Topic
-from kproxy.broker.election import NOT_A_CANDIDATE, candidate_place, initial_replicas, keeps_replica
+from kproxy.broker.election import (
+    NOT_A_CANDIDATE,
+    candidate_place,
+    initial_replicas,
+    is_in_sync,
+    keeps_replica,
+    was_led,
+)
 from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
 from kproxy.etcd import KeyValue, Snapshot
 from tests.support.brokers.replica_group import on_disk
@@ -17,13 +24,20 @@ TOPIC_ID = uuid.uuid4()
 
 
 def view_of(
-    live: list[int], replicas: list[int], isr: list[int] | None = None, moved_to: list[int] | None = None
+    live: list[int],
+    replicas: list[int],
+    isr: list[int] | None = None,
+    moved_to: list[int] | None = None,
+    *,
+    leader_epoch: int = 3,
+    has_states: bool = False,
 ) -> tuple[ClusterView, Topic]:
-    """One partition of these replicas; never written where `isr` is None."""
+    """One partition of these replicas; without a state where `isr` is None."""
     kvs = [KeyValue(KEYS.broker(each), encode_value(BrokerValue(each, "h", 1)), 1, 1, 1, 7) for each in live]
-    kvs.append(KeyValue(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [replicas])), 2, 2, 1, 0))
+    topic = encode_value(TopicValue(TOPIC_ID, [replicas], has_states=has_states))
+    kvs.append(KeyValue(KEYS.topic("t"), topic, 2, 2, 1, 0))
     if isr is not None:
-        state = encode_value(StateValue(3, [on_disk(each) for each in isr], TOPIC_ID, moved_to))
+        state = encode_value(StateValue(leader_epoch, [on_disk(each) for each in isr], TOPIC_ID, moved_to))
         kvs.append(KeyValue(KEYS.state("t", 0), state, 3, 3, 1, 0))
     view = ClusterView(KEYS)
     view.on_snapshot(Snapshot(3, 1, kvs))
@@ -70,3 +84,16 @@ def test_a_partition_that_moved_is_hosted_where_it_went() -> None:
     view, topic = view_of([1, 4], [1], [4], moved_to=[4])
     assert [keeps_replica(view, topic, 0, each) for each in (1, 4)] == [False, True]
     assert candidate_place(view, topic, 0, 1, count_dead=False) == NOT_A_CANDIDATE
+
+
+def test_lost_state_lets_nobody_lead() -> None:
+    view, topic = view_of([1, 2, 4], [1, 2], has_states=True)
+    assert {candidate_place(view, topic, 0, each, count_dead=False) for each in (1, 2, 4)} == {NOT_A_CANDIDATE}
+    assert not is_in_sync(view, topic, 0, on_disk(1))
+
+
+def test_partition_nobody_led_is_its_first_logs() -> None:
+    view, topic = view_of([2, 4], [1, 2], [1, 2], leader_epoch=-1, has_states=True)
+    assert [candidate_place(view, topic, 0, each, count_dead=False) for each in (2, 4)] == [0, NOT_A_CANDIDATE]
+    assert [is_in_sync(view, topic, 0, each) for each in (on_disk(2), on_disk(2, 1))] == [True, False]
+    assert not was_led(view, topic, 0)

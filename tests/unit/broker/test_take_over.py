@@ -44,7 +44,7 @@ class Stage:
         """
         found = self.store.get(KEYS.topic("t"))
         assert found is not None
-        topic = Topic("t", TOPIC_ID, [[1, 2]], {}, found.create_revision, found.mod_revision)
+        topic = Topic("t", TOPIC_ID, [[1, 2]], {}, found.create_revision, found.mod_revision, has_states=False)
         attempt = TakeOver(self.client, KEYS, 1, KEY, topic).attempt
         next_state = StateValue(LAST_EPOCH + 1, ALL, TOPIC_ID)
         self.client.link = Link.SLOW
