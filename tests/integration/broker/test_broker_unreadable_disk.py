@@ -38,7 +38,8 @@ class Site:
         self.tell.write_text(f"{self.path(name)} {position}")
 
     def restart(self) -> None:
-        self.broker.terminate()
+        """After a stop in good order the segments would not be read."""
+        self.broker.kill()
         self.broker.start()
 
     def log_line(self, event: str) -> str:
