@@ -126,13 +126,16 @@ def test_frozen_broker_stalls_no_other_partition(proxy: KproxyProcess, real_kafk
     broker = next(each for each in real_kafka.brokers if each.node_id == frozen)
     consumer = reader(proxy.kafka, topic, enable_partition_eof=True, fetch_message_max_bytes=1000)
     try:
+        # The client knows the leaders: what it asks about the cluster may have to wait for the frozen broker.
+        before = read(consumer, [1, 0, 0])
         broker.pause()
         began = time.monotonic()
-        read(consumer, [10, 10, 0])
+        during = read(consumer, [*(10 - len(before[each]) for each in (0, 1)), 0])
         print(f"healthy partitions read in {time.monotonic() - began:.2f} s beside a frozen broker")
         broker.resume()
         # Its partition has neither ended nor lost a record.
-        assert read(consumer, [0, 0, 10])[2] == list(range(10))
+        found = before[2] + during[2]
+        assert found + read(consumer, [0, 0, 10 - len(found)])[2] == list(range(10))
     finally:
         broker.resume()
         consumer.close()
