@@ -236,10 +236,10 @@ class Actions:
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
-        self._last: Sequence[Action] = ()
+        self._last: list[Action] | None = None
 
     def __len__(self) -> int:
-        return len(self._actions) + len(self._last)
+        return len(self._actions) + len(self._last or ())
 
     def add(self, action: Action) -> None:
         """Append an action."""
@@ -247,12 +247,14 @@ class Actions:
 
     def add_last(self, action: Action) -> None:
         """Append an action that ends the client's connection: it comes after all others of the event."""
-        self._last = (*self._last, action)
+        if self._last is None:
+            self._last = []
+        self._last.append(action)
 
     def take(self) -> list[Action]:
         """Return all actions and end the event."""
         taken, self._actions = self._actions, []
         if self._last:
             taken += self._last
-            self._last = ()
+            self._last = None
         return taken

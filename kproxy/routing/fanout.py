@@ -30,6 +30,8 @@ Invariants
    while it has found too little. What the late broker answers is discarded.
 11. Batches of claimed partitions are sent with the fences in force at that moment. Whether the claims are live is not
    decided here: the caller checks it when it writes.
+11. An event judges at most MOST_AT_ONCE entries that have no broker, and sends as many from lanes that are due. The
+   others wait in their lanes for the next wake.
 """
 
 from __future__ import annotations
@@ -75,6 +77,8 @@ from kproxy_codec.primitives import Buffer
 
 # A broker that has not answered this long after a deadline will not answer: its own timer has run out as well. Seconds.
 HUNG_AFTER_S = 5.0
+# Entries of one event without a broker, and lanes that are due, which are judged at once: some milliseconds.
+MOST_AT_ONCE: Final = 128
 # Timers have a resolution of milliseconds and may fire a fraction of one early, when nothing is due yet.
 TIMER_STEP_S: Final = 0.001
 # A broker has the piece, and its answer will not come.
@@ -90,6 +94,7 @@ class Fanout:
         "_exchanges",
         "_in_flight",
         "_jitter",
+        "_left_to_judge",
         "_names",
         "_now",
         "_released",
@@ -117,6 +122,7 @@ class Fanout:
         # Valid during the current event.
         self._now = 0.0
         self._jitter = 0.0
+        self._left_to_judge = 0
         self._released: list[Item] = []
 
     @property
@@ -325,7 +331,7 @@ class Fanout:
         """
         self._begin(now, jitter)
         self._wakes_at = None
-        self._send_items(self.lanes.ready(now))
+        self._send_items(self.lanes.ready(now, MOST_AT_ONCE))
         self._send_released()
         for piece in self._in_flight.overdue(receiving, now):
             if piece.exchange in self._exchanges:
@@ -410,6 +416,7 @@ class Fanout:
     def _begin(self, now: float, jitter: float) -> None:
         self._now = now
         self._jitter = jitter
+        self._left_to_judge = MOST_AT_ONCE
 
     def _finish(self, *pieces: Piece) -> list[Action]:
         """Send waiting entries that may go now; `pieces` are answered or lost."""
@@ -471,6 +478,9 @@ class Fanout:
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, shares: int, whole: bool) -> None:
         if owner == NO_OWNER:
             for entry in entries_of(selection):
+                if self._left_to_judge <= 0 and self._puts_off(exchange, entry):
+                    continue
+                self._left_to_judge -= 1
                 is_nameless = exchange.request.is_nameless(exchange.topic(entry))
                 event = UNKNOWN_TOPIC_ID if is_nameless else retry.NOT_WRITTEN
                 self._failed(exchange, entry, event, self._topology.version)
@@ -493,6 +503,16 @@ class Fanout:
         for entry in entries_of(selection):
             if exchange.is_open(entry):
                 exchange.leave_out(entry)
+
+    def _puts_off(self, exchange: Exchange, entry: Entry) -> bool:
+        """Let an entry without a broker wait for the next wake, if this event has judged enough of them."""
+        key = lane_key(exchange, entry)
+        if key in self.lanes.table:
+            # It came from there a moment ago, or something else is unresolved: judge it now.
+            return False
+        later = [each for each in self._in_flight.of(key) if each > exchange.sequence]
+        self.lanes.put_off(key, Item(exchange, entry, NOT_LEADER_OR_FOLLOWER), self._now, later)
+        return True
 
     def _fences(self, exchange: Exchange, selection: Selection) -> list[Fenced]:
         """The fences to send the entries with, as they are now: a claim may be raised before a retry."""

@@ -15,7 +15,7 @@ States of a lane
   gone       nothing waits and nothing is unresolved; the lane has left the table
 
 Transitions
-  (new)   -> blocked   `refused`, `block`, `give_up` or `probe`
+  (new)   -> blocked   `refused`, `put_off`, `block`, `give_up` or `probe`
   blocked -> probing   `probe`: a batch goes first on a new route; `ready`: nothing is outstanding, the back-off is
                        over, and the first item goes
   probing -> blocked   `refused` of the item in flight, or `settled`: its success releases all waiting items, in order,
@@ -202,6 +202,14 @@ class Lanes:
             lane.routed_at = max(lane.routed_at, pause.routed_at)
         self._schedule(key, lane)
 
+    def put_off(self, key: LaneKey, item: Item, now: float, outstanding: Iterable[int]) -> None:
+        """Begin a lane with an item that may go with the next ones that are `ready`; `outstanding` as in `refused`."""
+        lane = self.table[key] = _Lane()
+        lane.waiting.append(item)
+        lane.outstanding.update(outstanding)
+        lane.due = lane.soonest = now
+        self._schedule(key, lane)
+
     def hasten(self, has_moved: Callable[[Item, int], bool]) -> None:
         """End back-offs early, at `soonest`, for partitions with another owner since their item was sent."""
         for key, lane in self.table.items():
@@ -248,10 +256,10 @@ class Lanes:
         self._settle(key, lane)
         return abandoned
 
-    def ready(self, now: float) -> list[Item]:
-        """Return the first item of every lane that may probe now; they count as in flight from here on."""
-        items = []
-        while (due := self.next_due()) is not None and due <= now:
+    def ready(self, now: float, most: int) -> list[Item]:
+        """Return the first items of at most `most` lanes that may probe now; they count as in flight from here on."""
+        items: list[Item] = []
+        while len(items) < most and (due := self.next_due()) is not None and due <= now:
             lane = self.table[heappop(self._by_due)[2]]
             lane.scheduled = None
             item = lane.waiting.pop(0)

@@ -33,6 +33,7 @@ from kproxy_codec import api_keys as keys
 from kproxy_codec import own
 from tests.support.brokers.scripted_upstream import Asked
 from tests.support.clients.raw_client import (
+    Partitions,
     RawClient,
     batch,
     control_frame,
@@ -211,9 +212,11 @@ def shape(site: Site) -> tuple[int, int]:
     return site.random.choice([(8, MAX_PARTITIONS), (100, 400), (900, 20)])
 
 
-def partitioned_frames(site: Site, key: int, requests: int, partitions: int, **fields: Any) -> list[bytes]:
+def partitioned_frames(
+    site: Site, key: int, requests: int, partitions: int, *, indexes: Partitions | None = None, **fields: Any
+) -> list[bytes]:
     random = site.random
-    indexes = {"t": random.sample(range(MAX_PARTITIONS), partitions)}
+    indexes = indexes or {"t": random.sample(range(MAX_PARTITIONS), partitions)}
     if key == keys.PRODUCE:
         version = random.randint(3, 12)
         kinds = [b"", batch(0), batch(0, producer_id=-1)]
@@ -271,6 +274,26 @@ for _key in PARTITIONED:
     for _event in ("lose their brokers", "lose their client", "reach their deadline"):
         if _key == keys.PRODUCE or "deadline" not in _event:
             add(f"{_name} unanswered", f"{_name} requests {_event}", partitioned_case(_key, _event))
+
+
+def unknown_topics_case(key: int) -> Case:
+    async def run(site: Site) -> str:
+        requests = site.random.choice([1, 4])
+        indexes = {f"unknown-{n}": [0] for n in range(MAX_PARTITIONS)}
+        site.begin("answers")
+        client = await site.client()
+        client.send(*partitioned_frames(site, key, requests, MAX_PARTITIONS, indexes=indexes, timeout_ms=5_000))
+        await client.sent()
+        for _ in range(requests):
+            await client.receive(PATIENCE_S)
+        return f"{requests} requests of {MAX_PARTITIONS} unknown topics"
+
+    return run
+
+
+for _key in PARTITIONED:
+    _name = f"{keys.name_of(_key)} of unknown topics"
+    add(_name, _name, unknown_topics_case(_key))
 
 
 def control_values(key: int, version: int) -> dict[str, Any]:

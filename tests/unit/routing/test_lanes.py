@@ -78,7 +78,7 @@ def test_two_lanes_that_become_one_wait_for_what_either_waited_for() -> None:
         assert lanes.next_due() is None
         answered(lanes, sequence)
     assert lanes.next_due() is not None
-    assert [each.exchange.sequence for each in lanes.ready(0.0)] == [92]
+    assert [each.exchange.sequence for each in lanes.ready(0.0, 9)] == [92]
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
@@ -104,7 +104,7 @@ def test_two_lanes_that_wait_for_time_alone_become_one_that_waits_for_the_later_
         lanes.refused(key, item(sequence), Pause(due, due, 0), ())
     lanes.rename(ID, KEY)
     assert lanes.next_due() == 9.0
-    assert [each.exchange.sequence for each in lanes.ready(9.0)] == [1]
+    assert [each.exchange.sequence for each in lanes.ready(9.0, 9)] == [1]
 
 
 @pytest.mark.parametrize("later", [KEY, ID])
@@ -148,7 +148,7 @@ def test_what_waits_in_one_behind_what_the_other_gave_up_is_given_up() -> None:
         lanes.queue(ID, item(sequence))
     assert [each.exchange.sequence for each in lanes.rename(ID, KEY)] == [92, 93]
     answered(lanes, 89, 90)
-    assert [each.exchange.sequence for each in lanes.ready(0.0)] == [91]
+    assert [each.exchange.sequence for each in lanes.ready(0.0, 9)] == [91]
 
 
 def test_two_lanes_that_become_one_with_nothing_in_them_are_gone() -> None:
