@@ -91,7 +91,7 @@ docs: install  ## write the generated pages: docs/man, docs/protocol-support.md,
 kubernetes:  ## render the Helm chart into deploy/kubernetes (needs helm)
 	@sh scripts/kubernetes.sh
 
-check-deploy:  ## check deploy/ with helm, kubernetes-validate, promtool, docker compose, systemd-analyze and shellcheck
+check-deploy: install  ## check deploy/ with helm, kubernetes-validate, promtool, docker compose, systemd-analyze and shellcheck
 	@sh scripts/check_deploy.sh
 
 deploy-tools:  ## install what check-deploy needs beside Helm and Docker, on Debian and Ubuntu (needs sudo and pipx)
