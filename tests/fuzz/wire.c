@@ -2,7 +2,8 @@
  * UndefinedBehaviorSanitizer (`make fuzz`): wire ROUNDS SEED.
  *
  * Every round makes a request of a random version and shape, changes it or not, and gives it in a buffer of exactly its
- * size. What is indexed must lie within it, in order. Its parts are requests that are indexed alike, and the answer
+ * size. What is indexed must lie within it, in order. An unchanged request is indexed with the partition indexes and the
+ * sizes of records that it was made with, and one with an over-long varint is not indexed. Its parts are requests that are indexed alike, and the answer
  * written for it is a success, and so it is in another order; a changed answer is only read. With libFuzzer
  * (-DKP_LIBFUZZER) the input is the request.
  */
@@ -126,11 +127,28 @@ static void check_answer(const uint8_t *frame, const kp_request *request) {
     free(answer);
 }
 
+/* What `make` has put into a request; `form` tells what is known of it. */
+static enum { SOUND, OVER_LONG, CHANGED } form = CHANGED;
+static int32_t made_indexes[KP_MAX_PARTITIONS];
+static uint32_t made_lengths[KP_MAX_PARTITIONS], made_count;
+
+static void check_made(const kp_request *request) {
+    expect(request->entry_count == made_count, "a request is indexed with other entries");
+    for (uint32_t at = 0; at < made_count; at++) {
+        expect(entries[at].partition_index == made_indexes[at], "a request is indexed with another partition_index");
+        expect(entries[at].end - entries[at].records >= made_lengths[at], "records are indexed too short");
+    }
+}
+
 static void check(const uint8_t *data, uint32_t size) {
     kp_request request;
     uint8_t *frame = malloc(size ? size : 1);
     memcpy(frame, data, size);
-    if (kp_scan(frame, size, &request, topics, entries)) {
+    int is_indexed = kp_scan(frame, size, &request, topics, entries);
+    expect(form != SOUND || is_indexed, "a sound request is not indexed");
+    expect(form != OVER_LONG || !is_indexed, "an over-long varint is accepted");
+    if (is_indexed) {
+        if (form == SOUND) check_made(&request);
         indexed++;
         check_index(&request, size);
         check_part(frame, &request);
@@ -147,7 +165,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 }
 
 #ifndef KP_LIBFUZZER
-static uint8_t buffer[1 << 16];
+static uint8_t buffer[1 << 20];
 
 static uint8_t *put_bytes(uint8_t *p, uint32_t count) {
     while (count--) *p++ = (uint8_t)draw(128);
@@ -160,8 +178,33 @@ static uint8_t *put_short(uint8_t *p, uint32_t value) {
     return p;
 }
 
+/* A varint, rarely with a byte more than it needs, or with bits beyond the 32nd. */
+static uint8_t *put_uvarint(uint8_t *p, uint32_t value) {
+    if (draw(3000)) return kp_put_uvarint(p, value);
+    form = OVER_LONG;
+    if (draw(2)) {
+        p = kp_put_uvarint(p, value);
+        p[-1] |= 0x80;
+        *p++ = 0;
+        return p;
+    }
+    for (int bytes = 0; bytes < 4; bytes++, value >>= 7) *p++ = (uint8_t)(value | 0x80);
+    *p++ = (uint8_t)(value | 0x10);
+    return p;
+}
+
+static uint8_t *put_count(uint8_t *p, uint32_t count, int flexible) {
+    return flexible ? put_uvarint(p, count + 1) : kp_put_count(p, count, flexible);
+}
+
+/* Mostly small, rarely above 65,535. */
+static uint32_t draw_index(void) { return draw(50) ? draw(100) : draw(0x80000000u); }
+static uint32_t draw_length(void) { return 1 + (draw(20000) ? draw(draw(10) ? 20 : 140) : draw(150000)); }
+
 /* A request of some version as clients send it. */
 static uint32_t make(void) {
+    form = SOUND;
+    made_count = 0;
     uint32_t version = KP_MIN_VERSION + draw(KP_MAX_VERSION - KP_MIN_VERSION + 1), length = draw(12);
     int flexible = version >= KP_FLEXIBLE_FROM;
     uint8_t *p = put_short(buffer + 4, 0);
@@ -172,18 +215,20 @@ static uint32_t make(void) {
     p = put_short(p, draw(2) ? 1 : 0xFFFF);
     p = put_bytes(p, 4);
     uint32_t topic_count = 1 + draw(3);
-    p = kp_put_count(p, topic_count, flexible);
+    p = put_count(p, topic_count, flexible);
     while (topic_count--) {
         length = version >= KP_TOPIC_IDS_FROM ? KP_TOPIC_ID_BYTES : 1 + draw(draw(20) ? 10 : 200);
-        if (version < KP_TOPIC_IDS_FROM) p = flexible ? kp_put_uvarint(p, length + 1) : put_short(p, length);
+        if (version < KP_TOPIC_IDS_FROM) p = flexible ? put_uvarint(p, length + 1) : put_short(p, length);
         p = put_bytes(p, length);
         uint32_t count = 1 + draw(draw(10) ? 4 : 150);
-        p = kp_put_count(p, count, flexible);
+        p = put_count(p, count, flexible);
         while (count--) {
-            kp_put_int32(p, (int32_t)draw(100));
+            int has_room = p - buffer < (1 << 19);
+            made_indexes[made_count] = (int32_t)draw_index();
+            kp_put_int32(p, made_indexes[made_count]);
             p += 4;
-            length = 1 + draw(draw(10) ? 20 : 140);
-            if (flexible) p = kp_put_uvarint(p, length + 1);
+            length = made_lengths[made_count++] = has_room ? draw_length() : 1;
+            if (flexible) p = put_uvarint(p, length + 1);
             else { kp_put_int32(p, (int32_t)length); p += 4; }
             p = put_bytes(p, length);
             if (flexible) *p++ = 0;
@@ -197,7 +242,9 @@ static uint32_t make(void) {
 
 static uint32_t change(uint32_t size) {
     static const uint8_t lengths[] = {0, 1, 0x7F, 0x80, 0xFF};
-    for (uint32_t changes = draw(4); changes && size > 24; changes--) {
+    uint32_t changes = draw(4);
+    if (changes) form = CHANGED;
+    for (; changes && size > 24; changes--) {
         uint32_t at = draw(size - 8);
         switch (draw(4)) {
         case 0: buffer[at] = (uint8_t)draw(256); break;
