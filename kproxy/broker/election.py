@@ -28,7 +28,9 @@ Invariants
 
 Rebalance
 A partition's preferred leader is its first replica. Once that replica is in sync again and this broker has led for long
-enough, the leadership moves back, one partition at a time. So leaders that moved when a broker failed return to it.
+enough, the leadership moves back, at most HAND_OVER_BATCH partitions at a time. So leaders that moved when a broker
+failed return to it, thousands within minutes, and at any time few partitions refuse writes. A broker that is busy with
+opening logs or taking partitions gives none back, and a batch waits until the last one has owners.
 4. The leader refuses writes from before the wait until its end, so a follower that has caught up has every record.
 5. If followers do not catch up in time, the leader continues to lead.
 """
@@ -38,6 +40,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 
 from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.keys import PartitionKey, ReplicaKey
@@ -84,10 +87,11 @@ def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_
     replicas = view.replicas(topic, partition_index)
     state = view.state(topic, partition_index)
     if state is not None:
-        if node_id not in state.in_sync:
+        in_sync = state.in_sync
+        if node_id not in in_sync:
             return NOT_A_CANDIDATE
-        ordered = [each for each in replicas if each in state.in_sync]
-        ordered += sorted(set(state.in_sync) - set(ordered))
+        ordered = [each for each in replicas if each in in_sync]
+        ordered += [each for each in in_sync if each not in ordered]
         return [each for each in ordered if count_dead or each in live].index(node_id)
     if topic.has_states:
         return NOT_A_CANDIDATE
@@ -185,6 +189,7 @@ class ElectionQueue:
 
 
 HAND_OVER_TIMEOUT_S = 2.0
+HAND_OVER_BATCH = 100
 _POLL_S = 0.01
 
 
@@ -199,6 +204,9 @@ class LeaderRebalance:
         self._led = led
         self._after_s = after_s
         self._since: dict[PartitionKey, float] = {}
+        # The last batch, and when it was given up.
+        self._given: list[PartitionKey] = []
+        self._given_at = float("-inf")
 
     def begun(self, key: PartitionKey) -> None:
         """Note that the partition is led from now on, or start its time anew."""
@@ -207,18 +215,22 @@ class LeaderRebalance:
     def ended(self, key: PartitionKey) -> None:
         self._since.pop(key, None)
 
-    def next(self) -> PartitionKey | None:
-        """Return one partition whose first replica is another broker and in sync; None where there is none."""
-        led_before = asyncio.get_running_loop().time() - self._after_s
-        for key, since in self._since.items():
-            partition = self._led.get((key.topic.encode(), key.partition_index))
-            if since <= led_before and partition is not None and self._first_is_ready(key, partition):
-                return key
-        return None
+    def next_batch(self) -> list[PartitionKey]:
+        """Return at most HAND_OVER_BATCH partitions to be given up: their first replica is another broker and in sync.
 
-    def _first_is_ready(self, key: PartitionKey, partition: Partition) -> bool:
-        topic = self._view.topics.get(key.topic)
-        if topic is None or partition.role is not Role.LEADER:
+        None while one of the last batch has no owner, for at most `after_s`: those who take them are busy.
+        """
+        now = asyncio.get_running_loop().time()
+        is_busy = any(key.topic in self._view.topics and self._view.ownership(*key) is None for key in self._given)
+        if is_busy and now < self._given_at + self._after_s:
+            return []
+        ready = (key for key, at in self._since.items() if at <= now - self._after_s and self._first_is_ready(key))
+        self._given, self._given_at = list(islice(ready, HAND_OVER_BATCH)), now
+        return self._given
+
+    def _first_is_ready(self, key: PartitionKey) -> bool:
+        topic, partition = self._view.topics.get(key.topic), self._led.get((key.topic.encode(), key.partition_index))
+        if topic is None or partition is None or partition.role is not Role.LEADER:
             return False
         first = self._view.replicas(topic, key.partition_index)[0]
         return first != self._node_id and first in self._view.brokers and partition.replication.is_in_sync(first)

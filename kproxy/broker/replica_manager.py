@@ -96,7 +96,7 @@ class HostedReplicas:
         data_dir: DataDir,
         node_id: int,
         settings_of: Callable[[Topic, int], ReplicaSettings],
-        on_leaders_changed: Callable[[], None] = lambda: None,
+        on_leaders_changed: Callable[[PartitionKey], None] = lambda _: None,
     ) -> None:
         self.hosted: dict[tuple[bytes, int], Partition] = {}
         # Leaderships of closed replicas that are not on the disk yet.
@@ -186,7 +186,7 @@ class HostedReplicas:
                 self._unreadable[partition.topic_id, partition.partition_index] = partition.unreadable
             if partition.leadership > partition.log.leadership:
                 self._obeyed[partition.topic_id, partition.partition_index] = partition.leadership
-            self.on_leaders_changed()
+            self.on_leaders_changed(key)
 
     def forget(self, topic: Topic) -> None:
         """Forget a deleted topic."""
@@ -213,7 +213,7 @@ class HostedReplicas:
             except (OSError, LogFailed) as error:
                 _logger.error("leader not followed", topic=key.topic, partition=key.partition_index, reason=str(error))
         if (partition.leader_id, partition.leader_epoch) != before:
-            self.on_leaders_changed()
+            self.on_leaders_changed(key)
 
 
 CONCURRENT_WORKS = 16
@@ -235,7 +235,7 @@ class ReplicaManager:
         on_identity_lost: Callable[[str], None],
         hand_over_after_s: float = float("inf"),
         disk_patience_s: float = float("inf"),
-        on_leaders_changed: Callable[[], None] = lambda: None,
+        on_leaders_changed: Callable[[PartitionKey], None] = lambda _: None,
     ) -> None:
         """Wire the parts.
 
@@ -267,7 +267,7 @@ class ReplicaManager:
         self._queued: set[PartitionKey] = set()
         self._rebalance = LeaderRebalance(view, node_id, self.partitions, hand_over_after_s)
         self._election = ElectionQueue(view, node_id, self._queue)
-        self.disk = DiskWatch(self.hosted.values, lambda: data_dir.probe(), disk_patience_s, on_leaders_changed)
+        self.disk = DiskWatch(self.hosted.values, lambda: data_dir.probe(), disk_patience_s, self._on_mended)
         self._wake = asyncio.Event()
         view.subscribe(self._on_change)
 
@@ -528,7 +528,7 @@ class ReplicaManager:
             raise
         self.partitions[topic.name.encode(), key.partition_index] = partition
         self._rebalance.begun(key)
-        self.replicas.on_leaders_changed()
+        self.replicas.on_leaders_changed(key)
         self._view.apply_put(self._keys.state(*key), taken.value, lease_id=0, revision=taken.revision)
         owner = take_over.owner
         if not self._view.apply_put(self._keys.lease(*key), owner, lease_id=fence.lease_id, revision=taken.token):
@@ -646,7 +646,7 @@ class ReplicaManager:
     # Giving partitions up
 
     def _sweep(self) -> None:
-        """Look at every partition, in case a change went unnoticed."""
+        """Look at every partition that is not settled, in case a change went unnoticed."""
         self._failed_to_lead.clear()
         for key in self.replicas.hosted_keys():
             partition = self.replicas.get(key)
@@ -657,10 +657,26 @@ class ReplicaManager:
                 self._start(self._give_up(key, "its log has failed"))
             else:
                 self._drop(key, "its log has failed")
-        handed_over = self._rebalance.next()
-        if handed_over is not None:
-            self._start(self._hand_over(handed_over))
-        self._queue_all()
+        # Who has logs to open still, of earlier ones too, would follow late, and so leave the ISR.
+        if not self._working:
+            for key in self._rebalance.next_batch():
+                self._start(self._hand_over(key))
+        for topic in self._view.topics.values():
+            keys = (PartitionKey(topic.name, index) for index in range(len(topic.replicas)))
+            self._queued.update(key for key in keys if not self._is_settled(key, topic))
+        self._wake.set()
+
+    def _is_settled(self, key: PartitionKey, topic: Topic) -> bool:
+        """Return whether the partition has an owner and is hosted here, led if that is us: there is nothing to do."""
+        ownership, partition = self._view.ownership(*key), self.replicas.get(key)
+        if ownership is None or partition is None or ownership.mod_revision < topic.create_revision:
+            return False
+        return partition.replication.is_leading == (ownership.node_id == self._node_id)
+
+    def _on_mended(self) -> None:
+        """Have what could not be written or fetched looked at again."""
+        for key in self.replicas.hosted_keys():
+            self.replicas.on_leaders_changed(key)
 
     def _look_at_disk(self) -> None:
         """Give up what others can lead and the disk has failed here for too long."""

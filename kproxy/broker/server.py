@@ -128,7 +128,7 @@ class _Server:
             hand_over_after_s=config.leader_rebalance_s,
             # Before the followers leave the ISR of a leader that they cannot read from.
             disk_patience_s=config.isr_lag_s / 2,
-            on_leaders_changed=lambda: self._fetchers.wake(),
+            on_leaders_changed=lambda key: self._fetchers.wake(key),
         )
         self._presence = FollowerPresence(config.follower_grace_s, config.isr_lag_s)
         self._isr_keeper = IsrKeeper(

@@ -60,7 +60,7 @@ import structlog
 
 from kproxy.address import Address
 from kproxy.broker.cluster import Change, ClusterView, Kind, LiveBroker
-from kproxy.broker.keys import ReplicaKey
+from kproxy.broker.keys import PartitionKey, ReplicaKey
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
 from kproxy.broker.replication.encryption import CLOSED, NO_ENCRYPTION, Encryption, TowardsLeader
@@ -307,12 +307,22 @@ class ReplicaFetchers:
         self._may_fetch = may_fetch
         self._encryption = encryption
         self._fetchers: dict[int, _Fetcher] = {}
+        self._followed: dict[tuple[bytes, int], tuple[Partition, _Fetcher]] = {}
+        # Of `hosted`: those to look at again.
+        self._stale: set[tuple[bytes, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         view.subscribe(self._on_change)
 
-    def wake(self) -> None:
-        """Look at the partitions again: one has another leader, none, or another epoch."""
+    def wake(self, key: PartitionKey | None = None) -> None:
+        """Look at a partition again, or at all: it has another leader, none, or another epoch, or was opened or closed.
+
+        Only at this one: thousands of changes come when a broker starts or dies.
+        """
+        if key is None:
+            self._stale.update(self._hosted, self._followed)
+        else:
+            self._stale.add((key.topic.encode(), key.partition_index))
         self._changed.set()
 
     def _on_change(self, change: Change) -> None:
@@ -321,33 +331,46 @@ class ReplicaFetchers:
 
     async def run(self) -> None:
         """Fetch the followed partitions until cancelled."""
+        self.wake()
         try:
             while True:
-                self._assign()
-                # Thousands of changes come when a broker starts or dies: handle them together.
-                await asyncio.sleep(len(self._hosted) * REST_S_PER_PARTITION)
                 await self._changed.wait()
                 self._changed.clear()
+                stale, self._stale = self._stale, set()
+                self._assign(stale)
+                await asyncio.sleep(len(stale) * REST_S_PER_PARTITION)
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _assign(self) -> None:
-        followed: dict[int, list[Partition]] = {}
-        for partition in self._hosted.values():
-            leader = self._view.brokers.get(partition.leader_id)
-            if leader is not None and leader.node_id != self._replica.node_id and leader.replication_port:
-                followed.setdefault(leader.node_id, []).append(partition)
+    def _assign(self, stale: Iterable[tuple[bytes, int]]) -> None:
         for leader_id, fetcher in list(self._fetchers.items()):
             leader = self._view.brokers.get(leader_id)
-            if leader_id not in followed or leader is None or _place(leader) != _place(fetcher.leader):
-                fetcher.task.cancel()
-                del self._fetchers[leader_id]
-        for leader_id, partitions in followed.items():
-            partitions.sort(key=_by_topic)
-            fetcher = self._fetchers.get(leader_id) or self._begin(leader_id)
-            fetcher.follow(partitions)
+            if leader is None or _place(leader) != _place(fetcher.leader):
+                self._end(leader_id)
+        for key in stale:
+            partition = self._hosted.get(key)
+            wanted = self._fetcher_for(partition.leader_id) if partition is not None else None
+            before = self._followed.pop(key, None)
+            if before is not None and before != (partition, wanted):
+                before[1].leave(before[0])
+            if partition is not None and wanted is not None:
+                self._followed[key] = partition, wanted
+                wanted.follow(partition)
+        for leader_id, fetcher in list(self._fetchers.items()):
+            if fetcher.is_idle:
+                self._end(leader_id)
+            fetcher.hurry()
+
+    def _fetcher_for(self, leader_id: int) -> _Fetcher | None:
+        leader = self._view.brokers.get(leader_id)
+        if leader is None or leader_id == self._replica.node_id or not leader.replication_port:
+            return None
+        return self._fetchers.get(leader_id) or self._begin(leader_id)
+
+    def _end(self, leader_id: int) -> None:
+        self._fetchers.pop(leader_id).task.cancel()
 
     def _begin(self, leader_id: int) -> _Fetcher:
         fetcher = _Fetcher(self._view.brokers[leader_id], self._open, self._may_fetch)
@@ -382,10 +405,6 @@ def _place(leader: LiveBroker) -> tuple[str, int, str]:
     return leader.host, leader.replication_port, leader.replication_tls
 
 
-def _by_topic(partition: Partition) -> tuple[str, int]:
-    return partition.topic, partition.partition_index
-
-
 class _Fetcher:
     """Fetches the partitions followed from one `leader`; the caller cancels and awaits `task`."""
 
@@ -399,7 +418,7 @@ class _Fetcher:
         self._leader_id = leader.node_id
         self._open_connection = open_connection
         self._may_fetch = may_fetch
-        self._partitions: dict[Partition, None] = {}  # ordered by topic
+        self._partitions: set[Partition] = set()
         self._to_ask: dict[Partition, None] = {}
         self._open: dict[_Key, tuple[Partition, PartitionFetch]] = {}
         self._withdrawn: set[_Key] = set()  # the leader may answer them until it is told
@@ -409,19 +428,33 @@ class _Fetcher:
         self._loop = asyncio.get_running_loop()
         self.task = asyncio.create_task(self._run(), name=f"fetcher of broker {leader.node_id}")
 
-    def follow(self, partitions: list[Partition]) -> None:
-        """Follow these partitions, ordered by topic, from now on."""
-        # Whatever the leader has told of these before, a log that is new here may not know.
-        self._withdrawn.update(_key(partition) for partition in partitions if partition not in self._partitions)
-        self._partitions = dict.fromkeys(partitions)
-        self._paused = {partition: until for partition, until in self._paused.items() if partition in self._partitions}
-        for key, (partition, fetch) in list(self._open.items()):
-            if partition not in self._partitions or partition.next_fetch() != fetch:
-                del self._open[key]
-                self._withdrawn.add(key)
-        waiting = {*self._paused, *(partition for partition, _ in self._open.values())}
-        self._to_ask = {partition: None for partition in partitions if partition not in waiting}
-        self._hurry()
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is followed from this leader."""
+        return not self._partitions
+
+    def follow(self, partition: Partition) -> None:
+        """Follow this partition, perhaps anew; `hurry` then has it asked for."""
+        key = _key(partition)
+        if partition not in self._partitions:
+            self._partitions.add(partition)
+            # Whatever the leader has told of it before, a log that is new here may not know.
+            self._withdrawn.add(key)
+        found = self._open.get(key)
+        if found is not None and found != (partition, partition.next_fetch()):
+            del self._open[key]
+            self._withdrawn.add(key)
+            found = None
+        if found is None and partition not in self._paused:
+            self._to_ask[partition] = None
+
+    def leave(self, partition: Partition) -> None:
+        """Follow this partition no more."""
+        self._partitions.discard(partition)
+        self._to_ask.pop(partition, None)
+        self._paused.pop(partition, None)
+        if self._open.pop(_key(partition), None) is not None:
+            self._withdrawn.add(_key(partition))
 
     def _begin_anew(self) -> None:
         """Ask for everything: the leader knows nothing of earlier connections."""
@@ -501,7 +534,7 @@ class _Fetcher:
     def _ask_again(self, partition: Partition) -> None:
         if partition in self._partitions:
             self._to_ask[partition] = None
-            self._hurry()
+            self.hurry()
 
     async def _take(self, answer: ReplicaAnswer) -> list[Partition]:
         """Apply an answer and return its partitions; yield to other tasks in between. Raises LeaderLost.
@@ -538,12 +571,12 @@ class _Fetcher:
 
     async def _until_flushed(self, flushing: Sequence[Partition]) -> None:
         for partition in flushing:
-            partition.when_flushed(self._hurry)
+            partition.when_flushed(self.hurry)
         end = self._loop.time() + FLUSH_PATIENCE_S
         while any(partition.is_flushing for partition in flushing) and self._loop.time() < end:
             await self._until(None, end, heed_pauses=False)
 
-    def _hurry(self) -> None:
+    def hurry(self) -> None:
         if self._wake is not None:
             self._wake()
 

@@ -22,12 +22,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 
 import structlog
 
-from kproxy.broker.cluster import ClusterView
+from kproxy.broker.cluster import Change, ClusterView, Kind
 from kproxy.broker.keys import ReplicaKey, StateValue, decode_value, encode_value, node_ids
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.partition_replication import WAITER_SWEEP_INTERVAL_S, Isr, Role
@@ -122,7 +121,7 @@ class FollowerPresence:
             subscriber()
 
 
-CONCURRENT_CHANGES = 16
+CONCURRENT_CHANGES = 64
 _logger = structlog.get_logger(__name__)
 
 
@@ -153,12 +152,22 @@ class IsrKeeper:
         self._wake = asyncio.Event()
         self._swept_at = float("-inf")
         self._changing: dict[Partition, asyncio.Task[None]] = {}
-        # The rest of this round.
+        # The rest of this round, and whether there is a reason for another one.
         self._to_look_at: deque[Partition] = deque()
+        self._is_round_due = True
         self._gone = presence.gone if presence is not None else frozenset()
         if presence is not None:
-            presence.subscribe(self._wake.set)
-        view.subscribe(lambda _: self._wake.set())
+            presence.subscribe(self._begin_round)
+        view.subscribe(self._on_change)
+
+    def _on_change(self, change: Change) -> None:
+        # What else changes in etcd changes no ISR, and a look for each of thousands of changes would hold up the watch.
+        if change.kind in (Kind.BROKER, Kind.SNAPSHOT):
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._is_round_due = True
+        self._wake.set()
 
     async def run(self) -> None:
         """Propose ISRs and expire waiting producers, until cancelled."""
@@ -166,9 +175,11 @@ class IsrKeeper:
             while True:
                 self._look()
                 self._sweep()
-                with suppress(TimeoutError):
+                try:
                     async with asyncio.timeout(self._interval_s):
                         await self._wake.wait()
+                except TimeoutError:
+                    self._is_round_due = True
                 self._wake.clear()
         finally:
             tasks = list(self._changing.values())
@@ -177,7 +188,8 @@ class IsrKeeper:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _look(self) -> None:
-        if not self._to_look_at:
+        if not self._to_look_at and self._is_round_due:
+            self._is_round_due = False
             self._to_look_at.extend(self._led())
         while self._to_look_at and len(self._changing) < CONCURRENT_CHANGES:
             partition = self._to_look_at.popleft()

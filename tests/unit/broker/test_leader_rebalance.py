@@ -1,0 +1,90 @@
+"""Which partitions go back to their first replica, and how many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kproxy.broker.cluster import ClusterView
+from kproxy.broker.election import HAND_OVER_BATCH, LeaderRebalance
+from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, TopicValue, encode_value
+from kproxy.broker.leader_epochs import Leadership
+from kproxy.broker.log import Log
+from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.broker.replication.partition_replication import Isr
+from kproxy.broker.writer_fence import KeptFence
+from tests.support.brokers.replica_group import on_disk
+from tests.support.brokers.replicating import Alive
+
+KEYS = Keys("/p")
+TOPIC_ID = uuid.uuid4()
+PARTITIONS = 2 * HAND_OVER_BATCH + 1
+
+
+@pytest.fixture
+def led(tmp_path: Path) -> Iterator[Partition]:
+    """Stands for every partition of the topic: led here, with the first replica, broker 2, in sync."""
+    log = Log.open(tmp_path / "t")
+    partition = Partition("t", 0, TOPIC_ID, log, ReplicaSettings(1, lambda: 0.0), on_disk(1).log_id)
+    isr = Isr(frozenset(map(on_disk, (1, 2))), 1)
+    partition.become_leader(Leadership(0, 10), (2, 1), isr, Alive(), KeptFence())
+    yield partition
+    partition.close()
+
+
+def view_of(*live: int) -> ClusterView:
+    view = ClusterView(KEYS)
+    for node_id in live:
+        view.apply_put(KEYS.broker(node_id), encode_value(BrokerValue(node_id, "h", 1)), lease_id=1, revision=node_id)
+    topic = TopicValue(TOPIC_ID, [[2, 1]] * PARTITIONS)
+    view.apply_put(KEYS.topic("t"), encode_value(topic), lease_id=0, revision=9)
+    return view
+
+
+def rebalance_of(view: ClusterView, led: Partition, after_s: float = 0.0) -> LeaderRebalance:
+    rebalance = LeaderRebalance(view, 1, {(b"t", index): led for index in range(PARTITIONS)}, after_s)
+    for index in range(PARTITIONS):
+        rebalance.begun(PartitionKey("t", index))
+    return rebalance
+
+
+async def test_partitions_go_back_in_batches(led: Partition) -> None:
+    rebalance = rebalance_of(view_of(1, 2), led)
+    handed_over: list[PartitionKey] = []
+    sizes = []
+    while batch := rebalance.next_batch():
+        sizes.append(len(batch))
+        handed_over += batch
+        for key in batch:
+            rebalance.ended(key)
+    assert sizes == [HAND_OVER_BATCH, HAND_OVER_BATCH, 1]
+    assert sorted(handed_over) == [PartitionKey("t", index) for index in range(PARTITIONS)]
+
+
+async def test_dead_first_replica_gets_nothing_back(led: Partition) -> None:
+    assert rebalance_of(view_of(1), led).next_batch() == []
+
+
+async def test_partition_that_resigned_is_not_due_again(led: Partition) -> None:
+    led.resign()
+    assert rebalance_of(view_of(1, 2), led).next_batch() == []
+
+
+async def test_batch_waits_for_owners_of_last_one(led: Partition) -> None:
+    view = view_of(1, 2)
+    rebalance = rebalance_of(view, led, 0.05)
+    await asyncio.sleep(0.1)
+    batch = rebalance.next_batch()
+    assert len(batch) == HAND_OVER_BATCH
+    for key in batch:
+        rebalance.ended(key)
+    assert rebalance.next_batch() == []
+    for revision, key in enumerate(batch, 10):
+        view.apply_put(KEYS.lease(*key), b"2", lease_id=1, revision=revision)
+    assert len(rebalance.next_batch()) == HAND_OVER_BATCH
+    await asyncio.sleep(0.1)
+    assert rebalance.next_batch(), "nobody takes them: the others do not wait for ever"
