@@ -385,7 +385,8 @@ class Partition:
         try:
             return ReadResult(error_codes.NONE, self.log.read(offset, max_bytes, up_to=up_to))
         except (OSError, LogFailed) as error:
-            if self.unreadable is None:
+            # A log that has failed is opened again, and may be read then.
+            if self.unreadable is None and self.log.failure is None:
                 self.unreadable = Unreadable(offset, max_bytes)
             _logger.error("read failed", **self.log_fields, reason=str(error))
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
