@@ -189,7 +189,9 @@ class ElectionQueue:
 
 
 HAND_OVER_TIMEOUT_S = 2.0
-HAND_OVER_BATCH = 100
+# As many as their first replica takes at once (`replica_manager.CONCURRENT_WORKS`): if it took longer than
+# CANDIDATE_DELAY_S, another candidate would lead, and give the partition back in turn.
+HAND_OVER_BATCH = 16
 _POLL_S = 0.01
 
 
