@@ -13,11 +13,10 @@ Invariants
 2. Bytes are appended only behind the last whole batch, and appended bytes never change. Bytes are removed in whole
    batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
 3. Opening reads every batch that the files of `snapshot` do not tell of, up to the first damage: a bad batch, or a gap
-   between segments. The recovery point is the
-   high watermark of the last checkpoint. From there on, a killed process or a power cut may leave damage, also in the
-   middle of the log, because a segment begins before the one before it is on the disk: the log is cut off at the
-   damage, and what follows is removed. Damage below the recovery point is LogCorrupt: those offsets were assigned and
-   committed. So is, for an only replica, an end below it.
+   between segments. The recovery point is the high watermark of the last checkpoint. From there on, a killed process or
+   a power cut may leave damage, also in the middle of the log, because a segment begins before the one before it is on
+   the disk: the log is cut off at the damage, and what follows is removed. Damage below the recovery point is
+   LogCorrupt: those offsets were assigned and committed. So is, for an only replica, an end below it.
 4. Only the process that opened the log writes to it (the data directory is locked).
 5. `producers` and `leader_epochs` follow from the batches in the log, and from the epoch that a leader assigned at its
    end. Producers from a snapshot may have written what retention has removed since.
@@ -189,8 +188,7 @@ class Log:
         self.leader_epochs.truncate_from_start(self.log_start_offset)
         self._remove_unused()
         if bad_bytes:
-            # The segment has another modification time now: the next stop writes the snapshot again.
-            self._snapshot_at = (*self._snapshot_at[:2], -1)
+            self._outdate_snapshot()
 
     def _adopt_snapshot(self, recovery_point: int) -> int:
         """Take over what the log's snapshot and indexes tell; return the offset up to which that is. Raises OSError."""

@@ -30,6 +30,7 @@ import structlog
 
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import NO_EPOCH, Partition
+from kproxy.broker.replication.open_fetches import MAX_WAIT_MS
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import LIST_OFFSETS
@@ -44,9 +45,6 @@ from kproxy_codec.fetch import (
 )
 from kproxy_codec.partitioned import TopicSpan, encode_topics
 from kproxy_codec.primitives import Buffer
-
-# The longest wait, whatever is asked for: a client that is gone must not occupy the broker for long.
-MAX_WAIT_MS = 60_000
 
 
 class _Found(NamedTuple):

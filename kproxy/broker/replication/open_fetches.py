@@ -55,7 +55,7 @@ from kproxy_codec.partitioned import MAX_PARTITIONS, encode_topics
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.replica_fetch import VERSION
 
-# The longest wait, whatever is asked for.
+# The longest wait, whatever is asked for, also by clients: one that is gone must not occupy the broker for long.
 MAX_WAIT_MS = 60_000
 
 _Key = tuple[bytes, int]
