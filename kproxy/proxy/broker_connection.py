@@ -7,6 +7,7 @@ States
   open         requests are written at once; answers come back in the order of their requests
   renewing     the broker is about to end the session of SASL, or the client has presented a new credential: requests
                are queued until it is renewed
+  ending       the transport is gone, and the end waits for its turn of the event loop; requests are queued
   closed       nothing more is sent or answered
 
 Transitions
@@ -16,8 +17,9 @@ Transitions
   open       -> renewing the session's time is nearly over (KIP-368), or `renew`
   renewing   -> open     the session is renewed: the queue is written
   renewing   -> closed   the broker refuses, or as below: the queue is lost unwritten
-  open       -> closed   the broker closed, the connection broke, an answer was not the awaited one, it was given up,
-                         `close` was called
+  open       -> ending   the broker closed, or the connection broke; so may a renewal end
+  open       -> closed   an answer was not the awaited one, it was given up, `close` was called
+  ending     -> closed   it is its turn, or as above: what was written is lost written, the queue is lost unwritten
 
 Invariants
 1. A ticket that expects an answer gets exactly one call: `answered` or `lost`.
@@ -38,6 +40,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol, cast
 
@@ -86,6 +89,10 @@ class Keeper(Protocol):
 
     def opens(self, upstream: Upstream) -> None:
         """Queued requests are about to be written; some may be withdrawn."""
+        ...
+
+    def in_turn(self, step: Callable[[], object]) -> None:
+        """Take this step of a connection in its turn of the event loop (kproxy.runtime.tasks.Turns)."""
         ...
 
     def ended(self, upstream: Upstream) -> None:
@@ -178,12 +185,12 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         # Done when the transport is gone; exists once `close` waits for that.
         self._ended: asyncio.Future[None] | None = None
         self._patience: asyncio.Timeout | None = None
-        # While the session is renewed: the outbox, which nothing else uses.
+        # While the session is renewed, and when the transport is gone: the outbox, which nothing else uses.
         self._kept: Outbox | None = None
         self._renewal: asyncio.TimerHandle | asyncio.Task[None] | None = None
         # None: it is over.
         self._dial: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(
-            self._connect(dialler, turn, connect_timeout_s) if dials else self._lose()
+            self._connect(dialler, turn, connect_timeout_s) if dials else self._refuse()
         )
 
     # Sending
@@ -281,7 +288,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._end()
         self._dial = self._patience = None
 
-    async def _lose(self) -> None:
+    async def _refuse(self) -> None:
         self._end()
         self._dial = None
 
@@ -368,7 +375,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         # As after a dial: queued requests may have to be withdrawn.
         if self._keeper is not None:
             self._keeper.opens(self)
-        if not self.closed:
+        if not self.closed and self._transport is not None:
             self._outbox, self._kept = self._kept, None
             self._write_queue()
             if self._leaving and self._looks_for_left is None:
@@ -377,7 +384,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     async def _exchange(self, api_key: int, api_version: int, body: bytes) -> memoryview:
         """Send a request past the queue and return the answer. Raises Lost."""
-        if self._kept is None or self.closed:
+        if self._kept is None or self._transport is None or self.closed:
             raise Lost(written=False)
         question, correlation_id = Question(), self._in_flight.next_id()
         self._in_flight.sent(correlation_id, question)
@@ -493,18 +500,28 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+        self._transport = None
+        if self._outbox is not None:
+            self._kept, self._outbox = self._outbox, None
+        # A broker that ends ends the connections of all clients.
+        step = partial(self._lose, reason_of(exc) if exc else "closed by the broker")
+        if self._keeper is None:
+            step()
+        elif not self.closed:
+            self._keeper.in_turn(step)
+
+    def _lose(self, reason: str) -> None:
         if not self.closed and self._in_flight:
             log.info(
                 "broker connection lost",
                 broker=self.owner,
                 address=str(self.address),
                 unanswered=len(self._in_flight),
-                reason=reason_of(exc) if exc else "closed by the broker",
+                reason=reason,
             )
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
         self._end()
-        self._transport = None
 
     def _end(self, *, by_client: bool = False) -> None:
         if self.closed:

@@ -620,18 +620,24 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         if self.closed or transport is None or not transport.can_write_eof() or is_claimant:
             self._end()
             return False
+        self._context.turns.take(self._answer_rest)
+        return True
+
+    def _answer_rest(self) -> None:
+        if self.closed:
+            return
         self._drained_by = min(self._drained_by, self._clock() + self._context.limits.deadline_cap_ms / 1000)
         self._draining, self._lingers = True, False
         self._fanout.stop_retries()
         self.adjust_reading()
         self._end_if_drained()
-        return not self.closed
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
-        self._end()
         self._transport = None
+        if not self.closed:
+            self._context.turns.take(self._end)
 
     def _end(self, *, lingers: bool = False) -> None:
         """Close the connection.
@@ -643,11 +649,11 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             return
         self.closed = True
         outbox, self._answers.outbox = self._answers.outbox, None
-        if self._transport is not None and outbox is not None:
+        if outbox is not None:
             outbox.flush_all()
             self._tally.sent_bytes += outbox.written_bytes
-            if not (lingers and self._half_close(self._transport)):
-                self._transport.close()
+        if self._transport is not None and not (lingers and self._half_close(self._transport)):
+            self._transport.close()
         if self._meter is not None:
             self._meter.close()
         self._fanout.part()

@@ -7,7 +7,7 @@ requests one after another: a JoinGroup that waits for minutes must not delay pr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kproxy.proxy.answer_room import Share
@@ -87,6 +87,10 @@ class Connections:
 
     def opens(self, upstream: Upstream) -> None:
         """Do nothing: what waits for one of them is sent."""
+
+    def in_turn(self, step: Callable[[], object]) -> None:
+        """Take this step of one of them in its turn of the event loop."""
+        self._context.turns.take(step)
 
     def ended(self, upstream: Upstream) -> None:
         """Do nothing: those who wait for answers have been told."""

@@ -23,6 +23,7 @@ from kproxy.proxy.virtual_brokers import Portions, Shared
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Topology
+from kproxy.runtime.tasks import Turns
 from kproxy.security.quotas import Quotas
 from kproxy.security.sasl import SASL_APIS
 from kproxy.trail.trail import Trail
@@ -83,6 +84,8 @@ class ProxyContext:
     all_topics: Shared[Buffer | None] = field(default_factory=Shared)
     versions: BrokerVersions = field(init=False)
     health: BrokerHealth = field(init=False)
+    # For what many connections do at once: they end, or their broker does, or the topology changes.
+    turns: Turns = field(init=False)
     budget: Budget = field(init=False)
     answer_room: AnswerRoom = field(init=False)
 
@@ -100,6 +103,7 @@ class ProxyContext:
         self.versions = BrokerVersions(
             self.topology, self.limits, self.clock, self.arena, self.health, self.version_caps, can_answer
         )
+        self.turns = Turns(self.clock)
         self.budget = Budget(self.limits.max_in_flight_bytes_total)
         self.answer_room = AnswerRoom(self.budget, self.clock)
 

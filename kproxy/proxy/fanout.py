@@ -221,7 +221,7 @@ class FanoutShell:
 
     def _topology_changed(self) -> None:
         # Topology changes may come in groups: handle them together.
-        asyncio.get_running_loop().call_soon(self._run_unless_running)
+        asyncio.get_running_loop().call_soon(self._context.turns.take, self._run_unless_running)
 
     def _run_unless_running(self) -> None:
         if not self._is_running and not self._is_closed:

@@ -16,7 +16,8 @@ Invariants
 2. At most `max_connections` clients are admitted by all listeners together, and none while descriptors run short
    (kproxy.proxy.descriptors); one more is closed at once, with a line in the log.
 3. Clients of a listener with TLS or the PROXY protocol have a session once they are inside (kproxy.security.entrance).
-4. The sessions in `_inside` are ends of `connect_inside`, no clients: they are neither counted nor drained.
+4. Sessions close, drain and take news in their turn of the event loop (kproxy.runtime.tasks): there may be thousands.
+5. The sessions in `_inside` are ends of `connect_inside`, no clients: they are neither counted nor drained.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import structlog
@@ -330,6 +332,11 @@ class Listener:
         return self._entrances[0][0].descriptor
 
     def _session_closed(self, session: ClientSession) -> None:
+        if self._context is None:
+            raise RuntimeError("serve comes first")
+        self._context.turns.take(partial(self._begin_close, session))
+
+    def _begin_close(self, session: ClientSession) -> None:
         task = asyncio.get_running_loop().create_task(self._close(session))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -346,21 +353,32 @@ class Listener:
 
     def _follow_ranges(self, ranges: Ranges) -> None:
         """Report a change of the offered versions to all sessions."""
-        for session in list(self._sessions):
-            try:
-                session.follow_ranges(ranges)
-            except Exception:  # the boundary: an error in one session must not keep the others at the old versions
-                log.exception("client connection not updated with API versions")
-                session.abandon()
+        self._each(
+            self._sessions,
+            lambda session: session.follow_ranges(ranges),
+            "client connection not updated with API versions",
+        )
 
     def _give_up_broker(self, address: Address) -> None:
         """Stop all client connections from waiting for a broker that hangs."""
-        for session in list(self._sessions):
+        self._each(self._sessions, lambda session: session.give_up_broker(address), "hung broker not abandoned")
+
+    def _each(self, sessions: Set[ClientSession], step: Callable[[ClientSession], None], failure: str) -> None:
+        """Have these sessions take a step, each in its turn of the event loop; `failure` is for the log."""
+        if self._context is None:
+            return
+
+        def take(session: ClientSession) -> None:
+            if session not in self._sessions:
+                return
             try:
-                session.give_up_broker(address)
-            except Exception:  # the boundary: an error in one session must not keep the others waiting
-                log.exception("hung broker not abandoned")
+                step(session)
+            except Exception:  # the boundary: an error in one session must not concern the others
+                log.exception(failure)
                 session.abandon()
+
+        for session in tuple(sessions):
+            self._context.turns.take(partial(take, session))
 
     async def _watch_deadlines(self, context: ProxyContext) -> None:
         while True:
@@ -409,14 +427,17 @@ class Listener:
         for entrance, bound in self._entrances:
             bound.close()
             await entrance.close()
-        for session in self._sessions - self._inside:
-            session.drain()
+        self._each(self._sessions - self._inside, ClientSession.drain, "client connection not drained")
         if self._client_count:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.drain_s):
                     await self._empty.wait()
-        for session in self._sessions - self._inside:
-            session.abandon()
+        await self._abandon(self._sessions - self._inside)
+
+    async def _abandon(self, sessions: Set[ClientSession]) -> None:
+        if self._context is not None:
+            self._each(sessions, ClientSession.abandon, "client connection not closed")
+            await self._context.turns.all_taken()
 
     async def stop(self) -> None:
         """Drain, and close everything."""
@@ -426,8 +447,7 @@ class Listener:
         if self._ticker is not None:
             await cancel(self._ticker)
         await asyncio.gather(*self._adopting)
-        for session in list(self._sessions):
-            session.abandon()
+        await self._abandon(self._sessions)
         await asyncio.gather(*self._closing)
         if self._context is not None:
             await self._context.versions.close()

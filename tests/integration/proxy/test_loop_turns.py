@@ -48,6 +48,7 @@ from tests.support.wire.fattest import arrays, body_of, control_answer, control_
 # Of decodings of a produce request of 4,096 partitions, 1.3 ms each on a core of its own: the loss of the brokers of as
 # many partitions takes 35 to 55 of them.
 LONGEST_TURN: Final = 80.0
+MANY_CLIENTS: Final = 400
 # So many seconds each group of cases is tried for; none longer than its cases last, each ROUNDS times.
 BOX_S: Final = float(os.environ.get("KPROXY_TURNS_S", "1.5"))
 ROUNDS: Final = 1 if BOX_S < 60 else 1000
@@ -176,16 +177,20 @@ class Site:
 
     async def longest_turn(self) -> float:
         """Since this was asked last (tests.support.processes.measured_proxy_main). The proxy is at rest afterwards."""
-        while True:
-            self.process.signal(signal.SIGUSR1)
-            said = json.loads(await asyncio.to_thread(self.process.read_line, PATIENCE_S))
-            self.cpu_s += said["cpu_s"]
-            self.longest = max(self.longest, said["longest"])
-            # Looks at deadlines and the like come ten times a second.
-            if said["turns"] < 40:
-                longest, self.longest = self.longest, 0.0
-                return longest
+        # Looks at deadlines and the like come ten times a second.
+        while await self.take_figures() >= 40:
             await asyncio.sleep(0.25)
+        longest, self.longest = self.longest, 0.0
+        return longest
+
+    async def take_figures(self) -> int:
+        """Ask for the figures of the turns since it was last asked; return their number."""
+        self.process.signal(signal.SIGUSR1)
+        said = json.loads(await asyncio.to_thread(self.process.read_line, PATIENCE_S))
+        self.cpu_s += said["cpu_s"]
+        self.longest = max(self.longest, said["longest"])
+        turns: int = said["turns"]
+        return turns
 
     def part(self) -> None:
         """Nothing more comes of the clients."""
@@ -440,6 +445,56 @@ for _event in ("are contested", "are repeated", "lose their client"):
     add("OWN", f"OWN claims {_event}", claims_case(_event))
 
 
+async def many_clients(site: Site, *, waits: bool) -> list[RawClient]:
+    """Clients with connections to all brokers; with `waits` each has a request that is not answered."""
+    site.begin("answers")
+    clients = [await site.client() for _ in range(MANY_CLIENTS)]
+    frame = produce_frame({"t": range(6)}, records=batch(0, producer_id=-1))
+    for client in clients:
+        client.send(frame)
+    for client in clients:
+        await client.receive(PATIENCE_S)
+    if waits:
+        site.begin("holds")
+        for client in clients:
+            client.send(frame)
+        await site.until_held(MANY_CLIENTS)
+    return clients
+
+
+def many_clients_case(event: str, *, waits: bool) -> Case:
+    async def run(site: Site) -> str:
+        clients = await many_clients(site, waits=waits)
+        await site.take_figures()
+        site.longest = site.cpu_s = 0.0
+        # What befalls them comes in one turn.
+        site.process.signal(signal.SIGSTOP)
+        if event == "lose their brokers":
+            for broker in site.brokers:
+                broker.conduct = "answers"
+                broker.cut()
+        elif event == "end":
+            site.part()
+        else:
+            for client in clients:
+                client.close()
+        await asyncio.sleep(0.1)
+        site.process.signal(signal.SIGCONT)
+        await asyncio.sleep(0.3)
+        if waits and event == "lose their brokers":
+            for client in clients:
+                await client.receive(PATIENCE_S)
+        return f"{MANY_CLIENTS} clients"
+
+    return run
+
+
+for _event in ("lose their brokers", "end", "end in good order"):
+    for _waits in (False, True):
+        _name = f"many {'waiting' if _waits else 'idle'} clients {_event}"
+        add(f"clients that {_event}", _name, many_clients_case(_event, waits=_waits))
+
+
 @asynccontextmanager
 async def measured_site(directory: Path, random: Random, more: Sequence[str]) -> AsyncIterator[Site]:
     brokers = [Broker(node_id) for node_id in range(1, BROKERS + 1)]
@@ -447,6 +502,8 @@ async def measured_site(directory: Path, random: Random, more: Sequence[str]) ->
         await broker.start()
     owners = [random.randint(1, BROKERS) for _ in range(MAX_PARTITIONS)]
     lines = ["[ownership]", 'ownership = "static"', "[limits]", f"control_timeout_s = {CONTROL_TIMEOUT_S}"]
+    # Brokers answer in the test's process, which is busy.
+    lines += ["probe_timeout_s = 30"]
     lines += ["[brokers]", *(f'{broker.node_id} = "{broker.address}"' for broker in brokers)]
     lines += ["[[topics]]", 'name = "t"', f"owners = {owners}"]
     config = directory / "kproxy.toml"
