@@ -56,6 +56,12 @@ async def open_breaker(proxy: RunningProxy, upstream: ScriptedUpstream, client: 
     assert proxy.context.tally.hangs.total() == 1
 
 
+async def connections_for_clients(upstream: ScriptedUpstream) -> int:
+    """Their number; a probe's is not counted any more once the probe has arrived."""
+    await eventually(lambda: all(connection.got for connection in upstream.connections))
+    return len(upstream.connections)
+
+
 @both_loops
 @in_one_go
 async def test_one_hung_broker_does_not_starve_the_others_partitions_for_as_long_as_it_hangs() -> None:
@@ -149,7 +155,7 @@ async def test_while_it_hangs_nothing_is_written_to_it_nor_sent_elsewhere(
         proxy.own(1)
         first, second = await proxy.client(), await proxy.client()
         await open_breaker(proxy, upstream, first)
-        dialled = len(upstream.connections)
+        dialled = await connections_for_clients(upstream)
         for client in (first, second):
             began = time.monotonic()
             client.send(request_frame)
@@ -157,7 +163,7 @@ async def test_while_it_hangs_nothing_is_written_to_it_nor_sent_elsewhere(
             assert time.monotonic() - began < 4
         assert await upstream.is_silent()
         assert await other.is_silent()
-        assert len(upstream.connections) == dialled
+        assert await connections_for_clients(upstream) == dialled
 
 
 @both_loops
