@@ -502,8 +502,8 @@ async def measured_site(directory: Path, random: Random, more: Sequence[str]) ->
         await broker.start()
     owners = [random.randint(1, BROKERS) for _ in range(MAX_PARTITIONS)]
     lines = ["[ownership]", 'ownership = "static"', "[limits]", f"control_timeout_s = {CONTROL_TIMEOUT_S}"]
-    # Brokers answer in the test's process, which is busy.
-    lines += ["probe_timeout_s = 30"]
+    # Brokers answer and accept in the test's process, which is busy.
+    lines += ["probe_timeout_s = 30", "connect_timeout_s = 30"]
     lines += ["[brokers]", *(f'{broker.node_id} = "{broker.address}"' for broker in brokers)]
     lines += ["[[topics]]", 'name = "t"', f"owners = {owners}"]
     config = directory / "kproxy.toml"
