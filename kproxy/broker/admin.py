@@ -111,7 +111,7 @@ def state_of(partition: Partition) -> ReplicaState:
         end,
         replication.leader_epoch,
         log.is_dirty,
-        log.failure is not None and not log.is_closed,
+        partition.disk_fails,
         bool(partition.failure),
         len(log.producers),
     )
@@ -145,12 +145,14 @@ class BrokerCounts:
     """Counts of the broker as a whole.
 
     `leases`: partition keys on its lease, as etcd says. `ended`: ended leaderships by reason. `not_opened`: logs.
+    `disk_fails`: the disk as a whole.
     """
 
     leases: int
     live_brokers: int
     offline: int
     not_opened: int
+    disk_fails: bool
     ended: Mapping[str, int]
     shrinks: int
     expansions: int
@@ -176,6 +178,7 @@ async def counts_of(
         len(view.brokers),
         offline,
         replica_manager.replicas.not_opened,
+        bool(replica_manager.disk.failure),
         dict(replica_manager.ended),
         isr_keeper.shrinks,
         isr_keeper.expansions,
@@ -304,8 +307,8 @@ def _disk(counts: BrokerCounts, states: Sequence[ReplicaState]) -> Iterable[Metr
     yield gauge("kproxy_broker_dirty_logs", "Logs with bytes to be flushed.", dirty)
     yield gauge(
         "kproxy_broker_failed_logs",
-        "Logs that could not be opened, written or flushed.",
-        counts.not_opened + sum(state.has_failed for state in states),
+        "Logs that cannot be opened, read, written or flushed; all while the disk as a whole fails.",
+        counts.not_opened + sum(counts.disk_fails or state.has_failed for state in states),
     )
     yield gauge(
         "kproxy_broker_stopped_replicas",

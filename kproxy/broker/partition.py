@@ -559,6 +559,11 @@ class Partition:
 
     # The disk
 
+    @property
+    def disk_fails(self) -> bool:
+        """Whether the last write, read or flush failed."""
+        return self._write_fails or self.unreadable is not None or (bool(self.log.failure) and not self.log.is_closed)
+
     def disk_trouble(self) -> DiskTrouble | None:
         """Return what is wrong with the disk now; a failed read is tried again."""
         log = self.log

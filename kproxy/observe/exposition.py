@@ -77,6 +77,16 @@ def growing(page: Sequence[Metric]) -> list[Metric]:
     return [family for family in page if family.type in _GROWING]
 
 
+class Families(Collector):
+    """Families that have been made."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
 def render(collectors: Iterable[Collector], accept: str) -> tuple[bytes, str]:
     """Render the page in the format that an HTTP Accept header asks for.
 

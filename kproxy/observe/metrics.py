@@ -57,7 +57,7 @@ class Vitals:
 
 
 class ProxyCollector(Collector):
-    """The families of one serving process.
+    """The families of one serving process, at one moment.
 
     `counters` are named events: `splits`, `deadlines` and so on.
     """
@@ -67,9 +67,9 @@ class ProxyCollector(Collector):
         *,
         tally: Tally,
         counters: Mapping[str, int],
-        table: Callable[[], TableView],
-        vitals: Callable[[], Vitals],
-        shipping: Callable[[], ShipperVitals | None] = lambda: None,
+        table: TableView,
+        vitals: Vitals,
+        shipping: ShipperVitals | None = None,
     ) -> None:
         self._tally = tally
         self._counters = counters
@@ -78,18 +78,16 @@ class ProxyCollector(Collector):
         self._shipping = shipping
 
     def collect(self) -> Iterable[Metric]:
-        vitals = self._vitals()
-        yield from _traffic(self._tally, vitals)
+        yield from _traffic(self._tally, self._vitals)
         yield from _outcomes(self._tally, self._counters)
-        yield from _connections(vitals, self._counters)
-        yield from _brokers(vitals.brokers, self._tally)
-        yield from _tls(vitals, self._counters)
-        table = self._table()
-        yield from _table(table)
-        yield from _fleet(table, self._counters)
-        yield from _claims(vitals, self._counters)
+        yield from _connections(self._vitals, self._counters)
+        yield from _brokers(self._vitals.brokers, self._tally)
+        yield from _tls(self._vitals, self._counters)
+        yield from _table(self._table)
+        yield from _fleet(self._table, self._counters)
+        yield from _claims(self._vitals, self._counters)
         yield from _security(self._counters)
-        yield from _audit(self._shipping(), self._counters)
+        yield from _audit(self._shipping, self._counters)
 
 
 class WorkersCollector(Collector):

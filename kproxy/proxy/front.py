@@ -19,7 +19,7 @@ from kproxy.config import ProxyConfig
 from kproxy.config.admin import read_page_token
 from kproxy.config.tls import Loaded
 from kproxy.observe.admin import AdminPage, ReplicaPages
-from kproxy.observe.exposition import render
+from kproxy.observe.exposition import Families, render
 from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
 from kproxy.observe.page_guard import PageGuard
@@ -50,14 +50,17 @@ class OwnPages:
         readiness: Callable[[], Awaitable[Readiness]],
         tally: Tally,
         counters: Mapping[str, int],
-        vitals: Callable[[], Vitals],
+        vitals: Callable[[], Awaitable[Vitals]],
         claims: Callable[[], ClaimsAdmin],
         shipping: Callable[[], ShipperVitals | None],
     ) -> None:
         self._table = table
         self._claims = claims
         self._readiness = readiness
-        self._proxy = ProxyCollector(tally=tally, counters=counters, table=table, vitals=vitals, shipping=shipping)
+        self._tally = tally
+        self._counters = counters
+        self._vitals = vitals
+        self._shipping = shipping
         self._process = tuple(own_process())
 
     async def table(self, query: TableQuery, worker: int | None = None) -> bytes:
@@ -76,7 +79,18 @@ class OwnPages:
         return "kproxy"
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
-        return render((*self._process, self._proxy), accept)
+        vitals = await self._vitals()
+        proxy = ProxyCollector(
+            tally=self._tally,
+            counters=self._counters,
+            table=self._table(),
+            vitals=vitals,
+            shipping=self._shipping(),
+        )
+        # Read on the event loop, which changes the tally. Counting thousands of open files takes some hundredths of a
+        # second.
+        families = Families(list(proxy.collect()))
+        return await asyncio.to_thread(render, (*self._process, families), accept)
 
     async def readiness(self) -> Readiness:
         try:

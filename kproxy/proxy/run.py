@@ -230,8 +230,8 @@ class _Proxy:
         admin = self._config.admin
         return None if admin is None else AdminSite(self._config, admin, self._reloads, self._counters)
 
-    def _vitals(self) -> Vitals:
-        vitals = self._listener.vitals
+    async def _vitals(self) -> Vitals:
+        vitals = await self._listener.vitals()
         towards = {"broker": self._access.expires_at, "audit": self._audit_access.expires_at}
         ours = {(use, ""): ends_at for use, ends_at in towards.items() if ends_at is not None}
         page = self._site.certificates if self._site is not None else {}

@@ -36,7 +36,7 @@ import structlog
 from kproxy.config import Limits
 from kproxy.config.listeners import ListenerConfig
 from kproxy.config.tls import Loaded
-from kproxy.observe.metrics import BrokerVitals, Vitals
+from kproxy.observe.metrics import Vitals
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_session import ClientSession
@@ -97,23 +97,41 @@ class Listener:
             return f"starting: {self.waits_for or 'the routing table is not loaded yet'}"
         return None
 
-    @property
-    def vitals(self) -> Vitals:
-        """The current values for the metrics."""
-        in_flight_requests = upstream_connections = sent_bytes = 0
-        for session in self._sessions:
-            in_flight_requests += session.open_requests
-            upstream_connections += session.upstream_count
-            sent_bytes += session.sent_bytes
-        own = self._context.own if self._context is not None else None
+    async def vitals(self) -> Vitals:
+        """The current values for the metrics. Clients have their turns while the sessions are looked at.
+
+        `sent_bytes` are of the turn in which it returns: those of a session that ends are in the tally from then on.
+        """
+        in_flight_requests = upstream_connections = 0
+        requests: Counter[int] = Counter()
+        oldest_s: defaultdict[int, float] = defaultdict(float)
+        context = self._context
+        if context is not None:
+            began = now = context.clock()
+            for session in list(self._sessions):
+                if context.clock() - began > TURN_S:
+                    await asyncio.sleep(0)
+                    began = context.clock()
+                if session not in self._sessions:
+                    continue
+                in_flight_requests += session.open_requests
+                upstream_connections += session.upstream_count
+                for broker, count, age_s in session.unanswered(now):
+                    requests[broker] += count
+                    oldest_s[broker] = max(oldest_s[broker], age_s)
+        own = context.own if context is not None else None
+        brokers = context.health.brokers() if context is not None else {}
         return Vitals(
             client_connections=self._client_count,
             upstream_connections=upstream_connections,
             in_flight_requests=in_flight_requests,
             in_flight_bytes=self._in_flight_bytes,
-            paused_connections=len(self._context.budget.waiting) if self._context is not None else 0,
-            sent_bytes=sent_bytes,
-            brokers=self._brokers(),
+            paused_connections=len(context.budget.waiting) if context is not None else 0,
+            sent_bytes=sum(session.sent_bytes for session in self._sessions),
+            brokers={
+                broker: replace(vitals, in_flight=requests[broker], oldest_s=oldest_s[broker])
+                for broker, vitals in brokers.items()
+            },
             draining=self._leaving or self._draining,
             certificates={
                 ("listener", entrance.name): entrance.expires_at
@@ -125,22 +143,6 @@ class Listener:
             own_members=len(own.table.members) if own is not None else 0,
             own_unsettled=len(own.unsettled.places()) if own is not None else 0,
         )
-
-    def _brokers(self) -> dict[int, BrokerVitals]:
-        """By id, what is known of each broker of the topology, and of those that have left it lately."""
-        if self._context is None:
-            return {}
-        now = self._context.clock()
-        requests: Counter[int] = Counter()
-        oldest_s: defaultdict[int, float] = defaultdict(float)
-        for session in self._sessions:
-            for broker, count, age_s in session.unanswered(now):
-                requests[broker] += count
-                oldest_s[broker] = max(oldest_s[broker], age_s)
-        return {
-            broker: replace(vitals, in_flight=requests[broker], oldest_s=oldest_s[broker])
-            for broker, vitals in self._context.health.brokers().items()
-        }
 
     @property
     def _in_flight_bytes(self) -> int:

@@ -130,13 +130,15 @@ class JsonSink:
     def _write(self, data: bytes) -> None:
         try:
             is_new = self._path is None
+            path = self._path = self._path or self._files.next()
             if is_new:
-                self._path = self._files.next()
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, FILE_MODE)
+                self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, FILE_MODE)
             write_all(self._descriptor, data)
             os.fsync(self._descriptor)
             if is_new:
                 self._files.keep_names()
+            # It fails if somebody has removed the file, whose rows nobody can read then.
+            path.stat()
         except OSError:
             self._cut_off()
             raise

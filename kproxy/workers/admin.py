@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from aiohttp import web
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from kproxy.observe.admin import TableLike, replication_route
-from kproxy.observe.exposition import merge, render
+from kproxy.observe.exposition import Families, merge, render
 from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, expiry, page_connections, registered, reloads
 from kproxy.observe.page_guard import PageGuard
@@ -76,7 +74,7 @@ class WorkerPages:
         families = merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours])
         pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
         restarts = sum(slot.restarts for slot in self._slots)
-        return render((ProcessesCollector(pids), WorkersCollector(up, restarts), _Known(families)), accept)
+        return render((ProcessesCollector(pids), WorkersCollector(up, restarts), Families(families)), accept)
 
     async def _get_table(self, request: web.Request) -> web.Response:
         try:
@@ -123,14 +121,6 @@ class WorkerPages:
         if asked and not any(await asyncio.gather(*map(_lives, asked))):
             return Readiness(False, "no worker answers")
         return Readiness(True, "alive")
-
-
-class _Known(Collector):
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 def _refused(status: int, reason: str) -> web.Response:

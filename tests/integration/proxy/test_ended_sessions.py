@@ -57,7 +57,7 @@ def nothing_escapes() -> Iterator[None]:
 
 
 def sessions(proxy: RunningProxy) -> int:
-    return proxy.listener.vitals.client_connections
+    return proxy.vitals.client_connections
 
 
 @both_loops

@@ -17,6 +17,7 @@ from kproxy.observe.exposition import render
 from kproxy.observe.metrics import ProxyCollector
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import MAX_BROKERS, MAX_DROP_TOPICS, OTHER_BROKERS, Tally
+from kproxy.proxy import server
 from kproxy.proxy.broker_health import MAX_GONE
 from kproxy.routing.topology import Address
 from kproxy_codec.api_keys import API_VERSIONS, METADATA
@@ -46,8 +47,8 @@ class Scrape:
         collector = ProxyCollector(
             tally=proxy.context.tally,
             counters=proxy.counters,
-            table=lambda: TableView(proxy.topology, age_s, stale),
-            vitals=lambda: proxy.listener.vitals,
+            table=TableView(proxy.topology, age_s, stale),
+            vitals=proxy.vitals,
         )
         body, content_type = render([collector], "")
         assert content_type.startswith("text/plain")
@@ -58,6 +59,35 @@ class Scrape:
         return sum(
             value for (each, has), value in self.samples.items() if each == name and labels.items() <= dict(has).items()
         )
+
+
+@both_loops
+async def test_vitals_leave_turns_to_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "TURN_S", 0.0)
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream) as proxy:
+        proxy.own(1)
+        clients = [await proxy.client() for _ in range(20)]
+        for client in clients:
+            client.send(produce_frame())
+            await client.answer()
+        sent_bytes = Scrape(proxy)("kproxy_client_sent_bytes_total")
+
+        async def look() -> int:
+            vitals = await proxy.listener.vitals()
+            return vitals.sent_bytes + proxy.context.tally.sent_bytes
+
+        looking = asyncio.create_task(look())
+        turns = 0
+        while not looking.done():
+            await asyncio.sleep(0)
+            turns += 1
+            if turns == 5:
+                for client in clients[::2]:
+                    client.abort()
+        assert turns > 5
+        # None is counted twice or left out, whether its session has ended meanwhile or not.
+        assert await looking == sent_bytes
 
 
 @both_loops

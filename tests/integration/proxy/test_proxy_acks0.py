@@ -293,7 +293,7 @@ async def test_what_is_lost_while_the_proxy_stops_leaves_no_lookup_behind(monkey
         client.send(produce_frame(records=batch(producer_id=-1), acks=0))
         (await broker.next()).connection.transport.pause_reading()
         client.send(*(produce_frame(records=batch(producer_id=-1) + bytes(1 << 20), acks=0) for _ in range(12)))
-        await eventually(lambda: proxy.listener.vitals.in_flight_requests)
+        await eventually(lambda: proxy.vitals.in_flight_requests)
         await asyncio.sleep(0.1)
 
 

@@ -193,8 +193,8 @@ async def test_unconfirmed_requests_are_bounded_in_bytes_and_in_number() -> None
         assert len(upstream.log) == 21
         for n in range(1, 101):
             (await arrives(upstream, n)).answer()
-        await eventually(lambda: proxy.listener.vitals.in_flight_requests == 0)
-        assert proxy.listener.vitals.in_flight_bytes == 0
+        await eventually(lambda: proxy.vitals.in_flight_requests == 0)
+        assert proxy.vitals.in_flight_bytes == 0
 
 
 @both_loops

@@ -121,7 +121,7 @@ async def fed(
         yield proxy
         for client in proxy._clients:
             client.abort()
-        await eventually(lambda: proxy.listener.vitals.in_flight_bytes == 0, "all is given back")
+        await eventually(lambda: proxy.vitals.in_flight_bytes == 0, "all is given back")
 
 
 async def passing(now: list[float], seconds: float) -> None:
@@ -207,7 +207,7 @@ async def test_who_does_not_read_is_closed_when_others_wait_and_not_before() -> 
         idle = await proxy.client()
         idle.pause_reading()
         idle.send(asks())
-        await eventually(lambda: proxy.listener.vitals.in_flight_bytes > 12 * MIB)
+        await eventually(lambda: proxy.vitals.in_flight_bytes > 12 * MIB)
         await passing(now, 2 * USUAL.window_s)
         # It costs nobody anything.
         assert proxy.counters["clients.refused"] == 0
@@ -228,7 +228,7 @@ async def test_acknowledgements_get_through_while_others_hold_all_there_is() -> 
             idle = await proxy.client()
             idle.pause_reading()
             idle.send(asks(n))
-        await eventually(lambda: proxy.listener.vitals.in_flight_bytes > 12 * MIB)
+        await eventually(lambda: proxy.vitals.in_flight_bytes > 12 * MIB)
         producer = await proxy.client()
         for n in range(50):
             producer.send(produce_frame(records=batch(n) + bytes(MIB), correlation_id=n))
@@ -244,10 +244,10 @@ async def test_many_small_answers_that_nobody_reads_are_bounded_and_counted_too(
         for client in clients:
             client.pause_reading()
             client.send(*(asks(n, max_bytes=size) for n in range(count)))
-        await eventually(lambda: proxy.listener.vitals.in_flight_bytes > 0)
+        await eventually(lambda: proxy.vitals.in_flight_bytes > 0)
         await asyncio.sleep(0.5)
         # Of 140 MiB that they have asked for.
-        assert 0 < proxy.listener.vitals.in_flight_bytes < 16 * MIB
+        assert 0 < proxy.vitals.in_flight_bytes < 16 * MIB
         for client in clients:
             client.resume_reading()
         for client in clients:
@@ -265,7 +265,7 @@ async def test_a_broker_that_stops_in_the_midst_of_a_large_answer_keeps_no_room(
         asked = await upstream.next()
         whole = asked.reply(results={("t", 0): {"records": bytes(3 * MIB)}})
         asked.connection.write(whole[: 2 * MIB])
-        await eventually(lambda: proxy.listener.vitals.in_flight_bytes > 3 * MIB)
+        await eventually(lambda: proxy.vitals.in_flight_bytes > 3 * MIB)
         second.send(asks(2))
         other = await upstream.next()
         other.answer(results={("t", 0): {"records": bytes(3 * MIB)}})
@@ -273,7 +273,7 @@ async def test_a_broker_that_stops_in_the_midst_of_a_large_answer_keeps_no_room(
         asked.connection.abort()
         assert await fetched(second) == {0: bytes(3 * MIB)}
         first.abort()
-        await eventually(lambda: proxy.listener.vitals.in_flight_bytes == 0)
+        await eventually(lambda: proxy.vitals.in_flight_bytes == 0)
 
 
 @both_loops
@@ -290,11 +290,11 @@ async def test_a_client_that_leaves_gives_the_room_of_its_answers_back_at_once()
             for asked in ([asks(1, (0, 1))], [asks(1, (1,), 4 * MIB), asks(2, (0,), 4 * MIB)]):
                 client = await proxy.client()
                 client.send(*asked)
-                await eventually(lambda: proxy.listener.vitals.in_flight_bytes > 3 * MIB)
+                await eventually(lambda: proxy.vitals.in_flight_bytes > 3 * MIB)
                 await silent.next()
                 await asyncio.sleep(0.05)
                 client.abort()
-                await eventually(lambda: proxy.listener.vitals.in_flight_bytes == 0)
+                await eventually(lambda: proxy.vitals.in_flight_bytes == 0)
         finally:
             gc.enable()
 

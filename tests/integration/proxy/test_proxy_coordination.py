@@ -214,7 +214,7 @@ async def test_connections_to_coordinators_are_counted() -> None:
         client = await proxy.client()
         await codes(client, keys.HEARTBEAT, 4)
         # One to whoever said who coordinates, one to the coordinator.
-        assert proxy.listener.vitals.upstream_connections == 2
+        assert proxy.vitals.upstream_connections == 2
 
 
 @both_loops

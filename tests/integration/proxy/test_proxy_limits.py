@@ -44,7 +44,7 @@ async def test_all_connections_together_hold_no_more_than_the_total() -> None:
 
         def is_full() -> bool:
             held.append(proxy.context.budget.held)
-            return len(held) > 30 and held[-1] >= 8 * MIB and proxy.listener.vitals.paused_connections > 20
+            return len(held) > 30 and held[-1] >= 8 * MIB and proxy.vitals.paused_connections > 20
 
         await eventually(is_full, "it holds as much as it may")
         # A half more, a frame, and 64 KiB for each that was reading.
@@ -110,7 +110,7 @@ async def test_halves_of_frames_fill_the_total_and_each_is_still_finished() -> N
         frames = [big(n, 3 * MIB) for n in range(20)]
         for client, frame in zip(clients, frames, strict=True):
             client.send(frame[: 2 * MIB])
-        await eventually(lambda: proxy.listener.vitals.paused_connections > 0)
+        await eventually(lambda: proxy.vitals.paused_connections > 0)
         await asyncio.sleep(0.1)
         assert len(upstream.log) == 0
         assert proxy.context.budget.held < 16 * MIB
@@ -159,7 +159,7 @@ async def test_one_who_leaves_in_the_midst_makes_room() -> None:
         leaving = [await proxy.client() for _ in range(8)]
         for n, client in enumerate(leaving):
             client.send(big(n, 3 * MIB)[: 2 * MIB] if n % 2 else big(n, 3 * MIB))
-        await eventually(lambda: proxy.listener.vitals.paused_connections > 0)
+        await eventually(lambda: proxy.vitals.paused_connections > 0)
         waiting = await proxy.client()
         waiting.send(produce_frame(records=batch(7), correlation_id=77))
         for client in leaving:

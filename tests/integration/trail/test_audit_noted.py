@@ -204,7 +204,7 @@ async def test_what_nobody_was_told_of_is_not_noted() -> None:
         proxy.context.confirm_acks0 = True
         client.send(produce_frame(acks=0))
         (await upstream.next()).answer(results={("t", 0): {"base_offset": 1}})
-        await eventually(lambda: proxy.listener.vitals.in_flight_requests == 0)
+        await eventually(lambda: proxy.vitals.in_flight_requests == 0)
         client.send(produce_frame(timeout_ms=1_000, records=batch(0, producer_id=-1)))
         late = await upstream.next()
         answer = await client.answer()

@@ -316,7 +316,7 @@ async def test_a_connection_from_within_is_no_client_and_outlives_them() -> None
         inside._reader, inside._writer = await asyncio.open_connection(sock=end)
         inside.send(produce_frame(records=batch(1)))
         assert (await inside.answer()).codes == {("t", 0): 0}
-        assert proxy.listener.vitals.client_connections == 1
+        assert proxy.vitals.client_connections == 1
         await proxy.listener.drain()
         assert await client.is_closed()
         inside.send(produce_frame(records=batch(2)))

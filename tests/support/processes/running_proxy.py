@@ -26,6 +26,7 @@ from kproxy.claims.service import OwnService
 from kproxy.config import Limits
 from kproxy.config.listeners import ListenerConfig
 from kproxy.config.tls import ListenerTls, Loaded
+from kproxy.observe.metrics import Vitals
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.server import Listener
@@ -213,6 +214,17 @@ class RunningProxy:
     @property
     def counters(self) -> Counter[str]:
         return self.context.counters
+
+    @property
+    def vitals(self) -> Vitals:
+        """The listener's, of this moment: no other has a turn meanwhile."""
+        looking = self.listener.vitals()
+        while True:
+            try:
+                looking.send(None)
+            except StopIteration as done:
+                vitals: Vitals = done.value
+                return vitals
 
     def retries(self, event: int) -> int:
         """How often a partition was to be sent again for this cause (kproxy.routing.retry)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,8 @@ class Page:
         self.ended = Counter[str]()
         self.isr_keeper = SimpleNamespace(shrinks=0, expansions=0)
         self.not_opened = SimpleNamespace(not_opened=0)
-        leases = SimpleNamespace(hosted=self.hosted, ended=self.ended, replicas=self.not_opened)
+        self.disk = SimpleNamespace(failure="")
+        leases = SimpleNamespace(hosted=self.hosted, ended=self.ended, replicas=self.not_opened, disk=self.disk)
         keeper = cast(Any, self.isr_keeper)
         self.pages = BrokerPages(1, self.view, cast(Any, leases), keeper, lambda: self.status)
         self._revision = 0
@@ -165,6 +167,26 @@ async def test_leases_are_counted_that_are_this_process_s_own(group: Group, page
     assert await page("leases") == 0, "a predecessor's"
     page.view.apply_put(keys.lease("t", 0), b"1", lease_id=8, revision=5)
     assert await page("leases") == 1
+
+
+async def test_full_disk_counts_as_failed_log(group: Group, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = group.elect(1)
+
+    def append_fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as full:
+        full.setattr(Log, "append", append_fails)
+        append(leader)
+    assert await page("failed_logs") == 1
+    append(leader)
+    assert await page("failed_logs") == 0
+
+
+async def test_failing_disk_counts_all_logs_as_failed(group: Group, page: Page) -> None:
+    page.not_opened.not_opened = 1
+    page.disk.failure = "the disk does not answer for 5 s"
+    assert await page("failed_logs") == 2
 
 
 async def test_losses_and_changes_are_counted(group: Group, page: Page) -> None:

@@ -108,9 +108,9 @@ def collector_of(tally: Tally, *, splits: int = 0, **vitals: Any) -> ProxyCollec
     return ProxyCollector(
         tally=tally,
         counters={"splits": splits},
-        table=lambda: TableView(Topology(), 7.0, True),
-        vitals=lambda: Vitals(**vitals),
-        shipping=lambda: ShipperVitals(waiting_bytes=3, age_s=1.25),
+        table=TableView(Topology(), 7.0, True),
+        vitals=Vitals(**vitals),
+        shipping=ShipperVitals(waiting_bytes=3, age_s=1.25),
     )
 
 

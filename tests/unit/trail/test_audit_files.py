@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,22 @@ async def test_lines_go_on_in_another_file_when_one_is_large(tmp_path: Path) -> 
     assert [file.name for file in files] == [f"{STEM}-{number:06d}.jsonl" for number in range(len(files))]
     assert all(4000 <= file.stat().st_size < 4000 + 4 * 700 for file in files[:-1])
     assert rows_in_files(tmp_path) == rows
+
+
+async def test_removed_file_is_followed_by_another(tmp_path: Path) -> None:
+    directory = tmp_path / "trail"
+    directory.mkdir()
+    sink, rows = json_sink(directory), some_rows(6)
+    pages = paged(rows, 2)
+    await sink.write(pages[:1])
+    shutil.rmtree(directory)
+    for _ in range(2):
+        with pytest.raises(SinkFailed, match="No such file"):
+            await sink.write(pages[1:])
+    directory.mkdir()
+    await sink.write(pages[1:])
+    await sink.close()
+    assert rows_in_files(directory) == rows[2:]
 
 
 async def test_each_parquet_file_has_the_rows_that_were_written_at_once(tmp_path: Path) -> None:
