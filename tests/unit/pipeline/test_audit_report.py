@@ -304,6 +304,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_report(audit_facts.empty(), tmp_path / "nowhere" / "report.html")
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize(
     "grid", [Grid(0, 1, 1, 1), Grid(-5, 1, 96, 1), Grid(2**60, 2**50, 96, 1), Grid(0, 2**45, 96, 3)]
 )
