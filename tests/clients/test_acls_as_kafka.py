@@ -423,7 +423,14 @@ NOT_OFFERED = ("create-token", "describe-tokens", "describe-users alice", "alter
 UNSUPPORTED = ("UnsupportedVersion", "UnsupportedFeature", "IncompatibleBrokerVersion")
 
 
-@pytest.mark.parametrize("client", refused_clients.CLIENTS)
+# Those in Python get the same answers as librdkafka.
+@pytest.mark.parametrize(
+    "client",
+    [
+        pytest.param(each, marks=() if each in ("librdkafka", "java") else pytest.mark.long)
+        for each in refused_clients.CLIENTS
+    ],
+)
 def test_a_client_gets_the_same_exceptions_as_from_kafka(
     secured: SecuredKafka, proxy: KproxyProcess, client: str
 ) -> None:

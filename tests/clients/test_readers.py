@@ -77,7 +77,9 @@ def read(consumer: confluent_kafka.Consumer, counts: Sequence[int]) -> dict[int,
     return found
 
 
-@pytest.mark.parametrize("rack", ["", "rack-1", "rack-3", "unknown"])
+@pytest.mark.parametrize(
+    "rack", ["", "rack-1", *(pytest.param(each, marks=pytest.mark.long) for each in ("rack-3", "unknown"))]
+)
 def test_rack_changes_nothing_for_readers(proxy: KproxyProcess, topic: str, rack: str) -> None:
     for partition in PARTITIONS:
         produce(proxy.kafka, topic, [b"%d" % n for n in range(10)], partition)

@@ -74,7 +74,7 @@ def topic(secured: SecuredKafka) -> str:
     return secured.plain.create_topic(f"sasl-{uuid.uuid4().hex[:10]}", 1)
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_each_mechanism_lets_a_user_write(proxy: KproxyProcess, topic: str, client: str, mechanism: str) -> None:
@@ -87,7 +87,7 @@ def told_by(client: str, bootstraps: Sequence[str], topic: str, *credentials: st
         return [*pool.map(lambda each: CLIENTS[client](each, topic, *credentials), bootstraps)]  # type: ignore[arg-type]
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_client_tells_the_same_as_of_kafka(
@@ -106,6 +106,7 @@ def same_mechanisms(secured: SecuredKafka, tmp_path_factory: pytest.TempPathFact
         yield process
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_mechanism_that_is_not_offered_is_told_as_by_kafka(
     secured: SecuredKafka, same_mechanisms: KproxyProcess, topic: str, client: str

@@ -214,6 +214,7 @@ def test_librdkafka_with_a_wrong_password(site: Site) -> None:
     assert PASSWORD not in site.process.stderr()
 
 
+@pytest.mark.long(but=1)
 def test_aiokafka_does_what_it_may_and_nothing_else(each_site: Site) -> None:
     site = each_site
     topic, secret = site.topic("open"), site.topic("secret")
@@ -242,6 +243,7 @@ def test_aiokafka_does_what_it_may_and_nothing_else(each_site: Site) -> None:
     assert asyncio.run(run()) == {b"%d" % number for number in range(RECORDS)}
 
 
+@pytest.mark.long(but=1)
 def test_kafka_python_does_what_it_may_and_nothing_else(each_site: Site) -> None:
     topic, secret = each_site.topic("open"), each_site.topic("secret")
     alice = each_site.python("alice")
@@ -262,6 +264,7 @@ def test_kafka_python_does_what_it_may_and_nothing_else(each_site: Site) -> None
     assert read == {b"%d" % number for number in range(RECORDS)}
 
 
+@pytest.mark.long(but=1)
 def test_java_writes_and_reads(each_site: Site) -> None:
     topic = each_site.topic("open")
     records = [Record(None, b"%d" % number) for number in range(RECORDS)]

@@ -212,7 +212,8 @@ def test_a_client_tells_its_user_what_is_wrong(dev_cluster: KproxyProcess, tmp_p
             producer.poll(0.1)
 
 
-@pytest.mark.long(but=1)
+# test_secured_both_sides exchanges this certificate, too, and more.
+@pytest.mark.long
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_certificates_are_exchanged_under_load_and_no_request_fails(
     dev_cluster: KproxyProcess, tmp_path: Path, topic: str, workers: str

@@ -17,7 +17,7 @@ from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkDriver
 from kproxy.security.users import read_users
 
-ROWS = 4_000
+ROWS = 1_000
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,11 @@ def test_a_cluster_of_others_has_its_own_security(tmp_path: Path) -> None:
 
 @pytest.mark.spark
 @pytest.mark.timeout(300)
-def test_all_rows_go_by_tls_and_a_password_and_audit_clean(tmp_path: Path, spark_driver: SparkDriver) -> None:
+def test_all_rows_go_by_tls_and_a_password_and_audit_clean(
+    tmp_path: Path, spark_driver: SparkDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each of them is a task of Spark, with connections of its own.
+    monkeypatch.setattr("kproxy.demo.run.PARTITIONS", 3)
     said, shown = io.StringIO(), io.StringIO()
     options = DemoOptions(rows=ROWS, tls=True, sasl=True, data_dir=tmp_path, report=tmp_path / "report.html", keep=True)
     report = Report(progress=Console(file=said, width=200))

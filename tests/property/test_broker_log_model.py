@@ -31,6 +31,7 @@ from kproxy.broker.validation import ReplicatedBatchInvalid
 from kproxy_codec.fetch import EpochEnd
 from kproxy_codec.record_batch import RecordBatch, assign_offsets, iterate_batches, parse_batch
 from tests.support.brokers.broker_logs import read_all
+from tests.support.rules import examples
 from tests.support.wire.record_batches import build_batch
 
 SEGMENT_BYTES = 1500
@@ -436,5 +437,5 @@ class LogMachine(RuleBasedStateMachine):
 
 TestLogAgainstModel = LogMachine.TestCase
 TestLogAgainstModel.settings = settings(
-    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )

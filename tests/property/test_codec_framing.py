@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kproxy_codec import framing
 from kproxy_codec.framing import FrameReader, ReceiveArena
+from tests.support.rules import examples
 
 CHUNK = 1024
 LIMIT = 6 * CHUNK
@@ -77,7 +78,7 @@ def _portion(chance: random.Random) -> int:
     return chance.choice((1, 2, chance.randrange(1, 40), chance.randrange(1, CHUNK), LIMIT))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     seed=st.integers(0, 2**64),
     connections=st.integers(1, 5),
@@ -109,7 +110,7 @@ def test_frames_come_whole_and_stay_unmodified_while_held(
             peer.drop(chance, 0.0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(seed=st.integers(0, 2**64))
 def test_connections_that_end_in_mid_frame_hurt_nobody(seed: int) -> None:
     chance = random.Random(seed)

@@ -23,6 +23,7 @@ from kproxy_codec.partitioned import PartitionedRequest, PartitionedResponse, Sp
 from kproxy_codec.primitives import Buffer, read_tagged_fields
 from kproxy_codec.produce import records_of, transactional_id
 from kproxy_codec.replica_fetch import ReplicaAnswer, read_replica_answer
+from tests.support.rules import examples
 from tests.support.wire.messages import (
     APIS,
     EVERY_VERSION,
@@ -221,7 +222,7 @@ def _tags_seen() -> Iterator[set[int]]:
         yield seen
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(CASES, st.integers(0, 2**64))
 def test_what_is_accepted_is_what_kafka_python_reads(
     case: tuple[int, int, dict[str, object], dict[str, object]], seed: int
@@ -279,7 +280,7 @@ def test_noise_is_refused_or_read() -> None:
     """Instead of a message, which nothing reads, and over a few bytes of one, where about half of it is read."""
     outcomes = Counter[str]()
 
-    @settings(max_examples=80)
+    @settings(max_examples=examples(80))
     @given(CASES, st.integers(0, 2**64))
     def parse_noise(case: tuple[int, int, dict[str, object], dict[str, object]], seed: int) -> None:
         api_key, version, request, response = case

@@ -24,6 +24,7 @@ from kproxy_codec.framing import response_header
 from kproxy_codec.partitioned import PartitionedRequest, Places, Splitter, encode_topics, with_length
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.produce import records_of, transactional_id
+from tests.support.rules import examples
 from tests.support.wire.messages import (
     APIS,
     EVERY_VERSION,
@@ -59,7 +60,7 @@ def _without_tags_anywhere(value: Any) -> Any:
     return [_without_tags_anywhere(inner) for inner in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(REQUESTS, RESPONSES)
 def test_the_tests_own_writer_agrees_with_kafka_python(request: Case, response: Case) -> None:
     writers: list[tuple[str, Callable[..., bytes], Case]] = [
@@ -78,7 +79,7 @@ def _parsed(api_key: int, version: int, fields: dict[str, Any]) -> PartitionedRe
     return APIS[api_key].parse_request(frame, head_of(frame))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(REQUESTS)
 def test_a_request_is_indexed_as_it_was_written(case: Case) -> None:
     api_key, version, fields = case
@@ -120,7 +121,7 @@ def _chosen(api_key: int, fields: dict[str, Any], owners: Sequence[Sequence[int]
     return {**fields, topics_field: topics}
 
 
-@settings(max_examples=125)
+@settings(max_examples=examples(125))
 @given(REQUESTS, st.integers(1, 4), st.integers(0, 2**32), st.integers(-(2**31), 2**31 - 1))
 def test_the_parts_of_a_request_are_the_request(case: Case, owners: int, seed: int, correlation_id: int) -> None:
     """Each part, byte for byte, is what a client would have sent that had only this owner's partitions to ask about."""
@@ -172,7 +173,7 @@ def _without_epochs(api_key: int, fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, topics_field: list(map(blanked, fields[topics_field]))}
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(REQUESTS)
 def test_a_request_that_is_not_split_goes_on_as_it_came(case: Case) -> None:
     api_key, version, fields = case
@@ -197,7 +198,7 @@ def _blanked(api_key: int, fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, topics_field: topics, "session_id": 0, "error_code": 0}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(RESPONSES)
 def test_an_answer_is_indexed_and_blanked_and_else_as_it_came(case: Case) -> None:
     api_key, version, fields = case
@@ -216,7 +217,7 @@ def test_an_answer_is_indexed_and_blanked_and_else_as_it_came(case: Case) -> Non
     assert bytes(frame) == bytes(response_frame(api_key, version, body, tags=HEADER_TAGS))
 
 
-@settings(max_examples=75)
+@settings(max_examples=examples(75))
 @given(RESPONSES, st.integers(1, 3), st.integers(0, 2**32), st.integers(-(2**31), 2**31 - 1))
 def test_answers_merge_into_one(case: Case, brokers: int, seed: int, throttle_time_ms: int) -> None:
     """The answer's entries come from several brokers' answers, in which they stood in another order."""

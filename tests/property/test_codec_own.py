@@ -32,6 +32,7 @@ from kproxy_codec.own import (
     OwnResponse,
     resource_partition,
 )
+from tests.support.rules import examples
 from tests.support.wire.messages import frame_of, tag_section, uvarint
 
 TAGS = [(100, b"abc"), (2**31, b"")]
@@ -164,7 +165,7 @@ def traced() -> Iterator[None]:
 
 
 @EVERY_KIND
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_what_is_written_is_what_is_read(kind: Kind, data: st.DataObject) -> None:
     message = data.draw(kind.messages)
@@ -214,7 +215,7 @@ def test_noise_is_refused_or_read(kind: Kind) -> None:
     outcomes = Counter[str]()
     body = kind.write(kind.sample, tag_section())
 
-    @settings(max_examples=100)
+    @settings(max_examples=examples(100))
     @given(st.integers(0, 2**64))
     def parse_noise(seed: int) -> None:
         chance = random.Random(seed)

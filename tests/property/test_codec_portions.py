@@ -36,7 +36,7 @@ from tests.support.wire.fattest import arrays, body_of, fattest, many_tags, sche
 BROKERS = [(1_000_000, "proxy-0.test", 9092), (1_000_001, "::1", 9093), (1_000_002, "proxy-2.test", 9094)]
 CONTROLLER = 1_000_000
 # Of each version; they are new in each run.
-MANY, FEW = (20, 7) if os.environ.get(ALL) == "1" else (6, 3)
+MANY, FEW = (20, 7) if os.environ.get(ALL) == "1" else (4, 2)
 ABOUT_LEADERS = (5, 6, 9)
 COORDINATED = [key for key, api in SERVED.items() if api.handling in KEY_TYPES]
 NO_TAGS = b"\x00"

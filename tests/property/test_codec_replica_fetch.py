@@ -24,6 +24,7 @@ from kproxy_codec.fetch import (
 from kproxy_codec.framing import parse_request_header, response_header
 from kproxy_codec.partitioned import encode_topics, with_length
 from kproxy_codec.replica_fetch import encode_replica_fetch, read_replica_answer
+from tests.support.rules import examples
 from tests.support.wire.messages import frame_of, response_body, response_frame, sample_response, tag_section, topic_id
 
 INT16, INT32, INT64 = (st.integers(-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (16, 32, 64))
@@ -46,7 +47,7 @@ def _asking(
     return memoryview(bytearray(encode_replica_fetch(3, wire, left, sender=b"broker-3", **numbers)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.lists(st.tuples(TOPIC_IDS, st.lists(ASKED, max_size=4)), max_size=4),
     st.lists(st.tuples(TOPIC_IDS, st.lists(INT32, max_size=4)), max_size=4),
@@ -125,7 +126,7 @@ def _answering(topics: list[tuple[uuid.UUID, list[PartitionFetched]]], error_cod
     return memoryview(bytearray(b"".join(with_length([response_header(FETCH, version, 7) + head, *array, tail]))))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.tuples(TOPIC_IDS, st.lists(FETCHED, max_size=4)), max_size=4), INT16)
 def test_what_a_leader_answers_is_what_a_follower_reads(
     topics: list[tuple[uuid.UUID, list[PartitionFetched]]], error_code: int

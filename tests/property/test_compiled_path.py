@@ -24,7 +24,7 @@ from tests.simulation.digests import run
 pytestmark = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
 
 # Each run has new ones: what takes many is found over many runs, and by `make test-all`.
-WORLDS = int(os.environ.get("KPROXY_WORLDS", "24" if os.environ.get("KPROXY_TEST_ALL") == "1" else "10"))
+WORLDS = int(os.environ.get("KPROXY_WORLDS", "24" if os.environ.get("KPROXY_TEST_ALL") == "1" else "6"))
 SEED = int(os.environ.get("KPROXY_WORLDS_SEED", "0")) or secrets.randbelow(1 << 40)
 
 

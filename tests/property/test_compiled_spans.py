@@ -20,6 +20,7 @@ from kproxy.trail import overlaps as overlaps_module
 from kproxy.trail import spans as spans_module
 from kproxy.trail.overlaps import Origin, Overlap, PartitionKey
 from kproxy.trail.spans import Spans, spans_of
+from tests.support.rules import examples
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
 
@@ -63,7 +64,7 @@ def chunk_of(kind: Any, spans: Spans) -> Any:
     return kind(-1, 0, -1, spans[:], sum(spans[1::2]), 1, 100)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(chunks | disjoint(), st.integers(0, 20), st.integers(1, 6))
 def test_the_same_intervals(added: list[Spans], floor: int, most: int) -> None:
     both = spans_module.Intervals(), python.Intervals()
@@ -284,7 +285,7 @@ class Detector:
 
 
 # Without shrinking, which would take minutes.
-@settings(max_examples=15, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(15), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(looks, st.sampled_from((2, 3, 3)))
 def test_detectors_find_the_same_overlaps_and_remember_the_same(
     looks: list[tuple[list[Written], int]], most: int

@@ -20,6 +20,7 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import parse_request_header
 from kproxy_codec.partitioned import PartitionedRequest, Splitter, set_response_correlation_id
 from kproxy_codec.produce import MAX_VERSION, MIN_VERSION, PRODUCE_API, parse_produce, records_span
+from tests.support.rules import examples
 from tests.support.wire.messages import (
     frame_of,
     request_body,
@@ -88,7 +89,7 @@ def test_usual_requests_are_indexed_as_the_codec_reads_them(version: int) -> Non
         assert judge(usual(version, topics))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_whatever_is_indexed_the_codec_reads_the_same(data: st.DataObject) -> None:
     version = data.draw(st.sampled_from(VERSIONS))

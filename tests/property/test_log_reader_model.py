@@ -26,6 +26,7 @@ from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetched
 from kproxy_codec.record_batch import assign_offsets, parse_batch
 from kproxy_codec.record_crc import crc_is_valid
+from tests.support.rules import examples
 from tests.support.wire.record_batches import build_batch
 
 T0 = TopicPartition("t", 0)
@@ -91,7 +92,7 @@ def headers(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
     return [row[:3] for row in rows]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(SHAPES, st.integers(0, 3), st.integers(1, 12), st.integers(1, 400), st.booleans())
 def test_every_batch_is_read_once_however_the_log_is_cut(
     shapes: list[tuple[int, int]], gap_at_end: int, most: int, max_bytes: int, cuts_the_first: bool
@@ -103,7 +104,7 @@ def test_every_batch_is_read_once_however_the_log_is_cut(
     assert all(row[-1] is True for row in rows)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(SHAPES, st.integers(1, 12), st.integers(1, 400), st.lists(st.integers(0, 40), max_size=8), st.randoms())
 def test_what_retention_leaves_is_read_once_whenever_it_moves_on(
     shapes: list[tuple[int, int]], most: int, max_bytes: int, moves: list[int], random: object

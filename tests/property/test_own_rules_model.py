@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kproxy.claims.rules import Claim, Decision, Owner, decide, decide_whole, in_force, latest
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE
 from kproxy_codec.own import WHOLE_GROUP
+from tests.support.rules import examples
 
 RESOURCES = ("r/0", "r/1", "x")
 # A new one comes for each that is severed.
@@ -142,4 +143,4 @@ def _expected(asker: Owner, generation: int, had: Had | None) -> Decision:
 
 
 TestClaims = Claims.TestCase
-TestClaims.settings = settings(max_examples=150, stateful_step_count=30)
+TestClaims.settings = settings(max_examples=examples(150), stateful_step_count=30)

@@ -13,6 +13,7 @@ from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.errors import CodecError
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.produce import MAX_VERSION, MIN_VERSION, PRODUCE_API, parse_produce
+from tests.support.rules import examples
 from tests.support.wire.messages import (
     head_of,
     request_body,
@@ -110,7 +111,7 @@ def test_anything_else_is_left_to_parsing(version: int, change: str) -> None:
     assert PRODUCE_API.plain_answer(request, ALL).results(_framed(version, answer)) is None
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.sampled_from(VERSIONS), st.sampled_from(SELECTIONS), st.randoms(use_true_random=False))
 def test_a_success_in_any_order_is_put_into_that_of_the_request(
     version: int, selection: Selection, draw: random.Random
@@ -127,7 +128,7 @@ def test_a_success_in_any_order_is_put_into_that_of_the_request(
     assert bytes(frame) == expected
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(VERSIONS), st.sampled_from(SELECTIONS), st.data())
 def test_bytes_that_are_no_success_are_never_taken_for_one(
     version: int, selection: Selection, data: st.DataObject

@@ -21,6 +21,7 @@ from kproxy.security.principals import Principal
 from kproxy.security.quotas import BURST_S, LONGEST_WAIT_S, PARTS, Account, Accounts, Bucket, Quotas
 from kproxy.workers import shares
 from kproxy.workers.shares import LEAST, MOST_CHANGES, MOST_RATES, QUIET_ROUNDS, Changes, Ledger, aims_of
+from tests.support.rules import examples
 
 RATE = 1_000_000.0
 REQUEST = 20_000
@@ -199,7 +200,7 @@ class Shares(RuleBasedStateMachine):
             self.site.check()
 
 
-Shares.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+Shares.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=25, deadline=None)
 test_clients_in_total_keep_to_the_rate_whatever_happens = Shares.TestCase
 
 

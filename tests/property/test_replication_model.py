@@ -273,7 +273,7 @@ SEARCHED = [each for each in RULES_OFF if each.takes is Runs.FEW or EVERY_RULE]
 
 
 # Each rule has a run that is written down as well.
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=4)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rule_off", SEARCHED, ids=lambda rule_off: rule_off.name.replace(" ", "_"))
 def test_random_runs_find_each_rule_that_is_off(

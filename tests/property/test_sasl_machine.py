@@ -13,6 +13,7 @@ from kproxy.security.principals import Principal
 from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State
 from kproxy_codec.api_keys import API_VERSIONS, METADATA
 from tests.support.clients.raw_client import control_frame, produce_frame, raw_frame
+from tests.support.rules import examples
 from tests.support.security import sasl_client as client
 
 _MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
@@ -37,7 +38,7 @@ def step(exchange: SaslExchange, frame: bytes) -> Answer | Failure | PassOn:
     return exchange.resume(outcome.step()) if isinstance(outcome, Pending) else outcome
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(_FRAMES, max_size=8))
 def test_nobody_is_authenticated_without_the_proof(frames: list[bytes]) -> None:
     exchange = client.exchange()

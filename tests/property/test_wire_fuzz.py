@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 
 from scripts.fuzz import fuzz
 
-FRAMES = 1_000_000
+FRAMES = 1_000_000 if os.environ.get("KPROXY_TEST_ALL") == "1" else 200_000
 
 
-def test_a_million_frames_under_the_sanitizers() -> None:
+def test_frames_pass_under_the_sanitizers() -> None:
     seed = secrets.randbelow(1 << 40)
     print(f"seed {seed}")
     assert fuzz(FRAMES, seed).startswith(f"{FRAMES} frames with seed {seed}: ")

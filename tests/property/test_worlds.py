@@ -21,7 +21,7 @@ from tests.simulation.setting import draw
 from tests.simulation.switches import SWITCHES, Switch, Worlds, search
 from tests.simulation.world import run_world
 
-WORLDS = int(os.environ.get("KPROXY_WORLDS", "80" if os.environ.get("KPROXY_TEST_ALL") == "1" else "32"))
+WORLDS = int(os.environ.get("KPROXY_WORLDS", "80" if os.environ.get("KPROXY_TEST_ALL") == "1" else "20"))
 SEED = int(os.environ.get("KPROXY_WORLDS_SEED", "0")) or secrets.randbelow(1 << 40)
 TESTS = 4
 EVERY_RULE = os.environ.get("KPROXY_WORLDS_RULES") == "all"
@@ -86,7 +86,7 @@ def _searched_for(switch: Switch) -> bool:
     return switch.takes in (Worlds.FEW, Worlds.SOME) or (EVERY_RULE and switch.takes is Worlds.MANY)
 
 
-@pytest.mark.long(but=12)
+@pytest.mark.long(but=8)
 @pytest.mark.parametrize(
     "switch",
     [

@@ -93,7 +93,11 @@ def fetch(client: RawClient, topic: str, offset: int) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize(
     ("name", "position"),
-    [("00000000000000000000.log", SECTOR), ("00000000000000000000.log", 0), ("partition.json", 0)],
+    [
+        ("00000000000000000000.log", SECTOR),
+        pytest.param("00000000000000000000.log", 0, marks=pytest.mark.long),
+        ("partition.json", 0),
+    ],
     ids=["records", "the first record", "identity"],
 )
 def test_unreadable_file_keeps_one_partition_closed(site: Site, name: str, position: int) -> None:

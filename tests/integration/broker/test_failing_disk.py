@@ -84,16 +84,17 @@ def site(etcd: EmbeddedEtcd, prefix: str, directory: Path, **options: Any) -> It
 
 FAULTS = [
     ("always", "write", errno.EIO),
+    ("interval", "sync", HANGS),
+    ("interval", "read", errno.EIO),
     ("interval", "write", errno.ENOSPC),
     ("interval", "write", HANGS),
     ("always", "sync", errno.EIO),
     ("interval", "sync", errno.EIO),
     ("always", "sync", HANGS),
-    ("interval", "sync", HANGS),
-    ("interval", "read", errno.EIO),
 ]
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize(("flush", "operation", "fault"), FAULTS)
 async def test_another_leads_while_leaders_disk_fails(
     etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, flush: str, operation: str, fault: int | str
@@ -140,6 +141,7 @@ def test_leader_without_another_in_sync_keeps_lead(etcd: EmbeddedEtcd, etcd_pref
         assert site_.led_by_first() == 1
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("flush", ["always", "interval"])
 def test_stop_with_hanging_disk_is_bounded(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, flush: str) -> None:
     """The lease goes, and the process ends, though the disk does not come back."""

@@ -207,7 +207,7 @@ async def _is_cut_off_from_its_followers(trio: Trio, name: str) -> bool:
     return stayed
 
 
-@pytest.mark.parametrize("how", ["refused", "silent"])
+@pytest.mark.parametrize("how", [pytest.param("refused", marks=pytest.mark.long), "silent"])
 async def test_a_leader_cut_off_from_etcd_is_replaced_and_says_nothing_more(trio: Trio, how: str) -> None:
     """Clients and followers still reach it, and one client is stubborn and asks nobody else."""
     topic = await trio.topic(f"cut-off-{how}")

@@ -110,7 +110,7 @@ def is_refused(broker: FaultyBroker, question: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("how", ["silent", "refused"])
+@pytest.mark.parametrize("how", ["silent", pytest.param("refused", marks=pytest.mark.long)])
 async def test_a_broker_without_a_lease_describes_nothing_until_it_has_one_again(site: FaultySite, how: str) -> None:
     broker = site.brokers[A]
 
@@ -209,7 +209,14 @@ class Java(Client):
         yield Record(None, b"after", partition=0)
 
 
-@pytest.mark.parametrize("kind", [KafkaPython, Librdkafka, Aiokafka, pytest.param(Java, marks=pytest.mark.java)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(each, marks=pytest.mark.long) for each in (KafkaPython, Aiokafka)),
+        Librdkafka,
+        pytest.param(Java, marks=pytest.mark.java),
+    ],
+)
 async def test_clients_of_a_broker_that_loses_its_lease_go_to_another(
     site: FaultySite, kind: Callable[[str], Client]
 ) -> None:

@@ -592,12 +592,11 @@ async def _take(site: OwnSite, what: str, where: str, steps: list[Step]) -> None
         await site.until_nothing_is_claimed()
 
 
-# One waits for 15 s.
-SLOW = "a reader whose answer waits for another"
+# Of each case one place is not long, of neighbouring cases another one.
 IN_PLACES = [
-    pytest.param(case, where, id=f"{case.what}-{where}", marks=[pytest.mark.long(but=1)] * (case.what == SLOW))
-    for case in CASES
-    for where in PLACES
+    pytest.param(case, where, id=f"{case.what}-{where}", marks=[pytest.mark.long] * (turn != number % len(PLACES)))
+    for number, case in enumerate(CASES)
+    for turn, where in enumerate(PLACES)
 ]
 
 

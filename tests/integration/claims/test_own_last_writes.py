@@ -145,7 +145,9 @@ ends_with_acks = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("successor_at", [0, 1], ids=["same proxy", "another proxy"])
+@pytest.mark.parametrize(
+    "successor_at", [pytest.param(0, marks=pytest.mark.long), 1], ids=["same proxy", "another proxy"]
+)
 @ends_with_acks
 async def test_a_claim_waits_for_the_answer_to_what_was_written(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]], successor_at: int

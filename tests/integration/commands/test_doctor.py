@@ -31,7 +31,6 @@ from kproxy.etcd import EtcdClient, EtcdError
 from kproxy_codec.api_keys import API_VERSIONS, METADATA
 from kproxy_codec.control import decode_request
 from kproxy_codec.error_codes import UNKNOWN_TOPIC_OR_PARTITION
-from tests.support.brokers.real_kafka import RealKafka
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
 from tests.support.clients.kafka_io import read_partition
 from tests.support.etcd.embedded import QUICK
@@ -196,12 +195,6 @@ def test_a_record_is_written_where_clients_would_write_it_and_read_back(dev_clus
     said = run_kproxy("doctor", "--bootstrap", dev_cluster.kafka).stdout.splitlines()
     assert [line[:6] for line in said] == ["ok    "] * 5
     assert "kproxy-doctor" in said[2]
-
-
-def test_a_cluster_of_apache_kafka_is_looked_at_like_any_other(real_kafka: RealKafka) -> None:
-    status, findings = examined("--bootstrap", real_kafka.bootstrap, "--topic", f"probe-{uuid.uuid4().hex}")
-    assert (status, {finding["result"] for finding in findings}) == (0, {"ok"}), findings
-    assert [check for check, _ in results(findings)].count("kafka.named") == 3
 
 
 def test_an_address_where_nothing_speaks_kafka_is_named(dev_cluster: KproxyProcess) -> None:

@@ -90,7 +90,7 @@ def used_by(client: EtcdClient) -> int:
     return [int(text.rpartition(":")[2]) for text in client.endpoints.split(",")].index(endpoint.port)
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "cut off"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long), "cut off"])
 async def test_calls_renewals_and_watches_go_on_without_the_member_they_used(
     etcd_cluster: EtcdCluster, etcd_prefix: str, how: str
 ) -> None:
@@ -134,7 +134,9 @@ async def test_calls_renewals_and_watches_go_on_without_the_member_they_used(
         await client.close()
 
 
-@pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
+@pytest.mark.parametrize(
+    "loop_factory", [pytest.param(asyncio.SelectorEventLoop, marks=pytest.mark.long), uvloop.new_event_loop]
+)
 def test_it_fails_over_on_both_event_loops(
     etcd_cluster: EtcdCluster, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 import time
@@ -27,7 +28,7 @@ from tests.support.clients.java import SHORT_JAVA, java_executable
 from tests.support.clients.kafka_io import produce, read_partition, read_with_aiokafka
 from tests.support.clients.raw_client import RawClient as RawProducer
 from tests.support.clients.raw_client import batch, produce_frame
-from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.served import counted, kafka_proxy, page
 from tests.support.waiting import wait_for
 
@@ -314,6 +315,7 @@ def test_a_broker_dies_under_an_idempotent_producer(proxy: KproxyProcess, topic:
     check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
 
 
+@pytest.mark.long
 def test_broker_that_kafka_dropped_stays_in_metrics(proxy: KproxyProcess, real_kafka: RealKafka) -> None:
     """Kafka drops a dead broker from its metadata within seconds, and an alert waits for longer."""
     victim = real_kafka.brokers[2]
@@ -387,3 +389,10 @@ def test_the_audit_trail_is_kept_in_the_cluster_itself(real_kafka: RealKafka, to
     (rows,) = trails_in_topic(real_kafka.bootstrap, trail).values()
     assert is_whole(rows)
     assert sum(row.record_count for row in rows if isinstance(row, Range) and row.topic == topic) == 100
+
+
+def test_doctor_finds_the_cluster_well(real_kafka: RealKafka, topic: str) -> None:
+    ended = run_kproxy("doctor", "--bootstrap", real_kafka.bootstrap, "--topic", topic, "--json")
+    findings = json.loads(ended.stdout)["findings"]
+    assert (ended.status, {finding["result"] for finding in findings}) == (0, {"ok"}), findings
+    assert [finding["check"] for finding in findings].count("kafka.named") == 3

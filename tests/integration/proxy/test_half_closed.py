@@ -48,7 +48,8 @@ async def gone(proxy: RunningProxy) -> None:
 @both_loops
 async def test_half_closed_client_gets_all_answers(api: str) -> None:
     upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
+    # No broker here answers Metadata.
+    async with running_proxy(upstream, limits={"control_timeout_s": 0.5}) as proxy:
         proxy.own(1)
         client = await proxy.client()
         client.send(*(FRAMES[api](n) for n in range(1, REQUESTS + 1)))

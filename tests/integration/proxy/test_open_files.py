@@ -110,7 +110,7 @@ def test_a_limit_is_enough_for_most_clients_and_no_more(limit: int) -> None:
     assert wanted(most_clients(limit)) <= limit < wanted(most_clients(limit) + 1)
 
 
-@pytest.mark.parametrize("brokers", [1, 3])
+@pytest.mark.parametrize("brokers", [pytest.param(1, marks=pytest.mark.long), 3])
 async def test_when_they_run_short_new_clients_are_refused_and_nobody_is_told_of_brokers(
     tmp_path: Path, brokers: int
 ) -> None:

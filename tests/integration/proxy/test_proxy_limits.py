@@ -247,7 +247,9 @@ async def test_a_frame_that_we_do_not_read_is_not_too_slow() -> None:
 # A real process
 
 
-@pytest.mark.parametrize("kind", ["half of 100 MiB", "a length", "whole requests"])
+@pytest.mark.parametrize(
+    "kind", ["half of 100 MiB", pytest.param("a length", marks=pytest.mark.long), "whole requests"]
+)
 async def test_memory_stays_flat_under_clients_who_send_more_than_there_is_room_for(tmp_path: Path, kind: str) -> None:
     clients, limit = 100 if kind == "whole requests" else 300, 64 * MIB
     upstream = await ServedBroker(1).start()

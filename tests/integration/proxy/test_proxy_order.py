@@ -96,7 +96,11 @@ async def produce_under_fire(cluster: MovingCluster, count: int, *, bursts: bool
 
 @pytest.mark.parametrize(
     ("rebuilds", "bursts", "batches"),
-    [(True, False, BATCHES), (False, False, BATCHES), (False, True, BATCHES // 2)],
+    [
+        (True, False, BATCHES),
+        pytest.param(False, False, BATCHES, marks=pytest.mark.long),
+        (False, True, BATCHES // 2),
+    ],
     ids=["state from the log", "no state", "no state, in bursts"],
 )
 @both_loops

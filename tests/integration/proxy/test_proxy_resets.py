@@ -111,6 +111,7 @@ class Case:
             assert self.broker.arrived.count(cut) <= 1, str(self)
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize(("acks", "producer_id"), KINDS, ids=KIND_NAMES)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @both_loops
@@ -149,7 +150,7 @@ async def connected(proxy: RunningProxy) -> socket.socket:
     return client
 
 
-@pytest.mark.parametrize("acks", [-1, 1, 0])
+@pytest.mark.parametrize("acks", [-1, pytest.param(1, marks=pytest.mark.long), 0])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @both_loops
 async def test_a_client_that_breaks_off_after_any_byte_of_its_request(acks: int, split: bool) -> None:

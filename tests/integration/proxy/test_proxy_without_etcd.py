@@ -64,7 +64,7 @@ async def cut_off(etcd: EtcdCluster, prefix: str, directory: Path) -> AsyncItera
             await way.shut()
 
 
-@pytest.mark.parametrize("how", ["silent", "refused"])
+@pytest.mark.parametrize("how", ["silent", pytest.param("refused", marks=pytest.mark.long)])
 async def test_writes_follow_a_leader_without_etcd(
     how: str, etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
 ) -> None:

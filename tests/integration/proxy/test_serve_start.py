@@ -101,7 +101,7 @@ async def reloaded(process: KproxyProcess, outcome: str) -> None:
     await eventually(lambda: process.stderr().count(outcome) > seen, process.stderr)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 async def test_hangup_reports_options_of_a_broken_file(tmp_path: Path, workers: int) -> None:
     file, table = tmp_path / "kproxy.toml", tmp_path / "table.toml"
     table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')

@@ -201,7 +201,7 @@ def test_an_optional_certificate_is_verified_if_there_is_one(site: Site, tmp_pat
         assert fails(process, client_context(site.signer.ca, stranger)) == "TLSV1_ALERT_UNKNOWN_CA"
 
 
-@pytest.mark.parametrize("client_auth", ["none", "required"])
+@pytest.mark.parametrize("client_auth", [pytest.param("none", marks=pytest.mark.long), "required"])
 def test_doctor_recognizes_tls(site: Site, tmp_path: Path, client_auth: str) -> None:
     lines = [f'client_auth = "{client_auth}"']
     lines += [f'client_ca = "{site.signer.ca}"'] if client_auth == "required" else []
@@ -337,7 +337,7 @@ def test_a_session_does_not_outlive_the_certificate(site: Site, mutual: KproxyPr
     assert counted(mutual.admin, 'kproxy_client_handshakes_total{outcome="expired"}') == before + 2
 
 
-@pytest.mark.parametrize("room", ["[tls]", "[[listeners]]"])
+@pytest.mark.parametrize("room", [pytest.param("[tls]", marks=pytest.mark.long), "[[listeners]]"])
 def test_workers_listen_in_the_same_way(site: Site, tmp_path: Path, room: str) -> None:
     (tmp_path / "kproxy.toml").write_text(
         '[ownership]\nownership = "static"\n[listen]\nadmin = "127.0.0.1:0"\nworkers = 2\n'

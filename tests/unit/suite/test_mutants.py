@@ -23,6 +23,7 @@ from scripts.mutants import (
     summary,
 )
 from scripts.mutation import Mutant, diff, draw, mutants_of
+from tests.support.rules import examples
 
 SOURCES = {path: (REPOSITORY / path).read_bytes() for path in MODULES}
 
@@ -100,7 +101,7 @@ def test_each_mutant_parses_and_differs_in_one_place(path: str) -> None:
     source = SOURCES[path]
     found = mutants_of(path, source)
     # Of a large module a part: parsing takes its time.
-    for mutant in found[:: 1 + len(found) // 100]:
+    for mutant in found[:: 1 + len(found) // examples(100)]:
         mutated = mutant.apply(source)
         ast.parse(mutated)
         assert mutated.startswith(source[: mutant.start])

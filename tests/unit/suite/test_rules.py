@@ -127,7 +127,7 @@ def test_a_process_left_behind_fails_the_run_and_is_ended(tmp_path: Path) -> Non
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+@pytest.mark.parametrize("loop", [pytest.param("uvloop", marks=pytest.mark.long), "asyncio"])
 def test_coroutines_run_on_the_loop_that_is_asked_for(tmp_path: Path, loop: str) -> None:
     test = (
         "import asyncio, pytest\n@pytest.mark.asyncio\nasync def test_it():\n"

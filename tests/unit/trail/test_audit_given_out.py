@@ -12,6 +12,7 @@ from kproxy.trail import overlaps
 from kproxy.trail.acknowledgements import OpenChunk
 from kproxy.trail.overlaps import Origin, Overlap, OverlapDetector, PartitionKey
 from kproxy.trail.spans import Chunk, spans_of
+from tests.support.rules import examples
 
 OLD = Origin(owner=1, revision=10, connection=1, client="a@h:1")
 NEW = Origin(owner=2, revision=20, connection=2, client="b@h:2")
@@ -214,7 +215,7 @@ histories = st.lists(st.lists(st.builds(lambda each: (OLD, chunk(*each)), spans)
 
 
 @given(histories)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_every_offset_is_told_as_often_as_it_was_given_out_again(looks: list[list[tuple[Origin, Chunk]]]) -> None:
     counts: dict[int, int] = {}
     for look in looks:
