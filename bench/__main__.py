@@ -18,6 +18,7 @@ from bench.acks_cluster import PARTITIONS as ACKS_PARTITIONS
 from bench.against import ROUNDS, against
 from bench.connections import connections
 from bench.floods import floods
+from bench.opening import OPENED_GB, opening
 from bench.own import own
 from bench.partitions import REPLICATED_PARTITIONS, partitions
 from bench.paths import paths
@@ -32,7 +33,8 @@ from bench.tls import ROUNDS as TLS_ROUNDS
 from bench.tls import tls
 
 SECTIONS = (
-    "quick, plain, connections, paths, tls, access, floods, table, partitions, acks, acks0, own, pipeline, trail, sink"
+    "quick, plain, connections, paths, tls, access, floods, table, partitions, opening, acks, acks0, own, pipeline, "
+    "trail, sink"
 )
 
 
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument(
         "--replicated-partitions", type=int, default=REPLICATED_PARTITIONS, help="of the section `partitions`"
     )
+    parser.add_argument("--opened-gb", type=float, default=OPENED_GB, help="of the section `opening`")
     parser.add_argument("--replication-factor", type=int, default=REPLICATION_FACTOR, help="of the section `acks`")
     parser.add_argument("--acks-partitions", type=int, default=ACKS_PARTITIONS, help="of the section `acks`")
     parser.add_argument("--ranges", type=int, default=RANGES, help="of the section `pipeline`, for its audit")
@@ -88,6 +91,7 @@ def main() -> None:
         "floods": lambda: floods(console),
         "table": lambda: table(console, arguments.partitions),
         "partitions": lambda: partitions(console, arguments.replicated_partitions),
+        "opening": lambda: opening(console, arguments.opened_gb),
         "acks": lambda: acks(console, arguments.replication_factor, arguments.acks_partitions),
         "acks0": lambda: acks0(console),
         "own": lambda: own(console),

@@ -82,12 +82,12 @@ def _frame(shape: Shape, first: int, acks: int = -1, topic: bytes = TOPIC) -> tu
     for index in range(shape.partitions):
         body += INT32.pack(first + index) + encode_count(shape.batch_bytes, compact=True)
         starts.append(len(header) + len(body))
-        body += _batch(shape) + tags
+        body += batch_of(shape) + tags
     message = header[INT32.size :] + body + tags + tags
     return INT32.pack(len(message)) + message, starts
 
 
-def _batch(shape: Shape) -> bytes:
+def batch_of(shape: Shape) -> bytes:
     """A batch by its header. CRC and records are zeros, because nothing here reads them."""
     records = shape.records
     length = shape.batch_bytes - LOG_OVERHEAD_BYTES

@@ -80,7 +80,7 @@ class DataDir:
             remove_scratch_files(path / _LOG_IDS)
             remove_scratch_files(path)
             for leftover in path.glob("#deleted-*"):
-                shutil.rmtree(leftover)
+                _remove_deleted(leftover)
         except (OSError, StartupError) as error:
             if lock_fd >= 0:
                 os.close(lock_fd)
@@ -121,16 +121,18 @@ class DataDir:
         identity: dict[str, object] = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
         remove_scratch_files(directory)
         is_new = read_json(directory / _PARTITION_FILE) != identity
-        kept_id = self.log_id_of(topic_id, partition_index)
+        was_here = self._id_file(topic_id, partition_index).exists()
         if is_new:
             # Written before the log: if the log is removed, or lost in a power cut, its id shows that it was here.
-            self._keep_id(topic_id, partition_index, self.log_id if kept_id is None else uuid.uuid4())
+            self._keep_id(topic_id, partition_index, uuid.uuid4() if was_here else self.log_id)
             try:
                 self._set_up(directory, identity)
             except BaseException:
-                if kept_id is None:
+                if not was_here:
                     self._id_file(topic_id, partition_index).unlink(missing_ok=True)
                 raise
+        elif was_here:
+            self.log_id_of(topic_id, partition_index)  # before anything of the log is touched
         options = options or self._log_options
         log = Log.open(directory, options=options, is_only_replica=is_only_replica)
         if is_new and options.flush != "never":
@@ -143,7 +145,7 @@ class DataDir:
                 end_offset=log.log_end_offset,
             )
         lacks_some = log.high_watermark_checkpoint > log.log_end_offset
-        if lacks_some or (is_new and kept_id is not None):
+        if lacks_some or (is_new and was_here):
             _logger.error(
                 "records lost from log",
                 directory=str(directory),
@@ -153,7 +155,7 @@ class DataDir:
         try:
             if lacks_some:
                 self._keep_id(topic_id, partition_index, uuid.uuid4())
-            elif not is_new and kept_id is None:
+            elif not is_new and not was_here:
                 self._keep_id(topic_id, partition_index, self._id_of_version_1(directory))
         except BaseException:
             log.close()
@@ -161,9 +163,13 @@ class DataDir:
         return log
 
     def log_id_of(self, topic_id: uuid.UUID, partition_index: int) -> uuid.UUID | None:
-        """Return the id of the log, None where there never was one. Raises OSError."""
-        kept = read_json(self._id_file(topic_id, partition_index))
-        return None if kept is None else uuid.UUID(str(kept.get("log_id")))
+        """Return the id of the log, None where there never was one. Raises OSError, LogFailed for a damaged file."""
+        path = self._id_file(topic_id, partition_index)
+        kept = read_json(path)
+        try:
+            return None if kept is None else uuid.UUID(str(kept.get("log_id")))
+        except ValueError as error:
+            raise LogFailed(f"{path} is damaged: it says {kept}") from error
 
     def _keep_id(self, topic_id: uuid.UUID, partition_index: int, log_id: uuid.UUID) -> None:
         try:
@@ -198,7 +204,7 @@ class DataDir:
             except OSError as error:
                 raise disk_error(error, directory) from error
         if renamed is not None:
-            shutil.rmtree(renamed)
+            _remove_deleted(renamed)
         try:
             write_json(directory / _PARTITION_FILE, identity)
         except OSError as error:
@@ -238,7 +244,7 @@ class DataDir:
             if found is not None and found.get("topic_id") == str(topic_id):
                 renamed = self._rename_deleted(directory)
         if renamed is not None:
-            shutil.rmtree(renamed)
+            _remove_deleted(renamed)
         self._id_file(topic_id, partition_index).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -259,22 +265,43 @@ def _lock(lock_fd: int, path: Path) -> None:
         raise StartupError(f"another broker uses the data directory {path}; choose another --data-dir") from error
 
 
+def _remove_deleted(directory: Path) -> None:
+    """Remove a deleted log; what cannot be removed is tried again at the next start, and holds nothing up."""
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        _logger.error("log of deleted topic not removed", directory=str(directory), reason=str(error))
+
+
 def _claim(path: Path, node_id: int) -> uuid.UUID:
-    """Make the directory the broker's, or check that it is; return its log id."""
-    found = read_json(path / _BROKER_FILE)
-    if found is not None and found.get("node_id") != node_id:
-        raise StartupError(
-            f"the data directory {path} belongs to broker {found.get('node_id')}, not {node_id}; "
-            f"give its --node-id or another --data-dir"
-        )
-    if found is not None and found.get("version", 1) not in (1, VERSION):
-        raise StartupError(
-            f"the data directory {path} is of version {found.get('version')}, which a later release has made; "
-            f"this one reads up to {VERSION}: start that release, or give another --data-dir"
-        )
-    if found is not None and "log_id" in found:
-        return uuid.UUID(str(found["log_id"]))
+    """Make the directory the broker's, or check that it is; return its log id. Raises OSError, StartupError."""
+    file = path / _BROKER_FILE
+    way_out = f"put it back, or remove it if the directory is broker {node_id}'s: its logs have their ids in {_LOG_IDS}"
+    try:
+        found = read_json(file)
+    except OSError as error:
+        raise StartupError(f"{error}: {way_out}") from error
+    if found is not None:
+        damaged = StartupError(f"{file} is damaged, it says {found}: {way_out}")
+        owner, version = found.get("node_id"), found.get("version", 1)
+        if not isinstance(owner, int) or not isinstance(version, int):
+            raise damaged
+        if owner != node_id:
+            raise StartupError(
+                f"the data directory {path} belongs to broker {owner}, not {node_id}; "
+                f"give its --node-id or another --data-dir"
+            )
+        if version not in (1, VERSION):
+            raise StartupError(
+                f"the data directory {path} is of version {version}, which a later release has made; "
+                f"this one reads up to {VERSION}: start that release, or give another --data-dir"
+            )
+        if version == VERSION:
+            try:
+                return uuid.UUID(str(found.get("log_id")))
+            except ValueError as error:
+                raise damaged from error
     log_id = uuid.uuid4() if found is None else log_id_of_version_1(node_id)
-    write_json(path / _BROKER_FILE, {"node_id": node_id, "log_id": str(log_id), "version": VERSION})
+    write_json(file, {"node_id": node_id, "log_id": str(log_id), "version": VERSION})
     sync_directory(path)
     return log_id

@@ -22,7 +22,8 @@ Invariants
    end. Producers from a snapshot may have written what retention has removed since.
 6. One thread works on a log and never waits for the disk. `flush` and `checkpoint` wait, in other threads, one of each
    at a time; `close` waits for neither.
-7. All below `flushed_offset` is on the disk, names of segments included, unless it has been removed.
+7. All below `flushed_offset` is on the disk, names of segments included, unless it has been removed. The names of
+   segments from the recovery point on count as not there when a log is opened.
 8. Removing from the start leaves at least one segment whose name is on the disk, unless `flush` is never: a directory
    without segments would be taken for a log that begins at 0.
 """
@@ -125,9 +126,10 @@ class Log:
             for path in sorted(directory.glob(f"*{SUFFIX}")):
                 segments.append(Segment.open(path))  # noqa: PERF401 - what is open is closed when the next one fails
             log._recover(is_only_replica)
-            if not segments:
+            is_new = not segments
+            if is_new:
                 log._create_segment(0)
-            if log._changed_names is not None or log.options.flush == "always":
+            if log.options.flush == "always" or (is_new and log.options.flush == "interval"):
                 log.flush()  # nothing waits for the log yet
         except BaseException:
             log.close()
@@ -189,6 +191,10 @@ class Log:
         self._remove_unused()
         if bad_bytes:
             self._outdate_snapshot()
+        # The process that began these segments may have died before their names were on the disk.
+        begun_since = self._base_offsets[bisect_left(self._base_offsets, recovery_point) :]
+        if begun_since:
+            self._note_new_name(begun_since[0])
 
     def _adopt_snapshot(self, recovery_point: int) -> int:
         """Take over what the log's snapshot and indexes tell; return the offset up to which that is. Raises OSError."""

@@ -73,9 +73,9 @@ from kproxy.etcd.lease import LeaseFence
 # Stop the broker first: a starting broker knows that a log is missing, and does not lead without it.
 _WAY_OUT = "stop the broker, move the directory elsewhere, start it: what other replicas have is fetched from them"
 _ONLY_REPLICA_WAY_OUT = (
-    "stop the broker, put back what is damaged or missing in the directory, start it; or, to accept the loss, stop the "
-    "broker, remove checkpoint.json there, and any file that cannot be read, start it: the log then ends before what "
-    "is lost, and offsets from there on are given out again"
+    "stop the broker, put back what is damaged or missing, start it; or, to accept the loss, stop the broker, remove "
+    "checkpoint.json in the directory, and any file that cannot be read, start it: the log then ends before what is "
+    "lost, and offsets from there on are given out again"
 )
 _ONLY_WAY_OUT = "stop the broker, put the data directory back that was here, start it; or delete the topic"
 _logger = structlog.get_logger(__name__)
@@ -163,10 +163,13 @@ class HostedReplicas:
         """Open the log; blocks, so it runs in a thread. Raises OSError, LogFailed."""
         is_only_replica = len(topic.replicas[key.partition_index]) == 1
         log = self._data_dir.open_log(*key, topic.topic_id, options, is_only_replica=is_only_replica)
-        log_id = self._data_dir.log_id_of(topic.topic_id, key.partition_index)
-        if log_id is None:
+        try:
+            log_id = self._data_dir.log_id_of(topic.topic_id, key.partition_index)
+            if log_id is None:
+                raise LogFailed(f"the log id of {log.directory} has been removed")
+        except BaseException:
             log.close()
-            raise LogFailed(f"the log id of {log.directory} has been removed")
+            raise
         return log, log_id
 
     def _log_if_replaced(self, key: PartitionKey, topic: Topic, partition: Partition) -> None:

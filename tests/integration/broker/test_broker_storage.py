@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from kproxy.broker.snapshot import read_snapshot
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec import api_keys, error_codes
 from kproxy_codec.record_batch import iterate_batches
@@ -17,6 +21,8 @@ from tests.support.wire.record_batches import build_batch
 
 DISK_BYTES = 512 << 10
 VALUE = b"x" * 20_000
+# What a starting broker reads beside its logs.
+OTHER_BYTES = 4_000_000
 
 
 def read_values(client: RawClient, topic: str, offset: int = 0) -> list[int]:
@@ -150,6 +156,52 @@ def test_only_replica_without_its_tail_leads_once_the_loss_is_accepted(etcd: Emb
         with broker.client() as client:
             wait_for(lambda: client.leaders(topic) == {0: 1})
             assert client.produce(topic, 0, build_batch([VALUE])).base_offset == 16
+
+
+def bytes_behind_snapshot(directory: Path) -> int:
+    snapshot = read_snapshot(directory, 1 << 62)
+    assert snapshot is not None
+    later = [path for path in directory.glob("*.log") if int(path.stem) >= snapshot.segment.base_offset]
+    return sum(path.stat().st_size for path in later) - snapshot.segment.size_in_bytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process has read")
+def test_start_reads_only_what_is_behind_snapshot(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    topic, batch, segments = "long", build_batch([bytes(900_000)]), 4
+    directory = tmp_path / "1" / f"{topic}-0"
+    taken = 0
+    with start_broker(1, tmp_path / "1", etcd.endpoint, "/long", segment_bytes=10 * len(batch)) as broker:
+
+        def produce(client: RawClient, count: int) -> None:
+            nonlocal taken
+            for _ in range(count):
+                assert client.produce(topic, 0, batch).base_offset == taken
+                taken += 1
+
+        def read_at_start() -> int:
+            """How much the broker has read when it leads; then all records are asked for."""
+            with broker.client() as client:
+                wait_for(lambda: client.leaders(topic) == {0: 1})
+                told = Path(f"/proc/{broker.process.pid}/io").read_text().split()
+                assert told[0] == "rchar:"
+                assert read_values(client, topic) == list(range(taken))
+            return int(told[1])
+
+        with broker.client() as client:
+            wait_for(lambda: client.leaders(topic) == {0: 1})
+            produce(client, 10 * segments)
+            wait_for(lambda: len(list(directory.glob("*.index"))) == segments - 1)
+            wait_for((directory / "log.snapshot").exists)
+            produce(client, 3)
+        broker.kill()
+        behind = bytes_behind_snapshot(directory)
+        assert 3 * len(batch) <= behind < taken * len(batch) / 2
+        broker.start()
+        assert read_at_start() < behind + OTHER_BYTES
+        assert broker.terminate() == 0
+        assert bytes_behind_snapshot(directory) == 0
+        broker.start()
+        assert read_at_start() < OTHER_BYTES
 
 
 def in_sync(client: RawClient, topic: str) -> list[int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 from kproxy.broker.log import Log
-from kproxy_codec.record_batch import assign_offsets, iterate_batches, parse_batch
+from kproxy_codec.record_batch import RecordBatch, assign_offsets, iterate_batches, parse_batch
 from tests.support.wire.record_batches import build_batch
 
 
@@ -47,3 +50,33 @@ def leader_batches(base_offset: int, *counts: int, leader_epoch: int = 0, **fiel
         data += records
         base_offset += count
     return data
+
+
+def headers(log: Log) -> list[RecordBatch]:
+    return list(iterate_batches(read_all(log)))
+
+
+def copied(directory: Path, into: Path, *, is_told: bool = True) -> Path:
+    """The files with their times; `is_told`: with those that spare reading."""
+    into.mkdir(parents=True)
+    for path in directory.iterdir():
+        if is_told or path.suffix not in (".index", ".snapshot"):
+            shutil.copy2(path, into)
+    return into
+
+
+def assert_reads_alike(log: Log, whole: Log) -> None:
+    """A log that was opened by its snapshot, and one that was read through."""
+    assert (log.log_start_offset, log.log_end_offset) == (whole.log_start_offset, whole.log_end_offset)
+    assert (log.truncated_bytes, log.size_in_bytes) == (whole.truncated_bytes, whole.size_in_bytes)
+    assert (log.high_watermark_checkpoint, log.leadership) == (whole.high_watermark_checkpoint, whole.leadership)
+    assert log.leader_epochs.entries() == whole.leader_epochs.entries()
+    assert log.max_timestamp() == whole.max_timestamp()
+    assert read_all(log) == read_all(whole)
+    for batch in headers(whole):
+        assert log.read(batch.last_offset, 1) == whole.read(batch.last_offset, 1)
+        assert log.find_timestamp(batch.max_timestamp) == whole.find_timestamp(batch.max_timestamp)
+        if batch.producer_id >= 0:
+            following = batch._replace(base_sequence=batch.base_sequence + batch.record_count)
+            for each in (batch, following):
+                assert log.producers.judge(each) == whole.producers.judge(each)

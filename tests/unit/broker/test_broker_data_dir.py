@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import shutil
 import threading
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from kproxy.broker.config import LogOptions
 from kproxy.broker.data_dir import DataDir
@@ -257,6 +260,97 @@ def test_what_a_crash_left_half_removed_is_removed_at_the_next_start(tmp_path: P
     (tmp_path / "#deleted-x" / "00000000000000000000.log").write_bytes(b"x")
     DataDir.open(tmp_path, 1).close()
     assert not list(tmp_path.glob("#*"))
+
+
+@pytest.mark.parametrize("kind", ["a file", "a folder"])
+def test_deleted_log_that_stays_stops_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    for name in ("#deleted-a", "#deleted-b", "#deleted-c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "00000000000000000000.log").write_bytes(b"x")
+    if kind == "a file":
+        shutil.rmtree(tmp_path / "#deleted-b")
+        (tmp_path / "#deleted-b").write_bytes(b"x")
+    else:
+        keep_folders(monkeypatch, "#deleted-b")
+    with capture_logs() as told:
+        DataDir.open(tmp_path, 1).close()
+    assert [path.name for path in tmp_path.glob("#*")] == ["#deleted-b"]
+    [line] = [each for each in told if each["event"] == "log of deleted topic not removed"]
+    assert line["directory"] == str(tmp_path / "#deleted-b")
+    assert line["reason"]
+
+
+def keep_folders(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    """Folders of such a name cannot be removed, as on a bad sector."""
+    usual = os.rmdir
+
+    def rmdir(path: Path | str, **where: Any) -> None:
+        if Path(path).name.startswith(prefix):
+            raise OSError(errno.EIO, "Input/output error")
+        usual(path, **where)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+
+
+def test_deleted_log_that_stays_holds_up_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    data_dir.mark_deleted(FIRST)
+    keep_folders(monkeypatch, "#deleted-")
+    data_dir.open_log("t", 0, SECOND).close()
+    assert len(list(tmp_path.glob("#deleted-*"))) == 1
+    data_dir.delete_log("t", 0, SECOND)
+    assert data_dir.log_id_of(SECOND, 0) is None
+    data_dir.close()
+
+
+NO_LOG_IDS = [b"", b"\x00" * 60, b"[1]", b"{}", b'{"log_id": "mine"}']
+
+
+@pytest.mark.parametrize("content", NO_LOG_IDS)
+def test_damaged_log_id_keeps_its_log_closed(tmp_path: Path, content: bytes) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    for partition_index in (0, 1):
+        log = data_dir.open_log("t", partition_index, FIRST)
+        append_values(log, 10)
+        log.close()
+    path = tmp_path / "log-ids" / f"{FIRST}-0"
+    path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises((LogFailed, OSError), match=f"{path} is damaged"):
+            data_dir.open_log("t", 0, FIRST)
+    data_dir.open_log("t", 1, FIRST).close()
+    # The ways out that the broker gives: where other replicas have the records, and where they have not.
+    (tmp_path / "t-0").rename(tmp_path / "elsewhere")
+    data_dir.open_log("t", 0, FIRST).close()
+    assert data_dir.log_id_of(FIRST, 0) not in (None, data_dir.log_id), "an empty log counts as the one that was there"
+    shutil.rmtree(tmp_path / "t-0")
+    (tmp_path / "elsewhere").rename(tmp_path / "t-0")
+    path.unlink()
+    log = data_dir.open_log("t", 0, FIRST)
+    assert (log.log_end_offset, data_dir.log_id_of(FIRST, 0)) == (1, data_dir.log_id)
+    log.close()
+    data_dir.close()
+
+
+NO_BROKERS = [*NO_LOG_IDS, b'{"node_id": 1, "version": 2}', b'{"node_id": 1, "version": "x"}']
+
+
+@pytest.mark.parametrize("content", NO_BROKERS)
+def test_damaged_identity_names_its_file(tmp_path: Path, content: bytes) -> None:
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    log_id = data_dir.log_id
+    data_dir.close()
+    (tmp_path / "broker.json").write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(StartupError, match=rf"{tmp_path}/broker.json is damaged.*: put it back, or remove it"):
+            DataDir.open(tmp_path, 1)
+    (tmp_path / "broker.json").unlink()
+    data_dir = DataDir.open(tmp_path, 1)
+    data_dir.open_log("t", 0, FIRST).close()
+    assert data_dir.log_id_of(FIRST, 0) == log_id, "the log is taken for another"
+    data_dir.close()
 
 
 def test_what_a_crash_left_half_written_beside_a_small_file_is_removed(tmp_path: Path) -> None:

@@ -193,6 +193,21 @@ async def test_the_names_of_segments_are_brought_to_the_disk(
         assert (synced, hosted.log.is_dirty) == ([hosted.log.directory], False)
 
 
+async def test_names_that_killed_process_left_reach_the_disk(
+    broker: Broker, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = broker.host().log
+    append_values(killed, 4000, 4000)
+    broker.hosted.clear()
+    killed.close()  # flushes nothing
+    hosted, synced = broker.host(), []
+    assert hosted.log.directory == killed.directory
+    sync = os.fsync
+    monkeypatch.setattr("os.fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").resolve()), sync(fd)))
+    await broker.keeper.flush()
+    assert (synced, hosted.log.flushed_offset) == ([hosted.log.directory], 2)
+
+
 def test_names_that_cannot_be_brought_to_the_disk_fail_the_log(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     log = broker.host().log
     append_values(log, 4000, 4000)

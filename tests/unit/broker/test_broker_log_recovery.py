@@ -1,20 +1,25 @@
 """Opening a log with damaged files: the possible effects of a power cut are cut off, any other damage is reported.
 
-The line between the two is the recovery point: the high watermark that was written down last.
+The line between the two is the recovery point: the high watermark that was written down last. Files beside the segments
+that do not match them change nothing but what is read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from kproxy.broker.config import LogOptions
 from kproxy.broker.log import Log, LogCorrupt
-from kproxy.broker.segment import LogFailed
-from tests.support.brokers.broker_logs import leader_batches, offsets, read_all
+from kproxy.broker.segment import LogFailed, Segment
+from kproxy_codec.record_batch import RecordBatch
+from tests.support.brokers.broker_logs import assert_reads_alike, copied, leader_batches, offsets, read_all
 
 START = 100
 BATCHES, RECORDS = 5, 4
@@ -253,3 +258,92 @@ def test_a_file_that_is_no_segment_is_named(directory: Path) -> None:
     (directory / "notes.log").write_text("mine")
     with pytest.raises(LogFailed, match=r"notes\.log is not a segment"):
         Log.open(directory, options=OPTIONS)
+
+
+class Told(NamedTuple):
+    """A closed log of three segments; the files beside them are `now`'s, those when it ended at 152 are `before`'s."""
+
+    now: Path
+    before: Path
+
+    def put_back(self, name: str) -> None:
+        shutil.copy2(self.before / name, self.now)
+
+
+@pytest.fixture
+def told(directory: Path, tmp_path: Path) -> Told:
+    producer = {"producer_id": 9, "producer_epoch": 0}
+    log = Log.open(directory, options=OPTIONS)
+    log.truncate_to(148)
+    log.append_replicated(leader_batches(148, RECORDS, leader_epoch=6, **producer, base_sequence=0))
+    log.checkpoint(152, log.leadership, log.state_below(152, is_last=True))
+    copied(directory, tmp_path / "before")
+    log.append_replicated(leader_batches(152, RECORDS, leader_epoch=6, **producer, base_sequence=4))
+    log.append_replicated(leader_batches(156, RECORDS, leader_epoch=7))
+    log.checkpoint(END, log.leadership, log.state_below(END, is_last=True))
+    log.close()
+    return Told(directory, tmp_path / "before")
+
+
+def touch(told: Told, base_offset: int) -> None:
+    os.utime(told.now / f"{base_offset:020d}.log", ns=(1, 1))
+
+
+def take_index_of_another(told: Told) -> None:
+    shutil.copy2(told.now / f"{100:020d}.index", told.now / f"{120:020d}.index")
+
+
+def take_snapshot_for_index(told: Told) -> None:
+    shutil.copy2(told.now / "log.snapshot", told.now / f"{120:020d}.index")
+
+
+def write_another_tail(told: Told) -> None:
+    """Longer than what the snapshot tells of, with other batches."""
+    path = told.now / f"{140:020d}.log"
+    path.write_bytes(leader_batches(140, 7, 7, 7, 7, 7, leader_epoch=8))
+
+
+def lose_last_segment(told: Told) -> None:
+    segment_files(told.now)[-1].unlink()
+
+
+# What is on the disk after a power cut, and the segments that are read then.
+MIXED = [
+    pytest.param(lambda told: None, [], id="nothing"),
+    pytest.param(lambda told: told.put_back("log.snapshot"), [140], id="older snapshot"),
+    pytest.param(lambda told: told.put_back("checkpoint.json"), [100, 120, 140], id="older checkpoint"),
+    pytest.param(lambda told: told.put_back(f"{140:020d}.log"), [100, 120, 140], id="older last segment"),
+    pytest.param(lambda told: touch(told, 120), [120], id="segment changed"),
+    pytest.param(lambda told: touch(told, 140), [100, 120, 140], id="last segment changed"),
+    pytest.param(take_index_of_another, [120], id="index of another segment"),
+    pytest.param(take_snapshot_for_index, [120], id="snapshot instead of index"),
+    pytest.param(lambda told: (told.now / f"{100:020d}.index").unlink(), [100], id="index missing"),
+    pytest.param(lambda told: os.truncate(told.now / f"{100:020d}.index", 90), [100], id="index torn"),
+    pytest.param(lambda told: os.truncate(told.now / "log.snapshot", 90), [100, 120, 140], id="snapshot torn"),
+    pytest.param(write_another_tail, [100, 120, 140], id="other records in last segment"),
+    pytest.param(lose_last_segment, [100, 120], id="last segment missing"),
+]
+
+
+@pytest.mark.parametrize(("mix", "read"), MIXED)
+def test_mixed_files_open_as_segments_say(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mix: Callable[[Told], None], read: list[int]
+) -> None:
+    mix(told)
+    whole = Log.open(copied(told.now, tmp_path / "whole" / told.now.name, is_told=False), options=OPTIONS)
+    scanned = []
+    usual = Segment._scan
+
+    def scan(self: Segment, length: int) -> Iterator[tuple[RecordBatch, memoryview]]:
+        for number, found in enumerate(usual(self, length)):
+            if number == 0:
+                scanned.append(self.base_offset)
+            yield found
+
+    monkeypatch.setattr(Segment, "_scan", scan)
+    for expected in (read, None):
+        log = Log.open(told.now, options=OPTIONS)
+        assert_reads_alike(log, whole)
+        assert expected is None or scanned == expected
+        log.close()
+    whole.close()
