@@ -55,6 +55,7 @@ class Group:
         self.isr = Isr(frozenset(map(on_disk, REPLICAS)), 1)
         self.live = set(REPLICAS)
         self.gone: set[int] = set()
+        self._looked_with: tuple[frozenset[int], frozenset[int]] | None = None
         self.fences: dict[int, Fence] = {}
         self.replicas = {node_id: self.open(node_id) for node_id in REPLICAS}
 
@@ -114,7 +115,10 @@ class Group:
     def look_at_isr(self) -> set[int]:
         """Do what the ISR keeper does, with an etcd that answers at once. Return the brokers in sync."""
         leader = next(each for each in self.replicas.values() if each.replication.is_leading)
-        wanted = leader.replication.wanted_isr(self.live, self.gone)
+        brokers = frozenset(self.live), frozenset(self.gone)
+        is_due = brokers != self._looked_with or leader.replication.is_isr_due
+        self._looked_with = brokers
+        wanted = leader.replication.wanted_isr(*brokers) if is_due else None
         if wanted is not None:
             leader.replication.isr_proposed(wanted)
             self.isr = Isr(wanted, self.isr.revision + 1)

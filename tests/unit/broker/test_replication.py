@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import random
 import resource
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from structlog.testing import capture_logs
 
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.partition_replication import Isr, Role, WrongRole
+from kproxy.broker.replication.partition_replication import FollowerContact, Isr, Role, WrongRole
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetched
@@ -227,6 +229,58 @@ def test_an_expansion_counts_from_the_moment_it_is_proposed_and_a_shrink_when_it
     replication.isr_proposed(frozenset({on_disk(1)}))
     append(leader)
     assert leader.high_watermark == 2, "2 may still be elected"
+
+
+def test_isr_that_is_not_due_is_right(group: Group) -> None:
+    seed = time.time_ns() % (1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    leader = group.elect(1)
+    replication, contact = leader.replication, FollowerContact(group.clock)
+    append(leader)
+
+    def fetch() -> None:
+        follower = chance.choice((2, 3))
+        replication.follower_waits_no_more(follower, contact)
+        if not group.fetch(follower).records and group.replicas[follower].log_end_offset == leader.log_end_offset:
+            contact.heard()
+            replication.follower_waits(follower, contact)
+
+    def come_or_go() -> None:
+        chance.choice((group.live, group.gone)).symmetric_difference_update({chance.choice((2, 3))})
+        group.look_at_isr()
+
+    def grow() -> None:
+        for follower in (2, 3):
+            replication.follower_waits_no_more(follower, contact)
+        append(leader, acks=1)
+
+    def resign() -> None:
+        leader.resign()
+        group.look_at_isr()
+        replication.resume()
+
+    def propose() -> None:
+        wanted = frozenset({on_disk(1), *chance.sample([on_disk(2), on_disk(3), on_disk(3, 1)], 2)})
+        replication.isr_proposed(wanted)
+        group.isr = Isr(chance.choice((wanted, group.isr.members)), group.isr.revision + 1)
+        replication.isr_settled(group.isr)
+
+    def pass_time() -> None:
+        group.clock.now += chance.choice((0.1, 1.0, ISR_LAG_S / 2))
+
+    steps = [fetch] * 4 + [grow, pass_time, pass_time, come_or_go, resign, propose, contact.heard]
+    steps += [lambda: None if chance.random() < 0.9 else group.replace_disk(3) and None]
+    not_due = 0
+    for _ in range(2000):
+        chance.choice(steps)()
+        if chance.random() < 0.5:
+            group.look_at_isr()
+        if not replication.is_isr_due:
+            not_due, due_at = not_due + 1, replication._isr_due_at
+            assert replication.wanted_isr(group.live, group.gone) is None
+            replication._isr_due_at = due_at
+    assert not_due > 50
 
 
 def test_a_dead_fence_serves_neither_clients_nor_followers(group: Group) -> None:
