@@ -6,6 +6,7 @@ import shutil
 import uuid
 from pathlib import Path
 
+from kproxy.broker.config import FlushPolicy, LogOptions
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
@@ -45,11 +46,17 @@ class Group:
     """Three replicas of one partition; the test chooses the leader, as etcd would."""
 
     def __init__(
-        self, directory: Path, *, isr_lag_s: float = ISR_LAG_S, reconciliation: Reconciliation | None = None
+        self,
+        directory: Path,
+        *,
+        isr_lag_s: float = ISR_LAG_S,
+        reconciliation: Reconciliation | None = None,
+        flush: FlushPolicy = "interval",
     ) -> None:
         self.directory = directory
         self.isr_lag_s = isr_lag_s
         self._reconciliation = reconciliation
+        self._log_options = LogOptions(flush=flush)
         self.clock = Clock()
         self.epoch = -1
         self.isr = Isr(frozenset(map(on_disk, REPLICAS)), 1)
@@ -65,7 +72,7 @@ class Group:
 
     def open(self, node_id: int, disk: int = 0) -> Partition:
         settings = ReplicaSettings(node_id, self.clock, self.isr_lag_s, min_insync_replicas=2)
-        log = Log.open(self.directory / str(node_id))
+        log = Log.open(self.directory / str(node_id), options=self._log_options)
         log_id = on_disk(node_id, disk).log_id
         return Partition("t", 0, TOPIC_ID, log, settings, log_id, reconciliation=self._reconciliation)
 
