@@ -52,7 +52,7 @@ NOT_A_CANDIDATE = -1
 
 CANDIDATE_DELAY_S = 0.25
 NO_REPLICA_DELAY_S = 2.0
-# The first replica of a partition that was never led lives, and may have thousands more to take.
+# A partition that was never led is left to its first replica: that broker lives, and may have thousands more to take.
 UNWRITTEN_DELAY_S = 10.0
 # A broker whose disk fails comes after so many places for each replica.
 _FAILING_DISK_PLACES = 4

@@ -419,11 +419,6 @@ class Partition:
 
     # As leader: followers
 
-    def fetch_as_replica(self, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
-        """Answer a follower's fetch, which also reports what the follower has."""
-        refused = self.replica_asks(replica_id, asked)
-        return refused if refused is not None else self.read_as_replica(asked, max_bytes)
-
     def replica_asks(self, replica_id: int, asked: PartitionFetch) -> PartitionFetched | None:
         """Note what a follower's fetch reports; return the answer where it is to get no records.
 

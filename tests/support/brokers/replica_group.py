@@ -13,7 +13,7 @@ from kproxy.broker.log import Log
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, Reconciliation, ReplicaSettings
 from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
-from kproxy_codec.fetch import PartitionFetched
+from kproxy_codec.fetch import PartitionFetch, PartitionFetched
 from kproxy_codec.record_batch import parse_batch
 from tests.support.wire.record_batches import build_batch
 
@@ -115,7 +115,7 @@ class Group:
         follower = self.replicas[node_id]
         asked = follower.next_fetch()
         assert asked is not None
-        fetched = self.replicas[follower.leader_id].fetch_as_replica(node_id, asked, 1 << 20)
+        fetched = fetch_as_replica(self.replicas[follower.leader_id], node_id, asked, 1 << 20)
         follower.take_fetched(asked, fetched)
         return fetched
 
@@ -139,6 +139,12 @@ class Group:
     def contents(self, node_id: int) -> bytes:
         log = self.replicas[node_id].log
         return log.read(log.log_start_offset, 1 << 30) if log.log_end_offset else b""
+
+
+def fetch_as_replica(leader: Partition, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
+    """Ask as a follower, and be answered at once."""
+    refused = leader.replica_asks(replica_id, asked)
+    return refused if refused is not None else leader.read_as_replica(asked, max_bytes)
 
 
 def append(partition: Partition, value: bytes = b"v", *, acks: int = ACKS_ALL, **producer: int) -> AppendResult:

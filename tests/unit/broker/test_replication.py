@@ -19,7 +19,7 @@ from kproxy.broker.replication.partition_replication import FollowerContact, Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetched
-from tests.support.brokers.replica_group import ISR_LAG_S, Fence, Group, append, on_disk
+from tests.support.brokers.replica_group import ISR_LAG_S, Fence, Group, append, fetch_as_replica, on_disk
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_broker_that_came_back_with_another_disk_is_another_replica(group: Gro
     group.replace_disk(3)
     group.fetch(3)
     assert group.look_at_isr() == {1, 2}, "its log is empty"
-    leader.fetch_as_replica(3, late, 1 << 20)
+    fetch_as_replica(leader, 3, late, 1 << 20)
     group.look_at_isr()
     assert group.replicas[3].replica not in group.isr.members
     append(leader)
@@ -203,7 +203,7 @@ def test_a_follower_that_does_not_name_its_log_is_told_to_stay_away(group: Group
     leader = group.elect(1)
     asked = group.replicas[2].next_fetch()
     assert asked is not None
-    refused = leader.fetch_as_replica(2, asked._replace(replica_directory_id=b""), 1 << 20)
+    refused = fetch_as_replica(leader, 2, asked._replace(replica_directory_id=b""), 1 << 20)
     assert refused.error_code == error_codes.REPLICA_NOT_AVAILABLE
 
 
@@ -298,7 +298,7 @@ def test_a_late_answer_changes_nothing(group: Group) -> None:
     follower = group.replicas[2]
     asked = follower.next_fetch()
     assert asked is not None
-    late = leader.fetch_as_replica(2, asked, 1 << 20)
+    late = fetch_as_replica(leader, 2, asked, 1 << 20)
     group.fetch(2)
     assert follower.take_fetched(asked, late)
     assert follower.log_end_offset == 1
@@ -313,9 +313,9 @@ def test_a_follower_of_another_epoch_is_told_so(group: Group) -> None:
     asked = group.replicas[2].next_fetch()
     assert asked is not None
     for epoch, error_code in ((-1, error_codes.REPLICA_NOT_AVAILABLE), (1, error_codes.UNKNOWN_LEADER_EPOCH)):
-        told = leader.fetch_as_replica(2, asked._replace(current_leader_epoch=epoch), 100)
+        told = fetch_as_replica(leader, 2, asked._replace(current_leader_epoch=epoch), 100)
         assert told.error_code == error_code
-    assert leader.fetch_as_replica(9, asked, 100).error_code == error_codes.REPLICA_NOT_AVAILABLE
+    assert fetch_as_replica(leader, 9, asked, 100).error_code == error_codes.REPLICA_NOT_AVAILABLE
 
 
 def test_a_leader_that_lacks_what_is_committed_here_is_not_followed(group: Group) -> None:
@@ -485,8 +485,8 @@ def test_follower_learns_of_leaders_read_error(group: Group, monkeypatch: pytest
 
     monkeypatch.setattr(leader.log, "read", refuse)
     group.clock.now += 1.0
-    told = leader.fetch_as_replica(2, asked, 1 << 20)
+    told = fetch_as_replica(leader, 2, asked, 1 << 20)
     assert (told.error_code, told.records) == (error_codes.KAFKA_STORAGE_ERROR, b"")
     assert leader.replication.follower_progress()[2] == (before[0], before[1] + 1.0)
     monkeypatch.undo()
-    assert leader.fetch_as_replica(2, asked, 1 << 20).records == group.contents(1)
+    assert fetch_as_replica(leader, 2, asked, 1 << 20).records == group.contents(1)
