@@ -21,6 +21,19 @@ class Brokers(NamedTuple):
     addresses: str
     pids: list[int]
     data_dirs: dict[int, Path]
+    endpoint: str
+
+    @contextlib.contextmanager
+    def again(self, number: int) -> Iterator[None]:
+        """The broker of that id, whose process has ended, in another process."""
+        with child(*_command(self.endpoint, number, self.data_dirs[number])) as process:
+            first_line(process)
+            yield
+
+
+def _command(endpoint: str, number: int, data_dir: Path) -> tuple[str, ...]:
+    command = (sys.executable, "-m", "kproxy", "--log-level", "error", "broker", "--etcd", endpoint)
+    return *command, "--node-id", str(number), "--data-dir", str(data_dir), "--prefix", PREFIX
 
 
 @contextlib.contextmanager
@@ -28,12 +41,9 @@ def brokers(etcd: EmbeddedEtcd, directory: Path) -> Iterator[Brokers]:
     """Running brokers with their data under `directory`."""
     with contextlib.ExitStack() as stack:
         data_dirs = {number: directory / f"broker-{number}" for number in range(1, BROKERS + 1)}
-        command = (sys.executable, "-m", "kproxy", "--log-level", "error", "broker", "--etcd", etcd.endpoint)
         processes = [
-            stack.enter_context(
-                child(*command, "--node-id", str(number), "--data-dir", str(data_dir), "--prefix", PREFIX)
-            )
+            stack.enter_context(child(*_command(etcd.endpoint, number, data_dir)))
             for number, data_dir in data_dirs.items()
         ]
         addresses = ",".join(first_line(process).partition("kafka=")[2].split()[0] for process in processes)
-        yield Brokers(addresses, [process.pid for process in processes], data_dirs)
+        yield Brokers(addresses, [process.pid for process in processes], data_dirs, etcd.endpoint)

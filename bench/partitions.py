@@ -1,5 +1,7 @@
 """Many partitions on three reference brokers: how soon all are in sync, what they cost idle, how soon they fail over.
 
+And how soon their first replicas lead again.
+
 One topic of `--replicated-partitions` partitions and three replicas each, created and left alone. What the brokers have
 decided is read from etcd.
 """
@@ -20,7 +22,7 @@ from rich.table import Table
 
 from bench.brokers import BROKERS, PREFIX, Brokers, brokers
 from bench.processes import cpu_seconds, resident_bytes
-from kproxy.broker.keys import Keys, StateValue, decode_value
+from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 
@@ -31,6 +33,7 @@ POLL_S = 0.5
 ADMIN_TIMEOUT_S = 60.0
 SYNC_TIMEOUT_S = 300.0
 FAIL_OVER_TIMEOUT_S = 180.0
+HAND_BACK_TIMEOUT_S = 900.0
 
 
 class _Observed:
@@ -46,10 +49,21 @@ class _Observed:
         states = [decode_value(kv.value, StateValue) for kv in found.kvs]
         return sum(state.leader_epoch >= 0 and len(state.isr) == BROKERS for state in states)
 
+    async def owners(self) -> dict[int, int]:
+        """The broker that leads, by partition."""
+        prefix = f"{self._keys.leases}{TOPIC}/"
+        found = await self._client.get_prefix(prefix)
+        return {int(kv.key.removeprefix(prefix)): int(kv.value) for kv in found.kvs}
+
     async def owned(self, *, without: int) -> int:
         """The number of partitions that a broker other than `without` leads."""
-        found = await self._client.get_prefix(f"{self._keys.leases}{TOPIC}/")
-        return sum(kv.value != str(without).encode() for kv in found.kvs)
+        return sum(owner != without for owner in (await self.owners()).values())
+
+    async def preferred(self) -> int:
+        """The number of partitions that their first replica leads."""
+        found = await self._client.get(self._keys.topic(TOPIC))
+        replicas = decode_value(found.value, TopicValue).replicas if found is not None else []
+        return sum(replicas[index][0] == owner for index, owner in (await self.owners()).items())
 
 
 async def _seconds_until(count: Callable[[], Awaitable[int]], wanted: int, timeout_s: float) -> str:
@@ -81,6 +95,9 @@ async def _measure(started: Brokers, client: EtcdClient, partitions: int, table:
     os.kill(pids[0], signal.SIGKILL)
     others = await _seconds_until(lambda: observed.owned(without=1), partitions, FAIL_OVER_TIMEOUT_S)
     table.add_row("kill -9 of one: every partition led by another", others)
+    with started.again(1):
+        back = await _seconds_until(observed.preferred, partitions, HAND_BACK_TIMEOUT_S)
+        table.add_row("started again: every partition led by its first replica", back)
 
 
 async def _run(console: Console, partitions: int) -> None:

@@ -46,11 +46,14 @@ class WatchedReplica(Protocol):
 
 
 class DiskWatch:
-    """Looks at the replicas that `hosted` yields, whenever `look` is called: LOOKS times in `patience_s` seconds."""
+    """Looks at the replicas that `restless` yields, whenever `look` is called: LOOKS times in `patience_s` seconds.
+
+    Those are all whose disk may be in trouble.
+    """
 
     def __init__(
         self,
-        hosted: Callable[[], Iterable[WatchedReplica]],
+        restless: Callable[[], Iterable[WatchedReplica]],
         probe: Callable[[], None],
         patience_s: float,
         on_mended: Callable[[], None] = lambda: None,
@@ -61,7 +64,7 @@ class DiskWatch:
         """
         self.failure = ""
         self.interval_s = patience_s / LOOKS
-        self._hosted = hosted
+        self._restless = restless
         self._probe = probe
         self._on_mended = on_mended
         self._patience_s = patience_s
@@ -76,7 +79,7 @@ class DiskWatch:
         """Note the troubles, and begin a probe where one is due."""
         now = asyncio.get_running_loop().time()
         before, self._troubles = self._troubles, {}
-        for replica in self._hosted():
+        for replica in self._restless():
             trouble = replica.disk_trouble()
             if trouble is not None:
                 known = before.get(replica)
@@ -109,6 +112,11 @@ class DiskWatch:
             self._failing_since = asyncio.get_running_loop().time()
             _logger.error("disk failing", reason=reason)
         self.failure = reason
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether `fault_of` may find one in any replica."""
+        return bool(self.failure or self._troubles)
 
     def fault_of(self, replica: WatchedReplica) -> str:
         """Return the fault of the replica's disk; empty where there is none."""

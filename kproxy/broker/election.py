@@ -52,7 +52,7 @@ NOT_A_CANDIDATE = -1
 
 CANDIDATE_DELAY_S = 0.25
 NO_REPLICA_DELAY_S = 2.0
-# The first replica of a partition that was never led lives, and may have thousands more to take.
+# A partition that was never led is left to its first replica: that broker lives, and may have thousands more to take.
 UNWRITTEN_DELAY_S = 10.0
 # A broker whose disk fails comes after so many places for each replica.
 _FAILING_DISK_PLACES = 4
@@ -196,7 +196,10 @@ _POLL_S = 0.01
 
 
 class LeaderRebalance:
-    """The partitions that this broker leads, and since when. None is given up before `after_s` seconds."""
+    """Partitions that this broker leads, and since when. None is given up before `after_s` seconds.
+
+    Those for which it turns out to be the first replica are forgotten.
+    """
 
     def __init__(
         self, view: ClusterView, node_id: int, led: Mapping[tuple[bytes, int], Partition], after_s: float
@@ -226,16 +229,24 @@ class LeaderRebalance:
         is_busy = any(key.topic in self._view.topics and self._view.ownership(*key) is None for key in self._given)
         if is_busy and now < self._given_at + self._after_s:
             return []
-        ready = (key for key, at in self._since.items() if at <= now - self._after_s and self._first_is_ready(key))
+        old = [key for key, at in self._since.items() if at <= now - self._after_s]
+        for key in filter(self._stays, old):
+            del self._since[key]
+        ready = (key for key in old if key in self._since and self._first_is_ready(key))
         self._given, self._given_at = list(islice(ready, HAND_OVER_BATCH)), now
         return self._given
+
+    def _stays(self, key: PartitionKey) -> bool:
+        """Return whether this broker is the first replica: which that is does not change while it leads."""
+        topic = self._view.topics.get(key.topic)
+        return topic is not None and self._view.replicas(topic, key.partition_index)[0] == self._node_id
 
     def _first_is_ready(self, key: PartitionKey) -> bool:
         topic, partition = self._view.topics.get(key.topic), self._led.get((key.topic.encode(), key.partition_index))
         if topic is None or partition is None or partition.role is not Role.LEADER:
             return False
         first = self._view.replicas(topic, key.partition_index)[0]
-        return first != self._node_id and first in self._view.brokers and partition.replication.is_in_sync(first)
+        return first in self._view.brokers and partition.replication.is_in_sync(first)
 
     async def prepare(self, key: PartitionKey, is_stopping: Callable[[], bool]) -> bool:
         """Refuse writes until the followers have all records.

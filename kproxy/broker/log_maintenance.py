@@ -16,9 +16,10 @@ Invariants of a LogFlusher
    flushes at most, however many wait.
 2. Waiters are woken at the end of every flush, at its failure, and at the close.
 
-LogMaintenance flushes all logs, writes their checkpoints and applies retention periodically. A round of each kind ends
+LogMaintenance flushes logs, writes their checkpoints and applies retention periodically. A round of each kind ends
 before the next of that kind begins. Flushes and checkpoints wait for the disk, so they run in threads; retention runs
-on the event loop, between appends, and waits for no disk.
+on the event loop, between appends, and waits for no disk. A replica whose log is flushed, and its checkpoint written,
+is put to rest (`Partition.is_at_rest`), and left alone until it has changed.
 
 Invariants of LogMaintenance
 1. A log that is closed or removed meanwhile is skipped: it is no error, and nothing of it is written any more.
@@ -141,6 +142,9 @@ class MaintainedReplica(Protocol):
     def high_watermark(self) -> int: ...
     @property
     def leadership(self) -> Leadership: ...
+    @property
+    def is_at_rest(self) -> bool: ...
+    def rest(self) -> None: ...
     def log_shortened(self) -> None: ...
 
 
@@ -181,14 +185,14 @@ class LogMaintenance:
         Logs with the policy `always` are flushed by their LogFlusher. With `whatever_the_policy` all logs are flushed,
         and a flush that is under way elsewhere is waited for.
         """
-        logs = [replica.log for replica in self._usable()]
         if whatever_the_policy:
-            due = [log for log in logs if log.is_dirty or log.flush_under_way]
+            due = [log for log in map(_log_of, self._hosted()) if log.is_dirty or log.flush_under_way]
         else:
-            due = [log for log in logs if log.is_dirty and log.options.flush == "interval"]
+            due = [log for log in map(_log_of, self._restless()) if log.is_dirty and log.options.flush == "interval"]
+        due = [log for log in due if _is_usable(log)]
         if due:
             await self._run_in_threads(_flush, due)
-        for replica in list(self._hosted()):
+        for replica in self._restless():
             if (
                 replica.log.failure is not None
                 and not replica.log.is_closed
@@ -203,20 +207,28 @@ class LogMaintenance:
         `is_last`: nothing is appended any more; the next opening begins at the ends of the logs.
         """
         wanted = []
-        for replica in self._usable():
+        for replica in list(self._hosted()) if is_last else self._restless():
             log, high_watermark, leadership = replica.log, replica.high_watermark, replica.leadership
+            if not _is_usable(log):
+                continue
+            is_flushed_only_at_end = log.options.flush == "never"
+            if is_flushed_only_at_end:
+                high_watermark = min(high_watermark, log.flushed_offset)
             state = log.state_below(high_watermark, is_last=is_last)
             if state or (high_watermark, leadership) != (log.high_watermark_checkpoint, log.leadership):
                 wanted.append((log, high_watermark, leadership, state))
+            elif is_flushed_only_at_end or not log.is_dirty:
+                replica.rest()
         await self._write_checkpoints(wanted)
 
     async def remove_old_segments(self) -> None:
         """Apply retention."""
         shortened = []
         for replica in list(self._hosted()):
-            if _is_limited(replica.log) and _is_usable(replica.log) and self._shorten(replica):
-                shortened.append(replica)
-            await asyncio.sleep(0)
+            if _is_limited(replica.log) and _is_usable(replica.log):
+                if self._shorten(replica):
+                    shortened.append(replica)
+                await asyncio.sleep(0)
         # An empty log finds its leader epoch only in its checkpoint.
         usable = [each for each in shortened if _is_usable(each.log)]
         await self._write_checkpoints([(each.log, each.high_watermark, each.leadership, None) for each in usable])
@@ -226,6 +238,7 @@ class LogMaintenance:
             removed = replica.log.remove_old_segments(self._now_ms(), replica.high_watermark)
         except (OSError, LogFailed) as error:
             _logger.error("retention not applied", **_log_fields(replica), reason=str(error))
+            replica.log_shortened()
             return False
         if removed:
             replica.log_shortened()
@@ -245,8 +258,8 @@ class LogMaintenance:
             shares = [due[first::THREADS] for first in range(min(THREADS, len(due)))]
             await asyncio.gather(*(loop.run_in_executor(self._threads, work, share) for share in shares))
 
-    def _usable(self) -> list[MaintainedReplica]:
-        return [replica for replica in self._hosted() if _is_usable(replica.log)]
+    def _restless(self) -> list[MaintainedReplica]:
+        return [replica for replica in self._hosted() if not replica.is_at_rest]
 
 
 async def _every(interval_s: float, do_round: Callable[[], Awaitable[None]]) -> None:
@@ -274,6 +287,10 @@ def _checkpoint(wanted: Sequence[_Wanted]) -> None:
             continue  # as above
     if refused:
         _logger.error("high watermarks not written", logs=len(refused), reason=str(refused[0]))
+
+
+def _log_of(replica: MaintainedReplica) -> Log:
+    return replica.log
 
 
 def _is_usable(log: Log) -> bool:

@@ -18,6 +18,8 @@ Invariants
 8. A follower whose leader lacks records that are committed here stops for good; `failure` says why.
 9. With `--flush always` a replica reports no record before it is on the disk: not in an answer, not in the high
    watermark, not in the follower's next fetch. A thread waits for the disk (LogFlusher).
+10. A replica at rest (`is_at_rest`) has nothing to flush or to write beside its log, and no trouble with its disk.
+    Whatever may change that ends the rest, so that nobody looks at thousands of idle replicas every second.
 """
 
 from __future__ import annotations
@@ -139,6 +141,7 @@ class Partition:
         self.topic_id = topic_id
         self.leadership = max(log.leadership, obeyed)
         self.failure = ""
+        self.is_at_rest = False
         self.log = log
         # The last write error, as logged; empty after a success.
         self._logged_error: dict[str, object] = {}
@@ -199,7 +202,7 @@ class Partition:
         validate_consistency(self.log, self.high_watermark)
         leader_epoch = leadership.leader_epoch
         start = self._reconciliation.reconcile_as_new_leader(self.log, self.high_watermark, leader_epoch)
-        self.leadership = leadership
+        self.leadership, self.is_at_rest = leadership, False
         self._fence = fence
         self.writers = WriterFence(writers)
         self.replication.become_leader(leader_epoch, start, replicas, isr)
@@ -220,7 +223,7 @@ class Partition:
             )
             self.follow_nobody()
             return
-        self.leadership = leadership
+        self.leadership, self.is_at_rest = leadership, False
         self._reconciliation.reconcile_as_new_follower(self.log, self.high_watermark)
         self.replication.become_follower(leader_id, leader_epoch)
 
@@ -282,6 +285,7 @@ class Partition:
         if judgement.verdict is not BatchVerdict.ACCEPTED:
             return AppendResult(_JUDGED[judgement.verdict], -1, judgement.detail)
         base_offset = log.log_end_offset
+        self.is_at_rest = False
         assign_offsets(records, batch, base_offset, replication.leader_epoch)
         try:
             log.append(records, batch)
@@ -387,7 +391,7 @@ class Partition:
         except (OSError, LogFailed) as error:
             # A log that has failed is opened again, and may be read then.
             if self.unreadable is None and self.log.failure is None:
-                self.unreadable = Unreadable(offset, max_bytes)
+                self.unreadable, self.is_at_rest = Unreadable(offset, max_bytes), False
             _logger.error("read failed", **self.log_fields, reason=str(error))
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
 
@@ -414,11 +418,6 @@ class Partition:
         return error_codes.UNKNOWN_LEADER_EPOCH
 
     # As leader: followers
-
-    def fetch_as_replica(self, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
-        """Answer a follower's fetch, which also reports what the follower has."""
-        refused = self.replica_asks(replica_id, asked)
-        return refused if refused is not None else self.read_as_replica(asked, max_bytes)
 
     def replica_asks(self, replica_id: int, asked: PartitionFetch) -> PartitionFetched | None:
         """Note what a follower's fetch reports; return the answer where it is to get no records.
@@ -501,6 +500,7 @@ class Partition:
         """Apply the leader's answer. False: something is wrong, ask again only after a pause."""
         if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or asked != self.next_fetch():
             return True  # late: another request has taken its place
+        self.is_at_rest = False
         try:
             taken = self._take(fetched)
         except Inconsistent as error:
@@ -564,6 +564,10 @@ class Partition:
         """Whether the last write, read or flush failed."""
         return self._write_fails or self.unreadable is not None or (bool(self.log.failure) and not self.log.is_closed)
 
+    def rest(self) -> None:
+        """Note that there is nothing to flush or to write beside the log."""
+        self.is_at_rest = self.disk_trouble() is None
+
     def disk_trouble(self) -> DiskTrouble | None:
         """Return what is wrong with the disk now; a failed read is tried again."""
         log = self.log
@@ -602,10 +606,11 @@ class Partition:
         self._high_watermark_waiters.discard(wake)
 
     def log_shortened(self) -> None:
-        """Note that retention has moved the log's start."""
+        """Note that retention has moved the log's start, or tried to."""
         self._on_high_watermark()
 
     def _on_high_watermark(self) -> None:
+        self.is_at_rest = False
         if self._high_watermark_waiters:
             self._wake(self._high_watermark_waiters)
 

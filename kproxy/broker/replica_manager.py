@@ -221,6 +221,7 @@ class HostedReplicas:
 
 CONCURRENT_WORKS = 16
 SWEEP_INTERVAL_S = 3.0
+SWEEPS_PER_LOOK_AT_ALL = 10
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -270,7 +271,9 @@ class ReplicaManager:
         self._queued: set[PartitionKey] = set()
         self._rebalance = LeaderRebalance(view, node_id, self.partitions, hand_over_after_s)
         self._election = ElectionQueue(view, node_id, self._queue)
-        self.disk = DiskWatch(self.hosted.values, lambda: data_dir.probe(), disk_patience_s, self._on_mended)
+        self._unsettled: set[PartitionKey] = set()
+        self._sweeps = 0
+        self.disk = DiskWatch(self._restless, lambda: data_dir.probe(), disk_patience_s, self._on_mended)
         self._wake = asyncio.Event()
         view.subscribe(self._on_change)
 
@@ -278,6 +281,9 @@ class ReplicaManager:
     def hosted(self) -> dict[tuple[bytes, int], Partition]:
         """Every replica on this broker, led ones included."""
         return self.replicas.hosted
+
+    def _restless(self) -> list[Partition]:
+        return [partition for partition in self.hosted.values() if not partition.is_at_rest]
 
     # Called by the rest of the broker
 
@@ -372,6 +378,7 @@ class ReplicaManager:
                 next_sweep_at = loop.time() + SWEEP_INTERVAL_S
             self._wake.clear()
             wanted, self._queued = self._queued, set()
+            self._unsettled |= wanted
             for key in wanted:
                 self._process(key)
 
@@ -649,12 +656,12 @@ class ReplicaManager:
     # Giving partitions up
 
     def _sweep(self) -> None:
-        """Look at every partition that is not settled, in case a change went unnoticed."""
+        """Look at every partition that is not settled; now and then at all, in case a change went unnoticed."""
         self._failed_to_lead.clear()
-        for key in self.replicas.hosted_keys():
-            partition = self.replicas.get(key)
-            if partition is None or partition.log.failure is None:
+        for partition in self._restless():
+            if partition.log.failure is None:
                 continue
+            key = PartitionKey(partition.topic, partition.partition_index)
             if partition.replication.is_leading:
                 self.disk.gave_up(key)
                 self._start(self._give_up(key, "its log has failed"))
@@ -664,13 +671,19 @@ class ReplicaManager:
         if not self._working:
             for key in self._rebalance.next_batch():
                 self._start(self._hand_over(key))
-        for topic in self._view.topics.values():
-            keys = (PartitionKey(topic.name, index) for index in range(len(topic.replicas)))
-            self._queued.update(key for key in keys if not self._is_settled(key, topic))
+        if self._sweeps % SWEEPS_PER_LOOK_AT_ALL == 0:
+            for topic in self._view.topics.values():
+                self._unsettled.update(PartitionKey(topic.name, index) for index in range(len(topic.replicas)))
+        self._sweeps += 1
+        self._unsettled = {key for key in self._unsettled if not self._is_settled(key)}
+        self._queued |= self._unsettled
         self._wake.set()
 
-    def _is_settled(self, key: PartitionKey, topic: Topic) -> bool:
+    def _is_settled(self, key: PartitionKey) -> bool:
         """Return whether the partition has an owner and is hosted here, led if that is us: there is nothing to do."""
+        topic = self._topic_of(key)
+        if topic is None:
+            return True
         ownership, partition = self._view.ownership(*key), self.replicas.get(key)
         if ownership is None or partition is None or ownership.mod_revision < topic.create_revision:
             return False
@@ -684,6 +697,8 @@ class ReplicaManager:
     def _look_at_disk(self) -> None:
         """Give up what others can lead and the disk has failed here for too long."""
         self.disk.look()
+        if not self.disk.has_faults:
+            return
         for partition in list(self.partitions.values()):
             if partition.role is Role.LEADER and partition.log.failure is None and self.disk.fault_of(partition):
                 key = PartitionKey(partition.topic, partition.partition_index)

@@ -40,7 +40,7 @@ from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from kproxy.broker.keys import ReplicaKey
+from kproxy.broker.keys import ReplicaKey, node_ids
 from kproxy.etcd.lease import Clock
 from kproxy_codec import error_codes
 
@@ -158,6 +158,7 @@ class ReplicationManager:
         self.min_insync_replicas = min_insync_replicas
         self.isr = Isr(frozenset(), 0)
         self.proposed: frozenset[ReplicaKey] | None = None
+        self._isr_due_at = float("-inf")
         self.replica = replica
         self._log_end = log_end
         self._counted_end = counted_end or log_end
@@ -186,7 +187,7 @@ class ReplicationManager:
         self.role, self.leader_id, self.leader_epoch = Role.LEADER, self.replica.node_id, leader_epoch
         self.epoch_start_offset = epoch_start_offset
         self._followers = {node_id: _Progress(now) for node_id in replicas if node_id != self.replica.node_id}
-        self.isr, self.proposed = isr, None
+        self.isr, self.proposed, self._isr_due_at = isr, None, float("-inf")
         self.log_appended()
 
     def become_follower(self, leader_id: int, leader_epoch: int) -> None:
@@ -203,6 +204,7 @@ class ReplicationManager:
         """Lead again: the followers did not catch up in time."""
         if self.role is Role.RESIGNED:
             self.role = Role.LEADER
+            self._isr_due_at = float("-inf")
 
     def close(self) -> None:
         """Answer every waiter: nothing here is certain any more."""
@@ -230,6 +232,8 @@ class ReplicationManager:
         """Note that a follower asked from `fetch_offset`: it has everything below."""
         progress = self._followers[replica.node_id]
         now, log_end = self._clock(), self._log_end()
+        if progress.replica != replica or fetch_offset < progress.log_end_offset:
+            self._isr_due_at = float("-inf")
         if progress.replica is None:
             progress.replica = replica
         elif progress.replica != replica:
@@ -305,7 +309,27 @@ class ReplicationManager:
         without_gone = frozenset(each for each in wanted if each.node_id not in gone)
         if len(without_gone) >= self.min_insync_replicas:
             wanted = without_gone
-        return None if wanted == self.isr.members else wanted
+        if wanted != self.isr.members:
+            return wanted
+        self._isr_due_at = self._isr_right_until(live)
+        return None
+
+    @property
+    def is_isr_due(self) -> bool:
+        """Whether `wanted_isr` may differ from when it was last None, with the same brokers live and gone."""
+        return self._isr_due_at <= self._clock()
+
+    def _isr_right_until(self, live: Collection[int]) -> float:
+        """Return until when the ISR, which is right now, needs no look: -inf while a live follower may join it."""
+        in_sync = node_ids(self.isr.members)
+        right_until = float("inf")
+        for node_id, progress in self._followers.items():
+            if node_id not in live:
+                continue
+            if node_id not in in_sync or progress.replica not in (None, *self.isr.members):
+                return float("-inf")
+            right_until = min(right_until, progress.caught_up_at + self._isr_lag_s)
+        return right_until
 
     def _in_sync_of(self, live: Collection[int]) -> frozenset[ReplicaKey]:
         caught_up_since = self._clock() - self._isr_lag_s
@@ -327,7 +351,7 @@ class ReplicationManager:
 
     def isr_proposed(self, members: frozenset[ReplicaKey]) -> None:
         """Note that `members` are about to be put into etcd."""
-        self.proposed = members
+        self.proposed, self._isr_due_at = members, float("-inf")
 
     def isr_settled(self, isr: Isr) -> None:
         """Apply etcd's ISR, whether it is the proposal or not."""

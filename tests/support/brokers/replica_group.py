@@ -6,13 +6,14 @@ import shutil
 import uuid
 from pathlib import Path
 
+from kproxy.broker.config import FlushPolicy, LogOptions
 from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, Reconciliation, ReplicaSettings
 from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
-from kproxy_codec.fetch import PartitionFetched
+from kproxy_codec.fetch import PartitionFetch, PartitionFetched
 from kproxy_codec.record_batch import parse_batch
 from tests.support.wire.record_batches import build_batch
 
@@ -45,16 +46,23 @@ class Group:
     """Three replicas of one partition; the test chooses the leader, as etcd would."""
 
     def __init__(
-        self, directory: Path, *, isr_lag_s: float = ISR_LAG_S, reconciliation: Reconciliation | None = None
+        self,
+        directory: Path,
+        *,
+        isr_lag_s: float = ISR_LAG_S,
+        reconciliation: Reconciliation | None = None,
+        flush: FlushPolicy = "interval",
     ) -> None:
         self.directory = directory
         self.isr_lag_s = isr_lag_s
         self._reconciliation = reconciliation
+        self._log_options = LogOptions(flush=flush)
         self.clock = Clock()
         self.epoch = -1
         self.isr = Isr(frozenset(map(on_disk, REPLICAS)), 1)
         self.live = set(REPLICAS)
         self.gone: set[int] = set()
+        self._looked_with: tuple[frozenset[int], frozenset[int]] | None = None
         self.fences: dict[int, Fence] = {}
         self.replicas = {node_id: self.open(node_id) for node_id in REPLICAS}
 
@@ -64,7 +72,7 @@ class Group:
 
     def open(self, node_id: int, disk: int = 0) -> Partition:
         settings = ReplicaSettings(node_id, self.clock, self.isr_lag_s, min_insync_replicas=2)
-        log = Log.open(self.directory / str(node_id))
+        log = Log.open(self.directory / str(node_id), options=self._log_options)
         log_id = on_disk(node_id, disk).log_id
         return Partition("t", 0, TOPIC_ID, log, settings, log_id, reconciliation=self._reconciliation)
 
@@ -107,14 +115,17 @@ class Group:
         follower = self.replicas[node_id]
         asked = follower.next_fetch()
         assert asked is not None
-        fetched = self.replicas[follower.leader_id].fetch_as_replica(node_id, asked, 1 << 20)
+        fetched = fetch_as_replica(self.replicas[follower.leader_id], node_id, asked, 1 << 20)
         follower.take_fetched(asked, fetched)
         return fetched
 
     def look_at_isr(self) -> set[int]:
         """Do what the ISR keeper does, with an etcd that answers at once. Return the brokers in sync."""
         leader = next(each for each in self.replicas.values() if each.replication.is_leading)
-        wanted = leader.replication.wanted_isr(self.live, self.gone)
+        brokers = frozenset(self.live), frozenset(self.gone)
+        is_due = brokers != self._looked_with or leader.replication.is_isr_due
+        self._looked_with = brokers
+        wanted = leader.replication.wanted_isr(*brokers) if is_due else None
         if wanted is not None:
             leader.replication.isr_proposed(wanted)
             self.isr = Isr(wanted, self.isr.revision + 1)
@@ -128,6 +139,12 @@ class Group:
     def contents(self, node_id: int) -> bytes:
         log = self.replicas[node_id].log
         return log.read(log.log_start_offset, 1 << 30) if log.log_end_offset else b""
+
+
+def fetch_as_replica(leader: Partition, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
+    """Ask as a follower, and be answered at once."""
+    refused = leader.replica_asks(replica_id, asked)
+    return refused if refused is not None else leader.read_as_replica(asked, max_bytes)
 
 
 def append(partition: Partition, value: bytes = b"v", *, acks: int = ACKS_ALL, **producer: int) -> AppendResult:

@@ -22,7 +22,7 @@ from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes
 from kproxy_codec.record_batch import parse_batch
-from tests.support.brokers.replica_group import on_disk
+from tests.support.brokers.replica_group import fetch_as_replica, on_disk
 from tests.support.wire.record_batches import build_batch
 
 LEADER, FOLLOWER = 1, 2
@@ -257,7 +257,7 @@ async def test_a_follower_claims_and_asks_for_nothing_before_its_disk_has_what_i
         asked = follower.next_fetch()
         assert asked is not None
         disk.hang()
-        assert follower.take_fetched(asked, leader.fetch_as_replica(FOLLOWER, asked, 1 << 20))
+        assert follower.take_fetched(asked, fetch_as_replica(leader, FOLLOWER, asked, 1 << 20))
         assert (follower.log_end_offset, follower.is_flushing, follower.next_fetch()) == (1, True, None)
         assert leader.high_watermark == 0, "it counts what the follower may lose"
         flushed = asyncio.Event()
@@ -267,7 +267,7 @@ async def test_a_follower_claims_and_asks_for_nothing_before_its_disk_has_what_i
         asked = follower.next_fetch()
         assert asked is not None
         assert (asked.fetch_offset, follower.is_flushing) == (1, False)
-        leader.fetch_as_replica(FOLLOWER, asked, 1 << 20)
+        fetch_as_replica(leader, FOLLOWER, asked, 1 << 20)
         assert leader.high_watermark == 1
     finally:
         follower.close()
@@ -287,7 +287,7 @@ async def test_a_leader_whose_own_disk_is_the_slow_one_does_not_count_itself(
         for _ in range(2):
             asked = follower.next_fetch()
             assert asked is not None
-            assert follower.take_fetched(asked, leader.fetch_as_replica(FOLLOWER, asked, 1 << 20))
+            assert follower.take_fetched(asked, fetch_as_replica(leader, FOLLOWER, asked, 1 << 20))
         assert (follower.log_end_offset, leader.replication.follower_progress()[FOLLOWER][0]) == (1, 1)
         assert leader.high_watermark == 0
         answer = asyncio.ensure_future(leader.wait_for_isr(0, PATIENCE_S))
@@ -311,7 +311,7 @@ async def test_a_follower_whose_disk_fails_asks_for_nothing_more(tmp_path: Path,
         disk.fails = True
         flushed = asyncio.Event()
         follower.when_flushed(flushed.set)
-        assert follower.take_fetched(asked, leader.fetch_as_replica(FOLLOWER, asked, 1 << 20))
+        assert follower.take_fetched(asked, fetch_as_replica(leader, FOLLOWER, asked, 1 << 20))
         await asyncio.wait_for(flushed.wait(), PATIENCE_S)
         assert (follower.next_fetch(), follower.is_flushing, follower.log.failure is None) == (None, False, False)
     finally:

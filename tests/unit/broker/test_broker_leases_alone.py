@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -287,4 +288,28 @@ async def test_a_leader_that_cannot_begin_gives_its_key_back_and_tries_again_lat
     monkeypatch.setattr(replica_manager, "SWEEP_INTERVAL_S", 0.01)
     running = asyncio.create_task(stage.leases.run())
     await eventually(lambda: stage.leads(topic_id), what="another try, after the next sweep")
+    running.cancel()
+
+
+async def test_sweeps_leave_settled_partitions_alone(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    topic_id = uuid.uuid4()
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1]]))
+    await stage.begin()
+    monkeypatch.setattr(replica_manager, "SWEEP_INTERVAL_S", 0.01)
+    monkeypatch.setattr(replica_manager, "SWEEPS_PER_LOOK_AT_ALL", 1 << 30)
+    looks: Counter[PartitionKey] = Counter()
+    is_settled = ReplicaManager._is_settled
+
+    def count(manager: ReplicaManager, key: PartitionKey) -> bool:
+        looks[key] += 1
+        return is_settled(manager, key)
+
+    monkeypatch.setattr(ReplicaManager, "_is_settled", count)
+    running = asyncio.create_task(stage.leases.run())
+    await eventually(lambda: stage.leads(topic_id), what="the lead")
+    began, before = stage.leases._sweeps, looks[KEY]
+    await eventually(lambda: stage.leases._sweeps > began + 20, what="sweeps")
+    assert looks[KEY] <= before + 2
+    monkeypatch.setattr(replica_manager, "SWEEPS_PER_LOOK_AT_ALL", 5)
+    await eventually(lambda: looks[KEY] > before + 4, what="looks at all")
     running.cancel()

@@ -21,8 +21,11 @@ from kproxy.broker.config import FLUSH_POLICIES, FlushPolicy, LogOptions
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log, write_checkpoint
 from kproxy.broker.log_maintenance import LogMaintenance
+from kproxy.broker.partition import Partition
 from kproxy.broker.segment import LogFailed
+from kproxy_codec import error_codes
 from tests.support.brokers.broker_logs import append_values, leader_batches
+from tests.support.brokers.replica_group import Group, append
 from tests.support.brokers.small_disk import small_disk
 
 NOW_MS = 1_000_000
@@ -37,6 +40,10 @@ class Hosted:
     leadership: Leadership = NO_LEADERSHIP
     topic: str = "t"
     partition_index: int = 0
+    is_at_rest: bool = False
+
+    def rest(self) -> None:
+        self.is_at_rest = True
 
     def log_shortened(self) -> None:
         """Nobody waits for it."""
@@ -402,9 +409,83 @@ async def test_a_high_watermark_is_written_down_only_over_records_that_are_on_th
     hosted.high_watermark = 2
     await broker.keeper.checkpoint()
     assert (hosted.log.high_watermark_checkpoint, hosted.log.is_dirty) == (written, flush == "never")
-    hosted.log.flush()
-    await broker.keeper.checkpoint()
+    await broker.keeper.flush(whatever_the_policy=True)
+    await broker.keeper.checkpoint(is_last=True)
     assert hosted.log.high_watermark_checkpoint == 2
+
+
+async def settle(keeper: LogMaintenance) -> None:
+    """A round of each kind, as often as it takes for all to be written."""
+    for _ in range(3):
+        await keeper.flush()
+        await keeper.checkpoint()
+
+
+def touch_in_every_way(group: Group) -> Iterator[tuple[str, Partition]]:
+    """Change replica 1, which leads, and replica 2, which follows it."""
+    leader, follower = group.replicas[1], group.replicas[2]
+    append(leader, acks=1)
+    yield "appended", leader
+    group.fetch(2)
+    yield "fetched", follower
+    for node_id in (2, 3, 3):
+        group.fetch(node_id)
+    yield "committed", leader
+    group.fetch(2)
+    yield "told", follower
+    leader.log_shortened()
+    yield "shortened", leader
+    group.epoch += 1
+    follower.become_follower(3, group.leadership)
+    yield "led by another", follower
+    os.truncate(max(leader.log.directory.glob("*.log")), 0)
+    assert leader.read(0, 100).error_code == error_codes.KAFKA_STORAGE_ERROR
+    yield "unreadable", leader
+
+
+@pytest.mark.parametrize("flush", ["interval", "never"])
+async def test_replica_rests_until_something_changes(tmp_path: Path, flush: FlushPolicy) -> None:
+    group = Group(tmp_path, flush=flush)
+    replicas = group.replicas.values()
+    keeper = LogMaintenance(lambda: replicas, flush_interval_s=1.0, retention_check_interval_s=1.0)
+    assert not any(each.is_at_rest for each in replicas)
+    await settle(keeper)
+    assert all(each.is_at_rest for each in replicas)
+    group.elect(1)
+    assert not any(each.is_at_rest for each in replicas)
+    await settle(keeper)
+    assert all(each.is_at_rest for each in replicas)
+    for step, changed in touch_in_every_way(group):
+        assert not changed.is_at_rest, step
+        await settle(keeper)
+        assert changed.is_at_rest == (step != "unreadable"), step
+    group.close()
+    keeper.close()
+
+
+async def test_rounds_leave_replicas_at_rest_alone(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for topic in ("t", "u", "v"):
+        broker.host(topic)
+    await settle(broker.keeper)
+    looked_at: list[Log] = []
+    monkeypatch.setattr(Log, "is_dirty", property(lambda log: looked_at.append(log) or True))
+    monkeypatch.setattr(Log, "state_below", lambda log, *_, **__: looked_at.append(log))
+    await settle(broker.keeper)
+    assert looked_at == []
+    busy = broker.hosted[1]
+    busy.is_at_rest = False
+    await broker.keeper.checkpoint()
+    assert set(looked_at) == {busy.log}
+
+
+async def test_never_flushed_log_rests(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosted = broker.host(flush="never")
+    append_values(hosted.log, 10, 10)
+    hosted.high_watermark = 2
+    written: list[int] = []
+    monkeypatch.setattr(Log, "checkpoint", lambda log, high_watermark, *_: written.append(high_watermark))
+    await broker.keeper.checkpoint()
+    assert (written, hosted.is_at_rest) == ([], True)
 
 
 async def test_a_checkpoint_at_work_does_not_end_in_the_log_that_has_taken_the_place(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.isr_keeper import CONCURRENT_CHANGES, IsrKeeper
-from kproxy.broker.replication.partition_replication import Isr
+from kproxy.broker.replication.partition_replication import FollowerContact, Isr, ReplicationManager
 from kproxy.broker.writer_fence import KeptFence
-from kproxy.etcd import EtcdUnavailable, put_op
+from kproxy.etcd import EtcdUnavailable, KeyValue, WatchEvent, put_op
 from tests.support.brokers.replica_group import Fence, on_disk
 from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
 from tests.support.waiting import eventually
@@ -50,10 +51,15 @@ def led(tmp_path: Path) -> Iterator[list[Partition]]:
         partition.close()
 
 
-async def test_partitions_whose_change_never_gets_through_do_not_keep_others_from_theirs(led: list[Partition]) -> None:
-    client, view = RefusingClient(EtcdStore(time.monotonic)), ClusterView(KEYS)
-    client.refused = frozenset(KEYS.state("t", index) for index in range(CONCURRENT_CHANGES))
-    view.apply_put(KEYS.broker(1), encode_value(BrokerValue(1, "h", 1)), lease_id=7, revision=1)
+def view_of(*live: int) -> ClusterView:
+    view = ClusterView(KEYS)
+    for each in live:
+        view.apply_put(KEYS.broker(each), encode_value(BrokerValue(each, "h", 1)), lease_id=7, revision=each)
+    return view
+
+
+async def take(client: SimulatedEtcdClient, led: list[Partition]) -> None:
+    """Lead all of them, with broker 2 in sync."""
     for partition in led:
         index = partition.partition_index
         state = encode_value(StateValue(0, [on_disk(1), on_disk(2)], TOPIC_ID))
@@ -61,6 +67,12 @@ async def test_partitions_whose_change_never_gets_through_do_not_keep_others_fro
         taken = await SimulatedEtcdClient.txn(client, [], put)
         isr = Isr(frozenset({on_disk(1), on_disk(2)}), taken.revision)
         partition.become_leader(Leadership(0, taken.revision), (1, 2), isr, Fence(), KeptFence())
+
+
+async def test_partitions_whose_change_never_gets_through_do_not_keep_others_from_theirs(led: list[Partition]) -> None:
+    client, view = RefusingClient(EtcdStore(time.monotonic)), view_of(1)
+    client.refused = frozenset(KEYS.state("t", index) for index in range(CONCURRENT_CHANGES))
+    await take(client, led)
     keeper = IsrKeeper(client, view, lambda: led, isr_lag_s=0.1, on_deposed=lambda _: None)
     running = asyncio.create_task(keeper.run())
     await eventually(
@@ -69,4 +81,36 @@ async def test_partitions_whose_change_never_gets_through_do_not_keep_others_fro
         what="the turn of the last ones",
     )
     assert all(each.replication.isr.members == {on_disk(1), on_disk(2)} for each in led[:CONCURRENT_CHANGES])
+    running.cancel()
+
+
+async def test_rounds_leave_full_isrs_alone(led: list[Partition], monkeypatch: pytest.MonkeyPatch) -> None:
+    client, view = SimulatedEtcdClient(EtcdStore(time.monotonic)), view_of(1, 2)
+    await take(client, led)
+    contact = FollowerContact(time.monotonic)
+    for partition in led:
+        partition.replication.replica_fetched(on_disk(2), 0)
+        partition.replication.follower_waits(2, contact)
+    looks, rounds = Counter[ReplicationManager](), 0
+    wanted_isr = ReplicationManager.wanted_isr
+
+    def count(manager: ReplicationManager, *brokers: Any) -> Any:
+        looks[manager] += 1
+        return wanted_isr(manager, *brokers)
+
+    def begin_round() -> list[Partition]:
+        nonlocal rounds
+        rounds += 1
+        contact.heard()
+        return led
+
+    monkeypatch.setattr(ReplicationManager, "wanted_isr", count)
+    keeper = IsrKeeper(client, view, begin_round, isr_lag_s=0.04, on_deposed=lambda _: None)
+    running = asyncio.create_task(keeper.run())
+    await eventually(lambda: rounds > 20, timeout_s=60.0, what="rounds")
+    assert set(looks.values()) == {1}, "of the round that begins with the keeper"
+    view.on_events([WatchEvent(True, KeyValue(KEYS.broker(2), b"", 1, 9, 1, 0))], 9)
+    await eventually(
+        lambda: all(each.replication.isr.members == {on_disk(1)} for each in led), timeout_s=60.0, what="shrinks"
+    )
     running.cancel()

@@ -69,6 +69,16 @@ async def test_dead_first_replica_gets_nothing_back(led: Partition) -> None:
     assert rebalance_of(view_of(1), led).next_batch() == []
 
 
+async def test_preferred_leader_keeps_partitions_unasked(led: Partition, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = view_of(1, 2)
+    view.apply_put(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [[1, 2]] * PARTITIONS)), lease_id=0, revision=10)
+    rebalance = rebalance_of(view, led)
+    assert rebalance.next_batch() == []
+    asked: list[int] = []
+    monkeypatch.setattr(ClusterView, "replicas", lambda view, topic, index: asked.append(index) or [1, 2])
+    assert (rebalance.next_batch(), asked) == ([], [])
+
+
 async def test_partition_that_resigned_is_not_due_again(led: Partition) -> None:
     led.resign()
     assert rebalance_of(view_of(1, 2), led).next_batch() == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import random
 import resource
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +15,11 @@ from structlog.testing import capture_logs
 
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.partition import Partition
-from kproxy.broker.replication.partition_replication import Isr, Role, WrongRole
+from kproxy.broker.replication.partition_replication import FollowerContact, Isr, Role, WrongRole
 from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetched
-from tests.support.brokers.replica_group import ISR_LAG_S, Fence, Group, append, on_disk
+from tests.support.brokers.replica_group import ISR_LAG_S, Fence, Group, append, fetch_as_replica, on_disk
 
 
 @pytest.fixture
@@ -143,7 +145,7 @@ def test_a_broker_that_came_back_with_another_disk_is_another_replica(group: Gro
     group.replace_disk(3)
     group.fetch(3)
     assert group.look_at_isr() == {1, 2}, "its log is empty"
-    leader.fetch_as_replica(3, late, 1 << 20)
+    fetch_as_replica(leader, 3, late, 1 << 20)
     group.look_at_isr()
     assert group.replicas[3].replica not in group.isr.members
     append(leader)
@@ -201,7 +203,7 @@ def test_a_follower_that_does_not_name_its_log_is_told_to_stay_away(group: Group
     leader = group.elect(1)
     asked = group.replicas[2].next_fetch()
     assert asked is not None
-    refused = leader.fetch_as_replica(2, asked._replace(replica_directory_id=b""), 1 << 20)
+    refused = fetch_as_replica(leader, 2, asked._replace(replica_directory_id=b""), 1 << 20)
     assert refused.error_code == error_codes.REPLICA_NOT_AVAILABLE
 
 
@@ -229,6 +231,58 @@ def test_an_expansion_counts_from_the_moment_it_is_proposed_and_a_shrink_when_it
     assert leader.high_watermark == 2, "2 may still be elected"
 
 
+def test_isr_that_is_not_due_is_right(group: Group) -> None:
+    seed = time.time_ns() % (1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    leader = group.elect(1)
+    replication, contact = leader.replication, FollowerContact(group.clock)
+    append(leader)
+
+    def fetch() -> None:
+        follower = chance.choice((2, 3))
+        replication.follower_waits_no_more(follower, contact)
+        if not group.fetch(follower).records and group.replicas[follower].log_end_offset == leader.log_end_offset:
+            contact.heard()
+            replication.follower_waits(follower, contact)
+
+    def come_or_go() -> None:
+        chance.choice((group.live, group.gone)).symmetric_difference_update({chance.choice((2, 3))})
+        group.look_at_isr()
+
+    def grow() -> None:
+        for follower in (2, 3):
+            replication.follower_waits_no_more(follower, contact)
+        append(leader, acks=1)
+
+    def resign() -> None:
+        leader.resign()
+        group.look_at_isr()
+        replication.resume()
+
+    def propose() -> None:
+        wanted = frozenset({on_disk(1), *chance.sample([on_disk(2), on_disk(3), on_disk(3, 1)], 2)})
+        replication.isr_proposed(wanted)
+        group.isr = Isr(chance.choice((wanted, group.isr.members)), group.isr.revision + 1)
+        replication.isr_settled(group.isr)
+
+    def pass_time() -> None:
+        group.clock.now += chance.choice((0.1, 1.0, ISR_LAG_S / 2))
+
+    steps = [fetch] * 4 + [grow, pass_time, pass_time, come_or_go, resign, propose, contact.heard]
+    steps += [lambda: None if chance.random() < 0.9 else group.replace_disk(3) and None]
+    not_due = 0
+    for _ in range(2000):
+        chance.choice(steps)()
+        if chance.random() < 0.5:
+            group.look_at_isr()
+        if not replication.is_isr_due:
+            not_due, due_at = not_due + 1, replication._isr_due_at
+            assert replication.wanted_isr(group.live, group.gone) is None
+            replication._isr_due_at = due_at
+    assert not_due > 50
+
+
 def test_a_dead_fence_serves_neither_clients_nor_followers(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
@@ -244,7 +298,7 @@ def test_a_late_answer_changes_nothing(group: Group) -> None:
     follower = group.replicas[2]
     asked = follower.next_fetch()
     assert asked is not None
-    late = leader.fetch_as_replica(2, asked, 1 << 20)
+    late = fetch_as_replica(leader, 2, asked, 1 << 20)
     group.fetch(2)
     assert follower.take_fetched(asked, late)
     assert follower.log_end_offset == 1
@@ -259,9 +313,9 @@ def test_a_follower_of_another_epoch_is_told_so(group: Group) -> None:
     asked = group.replicas[2].next_fetch()
     assert asked is not None
     for epoch, error_code in ((-1, error_codes.REPLICA_NOT_AVAILABLE), (1, error_codes.UNKNOWN_LEADER_EPOCH)):
-        told = leader.fetch_as_replica(2, asked._replace(current_leader_epoch=epoch), 100)
+        told = fetch_as_replica(leader, 2, asked._replace(current_leader_epoch=epoch), 100)
         assert told.error_code == error_code
-    assert leader.fetch_as_replica(9, asked, 100).error_code == error_codes.REPLICA_NOT_AVAILABLE
+    assert fetch_as_replica(leader, 9, asked, 100).error_code == error_codes.REPLICA_NOT_AVAILABLE
 
 
 def test_a_leader_that_lacks_what_is_committed_here_is_not_followed(group: Group) -> None:
@@ -431,8 +485,8 @@ def test_follower_learns_of_leaders_read_error(group: Group, monkeypatch: pytest
 
     monkeypatch.setattr(leader.log, "read", refuse)
     group.clock.now += 1.0
-    told = leader.fetch_as_replica(2, asked, 1 << 20)
+    told = fetch_as_replica(leader, 2, asked, 1 << 20)
     assert (told.error_code, told.records) == (error_codes.KAFKA_STORAGE_ERROR, b"")
     assert leader.replication.follower_progress()[2] == (before[0], before[1] + 1.0)
     monkeypatch.undo()
-    assert leader.fetch_as_replica(2, asked, 1 << 20).records == group.contents(1)
+    assert fetch_as_replica(leader, 2, asked, 1 << 20).records == group.contents(1)
