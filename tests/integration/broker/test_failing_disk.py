@@ -17,7 +17,6 @@ from kproxy_codec import api_keys, error_codes
 from tests.support.brokers.faulty_disk import HANGS, FaultyDisk, build_shim
 from tests.support.brokers.reference_broker import BrokerProcess
 from tests.support.clients.idempotent_writers import IdempotentWriter
-from tests.support.clients.kafka_io import read_partition
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
@@ -104,10 +103,8 @@ async def test_another_leads_while_leaders_disk_fails(
             gap_s = await asyncio.to_thread(fail_and_mend, site_, writer, {operation: fault})
         what = fault if isinstance(fault, str) else errno.errorcode[fault]
         print(f"\nflush {flush}, {operation} {what}: longest time without a write {gap_s:.1f} s")
-        assert writer.failed == []
-        acked = writer.acked[0]
-        wanted = [b"%d" % each for each in range(len(acked))]
-        assert read_partition(site_.bootstrap, TOPIC, 0, len(acked)) == wanted
+        # No proxy hides from librdkafka that a batch is refused because the one before it was: it begins a new epoch.
+        writer.judge(0, log_bytes(site_), may_repeat=True)
 
 
 def fail_and_mend(site_: Site, writer: IdempotentWriter, faults: dict[str, int | str]) -> float:
