@@ -32,6 +32,7 @@ from typing import Final, NamedTuple, Protocol
 from scramp import ScramClient, ScramException
 
 from kproxy.config.broker_sasl import LEAST_SCRAM_ITERATIONS
+from kproxy.config.security import MOST_SCRAM_BYTES
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import build_request, decode_response, encode_request
 from kproxy_codec.error_codes import NONE, SASL_AUTHENTICATION_FAILED, UNSUPPORTED_SASL_MECHANISM, name_of
@@ -196,6 +197,8 @@ class Scram(_Own):
 
     def next(self, message: bytes) -> bytes | None:
         try:
+            if len(message) > MOST_SCRAM_BYTES:
+                raise ValueError("too long")
             text = message.decode()
             if self._is_last:
                 self._client.set_server_final(text)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from scramp import ScramClient
 
-from kproxy.security.mechanisms import Refused, Step, servers
+from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal
-from kproxy.security.sasl import Answer, Failure, Outcome, PassOn, Pending, SaslExchange, State, Times
+from kproxy.security.sasl import Answer, Failure, Outcome, PassOn, Pending, SaslExchange, State
 from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import (
     ILLEGAL_SASL_STATE,
@@ -345,13 +345,6 @@ def test_sasl_out_of_turn_is_answered_and_changes_nothing() -> None:
 # Carried identities
 
 
-def carrying(*mechanisms: str) -> SaslExchange:
-    """An exchange of a listener that carries identities on, and knows nobody."""
-    offered = servers(mechanisms or ("PLAIN",), lambda: None, lambda: None, unverified_claim="sub")
-    now = client.Clock()
-    return SaslExchange(offered, Times(now, now), carries=True)
-
-
 def pending(exchange: SaslExchange, frame: bytes) -> Step | Refused:
     """The outcome of a step that is not taken yet."""
     outcome = exchange.receive(memoryview(bytearray(frame)))
@@ -361,7 +354,7 @@ def pending(exchange: SaslExchange, frame: bytes) -> Step | Refused:
 
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_what_is_presented_is_there_until_its_outcome_is_known(version: int) -> None:
-    exchange = carrying()
+    exchange = client.carrying()
     receive(exchange, client.handshake("PLAIN"))
     step = pending(exchange, client.authenticate(client.plain("eve", "unknown here"), version))
     assert isinstance(step, Step)
@@ -377,7 +370,7 @@ def test_what_is_presented_is_there_until_its_outcome_is_known(version: int) -> 
 
 
 def test_a_raw_message_is_carried_without_a_version() -> None:
-    exchange = carrying()
+    exchange = client.carrying()
     receive(exchange, client.handshake("PLAIN", 0))
     pending(exchange, raw_frame(client.plain("eve", "x")))
     assert exchange.credential is not None
@@ -392,7 +385,7 @@ def test_nothing_is_kept_where_the_proxy_is_the_judge() -> None:
 
 
 def test_a_refusal_by_a_broker_is_one_by_the_proxy() -> None:
-    exchange = carrying()
+    exchange = client.carrying()
     receive(exchange, client.handshake("PLAIN"))
     pending(exchange, client.authenticate(client.plain("eve", "x")))
     outcome = exchange.resume(Refused("a broker says no", "no, it says"))
@@ -403,7 +396,7 @@ def test_a_refusal_by_a_broker_is_one_by_the_proxy() -> None:
 
 
 def test_without_a_judge_it_ends_without_an_answer() -> None:
-    exchange = carrying()
+    exchange = client.carrying()
     receive(exchange, client.handshake("PLAIN"))
     pending(exchange, client.authenticate(client.plain("eve", "x")))
     assert exchange.give_up("nobody knows") == Failure(b"", "nobody knows")
@@ -411,7 +404,7 @@ def test_without_a_judge_it_ends_without_an_answer() -> None:
 
 
 def test_a_renewal_as_another_is_known_before_it_is_carried() -> None:
-    exchange = carrying()
+    exchange = client.carrying()
     assert exchange.may_become(Principal("eve"))
     receive(exchange, client.handshake("PLAIN"))
     exchange.resume(pending(exchange, client.authenticate(client.plain("eve", "x"))))
@@ -420,7 +413,7 @@ def test_a_renewal_as_another_is_known_before_it_is_carried() -> None:
 
 
 def test_a_token_that_nobody_has_verified_names_its_principal() -> None:
-    exchange = carrying("OAUTHBEARER")
+    exchange = client.carrying("OAUTHBEARER")
     receive(exchange, client.handshake("OAUTHBEARER"))
     step = pending(exchange, client.authenticate(client.bearer(client.token(sub="carol"))))
     assert isinstance(step, Step)
@@ -432,7 +425,7 @@ def test_a_token_that_nobody_has_verified_names_its_principal() -> None:
     ["opaque", "a.b.c", "a.e30.c", "a.eyJzdWIiOiA1fQ.c", "a.eyJzdWIiOiAiIn0.c", "a.W10.c", "..", "a." + "W" * 9_000],
 )
 def test_a_token_that_names_nobody_is_refused(text: str) -> None:
-    exchange = carrying("OAUTHBEARER")
+    exchange = client.carrying("OAUTHBEARER")
     receive(exchange, client.handshake("OAUTHBEARER"))
     told = read(receive(exchange, client.authenticate(client.bearer(text))), SASL_AUTHENTICATE, 2)
     assert bytes(told.auth_bytes) == b'{"status":"invalid_token"}'
