@@ -145,18 +145,15 @@ class Bearer(_Own):
 class Credential:
     """The message that a client has presented by PLAIN or OAUTHBEARER, which is sent to brokers as it came.
 
-    `authenticate_version`: that of the SaslAuthenticate it came in, 0 for none. Brokers are asked in no higher one, so
-    that they end no session of a client that does not know of it (KIP-368). Neither the repr nor any error has the
-    message.
+    Neither the repr nor any error has the message.
     """
 
-    __slots__ = ("__weakref__", "_message", "authenticate_version", "name")
+    __slots__ = ("__weakref__", "_message", "name")
 
     is_slow = False
 
-    def __init__(self, name: str, message: bytes, authenticate_version: int) -> None:
+    def __init__(self, name: str, message: bytes) -> None:
         self.name = name
-        self.authenticate_version = authenticate_version
         self._message = message
 
     def __repr__(self) -> str:
