@@ -269,7 +269,7 @@ class BrokerAccess:
         credential, number = identity.credential, identity.number
         if credential is None:
             raise IdentityRefused("its client has gone")
-        client = SaslClient(credential, min(version, credential.authenticate_version), "sasl.mechanisms")
+        client = SaslClient(credential, version, "sasl.mechanisms")
         try:
             async with asyncio.timeout(JUDGE_S):
                 return Session(None, version, await _converse(client, exchange), number)

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, Protocol
 
 from scramp import ScramException, ScramMechanism
 
-from kproxy.config.security import OAUTHBEARER, PLAIN
+from kproxy.config.security import MOST_SCRAM_BYTES, OAUTHBEARER, PLAIN
 from kproxy.security.principals import Principal
 from kproxy.security.tokens import InvalidToken, TokenVerifier, name_in
 from kproxy.security.users import SCRAM_MECHANISMS, Users
@@ -104,6 +104,8 @@ class Scram:
         return (credential or self._users.stand_in(name, self._mechanism))[1:]
 
     def step(self, token: bytes) -> Step:
+        if len(token) > MOST_SCRAM_BYTES:
+            raise self._refused()
         try:
             text = token.decode()
             if not self._has_begun:
@@ -126,12 +128,22 @@ class Scram:
         )
 
 
-_BEARER: Final = re.compile(
-    r"n,(?:a=(?P<authorization_id>(?:[^=,\x00]|=2C|=3D)+))?,\x01"
-    r"(?:[A-Za-z]+=[\x21-\x7e \t\r\n]+\x01)*?"
-    r"auth=(?i:bearer) +(?P<token>[-_.+/=A-Za-z0-9]+)\x01"
-    r"(?:[A-Za-z]+=[\x21-\x7e \t\r\n]+\x01)*\x01"
-)
+# GS2's header, one pair, and the pair with the token; none of them can be matched in two ways.
+_HEADER: Final = re.compile(r"n,(?:a=((?:[^=,\x00]|=2C|=3D)+))?,")
+_PAIR: Final = re.compile(r"[A-Za-z]+=[\x21-\x7e \t\r\n]+")
+_BEARER: Final = re.compile(r"auth=(?i:bearer) +([-_.+/=A-Za-z0-9]+)")
+
+
+def _parse_bearer(text: str) -> tuple[str | None, str] | None:
+    """The authorization id, if there is one, and the token of a client's first message; None for another text."""
+    header, *pairs = text.split("\x01")
+    gs2 = _HEADER.fullmatch(header)
+    if gs2 is None or pairs[-2:] != ["", ""] or not all(map(_PAIR.fullmatch, pairs[:-2])):
+        return None
+    token = next(filter(None, map(_BEARER.fullmatch, pairs)), None)
+    return None if token is None else (gs2[1], token[1])
+
+
 _INVALID_TOKEN: Final = b'{"status":"invalid_token"}'
 _GIVES_UP: Final = b"\x01"
 
@@ -151,15 +163,15 @@ class Oauthbearer:
         if self._failure:
             says = _INVALID_TOKEN.decode() if token == _GIVES_UP else "Invalid OAUTHBEARER client second message"
             raise Refused(self._failure, says)
-        match = _BEARER.fullmatch(token.decode("ascii", "replace"))
-        if match is None:
+        parsed = _parse_bearer(token.decode("ascii", "replace"))
+        if parsed is None:
             raise Refused("its OAUTHBEARER message is malformed", "Invalid OAUTHBEARER client first message")
+        wanted, bearer = parsed
         try:
-            principal, expires_at = self._verify(match["token"])
+            principal, expires_at = self._verify(bearer)
         except InvalidToken as error:
             self._failure = str(error)
             return Step(_INVALID_TOKEN)
-        wanted = match["authorization_id"]
         if wanted is not None and wanted.replace("=2C", ",").replace("=3D", "=") != principal.name:
             raise Refused(
                 "it asks for the rights of another user",

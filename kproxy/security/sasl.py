@@ -22,8 +22,8 @@ Invariants
    has none.
 
 With SaslHandshake v0 the mechanism's messages are frames without a Kafka header, in both directions, and a refusal has
-no answer. From v1 on they are in SaslAuthenticate. A session ends (`session_ends_at`) only for clients that know of it:
-from SaslAuthenticate v1 on.
+no answer. From v1 on they are in SaslAuthenticate. A session ends (`session_ends_at`) whether its client knows of that
+or not: it learns the lifetime from SaslAuthenticate v1 on.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class SaslExchange:
             return self._fail("no mechanism is agreed on")
         self._header, self._is_waiting = header, True
         if self._carries:
-            self.credential = Credential(self.mechanism, token, header.api_version if header is not None else 0)
+            self.credential = Credential(self.mechanism, token)
 
         def step() -> Step | Refused:
             try:
@@ -227,8 +227,7 @@ class SaslExchange:
         if outcome.lifetime_s is not None:
             lifetimes.append(outcome.lifetime_s)
         lifetime_s = min(lifetimes, default=0.0)
-        is_known = header is not None and header.api_version >= _LIFETIME_FROM
-        self.session_ends_at = now + lifetime_s if lifetime_s and is_known else None
+        self.session_ends_at = now + lifetime_s if lifetime_s else None
         return self._answer(header, outcome.token, session_lifetime_ms=round(lifetime_s * 1000))
 
     def _answer(self, header: RequestHeader | None, token: bytes, *, session_lifetime_ms: int = 0) -> bytes:

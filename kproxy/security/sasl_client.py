@@ -32,6 +32,7 @@ from typing import Final, NamedTuple, Protocol
 from scramp import ScramClient, ScramException
 
 from kproxy.config.broker_sasl import LEAST_SCRAM_ITERATIONS
+from kproxy.config.security import MOST_SCRAM_BYTES
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import build_request, decode_response, encode_request
 from kproxy_codec.error_codes import NONE, SASL_AUTHENTICATION_FAILED, UNSUPPORTED_SASL_MECHANISM, name_of
@@ -144,18 +145,15 @@ class Bearer(_Own):
 class Credential:
     """The message that a client has presented by PLAIN or OAUTHBEARER, which is sent to brokers as it came.
 
-    `authenticate_version`: that of the SaslAuthenticate it came in, 0 for none. Brokers are asked in no higher one, so
-    that they end no session of a client that does not know of it (KIP-368). Neither the repr nor any error has the
-    message.
+    Neither the repr nor any error has the message.
     """
 
-    __slots__ = ("__weakref__", "_message", "authenticate_version", "name")
+    __slots__ = ("__weakref__", "_message", "name")
 
     is_slow = False
 
-    def __init__(self, name: str, message: bytes, authenticate_version: int) -> None:
+    def __init__(self, name: str, message: bytes) -> None:
         self.name = name
-        self.authenticate_version = authenticate_version
         self._message = message
 
     def __repr__(self) -> str:
@@ -196,6 +194,8 @@ class Scram(_Own):
 
     def next(self, message: bytes) -> bytes | None:
         try:
+            if len(message) > MOST_SCRAM_BYTES:
+                raise ValueError("too long")
             text = message.decode()
             if self._is_last:
                 self._client.set_server_final(text)

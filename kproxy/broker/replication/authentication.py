@@ -27,6 +27,7 @@ from scramp import ScramClient, ScramException, ScramMechanism
 
 from kproxy.broker.cluster import get_or_put
 from kproxy.broker.keys import Keys, ReplicaKey
+from kproxy.config.security import MOST_SCRAM_BYTES
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient
 
@@ -63,6 +64,13 @@ class Secret(NamedTuple):
             raise ValueError(str(error)) from error
 
 
+def _text(message: bytes) -> str:
+    """Raises ValueError."""
+    if len(message) > MOST_SCRAM_BYTES:
+        raise ValueError(f"a message of {len(message)} bytes is too long")
+    return message.decode()
+
+
 class ListenerHandshake:
     """The listener's side. `follower` is the authenticated follower; None until then."""
 
@@ -80,7 +88,7 @@ class ListenerHandshake:
     def answer(self, message: bytes) -> bytes:
         """Answer the follower's next message. Raises AuthenticationFailed."""
         try:
-            text = message.decode()
+            text = _text(message)
             if not self._has_begun:
                 self._has_begun = True
                 self._server.set_client_first(text)
@@ -105,7 +113,7 @@ class FollowerHandshake:
     def final(self, message: bytes) -> bytes:
         """Answer the listener's first message. Raises AuthenticationFailed."""
         try:
-            self._client.set_server_first(message.decode())
+            self._client.set_server_first(_text(message))
             if int(self._client.iterations) > MAX_ITERATIONS:
                 raise AuthenticationFailed(f"{self._client.iterations} iterations are more than {MAX_ITERATIONS}")
             return str(self._client.get_client_final()).encode()
@@ -115,7 +123,7 @@ class FollowerHandshake:
     def check(self, message: bytes) -> None:
         """Verify the listener's last message: it must know the secret, too. Raises AuthenticationFailed."""
         try:
-            self._client.set_server_final(message.decode())
+            self._client.set_server_final(_text(message))
         except (ScramException, ValueError) as error:
             raise AuthenticationFailed(str(error)) from error
 

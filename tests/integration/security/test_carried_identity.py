@@ -18,7 +18,7 @@ from kproxy.security.sasl_client import Credential
 from kproxy_codec.api_keys import METADATA, PRODUCE, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import NONE, SASL_AUTHENTICATION_FAILED, TOPIC_AUTHORIZATION_FAILED
 from tests.support.brokers.scripted_upstream import Asked
-from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
+from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame, raw_frame
 from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
 from tests.support.security import sasl_client as sasl
 from tests.support.security.judging_broker import REFUSAL, JudgingBroker
@@ -163,9 +163,27 @@ async def test_the_session_is_the_shorter_one_of_both_ends() -> None:
         async with carrying(broker, lifetime_s=listener_s) as proxy:
             answer = await present(await proxy.client(), sasl.plain("alice", "alice-secret"))
             assert answer.session_lifetime_ms == told
-            # A client that does not know of sessions has none, at brokers neither.
+            # Brokers tell the lifetime, whether the client learns of it or not.
             await admitted(proxy, "bob", version=0)
-            assert broker.presented[-1] == (sasl.plain("bob", "bob-secret"), 0)
+            assert broker.presented[-1] == (sasl.plain("bob", "bob-secret"), 1)
+
+
+@both_loops
+async def test_brokers_session_ends_clients_of_old_versions() -> None:
+    broker = JudgingBroker(1)
+    broker.lifetime_ms = 1_000
+    async with carrying(broker) as proxy:
+        old, raw = await admitted(proxy, "bob", version=0), await proxy.client()
+        raw.send(sasl.handshake("PLAIN", 0))
+        assert (await raw.answer(SASL_HANDSHAKE, 0)).message.error_code == NONE
+        raw.send(raw_frame(sasl.plain("bob", "bob-secret")))
+        assert await raw.receive() == bytes(4)
+        for client in (old, raw):
+            assert await produced(client) == {T0: NONE}
+        await asyncio.sleep(1.3)
+        for client in (old, raw):
+            client.send(produce_frame())
+            assert await client.is_closed()
 
 
 @both_loops

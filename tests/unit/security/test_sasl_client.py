@@ -75,7 +75,7 @@ def test_a_token_is_borne_and_an_error_acknowledged() -> None:
 
 def carried(name: str, message: bytes, version: int = 1) -> SaslClient:
     """One that presents what a client has presented, once the mechanism is accepted."""
-    client = SaslClient(Credential(name, message, version), version)
+    client = SaslClient(Credential(name, message), version)
     client.begin()
     request = client.receive(handshake(mechanisms=(name,)))
     assert request is not None
@@ -104,7 +104,7 @@ def test_what_a_client_has_presented_is_sent_as_it_came(name: str, message: byte
         client.receive(answer(error_code=58, error_message=text))
     assert raised.value.to_client == text
     assert secret not in str(raised.value)
-    assert secret not in repr(Credential(name, message, 1))
+    assert secret not in repr(Credential(name, message))
 
 
 @pytest.mark.parametrize(("error_code", "is_judged"), [(58, True), (34, False), (-1, False), (35, False)])
