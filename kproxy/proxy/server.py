@@ -355,18 +355,14 @@ class Listener:
 
     def _follow_ranges(self, ranges: Ranges) -> None:
         """Report a change of the offered versions to all sessions."""
-        self._each(
-            self._sessions,
-            lambda session: session.follow_ranges(ranges),
-            "client connection not updated with API versions",
-        )
+        self._each(self._sessions, lambda session: session.follow_ranges(ranges), "new API versions")
 
     def _give_up_broker(self, address: Address) -> None:
         """Stop all client connections from waiting for a broker that hangs."""
-        self._each(self._sessions, lambda session: session.give_up_broker(address), "hung broker not abandoned")
+        self._each(self._sessions, lambda session: session.give_up_broker(address), "a hung broker")
 
-    def _each(self, sessions: Set[ClientSession], step: Callable[[ClientSession], None], failure: str) -> None:
-        """Have these sessions take a step, each in its turn of the event loop; `failure` is for the log."""
+    def _each(self, sessions: Set[ClientSession], step: Callable[[ClientSession], None], reason: str) -> None:
+        """Have these sessions take a step, each in its turn of the event loop; `reason` is for the log."""
         if self._context is None:
             return
 
@@ -376,7 +372,7 @@ class Listener:
             try:
                 step(session)
             except Exception:  # the boundary: an error in one session must not concern the others
-                log.exception(failure)
+                log.exception("client connection failed", client=session.peer, reason=reason)
                 session.abandon()
 
         for session in tuple(sessions):
@@ -429,7 +425,7 @@ class Listener:
         for entrance, bound in self._entrances:
             bound.close()
             await entrance.close()
-        self._each(self._sessions - self._inside, ClientSession.drain, "client connection not drained")
+        self._each(self._sessions - self._inside, ClientSession.drain, "drain")
         if self._client_count:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.drain_s):
@@ -438,7 +434,7 @@ class Listener:
 
     async def _abandon(self, sessions: Set[ClientSession]) -> None:
         if self._context is not None:
-            self._each(sessions, ClientSession.abandon, "client connection not closed")
+            self._each(sessions, ClientSession.abandon, "stop")
             await self._context.turns.all_taken()
 
     async def stop(self) -> None:
