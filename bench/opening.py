@@ -52,8 +52,10 @@ def batches(base_offset: int, count: int) -> bytearray:
 def _write_segments(directory: Path, size_in_bytes: int) -> None:
     per_segment = SEGMENT_BYTES // SHAPE.batch_bytes
     directory.mkdir()
-    for base_offset in range(0, size_in_bytes // SHAPE.batch_bytes, per_segment):
-        directory.joinpath(f"{base_offset:020d}{SUFFIX}").write_bytes(batches(base_offset, per_segment))
+    count = size_in_bytes // SHAPE.batch_bytes
+    for base_offset in range(0, count, per_segment):
+        segment = batches(base_offset, min(per_segment, count - base_offset))
+        directory.joinpath(f"{base_offset:020d}{SUFFIX}").write_bytes(segment)
 
 
 @dataclass
@@ -64,11 +66,14 @@ class _Replica:
     topic: str = "bench"
     partition_index: int = 0
     leadership: Leadership = NO_LEADERSHIP
+    # It is appended to all the time.
+    is_at_rest: bool = False
 
     @property
     def high_watermark(self) -> int:
         return self.log.log_end_offset
 
+    def rest(self) -> None: ...
     def log_shortened(self) -> None: ...
 
 
@@ -118,7 +123,9 @@ def _open_in_child(directory: Path, then: str) -> str:
         if then == "append":
             first_line(process)
             process.kill()
-        process.wait()
+        status = process.wait()
+    if then == "stop" and status:
+        raise RuntimeError(f"the process that opened {directory} and stopped ended with {status}")
     return opened
 
 
