@@ -185,11 +185,12 @@ class LogMaintenance:
         Logs with the policy `always` are flushed by their LogFlusher. With `whatever_the_policy` all logs are flushed,
         and a flush that is under way elsewhere is waited for.
         """
+        replicas = self._hosted() if whatever_the_policy else self._restless()
+        logs = [replica.log for replica in replicas if _is_usable(replica.log)]
         if whatever_the_policy:
-            due = [log for log in map(_log_of, self._hosted()) if log.is_dirty or log.flush_under_way]
+            due = [log for log in logs if log.is_dirty or log.flush_under_way]
         else:
-            due = [log for log in map(_log_of, self._restless()) if log.is_dirty and log.options.flush == "interval"]
-        due = [log for log in due if _is_usable(log)]
+            due = [log for log in logs if log.is_dirty and log.options.flush == "interval"]
         if due:
             await self._run_in_threads(_flush, due)
         for replica in self._restless():
@@ -287,10 +288,6 @@ def _checkpoint(wanted: Sequence[_Wanted]) -> None:
             continue  # as above
     if refused:
         _logger.error("high watermarks not written", logs=len(refused), reason=str(refused[0]))
-
-
-def _log_of(replica: MaintainedReplica) -> Log:
-    return replica.log
 
 
 def _is_usable(log: Log) -> bool:

@@ -26,7 +26,7 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -107,13 +107,8 @@ class Listener:
         oldest_s: defaultdict[int, float] = defaultdict(float)
         context = self._context
         if context is not None:
-            began = now = context.clock()
-            for session in list(self._sessions):
-                if context.clock() - began > TURN_S:
-                    await asyncio.sleep(0)
-                    began = context.clock()
-                if session not in self._sessions:
-                    continue
+            now = context.clock()
+            async for session in self._in_portions(context):
                 in_flight_requests += session.open_requests
                 upstream_connections += session.upstream_count
                 for broker, count, age_s in session.unanswered(now):
@@ -378,6 +373,16 @@ class Listener:
         for session in tuple(sessions):
             self._context.turns.take(partial(take, session))
 
+    async def _in_portions(self, context: ProxyContext) -> AsyncIterator[ClientSession]:
+        """The sessions, for TURN_S in each turn of the event loop; none that has ended in the turns between."""
+        began = context.clock()
+        for session in list(self._sessions):
+            if context.clock() - began > TURN_S:
+                await asyncio.sleep(0)
+                began = context.clock()
+            if session in self._sessions:
+                yield session
+
     async def _watch_deadlines(self, context: ProxyContext) -> None:
         while True:
             due = context.clock() + DEADLINE_TICK_S
@@ -391,14 +396,7 @@ class Listener:
             context.health.follow()
             context.answer_room.wake()
             context.tally.delayed(max(0.0, now - due))
-            began = now
-            for session in list(self._sessions):
-                if context.clock() - began > TURN_S:
-                    await asyncio.sleep(0)
-                    began = context.clock()
-                if session not in self._sessions:
-                    # It has ended and been taken apart while others had their turn.
-                    continue
+            async for session in self._in_portions(context):
                 try:
                     session.expire(now, is_late=now - due > LATE_S)
                 except Exception:  # the boundary: an error in one session must not stop the others' clock

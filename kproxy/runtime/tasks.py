@@ -69,7 +69,7 @@ class Turns:
         self._is_taken = False
 
     def take(self, step: Callable[[], object]) -> None:
-        """Take this step in its turn; it finds that time has passed, so it looks whether it is still due."""
+        """Take this step in its turn. Time may have passed by then: the step checks whether it is still due."""
         if self._is_taken:
             self._waiting.append(step)
             return
