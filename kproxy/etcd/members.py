@@ -285,14 +285,21 @@ class Members:
         """Put the member last."""
         member.failed_at = self._clock()
 
-    async def open_channel(self, endpoint: Endpoint) -> Any:
-        """Open a channel that shares no connection with others. Raises EtcdError."""
+    async def open_channel(self, endpoint: Endpoint, *, window_bytes: int = 0) -> Any:
+        """Open a channel that shares no connection with others. Raises EtcdError.
+
+        `window_bytes`: what etcd may send before it is read; 0 leaves that to gRPC.
+        """
         credentials = None if self._credentials is None else await self._credentials.current()
         if self._closed:
             raise EtcdUnavailable(f"The etcd client for {self.endpoints} is closed.")
+        options = self._options
+        if window_bytes:
+            # Otherwise gRPC measures the connection and lets the window grow to megabytes.
+            options += (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", window_bytes))
         if credentials is None:
-            return grpc.aio.insecure_channel(endpoint.target, options=self._options)
-        return grpc.aio.secure_channel(endpoint.target, credentials, options=self._options)
+            return grpc.aio.insecure_channel(endpoint.target, options=options)
+        return grpc.aio.secure_channel(endpoint.target, credentials, options=options)
 
     async def close(self) -> None:
         """End every call; pending ones raise EtcdUnavailable."""

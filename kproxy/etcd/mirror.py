@@ -148,7 +148,7 @@ class WatchStream:
         await self._stream.close()
 
 
-# Events handed over at once: the loop serves its other tasks in between.
+# Events handed over at once, in one message or several: the loop serves its other tasks in between.
 CHUNK_EVENTS = 1_000
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -244,6 +244,8 @@ class PrefixMirror:
         self._synced = asyncio.Event()
         self._restored = False
         self._failures = 0
+        # Events handed over since the loop had its last turn, at least.
+        self._in_turn = 0
         self.state = MirrorState.LOADING
         self._stream_heard_at = float("-inf")
         self._confirmed_at = float("-inf")
@@ -413,5 +415,7 @@ class PrefixMirror:
                 watched.seen = max(watched.seen, watched.delivered)
             if events:
                 self._listener.on_events(events, watched.seen)
-            if not last:
+            self._in_turn += len(events)
+            if not last or self._in_turn >= CHUNK_EVENTS:
+                self._in_turn = 0
                 await asyncio.sleep(0)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +95,45 @@ async def test_one_key_is_mirrored_without_its_neighbours(etcd_client: EtcdClien
         assert len(copy.batches) == 2
         await etcd_client.delete(key)
         await eventually(lambda: set(copy.kvs) == {f"{prefix}a"})
+
+
+# Puts the keys prefix + "0", "1" … one after the other; arguments: endpoint, prefix, count.
+PUT_ONE_BY_ONE = """
+import asyncio, sys
+from kproxy.etcd import EtcdClient
+async def main():
+    client = EtcdClient([sys.argv[1]])
+    await client.connect()
+    for n in range(int(sys.argv[3])):
+        await client.put(sys.argv[2] + str(n), b"x" * 150)
+    await client.close()
+asyncio.run(main())
+"""
+
+
+async def test_a_busy_loop_hears_of_changes_soon(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+    changes, turns = 800, 0
+
+    def turn() -> None:
+        nonlocal turns, burning
+        turns += 1
+        time.sleep(0.002)
+        burning = loop.call_soon(turn)
+
+    copy = Copy(etcd_prefix)
+    mirror = PrefixMirror(etcd_client, [etcd_prefix], copy)
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+        await asyncio.sleep(0.1)
+        command = [sys.executable, "-c", PUT_ONE_BY_ONE, etcd_client.endpoints, f"{etcd_prefix}/", str(changes)]
+        # The loop stands still meanwhile.
+        subprocess.run(command, check=True, timeout=PATIENCE_S)
+        loop = asyncio.get_running_loop()
+        burning = loop.call_soon(turn)
+        await eventually(lambda: len(copy.events) == changes)
+        burning.cancel()
+    print(f"{turns} turns, {len(copy.batches)} messages")
+    assert turns < 2 * changes, "five for each change, if nothing were read ahead, and etcd combined nothing"
 
 
 async def test_what_changes_between_load_and_watch_is_not_lost(etcd_client: EtcdClient, etcd_prefix: str) -> None:
