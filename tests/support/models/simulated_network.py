@@ -2,7 +2,8 @@
 
 A follower asks on a connection, one request at a time, and names its partition only when it has something new to ask:
 the leader keeps the question open (`open_fetches`). Whoever asks before the answer is there has given the connection
-up, and asks on another one. What is still under way on the earlier one may arrive all the same.
+up, and asks on another one. What is still under way on the earlier one may arrive until the leader knows the later one,
+and ends it, as the replication listener does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ MOST_FLIGHTS = 8
 class _Connection:
     """Of one process to another, and what either side remembers of it."""
 
-    def __init__(self, follower: SimulatedProcess, leader: SimulatedProcess) -> None:
+    def __init__(self, number: int, follower: SimulatedProcess, leader: SimulatedProcess) -> None:
+        self.number = number
         self.follower = follower
         self.leader = leader
         self.fetches = OpenFetches(follower.node_id, lambda: leader.time)
@@ -48,6 +50,7 @@ class Network:
         # Followers that do not fetch by themselves as time passes.
         self.lagging: set[int] = set()
         self._processes = processes
+        self._opened = 0
         # By follower, and the one that the leader knows, by leader and follower.
         self._connections: dict[int, _Connection] = {}
         self._known: dict[tuple[SimulatedProcess, int], _Connection] = {}
@@ -61,7 +64,8 @@ class Network:
     def _connection(self, follower: SimulatedProcess, leader: SimulatedProcess) -> _Connection:
         found = self._connections.get(follower.node_id)
         if found is None or found.is_busy or (found.follower, found.leader) != (follower, leader):
-            found = self._connections[follower.node_id] = _Connection(follower, leader)
+            self._opened += 1
+            found = self._connections[follower.node_id] = _Connection(self._opened, follower, leader)
         return found
 
     def question(self, process: SimulatedProcess) -> Flight | None:
@@ -97,23 +101,19 @@ class Network:
         leader, follower_id = self._processes[connection.leader.node_id], connection.follower.node_id
         if leader.state is not State.RUNNING or frozenset((leader.node_id, follower_id)) in self.blocked:
             return False
-        fetches, is_late = connection.fetches, True
-        if leader is connection.leader and self._connections[follower_id] is connection:
-            known, is_late = self._known.get((leader, follower_id)), False
-            if known is not None and known is not connection:
+        known = self._known.get((leader, follower_id))
+        if leader is not connection.leader or (known is not None and known.number > connection.number):
+            # The leader has ended this connection, or ended itself: what is under way on it is lost.
+            return False
+        if known is not connection:
+            if known is not None:
                 known.fetches.close()
             self._known[leader, follower_id] = connection
-        elif self._known.get((leader, follower_id)) is not connection:
-            # What a connection brought that has ended since; nothing of it is remembered.
-            fetches = OpenFetches(follower_id, lambda: leader.time)
-        else:
-            is_late = False
+        fetches = connection.fetches
         asked = [] if flight.named is None else [Asked(flight.topic_id, flight.named, leader.partition)]
         withdrawn = [(flight.topic_id, 0)] if flight.withdraws else []
         fetches.take(asked, withdrawn)
         flight.fetched = [fetched for _, fetched in fetches.answer(MAX_FETCH_BYTES)]
-        if is_late:
-            fetches.close()
         return True
 
     def take(self, flight: Flight) -> None:
