@@ -1,6 +1,6 @@
 """Many partitions on three reference brokers: how soon all are in sync, what they cost idle, how soon they fail over.
 
-And how soon their first replicas lead again.
+Also how soon their first replicas lead again, and how soon brokers know of topics that are created meanwhile.
 
 One topic of `--replicated-partitions` partitions and three replicas each, created and left alone. What the brokers have
 decided is read from etcd.
@@ -9,10 +9,13 @@ decided is read from etcd.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
+import statistics
 import tempfile
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -22,14 +25,23 @@ from rich.table import Table
 
 from bench.brokers import BROKERS, PREFIX, Brokers, brokers
 from bench.processes import cpu_seconds, resident_bytes
-from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value
+from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
+from kproxy.ownership.kafka_client import KafkaConnection
+from kproxy.routing.topology import Address
+from kproxy_codec import api_keys as keys
+from kproxy_codec import error_codes
 
 REPLICATED_PARTITIONS = 5_000
 TOPIC = "many"
 IDLE_S = 20.0
 POLL_S = 0.5
+# Of topics created while the many partitions get their leaders and followers.
+OTHER_TOPICS_EVERY_S = 1.0
+OTHER_POLL_S = 0.02
+# The last version of Metadata that names topics by name alone.
+BY_NAME = 9
 ADMIN_TIMEOUT_S = 60.0
 SYNC_TIMEOUT_S = 300.0
 FAIL_OVER_TIMEOUT_S = 180.0
@@ -76,6 +88,31 @@ async def _seconds_until(count: Callable[[], Awaitable[int]], wanted: int, timeo
     return f"{time.monotonic() - began:.1f} s"
 
 
+async def _known(broker: KafkaConnection, topic: str, since: float) -> float:
+    """Wait until a broker knows the topic; return the seconds since then."""
+    while True:
+        answer = await broker.ask(keys.METADATA, BY_NAME, topics=[{"name": topic}], allow_auto_topic_creation=False)
+        if answer.topics[0].error_code != error_codes.UNKNOWN_TOPIC_OR_PARTITION:
+            return time.monotonic() - since
+        await asyncio.sleep(OTHER_POLL_S)
+
+
+async def _other_topics(client: EtcdClient, addresses: str, took: list[float]) -> None:
+    """Create small topics one after the other; add to `took` how soon each broker knows each."""
+    hosts = [address.rpartition(":") for address in addresses.split(",")]
+    asked = [await KafkaConnection.open(Address(host, int(port)), ADMIN_TIMEOUT_S) for host, _, port in hosts]
+    try:
+        for number in itertools.count():
+            topic, since = f"other-{number}", time.monotonic()
+            value = encode_value(TopicValue(topic_id=uuid.uuid4(), replicas=[[1]]))
+            await client.put(Keys(PREFIX).topic(topic), value)
+            took += await asyncio.gather(*(_known(broker, topic, since) for broker in asked))
+            await asyncio.sleep(OTHER_TOPICS_EVERY_S)
+    finally:
+        for each in asked:
+            await each.close()
+
+
 async def _measure(started: Brokers, client: EtcdClient, partitions: int, table: Table) -> None:
     observed, pids = _Observed(client), started.pids
     admin = AdminClient({"bootstrap.servers": started.addresses, "log_level": 2})
@@ -83,7 +120,13 @@ async def _measure(started: Brokers, client: EtcdClient, partitions: int, table:
     wanted = NewTopic(TOPIC, partitions, BROKERS)
     await asyncio.to_thread(lambda: admin.create_topics([wanted])[TOPIC].result(ADMIN_TIMEOUT_S))
     table.add_row("CreateTopics answered", f"{time.monotonic() - began:.1f} s")
-    table.add_row("after that: every ISR full", await _seconds_until(observed.in_sync, partitions, SYNC_TIMEOUT_S))
+    known: list[float] = []
+    async with asyncio.TaskGroup() as group:
+        beside = group.create_task(_other_topics(client, started.addresses, known))
+        table.add_row("after that: every ISR full", await _seconds_until(observed.in_sync, partitions, SYNC_TIMEOUT_S))
+        beside.cancel()
+    soon = f"median {statistics.median(known):.2f} s, longest {max(known):.2f} s" if known else "nothing"
+    table.add_row(f"other topics meanwhile: a broker knows of one ({len(known)} seen)", soon)
     spent = [cpu_seconds(pid) - before for pid, before in zip(pids, cpu, strict=True)]
     table.add_row("CPU of each broker until then", ", ".join(f"{each:.1f} s" for each in spent))
     await asyncio.sleep(5.0)
@@ -93,8 +136,8 @@ async def _measure(started: Brokers, client: EtcdClient, partitions: int, table:
     table.add_row("idle: of a core, each broker", ", ".join(f"{each:.1%}" for each in idle))
     table.add_row("resident, each broker", ", ".join(f"{resident_bytes(pid) / (1 << 20):.0f} MiB" for pid in pids))
     os.kill(pids[0], signal.SIGKILL)
-    others = await _seconds_until(lambda: observed.owned(without=1), partitions, FAIL_OVER_TIMEOUT_S)
-    table.add_row("kill -9 of one: every partition led by another", others)
+    elsewhere = await _seconds_until(lambda: observed.owned(without=1), partitions, FAIL_OVER_TIMEOUT_S)
+    table.add_row("kill -9 of one: every partition led by another", elsewhere)
     with started.again(1):
         back = await _seconds_until(observed.preferred, partitions, HAND_BACK_TIMEOUT_S)
         table.add_row("started again: every partition led by its first replica", back)
