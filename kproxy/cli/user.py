@@ -204,7 +204,7 @@ def _read(file: Path, *, may_be_new: bool = False) -> Mapping[str, Credentials]:
 
     if may_be_new and not file.exists():
         return {}
-    return read_users(file, b"").by_name
+    return read_users(file).by_name
 
 
 def _password(file: Path | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -51,8 +50,6 @@ class SecurityFiles:
         # The code that has this object runs it.
         self.key_server: KeyServer | None = None
         self.accounts = Accounts(quotas.share if quotas is not None else 1.0)
-        # A salt must not show whether a user exists, so it must not change when the file is read again.
-        stand_in_key = secrets.token_bytes(32)
         self._add_users = "add one with `kproxy user add --etcd`"
 
         def follow(
@@ -68,7 +65,7 @@ class SecurityFiles:
         if sasl is not None and sasl.users is not None:
             self._add_users = f"add one with `kproxy user add --users {sasl.users} NAME`"
             self._users = follow(
-                "users", sasl.users, lambda file: read_users(file, stand_in_key), lambda users: self.tell_of_no_users()
+                "users", sasl.users, read_users, lambda users: self.tell_of_no_users()
             )
         if sasl is not None and sasl.oauth is not None:
             token_options = _token_options(sasl.oauth)

@@ -30,7 +30,6 @@ import asyncio
 import contextlib
 import hashlib
 import re
-import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -241,9 +240,7 @@ class AccessInEtcd:
         )
         wanted = [*([keys.users] if has_users else []), *([keys.acls] if has_acls else [])]
         self._mirror = PrefixMirror(self._client, wanted, self)
-        # A salt must not show whether a user exists, so it must not change with the users.
-        self._stand_in_key = secrets.token_bytes(32)
-        self.users = Users({}, self._stand_in_key)
+        self.users = Users({})
         self._told: dict[str, int] = {}
         self._is_read = False
 
@@ -309,7 +306,7 @@ class AccessInEtcd:
         return [*([self._users] if self.has_users else []), *([self._acls] if self.has_acls else [])]
 
     def _take_users(self) -> None:
-        self.users = Users(self._users.by_name, self._stand_in_key)
+        self.users = Users(self._users.by_name)
 
     def _changed(self, what: str) -> None:
         self._counters["tls.reloads.done"] += 1

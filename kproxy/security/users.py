@@ -8,6 +8,7 @@ must not be readable by everybody, nor writable by anybody but its owner. PLAIN 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -59,14 +60,6 @@ class Credential(NamedTuple):
     def __repr__(self) -> str:
         return f"<{self.mechanism} credential>"
 
-    def matches(self, password: str) -> bool:
-        """Whether this is the password; it takes milliseconds of hashing, outside of Python's lock."""
-        try:
-            tried = make_credential(self.mechanism, password, self.iterations, self.salt)
-        except ValueError:
-            return False
-        return hmac.compare_digest(tried.stored_key, self.stored_key)
-
 
 def make_credential(mechanism: str, password: str, iterations: int, salt: bytes) -> Credential:
     """Salt and hash a password. Raises ValueError for one that SASL forbids, with no part of it in the message."""
@@ -111,31 +104,65 @@ def parse_credentials(texts: object) -> Credentials:
 class Users:
     """The users of one reading.
 
-    `stand_in_key` is random: an unknown user gets a salt made with it, the same each time, so that an exchange does not
-    show which users exist.
+    An exchange does not show which users exist. An unknown one gets a salt, and a password is checked with as much work
+    whoever it is for.
+
+    Compromise: the key of the salts is derived from one credential, so that it is the same on all proxies that have
+    read the same users, and nothing is stored for it. When that credential goes, the salts of all unknown users change.
     """
 
-    def __init__(self, by_name: Mapping[str, Credentials], stand_in_key: bytes) -> None:
+    def __init__(self, by_name: Mapping[str, Credentials]) -> None:
         self.by_name = MappingProxyType(dict(by_name))
-        self._stand_in_key = stand_in_key
-        self._stand_in_iterations = next(
-            (each.iterations for credentials in by_name.values() for each in credentials.values()), DEFAULT_ITERATIONS
-        )
+
+    @functools.cached_property
+    def _source(self) -> Credential:
+        """The credential with the least key: a change of the users seldom makes another one the source."""
+        credentials = (each for has in self.by_name.values() for each in has.values())
+        nobody = Credential(SCRAM_256, b"", b"", b"", DEFAULT_ITERATIONS)
+        return min(credentials, key=lambda each: each.server_key, default=nobody)
+
+    @functools.cached_property
+    def _work(self) -> Mapping[str, int]:
+        """The most iterations, by mechanism, that the password of any user is checked with."""
+        work: dict[str, int] = {}
+        for credential in map(_checked, self.by_name.values()):
+            work[credential.mechanism] = max(credential.iterations, work.get(credential.mechanism, 0))
+        return work
 
     def find(self, name: str, mechanism: str) -> Credential | None:
         return self.by_name.get(name, {}).get(mechanism)
 
     def stand_in(self, name: str, mechanism: str) -> Credential:
         """A credential that no password matches."""
-        digest = hmac.digest(self._stand_in_key, f"{mechanism}:{name}".encode(errors="surrogatepass"), "sha512")
+        key = hmac.digest(self._source.server_key, b"kproxy stand-in", "sha512")
+        digest = hmac.digest(key, f"{mechanism}:{name}".encode(errors="surrogatepass"), "sha512")
         size = hashlib.new(_HASHES[mechanism]).digest_size
-        unknown = hmac.digest(self._stand_in_key, digest, "sha512")[:size]
-        return Credential(mechanism, digest[:SALT_BYTES], unknown, unknown, self._stand_in_iterations)
+        unknown = hmac.digest(key, digest, "sha512")[:size]
+        return Credential(mechanism, digest[:SALT_BYTES], unknown, unknown, self._source.iterations)
 
     def check(self, name: str, password: str) -> bool:
-        """Whether this is the user's password; as much work for an unknown user."""
-        credentials = self.by_name.get(name) or {SCRAM_256: self.stand_in(name, SCRAM_256)}
-        return next(iter(credentials.values())).matches(password)
+        """Whether this is the user's password; it takes milliseconds of hashing, outside of Python's lock."""
+        known = self.by_name.get(name)
+        if known:
+            credential = _checked(known)
+        else:
+            mechanism, most = next(iter(self._work.items()), (SCRAM_256, DEFAULT_ITERATIONS))
+            credential = self.stand_in(name, mechanism)._replace(iterations=most)
+        try:
+            tried = make_credential(credential.mechanism, password, credential.iterations, credential.salt)
+        except ValueError:
+            return False
+        done = {credential.mechanism: credential.iterations}
+        for mechanism, most in self._work.items():
+            if most > done.get(mechanism, 0):
+                left = most - done.get(mechanism, 0)
+                hashlib.pbkdf2_hmac(_HASHES[mechanism], password.encode(), credential.salt, left)
+        return hmac.compare_digest(tried.stored_key, credential.stored_key)
+
+
+def _checked(credentials: Credentials) -> Credential:
+    """The credential that a password in the clear is checked with."""
+    return next(iter(credentials.values()))
 
 
 def check_name(name: str) -> str:
@@ -145,7 +172,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def read_users(file: Path, stand_in_key: bytes) -> Users:
+def read_users(file: Path) -> Users:
     """Read the file. Raises StartupError, which never has a credential in it."""
     check_mode(file, "sasl.users")
     try:
@@ -156,7 +183,7 @@ def read_users(file: Path, stand_in_key: bytes) -> Users:
         raise StartupError(
             f"sasl.users {file} is no file of users: its only table is [users], and `kproxy user add` writes it."
         )
-    return Users(_parse(content.get("users", {}), file), stand_in_key)
+    return Users(_parse(content.get("users", {}), file))
 
 
 def _parse(given: Mapping[str, object], file: Path) -> dict[str, Credentials]:

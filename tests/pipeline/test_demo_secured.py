@@ -35,7 +35,7 @@ def test_what_is_made_fits_together(tmp_path: Path, tls: bool, sasl: bool, proto
         assert (tmp_path / "security" / "server.key").stat().st_mode & 0o777 == 0o600
     if sasl:
         assert access.credentials is not None
-        users = read_users(tmp_path / "security" / "users.toml", b"key")
+        users = read_users(tmp_path / "security" / "users.toml")
         assert users.check(access.credentials.username, access.credentials.password)
 
 
@@ -69,5 +69,5 @@ def test_all_rows_go_by_tls_and_a_password_and_audit_clean(
     logs = "".join(log.read_text(errors="replace") for log in (directory / "cluster" / "logs").iterdir())
     assert "SCRAM" in (directory / "security" / "kproxy.toml").read_text()
     assert "password" not in logs
-    for credential in read_users(directory / "security" / "users.toml", b"key").by_name["demo"].values():
+    for credential in read_users(directory / "security" / "users.toml").by_name["demo"].values():
         assert str(credential).rpartition("$")[2] not in logs

@@ -22,7 +22,7 @@ def test_secrets_of_the_file_are_shown_nowhere(tmp_path: Path, workers: str) -> 
     users = users_file(tmp_path)
     rooms = f'[admin]\ntoken = "{TOKEN}"\n[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "{users}"\n'
     rooms += f'[broker_sasl]\nmechanism = "SCRAM-SHA-512"\nusername = "kproxy"\npassword = "{PASSWORD}"\n' + ALLOW_ALL
-    known = [str(each) for user in read_users(users, b"").by_name.values() for each in user.values()]
+    known = [str(each) for user in read_users(users).by_name.values() for each in user.values()]
     secret = {PASSWORD, TOKEN, *USERS.values(), *(key for text in known for key in text.rpartition("$")[2].split(":"))}
     with static_proxy(tmp_path, {1: free_port()}, rooms=rooms, more=["--workers", workers]) as process:
         parent = psutil.Process(process.pid)

@@ -39,7 +39,7 @@ def credentials_of(name: str) -> Credentials:
 
 
 def users(*names: str) -> Users:
-    return Users({name: credentials_of(name) for name in names or USERS}, b"stand-in")
+    return Users({name: credentials_of(name) for name in names or USERS})
 
 
 def users_file(directory: Path, *names: str) -> Path:

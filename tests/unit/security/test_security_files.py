@@ -25,7 +25,7 @@ from kproxy.security.files import SecurityFiles
 from kproxy.security.principals import Principal, distinguished_name, map_name, principal_of
 from kproxy.security.reloading import Reloads
 from kproxy.security.tokens import LATEST_S, InvalidToken, TokenOptions, read_verifier
-from kproxy.security.users import make_credential, parse_credential, read_users, write_users
+from kproxy.security.users import Users, make_credential, parse_credential, read_users, write_users
 from tests.support.security import sasl_client as client
 
 # Users
@@ -34,7 +34,7 @@ from tests.support.security import sasl_client as client
 def test_a_file_of_users_is_written_and_read(tmp_path: Path) -> None:
     file = client.users_file(tmp_path)
     assert file.stat().st_mode & 0o777 == 0o600
-    users = read_users(file, b"")
+    users = read_users(file)
     assert users.by_name == client.users().by_name
     assert users.check("alice", "alice-secret")
     assert not users.check("alice", "bob-secret")
@@ -46,7 +46,7 @@ def test_names_are_written_so_that_they_are_read_again(tmp_path: Path) -> None:
     file = tmp_path / "users.toml"
     names = ['a"b', "a\\b", "ü", "a b", "a=b", "a.b", "[users]", "#"]
     write_users(file, {name: client.credentials_of("alice") for name in names})
-    assert set(read_users(file, b"").by_name) == set(names)
+    assert set(read_users(file).by_name) == set(names)
 
 
 @pytest.mark.parametrize(("mode", "is_fine"), [(0o600, 1), (0o640, 1), (0o400, 1), (0o644, 0), (0o660, 0), (0o606, 0)])
@@ -54,10 +54,10 @@ def test_a_file_that_others_read_or_write_is_refused(tmp_path: Path, mode: int, 
     file = client.users_file(tmp_path)
     file.chmod(mode)
     if is_fine:
-        read_users(file, b"")
+        read_users(file)
     else:
         with pytest.raises(StartupError, match="chmod 600"):
-            read_users(file, b"")
+            read_users(file)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_broken_file_is_refused_without_showing_it(tmp_path: Path, text: str) 
     file.write_text(text)
     file.chmod(0o600)
     with pytest.raises(StartupError) as raised:
-        read_users(file, b"")
+        read_users(file)
     assert "SECRET" not in str(raised.value)
 
 
@@ -118,6 +118,46 @@ def test_a_password_that_sasl_forbids_is_refused(password: str) -> None:
         make_credential("SCRAM-SHA-256", password, 4_096, bytes(18))
 
 
+def test_stand_in_salts_agree_and_outlast_changes() -> None:
+    """An unknown user had a salt of each worker, and after a restart another one."""
+    one, other = client.users(), client.users()
+    stand_in = one.stand_in("nobody", "SCRAM-SHA-256")
+    assert other.stand_in("nobody", "SCRAM-SHA-256") == stand_in
+    assert one.stand_in("somebody", "SCRAM-SHA-256").salt != stand_in.salt
+    # The source is one credential; the rest may change.
+    source = min((each.server_key, name) for name, has in one.by_name.items() for each in has.values())[1]
+    assert client.users(source).stand_in("nobody", "SCRAM-SHA-256") == stand_in
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [("SCRAM-SHA-512", 8_192)],
+        [("SCRAM-SHA-256", 8_192), ("SCRAM-SHA-512", 8_192)],
+        [("SCRAM-SHA-512", 4_096), ("SCRAM-SHA-512", 20_000)],
+    ],
+)
+def test_password_check_costs_the_same_for_everybody(shapes: list[tuple[str, int]]) -> None:
+    known = {
+        f"user-{number}": {mechanism: make_credential(mechanism, "secret", iterations, bytes(18))}
+        for number, (mechanism, iterations) in enumerate(shapes)
+    }
+    users = Users(known)
+
+    def cost(name: str, password: str) -> float:
+        costs = []
+        for _ in range(7):
+            began = time.thread_time()
+            users.check(name, password)
+            costs.append(time.thread_time() - began)
+        return min(costs)
+
+    costs = {name: cost(name, "wrong") for name in (*known, "nobody")}
+    assert max(costs.values()) < 1.5 * min(costs.values()), costs
+    # What SASL forbids costs nobody anything.
+    assert max(cost(name, "\x00") for name in costs) < min(costs.values()) / 2
+
+
 async def test_files_are_read_again_and_survive_bad_ones(tmp_path: Path) -> None:
     users_file = client.users_file(tmp_path, "alice")
     config = tmp_path / "kproxy.toml"
@@ -136,13 +176,10 @@ async def test_files_are_read_again_and_survive_bad_ones(tmp_path: Path) -> None
         return files.rules.of(Principal("alice")).allows(Operation.READ, Resource.TOPIC, topic)
 
     assert (names(), may_read("a"), may_read("b")) == ({"alice"}, True, False)
-    salts = files.users.stand_in("nobody", "SCRAM-SHA-256") if files.users is not None else None
     client.users_file(tmp_path, "alice", "bob")
     config.write_text(config_text.replace('"a"]', '"b"]') + "[[quotas]]\nrequests_per_s = 100\n")
     await reloads.reload()
     assert (names(), may_read("a"), may_read("b")) == ({"alice", "bob"}, False, True)
-    assert files.users is not None
-    assert files.users.stand_in("nobody", "SCRAM-SHA-256") == salts
     assert files.quotas.limits(Principal("alice"))
     users_file.write_text("[users]\na = ['SECRET']")
     config.write_text("[[acls]]\n")
