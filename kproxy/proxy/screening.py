@@ -5,7 +5,7 @@
 | JoinGroup, SyncGroup, Heartbeat, LeaveGroup | read the group | 30 |
 | OffsetCommit | read the group; read each topic | 30 everywhere; 29 for a topic |
 | OffsetFetch | describe the group; describe each topic | 30; 29 for a topic; a topic that was not named is left out |
-| FindCoordinator | describe the group or transactional id | 30, 53 for a key |
+| FindCoordinator | describe the group or transactional id; for a share group: administer the cluster | 30, 53, 31 |
 | InitProducerId, EndTxn | write the transactional id | 53; an idempotent producer without any topic to write: 31 |
 | AddPartitionsToTxn | also write each topic | 53 everywhere; 29 for a topic, and 55 for all others |
 | AddOffsetsToTxn | also read the group | 53, 30 |
@@ -32,6 +32,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from uuid import UUID
 
@@ -49,7 +50,7 @@ from kproxy_codec.control import (
     encode_request,
     encode_response,
 )
-from kproxy_codec.coordination import BATCHED_FROM, GROUP, refuse_partitions
+from kproxy_codec.coordination import BATCHED_FROM, GROUP, TRANSACTION, refuse_partitions
 from kproxy_codec.error_codes import (
     CLUSTER_AUTHORIZATION_FAILED,
     GROUP_AUTHORIZATION_FAILED,
@@ -72,6 +73,9 @@ _TOPIC: Final = 2
 _OFFSET_FETCH_ERROR_FROM: Final = 2
 _TOPIC_IDS_FROM: Final = 6
 _NO_ID: Final = bytes(16)
+# Key types of FindCoordinator.
+_COORDINATED: Final = MappingProxyType({GROUP: Resource.GROUP, TRANSACTION: Resource.TRANSACTIONAL_ID})
+_SHARE_GROUP_STATE: Final = 2
 # Brokers tell of no more partitions at a time (max.request.partition.size.limit of Kafka).
 _MOST_PARTITIONS_A_PAGE: Final = 2_000
 # Kafka's own words, which clients show to their users. A batched FindCoordinator has none, nor has CreatePartitions.
@@ -224,10 +228,17 @@ class Screen:
         answer.topics = [each for each in answer.topics if self._sees(each.name)]
 
     def _find_coordinator(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
-        kind = Resource.GROUP if getattr(request, "key_type", GROUP) == GROUP else Resource.TRANSACTIONAL_ID
-        is_allowed = self._access.each(Operation.DESCRIBE, kind)
-        code = ERRORS[kind]
-        error = {"error_code": code, "error_message": _MESSAGES[code], "node_id": -1, "host": "", "port": -1}
+        key_type = getattr(request, "key_type", GROUP)
+        kind = _COORDINATED.get(key_type)
+        if kind is not None:
+            code, is_allowed = ERRORS[kind], self._access.each(Operation.DESCRIBE, kind)
+        elif key_type != _SHARE_GROUP_STATE:
+            code, is_allowed = INVALID_REQUEST, lambda name: not self._access.is_enforced
+        else:
+            # Only brokers look for it, and create a topic for it: Kafka asks for ClusterAction.
+            administers = self._access.each(Operation.ADMIN, Resource.CLUSTER)
+            code, is_allowed = CLUSTER_AUTHORIZATION_FAILED, lambda name: administers(CLUSTER_NAME)
+        error = {"error_code": code, "error_message": _MESSAGES.get(code), "node_id": -1, "host": "", "port": -1}
         if header.api_version < BATCHED_FROM:
             if is_allowed(request.key):
                 return Screened(frame)
@@ -321,24 +332,31 @@ class Screen:
     # Metadata
 
     def _metadata(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
-        """Keep a client without the right to create a topic from creating it."""
+        """Cut out the topics that the client may not see, whose place in an answer would tell whether they exist.
+
+        And keep a client without the right to create a topic from creating it.
+        """
         verdict = self._verdict(header, request)
-        named = [each.name for each in request.topics or () if each.name is not None]
-        may_be_created = getattr(request, "allow_auto_topic_creation", True)
-        if not may_be_created or all(map(self._access.may_create, named)):
-            return Screened(frame, verdict=verdict)
-        if disallow_auto_creation(header.api_version, frame[header.body_offset :]):
-            return Screened(frame, verdict=verdict)
-        # A version without that field: topics that are not known here, and that might be created, are cut out.
-        unknown = [each for each in request.topics if not self._is_known(each.name)]
+        describes = self._access.each(Operation.DESCRIBE, Resource.TOPIC)
+        asked = request.topics or ()
+        named = [each.name for each in asked if each.name is not None and not _is_by_id(each)]
+        denied = {name for name in named if not describes(name)}
+        if getattr(request, "allow_auto_topic_creation", True):
+            missing = [each.name for each in asked if each.name is not None and not self._access.may_create(each.name)]
+            if missing and disallow_auto_creation(header.api_version, frame[header.body_offset :]):
+                request.allow_auto_topic_creation = False
+            else:
+                # A version without that field: topics that are not known here, and that might be created, are cut out.
+                denied.update(name for name in missing if not self._is_known(name))
         refused = [
             {"error_code": TOPIC_AUTHORIZATION_FAILED, "name": each.name, "is_internal": False, "partitions": []}
-            for each in unknown
+            for each in asked
+            if each.name in denied and not _is_by_id(each)
         ]
         if header.api_version == 0:
             for each in refused:
                 del each["is_internal"]
-        request.topics = [each for each in request.topics if self._is_known(each.name)]
+        request.topics = [each for each in asked if each.name not in denied or _is_by_id(each)]
         # In version 0 no topic would mean all of them; in later versions the answer names the brokers as well.
         is_any_left = bool(request.topics) or header.api_version > 0
         return _rest(frame, header, request, "topics", refused, is_any_left)._replace(verdict=verdict)
@@ -347,17 +365,25 @@ class Screen:
         verdict = self._verdict(header, request)
         if not self._access.is_enforced:
             return Screened(frame, verdict=verdict)
+        cursor = request.cursor
+        begins_at = cursor.topic_name if cursor is not None else ""
         if request.topics:
+            names = {each.name for each in request.topics}
+            if cursor is not None and begins_at not in names:
+                invalid = {"error_code": INVALID_REQUEST, "partitions": []}
+                return _refused(frame, header, topics=[{"name": name, **invalid} for name in sorted(names)])
+            request.topics = [each for each in request.topics if each.name >= begins_at]
+            self._move_cursor(cursor, sorted(each.name for each in request.topics if self._sees(each.name)))
             error = {"error_code": TOPIC_AUTHORIZATION_FAILED, "partitions": []}
             cut = _Cut("topics", "topics", lambda topic: {"name": topic.name, **error})
             return self._cut(frame, header, request, Operation.DESCRIBE, cut)._replace(verdict=verdict)
         most = min(max(request.response_partition_limit, 1), _MOST_PARTITIONS_A_PAGE)
-        begins_at = request.cursor.topic_name.encode(errors="surrogatepass") if request.cursor is not None else b""
-        behind = islice(self._names, bisect_left(self._names, begins_at), None)
+        first = bisect_left(self._names, begins_at.encode(errors="surrogatepass"))
         # Two more than fit: with one more the broker says where the next page begins, unless topics have gone.
-        visible = list(islice(filter(self._sees, map(text, behind)), most + 2))
+        visible = list(islice(filter(self._sees, map(text, islice(self._names, first, None))), most + 2))
         if not visible:
             return _refused(frame, header, topics=[])
+        self._move_cursor(cursor, visible)
         asked = [{"name": name} for name in visible[: most + 1]]
         request.topics = build_request(header.api_key, header.api_version, topics=asked).topics
         next_page = {"topic_name": visible[-1], "partition_index": 0}
@@ -370,6 +396,11 @@ class Screen:
         return Screened(
             _reframed(frame, header, request), amend=amend if len(visible) > len(asked) else None, verdict=verdict
         )
+
+    def _move_cursor(self, cursor: Any, visible: Sequence[str]) -> None:
+        """Begin with the next topic that the client may see: brokers want the cursor's to be among those asked for."""
+        if cursor is not None and visible and cursor.topic_name != visible[0]:
+            cursor.topic_name, cursor.partition_index = visible[0], 0
 
     def _cluster(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
         # It has no topics; with a verdict the answer leaves out the operations allowed to the proxy's own identity.

@@ -64,9 +64,7 @@ class SecurityFiles:
 
         if sasl is not None and sasl.users is not None:
             self._add_users = f"add one with `kproxy user add --users {sasl.users} NAME`"
-            self._users = follow(
-                "users", sasl.users, read_users, lambda users: self.tell_of_no_users()
-            )
+            self._users = follow("users", sasl.users, read_users, lambda users: self.tell_of_no_users())
         if sasl is not None and sasl.oauth is not None:
             token_options = _token_options(sasl.oauth)
             if isinstance(sasl.oauth.jwks, str):

@@ -22,7 +22,14 @@ from kproxy.routing.topology import Topology
 from kproxy.security.acls import Acl, Operation, Permissions, Resource, Rules
 from kproxy.security.principals import Principal
 from kproxy_codec import api_keys as keys
-from kproxy_codec.control import build_request, build_response, decode_request, decode_response, encode_request
+from kproxy_codec.control import (
+    build_request,
+    build_response,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
+)
 from kproxy_codec.framing import parse_request_header, request_header
 from kproxy_codec.partitioned import with_length
 from kproxy_codec.produce import parse_produce
@@ -163,7 +170,7 @@ async def test_pages_of_topics_go_over_those_alone_that_a_client_may_see() -> No
     cursor = {"topic_name": "d", "partition_index": 0}
     page, sent = await screened(seeing("b", "c", "z"), key, 0, topics=[], response_partition_limit=9, cursor=cursor)
     assert [each.name for each in sent.topics] == ["z"]
-    assert sent.cursor.topic_name == "d"
+    assert (sent.cursor.topic_name, sent.cursor.partition_index) == ("z", 0)
     page, sent = await screened(seeing("other"), key, 0, topics=[])
     assert page.answer is not None
     answer = decode_response(key, 0, page.answer)
@@ -175,6 +182,57 @@ async def test_pages_of_topics_go_over_those_alone_that_a_client_may_see() -> No
     assert page.amend is not None
     page.amend(answer)
     assert {each.name: each.error_code for each in answer.topics} == {"b": 0, "secret-1": 29}
+
+
+async def test_a_cursor_moves_to_the_next_visible_topic() -> None:
+    """Brokers want its topic to be among those asked for, and answered 42 where it was cut out."""
+    key = keys.DESCRIBE_TOPIC_PARTITIONS
+    cursor = {"topic_name": "secret-1", "partition_index": 3}
+    named = [{"name": name} for name in ("z", "secret-1", "b", "secret-2")]
+    page, sent = await screened(seeing("b", "z"), key, 0, topics=named, cursor=cursor)
+    assert [each.name for each in sent.topics] == ["z"]
+    assert (sent.cursor.topic_name, sent.cursor.partition_index) == ("z", 0)
+    assert page.amend is not None
+    answer = build_response(key, 0, topics=[{"name": "z", "error_code": 0, "partitions": []}])
+    page.amend(answer)
+    assert [(each.name, each.error_code) for each in answer.topics] == [("z", 0), ("secret-1", 29), ("secret-2", 29)]
+    # One that may be seen stays.
+    page, sent = await screened(seeing("secret-1"), key, 0, topics=named, cursor=cursor)
+    assert (sent.cursor.topic_name, sent.cursor.partition_index) == ("secret-1", 3)
+    page, sent = await screened(seeing("b"), key, 0, topics=named, cursor=cursor)
+    assert page.answer is not None
+    assert {each.error_code for each in decode_response(key, 0, page.answer).topics} == {29}
+    # As in Kafka it has to be one of them.
+    page, sent = await screened(seeing("b"), key, 0, topics=[{"name": "b"}], cursor=cursor)
+    assert page.answer is not None
+    assert [each.error_code for each in decode_response(key, 0, page.answer).topics] == [42]
+
+
+@pytest.mark.parametrize("version", range(14))
+@pytest.mark.parametrize("creates", [True, False])
+async def test_brokers_see_no_denied_topic_of_metadata(version: int, creates: bool) -> None:
+    """They put topics that do not exist last, so that the order told which of the denied ones do."""
+    fields = {"allow_auto_topic_creation": creates} if version >= 4 else {}
+    topics = [{"name": name} for name in ("secret-1", "unknown", "b", "secret-2")]
+    found, sent = await screened(seeing("b"), keys.METADATA, version, topics=topics, **fields)
+    assert [each.name for each in sent.topics] == ["b"]
+    assert found.amend is not None
+    answer = build_response(keys.METADATA, version, topics=[{"name": "b", "error_code": 0, "partitions": []}])
+    found.amend(answer)
+    told = [(each.name, each.error_code) for each in answer.topics]
+    assert told == [("b", 0), ("secret-1", 29), ("unknown", 29), ("secret-2", 29)]
+    encode_response(answer)
+
+
+@pytest.mark.parametrize("version", [3, 4, 6])
+async def test_state_of_share_groups_needs_administration(version: int) -> None:
+    """Their key type passed by the rules of transactional ids, and the broker created a topic for it."""
+    asked = {"coordinator_keys": ["x"]} if version >= 4 else {"key": "x"}
+    for key_type, error_code in ((2, 31), (3, 42)):
+        found, _ = await screened(seeing("b"), keys.FIND_COORDINATOR, version, key_type=key_type, **asked)
+        assert found.answer is not None
+        answer = decode_response(keys.FIND_COORDINATOR, version, found.answer)
+        assert [each.error_code for each in (answer.coordinators if version >= 4 else [answer])] == [error_code]
 
 
 async def test_a_page_whose_topics_are_gone_is_not_the_last_one() -> None:
