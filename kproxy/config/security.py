@@ -42,6 +42,7 @@ class SaslSection(msgspec.Struct, kw_only=True):
     users_in_etcd: bool = False
     identity: Identity = "proxy"
     without_tls: bool = False
+    handshake_v0: bool = False
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
     session_lifetime_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
 
@@ -89,6 +90,7 @@ class SaslOptions:
     identity: Identity = "proxy"
     principal_claim: str = "sub"
     users_in_etcd: bool = False
+    handshake_v0: bool = False
 
     def carries(self, listener: ListenerConfig) -> bool:
         """Whether its clients' broker connections have the client's identity."""
@@ -142,6 +144,7 @@ def sasl_options(
         identity=given.identity,
         principal_claim=oauth.principal_claim,
         users_in_etcd=given.users_in_etcd,
+        handshake_v0=given.handshake_v0,
     )
     for listener in listeners:
         _refuse_what_is_not_carried(options, listener, source)

@@ -131,7 +131,8 @@ class Admission:
 
     `timeout_s` is the time to authenticate, `rules` turn a certificate's name into a principal's. `quotas` returns the
     quotas that were read last; an address has at most `most_of_an_address` connections, 0: any number. The listeners of
-    a process share `connections`. `carries`: clients' identities are carried on to brokers.
+    a process share `connections`. `carries`: clients' identities are carried on to brokers. `allows_v0`: SaslHandshake
+    v0 is taken.
     """
 
     def __init__(
@@ -146,8 +147,10 @@ class Admission:
         most_of_an_address: int = 0,
         connections: OpenConnections | None = None,
         carries: bool = False,
+        allows_v0: bool = False,
     ) -> None:
         self.carries = carries
+        self.allows_v0 = allows_v0
         self.servers = servers
         self.times = times
         self.timeout_s = timeout_s
@@ -169,7 +172,9 @@ class Gate:
         self._admission = admission
         self._client = client
         self._on_pressure = on_pressure
-        self._exchange = SaslExchange(admission.servers or {}, admission.times, carries=admission.carries)
+        self._exchange = SaslExchange(
+            admission.servers or {}, admission.times, carries=admission.carries, allows_v0=admission.allows_v0
+        )
         self._is_open = False
         self._began_at = admission.times.clock()
         self._task: asyncio.Task[None] | None = None

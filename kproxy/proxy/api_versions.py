@@ -51,7 +51,7 @@ import structlog
 
 from kproxy.config import Limits
 from kproxy.plain import ReceiveArena
-from kproxy.proxy.apis import APIS, NOT_SERVED, Range, Ranges, proxy_ranges
+from kproxy.proxy.apis import APIS, NO_RANGES, NOT_SERVED, Range, Ranges, proxy_ranges
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.broker_health import BrokerHealth
 from kproxy.proxy.dialling import Turn
@@ -153,18 +153,18 @@ def intersect(upstreams: Iterable[Ranges], caps: Mapping[int, int] = NO_CAPS) ->
 
 
 def offer(
-    brokers: Sequence[BrokerApis], caps: Mapping[int, int] = NO_CAPS, can_answer: Collection[int] = ()
+    brokers: Sequence[BrokerApis], caps: Mapping[int, int] = NO_CAPS, can_answer: Mapping[int, Range] = NO_RANGES
 ) -> OfferedApis:
     """Work out what to offer before these brokers.
 
-    `can_answer` are APIs that the proxy has the means to answer itself.
+    `can_answer` are the APIs, and their versions, that the proxy has the means to answer itself.
 
     Finalized features are those of the broker with the highest epoch. The epoch rises when transaction.version is
     capped: clients that have seen the higher level accept a lower one only with a higher epoch.
     """
     ranges = intersect((broker.ranges for broker in brokers), caps)
     native = frozenset(key for key in can_answer if _ends_here(key, ranges))
-    ranges |= {key: APIS[key].versions for key in native}
+    ranges |= {key: can_answer[key] for key in native}
     supported = _common_features([broker.supported for broker in brokers])
     latest = max(brokers, key=lambda broker: broker.epoch, default=BrokerApis({}))
     finalized = dict(latest.finalized)
@@ -300,7 +300,7 @@ class BrokerVersions:
         arena: ReceiveArena,
         health: BrokerHealth,
         caps: Mapping[int, int] = NO_CAPS,
-        can_answer: Collection[int] = (),
+        can_answer: Mapping[int, Range] = NO_RANGES,
     ) -> None:
         self._topology = topology
         self._limits = limits

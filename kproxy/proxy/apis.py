@@ -23,6 +23,7 @@ Range = tuple[int, int]
 """Lowest and highest version, or level of a feature."""
 Ranges = dict[int, Range]
 """Versions by API key."""
+NO_RANGES: Final[Mapping[int, Range]] = MappingProxyType({})
 
 NOT_SERVED: Final[Range] = (1, 0)
 """The range of an API that is not served: no version lies in it."""

@@ -15,6 +15,7 @@ from kproxy.plain import ReceiveArena
 from kproxy.proxy.access import AccessControl
 from kproxy.proxy.answer_room import AnswerRoom
 from kproxy.proxy.api_versions import NO_CAPS, BrokerVersions
+from kproxy.proxy.apis import APIS, NO_RANGES, Range
 from kproxy.proxy.broker_health import BrokerHealth
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.proxy.dialling import Dialler
@@ -25,7 +26,6 @@ from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Topology
 from kproxy.runtime.tasks import Turns
 from kproxy.security.quotas import Quotas
-from kproxy.security.sasl import SASL_APIS
 from kproxy.trail.trail import Trail
 from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
 from kproxy_codec.primitives import Buffer
@@ -71,8 +71,8 @@ class ProxyContext:
     coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
     # Makes claims (the Own API); None without an etcd to keep them.
     own: OwnService | None = None
-    # Whether clients authenticate by SASL, on a listener at least.
-    has_sasl: bool = False
+    # The APIs of SASL, if clients authenticate by it, on a listener at least.
+    sasl_apis: Mapping[int, Range] = field(default_factory=lambda: NO_RANGES)
     # The quotas that were read last; None: clients have none.
     quotas: Callable[[], Quotas] | None = None
     # The permissions of clients; None: all.
@@ -90,15 +90,13 @@ class ProxyContext:
     answer_room: AnswerRoom = field(init=False)
 
     def __post_init__(self) -> None:
-        can_answer = set[int]()
-        if self.producer_ids is not None:
-            can_answer.add(INIT_PRODUCER_ID)
-        if self.coordinators.are_leased:
-            can_answer.add(FIND_COORDINATOR)
-        if self.own is not None:
-            can_answer.add(OWN)
-        if self.has_sasl:
-            can_answer |= SASL_APIS.keys()
+        own_means = {
+            INIT_PRODUCER_ID: self.producer_ids is not None,
+            FIND_COORDINATOR: self.coordinators.are_leased,
+            OWN: self.own is not None,
+        }
+        can_answer = {key: APIS[key].versions for key, has_means in own_means.items() if has_means}
+        can_answer |= self.sasl_apis
         self.health = BrokerHealth(self.topology, self.limits, self.clock, self.arena, self.tally, self.dialler)
         self.versions = BrokerVersions(
             self.topology, self.limits, self.clock, self.arena, self.health, self.version_caps, can_answer

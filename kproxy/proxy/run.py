@@ -40,6 +40,7 @@ from kproxy.plain import compiled
 from kproxy.proxy import descriptors
 from kproxy.proxy.access import AccessControl
 from kproxy.proxy.admission import Admission, OpenConnections
+from kproxy.proxy.apis import NO_RANGES
 from kproxy.proxy.broker_health import Brokers, readiness
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
@@ -58,7 +59,7 @@ from kproxy.security.files import SecurityFiles
 from kproxy.security.in_etcd import AccessInEtcd
 from kproxy.security.mechanisms import servers
 from kproxy.security.reloading import Reloading, Reloads
-from kproxy.security.sasl import Times
+from kproxy.security.sasl import SASL_APIS, SASL_WITHOUT_V0, Times
 from kproxy.trail.overlaps import Overlap
 from kproxy.trail.shipper import Shipper, ShipperVitals
 from kproxy.trail.sink import make_sink
@@ -317,6 +318,7 @@ class _Proxy:
             most_of_an_address=config.limits.max_connections_per_address,
             connections=self._connections,
             carries=carries,
+            allows_v0=sasl is not None and sasl.handshake_v0,
         )
 
     def _access_control(self, security: SecurityFiles) -> AccessControl | None:
@@ -339,6 +341,8 @@ class _Proxy:
         security: SecurityFiles,
     ) -> ProxyContext:
         security.tell_of_no_users()
+        sasl = self._config.sasl
+        of_sasl = SASL_APIS if sasl is not None and sasl.handshake_v0 else SASL_WITHOUT_V0
         context = ProxyContext(
             topology=self._topology,
             source=opened.source,
@@ -348,7 +352,7 @@ class _Proxy:
             producer_ids=opened.producer_ids,
             coordinators=opened.coordinators,
             own=own,
-            has_sasl=self._config.sasl is not None,
+            sasl_apis=of_sasl if sasl is not None else NO_RANGES,
             access=self._access_control(security),
             quotas=(lambda: security.quotas) if self._config.quotas is not None else None,
             trail=trail,

@@ -21,15 +21,16 @@ Invariants
 4. A client gets Kafka's own answers: an error code where the protocol has one, and the end of the connection where it
    has none.
 
-With SaslHandshake v0 the mechanism's messages are frames without a Kafka header, in both directions, and a refusal has
-no answer. From v1 on they are in SaslAuthenticate. A session ends (`session_ends_at`) whether its client knows of that
-or not: it learns the lifetime from SaslAuthenticate v1 on.
+With SaslHandshake v0, which is refused unless it was allowed, the mechanism's messages are frames without a Kafka
+header, in both directions, and a refusal has no answer. From v1 on they are in SaslAuthenticate. A session ends
+(`session_ends_at`) whether its client knows of that or not: it learns the lifetime from SaslAuthenticate v1 on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias
 
 from kproxy.security.mechanisms import Mechanism, Refused, Servers, Step
@@ -48,7 +49,8 @@ from kproxy_codec.framing import LENGTH_BYTES, RequestHeader, frame_message, par
 
 MOST_FRAME_BYTES: Final = 64 << 10
 """The longest frame of a client that is not authenticated."""
-SASL_APIS: Final = {SASL_HANDSHAKE: (0, 1), SASL_AUTHENTICATE: (0, 2)}
+SASL_APIS: Final = MappingProxyType({SASL_HANDSHAKE: (0, 1), SASL_AUTHENTICATE: (0, 2)})
+SASL_WITHOUT_V0: Final = MappingProxyType({**SASL_APIS, SASL_HANDSHAKE: (1, 1)})
 RENEWAL_PAUSE_S: Final = 1.0
 _LIFETIME_FROM: Final = 1
 _BEFORE: Final = frozenset({API_VERSIONS, SASL_HANDSHAKE})
@@ -105,10 +107,12 @@ class Times(NamedTuple):
 class SaslExchange:
     """The exchange of one connection. `principal` is None until it is authenticated.
 
-    With `carries`, `credential` is the one that the client has presented, until its outcome is known.
+    With `carries`, `credential` is the one that the client has presented, until its outcome is known. `allows_v0`:
+    SaslHandshake v0 is taken.
     """
 
-    def __init__(self, servers: Servers, times: Times, *, carries: bool = False) -> None:
+    def __init__(self, servers: Servers, times: Times, *, carries: bool = False, allows_v0: bool = False) -> None:
+        self._allows_v0 = allows_v0
         self._servers = servers
         self._times = times
         self._carries = carries
@@ -142,6 +146,8 @@ class SaslExchange:
         except CodecError as error:
             return self._fail(f"its request is malformed: {error}")
         if api_key == SASL_HANDSHAKE:
+            if not version and not self._allows_v0:
+                return self._fail("SaslHandshake v0 is refused: sasl.handshake_v0 = true allows it to old clients")
             return self._handshake(header, body.mechanism)
         return self._authenticate(header, bytes(body.auth_bytes))
 

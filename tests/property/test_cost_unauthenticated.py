@@ -61,7 +61,8 @@ def take_by(mechanism: str, version: int, *, carries: bool = False) -> Taker:
     """Have an exchange take one message of the mechanism; after SaslHandshake v0 it is a frame of its own."""
 
     def take(message: bytes) -> object:
-        exchange = client.carrying(mechanism) if carries else client.exchange(mechanism)
+        begin = client.carrying if carries else client.exchange
+        exchange = begin(mechanism, allows_v0=version == 0)
         receive(exchange, client.handshake(mechanism, version))
         return receive(exchange, raw_frame(message) if version == 0 else client.authenticate(message))
 

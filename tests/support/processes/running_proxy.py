@@ -34,7 +34,7 @@ from kproxy.routing.fleet import Fleet, Proxy
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy.security.mechanisms import Servers
 from kproxy.security.reloading import Reloading
-from kproxy.security.sasl import Times
+from kproxy.security.sasl import SASL_APIS, Times
 from kproxy.trail.rows import Range, decode_page
 from kproxy.trail.trail import Trail
 from tests.support.brokers.scripted_upstream import HOST, PATIENCE_S, ScriptedUpstream
@@ -196,7 +196,7 @@ class RunningProxy:
             clock,
             Random(7),
             own=own,
-            has_sasl=mechanisms is not None,
+            sasl_apis=SASL_APIS if mechanisms is not None else {},
             trail=self.trail,
         )
         self.admissions: dict[str, Admission] = {}
@@ -204,7 +204,12 @@ class RunningProxy:
             lifetimes = Times(clock, time.time, times.get("lifetime_s", 0.0))
             timeout_s = times.get("timeout_s", 10.0)
             self.admissions[""] = Admission(
-                mechanisms, lifetimes, timeout_s=timeout_s, counters=self.context.counters, carries=carries
+                mechanisms,
+                lifetimes,
+                timeout_s=timeout_s,
+                counters=self.context.counters,
+                carries=carries,
+                allows_v0=True,
             )
         self.listener = Listener(limits)
         self.port = 0

@@ -105,17 +105,23 @@ class Clock:
 
 
 def exchange(
-    *mechanisms: str, lifetime_s: float = 0.0, tokens: TokenVerifier | None = None, clock: Clock | None = None
+    *mechanisms: str,
+    lifetime_s: float = 0.0,
+    tokens: TokenVerifier | None = None,
+    clock: Clock | None = None,
+    allows_v0: bool = False,
 ) -> SaslExchange:
     """The proxy's side, before the users of USERS."""
     known = users()
     now = clock or Clock()
     offered = mechanisms or ("PLAIN", *SCRAM_MECHANISMS)
-    return SaslExchange(servers(offered, lambda: known, lambda: tokens), Times(now, now, lifetime_s))
+    return SaslExchange(
+        servers(offered, lambda: known, lambda: tokens), Times(now, now, lifetime_s), allows_v0=allows_v0
+    )
 
 
-def carrying(*mechanisms: str) -> SaslExchange:
+def carrying(*mechanisms: str, allows_v0: bool = False) -> SaslExchange:
     """An exchange of a listener that carries identities on, and knows nobody."""
     now = Clock()
     offered = servers(mechanisms or ("PLAIN",), lambda: None, lambda: None, unverified_claim="sub")
-    return SaslExchange(offered, Times(now, now), carries=True)
+    return SaslExchange(offered, Times(now, now), carries=True, allows_v0=allows_v0)

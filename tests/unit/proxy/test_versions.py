@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kproxy.proxy.api_versions import BrokerApis, covers, intersect, offer
-from kproxy.proxy.apis import SERVED, Ranges, proxy_ranges
+from kproxy.proxy.apis import APIS, SERVED, Ranges, proxy_ranges
 from kproxy_codec import api_keys as keys
 
 TRANSACTIONS = "transaction.version"
@@ -121,7 +121,7 @@ CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
 def test_the_proxy_answers_itself_what_brokers_leave_to_it(
     brokers: list[BrokerApis], can_answer: tuple[int, ...], native: tuple[int, ...]
 ) -> None:
-    offered = offer(brokers, {}, can_answer)
+    offered = offer(brokers, {}, {key: APIS[key].versions for key in can_answer})
     assert offered.native == set(native)
     for key in native:
         assert offered.ranges[key] == proxy_ranges()[key]

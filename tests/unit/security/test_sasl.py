@@ -215,7 +215,7 @@ def test_a_token_may_not_ask_for_another_name(tmp_path: Path) -> None:
 
 
 def test_handshake_v0_is_followed_by_bare_messages() -> None:
-    exchange = client.exchange()
+    exchange = client.exchange(allows_v0=True)
     assert read(receive(exchange, client.handshake("PLAIN", 0)), SASL_HANDSHAKE, 0).error_code == NONE
     outcome = receive(exchange, raw_frame(client.plain("alice", "alice-secret")))
     assert outcome == Answer(b"\x00\x00\x00\x00")
@@ -223,16 +223,23 @@ def test_handshake_v0_is_followed_by_bare_messages() -> None:
 
 
 def test_handshake_v0_refuses_without_an_answer() -> None:
-    exchange = client.exchange()
+    exchange = client.exchange(allows_v0=True)
     receive(exchange, client.handshake("PLAIN", 0))
     outcome = receive(exchange, raw_frame(client.plain("alice", "wrong")))
     assert isinstance(outcome, Failure)
     assert outcome.frame == b""
 
 
+def test_handshake_v0_is_refused_unless_allowed() -> None:
+    exchange = client.exchange()
+    outcome = receive(exchange, client.handshake("PLAIN", 0))
+    assert isinstance(outcome, Failure)
+    assert (outcome.frame, "sasl.handshake_v0 = true" in outcome.reason) == (b"", True)
+
+
 @pytest.mark.parametrize("version", [0, 1])
 def test_an_unknown_mechanism_is_answered_with_the_offered_ones(version: int) -> None:
-    exchange = client.exchange()
+    exchange = client.exchange(allows_v0=True)
     outcome = receive(exchange, client.handshake("GSSAPI", version))
     answer = read(outcome, SASL_HANDSHAKE, version)
     assert answer.error_code == UNSUPPORTED_SASL_MECHANISM
@@ -293,7 +300,7 @@ def test_session_ends_in_every_version(version: int) -> None:
 
 
 def test_session_ends_after_raw_messages() -> None:
-    exchange = client.exchange(lifetime_s=90.0)
+    exchange = client.exchange(lifetime_s=90.0, allows_v0=True)
     receive(exchange, client.handshake("PLAIN", 0))
     assert isinstance(receive(exchange, raw_frame(client.plain("alice", "alice-secret"))), Answer)
     assert exchange.session_ends_at == 1_090.0
@@ -377,7 +384,7 @@ def test_what_is_presented_is_there_until_its_outcome_is_known(version: int) -> 
 
 
 def test_raw_message_is_carried() -> None:
-    exchange = client.carrying()
+    exchange = client.carrying(allows_v0=True)
     receive(exchange, client.handshake("PLAIN", 0))
     pending(exchange, raw_frame(client.plain("eve", "x")))
     assert exchange.credential is not None
