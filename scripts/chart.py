@@ -2,7 +2,7 @@
 
 The table of values in README.md comes from values.yaml: a comment that begins with `# --` describes the key below it,
 and `# @default --` describes a default that is too long to show. Keys below a described key need no description.
-The schema of the value `config` comes from the options of `kproxy serve`.
+The schema of the value `config` comes from the options of `kproxy serve`, the arrays of tables among them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,34 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kproxy.config.access import ACLS, AclSection
+from kproxy.config.listeners import SECTION as LISTENERS
+from kproxy.config.listeners import ListenerSection
 from kproxy.config.proxy import SECTIONS
+from kproxy.config.quotas import QUOTAS, QuotaSection
+from kproxy.config.static_table import STATIC_TABLE_SECTIONS, TopicOwners
 
 CHART = Path(__file__).parents[1] / "deploy/helm/kproxy"
+# The tables of the configuration that are no sections.
+BROKERS, TOPICS = STATIC_TABLE_SECTIONS
+TABLE_KINDS: dict[str, Any] = {
+    LISTENERS: list[ListenerSection],
+    ACLS: list[AclSection],
+    QUOTAS: list[QuotaSection],
+    BROKERS: dict[str, str],
+    TOPICS: list[TopicOwners],
+}
+# Keys that name a file, which may be in a Secret: the value is then its name and key.
+FILES = (
+    *("cert", "key", "ca", "client_ca", "crl", "client_crl", "password_file", "token_file"),
+    *("users", "jwks", "table"),
+)
+_IN_SECRET = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["secretName", "key"],
+    "properties": {name: {"type": "string", "minLength": 1} for name in ("secretName", "key")},
+}
 _BEGIN, _END = "<!-- values: written by `make docs` -->\n", "<!-- end of values -->\n"
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z0-9_]+):(?: (?P<value>.*))?")
 
@@ -74,20 +99,28 @@ def schema(before: str) -> str:
     """values.schema.json with the options of `kproxy serve` as `config`."""
     whole: dict[str, Any] = json.loads(before)
     config = {}
-    for name, section in SECTIONS.items():
-        definitions = msgspec.json.schema(section)["$defs"]
-        config[name] = _object(definitions[section.__name__], definitions)
+    for name, kind in {**SECTIONS, **TABLE_KINDS}.items():
+        found = msgspec.json.schema(kind)
+        config[name] = _inlined("", found, found.get("$defs", {}))
+    whole["definitions"] = {"file": {"anyOf": [{"type": "string"}, _IN_SECRET]}}
     whole["properties"]["config"] = {"type": "object", "additionalProperties": False, "properties": config}
     return json.dumps(whole, indent=2) + "\n"
 
 
-def _object(definition: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """A section, with the sections within it."""
-    properties = {}
-    for name, found in definition["properties"].items():
-        inner = found.get("$ref", "").rpartition("/")[2]
-        properties[name] = _object(definitions[inner], definitions) if inner else found
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+def _inlined(name: str, found: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a key with what it refers to in its place. TOML has no null."""
+    if name in FILES and found.get("type") == "string":
+        return {"$ref": "#/definitions/file"}
+    if "$ref" in found:
+        found = definitions[found["$ref"].rpartition("/")[2]]
+    if "properties" in found:
+        properties = {key: _inlined(key, each, definitions) for key, each in found["properties"].items()}
+        required = {"required": found["required"]} if found["required"] else {}
+        return {"type": "object", "additionalProperties": False, **required, "properties": properties}
+    if {"type": "null"} in found.get("anyOf", ()):
+        (found,) = (each for each in found["anyOf"] if each != {"type": "null"})
+    items = {"items": _inlined("", found["items"], definitions)} if "items" in found else {}
+    return {**{key: value for key, value in found.items() if key != "$defs"}, **items}
 
 
 def main() -> int:

@@ -50,7 +50,7 @@ shows() {
 }
 
 checked "deploy/kubernetes is what the chart renders" "$HELM" scripts/kubernetes.sh --check
-for source in kafka kafscale reference; do
+for source in kafka kafscale reference secured; do
     checked "chart: lint, $source" "$HELM" "$HELM" lint --strict --quiet "$chart" -f "$chart/examples/$source.yaml"
 done
 checked "chart: no etcd is refused" "$HELM" refuses etcd.endpoints
@@ -60,6 +60,8 @@ checked "chart: several pods without an etcd are refused" "$HELM" \
 checked "chart: a misspelt value is refused" "$HELM" refuses replica -f $chart/examples/kafka.yaml --set replica=2
 checked "chart: a misspelt option is refused" "$HELM" \
     refuses drain -f $chart/examples/kafka.yaml --set config.limits.drain_sec=2
+checked "chart: values give every key, and secrets only by Secrets" "$HELM" \
+    env HELM="$HELM" .venv/bin/python -m pytest -q tests/deploy/chart_values.py
 checked "chart: helm test speaks TLS where the gateway does" "$HELM" \
     shows KPROXY_BROKER_TLS__ENABLED -f $chart/examples/kafka.yaml --set config.tls.cert=c,config.tls.key=k
 template -f $chart/examples/kafka.yaml --set workers=4,monitoring.enabled=true,external.enabled=true \
@@ -67,7 +69,8 @@ template -f $chart/examples/kafka.yaml --set workers=4,monitoring.enabled=true,e
     --set mode=gateway,image.digest="sha256:$(printf '%064d' 0)" >"$work/full.yaml" 2>/dev/null
 # Prometheus' operator has schemas of its own.
 awk 'BEGIN { RS = "---\n"; ORS = "---\n" } !/monitoring.coreos.com/' "$work/full.yaml" >"$work/core.yaml"
-for file in deploy/kubernetes/*.yaml "$work/core.yaml"; do
+template -f $chart/examples/secured.yaml >"$work/secured.yaml" 2>/dev/null
+for file in deploy/kubernetes/*.yaml "$work/core.yaml" "$work/secured.yaml"; do
     checked "Kubernetes: ${file##*/}" "$KUBERNETES_VALIDATE" "$KUBERNETES_VALIDATE" --strict --kubernetes-version 1.34 "$file"
 done
 

@@ -26,7 +26,11 @@ from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise
 )
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The TOML file with options.")
 @click.option("--listen", metavar="H:P", help=f"Where clients connect; port 0: any free one. [{DEFAULT_LISTEN}]")
-@click.option("--advertise", metavar="H:P", help="The address announced to clients. [as --listen]")
+@click.option(
+    "--advertise",
+    metavar="H:P",
+    help="The address announced to clients; of several listeners NAME=H:P[,NAME=H:P...]. [as --listen]",
+)
 @click.option("--ownership", metavar="etcd|kafka|static", help="The ownership source. [etcd]")
 @click.option(
     "--etcd",

@@ -77,16 +77,20 @@ class ListenerConfig:
         return self.tls is None and not self.proxy_protocol
 
 
-def parse_listeners(given: object, where: str) -> tuple[ListenerConfig, ...]:
-    """Parse the array `[[listeners]]` of a file. `where` names the file.
+def parse_listeners(given: object, where: str, advertise: str | UnsetType, source: str) -> tuple[ListenerConfig, ...]:
+    """Parse the array `[[listeners]]` of a file, which `where` names.
 
-    Raises StartupError.
+    The option `advertise`, from `source`, has addresses by the names of listeners, which win over the file's. The file
+    can so be the same for several proxies. Raises StartupError.
     """
     if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
         raise StartupError(f"listeners in {where}: write each one as a table, [[listeners]].")
     if len(given) > MAX_LISTENERS:
         raise StartupError(f"listeners in {where}: there are {len(given)}, and at most {MAX_LISTENERS} can be.")
-    listeners = tuple(_parse_one(each, number, where) for number, each in enumerate(given, 1))
+    told = {} if advertise is UNSET else _addresses_by_name(advertise, source)
+    listeners = tuple(_parse_one(each, number, where, told) for number, each in enumerate(given, 1))
+    for name in told.keys() - {each.name for each in listeners}:
+        raise StartupError(f"{source}: there is no listener {name[:60]!r} in {where}.")
     for what, values in (
         ("the name", [each.name for each in listeners]),
         ("the address", [str(each.listen) for each in listeners if each.listen.port]),
@@ -112,7 +116,22 @@ def _advertised_by_family(listeners: Sequence[ListenerConfig]) -> list[str]:
     ]
 
 
-def _parse_one(given: Mapping[str, object], number: int, where: str) -> ListenerConfig:
+def _addresses_by_name(text: str, source: str) -> dict[str, Address]:
+    addresses: dict[str, Address] = {}
+    for part in split_list(text, source):
+        name, equals, address = part.partition("=")
+        if not equals:
+            raise StartupError(
+                f"{source}: the listeners are in [[listeners]]: write NAME=HOST:PORT, for example "
+                f"external=kafka.example.org:9093."
+            )
+        if name in addresses:
+            raise StartupError(f"{source}: listener {name[:60]!r} stands twice: keep one of its addresses.")
+        addresses[name] = parse_address(address, source)
+    return addresses
+
+
+def _parse_one(given: Mapping[str, object], number: int, where: str, told: Mapping[str, Address]) -> ListenerConfig:
     title = f"listener {given['name']!r}"[:60] if "name" in given else f"listener {number}"
     _refuse_unknown(given, ListenerSection, "listeners", where)
     tls = given.get("tls", {})
@@ -130,8 +149,8 @@ def _parse_one(given: Mapping[str, object], number: int, where: str) -> Listener
     if section.listen is UNSET:
         raise StartupError(f'{title} in {where}: it needs an address, for example listen = "0.0.0.0:9093".')
     listen = parse_address(section.listen, f"listen of {title} in {where}")
-    advertise = None
-    if section.advertise is not UNSET:
+    advertise = told.get(section.name)
+    if advertise is None and section.advertise is not UNSET:
         advertise = parse_address(section.advertise, f"advertise of {title} in {where}")
     for address in (advertise,) if advertise is not None else (listen,):
         if address.host in WILDCARDS:

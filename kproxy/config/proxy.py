@@ -207,7 +207,6 @@ _KEYS = {path: key for section, struct in SECTIONS.items() for path, key in _key
 # Keys that belong to a configuration without [[listeners]].
 OF_ONE_LISTENER = (
     "listen.listen",
-    "listen.advertise",
     "listen.proxy_protocol",
     "listen.proxy_protocol_from",
     *(path for path in _KEYS if path.startswith("tls.")),
@@ -477,7 +476,8 @@ def _listeners(
     for path in OF_ONE_LISTENER:
         if sources[path] != "default":
             raise StartupError(f"{sources[path]}: the listeners are in [[listeners]]: say it there, or drop them.")
-    return parse_listeners(several.value, several.source.rpartition(" in ")[2])
+    where = several.source.rpartition(" in ")[2]
+    return parse_listeners(several.value, where, given.listen.advertise, sources["listen.advertise"])
 
 
 def _etcd(given: OwnershipSection, source: str) -> tuple[str, ...]:

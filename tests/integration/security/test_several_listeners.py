@@ -87,3 +87,21 @@ def test_a_client_finds_all_partitions_by_its_listener(
     ids = set(client.list_topics(timeout=TIMEOUT_S).brokers)
     leaders = {each.leader for each in client.list_topics("t", timeout=TIMEOUT_S).topics["t"].partitions.values()}
     assert leaders <= ids
+
+
+def test_proxies_share_one_file(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+    file = tmp_path / "kproxy.toml"
+    table = (
+        f'[ownership]\nownership = "static"\netcd = "{dev_cluster.etcd}"\nprefix = "/shared-{uuid.uuid4().hex[:8]}"\n'
+    )
+    table += f'[brokers]\n1 = "{dev_cluster.kafka}"\n[[topics]]\nname = "t"\nowners = [1]\n'
+    names = ("in", "out")
+    file.write_text(table + "".join(f'[[listeners]]\nname = "{each}"\nlisten = "0.0.0.0:0"\n' for each in names))
+    with ExitStack() as stack:
+        for number, workers in enumerate("12"):
+            told_to_clients = ",".join(f"{each}=pod-{number}.{each}:9092" for each in names)
+            arguments = ["serve", "--config", file, "--workers", workers, "--advertise", told_to_clients]
+            proxy = Proxy(stack.enter_context(serving(arguments, tmp_path / f"{number}.stderr")))
+            ports = {each: proxy.by_name[each].rpartition(":")[2] for each in names}
+        for each in names:
+            until_told(f"127.0.0.1:{ports[each]}", {f"pod-0.{each}:9092", f"pod-1.{each}:9092"})

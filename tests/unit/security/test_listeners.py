@@ -81,6 +81,26 @@ def test_listeners_of_a_family_share_name(tmp_path: Path) -> None:
     assert "two of them have the advertised address h:9092" in error_of(named[0] + other, tmp_path)
 
 
+def test_option_advertises_listeners_by_name(tmp_path: Path) -> None:
+    texts = ['name = "in"\nlisten = "0.0.0.0:1"\n', 'name = "out"\nlisten = "0.0.0.0:2"\nadvertise = "old:2"\n']
+    text = "".join(f"[[listeners]]\n{each}" for each in [*texts, 'name = "self"\nlisten = "127.0.0.1:3"\n'])
+    config = load(text, tmp_path, KPROXY_LISTEN__ADVERTISE="in=pod-0.kproxy:1, out=pod-0.example.org:9094")
+    assert [each.advertise for each in config.listeners] == [
+        Address("pod-0.kproxy", 1),
+        Address("pod-0.example.org", 9094),
+        None,
+    ]
+    for wrong, says in {
+        "h:1": "write NAME=HOST:PORT",
+        "in=h": "has no port",
+        "in=h:1,inn=h:2": "there is no listener 'inn'",
+        "in=h:1,in=h:2": "listener 'in' stands twice",
+        "in=h:1,out=h:1": "two of them have the advertised address h:1",
+        "in=0.0.0.0:1": "clients cannot connect to 0.0.0.0",
+    }.items():
+        assert says in error_of(text, tmp_path, KPROXY_LISTEN__ADVERTISE=wrong)
+
+
 ONE = '[[listeners]]\nname = "a"\nlisten = "127.0.0.1:1"\n'
 REFUSED = {
     "unknown key": (
