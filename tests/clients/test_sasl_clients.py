@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from kproxy_codec import api_keys as keys
+from kproxy_codec.framing import frame_message
+from tests.support.clients import raw_client
 from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.security import sasl_client as sasl
 from tests.support.security.sasl_client import ALLOW_ALL, AUDIENCE, ISSUER, USERS, jwks, token, users_file
 from tests.support.security.secured_clients import CLIENTS, OK
 from tests.support.security.secured_kafka import SecuredKafka, start_secured_kafka
@@ -47,13 +52,13 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
 
 @contextlib.contextmanager
 def proxy_before(
-    kafka: SecuredKafka, directory: Path, mechanisms: tuple[str, ...] = MECHANISMS
+    kafka: SecuredKafka, directory: Path, mechanisms: tuple[str, ...] = MECHANISMS, more: str = ""
 ) -> Iterator[KproxyProcess]:
     """A proxy that ends SASL, before the plain listener."""
     config, keys = directory / "kproxy.toml", directory / "keys.json"
     keys.write_text(jwks(0))
     config.write_text(
-        f'[sasl]\nmechanisms = "{",".join(mechanisms)}"\nusers = "{users_file(directory)}"\nwithout_tls = true\n'
+        f'[sasl]\nmechanisms = "{",".join(mechanisms)}"\nusers = "{users_file(directory)}"\nwithout_tls = true\n{more}'
         + (f'[oauth]\njwks = "{keys}"\nissuer = "{ISSUER}"\naudience = "{AUDIENCE}"\n' * ("OAUTHBEARER" in mechanisms))
         + ALLOW_ALL
     )
@@ -146,3 +151,46 @@ def test_aiokafka_with_a_refused_token_cannot_connect(same_mechanisms: KproxyPro
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_token_lets_its_user_write(same_mechanisms: KproxyProcess, topic: str, client: str) -> None:
     assert told_by(client, [same_mechanisms.kafka], topic, "OAUTHBEARER", "", token()) == [OK]
+
+
+SESSION_S = 2.0
+
+
+async def authenticated(address: str, version: int | None) -> raw_client.RawClient:
+    """A client by PLAIN, in SaslAuthenticate of that version, or None: in bare messages behind SaslHandshake v0."""
+    client = await raw_client.RawClient().connect(int(address.rpartition(":")[2]))
+    plain = sasl.plain("alice", USERS["alice"])
+    client.send(sasl.handshake("PLAIN", 0 if version is None else 1))
+    await client.answer(keys.SASL_HANDSHAKE, 0 if version is None else 1)
+    client.send(frame_message(plain) if version is None else sasl.authenticate(plain, version))
+    await client.receive()
+    return client
+
+
+@pytest.mark.parametrize("at", ["Kafka", "the proxy"])
+def test_session_ends_for_each_version(sessions: Mapping[str, str], at: str) -> None:
+    """The docs said that clients that do not learn of the end are served on, as by Kafka: neither is so."""
+
+    async def judge() -> None:
+        for version in (None, 0, 1, 2):
+            client = await authenticated(sessions[at], version)
+            asked = raw_client.control_frame(keys.METADATA, 4, topics=[], allow_auto_topic_creation=False)
+            client.send(asked)
+            await client.receive()
+            await asyncio.sleep(SESSION_S + 0.5)
+            client.send(asked)
+            assert await client.is_closed(), version
+
+    asyncio.run(judge())
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """Where sessions end: a broker, and a proxy before another listener of it."""
+    directory = tmp_path_factory.mktemp("sessions")
+    more = f"handshake_v0 = true\nsession_lifetime_s = {SESSION_S}\n"
+    with (
+        start_secured_kafka(directory / "kafka", session_s=SESSION_S) as kafka,
+        proxy_before(kafka, directory, ("PLAIN",), more) as proxy,
+    ):
+        yield {"Kafka": kafka.secured, "the proxy": proxy.kafka}
