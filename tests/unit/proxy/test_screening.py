@@ -224,6 +224,14 @@ async def test_brokers_see_no_denied_topic_of_metadata(version: int, creates: bo
     encode_response(answer)
 
 
+async def test_metadata_of_denied_topics_still_names_brokers() -> None:
+    """From version 1 on a request without topics asks for the brokers alone; in version 0 it would ask for all."""
+    for version in range(14):
+        found, sent = await screened(seeing("b"), keys.METADATA, version, topics=[{"name": "secret-1"}])
+        assert (found.answer is None) == (version > 0)
+        assert sent is None or sent.topics == []
+
+
 @pytest.mark.parametrize("version", [3, 4, 6])
 async def test_state_of_share_groups_needs_administration(version: int) -> None:
     """Their key type passed by the rules of transactional ids, and the broker created a topic for it."""
