@@ -7,9 +7,9 @@
 # PREFIX is that of `kproxy serve --prefix`, /kafscale by default. The roles are kproxy-proxy, kproxy-broker and
 # kproxy-admin; ROLES=a,b,c names them otherwise, for a second prefix on one etcd, and ROLES=a,b makes only the first two.
 # etcdctl takes who it is, and its certificates, from the environment (ETCDCTL_USER, ETCDCTL_CACERT, ETCDCTL_CERT,
-# ETCDCTL_KEY). Run it again after an upgrade: it grants what is missing, and takes away one right of the proxy that
-# earlier versions granted: to write everything under kproxy/, users and rules of access among it. Users are yours to
-# make:
+# ETCDCTL_KEY). Run it again after an upgrade: it grants what is missing, and takes away two rights of the proxy that
+# earlier versions granted: to write everything under kproxy/, users and rules of access among it, and every key that
+# begins with kproxy/own. Users are yours to make:
 #
 #   etcdctl user add kproxy && etcdctl user grant-role kproxy kproxy-proxy
 #   etcdctl auth enable     # once for all, when every user of this etcd has a role, `root` among them
@@ -62,7 +62,11 @@ grant "$proxy" read refbroker/topics/ --prefix
 grant "$proxy" read refbroker/partitions/ --prefix
 # The proxies themselves and their clients' claims, and the producer ids that they give out.
 grant "$proxy" readwrite kproxy/proxies/ --prefix
-grant "$proxy" readwrite kproxy/own --prefix
+grant "$proxy" readwrite kproxy/own/ --prefix
+grant "$proxy" readwrite kproxy/own-proxies/ --prefix
+grant "$proxy" readwrite kproxy/own-at-work
+# One watch reads the three. Earlier versions could write by this grant as well: this narrows it.
+grant "$proxy" read kproxy/own --prefix
 grant "$proxy" readwrite producer-ids
 # Clients' users and rules of access, which a proxy must not be able to change.
 grant "$proxy" read kproxy/users/ --prefix

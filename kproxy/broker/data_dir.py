@@ -44,6 +44,8 @@ else:
 _BROKER_FILE = "broker.json"
 _PARTITION_FILE = "partition.json"
 _LOG_IDS = "log-ids"
+# The mode of directories that are made here: records are for nobody else on this machine.
+_OWN_USERS = 0o700
 VERSION = 2
 THREADS = 8
 _Result = TypeVar("_Result")
@@ -72,11 +74,11 @@ class DataDir:
         """
         lock_fd = -1
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(_OWN_USERS, parents=True, exist_ok=True)
             lock_fd = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
             _lock(lock_fd, path)
             log_id = _claim(path, node_id)
-            (path / _LOG_IDS).mkdir(exist_ok=True)
+            (path / _LOG_IDS).mkdir(_OWN_USERS, exist_ok=True)
             remove_scratch_files(path / _LOG_IDS)
             remove_scratch_files(path)
             for leftover in path.glob("#deleted-*"):
@@ -200,7 +202,7 @@ class DataDir:
                 _logger.warning("log set aside", directory=str(directory), moved_to=str(stray), was=found, now=identity)
                 directory.rename(stray)
             try:
-                directory.mkdir(exist_ok=True)
+                directory.mkdir(_OWN_USERS, exist_ok=True)
             except OSError as error:
                 raise disk_error(error, directory) from error
         if renamed is not None:

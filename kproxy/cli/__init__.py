@@ -12,7 +12,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import click
@@ -219,3 +220,19 @@ def start_logging(context: click.Context, default: str = "info") -> None:
 
     given = context.find_root().params
     configure_logging(given["log_level"] or default, given["log_format"])
+
+
+def tell_of_exposed(secrets: Iterable[tuple[str, Path | None]]) -> None:
+    """Log the files with secrets that others can read or change."""
+    import structlog
+
+    from kproxy.config.exposure import exposed
+
+    for each in exposed(secrets):
+        structlog.get_logger(__name__).warning(
+            "others can read a secret",
+            secret=each.what,
+            file=str(each.file),
+            mode=f"{each.mode:04o}",
+            advice=each.advice,
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from kproxy.broker.config import FLUSH_POLICIES
-from kproxy.cli import run_async, start_logging
+from kproxy.cli import run_async, start_logging, tell_of_exposed
 from kproxy.cli.options import etcd_flags, listener_tls_flags, listener_tls_from, replication_tls_from
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
@@ -149,6 +149,14 @@ def command(
     client_tls = listener_tls_from({name: given.pop(name) for name in list(given) if name.startswith("tls_")})
     replication_tls = replication_tls_from(
         {name: given.pop(name) for name in list(given) if name.startswith("replication_tls_")}
+    )
+    tell_of_exposed(
+        [
+            ("--tls-key", client_tls.key if client_tls is not None else None),
+            ("--replication-tls-key", replication_tls.key if replication_tls is not None else None),
+            ("--etcd-key", options.key),
+            ("--etcd-password-file", options.password_file),
+        ]
     )
     from kproxy.broker.server import BrokerConfig, run_broker
 

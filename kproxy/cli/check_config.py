@@ -14,9 +14,10 @@ from msgspec import UNSET
 
 from kproxy.config import Owners, Setting, build_proxy_config, load_settings
 from kproxy.config.access import ACLS, shown
+from kproxy.config.exposure import exposed
 from kproxy.config.listeners import SECTION as LISTENERS
 from kproxy.config.listeners import ListenerConfig
-from kproxy.config.proxy import OF_ONE_LISTENER, OF_ONE_SOURCE, SECRETS, TABLES, ProxyConfig
+from kproxy.config.proxy import OF_ONE_LISTENER, OF_ONE_SOURCE, SECRETS, TABLES, ProxyConfig, secret_files
 from kproxy.config.quotas import QUOTAS, parse_quotas
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS
 from kproxy.errors import StartupError
@@ -44,6 +45,7 @@ def command(config: Path | None, as_json: bool) -> None:
         access = config_in_force.access
         quotas = parse_quotas(settings[QUOTAS].value, "it") if QUOTAS in settings else ()
         warnings = _try_files(config_in_force)
+        warnings += map(str, exposed(secret_files(config_in_force, settings)))
         tables = {ACLS: shown(access.acls) if access is not None else [], QUOTAS: shown(quotas)}
     except StartupError as error:
         if as_json:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import click
 
-from kproxy.cli import run_async, start_logging
+from kproxy.cli import run_async, start_logging, tell_of_exposed
 from kproxy.cli.options import audit_flags, etcd_flags, security_flags, writer_group_flag
 from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
+from kproxy.config.proxy import secret_files
 from kproxy.errors import StartupError
 from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise_open_file_limit
 
@@ -84,6 +85,8 @@ def command(
     start_logging(context)
     raise_open_file_limit()
     options = load_proxy_config(config, flags=flags)
+    if options.given is not None:
+        tell_of_exposed(secret_files(options, options.given.settings))
     end_with_parent()
     if options.workers > 1:
         return _serve_by_workers(context, options)

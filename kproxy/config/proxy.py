@@ -441,6 +441,19 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     )
 
 
+def secret_files(config: ProxyConfig, settings: Mapping[str, Setting]) -> Iterator[tuple[str, Path]]:
+    """The files with secrets, with what each has; users are left out, which are refused if others can read them."""
+    for path, setting in settings.items():
+        # `tls.key` and its like; files of passwords and tokens.
+        if path.endswith((".key", "_file")) and isinstance(setting.value, str):
+            yield path, Path(setting.value)
+        elif path in SECRETS and setting.source.startswith(f"{path} in "):
+            yield path, Path(setting.source.removeprefix(f"{path} in "))
+    for listener in config.listeners:
+        if listener.name and listener.tls is not None:
+            yield f"tls.key of listener {listener.name!r}", listener.tls.key
+
+
 def _quotas(settings: Mapping[str, Setting]) -> QuotaOptions | None:
     quotas = settings.get(QUOTAS)
     if quotas is None:

@@ -69,7 +69,9 @@ class ClusterDir:
     def open(cls, path: Path, brokers: int) -> ClusterDir:
         """Create and lock it; check that all brokers with data in it are started."""
         try:
-            (path / "logs").mkdir(parents=True, exist_ok=True)
+            # Records, and what etcd holds, are for nobody else on this machine.
+            path.mkdir(0o700, parents=True, exist_ok=True)
+            (path / "logs").mkdir(exist_ok=True)
             lock = (path / "lock").open("ab")
         except OSError as error:
             raise StartupError(

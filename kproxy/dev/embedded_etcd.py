@@ -127,7 +127,7 @@ class EmbeddedEtcd:
 
     def _open_data_dir(self) -> None:
         try:
-            self.data_dir.mkdir(parents=True, exist_ok=True)
+            self.data_dir.mkdir(0o700, parents=True, exist_ok=True)
             self._lock = (self.data_dir / "lock").open("ab")
             if self.log_path.exists() and self.log_path.stat().st_size > LOG_LIMIT_BYTES:
                 self.log_path.replace(self.log_path.with_suffix(".log.1"))

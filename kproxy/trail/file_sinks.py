@@ -28,6 +28,7 @@ from kproxy.trail.sink import Appetite, SinkFailed, on_thread
 
 # The trail shows who wrote where and when: it is not for every user.
 FILE_MODE = 0o640
+_DIRECTORY_MODE = 0o750
 PREFIX = "kproxy-audit-"
 # The suffix of a file that is not finished.
 UNFINISHED = ".tmp"
@@ -73,7 +74,7 @@ def check_directory(directory: Path) -> None:
 def prepare(directory: Path) -> None:
     """Create the directory and check that it can be written to. Raises StartupError."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(_DIRECTORY_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(
             f"audit.sink: the directory {directory} cannot be made ({error.strerror}): name one that can be written to."

@@ -122,9 +122,11 @@ async def test_a_free_port_that_somebody_took_meanwhile_is_replaced_by_another(
 
 
 async def test_a_data_directory_in_use_is_refused_at_once(tmp_path: Path) -> None:
-    async with EmbeddedEtcd(tmp_path, extra_arguments=QUICK):
+    data = tmp_path / "data"
+    async with EmbeddedEtcd(data, extra_arguments=QUICK):
+        assert data.stat().st_mode & 0o777 == 0o700
         with pytest.raises(StartupError, match="in use by another program"):
-            await EmbeddedEtcd(tmp_path, extra_arguments=QUICK).start()
+            await EmbeddedEtcd(data, extra_arguments=QUICK).start()
 
 
 async def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

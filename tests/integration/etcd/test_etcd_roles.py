@@ -69,7 +69,10 @@ async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gua
 def make_users(site: Guarded) -> None:
     done = [run([str(SCRIPT), PREFIX], site.environ)]
     # As earlier versions granted it; the next run narrows it.
-    done.append(site.etcdctl("role", "grant-permission", PROXY, "readwrite", f"{PREFIX}/kproxy/", "--prefix"))
+    done += (
+        site.etcdctl("role", "grant-permission", PROXY, "readwrite", f"{PREFIX}/{earlier}", "--prefix")
+        for earlier in ("kproxy/", "kproxy/own")
+    )
     for user, role in (("root", "root"), (PROXY, PROXY), (BROKER, BROKER), (ADMIN, ADMIN)):
         done.append(site.etcdctl("user", "add", user, "--new-user-password", PASSWORD))
         done.append(site.etcdctl("user", "grant-role", user, role))
@@ -142,7 +145,16 @@ BROKERS_KEYS = (
 PROXYS_KEYS = (f"{proxies_prefix(PREFIX)}1000009", OWN.claim("g", "t/0"), OWN.member("9"), OWN.at_work)
 ACCESS = AccessKeys(PREFIX)
 ADMINS_KEYS = (ACCESS.user("alice"), ACCESS.acl("one"))
-NOBODYS_KEYS = (f"{PREFIX}/metadata/snapshot", f"{PREFIX}/group-leases/g", f"{PREFIX}/else", "/elsewhere")
+# Each key that a role may write, with more behind it: a grant ends where the key or its directory ends.
+NEXT_KEYS = tuple(
+    f"{PREFIX}/{directory}-evil{rest}"
+    for directory, rest in (
+        *(("kproxy/ownership", ""), ("kproxy/own", "/g"), ("kproxy/own-proxies", "/9"), ("kproxy/own-at-work", "")),
+        *(("kproxy/proxies", "/9"), ("kproxy/users", "/u"), ("kproxy/acls", "/a"), ("brokers", "/9")),
+        *(("partition-leases", "/t/0"), ("refbroker", "/topics/t"), ("producer-ids", "")),
+    )
+)
+NOBODYS_KEYS = (f"{PREFIX}/metadata/snapshot", f"{PREFIX}/group-leases/g", f"{PREFIX}/else", "/elsewhere", *NEXT_KEYS)
 
 
 @pytest.mark.parametrize(

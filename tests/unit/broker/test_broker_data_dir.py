@@ -35,6 +35,26 @@ def test_a_directory_serves_one_broker_at_a_time(tmp_path: Path) -> None:
     DataDir.open(tmp_path / "data", 1).close()
 
 
+def test_directory_is_closed_to_other_users(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.mkdir(mode=0o755)
+    before = os.umask(0o022)
+    try:
+        for path in (tmp_path / "above" / "data", given):
+            data_dir = DataDir.open(path, 1)
+            data_dir.open_log("t", 0, FIRST).close()
+            data_dir.close()
+    finally:
+        os.umask(before)
+    made = [tmp_path / "above" / "data", *(each for each in tmp_path.glob("*/**/*") if each.is_dir())]
+    assert {str(each.relative_to(tmp_path)): each.stat().st_mode & 0o777 for each in made} == {
+        "above/data": 0o700,
+        **{f"{place}/{name}": 0o700 for place in ("above/data", "given") for name in ("t-0", "log-ids")},
+    }
+    # Whoever made it has chosen its mode.
+    assert given.stat().st_mode & 0o777 == 0o755
+
+
 def test_a_directory_belongs_to_one_node_id(tmp_path: Path) -> None:
     DataDir.open(tmp_path, 1).close()
     with pytest.raises(StartupError, match="belongs to broker 1, not 2"):

@@ -244,6 +244,7 @@ def test_a_directory_that_is_missing_is_made(tmp_path: Path, kind: str) -> None:
     assert sink is not None
     asyncio.run(sink.write(paged(some_rows(3), 3)))
     assert SINKS[kind][1](tmp_path / "a" / "b") == some_rows(3)
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o007 == 0, "everybody may see what is in it"
 
 
 def _nothing_to_dial() -> Any:

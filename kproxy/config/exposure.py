@@ -1,0 +1,52 @@
+"""Files with secrets that every user of this machine can read or change.
+
+Files in a read-only mount are left out. Kubernetes mounts Secrets so, with mode 0644 by default, which nobody can
+change from within; they are there for the processes of one container alone.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from kproxy.config.parsing import unreadable
+
+_OTHERS = stat.S_IROTH | stat.S_IWOTH
+
+
+class Exposed(NamedTuple):
+    """A file that others can read or change, and what it has: a key of the configuration, or a flag."""
+
+    what: str
+    file: Path
+    mode: int
+
+    @property
+    def advice(self) -> str:
+        return f"run `chmod 600 {self.file}` (640 lets its group read)"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: its file {self.file} has the mode {self.mode:04o}, so that others can read or change it: "
+            f"{self.advice}."
+        )
+
+
+def exposed(secrets: Iterable[tuple[str, Path | None]]) -> list[Exposed]:
+    """Those of the files that others can read or change, once each. Raises StartupError if one is gone."""
+    found: dict[Path, Exposed] = {}
+    for what, file in secrets:
+        if file is None or sys.platform == "win32":
+            continue
+        try:
+            mode = stat.S_IMODE(file.stat().st_mode)
+            is_fixed = bool(os.statvfs(file).f_flag & os.ST_RDONLY)
+        except OSError as error:
+            raise unreadable(what, file, error) from error
+        if mode & _OTHERS and not is_fixed:
+            found.setdefault(file, Exposed(what, file, mode))
+    return list(found.values())

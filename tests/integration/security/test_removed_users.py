@@ -1,0 +1,75 @@
+"""A user who is removed: no new connection, but open ones go on until a rule stops them."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.error_codes import NONE, TOPIC_AUTHORIZATION_FAILED
+from tests.support.brokers.scripted_upstream import answers_everything
+from tests.support.clients.raw_client import RawClient, batch, produce_frame
+from tests.support.processes.served import ServedBroker, beside, port_of, static_proxy
+from tests.support.security import sasl_client as sasl
+from tests.support.waiting import eventually
+
+ALLOWED = '[[acls]]\nprincipal = "User:alice"\noperations = ["write"]\ntopics = ["t"]\n'
+OTHERS = '[[acls]]\nprincipal = "User:bob"\noperations = ["write"]\ntopics = ["t"]\n'
+DENIED = f'{ALLOWED}effect = "deny"\n'
+
+
+async def logged_in(port: int) -> RawClient | None:
+    """A client that has logged in as alice; None if it is refused."""
+    client = await RawClient().connect(port)
+    client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("alice", sasl.USERS["alice"])))
+    await client.answer(SASL_HANDSHAKE, 1)
+    if (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE:
+        return client
+    client.abort()
+    return None
+
+
+async def is_refused(port: int) -> bool:
+    client = await logged_in(port)
+    if client is not None:
+        client.abort()
+    return client is None
+
+
+async def written(client: RawClient) -> int:
+    client.send(produce_frame({"t": [0]}, records=batch(0)))
+    return (await client.answer()).codes[("t", 0)]
+
+
+@pytest.mark.parametrize(
+    ("told", "rules"),
+    [(True, OTHERS), (True, DENIED), (False, OTHERS)],
+    ids=["taken-by-sighup", "denied-by-sighup", "taken-by-itself"],
+)
+async def test_rule_stops_removed_user_and_removal_does_not(tmp_path: Path, told: bool, rules: str) -> None:
+    broker = ServedBroker(1, answers_everything)
+    await broker.start()
+    users = sasl.users_file(tmp_path)
+    rooms = f'[sasl]\nmechanisms = "PLAIN"\nusers = "{users}"\nwithout_tls = true\n'
+    async with beside(static_proxy(tmp_path, {1: broker.port}, rooms=rooms + ALLOWED)) as proxy:
+        client = await logged_in(port_of(proxy))
+        assert client is not None
+        assert await written(client) == NONE
+        sasl.users_file(tmp_path, "bob")
+        if told:
+            proxy.signal(signal.SIGHUP)
+        await eventually(lambda: is_refused(port_of(proxy)))
+        assert await written(client) == NONE
+        config = tmp_path / "kproxy.toml"
+        config.write_text(config.read_text().replace(ALLOWED, rules))
+        if told:
+            proxy.signal(signal.SIGHUP)
+
+        async def is_stopped() -> bool:
+            return await written(client) == TOPIC_AUTHORIZATION_FAILED
+
+        await eventually(is_stopped)
+        client.abort()
+    await broker.stop()
