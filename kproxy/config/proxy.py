@@ -70,6 +70,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_open_requests: _Count = 1_000
     # Connections of a listener that have not finished their TLS handshake or PROXY protocol header.
     max_half_open: _Count = 500
+    # After which a connection without requests is closed, 0: never. The default is Kafka's connections.max.idle.ms.
+    idle_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 600.0
     connect_timeout_s: Seconds = 1.0
     probe_timeout_s: Seconds = 2.0
     control_timeout_s: Seconds = 30.0

@@ -238,6 +238,11 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         counters.get("clients.refused", 0),
     )
     yield counter(
+        "kproxy_client_connections_idle_closed",
+        "Client connections closed because they asked for nothing (limits.idle_s).",
+        counters.get("clients.idle", 0),
+    )
+    yield counter(
         "kproxy_producer_ids", "Producer ids that the proxy assigned.", counters.get("producer_ids.given_out", 0)
     )
     yield counter(

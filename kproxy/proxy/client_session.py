@@ -198,6 +198,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             return
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
+        self._first_byte_at = self._clock()
         keep_alive(transport)
         loop = asyncio.get_running_loop()
         self._answers.outbox = PacedOutbox(loop, self._transport, flushes_of(loop), self._share)
@@ -528,6 +529,19 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             self._use_quotas()
         if now >= self._drained_by and not self.closed:
             self.abandon()
+        idle_s = self._context.limits.idle_s
+        if idle_s and now - self._first_byte_at > idle_s and not is_late and self._is_at_rest():
+            self._context.counters["clients.idle"] += 1
+            self._end()
+
+    def _is_at_rest(self) -> bool:
+        """Whether nothing is asked for, on its way or claimed."""
+        is_busy = self._arriving_bytes or self._answers.slots or self._backlog or self._share.held or self.open_requests
+        return self._reading and not (is_busy or self.closed or self._is_claimant)
+
+    @property
+    def _is_claimant(self) -> bool:
+        return self._fanout.claims.has_claims or self._control.is_claiming
 
     def _forget_routes(self) -> None:
         """Forget the routes of the compiled path: its client may write to other topics now."""
@@ -616,8 +630,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
 
         Only a write shows whether it is gone. Over TLS there is no such half. Claims are free at once.
         """
-        transport, is_claimant = self._transport, self._fanout.claims.has_claims or self._control.is_claiming
-        if self.closed or transport is None or not transport.can_write_eof() or is_claimant:
+        transport = self._transport
+        if self.closed or transport is None or not transport.can_write_eof() or self._is_claimant:
             self._end()
             return False
         self._context.turns.take(self._answer_rest)

@@ -196,6 +196,16 @@ async def test_what_is_lost_after_its_writer_has_gone_is_waited_for_from_then_on
     assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
 
 
+async def test_idle_claimant_keeps_its_connection(site: Site) -> None:
+    owner, idle = await site.owner(), await site.client()
+    context = site.proxies[0].context
+    context.limits = msgspec.structs.replace(context.limits, idle_s=0.3)
+    await eventually(lambda: context.counters["clients.idle"] == 1)
+    await asyncio.sleep(0.3)
+    assert await claim(owner, "t/1") == NONE
+    await idle.close()
+
+
 async def test_what_is_never_answered_is_waited_for_for_a_time(site: Site) -> None:
     owner, successor = await site.owner(), await site.client(1)
     asked = await site.writes(owner)
