@@ -125,6 +125,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         self._context = context
         self._reception = reception or Reception("", context.fleet)
         self._clock = context.clock
+        # It may be asked whether it is idle before it has its connection.
+        self._first_byte_at = context.clock()
         self._tally = context.tally
         self._on_closed = on_closed
         self._transport: asyncio.Transport | None = None
@@ -198,7 +200,6 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             return
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
-        self._first_byte_at = self._clock()
         keep_alive(transport)
         loop = asyncio.get_running_loop()
         self._answers.outbox = PacedOutbox(loop, self._transport, flushes_of(loop), self._share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from kproxy.proxy.client_session import ClientSession
 from tests.support.brokers.scripted_upstream import ScriptedUpstream
 from tests.support.clients.raw_client import batch, produce_frame
 from tests.support.processes.running_proxy import both_loops, running_proxy
@@ -20,6 +21,16 @@ async def test_idle_connection_is_closed() -> None:
         assert await client.is_closed()
         assert asyncio.get_running_loop().time() - began >= IDLE_S
         await eventually(lambda: proxy.counters["clients.idle"] == 1)
+
+
+@both_loops
+async def test_session_without_its_connection_is_not_idle() -> None:
+    """A session is looked at from its creation on; the loop hands over the connection in a later turn."""
+    async with running_proxy() as proxy:
+        session = ClientSession(proxy.context, lambda session: None)
+        session.expire(proxy.context.clock())
+        assert not session.closed
+        await session.close()
 
 
 @both_loops
