@@ -225,6 +225,7 @@ def trail_options(secured: TlsKafka, client: Pair, mechanism: str, directory: Pa
         lines += [f'tls.cert = "{client.cert}"', f'tls.key = "{client.key}"']
         return secured.mutual, "\n".join(lines)
     secret = directory / "trail-secret"
+    secret.touch(0o600)
     lines.append(f'sasl.mechanism = "{mechanism}"')
     if mechanism == "OAUTHBEARER":
         secret.write_text(unsecured_token(USER))

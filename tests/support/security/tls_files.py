@@ -52,6 +52,7 @@ class Signer:
         # The only form that Java reads.
         key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        pair.key.touch(0o600)
         pair.key.write_bytes(key.private_bytes(*form))
         return pair
 
