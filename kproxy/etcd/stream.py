@@ -108,11 +108,13 @@ class EtcdStream:
 
         No response is lost by that.
         """
-        if self._call is None:
+        # `close` may come while this waits.
+        call, reader = self._call, self._reader
+        if call is None:
             raise EtcdUnavailable(f"The {self._method} stream of {self._members.endpoints} is not open.")
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read_ahead(self._call), name="etcd-stream-read")
-        if not self._arrived and not self._reader.done():
+        if reader is None:
+            reader = self._reader = asyncio.create_task(self._read_ahead(call), name="etcd-stream-read")
+        if not self._arrived and not reader.done():
             self._news.clear()
             try:
                 async with asyncio.timeout(timeout_s):
@@ -122,9 +124,9 @@ class EtcdStream:
                 return None
         self._in_vain = False
         if not self._arrived:
-            await self._met(self._reader)
+            await self._met(reader)
             # If etcd ended it with a status, that is the reason.
-            await self._met(self._call)
+            await self._met(call)
             self._blame_member()
             raise EtcdUnavailable(f"etcd at {self._members.endpoints} ended {self._method}.")
         self._room.set()

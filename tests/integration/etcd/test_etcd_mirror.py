@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent
 from kproxy.etcd import mirror as mirror_module
 from kproxy.etcd.messages import Pages
@@ -531,6 +532,20 @@ async def test_the_same_cluster_put_back_to_an_earlier_revision_is_loaded_anew_a
             await server.start()
             await eventually(lambda: list(copy.kvs) == ["/a/kept"])
             assert copy.restored == 1
+
+
+async def test_closing_the_client_ends_a_waiting_read(etcd: EmbeddedEtcd) -> None:
+    client = EtcdClient([etcd.endpoint])
+    await client.connect()
+    stream = WatchStream(client, write_timeout_s=PATIENCE_S)
+    await stream.watch(1, "/k", 0, exact=True, fragments=False)
+    created = await stream.read(PATIENCE_S)
+    assert created is not None
+    reading = asyncio.create_task(stream.read(PATIENCE_S))
+    await asyncio.sleep(0.1)
+    await client.close()
+    with pytest.raises(EtcdUnavailable):
+        await reading
 
 
 async def test_cancelling_it_leaves_no_task_behind(etcd_client: EtcdClient, etcd_prefix: str) -> None:

@@ -478,7 +478,7 @@ _NEXT_LEADER_KNOWS_LITTLE: list[Taken] = [
     ("produce", LEADER, 1),
     ("fetch", 2),
     ("ask", 2),
-    ("crash", 0),
+    ("link", 0, CUT),
     ("advance", SOME_SECONDS),
     ("advance", SOME_SECONDS),
     ("advance", A_SECOND),
@@ -558,7 +558,7 @@ RULES_OFF = [
             ("ask", 2),
             # Broker 2, without that record, leads for a moment, too short for an ISR change; 3 truncates to its log.
             ("link", 1, SLOW),
-            ("crash", 0),
+            ("link", 0, CUT),
             ("freeze", 2),
             ("advance", A_LEASE),
             ("watch", 1, 2),
@@ -568,13 +568,13 @@ RULES_OFF = [
             ("fetch", 2),
             ("keep", 1),
             ("crash", 1),
-            # Broker 1 leads again, with the record, and now gets the request.
-            ("restart", 0),
+            # Broker 1 leads again, with the record, and now gets the request, on the connection that it came on.
+            ("link", 0, FAST),
             ("advance", A_LEASE),
             ("arrive", 0),
         ],
         {
-            **dict.fromkeys(["lag", "crash", "restart", "arrive", ("advance", A_WHILE)], 1.0),
+            **dict.fromkeys(["lag", "crash", "arrive", ("link", 0, CUT), ("link", 0, FAST), ("advance", A_WHILE)], 1.0),
             ("advance", A_LEASE): 2.0,
         },
         Runs.MANY,
