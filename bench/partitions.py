@@ -26,10 +26,10 @@ from rich.table import Table
 from bench.brokers import BROKERS, PREFIX, Brokers, brokers
 from bench.processes import cpu_seconds, resident_bytes
 from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
+from kproxy.config import parse_address
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from kproxy.ownership.kafka_client import KafkaConnection
-from kproxy.routing.topology import Address
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes
 
@@ -99,8 +99,8 @@ async def _known(broker: KafkaConnection, topic: str, since: float) -> float:
 
 async def _other_topics(client: EtcdClient, addresses: str, took: list[float]) -> None:
     """Create small topics one after the other; add to `took` how soon each broker knows each."""
-    hosts = [address.rpartition(":") for address in addresses.split(",")]
-    asked = [await KafkaConnection.open(Address(host, int(port)), ADMIN_TIMEOUT_S) for host, _, port in hosts]
+    brokers_at = [parse_address(address, "a broker's ready line") for address in addresses.split(",")]
+    asked = [await KafkaConnection.open(address, ADMIN_TIMEOUT_S) for address in brokers_at]
     try:
         for number in itertools.count():
             topic, since = f"other-{number}", time.monotonic()

@@ -368,12 +368,13 @@ class Screen:
         cursor = request.cursor
         begins_at = cursor.topic_name if cursor is not None else ""
         if request.topics:
-            names = {each.name for each in request.topics}
-            if cursor is not None and begins_at not in names:
-                invalid = {"error_code": INVALID_REQUEST, "partitions": []}
-                return _refused(frame, header, topics=[{"name": name, **invalid} for name in sorted(names)])
-            request.topics = [each for each in request.topics if each.name >= begins_at]
-            self._move_cursor(cursor, sorted(each.name for each in request.topics if self._sees(each.name)))
+            if cursor is not None:
+                names = {each.name for each in request.topics}
+                if begins_at not in names:
+                    invalid = {"error_code": INVALID_REQUEST, "partitions": []}
+                    return _refused(frame, header, topics=[{"name": name, **invalid} for name in sorted(names)])
+                request.topics = [each for each in request.topics if each.name >= begins_at]
+                self._move_cursor(cursor, sorted(each.name for each in request.topics if self._sees(each.name)))
             error = {"error_code": TOPIC_AUTHORIZATION_FAILED, "partitions": []}
             cut = _Cut("topics", "topics", lambda topic: {"name": topic.name, **error})
             return self._cut(frame, header, request, Operation.DESCRIBE, cut)._replace(verdict=verdict)
