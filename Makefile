@@ -51,7 +51,7 @@ storm: install  ## kill, stop, cut off and wipe replicated brokers at random for
 
 sim: install  ## put replication through SEEDS=1000 random runs of brokers, links and time, from SEED=1; a second for ten
 	@KPROXY_SIM_SEEDS=$(SEEDS) KPROXY_SIM_FIRST_SEED=$(SEED) \
-		$(BIN)/python -m pytest -q --timeout=0 tests/property/test_replication_model.py -k befalls $(ARGS)
+		$(BIN)/python -m pytest -q --timeout=0 tests/property/test_replication_model.py -k random_events $(ARGS)
 
 sim-rules: install  ## switch off every rule of replication, the rarest too, and have random runs from SEED=1 find each
 	@KPROXY_SIM_RULES=all KPROXY_SIM_FIRST_SEED=$(SEED) \
@@ -62,7 +62,7 @@ worlds: install  ## put the proxy's own code through WORLDS=10000 simulated worl
 
 worlds-rules: install  ## switch off rules of the produce path, the rarest too, and have simulated worlds from SEED=1 miss each
 	@KPROXY_WORLDS_RULES=all KPROXY_WORLDS_SEED=$(SEED) \
-		$(BIN)/python -m pytest -q -rP --timeout=0 tests/property/test_worlds.py -k missed $(ARGS)
+		$(BIN)/python -m pytest -q -rP --timeout=0 tests/property/test_worlds.py -k switched_off $(ARGS)
 
 own-histories: install  ## HISTORIES=500 random histories of claims, writes and deaths before reference brokers, from SEED=1, judged
 	@KPROXY_OWN_HISTORIES=$(HISTORIES) KPROXY_OWN_SEED=$(SEED) \

@@ -431,9 +431,7 @@ UNSUPPORTED = ("UnsupportedVersion", "UnsupportedFeature", "IncompatibleBrokerVe
         for each in refused_clients.CLIENTS
     ],
 )
-def test_a_client_gets_the_same_exceptions_as_from_kafka(
-    secured: SecuredKafka, proxy: KproxyProcess, client: str
-) -> None:
+def test_client_gets_same_exceptions_as_from_kafka(secured: SecuredKafka, proxy: KproxyProcess, client: str) -> None:
     attempts = [each for each in (*ATTEMPTS, *NOT_OFFERED) if (client, each) not in WITHOUT_REASON]
     users = refused_clients.Users("alice", "bob")
     direct, through = refused_clients.attempted(client, [secured.secured, proxy.kafka], attempts, NAMES, users)
@@ -458,7 +456,7 @@ async def _named(address: str, asked: Case, name: str) -> set[str]:
 
 @pytest.mark.parametrize(("name", "seen"), [("alice", {READ, WRITE, BOTH, DESCRIBE}), ("bob", {DESCRIBE})])
 @pytest.mark.parametrize("version", [0, 1, 5, 9, 12])
-async def test_all_topics_are_those_that_a_client_may_see(
+async def test_all_topics_request_returns_only_visible_topics(
     secured: SecuredKafka, proxy: KproxyProcess, name: str, seen: set[str], version: int
 ) -> None:
     asked = _metadata(version, [] if version == 0 else None)
@@ -466,7 +464,7 @@ async def test_all_topics_are_those_that_a_client_may_see(
     assert await _named(proxy.kafka, asked, name) == seen
 
 
-async def test_a_topic_is_hidden_by_its_id_as_well(secured: SecuredKafka, proxy: KproxyProcess) -> None:
+async def test_topic_is_hidden_by_id_too(secured: SecuredKafka, proxy: KproxyProcess) -> None:
     ids = await _topic_ids(secured)
     asked = _metadata(12, [{"topic_id": ids[topic], "name": None} for topic in (READ, HIDDEN)])
     direct, through = await ask(secured.secured, asked), await ask(proxy.kafka, asked)
@@ -523,14 +521,14 @@ async def test_new_rules_count_at_once_on_open_connections(secured: SecuredKafka
                 assert asyncio.get_running_loop().time() < deadline
 
 
-async def test_a_dry_run_refuses_nothing_and_tells_what_it_would(secured: SecuredKafka, tmp_path: Path) -> None:
+async def test_dry_run_logs_denials_and_refuses_nothing(secured: SecuredKafka, tmp_path: Path) -> None:
     with proxy_with(secured, tmp_path, "[access]\ndry_run = true\n" + RULES) as process:
         answer = await ask(process.kafka, CASES["produce"])
         assert codes(answer) == {0}
         assert "access would be denied" in process.stderr()
 
 
-async def test_without_rules_nothing_is_allowed(secured: SecuredKafka, tmp_path: Path) -> None:
+async def test_missing_rules_deny_everything(secured: SecuredKafka, tmp_path: Path) -> None:
     with proxy_with(secured, tmp_path, "") as process:
         assert codes(await ask(process.kafka, CASES["produce"])) == {29}
         assert (await ask(process.kafka, _metadata(9, None)))["topics"] == []

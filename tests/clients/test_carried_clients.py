@@ -145,7 +145,7 @@ def test_brokers_tell_clients_apart(kafka: SecuredKafka, proxy: KproxyProcess, w
 
 @pytest.mark.long
 @pytest.mark.parametrize("client", CLIENTS)
-def test_every_client_is_itself(kafka: SecuredKafka, proxy: KproxyProcess, client: str) -> None:
+def test_each_client_keeps_its_identity(kafka: SecuredKafka, proxy: KproxyProcess, client: str) -> None:
     topic = topic_of(kafka, "alice")
     assert CLIENTS[client](proxy.kafka, topic, "PLAIN", "alice", USERS["alice"]) == OK
     through = CLIENTS[client](proxy.kafka, topic, "PLAIN", "bob", USERS["bob"])
@@ -157,7 +157,7 @@ def test_every_client_is_itself(kafka: SecuredKafka, proxy: KproxyProcess, clien
 @pytest.mark.parametrize(
     "client", [pytest.param(each, marks=() if each in ("aiokafka", "java") else pytest.mark.long) for each in CLIENTS]
 )
-def test_a_client_tells_the_same_as_of_kafka(
+def test_client_reports_same_error_as_from_kafka(
     kafka: SecuredKafka, proxy: KproxyProcess, client: str, wrong: str
 ) -> None:
     topic = topic_of(kafka, "alice")
@@ -184,14 +184,14 @@ def errors_of(settings: dict[str, Any], until: str) -> set[tuple[str, str]]:
     return {(name, text.partition("failed: ")[2].partition(" (after")[0]) for name, text in seen if name == until}
 
 
-def test_what_a_broker_says_of_a_token_is_what_the_client_is_told(kafka: SecuredKafka, proxy: KproxyProcess) -> None:
+def test_client_gets_the_brokers_verdict_on_a_token(kafka: SecuredKafka, proxy: KproxyProcess) -> None:
     direct = errors_of(bearer(kafka.secured, "alice", valid_s=-30.0), "_AUTHENTICATION")
     through = errors_of(bearer(proxy.kafka, "alice", valid_s=-30.0), "_AUTHENTICATION")
     print(direct)
     assert through == direct
 
 
-def test_the_brokers_words_are_the_clients(kafka: SecuredKafka, proxy: KproxyProcess) -> None:
+def test_client_gets_the_brokers_error_message(kafka: SecuredKafka, proxy: KproxyProcess) -> None:
     wrong = {"sasl.password": "wrong"}
     direct = errors_of({**plain(kafka.secured, "alice"), **wrong}, "_AUTHENTICATION")
     through = errors_of({**plain(proxy.kafka, "alice"), **wrong}, "_AUTHENTICATION")
@@ -207,7 +207,7 @@ def renewals(proxy: KproxyProcess) -> float:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_lost_while_sessions_are_renewed(kafka: SecuredKafka, proxy: KproxyProcess, way: str) -> None:
+def test_session_renewals_lose_no_record(kafka: SecuredKafka, proxy: KproxyProcess, way: str) -> None:
     """For longer than two sessions, under load; the client renews its own, and with it those at the broker."""
     topic = topic_of(kafka, "alice")
     before = renewals(proxy)
@@ -266,7 +266,7 @@ def test_kafkas_own_client_renews_without_a_loss(kafka: SecuredKafka, proxy: Kpr
     assert "broker connection lost" not in proxy.stderr()[told:]
 
 
-def test_a_client_that_is_revoked_is_told_and_others_go_on(tmp_path: Path) -> None:
+def test_revoked_client_is_told_and_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "proxy").mkdir()
     with start_secured_kafka(tmp_path / "kafka") as kafka, carrying(kafka, tmp_path / "proxy") as proxy:
         topic = topic_of(kafka, "alice", "bob")
@@ -293,7 +293,7 @@ def test_a_client_that_is_revoked_is_told_and_others_go_on(tmp_path: Path) -> No
         assert "SASL_AUTHENTICATION_FAILED" in proxy.stderr()
 
 
-def test_over_tls_on_both_ends(tmp_path: Path) -> None:
+def test_identity_is_forwarded_over_tls_on_both_ends(tmp_path: Path) -> None:
     """By passwords that the proxy checks first, and by tokens that the broker alone judges."""
     signer = Signer(tmp_path / "ca")
     server = signer.issue("server", "localhost")

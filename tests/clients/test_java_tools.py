@@ -55,7 +55,7 @@ def console_consumer(kafka: str, topic: str, *more: str) -> subprocess.Completed
 
 
 @pytest.mark.long
-def test_the_producer_performance_tool_writes_and_the_console_consumer_reads(
+def test_producer_performance_tool_writes_and_console_consumer_reads(
     dev_cluster: KproxyProcess, topic: str, tmp_path: Path
 ) -> None:
     payloads = [f"{number:05d} " + "x" * RECORD_BYTES for number in range(100)]
@@ -78,7 +78,7 @@ def test_the_producer_performance_tool_writes_and_the_console_consumer_reads(
     assert [value.decode() for value in read_partition(dev_cluster.kafka, topic, 0, RECORDS)] == lines
 
 
-def test_what_the_console_producer_was_given_comes_back_in_order(dev_cluster: KproxyProcess, topic: str) -> None:
+def test_console_producer_input_comes_back_in_order(dev_cluster: KproxyProcess, topic: str) -> None:
     lines = [f"line {number}: grüße" for number in range(200)]
     wrote = run_java(
         "org.apache.kafka.tools.ConsoleProducer",

@@ -51,7 +51,7 @@ def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> It
         ),
     ],
 )
-def test_nothing_is_lost_doubled_or_out_of_order(
+def test_leader_moves_keep_records_complete_and_in_order(
     proxy: KproxyProcess, real_kafka: RealKafka, client: str, partitions: int, batches: dict[str, int]
 ) -> None:
     topic = real_kafka.create_topic(f"moving-{uuid.uuid4().hex[:10]}", partitions)

@@ -47,7 +47,7 @@ def served_by(way: str, broker: str, etcd: str, prefix: str, directory: Path) ->
         pytest.param("proxied", [(0, b"0"), (0, b"1")], id="proxied"),
     ],
 )
-async def test_what_is_in_doubt_is_there_twice_after_a_new_epoch_but_not_behind_the_proxy(
+async def test_new_epoch_duplicates_only_without_the_proxy(
     way: str, expected: list[tuple[int, bytes]], etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
 ) -> None:
     # Directly it is not in doubt any more where the machine stands still for as long as it waits to be sent again.

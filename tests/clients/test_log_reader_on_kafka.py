@@ -84,7 +84,7 @@ def told(rows: list[Row]) -> list[tuple[int, int, bool | None]]:
 
 
 @pytest.mark.long
-def test_nothing_is_missed_or_doubled_while_leaders_move(real_kafka: RealKafka, client: LogClient) -> None:
+def test_leader_moves_neither_skip_nor_repeat_records(real_kafka: RealKafka, client: LogClient) -> None:
     which = new_topic(real_kafka)
     write(real_kafka, which)
     rows, asked = [], []
@@ -109,7 +109,7 @@ def place_on(real_kafka: RealKafka, which: TopicPartition, node_id: int) -> None
         admin.close()
 
 
-def test_a_read_goes_on_when_the_broker_that_it_reads_from_dies(real_kafka: RealKafka, client: LogClient) -> None:
+def test_read_goes_on_when_its_broker_dies(real_kafka: RealKafka, client: LogClient) -> None:
     which = new_topic(real_kafka)
     write(real_kafka, which)
     leader = next(each for each in real_kafka.brokers if each.node_id == real_kafka.leaders(which.topic)[0])
@@ -128,9 +128,7 @@ def test_a_read_goes_on_when_the_broker_that_it_reads_from_dies(real_kafka: Real
     assert told(rows) == EVERY
 
 
-def test_where_retention_moves_on_meanwhile_the_read_goes_on_behind_it(
-    real_kafka: RealKafka, client: LogClient
-) -> None:
+def test_read_goes_on_behind_retention(real_kafka: RealKafka, client: LogClient) -> None:
     which = new_topic(real_kafka)
     write(real_kafka, which)
     rows = []
@@ -148,7 +146,7 @@ def test_where_retention_moves_on_meanwhile_the_read_goes_on_behind_it(
     assert read[left:] == EVERY[40:]
 
 
-def test_transactions_are_told_whether_committed_or_not(real_kafka: RealKafka, client: LogClient) -> None:
+def test_transactions_are_reported_committed_or_aborted(real_kafka: RealKafka, client: LogClient) -> None:
     which = new_topic(real_kafka)
     options = {"bootstrap.servers": real_kafka.bootstrap, "transactional.id": which.topic, "linger.ms": 1000}
     producer = confluent_kafka.Producer(options)
@@ -170,7 +168,7 @@ def test_transactions_are_told_whether_committed_or_not(real_kafka: RealKafka, c
     assert all(row[11] for row in rows)
 
 
-def test_of_a_compacted_log_what_is_left_is_read(real_kafka: RealKafka, client: LogClient) -> None:
+def test_compacted_log_is_read_as_far_as_kept(real_kafka: RealKafka, client: LogClient) -> None:
     settings = {"cleanup_policy": "compact", "min_cleanable_dirty_ratio": "0.001", "segment_ms": "200"}
     which = new_topic(real_kafka, **settings, min_compaction_lag_ms="0", delete_retention_ms="0")
     kept = new_topic(real_kafka)
@@ -192,7 +190,7 @@ def test_of_a_compacted_log_what_is_left_is_read(real_kafka: RealKafka, client: 
     assert all(row[11] for row in rows)
 
 
-def test_a_batch_that_has_changed_on_disk_is_told(real_kafka: RealKafka, client: LogClient) -> None:
+def test_batch_changed_on_disk_is_reported(real_kafka: RealKafka, client: LogClient) -> None:
     which = new_topic(real_kafka)
     write(real_kafka, which)
     for broker in real_kafka.brokers:

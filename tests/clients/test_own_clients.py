@@ -75,7 +75,7 @@ async def is_free(producer: Any, *resources: str) -> bool:
         return False
 
 
-async def test_claims_stand_on_the_connections_that_the_producer_writes_on(owned_topics: OwnedTopics) -> None:
+async def test_claims_use_the_producers_own_connections(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     async with producers(owned_topics) as (owner, other):
         await other.partitions_for(topic)
@@ -97,7 +97,7 @@ async def test_claims_stand_on_the_connections_that_the_producer_writes_on(owned
     assert owned_topics.log(topic) == [b"owned"]
 
 
-async def test_what_was_owned_is_free_when_the_block_has_been_left(owned_topics: OwnedTopics) -> None:
+async def test_resources_are_free_after_leaving_the_block(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     async with producers(owned_topics) as (first, second):
         async with own(first, WRITERS, [f"{topic}/0", "a job"], 7):
@@ -106,7 +106,7 @@ async def test_what_was_owned_is_free_when_the_block_has_been_left(owned_topics:
         await eventually(lambda: is_free(second, f"{topic}/0", "a job"))
 
 
-async def test_what_was_sent_before_does_not_travel_under_the_claim(owned_topics: OwnedTopics) -> None:
+async def test_earlier_records_do_not_use_the_claiming_connection(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     async with producers(owned_topics, 1, linger_ms=1_000) as (producer,):
         before = await producer.send(topic, b"before", partition=0)
@@ -118,7 +118,7 @@ async def test_what_was_sent_before_does_not_travel_under_the_claim(owned_topics
     assert owned_topics.log(topic) == [b"within"]
 
 
-async def test_a_severed_writer_is_told_at_once_and_nothing_of_it_follows_its_successors_first(
+async def test_severed_writer_sends_nothing_after_its_successor(
     owned_topics: OwnedTopics,
 ) -> None:
     topic = owned_topics.topic()
@@ -159,7 +159,7 @@ async def test_a_severed_writer_is_told_at_once_and_nothing_of_it_follows_its_su
     assert log[log.index(b"second 0") :] == [b"second %d" % number for number in range(50)]
 
 
-async def test_a_lower_generation_is_refused_and_leaves_nothing_claimed(owned_topics: OwnedTopics) -> None:
+async def test_lower_generation_is_refused_and_leaves_nothing_claimed(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     resources = [f"{topic}/{each}" for each in range(PARTITIONS)]
     async with producers(owned_topics, 3) as (owner, other, third), own(owner, WRITERS, resources[1:2], 5) as ownership:
@@ -171,7 +171,7 @@ async def test_a_lower_generation_is_refused_and_leaves_nothing_claimed(owned_to
         assert ownership.is_valid
 
 
-async def test_generation_0_takes_over_from_anybody(owned_topics: OwnedTopics) -> None:
+async def test_generation_0_takes_over_from_any_owner(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     async with AsyncExitStack() as stack:
         first, second = await stack.enter_async_context(producers(owned_topics))
@@ -182,7 +182,7 @@ async def test_generation_0_takes_over_from_anybody(owned_topics: OwnedTopics) -
             await owning
 
 
-async def test_who_stands_by_waits_for_an_owner_of_the_same_generation(owned_topics: OwnedTopics) -> None:
+async def test_standby_waits_for_owner_of_same_generation(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     resources = [f"{topic}/{each}" for each in range(PARTITIONS)]
     order: list[str] = []
@@ -220,7 +220,7 @@ async def test_a_lost_connection_severs(owned_topics: OwnedTopics) -> None:
             await asyncio.wait_for(owning(), PATIENCE_S)
 
 
-async def test_with_reclaim_a_lost_connection_is_claimed_again_before_anything_is_sent_on_it(
+async def test_reclaim_precedes_any_write_on_new_connection(
     owned_topics: OwnedTopics,
 ) -> None:
     topic = owned_topics.topic()
@@ -240,7 +240,7 @@ async def test_with_reclaim_a_lost_connection_is_claimed_again_before_anything_i
     assert owned_topics.log(topic) == [b"%d" % number for number in range(300)]
 
 
-async def test_what_is_sent_before_the_library_has_told_of_the_end_waits_too(owned_topics: OwnedTopics) -> None:
+async def test_write_before_disconnect_is_noticed_waits_too(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     async with AsyncExitStack() as stack:
         (producer,) = await stack.enter_async_context(producers(owned_topics, 1))
@@ -273,7 +273,7 @@ async def test_reclaiming_takes_nothing_from_a_successor(owned_topics: OwnedTopi
     assert owned_topics.log(topic) == []
 
 
-async def test_a_connection_that_is_cut_without_a_word_is_found_out(owned_topics: OwnedTopics) -> None:
+async def test_silently_cut_connection_is_detected(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
 
     async def owning() -> None:
@@ -304,7 +304,7 @@ async def test_a_whole_group_is_owned_on_one_connection(owned_topics: OwnedTopic
     assert owned_topics.log(topic, 1) == [b"whole"]
 
 
-async def test_of_two_readers_in_a_group_only_the_owner_gets_anything(owned_topics: OwnedTopics) -> None:
+async def test_only_owner_of_two_group_readers_gets_records(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
 
     async def taken_over() -> None:
@@ -342,7 +342,7 @@ async def reader(site: OwnedTopics, topic: str) -> AsyncIterator[Any]:
         await consumer.stop()
 
 
-async def test_without_being_cancelled_the_block_ends_as_it_likes(owned_topics: OwnedTopics) -> None:
+async def test_uncancelled_block_ends_by_itself(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
 
     async def owning() -> None:
@@ -363,7 +363,7 @@ async def test_without_being_cancelled_the_block_ends_as_it_likes(owned_topics: 
     assert ended == ["the block"]
 
 
-async def test_what_the_block_raises_and_who_cancels_it_from_outside_is_not_hidden(owned_topics: OwnedTopics) -> None:
+async def test_block_errors_and_outside_cancellation_are_not_hidden(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     async with producers(owned_topics) as (producer, other):
         with pytest.raises(ZeroDivisionError):
@@ -396,7 +396,7 @@ async def test_what_the_block_raises_and_who_cancels_it_from_outside_is_not_hidd
         await eventually(lambda: is_free(producer, f"{topic}/0"))
 
 
-async def test_a_client_owns_in_one_block_at_a_time(owned_topics: OwnedTopics) -> None:
+async def test_client_owns_in_one_block_at_once(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     async with producers(owned_topics, 1) as (producer,), own(producer, WRITERS, [f"{topic}/0"], 2) as ownership:
         with pytest.raises(RuntimeError, match="owns something already"):
@@ -405,7 +405,7 @@ async def test_a_client_owns_in_one_block_at_a_time(owned_topics: OwnedTopics) -
         assert ownership.is_valid
 
 
-async def test_a_client_that_does_not_run_owns_nothing_and_is_told_so(owned_topics: OwnedTopics) -> None:
+async def test_stopped_client_owns_nothing_and_is_told(owned_topics: OwnedTopics) -> None:
     producer = aiokafka.AIOKafkaProducer(bootstrap_servers=owned_topics.bootstrap)
     async with asyncio.timeout(PATIENCE_S):
         for _ in range(2):

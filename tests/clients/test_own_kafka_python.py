@@ -51,7 +51,7 @@ def is_free(producer: Any, *resources: str) -> bool:
         return False
 
 
-def test_claims_stand_on_the_connections_that_the_producer_writes_on(owned_topics: OwnedTopics) -> None:
+def test_claims_use_the_producers_own_connections(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     # Once refused, an idempotent one asks for a new epoch, and until that is there it fails all with the same error.
     with producers(owned_topics, enable_idempotence=False) as (owner, other):
@@ -72,7 +72,7 @@ def test_claims_stand_on_the_connections_that_the_producer_writes_on(owned_topic
     assert owned_topics.log(topic) == [b"owned", b"what is left is sent"]
 
 
-def test_what_was_sent_before_does_not_travel_under_the_claim(owned_topics: OwnedTopics) -> None:
+def test_earlier_records_do_not_use_the_claiming_connection(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     with producers(owned_topics, 1, linger_ms=5_000, enable_idempotence=False) as (producer,):
         before = producer.send(topic, b"before", partition=0)
@@ -84,7 +84,7 @@ def test_what_was_sent_before_does_not_travel_under_the_claim(owned_topics: Owne
     assert owned_topics.log(topic) == [b"within"]
 
 
-def test_a_severed_writer_is_told_at_once_and_nothing_of_it_follows_its_successors_first(
+def test_severed_writer_sends_nothing_after_its_successor(
     owned_topics: OwnedTopics, threads: ThreadPoolExecutor
 ) -> None:
     topic = owned_topics.topic()
@@ -118,7 +118,7 @@ def test_a_severed_writer_is_told_at_once_and_nothing_of_it_follows_its_successo
     assert log[log.index(b"second 0") :] == [b"second %d" % number for number in range(50)]
 
 
-def test_a_lower_generation_is_refused_and_leaves_nothing_claimed(owned_topics: OwnedTopics) -> None:
+def test_lower_generation_is_refused_and_leaves_nothing_claimed(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     resources = [f"{topic}/{each}" for each in range(PARTITIONS)]
     with producers(owned_topics, 3) as (owner, other, third), own_sync(owner, WRITERS, resources[1:2], 5) as ownership:
@@ -129,9 +129,7 @@ def test_a_lower_generation_is_refused_and_leaves_nothing_claimed(owned_topics: 
         assert ownership.is_valid
 
 
-def test_who_stands_by_waits_for_an_owner_of_the_same_generation(
-    owned_topics: OwnedTopics, threads: ThreadPoolExecutor
-) -> None:
+def test_standby_waits_for_owner_of_same_generation(owned_topics: OwnedTopics, threads: ThreadPoolExecutor) -> None:
     topic = owned_topics.topic()
     resources = [f"{topic}/{each}" for each in range(PARTITIONS)]
 
@@ -150,7 +148,7 @@ def test_who_stands_by_waits_for_an_owner_of_the_same_generation(
     assert owned_topics.log(topic) == [b"active", b"standby"]
 
 
-def test_with_reclaim_a_lost_connection_is_claimed_again_before_anything_is_sent_on_it(
+def test_reclaim_precedes_any_write_on_new_connection(
     owned_topics: OwnedTopics,
 ) -> None:
     topic = owned_topics.topic()
@@ -171,7 +169,7 @@ def test_with_reclaim_a_lost_connection_is_claimed_again_before_anything_is_sent
     assert owned_topics.log(topic) == [b"%d" % number for number in range(300)]
 
 
-def test_a_connection_that_is_cut_without_a_word_is_found_out(owned_topics: OwnedTopics) -> None:
+def test_silently_cut_connection_is_detected(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
 
     def owning() -> None:
@@ -186,7 +184,7 @@ def test_a_connection_that_is_cut_without_a_word_is_found_out(owned_topics: Owne
         owned_topics.cut()
 
 
-def test_of_two_readers_in_a_group_only_the_owner_gets_anything(owned_topics: OwnedTopics) -> None:
+def test_only_owner_of_two_group_readers_gets_records(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
 
     def taken_over() -> None:
@@ -231,7 +229,7 @@ def values(consumer: Any, count: int) -> list[bytes]:
     return read
 
 
-def test_a_producer_that_is_told_which_apis_to_use_can_own_too(owned_topics: OwnedTopics) -> None:
+def test_producer_with_pinned_api_version_can_own(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     with ExitStack() as stack:
         (producer,) = stack.enter_context(producers(owned_topics, 1, api_version=(2, 6)))

@@ -76,7 +76,7 @@ def writers_of(
 @pytest.mark.parametrize(
     "mode", [pytest.param(each, marks=() if each == "idempotent" else pytest.mark.long) for each in MODES]
 )
-def test_no_client_waits_for_a_planned_move_much_longer_than_direct(
+def test_planned_move_delays_clients_hardly_more_than_direct(
     mode: str, proxies: dict[str, KproxyProcess], real_kafka: RealKafka
 ) -> None:
     topic, direct, proxied = writers_of(MODES[mode], proxies, real_kafka)
@@ -127,7 +127,7 @@ class Noticed(NamedTuple):
     closed: float
 
 
-def test_after_a_planned_move_the_new_leader_gets_records_or_the_client_is_closed(
+def test_planned_move_delivers_records_or_closes_the_client(
     proxies: dict[str, KproxyProcess], real_kafka: RealKafka
 ) -> None:
     topic, direct, proxied = writers_of(Mode("0"), proxies, real_kafka)

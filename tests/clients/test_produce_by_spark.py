@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.java, pytest.mark.spark, pytest.mark.long, pytest.mark
 SPARK_ROWS = 10_000
 
 
-def test_spark(tapped: Tapped, real_kafka: RealKafka, topic: str, spark: Any) -> None:  # noqa: F811
+def test_spark_produces_with_its_client_version(tapped: Tapped, real_kafka: RealKafka, topic: str, spark: Any) -> None:  # noqa: F811
     """Its Kafka sink and source, with no option but the address."""
     address = {"kafka.bootstrap.servers": tapped.bootstrap}
     key, value = "concat('key-', id % 50) as key", "cast(id as string) as value"

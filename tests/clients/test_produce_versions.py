@@ -163,7 +163,9 @@ def test_each_version_is_spoken_without_the_long_tests() -> None:
     ("release", "version"),
     [pytest.param(*each, marks=() if each[0] in ALWAYS else pytest.mark.long) for each in JAVA.items()],
 )
-def test_java(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, release: str, version: int) -> None:
+def test_java_produces_with_its_client_version(
+    tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, release: str, version: int
+) -> None:
     sent = some_records()
     told = settings(tapped, client_id)
     run = run_java_client(client_classpath(release), topic, sent, told, read_back=PARTITIONS)
@@ -173,7 +175,7 @@ def test_java(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str,
     check(tapped, real_kafka, topic, run.acknowledged, sent)
 
 
-def test_librdkafka(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str) -> None:
+def test_librdkafka_produces_with_version_10(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str) -> None:
     sent = some_records()
     run = run_librdkafka(topic, sent, settings(tapped, client_id))
     assert run.errors == {}
@@ -182,7 +184,7 @@ def test_librdkafka(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id
 
 
 @pytest.mark.parametrize(("api_version", "version"), KAFKA_PYTHON.items())
-def test_kafka_python(
+def test_kafka_python_produces_with_its_version(
     tapped: Tapped,
     real_kafka: RealKafka,
     topic: str,
@@ -215,7 +217,7 @@ def test_kafka_python(
         for each in OLD_KAFKA_PYTHON.items()
     ],
 )
-def test_kafka_python_of_before(
+def test_old_kafka_python_produces_with_its_version(
     tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, api_version: str, version: int
 ) -> None:
     sent = some_records(with_null_headers=False)
@@ -225,7 +227,9 @@ def test_kafka_python_of_before(
     check(tapped, real_kafka, topic, run.acknowledged, sent)
 
 
-async def test_aiokafka(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str) -> None:
+async def test_aiokafka_produces_with_its_version(
+    tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str
+) -> None:
     sent = some_records()
     async with aiokafka.AIOKafkaProducer(
         bootstrap_servers=tapped.bootstrap, client_id=client_id, linger_ms=LINGER_MS

@@ -61,7 +61,7 @@ def check(written: list[Record], read: list[Record]) -> None:
         assert [by_place[place] for place in places] == sent
 
 
-def test_confluent_kafka(dev_cluster: KproxyProcess, topic: str) -> None:
+def test_confluent_kafka_writes_and_reads(dev_cluster: KproxyProcess, topic: str) -> None:
     written: list[Record] = []
     errors: list[object] = []
 
@@ -100,7 +100,7 @@ def test_confluent_kafka(dev_cluster: KproxyProcess, topic: str) -> None:
     check(written, read)
 
 
-def test_kafka_python(dev_cluster: KproxyProcess, topic: str) -> None:
+def test_kafka_python_writes_and_reads(dev_cluster: KproxyProcess, topic: str) -> None:
     producer = kafka.KafkaProducer(bootstrap_servers=dev_cluster.kafka)
     try:
         futures = [(producer.send(topic, value, key), key, value) for key, value in records()]
@@ -125,7 +125,7 @@ def test_kafka_python(dev_cluster: KproxyProcess, topic: str) -> None:
     check(written, read)
 
 
-async def test_aiokafka(dev_cluster: KproxyProcess, topic: str) -> None:
+async def test_aiokafka_writes_and_reads(dev_cluster: KproxyProcess, topic: str) -> None:
     producer = aiokafka.AIOKafkaProducer(bootstrap_servers=dev_cluster.kafka)
     await producer.start()
     try:
@@ -155,7 +155,7 @@ async def test_a_topic_is_made_by_being_written_to(dev_cluster: KproxyProcess, c
     assert metadata.topics[topic].error is None
 
 
-def test_clients_are_told_of_the_proxy_alone(dev_cluster: KproxyProcess, topic: str) -> None:
+def test_clients_learn_of_the_proxy_only(dev_cluster: KproxyProcess, topic: str) -> None:
     metadata = AdminClient({"bootstrap.servers": dev_cluster.kafka}).list_topics(topic, timeout=TIMEOUT_S)
     addresses = {f"{broker.host}:{broker.port}" for broker in metadata.brokers.values()}
     assert addresses == {dev_cluster.kafka}

@@ -158,6 +158,8 @@ def roll_under(writers: Writers, real_kafka: RealKafka, proxies: list[KproxyProc
 
 
 @pytest.mark.long
-def test_nothing_is_lost_doubled_or_out_of_order(real_kafka: RealKafka, proxies: list[KproxyProcess]) -> None:
+def test_rolling_restart_keeps_records_complete_and_in_order(
+    real_kafka: RealKafka, proxies: list[KproxyProcess]
+) -> None:
     writers = Writers(real_kafka, ",".join(proxy.kafka for proxy in proxies), None)
     roll_under(writers, real_kafka, proxies)

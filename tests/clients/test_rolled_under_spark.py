@@ -25,7 +25,7 @@ from tests.support.processes.dev import KproxyProcess
 pytestmark = [pytest.mark.java, pytest.mark.spark, pytest.mark.long, pytest.mark.timeout(900)]
 
 
-def test_nothing_is_lost_doubled_or_out_of_order(
+def test_rolled_cluster_keeps_records_complete_and_in_order(
     real_kafka: RealKafka,
     proxies: list[KproxyProcess],  # noqa: F811
     spark: Any,

@@ -95,7 +95,7 @@ def told_by(client: str, bootstraps: Sequence[str], topic: str, *credentials: st
 @pytest.mark.long(but=4)
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_client_tells_the_same_as_of_kafka(
+def test_client_reports_same_error_as_from_kafka(
     secured: SecuredKafka, proxy: KproxyProcess, topic: str, client: str, wrong: str
 ) -> None:
     direct, through = told_by(client, [secured.secured, proxy.kafka], topic, *WRONG[wrong])
@@ -113,7 +113,7 @@ def same_mechanisms(secured: SecuredKafka, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_mechanism_that_is_not_offered_is_told_as_by_kafka(
+def test_unoffered_mechanism_is_reported_as_by_kafka(
     secured: SecuredKafka, same_mechanisms: KproxyProcess, topic: str, client: str
 ) -> None:
     where = [secured.secured, same_mechanisms.kafka]
@@ -126,7 +126,7 @@ def test_a_mechanism_that_is_not_offered_is_told_as_by_kafka(
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("client", [each for each in CLIENTS if each != "aiokafka"])
 @pytest.mark.parametrize("refused", TOKENS)
-def test_a_refused_token_is_told_as_by_kafka(
+def test_refused_token_is_reported_as_by_kafka(
     secured: SecuredKafka, same_mechanisms: KproxyProcess, topic: str, client: str, refused: str
 ) -> None:
     presented = TOKENS[refused]()

@@ -70,20 +70,20 @@ def test_logs_are_read(site: Site, mechanism: str) -> None:
     assert bounds[:4] == (site.topic, 0, 0, RECORDS)
 
 
-def test_a_wrong_password_is_told_at_once_and_not_shown(site: Site) -> None:
+def test_wrong_password_is_reported_at_once_and_hidden(site: Site) -> None:
     with pytest.raises(LogReadFailed, match=r"does not let alice in: .*SASL_AUTHENTICATION_FAILED") as raised:
         bounds_now(site.bootstrap, topics=[site.topic], kafka=site.options(password="wrong-secret"))
     assert "wrong-secret" not in str(raised.value)
 
 
-def test_a_certificate_of_strangers_is_told_at_once(site: Site, tmp_path: Path) -> None:
+def test_untrusted_certificate_is_reported_at_once(site: Site, tmp_path: Path) -> None:
     other = Signer(tmp_path / "other")
     options = site.options(**{"ssl.truststore.location": str(other.ca)})
     with pytest.raises(LogReadFailed, match=r"a certificate that is not accepted .* see ssl\.truststore\.location"):
         bounds_now(site.bootstrap, topics=[site.topic], kafka=options)
 
 
-def test_plain_text_is_told_what_is_missing(site: Site) -> None:
+def test_missing_security_options_are_reported(site: Site) -> None:
     with pytest.raises(StartupError, match=f"No Kafka answers at --bootstrap {site.bootstrap}"):
         check_places(site.bootstrap, parse_trail("topic"), site.bootstrap, ())
     without_sasl = {name: value for name, value in site.options().items() if not name.startswith("sasl")}
@@ -96,7 +96,7 @@ def test_plain_text_is_told_what_is_missing(site: Site) -> None:
 @pytest.mark.long
 @pytest.mark.spark
 @pytest.mark.timeout(300)
-def test_sparks_executors_read_with_them_as_well(site: Site, spark: Any) -> None:
+def test_spark_executors_read_with_the_same_access(site: Site, spark: Any) -> None:
     log = read_log(spark, site.bootstrap, topics=[site.topic], kafka=site.options())
     counted = log.selectExpr("sum(last_offset - base_offset + 1) as records").collect()
     assert counted[0].records == RECORDS

@@ -174,7 +174,7 @@ def write(settings: dict[str, Any], topic: str, values: list[bytes]) -> list[obj
     return outcomes
 
 
-def test_librdkafka_does_what_it_may_and_nothing_else(each_site: Site) -> None:
+def test_librdkafka_does_only_what_is_allowed(each_site: Site) -> None:
     site = each_site
     topic, secret = site.topic("open"), site.topic("secret")
     alice = site.librdkafka("alice")
@@ -189,7 +189,7 @@ def test_librdkafka_does_what_it_may_and_nothing_else(each_site: Site) -> None:
     assert counted(site.process.admin, "kproxy_denials_total") > before
 
 
-def test_librdkafka_is_told_that_it_is_throttled(site: Site) -> None:
+def test_librdkafka_learns_its_throttle_time(site: Site) -> None:
     topic, told = site.topic("open"), list[float]()
     before = counted(site.process.admin, "kproxy_throttled_requests_total")
     bob = {**site.librdkafka("bob"), "throttle_cb": lambda event: told.append(event.throttle_time), "linger.ms": 0}
@@ -202,7 +202,7 @@ def test_librdkafka_is_told_that_it_is_throttled(site: Site) -> None:
     assert counted(site.process.admin, "kproxy_throttled_requests_total") > before
 
 
-def test_librdkafka_with_a_wrong_password(site: Site) -> None:
+def test_librdkafka_with_wrong_password_is_rejected(site: Site) -> None:
     seen: list[str] = []
     settings = {**site.librdkafka("alice", "wrong"), "error_cb": lambda error: seen.append(error.name())}
     producer = confluent_kafka.Producer(settings)
@@ -215,7 +215,7 @@ def test_librdkafka_with_a_wrong_password(site: Site) -> None:
 
 
 @pytest.mark.long(but=1)
-def test_aiokafka_does_what_it_may_and_nothing_else(each_site: Site) -> None:
+def test_aiokafka_does_only_what_is_allowed(each_site: Site) -> None:
     site = each_site
     topic, secret = site.topic("open"), site.topic("secret")
 
@@ -244,7 +244,7 @@ def test_aiokafka_does_what_it_may_and_nothing_else(each_site: Site) -> None:
 
 
 @pytest.mark.long(but=1)
-def test_kafka_python_does_what_it_may_and_nothing_else(each_site: Site) -> None:
+def test_kafka_python_does_only_what_is_allowed(each_site: Site) -> None:
     topic, secret = each_site.topic("open"), each_site.topic("secret")
     alice = each_site.python("alice")
     producer = kafka.KafkaProducer(**alice, enable_idempotence=True)
@@ -389,9 +389,7 @@ def expiry(site: Site, use: str) -> float:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_all_files_are_exchanged_under_load_and_no_request_fails(
-    kafka_behind: TlsKafka, tmp_path: Path, workers: str
-) -> None:
+def test_file_exchange_under_load_fails_no_request(kafka_behind: TlsKafka, tmp_path: Path, workers: str) -> None:
     """Nobody tries again, each connection stays, and one producer after another logs in meanwhile."""
     loaded = Loaded(tmp_path, kafka_behind, workers)
     with loaded.serve() as site:

@@ -92,7 +92,7 @@ def write_and_read(process: KproxyProcess, secured: TlsKafka, *, seconds: float 
     read_values({"bootstrap.servers": process.kafka}, topic, count, TIMEOUT_S)
 
 
-def test_with_a_client_certificate(secured: TlsKafka, client: Pair, tmp_path: Path) -> None:
+def test_proxy_logs_in_with_a_client_certificate(secured: TlsKafka, client: Pair, tmp_path: Path) -> None:
     with kafka_proxy(tmp_path, secured.mutual, *mutual(secured, client)) as process:
         write_and_read(process, secured)
         assert page(process.admin, "/readyz") == (200, "ready\n")
@@ -101,7 +101,7 @@ def test_with_a_client_certificate(secured: TlsKafka, client: Pair, tmp_path: Pa
 
 @pytest.mark.long(but_one=True)
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "PLAIN", "SCRAM-SHA-256", "OAUTHBEARER"])
-def test_as_the_proxy_itself_for_longer_than_a_session(secured: TlsKafka, tmp_path: Path, mechanism: str) -> None:
+def test_proxy_identity_outlives_a_session(secured: TlsKafka, tmp_path: Path, mechanism: str) -> None:
     with kafka_proxy(tmp_path, secured.sasl, *sasl(secured, mechanism, tmp_path)) as process:
         write_and_read(process, secured, seconds=22.0)
         assert page(process.admin, "/readyz") == (200, "ready\n")
@@ -154,7 +154,9 @@ REFUSED: dict[str, tuple[Callable[[TlsKafka, Pair, Path], tuple[str, list[str]]]
 
 @pytest.mark.long(but=3)
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_wrong_is_told_at_the_start(secured: TlsKafka, client: Pair, tmp_path: Path, case: str) -> None:
+def test_wrong_credentials_are_reported_at_the_start(
+    secured: TlsKafka, client: Pair, tmp_path: Path, case: str
+) -> None:
     make, says = REFUSED[case]
     bootstrap, flags = make(secured, client, tmp_path)
     arguments = ["serve", "--listen", "127.0.0.1:0", "--ownership", "kafka", "--bootstrap", bootstrap, *flags]
@@ -273,7 +275,7 @@ TRAIL_REFUSED: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("case", TRAIL_REFUSED)
-async def test_a_cluster_that_refuses_the_trail_is_told_with_the_reason(
+async def test_cluster_refusing_the_trail_is_reported_with_reason(
     secured: TlsKafka, client: Pair, tmp_path: Path, case: str
 ) -> None:
     bootstrap, options = trail_options(secured, client, "SCRAM-SHA-512", tmp_path)
@@ -297,9 +299,7 @@ async def test_a_cluster_that_refuses_the_trail_is_told_with_the_reason(
 
 
 @pytest.mark.long
-async def test_a_cluster_that_does_not_speak_tls_is_waited_for_in_vain_a_few_seconds(
-    secured: TlsKafka, tmp_path: Path
-) -> None:
+async def test_cluster_without_tls_is_given_up_after_seconds(secured: TlsKafka, tmp_path: Path) -> None:
     access = BrokerAccess.once(BrokerTls(ca=secured.signer.ca, prefix="audit.tls."), None)
     sink = TopicSink("trail", "0" * 16, bootstrap=[secured.plain.bootstrap], access=access)
     sink._client["bootstrap_timeout_ms"] = 500

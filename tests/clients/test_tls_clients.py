@@ -97,7 +97,7 @@ def values() -> list[bytes]:
     return [b"%d:" % number + bytes(number % 7 * 9_000) for number in range(RECORDS)]
 
 
-def test_confluent_kafka(site: Site, topic: str) -> None:
+def test_confluent_kafka_writes_by_tls(site: Site, topic: str) -> None:
     errors: list[object] = []
     producer = confluent_kafka.Producer(site.librdkafka)
     for value in values():
@@ -119,7 +119,7 @@ def test_confluent_kafka(site: Site, topic: str) -> None:
     assert sorted(read) == sorted(values())
 
 
-def test_kafka_python(site: Site, topic: str) -> None:
+def test_kafka_python_writes_by_tls(site: Site, topic: str) -> None:
     settings: dict[str, Any] = {
         "bootstrap_servers": site.bootstrap,
         "security_protocol": "SSL",
@@ -141,7 +141,7 @@ def test_kafka_python(site: Site, topic: str) -> None:
     assert sorted(read) == sorted(values()[:100])
 
 
-async def test_aiokafka(site: Site, topic: str) -> None:
+async def test_aiokafka_writes_by_tls(site: Site, topic: str) -> None:
     settings: dict[str, Any] = {
         "bootstrap_servers": site.bootstrap,
         "security_protocol": "SSL",
@@ -164,7 +164,7 @@ async def test_aiokafka(site: Site, topic: str) -> None:
 
 @pytest.mark.java
 @pytest.mark.timeout(600)
-def test_java(site: Site, topic: str) -> None:
+def test_java_writes_by_tls(site: Site, topic: str) -> None:
     settings = {
         "bootstrap.servers": site.bootstrap,
         "security.protocol": "SSL",
@@ -198,7 +198,7 @@ MISTAKES: dict[str, tuple[Callable[[Site], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_client_tells_its_user_what_is_wrong(dev_cluster: KproxyProcess, tmp_path: Path, mistake: str) -> None:
+def test_client_shows_the_error_to_its_user(dev_cluster: KproxyProcess, tmp_path: Path, mistake: str) -> None:
     change, says = MISTAKES[mistake]
     with tls_site(dev_cluster.etcd, tmp_path, "--listen", "0.0.0.0:0", "--advertise", "127.0.0.1:0") as site:
         settings = {**site.librdkafka, "bootstrap.servers": f"127.0.0.1:{site.bootstrap.rpartition(':')[2]}"}
@@ -215,7 +215,7 @@ def test_a_client_tells_its_user_what_is_wrong(dev_cluster: KproxyProcess, tmp_p
 # test_secured_both_sides exchanges this certificate, too, and more.
 @pytest.mark.long
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_certificates_are_exchanged_under_load_and_no_request_fails(
+def test_certificate_exchange_under_load_fails_no_request(
     dev_cluster: KproxyProcess, tmp_path: Path, topic: str, workers: str
 ) -> None:
     """One producer after another connects, and none tries again."""

@@ -667,7 +667,7 @@ def differences(kafka: Mapping[str, str], others: Mapping[str, str]) -> dict[str
     return {what: (answer, others[what]) for what, answer in kafka.items() if others[what] != answer}
 
 
-def test_requests_have_names_of_their_own() -> None:
+def test_requests_have_distinct_names() -> None:
     assert len({each.what for each in ASKED}) == len(ASKED) >= 100
     assert PROXY_DIFFERS.keys() | BROKER_DIFFERS.keys() <= {each.what for each in ASKED}
 

@@ -181,9 +181,7 @@ def produce(client: RawClient, topic: Topic, records: bytes, version: int, *more
 
 
 @pytest.mark.parametrize("acks", [-1, 1])
-def test_a_broker_that_does_not_lead_refuses_with_minus_one_and_appends_nothing(
-    side: RealSide, real_kafka: RealKafka, acks: int
-) -> None:
+def test_non_leader_refuses_with_base_offset_minus_one(side: RealSide, real_kafka: RealKafka, acks: int) -> None:
     topic = Topic(side, real_kafka, [1, 2])
     with ExitStack() as stack:
         leader, follower, stranger = (stack.enter_context(side.client(node_id)) for node_id in NODES)
@@ -339,7 +337,7 @@ def delete(topic: Topic, roles: Roles, client: RawClient) -> None:
         (delete, "UNKNOWN_TOPIC_OR_PARTITION"),
     ],
 )
-def test_a_leader_deposed_while_a_batch_waits_for_its_replicas_tells_the_offset(
+def test_deposed_leader_reports_offset_of_waiting_batch(
     side: RealSide,
     real_kafka: RealKafka,
     guard: Topic,
@@ -368,9 +366,7 @@ def test_a_leader_deposed_while_a_batch_waits_for_its_replicas_tells_the_offset(
     pytest.fail("no attempt was fast enough")
 
 
-def test_too_few_replicas_are_told_with_an_offset_only_after_the_append(
-    side: RealSide, real_kafka: RealKafka, guard: Topic
-) -> None:
+def test_replica_shortage_reports_offset_only_after_append(side: RealSide, real_kafka: RealKafka, guard: Topic) -> None:
     """A frozen broker leaves the ISR while a batch waits; later, min.insync.replicas changes under the requests."""
     roles = cast(side)
     strict = Topic(side, real_kafka, [roles.leader, roles.successor, roles.frozen], min_insync_replicas="3")
@@ -437,7 +433,7 @@ def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> It
         yield process
 
 
-def test_the_proxy_sends_a_batch_that_lies_in_a_log_again_only_where_brokers_know_it(
+def test_proxy_resends_appended_batch_only_where_recognised(
     side: RealSide, real_kafka: RealKafka, guard: Topic, proxy: KproxyProcess
 ) -> None:
     roles = cast(side)

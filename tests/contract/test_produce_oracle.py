@@ -195,12 +195,12 @@ def run(steps: Sequence[Step], topic: str, side: Side) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("steps", [pytest.param(BATCHES, id="batches"), pytest.param(IDEMPOTENT, id="idempotent")])
-def test_each_step_comes_to_the_same(sides: Sides, topic: str, steps: list[Step]) -> None:
+def test_each_step_gives_the_same_result(sides: Sides, topic: str, steps: list[Step]) -> None:
     real, ours = on_both(sides, lambda side: run(steps, topic, side))
     assert differing(real, ours) == {}
 
 
-def test_the_differences_are_those_that_are_known(sides: Sides, topic: str) -> None:
+def test_differences_are_the_known_ones(sides: Sides, topic: str) -> None:
     steps = [Step(each.what, each.records) for each in DIFFERENT]
     real, ours = on_both(sides, lambda side: run(steps, topic, side))
     assert {each.what: (each.real, each.ours) for each in DIFFERENT} == {
@@ -232,7 +232,7 @@ def test_only_the_leader_takes_records(sides: Sides, topic: str) -> None:
     assert differing(real, ours) == {}
 
 
-def test_a_partition_named_twice(sides: Sides, topic: str) -> None:
+def test_partition_named_twice_is_refused_twice(sides: Sides, topic: str) -> None:
     """Kafka loses one of the two, whichever, and says nothing; here nothing is appended and both are answered."""
 
     def script(side: Side) -> tuple[list[str], Outcome]:

@@ -63,7 +63,7 @@ def at_random(seed: int, count: int) -> list[Step]:
     return steps
 
 
-def test_what_followers_have_not_got_is_neither_acknowledged_nor_read(sides: Sides, topic: str) -> None:
+def test_unreplicated_records_are_neither_acknowledged_nor_read(sides: Sides, topic: str) -> None:
     for attempt in range(5):
         if _is_neither_acknowledged_nor_read(sides, f"{topic}-{attempt}"):
             return
@@ -143,7 +143,7 @@ def after_the_leader_died(side: Side, topic: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_leaders_die_and_replicas_fall_behind_and_all_come_back(sides: Sides, topic: str) -> None:
+def test_replicas_survive_leader_deaths_and_come_back(sides: Sides, topic: str) -> None:
     """kill -9 of the leader, then SIGTERM for one of the two that are left, then all are back."""
     two, three, others = f"{topic}-2", f"{topic}-3", f"{topic}-random"
     steps = at_random(seed=6, count=2 * RANDOM_STEPS)

@@ -239,7 +239,7 @@ def owners(topology: Topology, topic: str) -> dict[int, int]:
     return {row.partition_index: row.owner for row in topology.ownerships() if row.topic == topic.encode()}
 
 
-async def test_the_table_is_loaded_when_the_source_is_open(world: World) -> None:
+async def test_table_is_loaded_when_source_is_open(world: World) -> None:
     await world.prepare()
     async with opened(world) as (_, topology):
         true_owners, true_brokers = await world.truth()
@@ -262,13 +262,13 @@ async def test_a_topic_is_found_by_its_id(world: World) -> None:
             assert {index: topology.owner(topic_id, index) for index in true_owners} == true_owners
 
 
-async def test_produce_by_id_is_offered_where_ids_are_known(world: World) -> None:
+async def test_produce_by_id_is_offered_with_topic_ids(world: World) -> None:
     await world.prepare()
     async with opened(world) as (source, _):
         assert source.version_caps == ({PRODUCE: 12} if await world.topic_id() is None else {})
 
 
-async def test_without_topic_ids_produce_by_id_is_not_offered(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+async def test_missing_topic_ids_disable_produce_by_id(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
     world = Leases(etcd, etcd_prefix, has_ids=False)
     await world.prepare()
     async with opened(world) as (source, topology):
@@ -276,7 +276,7 @@ async def test_without_topic_ids_produce_by_id_is_not_offered(etcd: EmbeddedEtcd
         assert source.version_caps == {PRODUCE: 12}
 
 
-async def test_what_the_source_does_not_name_has_no_owner(world: World) -> None:
+async def test_unknown_partition_has_no_owner(world: World) -> None:
     await world.prepare()
     async with opened(world) as (source, topology):
         name = world.topic.encode()
@@ -290,7 +290,7 @@ async def test_what_the_source_does_not_name_has_no_owner(world: World) -> None:
         assert len(owners(topology, world.topic)) == PARTITIONS
 
 
-async def test_after_a_refresh_the_table_says_what_was_true_when_it_began(world: World) -> None:
+async def test_refresh_reflects_state_at_its_begin(world: World) -> None:
     await world.prepare()
     async with opened(world) as (source, topology):
         name = world.topic.encode()
@@ -321,7 +321,7 @@ async def test_after_a_refresh_the_table_says_what_was_true_when_it_began(world:
             assert topology.version == version
 
 
-async def test_what_has_changed_is_known_after_a_reload(world: World) -> None:
+async def test_reload_reads_what_has_changed(world: World) -> None:
     """SIGHUP; etcd tells of changes by itself, so that there is nothing left to read then."""
     await world.prepare()
     async with opened(world) as (source, topology):
@@ -349,7 +349,7 @@ async def reloaded(source: OpenSource, condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_topic_that_is_gone_has_no_owners_and_one_made_again_is_another(world: World) -> None:
+async def test_deleted_topic_has_no_owners_and_recreated_differs(world: World) -> None:
     await world.prepare()
     async with opened(world) as (source, topology):
         name, old_id = world.topic.encode(), await world.topic_id()

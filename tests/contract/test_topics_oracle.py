@@ -71,12 +71,12 @@ def outcomes(side: Side, asked: list[Asked]) -> list[tuple[str, str, int, int]]:
     return found
 
 
-def test_a_topic_may_be_what_it_may_be_at_kafka(sides: dict[str, Side]) -> None:
+def test_topic_accepts_the_settings_kafka_accepts(sides: dict[str, Side]) -> None:
     real, ours = on_both(sides, lambda side: outcomes(side, ASKED))
     assert ours == real
 
 
-def test_what_kafka_takes_and_this_broker_has_not_is_refused(sides: dict[str, Side]) -> None:
+def test_unsupported_kafka_settings_are_refused(sides: dict[str, Side]) -> None:
     real, ours = on_both(sides, lambda side: outcomes(side, REFUSED_HERE))
     assert {error for _, error, *_ in real} == {"NONE"}
     assert {error for _, error, *_ in ours} == {"INVALID_CONFIG"}

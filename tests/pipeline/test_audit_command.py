@@ -42,7 +42,7 @@ def topic(dev_cluster: KproxyProcess) -> str:
 
 
 @pytest.mark.long
-def test_a_clean_run_audits_clean_from_the_command_line(dev_cluster: KproxyProcess, topic: str, tmp_path: Path) -> None:
+def test_clean_run_audits_clean_from_command_line(dev_cluster: KproxyProcess, topic: str, tmp_path: Path) -> None:
     require_java()
     assert await_trails(dev_cluster.kafka, DEFAULT_TOPIC, now_ms(), timeout_s=120)
     output, report = tmp_path / "tables", tmp_path / "report.html"
@@ -64,7 +64,7 @@ def test_a_clean_run_audits_clean_from_the_command_line(dev_cluster: KproxyProce
 
 
 @pytest.mark.long
-def test_a_killed_proxys_unproven_trail_ends_a_strict_audit_with_1(
+def test_unproven_trail_ends_a_strict_audit_with_1(
     dev_cluster: KproxyProcess, topic: str, tmp_path: Path, spark: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trail = ForgedTrail("f" * 16)
@@ -100,7 +100,7 @@ def test_a_killed_proxys_unproven_trail_ends_a_strict_audit_with_1(
         (["--follow", "--output", "x", "--trail", "json:EMPTY"], "needs files that are whole when they appear"),
     ],
 )
-def test_what_cannot_be_audited_is_said_in_a_sentence_before_spark_starts(
+def test_unauditable_input_is_refused_before_spark_starts(
     dev_cluster: KproxyProcess,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

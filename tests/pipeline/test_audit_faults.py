@@ -124,7 +124,7 @@ def _acknowledged_late(cluster: ForgeableCluster, clients: Sequence[RawClient]) 
 
 # The demo's audit is of such a run as well.
 @pytest.mark.long
-def test_a_run_in_which_nothing_went_wrong_audits_clean(story: Story, spark: Any) -> None:
+def test_run_without_faults_audits_clean(story: Story, spark: Any) -> None:
     clean = audit(spark, story.bootstrap, story.trail_in_order, ["clean"])
     assert clean.findings == []
     assert clean.exit_status == 0
@@ -136,7 +136,7 @@ def test_a_run_in_which_nothing_went_wrong_audits_clean(story: Story, spark: Any
         assert set(found.owners) <= {SLEEPER, OTHER}
 
 
-def test_what_one_proxy_sees_given_out_twice_is_told_at_once(story: Story) -> None:
+def test_offset_given_twice_by_one_proxy_is_reported(story: Story) -> None:
     assert story.overlaps == [LATE, 0], "the other one has seen one owner of each partition"
     (alarm,) = story.alarms
     first, last = story.late[0]
@@ -146,7 +146,7 @@ def test_what_one_proxy_sees_given_out_twice_is_told_at_once(story: Story) -> No
 
 
 @pytest.mark.parametrize("partition", [0, 1], ids=["through one proxy", "through two"])
-def test_offsets_that_two_owners_gave_out_are_found_with_both(story: Story, partition: int) -> None:
+def test_offsets_given_by_two_owners_name_both(story: Story, partition: int) -> None:
     (found,) = story.forged.of("overlap", "split", partition)
     assert (found.first_offset, found.last_offset) == story.late[partition]
     assert found.records == LATE
@@ -171,7 +171,7 @@ def _ownerships(story: Story, partition: int) -> set[tuple[int, int]]:
     return found
 
 
-def test_records_that_are_gone_from_a_log_are_found(story: Story) -> None:
+def test_records_missing_from_a_log_are_found(story: Story) -> None:
     (found,) = story.forged.of("lost", "cut", 0)
     assert (found.first_offset, found.last_offset, found.records) == (*story.cut, story.cut.records)
     assert found.owner == OTHER
@@ -183,7 +183,7 @@ def test_records_that_are_gone_from_a_log_are_found(story: Story) -> None:
     assert (counted.acked, counted.lost, counted.present) == (rows, story.cut.records, rows - story.cut.records)
 
 
-def test_a_batch_that_stands_in_a_log_once_more_is_found(story: Story) -> None:
+def test_duplicate_batch_in_a_log_is_found(story: Story) -> None:
     (found,) = story.forged.of("duplicate", "twice", 0)
     original, copy = story.doubled
     assert (found.first_offset, found.last_offset, found.records) == (*copy, copy.records)
@@ -193,7 +193,7 @@ def test_a_batch_that_stands_in_a_log_once_more_is_found(story: Story) -> None:
     assert (counted.duplicated, counted.lost, counted.unclaimed) == (copy.records, 0, copy.records)
 
 
-def test_what_a_proxy_that_was_killed_had_not_shipped_is_unproven_and_never_fine(story: Story) -> None:
+def test_unshipped_trail_of_killed_proxy_is_unproven(story: Story) -> None:
     (found,) = story.forged.of("tail")
     assert found.proxy == story.killed
     assert "killed or cut off" in found.detail
@@ -203,7 +203,7 @@ def test_what_a_proxy_that_was_killed_had_not_shipped_is_unproven_and_never_fine
     assert counted.unproven
 
 
-def test_nothing_else_is_found_and_the_exit_status_tells_of_failure(story: Story) -> None:
+def test_audit_finds_only_the_faults_and_fails(story: Story) -> None:
     kinds = sorted((each.kind, each.topic) for each in story.forged.findings)
     assert kinds == [
         ("duplicate", "twice"),

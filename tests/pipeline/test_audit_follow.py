@@ -114,7 +114,7 @@ def following(followed: Followed) -> Iterator[Run]:
 
 
 @pytest.mark.long
-def test_what_is_wrong_is_told_as_it_comes_and_once_also_over_a_restart(
+def test_followed_findings_are_reported_once_across_restarts(
     dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
 ) -> None:
     followed = Followed(dev_cluster.kafka, tmp_path)
@@ -184,9 +184,7 @@ class Fed:
 
 
 @pytest.mark.long
-def test_who_falls_silent_is_told_of_though_nothing_comes_any_more(
-    dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
-) -> None:
+def test_silent_trail_is_reported_without_new_input(dev_cluster: KproxyProcess, tmp_path: Path, spark: Any) -> None:
     """The proxy's name has blanks in it, and its topic has been deleted."""
     followed = Followed(dev_cluster.kafka, tmp_path)
     fed = Fed(spark, followed)
@@ -210,7 +208,7 @@ def test_who_falls_silent_is_told_of_though_nothing_comes_any_more(
 
 
 @pytest.mark.long
-def test_of_too_many_losses_the_number_is_told_and_the_next_one_is_told_as_ever(
+def test_excess_losses_are_counted_and_later_ones_reported(
     dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
 ) -> None:
     followed = Followed(dev_cluster.kafka, tmp_path)
@@ -229,16 +227,14 @@ def test_of_too_many_losses_the_number_is_told_and_the_next_one_is_told_as_ever(
 
 
 @pytest.mark.long
-def test_what_is_not_read_yet_is_no_silence(dev_cluster: KproxyProcess, tmp_path: Path, spark: Any) -> None:
+def test_unread_pages_do_not_count_as_silence(dev_cluster: KproxyProcess, tmp_path: Path, spark: Any) -> None:
     fed = Fed(spark, Followed(dev_cluster.kafka, tmp_path), most=1)
     trail = ForgedTrail("d" * 16, began_ms=fed.now_ms - 3_600_000)
     assert fed.feed(trail.begin(), trail.mark()) == []
 
 
 @pytest.mark.long
-def test_a_topic_that_was_made_anew_is_held_against_its_own_log(
-    dev_cluster: KproxyProcess, tmp_path: Path, spark: Any
-) -> None:
+def test_recreated_topic_is_compared_with_its_own_log(dev_cluster: KproxyProcess, tmp_path: Path, spark: Any) -> None:
     """What was read of the one before must not stand in for what is lost of this one."""
     followed = Followed(dev_cluster.kafka, tmp_path)
     produce(followed.bootstrap, followed.topic, [b"value"] * 100)
@@ -263,7 +259,7 @@ def since(dev_cluster: KproxyProcess, tmp_path: Path) -> Followed:
     return followed
 
 
-def test_from_some_time_on_pages_of_a_slow_clock_are_read_as_well(since: Followed, spark: Any) -> None:
+def test_audit_from_time_reads_pages_of_slow_clock(since: Followed, spark: Any) -> None:
     """With LogAppendTime brokers date pages, and theirs may be dated before what they tell of was acknowledged."""
     assert since.job.from_ms is not None
     trail = ForgedTrail("a" * 16, began_ms=since.job.from_ms + 5_000)
@@ -277,7 +273,7 @@ def test_from_some_time_on_pages_of_a_slow_clock_are_read_as_well(since: Followe
 
 
 @pytest.mark.long
-def test_from_some_time_on_missing_rows_at_the_edge_and_late_rows_are_judged(since: Followed, spark: Any) -> None:
+def test_audit_from_time_judges_missing_and_late_rows(since: Followed, spark: Any) -> None:
     produce(since.bootstrap, since.topic, [b"value"] * 10)
     assert since.job.from_ms is not None
     edge_ms = since.job.from_ms

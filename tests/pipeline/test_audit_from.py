@@ -33,7 +33,7 @@ def ship(bootstrap: str, topic: str, rows: Sequence[Row]) -> None:
 
 
 @pytest.mark.long
-def test_what_was_acknowledged_before_is_not_read_and_all_that_was_since_is_judged(
+def test_audit_from_time_judges_only_later_acknowledgements(
     dev_cluster: KproxyProcess, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, now = uuid.uuid4().hex[:10], now_ms()

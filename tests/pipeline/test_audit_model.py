@@ -215,7 +215,7 @@ def test_histories_are_of_every_kind() -> None:
 
 
 @pytest.mark.long
-def test_partitions_are_as_an_audit_offset_by_offset_has_them(
+def test_partitions_match_the_offset_by_offset_model(
     audited: Audited, histories: dict[int, tuple[Trail, History]]
 ) -> None:
     for seed, (_, history) in histories.items():
@@ -226,7 +226,7 @@ def test_partitions_are_as_an_audit_offset_by_offset_has_them(
 
 
 @pytest.mark.long
-def test_windows_are_as_an_audit_offset_by_offset_has_them(
+def test_windows_match_the_offset_by_offset_model(
     audited: Audited, histories: dict[int, tuple[Trail, History]]
 ) -> None:
     for seed, (_, history) in histories.items():
@@ -237,7 +237,7 @@ def test_windows_are_as_an_audit_offset_by_offset_has_them(
 
 
 @pytest.mark.long
-def test_findings_are_of_the_offsets_that_an_audit_offset_by_offset_finds(
+def test_findings_match_the_offset_by_offset_model(
     audited: Audited, histories: dict[int, tuple[Trail, History]]
 ) -> None:
     for seed, (_, history) in histories.items():

@@ -52,7 +52,7 @@ def story(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stor
         yield Story(audit(spark, kafka.bootstrap, proxies.trail, list(PARTITIONS)), hole, log_start_offset)
 
 
-def test_a_batch_that_is_cut_out_of_the_midst_of_a_log_is_lost(story: Story) -> None:
+def test_batch_cut_from_a_log_is_lost(story: Story) -> None:
     (found,) = story.audited.findings
     assert (found.kind, found.topic, found.partition) == ("lost", "holed", 0)
     assert (found.first_offset, found.last_offset, found.records) == (*story.hole, story.hole.records)
@@ -64,7 +64,7 @@ def test_a_batch_that_is_cut_out_of_the_midst_of_a_log_is_lost(story: Story) -> 
     assert story.audited.exit_status == 1
 
 
-def test_what_retention_let_go_is_set_apart_and_not_lost(story: Story) -> None:
+def test_expired_records_are_not_counted_as_lost(story: Story) -> None:
     counted = story.audited.partition("retained", 0)
     rows, removed = ROWS["retained", 0], story.log_start_offset
     assert 0 < removed < rows
@@ -72,7 +72,7 @@ def test_what_retention_let_go_is_set_apart_and_not_lost(story: Story) -> None:
     assert counted.log_start_offset == removed
 
 
-def test_what_nobody_has_touched_is_whole(story: Story) -> None:
+def test_untouched_partitions_are_whole(story: Story) -> None:
     for topic, partition in (("kept", 0), ("kept", 1)):
         counted = story.audited.partition(topic, partition)
         assert (counted.acked, counted.present, counted.lost, counted.unclaimed) == (200, 200, 0, 0)

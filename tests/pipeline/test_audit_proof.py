@@ -159,22 +159,20 @@ def unproven(spark: Any) -> dict[str, list[tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_missing_of_a_trail_is_unproven_for_as_long_as_it_may_have_told_of(
-    unproven: dict[str, list[tuple[Any, ...]]], name: str
-) -> None:
+def test_missing_trail_is_unproven_for_its_possible_time(unproven: dict[str, list[tuple[Any, ...]]], name: str) -> None:
     assert sorted(unproven[name]) == sorted(CASES[name][1])
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param("lives, heard of a moment ago", marks=pytest.mark.long), "lives, and another was killed"]
 )
-def test_what_lives_is_no_tail_and_the_rest_is_judged_as_far_as_it_is_known(spark: Any, name: str) -> None:
+def test_live_trail_is_not_reported_as_unended(spark: Any, name: str) -> None:
     rows, expected = LIVING[name]
     assert [tuple(what) for _, *what in unproven_of(trail_frame(spark, rows))] == expected
 
 
 @pytest.mark.long
-def test_what_fills_a_file_before_it_ships_lives_for_as_long(spark: Any) -> None:
+def test_trail_filling_a_file_counts_as_live(spark: Any) -> None:
     rows = trail_frame(spark, marked(READ_AT - 70_000).rows)
     assert len(unproven_of(rows)) == 1
     assert unproven_of(rows, shipping_ms=parse_place("parquet:/trail").shipping_ms) == []
@@ -186,7 +184,7 @@ def test_only_the_times_that_are_judged_are_unproven(spark: Any) -> None:
     assert found == [("p", "gap", 100, 1, *seconds(96, 101)), ("p", "tail", 199, 0, *seconds(194, 300))]
 
 
-def test_what_lives_is_not_called_dead_where_more_is_judged_than_it_tells_of_yet(spark: Any) -> None:
+def test_live_trail_is_not_dead_in_wider_audit(spark: Any) -> None:
     told = marked(READ_AT - 9_000).rows + long_trail("killed", 200, ends=False).rows
     rows = trail_frame(spark, told)
     pieces = proof.pieces(rows)
@@ -227,14 +225,14 @@ BAD = [
 ]
 
 
-def test_files_of_json_are_read_and_what_is_torn_in_them_is_left_out(spark: Any, tmp_path: Path) -> None:
+def test_json_files_are_read_without_torn_rows(spark: Any, tmp_path: Path) -> None:
     trail = long_trail("p", 5)
     (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD]))
     (tmp_path / "a.jsonl.tmp").write_text(page(long_trail("q", 5).rows))
     assert told(read_files(spark, parse_place(f"json:{tmp_path}"))) == whole(trail.rows)
 
 
-def test_files_of_parquet_are_read_with_whatever_width_their_numbers_have(spark: Any, tmp_path: Path) -> None:
+def test_parquet_files_are_read_at_any_integer_width(spark: Any, tmp_path: Path) -> None:
     trail = long_trail("p", 5)
     narrow = trail_frame(spark, trail.rows).drop("shipped_at").withColumn("batches", trail_frame_column("batches"))
     narrow.write.mode("overwrite").parquet(str(tmp_path / "trail"))
@@ -275,7 +273,7 @@ def trail_frame_column(name: str) -> Any:
     return functions.col(name).cast("int")
 
 
-def test_pages_of_a_topic_are_read_and_say_when_they_were_shipped(spark: Any) -> None:
+def test_topic_pages_are_read_with_their_ship_time(spark: Any) -> None:
     trail = long_trail("p", 5)
     messages = [(bytearray(page(trail.rows[:2]).encode()), 7.0), (bytearray("\n".join(BAD).encode()), 8.0)]
     messages.append((bytearray(page(trail.rows[2:]).encode()), 9.5))
@@ -288,7 +286,7 @@ def test_pages_of_a_topic_are_read_and_say_when_they_were_shipped(spark: Any) ->
 
 
 @pytest.mark.parametrize("text", ["", "topic:", "json", "csv:/tmp"])
-def test_a_place_that_is_none_is_refused_in_one_sentence(text: str) -> None:
+def test_invalid_trail_location_is_refused(text: str) -> None:
     with pytest.raises(StartupError, match="give topic:NAME, json:DIR or parquet:DIR"):
         parse_place(text)
 

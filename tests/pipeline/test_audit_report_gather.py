@@ -65,7 +65,7 @@ def _partition(topic: str, partition: int, **counts: Any) -> dict[str, Any]:
     return {"topic": topic, "partition": partition, **nought, **others, **counts}
 
 
-def test_each_table_comes_into_the_report_as_it_is(spark: Any) -> None:
+def test_each_table_enters_the_report_unchanged(spark: Any) -> None:
     start_ms = START_S * 1000
     tables = _tables(
         spark,
@@ -141,7 +141,7 @@ def test_each_table_comes_into_the_report_as_it_is(spark: Any) -> None:
 
 
 @pytest.mark.long
-def test_of_many_the_worst_are_taken_and_the_others_counted(spark: Any) -> None:
+def test_worst_rows_are_kept_and_others_counted(spark: Any) -> None:
     """Within limits, in whatever dimension the tables grow: partitions, windows, findings, owners, changes of owner."""
     partitions = [_partition("t", number, acked=100, present=100, owners=[*range(40)]) for number in range(200)]
     partitions[150] |= {"lost": 1, "present": 99}
@@ -192,7 +192,7 @@ def test_of_many_the_worst_are_taken_and_the_others_counted(spark: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_hole_beside_all_that_was_acknowledged_is_drawn_too(spark: Any) -> None:
+def test_hole_beside_all_acknowledgements_is_drawn(spark: Any) -> None:
     """As far as it leaves the windows room: a quarter of their time, or one window, on either side."""
     start_ms = START_S * 1000
     tables = _tables(

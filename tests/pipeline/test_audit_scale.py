@@ -21,7 +21,7 @@ PARTITIONS, ADAPTIVE = "spark.sql.shuffle.partitions", "spark.sql.adaptive.enabl
 @pytest.mark.parametrize(
     ("rows", "partitions"), [(0, "1"), (FEW, "1"), (FEW + 1, None), (299_999, None), (30_000_000, "100")]
 )
-def test_settings_are_by_how_much_there_is_and_set_back(spark: Any, rows: int, partitions: str | None) -> None:
+def test_settings_follow_input_size_and_are_reset(spark: Any, rows: int, partitions: str | None) -> None:
     before = spark.conf.get(PARTITIONS), spark.conf.get(ADAPTIVE)
     with fitted(spark, rows):
         assert spark.conf.get(PARTITIONS) == (partitions or before[0])
@@ -29,9 +29,7 @@ def test_settings_are_by_how_much_there_is_and_set_back(spark: Any, rows: int, p
 
 
 @pytest.mark.long
-def test_results_are_the_same_from_memory_and_from_their_files(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_equal_from_memory_and_files(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trail = Trail()
     trail.acked("t", 0, 100, at=11_000)
     trail.acked("t", 50, 100, at=12_000, owner=2, revision=9)
@@ -59,7 +57,7 @@ def test_results_are_the_same_from_memory_and_from_their_files(
     assert judged("files") == in_memory
 
 
-def test_what_one_replica_alone_acknowledged_is_told_by_partition(spark: Any) -> None:
+def test_single_replica_acknowledgements_are_reported_by_partition(spark: Any) -> None:
     trail = Trail()
     trail.acked("t", 0, 100, acks=1)
     trail.acked("t", 100, 5, 110, 10, acks=1)

@@ -43,7 +43,7 @@ def restarted() -> list[Row]:
 
 
 @pytest.mark.long
-def test_what_another_proxy_of_the_same_name_tells_hides_no_hole(spark: Any, land: Land) -> None:
+def test_foreign_trail_of_same_name_hides_no_hole(spark: Any, land: Land) -> None:
     tables = audit_tables(
         trail_frame(spark, shared_names() + restarted()),
         log_frame(spark, [batch("t", 0, 30)]),
@@ -83,7 +83,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.long
-def test_rows_that_no_proxy_wrote_do_not_make_an_audit_fail(spark: Any, land: Land) -> None:
+def test_foreign_rows_do_not_fail_the_audit(spark: Any, land: Land) -> None:
     whole = Trail("p:9092", "a")
     whole.acked("t", 0, 10)
     whole.end(5_000)

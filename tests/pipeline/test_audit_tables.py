@@ -467,7 +467,7 @@ def test_every_acknowledged_record_is_accounted_for(audited: Audited, name: str)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_wrong_is_named_and_nothing_else_is(audited: Audited, name: str) -> None:
+def test_only_real_faults_are_named(audited: Audited, name: str) -> None:
     told = sorted(
         audited.findings.get(name, []), key=lambda row: (row["kind"], row["first_offset"] or 0, -(row["records"] or 0))
     )
@@ -483,7 +483,7 @@ GIVEN_OUT_TWICE = {name for name, case in CASES.items() if case.counts.get("over
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - GIVEN_OUT_TWICE))
-def test_windows_add_up_to_partitions_where_no_offset_was_given_out_twice(audited: Audited, name: str) -> None:
+def test_windows_sum_to_partitions_without_double_offsets(audited: Audited, name: str) -> None:
     told, windows = audited.partitions[name], audited.windows[name]
     for column in (
         "acked",
@@ -500,7 +500,7 @@ def test_windows_add_up_to_partitions_where_no_offset_was_given_out_twice(audite
         assert sum(row[column] for row in windows) == told[column], column
 
 
-def test_nothing_is_unproven_where_trails_end_in_order_and_all_is_looked_at(audited: Audited) -> None:
+def test_ended_trails_leave_nothing_unproven(audited: Audited) -> None:
     assert None not in audited.findings
     told = {name for name, row in audited.partitions.items() if row["unproven"]}
     # A window in which nothing was acknowledged that was not before has nothing to prove.
@@ -538,7 +538,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("name", TAMPERED)
-def test_the_verdict_says_neither_more_nor_less_than_is_known(audited: Audited, name: str) -> None:
+def test_verdict_states_exactly_what_is_known(audited: Audited, name: str) -> None:
     row = audited.partitions[name]
     verdict = Verdict(Sums(partitions=1, unproven=int(row["unproven"]), **{each: row[each] for each in SUMMED}))
     assert (headline(verdict), verdict.exit_status(strict=True)) == TAMPERED[name]

@@ -87,9 +87,7 @@ def without_java(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_with_pips_java_and_an_owner_killed_it_ends_clean_and_leaves_nothing(
-    tmp_path: Path, without_java: dict[str, str]
-) -> None:
+def test_demo_with_pip_java_and_kill_is_clean(tmp_path: Path, without_java: dict[str, str]) -> None:
     demo = Demo(tmp_path / "data", "--rows", "2000", "--kill-owner", environment=without_java)
     output, errors = demo.process.communicate()
 
@@ -135,7 +133,7 @@ def test_a_signal_ends_it_and_all_it_started(tmp_path: Path, number: signal.Sign
 
 
 @pytest.mark.long
-def test_killed_outright_it_takes_all_it_started_with_it(tmp_path: Path) -> None:
+def test_killed_demo_ends_all_its_processes(tmp_path: Path) -> None:
     require_java()
     demo = Demo(tmp_path / "data", "--rows", "100000")
     try:

@@ -102,7 +102,7 @@ def course(tmp_path_factory: pytest.TempPathFactory, spark_driver: SparkDriver, 
         pytest.param(swap_two, {"out of order": 1}, ROWS, id="two of one key swapped", marks=pytest.mark.long),
     ],
 )
-def test_one_record_lost_doubled_or_swapped_on_the_wire_ends_with_status_1(
+def test_one_fault_on_the_wire_ends_with_1(
     course: Course,
     tmp_path: Path,
     change: Callable[[list[Record]], list[Record] | None] | None,
@@ -135,7 +135,7 @@ def test_one_record_lost_doubled_or_swapped_on_the_wire_ends_with_status_1(
     assert bool(list(tmp_path.iterdir())) == bool(wrong)
 
 
-def test_with_an_owner_killed_in_mid_stream_what_is_wrong_is_still_found(
+def test_fault_beside_an_owner_kill_is_found(
     beside: LoopThread, spark_driver: SparkDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It is swapped in the first micro-batch, before the kill: what is sent again after that is sent as it was.

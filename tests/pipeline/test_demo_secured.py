@@ -24,7 +24,7 @@ ROWS = 1_000
     ("tls", "sasl", "protocol"),
     [(True, False, "SSL"), (False, True, "SASL_PLAINTEXT"), (True, True, "SASL_SSL")],
 )
-def test_what_is_made_fits_together(tmp_path: Path, tls: bool, sasl: bool, protocol: str) -> None:
+def test_generated_security_files_match(tmp_path: Path, tls: bool, sasl: bool, protocol: str) -> None:
     made = secure(tmp_path / "security", tls=tls, sasl=sasl)
     assert made.protocol == made.python["security_protocol"] == protocol
     access = read_access(made.kafka)
@@ -39,7 +39,7 @@ def test_what_is_made_fits_together(tmp_path: Path, tls: bool, sasl: bool, proto
         assert users.check(access.credentials.username, access.credentials.password)
 
 
-def test_without_a_flag_nothing_is_made(tmp_path: Path) -> None:
+def test_missing_flags_generate_no_security_files(tmp_path: Path) -> None:
     assert secure(tmp_path / "security", tls=False, sasl=False) == PLAIN
     assert not (tmp_path / "security").exists()
 
@@ -51,7 +51,7 @@ def test_a_cluster_of_others_has_its_own_security(tmp_path: Path) -> None:
 
 @pytest.mark.spark
 @pytest.mark.timeout(300)
-def test_all_rows_go_by_tls_and_a_password_and_audit_clean(
+def test_secured_demo_ships_all_rows_and_audits_clean(
     tmp_path: Path, spark_driver: SparkDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each of them is a task of Spark, with connections of its own.

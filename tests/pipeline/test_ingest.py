@@ -111,7 +111,7 @@ def write_csv(directory: Path, name: str, *lines: str) -> None:
     aside.rename(directory / name)
 
 
-def test_files_go_once_with_the_schema_that_was_inferred_first_whatever_comes_later(job: Job, tmp_path: Path) -> None:
+def test_files_are_ingested_once_with_first_inferred_schema(job: Job, tmp_path: Path) -> None:
     job.options = replace(job.options, key=("name",), row_header="row", batch_header="batch")
     write_csv(tmp_path / "in", "one.csv", "1,a,10", "2,b,20", "3,a,30", "4,,40")
     said = job.run()
@@ -170,7 +170,7 @@ def test_json_and_parquet_files_go_as_csv_does(
 
 
 @pytest.mark.long
-def test_few_files_make_a_micro_batch_and_what_is_left_is_known(job: Job, tmp_path: Path) -> None:
+def test_few_files_make_a_micro_batch(job: Job, tmp_path: Path) -> None:
     for number in range(5):
         # Named against the order of their times.
         write_csv(tmp_path / "in", f"{9 - number}.csv", f"{number},a,{number}")
@@ -189,7 +189,7 @@ def test_few_files_make_a_micro_batch_and_what_is_left_is_known(job: Job, tmp_pa
     )
 
 
-def test_rows_that_cannot_be_written_go_to_a_topic_and_are_counted_by_reason(job: Job, tmp_path: Path) -> None:
+def test_unwritable_rows_go_to_dead_letters_by_reason(job: Job, tmp_path: Path) -> None:
     dead = f"dead-{uuid.uuid4().hex[:8]}"
     write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,,2", "x,b,3", f"4,{'long' * 500},4", "5,b,5,6")
     said = job.run(
@@ -214,7 +214,7 @@ def test_rows_that_cannot_be_written_go_to_a_topic_and_are_counted_by_reason(job
     }
 
 
-def test_a_micro_batch_written_again_keeps_its_names_and_replaces_its_dead_letters(job: Job, tmp_path: Path) -> None:
+def test_repeated_micro_batch_replaces_its_dead_letters(job: Job, tmp_path: Path) -> None:
     letters = tmp_path / "dead"
     job.options = replace(
         job.options,
@@ -237,7 +237,7 @@ def test_a_micro_batch_written_again_keeps_its_names_and_replaces_its_dead_lette
 
 
 @pytest.mark.long
-def test_without_a_place_for_dead_letters_the_first_one_ends_the_job(job: Job, tmp_path: Path) -> None:
+def test_missing_dead_letter_place_ends_job_at_first(job: Job, tmp_path: Path) -> None:
     job.options = replace(job.options, source=FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT"))
     job.options = replace(job.options, key=("name",))
     write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,b,x")
@@ -248,7 +248,7 @@ def test_without_a_place_for_dead_letters_the_first_one_ends_the_job(job: Job, t
 
 
 @pytest.mark.long
-def test_fields_that_the_schema_lacks_end_the_job_or_go_with_the_dead_letters(job: Job, tmp_path: Path) -> None:
+def test_unknown_fields_end_job_or_become_dead_letters(job: Job, tmp_path: Path) -> None:
     job.options = replace(job.options, source=FileSource("json", str(tmp_path / "in")))
     (tmp_path / "in" / "a.json").write_text('{"id":1}\n')
     job.run()
@@ -265,7 +265,7 @@ def test_fields_that_the_schema_lacks_end_the_job_or_go_with_the_dead_letters(jo
 
 
 @pytest.mark.long
-def test_columns_of_a_parquet_file_that_the_schema_lacks_end_the_job(job: Job, tmp_path: Path) -> None:
+def test_unknown_parquet_columns_end_the_job(job: Job, tmp_path: Path) -> None:
     job.options = replace(job.options, source=FileSource("parquet", str(tmp_path / "in")))
 
     def write(select: str) -> None:
@@ -284,9 +284,7 @@ def test_columns_of_a_parquet_file_that_the_schema_lacks_end_the_job(job: Job, t
     assert sorted(value["id"] for value in values(job.written(at_least=3))) == [1, 2, 3]
 
 
-def test_counts_are_right_where_spark_does_not_tell_them(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_are_right_without_sparks_metrics(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy.pipeline.ingest.sink._observed", lambda _: None)
     write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,b,x", "3,c,3")
     source = FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT")
@@ -294,9 +292,7 @@ def test_counts_are_right_where_spark_does_not_tell_them(
     assert (job.count("rows"), job.count("dead_letters", reason="corrupt")) == (2, 1)
 
 
-def test_another_kafka_clusters_topic_is_copied_with_keys_headers_and_bytes_as_they_are(
-    job: Job, other_kafka: RealKafka
-) -> None:
+def test_topic_of_another_cluster_is_copied_verbatim(job: Job, other_kafka: RealKafka) -> None:
     topic = other_kafka.create_topic(f"from-{uuid.uuid4().hex[:8]}", 2)
     sent = [(n % 2, f"k{n % 5}".encode(), bytes([n, 0xFF]) if n % 10 else None) for n in range(40)]
     producer = confluent_kafka.Producer({"bootstrap.servers": other_kafka.bootstrap})
@@ -330,9 +326,7 @@ def test_another_kafka_clusters_topic_is_copied_with_keys_headers_and_bytes_as_t
 
 
 @pytest.mark.long
-def test_records_keep_their_timestamps_and_partitions_and_what_was_aborted_is_not_copied(
-    job: Job, other_kafka: RealKafka
-) -> None:
+def test_copied_records_keep_timestamps_and_skip_aborted(job: Job, other_kafka: RealKafka) -> None:
     topic = other_kafka.create_topic(f"from-{uuid.uuid4().hex[:8]}", PARTITIONS)
     settings = {"bootstrap.servers": other_kafka.bootstrap, "transactional.id": topic}
     producer = confluent_kafka.Producer(settings)
@@ -376,7 +370,7 @@ def make_topic(bootstrap: str, name: str, partitions: int) -> None:
     admin.create_topics([NewTopic(name, partitions)])[name].result(30)
 
 
-def test_values_of_a_topic_that_are_json_become_columns(job: Job) -> None:
+def test_json_values_of_a_topic_become_columns(job: Job) -> None:
     topic = f"json-{uuid.uuid4().hex[:8]}"
     producer = confluent_kafka.Producer({"bootstrap.servers": job.options.bootstrap})
     make_topic(job.options.bootstrap, topic, 1)
@@ -400,7 +394,7 @@ def test_values_of_a_topic_that_are_json_become_columns(job: Job) -> None:
     ]
 
 
-def test_numbers_are_written_until_it_is_stopped_and_go_on_from_there(job: Job) -> None:
+def test_numbers_are_written_until_stop_and_continue(job: Job) -> None:
     job.options = replace(job.options, source=RateSource(200), processing_time="200 milliseconds", key=("value",))
     said = job.until(lambda rows: rows > 0)
     assert "Stopped before the end: start it again with the same --checkpoint to go on." in said
@@ -430,7 +424,7 @@ def test_numbers_are_written_until_it_is_stopped_and_go_on_from_there(job: Job) 
         ({"source": FileSource("csv", "NOWHERE")}, "there are no files yet to infer a schema from: give --schema"),
     ],
 )
-def test_what_cannot_be_started_says_so_and_leaves_the_checkpoint_free(
+def test_failed_start_explains_and_frees_the_checkpoint(
     job: Job, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     write_csv(tmp_path / "in", "a.csv", "1,a,1")
@@ -466,9 +460,7 @@ def test_a_checkpoint_is_one_jobs_alone(job: Job, spark: Any, tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_header_that_does_not_fit_the_schema_ends_the_job_and_does_not_mix_up_columns(
-    job: Job, tmp_path: Path
-) -> None:
+def test_mismatching_header_ends_job_without_mixing_columns(job: Job, tmp_path: Path) -> None:
     write_csv(tmp_path / "in", "a.csv", "1,a,1")
     with pytest.raises(
         SparkFailed, match=r"the header of file:.*a\.csv does not name the columns of the schema in their order"

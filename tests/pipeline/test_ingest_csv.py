@@ -64,7 +64,7 @@ def values(row: Any) -> list[str]:
     return [row[name] or "" for name in COLUMNS]
 
 
-def test_what_other_programs_write_is_read_as_they_meant_it(spark: Any, tmp_path: Path) -> None:
+def test_csv_of_other_programs_is_read_as_meant(spark: Any, tmp_path: Path) -> None:
     files = {
         "python.csv": written(),
         "unix.csv": written(lineterminator="\n"),
@@ -83,14 +83,14 @@ def test_what_other_programs_write_is_read_as_they_meant_it(spark: Any, tmp_path
         assert [row[transforms.ROW].rpartition("/")[2] for row in found] == [f"{name}#0:{n}" for n in range(len(found))]
 
 
-def test_a_spreadsheets_semicolons_and_windows_newlines_within_quotes_are_asked_for(spark: Any, tmp_path: Path) -> None:
+def test_spreadsheet_csv_options_are_respected(spark: Any, tmp_path: Path) -> None:
     rows = [(1, "one\r\ntwo", "x;y"), (2, 'say "hi"', "cr\ralone")]
     (tmp_path / "a.csv").write_bytes(written(bom="\ufeff", rows=rows, delimiter=";"))
     found = of_file(read(spark, tmp_path, sep=";", lineSep="\r\n"), "a.csv")
     assert [values(row) for row in found] == [[str(row[0]), *row[1:]] for row in rows]
 
 
-def test_rows_that_cannot_be_read_are_told_with_their_text(spark: Any, tmp_path: Path) -> None:
+def test_unreadable_rows_are_reported_with_their_text(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b'id,name,n\n1,a\n2,b,c,d\n3,"x\ny"\n4,e,f\n"5,g,open\n6,"h",i\n7,j,k\n')
     # Long enough that rows reach from one of the parser's buffers into the next.
     long = [(number, "x\n" * 600 if number % 3 else "short\n", "z") for number in range(2_000)]
@@ -117,7 +117,7 @@ def test_rows_that_cannot_be_read_are_told_with_their_text(spark: Any, tmp_path:
     assert right[transforms.CORRUPT] is None
 
 
-def test_a_row_with_bytes_that_are_no_utf_8_is_told_unless_the_encoding_is_named(spark: Any, tmp_path: Path) -> None:
+def test_invalid_utf_8_row_is_reported_without_encoding(spark: Any, tmp_path: Path) -> None:
     latin = "id,name,n\n1,é,x\n2,plain,y\n".encode("latin-1")
     files = {
         "latin.csv": latin,
@@ -150,7 +150,7 @@ def test_a_row_with_bytes_that_are_no_utf_8_is_told_unless_the_encoding_is_named
     assert [values(row) for row in read(spark, tmp_path, **named)] == [["1", "\ufffd", "x"]]
 
 
-def test_no_schema_is_inferred_from_a_header_in_an_encoding_that_is_not_named(spark: Any, tmp_path: Path) -> None:
+def test_header_in_unnamed_encoding_infers_no_schema(spark: Any, tmp_path: Path) -> None:
     for encoding in ("utf-16", "latin-1"):
         (tmp_path / "a.csv").write_bytes("id,é,n\n1,a,x\n".encode(encoding))
         with pytest.raises(StartupError, match=r"is not UTF-8: name its encoding with --source-option encoding="):
@@ -159,7 +159,7 @@ def test_no_schema_is_inferred_from_a_header_in_an_encoding_that_is_not_named(sp
     assert found.names == ["id", "é", "n"]
 
 
-def test_a_row_a_line_is_split_where_it_is_asked_for(spark: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_one_line_rows_are_split_on_request(spark: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1_000)
     (tmp_path / "a.csv").write_bytes(written(rows=[(n, 'say "hi"', "x") for n in range(100)]))
     whole = read(spark, tmp_path)
@@ -169,7 +169,7 @@ def test_a_row_a_line_is_split_where_it_is_asked_for(spark: Any, tmp_path: Path,
     assert sorted(map(values, split)) == sorted(map(values, whole))
 
 
-def test_a_schema_is_inferred_from_rows_of_several_lines(spark: Any, tmp_path: Path) -> None:
+def test_schema_is_inferred_from_multi_line_rows(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(written(rows=[(1, "two\nlines", 1.5), (2, 'a "b"', 2)]))
     found = sources.infer_schema(spark, FileSource("csv", str(tmp_path)))
     assert found.simpleString() == "struct<id:int,name:string,n:double>"

@@ -62,7 +62,7 @@ def told(rows: list[Any]) -> list[Any]:
     return found
 
 
-def test_a_document_is_read_whole_or_told(spark: Any, tmp_path: Path) -> None:
+def test_document_is_read_whole_or_reported(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("\ufeff" + "".join(f"{line}\n" for line, _ in LINES))
     rows = read_files(spark, FileSource("json", str(tmp_path), SCHEMA))
     expected = [row for _, rows in LINES for row in rows]
@@ -73,7 +73,7 @@ def test_a_document_is_read_whole_or_told(spark: Any, tmp_path: Path) -> None:
     assert corrupt == [line for line, rows in LINES if rows == ["corrupt"]]
 
 
-def test_records_are_documents_of_their_own_and_a_dead_letter_has_their_text(spark: Any) -> None:
+def test_json_records_stand_alone_with_dead_letter_text(spark: Any) -> None:
     lines = ['{"id":1}', '[{"id":2}]', '{"id":3},{"id":4}', '{"id":5,"new":{"a":1}}', "", '{"id":6}{']
     # A byte that is no UTF-8 would be another character.
     broken = "unhex(concat(hex('{\"id\":7,\"raw\":\"'), 'ff', hex('\"}')))"
@@ -91,14 +91,14 @@ def test_records_are_documents_of_their_own_and_a_dead_letter_has_their_text(spa
     assert letters["t/0/2"]["record"] == lines[2]
 
 
-def test_a_line_with_bytes_that_are_no_utf_8_is_told(spark: Any, tmp_path: Path) -> None:
+def test_line_with_invalid_utf_8_is_reported(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"id":1,"raw":"\xff"}\n{"id":2,"raw":"\xef\xbf\xbd"}\n')
     (tmp_path / "b.json").write_bytes(b'{"id":3,"raw":"\xed\xa0\x80"}\n{"id":4,"\xff":1}\n{"id":5,"raw":"\xc3\xa4"}\n')
     rows = read_files(spark, FileSource("json", str(tmp_path), SCHEMA))
     assert told(rows) == ["corrupt", {"id": 2, "raw": "\ufffd"}, "corrupt", "corrupt", {"id": 5, "raw": "ä"}]
 
 
-def test_files_that_are_documents_and_directories_that_name_columns(spark: Any, tmp_path: Path) -> None:
+def test_multi_line_files_and_directory_columns_are_read(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "day=7").mkdir()
     (tmp_path / "day=7" / "a.json").write_text('\ufeff[{"id": 1},\n {"id": 2}]\n')
     (tmp_path / "day=7" / "b.json").write_text('{"id": 3}\n{"id": 4}\n')
@@ -110,7 +110,7 @@ def test_files_that_are_documents_and_directories_that_name_columns(spark: Any, 
     assert told(read_files(spark, latin)) == [{"id": 5, "name": "ä", "day": 7}]
 
 
-def test_fields_that_are_new_are_left_out_where_that_is_asked_for(spark: Any, tmp_path: Path) -> None:
+def test_new_fields_are_left_out_on_request(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"id":1,"new":2}\n')
     rows = read_files(spark, FileSource("json", str(tmp_path), "id LONG"), on_new_columns="ignore")
     assert told(rows) == [{"id": 1}]
@@ -147,7 +147,7 @@ def added(spark: Any, source: FileSource, **options: Any) -> list[Any]:
     return [row[transforms.REASON] or bytes(row[transforms.VALUE]).decode() for row in rows]
 
 
-def test_documents_are_written_as_they_stand_where_new_fields_are_added(spark: Any, tmp_path: Path) -> None:
+def test_documents_are_written_unchanged_with_new_fields(spark: Any, tmp_path: Path) -> None:
     documents_ = [document for _, document in EXACT]
     (tmp_path / "a.json").write_text("\ufeff" + "\r\n".join(f" {each} " for each in documents_), newline="")
     (tmp_path / "b.json").write_text(f"[{' , '.join(documents_)}]\n[]\n")
@@ -160,9 +160,7 @@ def test_documents_are_written_as_they_stand_where_new_fields_are_added(spark: A
         assert exactly(value) == exactly(document), name
 
 
-def test_what_directories_name_is_a_field_of_a_document_that_is_written_as_it_stands(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_directory_column_becomes_a_field_of_document(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "day=7" / "hour=a%22b").mkdir(parents=True)
     lines = ['{"id":1,"new":1.50}', "{ }", '{"id":2,"DAY":1}', '{"id":3,"day":1}', '{"id":4,"day":7']
     (tmp_path / "day=7" / "hour=a%22b" / "a.json").write_text("\n".join(lines))
@@ -171,13 +169,13 @@ def test_what_directories_name_is_a_field_of_a_document_that_is_written_as_it_st
     assert values == [told_ + ',"id":1,"new":1.50}', told_ + "}", told_ + ',"id":2,"DAY":1}', "corrupt", "corrupt"]
 
 
-def test_no_schema_is_inferred_from_fields_that_differ_in_case_alone(spark: Any, tmp_path: Path) -> None:
+def test_fields_differing_only_in_case_infer_no_schema(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"id":1,"ID":2}\n')
     with pytest.raises(StartupError, match=r"differ in case alone \(.*`id`.*\): give a --schema with one of them"):
         sources.infer_schema(spark, FileSource("json", str(tmp_path)))
 
 
-def test_keys_and_dead_letters_of_documents_that_are_written_as_they_stand(spark: Any) -> None:
+def test_unchanged_documents_have_keys_and_dead_letters(spark: Any) -> None:
     values = ['{"id":1,"x":1.50}', '{"x":1.50}', '[{"id":2}]', '{"f":"NaN","id":3}', '{"f":1e400,"id":4}', "x"]
     table = ", ".join(f"(cast('{value}' as binary), 't', 0, {offset}L)" for offset, value in enumerate(values))
     records = spark.sql(f"select * from values {table} as records(value, topic, partition, offset)")

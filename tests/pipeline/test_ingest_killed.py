@@ -69,7 +69,7 @@ def headers(record: Placed) -> tuple[str, str]:
 
 
 @pytest.mark.long
-async def test_killed_and_started_again_it_repeats_one_micro_batch_at_most_and_loses_none(
+async def test_killed_ingest_repeats_at_most_one_micro_batch(
     tmp_path: Path,
 ) -> None:
     require_java()

@@ -52,13 +52,11 @@ def column(rows: list[Any], name: str) -> list[Any]:
         (("name", "raw"), [b'{"name":"a","raw":"/wA="}', None]),
     ],
 )
-def test_a_key_is_a_columns_text_its_bytes_or_json_of_several(
-    rows: Any, key: tuple[str, ...], expected: list[bytes | None]
-) -> None:
+def test_key_is_column_text_bytes_or_json(rows: Any, key: tuple[str, ...], expected: list[bytes | None]) -> None:
     assert column(encode(rows, key=key), transforms.KEY) == expected
 
 
-def test_times_are_told_in_utc_to_the_microsecond_whatever_the_sessions_zone(spark: Any) -> None:
+def test_times_are_utc_microseconds_in_any_session_zone(spark: Any) -> None:
     before = spark.conf.get("spark.sql.session.timeZone")
     spark.conf.set("spark.sql.session.timeZone", "America/New_York")
     local = "timestamp_ntz'2026-11-22 10:00:00.123456' as local, struct(timestamp_micros(123456)) as deep"
@@ -75,7 +73,7 @@ def test_times_are_told_in_utc_to_the_microsecond_whatever_the_sessions_zone(spa
     }
 
 
-def test_what_json_has_no_number_for_is_a_dead_letter_unless_it_may_be_text(spark: Any) -> None:
+def test_non_json_number_is_dead_letter_or_text(spark: Any) -> None:
     rows = spark.sql(
         "select *, map('k', array(f)) as m, struct(f as x) as s from values (1.5D, 1L), (double('NaN'), 2L),"
         " (double('Infinity'), 3L), (double('-Infinity'), 4L), (null, 5L) as t(f, value)"
@@ -108,18 +106,18 @@ def test_what_json_has_no_number_for_is_a_dead_letter_unless_it_may_be_text(spar
         ({"value_column": "name"}, [b"a", None]),
     ],
 )
-def test_a_value_is_json_of_columns_or_one_as_it_is(
+def test_value_is_json_of_columns_or_one_column(
     rows: Any, changes: dict[str, Any], expected: list[bytes | None]
 ) -> None:
     assert column(encode(rows, **changes), transforms.VALUE) == expected
 
 
-def test_without_a_word_the_value_is_all_columns_and_none_of_ours(rows: Any) -> None:
+def test_default_value_is_all_input_columns(rows: Any) -> None:
     (first, _) = encode(rows)
     assert list(json.loads(first[transforms.VALUE])) == ["id", "name", "raw", "at", "tags", "value"]
 
 
-def test_headers_are_constants_columns_and_what_tells_a_row_and_its_batch(rows: Any) -> None:
+def test_headers_are_constants_columns_and_row_identity(rows: Any) -> None:
     changes = {
         "constant_headers": (("from", "here"),),
         "headers": (("who", "name"),),
@@ -132,7 +130,7 @@ def test_headers_are_constants_columns_and_what_tells_a_row_and_its_batch(rows: 
 
 
 @pytest.mark.parametrize("name", ["nme", "name.first", "_kproxy_row", "id`", ""])
-def test_a_column_that_is_not_there_is_answered_with_those_that_are(rows: Any, name: str) -> None:
+def test_missing_column_is_reported_with_existing_ones(rows: Any, name: str) -> None:
     with pytest.raises(StartupError, match=r"there is no column .*: the source has id, name, raw, at, tags, value\."):
         encode(rows, key=(name,))
 
@@ -159,11 +157,11 @@ def test_a_column_may_have_any_name(spark: Any) -> None:
         ({"value_column": "raw", "constant_headers": (("k", "v"),), "max_message_bytes": 111}, [None, None]),
     ],
 )
-def test_why_a_row_cannot_be_written(rows: Any, changes: dict[str, Any], expected: list[str | None]) -> None:
+def test_unwritable_row_gets_its_reason(rows: Any, changes: dict[str, Any], expected: list[str | None]) -> None:
     assert [row[transforms.REASON] for row in encode(rows, **changes)] == expected
 
 
-def test_a_dead_letter_has_all_of_its_row_and_is_no_message(rows: Any) -> None:
+def test_dead_letter_keeps_whole_row_and_no_message(rows: Any) -> None:
     options = replace(OPTIONS, key=("name",), require_key=True)
     encoded = transforms.encoded(transforms.placed(rows), options, batch="job/7")
 
@@ -176,7 +174,7 @@ def test_a_dead_letter_has_all_of_its_row_and_is_no_message(rows: Any) -> None:
     assert bytes(message["key"]) == b"a"
 
 
-def test_json_that_cannot_be_parsed_is_kept_as_it_came(spark: Any) -> None:
+def test_unparsable_json_is_kept_unchanged(spark: Any) -> None:
     values = ['{"id": 1}', '{"id": "x"}', "nonsense", "null", None]
     records = spark.createDataFrame(
         [(value, "t", 0, offset) for offset, value in enumerate(values)],
@@ -201,7 +199,7 @@ def small_blocks(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("cores_worth", ["1", "64"])
 @pytest.mark.usefixtures("small_blocks")
-def test_a_line_has_the_same_name_however_many_tasks_read(spark: Any, tmp_path: Path, cores_worth: str) -> None:
+def test_line_keeps_its_name_for_any_task_count(spark: Any, tmp_path: Path, cores_worth: str) -> None:
     for name, lines in (("a", 300), ("b", 7), ("c", 1)):
         (tmp_path / f"{name}.csv").write_text("n\n" + "".join(f"{name}-{n:05}\n" for n in range(lines)))
     session = sources.own_session(spark)
@@ -233,7 +231,7 @@ def test_a_line_has_the_same_name_however_many_tasks_read(spark: Any, tmp_path: 
     assert of_a == sorted(of_a), "the order of the lines is not that of the file"
 
 
-def test_one_task_writes_a_keys_rows_in_order_and_rows_without_a_key_are_spread(spark: Any) -> None:
+def test_rows_of_a_key_keep_order(spark: Any) -> None:
     # Numbers from high to low, in several tasks: what arrives in order was put there.
     table = spark.range(2_000, 0, -1, 6).selectExpr("id as value", "if(id % 2 = 0, cast(id % 10 as string), null) as k")
     options = replace(OPTIONS, key=("k",), value_column="value")
@@ -256,6 +254,6 @@ def test_one_task_writes_a_keys_rows_in_order_and_rows_without_a_key_are_spread(
     assert min(keyless) > 100
 
 
-def test_what_is_wrong_with_a_schema_is_told(spark: Any) -> None:
+def test_schema_errors_are_reported(spark: Any) -> None:
     with pytest.raises(StartupError, match=r"--schema cannot be read \(\[\w+\] .+\): give DDL"):
         sources.parse_schema("id INT, name")

@@ -39,7 +39,7 @@ def topic(dev_cluster: KproxyProcess) -> str:
     return name
 
 
-def test_each_batch_is_a_row_whatever_task_reads_it(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
+def test_each_batch_is_a_row_in_any_task(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
     ends = log_source.fix_ends(dev_cluster.kafka, topics=[topic])
     assert ends == f'{{"{topic}":{{"0":40,"1":0,"2":25}}}}'
     produce(dev_cluster.kafka, topic, [b"later"], partition=1)
@@ -57,7 +57,7 @@ def test_each_batch_is_a_row_whatever_task_reads_it(spark: Any, dev_cluster: Kpr
     assert len({row.producer_id for row in rows}) == 1
 
 
-def test_a_short_log_is_read_without_spark_and_is_the_same(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
+def test_short_log_is_read_equally_without_spark(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
     ends = f'{{"{topic}":{{"0":40,"1":0,"2":25}}}}'
     log = log_source.read_log(spark, dev_cluster.kafka, topics=[topic], end_offsets=ends)
     size = sum(row.bytes for row in log.collect())
@@ -81,7 +81,7 @@ def test_a_short_log_is_read_without_spark_and_is_the_same(spark: Any, dev_clust
     assert (nothing.schema, nothing.count()) == (LOG_SCHEMA, 0)
 
 
-def test_where_logs_begin_and_end_is_asked_when_it_is_read(spark: Any, dev_cluster: KproxyProcess) -> None:
+def test_log_bounds_are_read_at_execution(spark: Any, dev_cluster: KproxyProcess) -> None:
     name = f"bounds-{uuid.uuid4().hex[:10]}"
     create_topic(dev_cluster.kafka, name, 2)
     log_source.register(spark)
@@ -95,7 +95,7 @@ def test_where_logs_begin_and_end_is_asked_when_it_is_read(spark: Any, dev_clust
     assert len(bytes.fromhex(topic_id)) == TOPIC_ID_BYTES
 
 
-def test_a_topic_that_is_not_there_is_named_by_the_driver_and_by_spark(spark: Any, dev_cluster: KproxyProcess) -> None:
+def test_missing_topic_is_named_by_driver_and_spark(spark: Any, dev_cluster: KproxyProcess) -> None:
     from pyspark.errors import AnalysisException
 
     said = f"There is no topic missing at {dev_cluster.kafka}."

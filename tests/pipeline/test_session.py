@@ -43,7 +43,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_session_that_is_there_is_taken_and_left(spark: Any) -> None:
+def test_existing_session_is_used_and_left(spark: Any) -> None:
     with open_session(SessionOptions("job", settings={"spark.sql.shuffle.partitions": "3"})) as opened:
         assert opened.session.sparkContext is spark.sparkContext
         assert opened.driver is None
@@ -53,7 +53,7 @@ def test_a_session_that_is_there_is_taken_and_left(spark: Any) -> None:
     assert spark.range(3).count() == 3
 
 
-def test_what_is_settled_when_spark_starts_is_refused_later(spark: Any) -> None:
+def test_fixed_spark_settings_are_refused_later(spark: Any) -> None:
     options = SessionOptions("job", settings={"spark.executor.memory": "2g"})
     with (
         pytest.raises(StartupError, match=r"spark\.executor\.memory is settled when Spark starts"),
@@ -63,7 +63,7 @@ def test_what_is_settled_when_spark_starts_is_refused_later(spark: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_job_starts_a_spark_of_its_own_and_leaves_nothing(tmp_path: Path) -> None:
+def test_job_starts_and_removes_its_own_spark(tmp_path: Path) -> None:
     require_java()
     script = tmp_path / "job.py"
     script.write_text(JOB.format(master="local[1]", settings=dict(each.split("=", 1) for each in QUICK)))
@@ -75,7 +75,7 @@ def test_a_job_starts_a_spark_of_its_own_and_leaves_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_under_spark_submit_a_job_takes_the_session_that_it_was_given(tmp_path: Path) -> None:
+def test_job_under_spark_submit_uses_given_session(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB.format(master=None, settings={"spark.sql.ansi.enabled": "false"}))
 
@@ -85,7 +85,7 @@ def test_under_spark_submit_a_job_takes_the_session_that_it_was_given(tmp_path: 
     assert done.stdout.splitlines()[-1] == f"RESULT summing UTC 45 {{{sys.executable!r}}} True", done.stderr[-2000:]
 
 
-def test_under_spark_submit_a_master_for_the_job_is_refused(tmp_path: Path) -> None:
+def test_master_under_spark_submit_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB.format(master="yarn", settings={}))
 

@@ -53,7 +53,7 @@ with open_session(SessionOptions("both jobs", master=master, settings=settings))
 
 
 @pytest.mark.long
-def test_both_jobs_run_on_a_cluster_that_has_but_spark_and_pyarrow(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+def test_both_jobs_run_with_only_spark_and_pyarrow(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
     topic = f"cluster-{uuid.uuid4().hex[:10]}"
     (tmp_path / "in").mkdir()
     lines = [f'{{"id":{number},"name":"name {number % 7}","new":{number}.50}}' for number in range(ROWS)]

@@ -67,7 +67,7 @@ def times_each(bootstrap: str, topic: str) -> Counter[int]:
 
 
 @pytest.mark.long
-async def test_a_killed_stream_and_a_batch_lose_nothing_while_owners_move(tmp_path: Path) -> None:
+async def test_killed_stream_loses_nothing_while_owners_move(tmp_path: Path) -> None:
     require_java()
     write_files(tmp_path / "in")
     async with DevCluster(tmp_path / "cluster", brokers=3, lease_ttl_s=LEASE_TTL_S) as cluster:

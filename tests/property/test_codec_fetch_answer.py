@@ -17,7 +17,7 @@ VERSIONS = range(4, MAX_VERSION + 1)
 @pytest.mark.parametrize("version", VERSIONS)
 @settings(max_examples=40)
 @given(data=st.data())
-def test_what_is_read_is_what_kafka_python_reads(version: int, data: st.DataObject) -> None:
+def test_answer_is_read_as_by_kafka_python(version: int, data: st.DataObject) -> None:
     sample = sample_response(FETCH, {"t": [3]})
     entry = sample["responses"][0]["partitions"][0]
     entry["error_code"] = data.draw(st.integers(-1, 120))
@@ -40,7 +40,7 @@ def test_what_is_read_is_what_kafka_python_reads(version: int, data: st.DataObje
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_answer_that_ends_early_is_none(version: int) -> None:
+def test_truncated_answer_is_refused(version: int) -> None:
     frame = response_frame(FETCH, version, response_body(FETCH, version, sample_response(FETCH, {"t": [0]})))
     read_fetch_answer(frame, version, "t")
     for end in range(4, len(frame)):
@@ -55,11 +55,11 @@ def test_an_answer_about_something_else_is_refused(partitions: dict[str, list[in
         read_fetch_answer(response_frame(FETCH, 12, body), 12, "t")
 
 
-def test_an_error_of_the_whole_answer_is_the_partitions() -> None:
+def test_whole_answer_error_applies_to_partition() -> None:
     body = response_body(FETCH, 12, sample_response(FETCH, {}, error_code=70))
     assert read_fetch_answer(response_frame(FETCH, 12, body), 12, "t").error_code == 70
 
 
-def test_versions_that_name_topics_by_id_are_not_read() -> None:
+def test_versions_with_topic_ids_are_not_read() -> None:
     with pytest.raises(UnsupportedVersion):
         read_fetch_answer(memoryview(bytearray(64)), 13, "t")

@@ -112,7 +112,7 @@ def test_frames_come_whole_and_stay_unmodified_while_held(
 
 @settings(max_examples=examples(100))
 @given(seed=st.integers(0, 2**64))
-def test_connections_that_end_in_mid_frame_hurt_nobody(seed: int) -> None:
+def test_connections_ending_within_frame_affect_no_other(seed: int) -> None:
     chance = random.Random(seed)
     with small_chunks():
         arena = ReceiveArena()

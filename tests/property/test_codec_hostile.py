@@ -144,7 +144,7 @@ EVERY_MESSAGE = [(kind, *case) for kind in ("request", "response") for case in E
 
 
 @pytest.mark.parametrize(("kind", "api_key", "version"), EVERY_MESSAGE)
-def test_a_message_cut_short_is_refused_wherever_it_is_cut(kind: str, api_key: int, version: int) -> None:
+def test_truncated_message_is_refused_at_any_length(kind: str, api_key: int, version: int) -> None:
     frame = _sample(kind, api_key, version)
     _use(_parse(kind, api_key, version, memoryview(bytearray(frame))))
     for length in range(len(frame)):
@@ -164,9 +164,7 @@ EVERY_LAYOUT = [
 
 @pytest.mark.parametrize(("kind", "api_key", "version"), EVERY_LAYOUT)
 @pytest.mark.usefixtures("traced")
-def test_inflated_lengths_and_counts_are_refused_before_anything_is_allocated(
-    kind: str, api_key: int, version: int
-) -> None:
+def test_inflated_lengths_are_refused_before_allocation(kind: str, api_key: int, version: int) -> None:
     frame = bytes(_sample(kind, api_key, version))
     refused = 0
     for offset in range(4, len(frame)):
@@ -224,7 +222,7 @@ def _tags_seen() -> Iterator[set[int]]:
 
 @settings(max_examples=examples(80))
 @given(CASES, st.integers(0, 2**64))
-def test_what_is_accepted_is_what_kafka_python_reads(
+def test_accepted_message_is_read_as_by_kafka_python(
     case: tuple[int, int, dict[str, object], dict[str, object]], seed: int
 ) -> None:
     """Whatever this codec lets pass reaches a broker or a client; it must not be the first to see that it is broken."""

@@ -175,7 +175,7 @@ def _without_epochs(api_key: int, fields: dict[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=examples(30))
 @given(REQUESTS)
-def test_a_request_that_is_not_split_goes_on_as_it_came(case: Case) -> None:
+def test_unsplit_request_is_forwarded_unchanged(case: Case) -> None:
     api_key, version, fields = case
     request = _parsed(api_key, version, fields)
     APIS[api_key].admit(request)
@@ -200,7 +200,7 @@ def _blanked(api_key: int, fields: dict[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=examples(60))
 @given(RESPONSES)
-def test_an_answer_is_indexed_and_blanked_and_else_as_it_came(case: Case) -> None:
+def test_answer_is_indexed_and_blanked_only(case: Case) -> None:
     api_key, version, fields = case
     topics_field, entries_field, name_field, index_field = RESPONSE_FIELDS[api_key]
     frame = response_frame(api_key, version, response_body(api_key, version, fields), tags=HEADER_TAGS)

@@ -167,7 +167,7 @@ def traced() -> Iterator[None]:
 @EVERY_KIND
 @settings(max_examples=examples(100))
 @given(data=st.data())
-def test_what_is_written_is_what_is_read(kind: Kind, data: st.DataObject) -> None:
+def test_written_message_is_read_back(kind: Kind, data: st.DataObject) -> None:
     message = data.draw(kind.messages)
     written = kind.encode(message)
     assert written == kind.write(message, tag_section())
@@ -175,7 +175,7 @@ def test_what_is_written_is_what_is_read(kind: Kind, data: st.DataObject) -> Non
 
 
 @EVERY_KIND
-def test_tagged_fields_that_nobody_knows_are_passed_over(kind: Kind) -> None:
+def test_unknown_tagged_fields_are_skipped(kind: Kind) -> None:
     assert kind.parse(kind.frame(kind.write(kind.sample, tag_section(TAGS)))) == kind.sample
 
 
@@ -191,7 +191,7 @@ def test_a_message_cut_short_or_continued_is_refused(kind: Kind) -> None:
 
 @EVERY_KIND
 @pytest.mark.usefixtures("traced")
-def test_inflated_lengths_and_counts_are_refused_before_anything_is_allocated(kind: Kind) -> None:
+def test_inflated_lengths_are_refused_before_allocation(kind: Kind) -> None:
     frame = bytes(kind.frame(kind.write(kind.sample, tag_section(TAGS))))
     refused = 0
     for offset in range(4, len(frame)):
@@ -254,7 +254,7 @@ def _many(kind: Kind, element: Any, count: int) -> Any:
 @pytest.mark.parametrize(
     ("kind", "element"), list(zip(KINDS, SMALLEST, strict=True)), ids=[each.name for each in KINDS]
 )
-def test_no_more_than_so_many_elements_are_read(kind: Kind, element: Any) -> None:
+def test_number_of_elements_is_limited(kind: Kind, element: Any) -> None:
     most = _many(kind, element, MAX_RESOURCES)
     assert kind.parse(kind.frame(kind.encode(most))) == most
     with pytest.raises(InvalidField, match="4097 elements in one message; at most 4096"):
@@ -267,7 +267,7 @@ def test_no_more_than_so_many_elements_are_read(kind: Kind, element: Any) -> Non
 
 
 @pytest.mark.parametrize("letter", ["n", "ü"])
-def test_no_longer_names_are_read(letter: str) -> None:
+def test_length_of_names_is_limited(letter: str) -> None:
     longest = letter * (MAX_NAME_BYTES // len(letter.encode()))
     for kind, message, longer in [
         (KINDS[1], OwnRequest(longest, (OwnResource(longest, 1),)), OwnRequest(longest + "n", ())),
@@ -286,7 +286,7 @@ def test_names_are_utf8_and_not_null() -> None:
             KINDS[0].parse(KINDS[0].frame(group + b"\x01\x00"))
 
 
-def test_null_is_the_whole_group_and_an_empty_array_is_not() -> None:
+def test_null_means_whole_group_and_empty_array_nothing() -> None:
     for resources in (None, ()):
         for kind in KINDS[:2]:
             assert kind.parse(kind.frame(kind.encode(OwnRequest("g", resources)))) == OwnRequest("g", resources)
@@ -322,5 +322,5 @@ def test_both_keys_have_flexible_headers_in_every_version() -> None:
         ("/", None),
     ],
 )
-def test_which_resources_name_a_partition(resource: str, partition: tuple[str, int] | None) -> None:
+def test_resource_name_selects_its_partition(resource: str, partition: tuple[str, int] | None) -> None:
     assert resource_partition(resource) == partition

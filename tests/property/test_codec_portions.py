@@ -137,9 +137,7 @@ def renamed_by_kafka_python(api_key: int, version: int, body: bytes) -> bytes:
 )
 @given(data=st.data())
 @settings(max_examples=MANY)
-def test_answers_about_the_cluster_name_other_brokers_and_are_as_they_were(
-    key: int, version: int, data: st.DataObject
-) -> None:
+def test_cluster_answers_change_only_their_brokers(key: int, version: int, data: st.DataObject) -> None:
     body = data.draw(bodies("response", key, version))
     assert bytes(at_once(rename_brokers(key, version, body, NAMED))) == renamed_by_kafka_python(key, version, body)
 
@@ -233,7 +231,7 @@ def test_coordinators_are_found_and_replaced(_: int, version: int, data: st.Data
 )
 @given(data=st.data())
 @settings(max_examples=FEW)
-def test_error_codes_of_groups_are_read_and_epochs_become_unknown(key: int, version: int, data: st.DataObject) -> None:
+def test_group_error_codes_are_read_without_epochs(key: int, version: int, data: st.DataObject) -> None:
     body = bytearray(data.draw(bodies("response", key, version)))
     message = control.decode_response(key, version, bytes(body))
     expected = {message.error_code} if hasattr(message, "error_code") and key != keys.OFFSET_COMMIT else set()
@@ -321,7 +319,7 @@ READ = [
 @pytest.mark.parametrize(("kind", "key", "version"), READ)
 @given(data=st.data())
 @settings(max_examples=FEW)
-def test_what_is_no_message_is_a_codec_error(kind: str, key: int, version: int, data: st.DataObject) -> None:
+def test_malformed_message_raises_codec_error(kind: str, key: int, version: int, data: st.DataObject) -> None:
     body = bytearray(data.draw(bodies(kind, key, version)))
     if data.draw(st.booleans()):
         del body[data.draw(st.integers(0, len(body))) :]
@@ -346,7 +344,7 @@ def test_no_portion_is_larger_than_others(kind: str, key: int, version: int) -> 
 
 
 @pytest.mark.parametrize(("kind", "key", "version"), READ)
-def test_too_many_tagged_fields_are_refused(kind: str, key: int, version: int) -> None:
+def test_excess_tagged_fields_are_refused(kind: str, key: int, version: int) -> None:
     plain, tagged = (body_of(kind, key, version, (), 0, tags=tags) for tags in (NO_TAGS, many_tags(1 << 12)))
     for work in works(kind, key, version, tagged):
         if plain == tagged or (kind, key) == ("request", keys.METADATA):

@@ -54,7 +54,7 @@ def _asking(
     INT32,
     INT32,
 )
-def test_what_a_follower_asks_is_what_a_leader_reads(
+def test_leader_reads_followers_request(
     topics: list[tuple[uuid.UUID, list[PartitionFetch]]],
     withdrawn: list[tuple[uuid.UUID, list[int]]],
     correlation_id: int,
@@ -128,9 +128,7 @@ def _answering(topics: list[tuple[uuid.UUID, list[PartitionFetched]]], error_cod
 
 @settings(max_examples=examples(150))
 @given(st.lists(st.tuples(TOPIC_IDS, st.lists(FETCHED, max_size=4)), max_size=4), INT16)
-def test_what_a_leader_answers_is_what_a_follower_reads(
-    topics: list[tuple[uuid.UUID, list[PartitionFetched]]], error_code: int
-) -> None:
+def test_follower_reads_leaders_answer(topics: list[tuple[uuid.UUID, list[PartitionFetched]]], error_code: int) -> None:
     frame = _answering(topics, error_code)
     theirs = control.decode_response(FETCH, replica_fetch.VERSION, frame[9:])
     assert (theirs.error_code, theirs.session_id, theirs.throttle_time_ms) == (error_code, 0, 0)
@@ -159,7 +157,7 @@ def test_records_of_an_answer_are_slices_of_it() -> None:
     assert second.records == b""
 
 
-def test_what_a_follower_has_no_use_for_is_passed_over() -> None:
+def test_unused_fields_are_skipped() -> None:
     """Aborted transactions, tagged fields: another maker's broker may send them."""
     fields = sample_response(FETCH, {"t": [4]})
     entry = fields["responses"][0]["partitions"][0]
@@ -175,14 +173,14 @@ def test_what_a_follower_has_no_use_for_is_passed_over() -> None:
 EPOCH_END_OF_7 = (7).to_bytes(4, "big") + (70).to_bytes(8, "big") + tag_section()
 
 
-def test_a_diverging_epoch_that_is_cut_short_is_refused() -> None:
+def test_truncated_diverging_epoch_is_refused() -> None:
     fields = sample_response(FETCH, {"t": [4]})
     fields["responses"][0]["partitions"][0]["tags"] = [(0, EPOCH_END_OF_7[:11])]
     with pytest.raises(Truncated, match="diverging"):
         read_replica_answer(response_frame(FETCH, 13, response_body(FETCH, 13, fields)))
 
 
-def test_an_answer_ends_where_it_says() -> None:
+def test_bytes_behind_the_answer_are_refused() -> None:
     frame = _answering([(topic_id("t"), [PartitionFetched(0, 0)])])
     with pytest.raises(InvalidField, match="follow"):
         read_replica_answer(frame_of(bytes(frame[4:]) + b"\x00"))

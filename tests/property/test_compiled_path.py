@@ -72,7 +72,7 @@ def test_worlds_are_the_same_compiled_and_in_python(expected: list[str]) -> None
         assert str(run(seed, claims=False).digest) == digest, f"KPROXY_WORLDS_SEED={seed}"
 
 
-def test_worlds_with_claims_are_the_same_compiled_and_in_python() -> None:
+def test_worlds_with_claims_match_compiled_and_python() -> None:
     for seed, digest in enumerate(digests_in_python(SEED, max(2, WORLDS // 6), claims=True), SEED):
         assert str(run(seed, claims=True).digest) == digest, f"KPROXY_WORLDS_SEED={seed}"
 

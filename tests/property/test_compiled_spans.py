@@ -66,7 +66,7 @@ def chunk_of(kind: Any, spans: Spans) -> Any:
 
 @settings(max_examples=examples(500))
 @given(chunks | disjoint(), st.integers(0, 20), st.integers(1, 6))
-def test_the_same_intervals(added: list[Spans], floor: int, most: int) -> None:
+def test_intervals_are_equal_compiled_and_in_python(added: list[Spans], floor: int, most: int) -> None:
     both = spans_module.Intervals(), python.Intervals()
     for one in both:
         one.replace(floor, [], [])
@@ -287,9 +287,7 @@ class Detector:
 # Without shrinking, which would take minutes.
 @settings(max_examples=examples(15), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(looks, st.sampled_from((2, 3, 3)))
-def test_detectors_find_the_same_overlaps_and_remember_the_same(
-    looks: list[tuple[list[Written], int]], most: int
-) -> None:
+def test_both_detectors_find_and_keep_same_overlaps(looks: list[tuple[list[Written], int]], most: int) -> None:
     given = Partitions()
     kinds = (
         (overlaps_module, spans_module.Chunk, compiled.OpenChunk),  # type: ignore[union-attr]

@@ -84,20 +84,20 @@ def judge(frame: memoryview) -> bool:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_usual_requests_are_indexed_as_the_codec_reads_them(version: int) -> None:
+def test_usual_requests_are_indexed_as_by_codec(version: int) -> None:
     for topics in (TOPICS, {"t": [0]}, {"t": list(range(100))}, {"x" * 200: [1, 2], "y": [2**31 - 1]}):
         assert judge(usual(version, topics))
 
 
 @settings(max_examples=examples(300))
 @given(st.data())
-def test_whatever_is_indexed_the_codec_reads_the_same(data: st.DataObject) -> None:
+def test_indexed_request_is_read_equally_by_codec(data: st.DataObject) -> None:
     version = data.draw(st.sampled_from(VERSIONS))
     frame = request_frame(PRODUCE, version, request_body(PRODUCE, version, data.draw(requests(PRODUCE, version))))
     judge(frame)
 
 
-def test_changed_requests_are_read_alike_or_left_to_the_codec() -> None:
+def test_changed_requests_are_read_equally_or_not() -> None:
     """Bytes changed, cut, doubled and inflated: what the codec refuses is never indexed."""
     print(f"KPROXY_SEED={SEED}")
     draw = random.Random(SEED)
@@ -127,7 +127,7 @@ def test_changed_requests_are_read_alike_or_left_to_the_codec() -> None:
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_part_is_encoded_as_the_codec_encodes_it(version: int, selection: Selection) -> None:
+def test_part_is_encoded_as_by_codec(version: int, selection: Selection) -> None:
     frame = usual(version)
     assert plain.part(frame, selection, 77) == b"".join(Splitter(parsed(frame), None).part(selection, 77))
 
@@ -175,7 +175,7 @@ def test_answers_are_judged_as_in_python(version: int, selection: Selection) -> 
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_answers_in_another_order_are_sorted_as_in_python(version: int) -> None:
+def test_answers_in_other_order_are_sorted_equally(version: int) -> None:
     print(f"KPROXY_SEED={SEED}")
     draw = random.Random(SEED)
     asked = usual(version)

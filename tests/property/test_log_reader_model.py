@@ -94,7 +94,7 @@ def headers(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
 
 @settings(max_examples=examples(300))
 @given(SHAPES, st.integers(0, 3), st.integers(1, 12), st.integers(1, 400), st.booleans())
-def test_every_batch_is_read_once_however_the_log_is_cut(
+def test_every_batch_is_read_once_at_any_cut(
     shapes: list[tuple[int, int]], gap_at_end: int, most: int, max_bytes: int, cuts_the_first: bool
 ) -> None:
     log = ModelLog(shapes, gap_at_end=gap_at_end, cuts_the_first=cuts_the_first)
@@ -106,7 +106,7 @@ def test_every_batch_is_read_once_however_the_log_is_cut(
 
 @settings(max_examples=examples(300))
 @given(SHAPES, st.integers(1, 12), st.integers(1, 400), st.lists(st.integers(0, 40), max_size=8), st.randoms())
-def test_what_retention_leaves_is_read_once_whenever_it_moves_on(
+def test_retained_batches_are_read_once_despite_retention(
     shapes: list[tuple[int, int]], most: int, max_bytes: int, moves: list[int], random: object
 ) -> None:
     log = ModelLog(shapes)
@@ -121,7 +121,7 @@ def test_what_retention_leaves_is_read_once_whenever_it_moves_on(
     assert {each for each in every if each[1] >= log.log_start} <= set(found)
 
 
-def test_a_read_from_within_a_batch_has_that_batch() -> None:
+def test_read_from_within_a_batch_includes_it() -> None:
     log = ModelLog([(0, 4), (0, 4)])
     log.log_start = 2
     assert headers(log.read(ranges_of(log, 3))) == [(0, 3, 4), (4, 7, 4)]
@@ -135,14 +135,14 @@ def flip(batch: bytearray, place: int) -> None:
 @pytest.mark.parametrize("place", [65, 60, 26, 24])
 @pytest.mark.parametrize("which", [0, 1, 3])
 @pytest.mark.parametrize("max_bytes", [1, 100, 1 << 20])
-def test_a_corrupt_batch_is_said_to_be_and_hides_no_other(place: int, which: int, max_bytes: int) -> None:
+def test_corrupt_batch_is_reported_and_hides_no_other(place: int, which: int, max_bytes: int) -> None:
     log = ModelLog([(0, 4)] * 4)
     flip(log.batches[which], place)
     rows = log.read([LogRange(T0, 0, 16, is_first=True)], max_bytes)
     assert [(row[0], row[-1]) for row in rows] == [(4 * n, n != which) for n in range(4)]
 
 
-def test_without_a_check_nothing_is_said_of_the_crc() -> None:
+def test_missing_check_reports_no_crc() -> None:
     log = ModelLog([(0, 4)])
     flip(log.batches[0], 65)
     (rows,) = RangeReader(log, LogRange(T0, 0, 4, is_first=True), 1000, None).rows()
@@ -157,7 +157,7 @@ def test_without_a_check_nothing_is_said_of_the_crc() -> None:
         (8, 0x40, "at most 134217728 are read"),
     ],
 )
-def test_what_is_no_batch_ends_the_read_with_its_place(place: int, value: int, said: str) -> None:
+def test_invalid_batch_ends_the_read_with_its_place(place: int, value: int, said: str) -> None:
     log = ModelLog([(0, 4)] * 2)
     log.batches[1][place] = value
     if place == 11:
@@ -166,7 +166,7 @@ def test_what_is_no_batch_ends_the_read_with_its_place(place: int, value: int, s
         log.read([LogRange(T0, 0, 8, is_first=True)])
 
 
-def test_a_log_that_ends_before_what_was_planned_is_not_taken_for_read() -> None:
+def test_shortened_log_does_not_count_as_read() -> None:
     log = ModelLog([(0, 4)])
     said = "topic t, partition 0 was to be read up to offset 9 and ends at 4 now: .*; given up after 3[0-9] s"
     with pytest.raises(LogReadFailed, match=said):
@@ -175,7 +175,7 @@ def test_a_log_that_ends_before_what_was_planned_is_not_taken_for_read() -> None
         log.read([LogRange(T0, 6, 9, is_first=False)])
 
 
-def test_no_answer_is_asked_for_that_is_larger_than_one_batch_needs() -> None:
+def test_fetch_size_never_exceeds_one_batch() -> None:
     log = ModelLog([(0, 4)] * 3, cuts_the_first=True)
     log.read([LogRange(T0, 0, 12, is_first=True)], 100)
     assert set(log.asked) == {100, len(log.batches[0])}

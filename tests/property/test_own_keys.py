@@ -23,7 +23,7 @@ NATURAL = st.integers(0, (1 << 63) - 1)
 @example("a/b", "%2F")
 @example("%2A", "%2A")
 @example("..", ".")
-def test_any_group_and_resource_come_back(group: str, resource: str) -> None:
+def test_groups_and_resources_survive_a_round_trip(group: str, resource: str) -> None:
     key = KEYS.claim(group, resource)
     assert KEYS.parse_claim(key) == (group, resource)
     assert key.startswith(KEYS.group(group))
@@ -33,14 +33,14 @@ def test_any_group_and_resource_come_back(group: str, resource: str) -> None:
 
 
 @given(st.tuples(ANY_NAME, ANY_NAME), st.tuples(ANY_NAME, ANY_NAME))
-def test_no_two_resources_share_a_key_and_no_group_holds_another(one: tuple[str, str], other: tuple[str, str]) -> None:
+def test_resource_and_group_keys_are_unique(one: tuple[str, str], other: tuple[str, str]) -> None:
     assert (KEYS.claim(*one) == KEYS.claim(*other)) == (one == other)
     assume(one[0] != other[0])
     assert not KEYS.claim(*one).startswith(KEYS.group(other[0]))
 
 
 @given(st.text(max_size=20))
-def test_what_stands_under_claims_is_read_only_as_it_is_written(rest: str) -> None:
+def test_claim_keys_are_read_only_as_written(rest: str) -> None:
     key = KEYS.claims + rest
     try:
         group, resource = KEYS.parse_claim(key)
@@ -72,7 +72,7 @@ def test_what_stands_under_claims_is_read_only_as_it_is_written(rest: str) -> No
         f"{'%C3%BC' * (MAX_NAME_BYTES // 2)}n/r",
     ],
 )
-def test_a_senseless_key_is_refused(rest: str) -> None:
+def test_invalid_key_is_refused(rest: str) -> None:
     with pytest.raises(ValueError, match=REFUSED):
         KEYS.parse_claim(KEYS.claims + rest)
 
@@ -103,7 +103,7 @@ MEMBERS = st.builds(MemberValue, st.text(max_size=9), st.integers(0, 65_535), NA
 
 
 @given(CLAIMS, MEMBERS)
-def test_values_come_back(claim: ClaimValue, member: MemberValue) -> None:
+def test_values_survive_a_round_trip(claim: ClaimValue, member: MemberValue) -> None:
     assert decode_claim(encode_value(claim)) == claim
     assert decode_member(encode_value(member)) == member
 
@@ -126,7 +126,7 @@ def test_values_come_back(claim: ClaimValue, member: MemberValue) -> None:
         b'{"proxy":"1f","connection":1,"generation":1',
     ],
 )
-def test_a_senseless_claim_is_refused(value: bytes) -> None:
+def test_invalid_claim_is_refused(value: bytes) -> None:
     with pytest.raises(ValueError, match="no ClaimValue"):
         decode_claim(value)
 
@@ -145,6 +145,6 @@ def test_a_senseless_claim_is_refused(value: bytes) -> None:
         b'{"host":"h","port":1,"unsettled":{"t":1}}',
     ],
 )
-def test_a_senseless_member_is_refused(value: bytes) -> None:
+def test_invalid_member_is_refused(value: bytes) -> None:
     with pytest.raises(ValueError, match="no MemberValue"):
         decode_member(value)

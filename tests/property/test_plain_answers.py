@@ -62,7 +62,7 @@ def _framed(version: int, answer: dict[str, Any]) -> memoryview:
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_success_is_seen_and_cut_as_parsing_cuts_it(version: int, selection: Selection) -> None:
+def test_success_is_recognised_and_cut_as_by_parsing(version: int, selection: Selection) -> None:
     request = _request(version)
     frame = _framed(version, _answer(request, selection))
     parsed = PRODUCE_API.parse_response(frame, version)
@@ -104,7 +104,7 @@ def _changes(version: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("version", "change"), [(version, change) for version in VERSIONS for change in _changes(version)]
 )
-def test_anything_else_is_left_to_parsing(version: int, change: str) -> None:
+def test_other_answers_are_left_to_parsing(version: int, change: str) -> None:
     request = _request(version)
     answer = _answer(request, ALL)
     _changes(version)[change](answer)
@@ -113,9 +113,7 @@ def test_anything_else_is_left_to_parsing(version: int, change: str) -> None:
 
 @settings(max_examples=examples(100))
 @given(st.sampled_from(VERSIONS), st.sampled_from(SELECTIONS), st.randoms(use_true_random=False))
-def test_a_success_in_any_order_is_put_into_that_of_the_request(
-    version: int, selection: Selection, draw: random.Random
-) -> None:
+def test_success_is_reordered_as_the_request(version: int, selection: Selection, draw: random.Random) -> None:
     """A broker of Apache Kafka answers in the order of its hash tables."""
     request = _request(version)
     answer = _answer(request, selection)
@@ -130,9 +128,7 @@ def test_a_success_in_any_order_is_put_into_that_of_the_request(
 
 @settings(max_examples=examples(300))
 @given(st.sampled_from(VERSIONS), st.sampled_from(SELECTIONS), st.data())
-def test_bytes_that_are_no_success_are_never_taken_for_one(
-    version: int, selection: Selection, data: st.DataObject
-) -> None:
+def test_other_bytes_never_count_as_success(version: int, selection: Selection, data: st.DataObject) -> None:
     """Bytes changed, cut or added anywhere: either it is seen to be odd, or parsing calls it the same success."""
     request = _request(version)
     whole = bytearray(_framed(version, _answer(request, selection)))

@@ -38,7 +38,7 @@ extensions = st.lists(
 
 
 @given(addresses, ports, ports, extensions, st.booleans(), st.lists(st.integers(1, 40), max_size=20), st.binary())
-def test_a_correct_header_tells_the_source_and_leaves_what_follows(
+def test_valid_header_names_source_and_leaves_the_rest(
     pair: tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, ...],
     port: int,
     other_port: int,
@@ -64,7 +64,7 @@ def test_other_bytes_are_refused_or_waited_for(data: bytes, sizes: list[int]) ->
 
 
 @given(st.binary(min_size=4, max_size=80))
-def test_nothing_behind_the_signature_breaks_it(data: bytes) -> None:
+def test_bytes_after_the_signature_do_not_break_parser(data: bytes) -> None:
     parsed = ProxyHeader()
     try:
         for byte in SIGNATURE + data + bytes(MAX_BYTES):
@@ -108,13 +108,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_wrong_is_told(case: str) -> None:
+def test_invalid_header_is_explained(case: str) -> None:
     data, says = REFUSED[case]
     with pytest.raises(ProxyHeaderError, match=says):
         read(data)
 
 
-def test_a_balancer_that_speaks_for_itself_names_nobody() -> None:
+def test_balancers_own_connection_names_no_client() -> None:
     for made in (
         header(command=LOCAL),
         SIGNATURE + struct.pack(">BBH", 0x20, 0x00, 0),
@@ -124,6 +124,6 @@ def test_a_balancer_that_speaks_for_itself_names_nobody() -> None:
         assert (parsed.state, parsed.source, taken) == (State.DONE, None, len(made))
 
 
-def test_more_than_is_needed_is_not_to_be_given() -> None:
+def test_excess_bytes_raise_value_error() -> None:
     with pytest.raises(ValueError, match="17 bytes"):
         ProxyHeader().receive(header()[:17])

@@ -201,7 +201,7 @@ class Shares(RuleBasedStateMachine):
 
 
 Shares.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=25, deadline=None)
-test_clients_in_total_keep_to_the_rate_whatever_happens = Shares.TestCase
+test_clients_together_keep_to_the_rate = Shares.TestCase
 
 
 @pytest.mark.parametrize("workers", [2, 4, 64])
@@ -217,7 +217,7 @@ def test_one_connection_gets_nearly_all_within_seconds(workers: int) -> None:
     site.check()
 
 
-def test_who_comes_later_gets_as_much_as_who_was_there() -> None:
+def test_later_worker_gets_same_share_as_earlier() -> None:
     site = Site(2, 1)
     for _ in range(5):
         site.second({0})
@@ -246,7 +246,7 @@ def test_a_share_that_moves_brings_no_second_burst() -> None:
     assert site.workers[1].bucket.rate == RATE / 2
 
 
-def test_what_is_heard_twice_counts_once() -> None:
+def test_duplicate_message_is_counted_once() -> None:
     ledger = Ledger(2)
     for number in range(2):
         ledger.begin(number)
@@ -262,7 +262,7 @@ def test_what_is_heard_twice_counts_once() -> None:
     assert ledger.begin(1) == first.parts
 
 
-def test_a_silent_worker_keeps_its_share_and_gets_one_message() -> None:
+def test_silent_worker_keeps_its_share() -> None:
     site = Site(2, 1)
     busy = {0, 1}
     for _ in range(3):
@@ -331,14 +331,14 @@ def test_shared_rates_and_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         ([(900, True), (5_000, False)], [1_000, 1_000], [1_000, 1_000]),
     ],
 )
-def test_whoever_needs_more_gets_the_rest_in_equal_parts(
+def test_worker_with_higher_need_gets_the_rest_equally(
     uses: list[tuple[int, bool]], held: list[int], aims: list[int]
 ) -> None:
     assert aims_of(uses, held) == aims
     assert sum(aims) <= PARTS * len(uses)
 
 
-def test_connections_of_others_are_counted_and_those_of_an_ended_worker_are_not() -> None:
+def test_connections_of_ended_workers_are_not_counted() -> None:
     ledger = Ledger(3)
     for number in range(3):
         ledger.begin(number)

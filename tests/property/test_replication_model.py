@@ -145,13 +145,13 @@ def search(
     return None
 
 
-def test_nothing_that_befalls_a_partition_breaks_its_promises() -> None:
+def test_random_events_break_no_partition_promise() -> None:
     print(f"KPROXY_SIM_FIRST_SEED={NEW_SEED}")
     found = search(EXAMPLES, NEW_SEED)
     assert found is None, f"{found.violation}\n{found.setting}\n" + ",\n".join(map(str, found.steps))
 
 
-def test_truncating_to_the_high_watermark_loses_what_was_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncating_to_high_watermark_loses_acknowledged_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule of the StreamBus text. KIP_101 is such a run, made to be read."""
     truncate_to_high_watermark(monkeypatch)
     loss = broken_by(THREE, KIP_101)
@@ -225,7 +225,7 @@ FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
 """What the model has found in the product, shortened."""
 
 
-def test_what_retention_took_from_the_leader_a_follower_does_not_have_otherwise() -> None:
+def test_follower_does_not_keep_records_leader_retired() -> None:
     """The leader cannot say where their logs part if it has removed the segment with that offset.
 
     Without the follower's reset its segment stays, with records of an earlier leader that were never replicated.
@@ -254,7 +254,7 @@ def test_what_retention_took_from_the_leader_a_follower_does_not_have_otherwise(
 
 
 @pytest.mark.parametrize("name", FOUND_ONCE)
-def test_what_was_found_once_stays_mended(name: str) -> None:
+def test_earlier_counterexamples_stay_fixed(name: str) -> None:
     setting, steps = FOUND_ONCE[name]
     assert broken_by(setting, steps) is None
 

@@ -28,7 +28,7 @@ EVERY_RULE = os.environ.get("KPROXY_WORLDS_RULES") == "all"
 
 
 @pytest.mark.parametrize("part", range(TESTS))
-def test_in_every_world_nothing_is_lost_doubled_reordered_or_late(part: int) -> None:
+def test_worlds_lose_duplicate_reorder_or_delay_nothing(part: int) -> None:
     summary = Summary()
     for seed in range(SEED + part, SEED + WORLDS, TESTS):
         summary.add(run_world(seed))
@@ -40,7 +40,7 @@ def test_in_every_world_nothing_is_lost_doubled_reordered_or_late(part: int) -> 
         assert summary.requests >= 200 * summary.worlds
 
 
-def test_where_partitions_are_claimed_nobody_writes_what_another_was_granted() -> None:
+def test_claimed_partitions_are_written_only_by_owner() -> None:
     summary = Summary()
     for seed in range(SEED, SEED + WORLDS // TESTS):
         summary.add(run_world(seed, setting=draw(seed, claims=True)))
@@ -95,7 +95,7 @@ def _searched_for(switch: Switch) -> bool:
         if _searched_for(each)
     ],
 )
-def test_a_rule_that_is_switched_off_is_missed(switch: Switch) -> None:
+def test_switched_off_rule_is_detected(switch: Switch) -> None:
     runs, outcome = search(switch, SEED, switch.takes.value)
     assert outcome is not None, f"not found in {runs} worlds from KPROXY_WORLDS_SEED={SEED}: {switch.rule}"
     print(f"{switch.name}: found in {runs} worlds, seed {outcome.seed}: {outcome.found[0]}")

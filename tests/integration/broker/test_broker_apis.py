@@ -60,7 +60,7 @@ def test_every_produce_version_is_appended_and_answered(leader: BrokerProcess, t
     assert version < 5 or results[0].log_start_offset == 0
 
 
-def test_an_id_that_no_topic_has_is_said_to_be_unknown(leader: BrokerProcess, topic: str) -> None:
+def test_unknown_topic_id_gets_its_own_error(leader: BrokerProcess, topic: str) -> None:
     """KIP-516; the rest of the request is served."""
     with leader.client() as client:
         known, unknown = client.topic_id(topic), uuid.uuid4()
@@ -84,7 +84,7 @@ def test_produce_before_version_3_closes_the_connection(leader: BrokerProcess, v
         assert client.is_closed()
 
 
-def test_the_broker_stores_what_came_but_for_offset_and_epoch(leader: BrokerProcess, topic: str) -> None:
+def test_broker_changes_only_offset_and_epoch_on_append(leader: BrokerProcess, topic: str) -> None:
     sent = build_batch([b"x" * 100] * 3, compression=1)
     with leader.client() as client:
         client.produce(topic, 0, build_batch())
@@ -129,7 +129,7 @@ def test_zstd_needs_version_7(leader: BrokerProcess, topic: str) -> None:
         assert client.produce(topic, 0, zstd, version=7).error_code == 0
 
 
-def test_a_broker_that_does_not_lead_says_who_does(cluster: Cluster, leader: BrokerProcess, topic: str) -> None:
+def test_non_leader_names_the_leader(cluster: Cluster, leader: BrokerProcess, topic: str) -> None:
     other = next(broker for broker in cluster.brokers if broker is not leader)
     with other.client() as client:
 
@@ -148,7 +148,7 @@ def test_a_broker_that_does_not_lead_says_who_does(cluster: Cluster, leader: Bro
 
 
 @pytest.mark.parametrize(("name", "partition"), [("no-such-topic", 0), (None, 3), (None, -1), (None, 2**31 - 1)])
-def test_unknown_topics_and_partitions_are_named_as_such(
+def test_unknown_topics_and_partitions_have_their_errors(
     leader: BrokerProcess, topic: str, name: str | None, partition: int
 ) -> None:
     with leader.client() as client:
@@ -185,7 +185,7 @@ def test_acks_0_that_fails_closes_the_connection(leader: BrokerProcess, topic: s
         assert client.is_closed()
 
 
-def test_an_idempotent_resend_gets_its_first_offset_and_a_gap_is_refused(leader: BrokerProcess, topic: str) -> None:
+def test_idempotent_resend_gets_first_offset_and_gap_fails(leader: BrokerProcess, topic: str) -> None:
     def batch(sequence: int, epoch: int = 0) -> bytearray:
         return build_batch([b"v", b"w"], producer_id=77, producer_epoch=epoch, base_sequence=sequence)
 
@@ -230,7 +230,7 @@ def test_pipelined_requests_are_answered_in_order(leader: BrokerProcess, topic: 
         assert client.receive().error_code == 0
 
 
-def test_many_large_pipelined_requests_are_all_served(leader: BrokerProcess, topic: str) -> None:
+def test_large_pipelined_requests_are_all_served(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as client:
         send_fetch(client, topic, 0, max_wait_ms=200, min_bytes=1 << 30)
         for _ in range(12):
@@ -289,7 +289,7 @@ def test_limits_hold_but_the_first_batch_comes_whole(leader: BrokerProcess, topi
 
 
 @pytest.mark.parametrize("offset", [-1, 2, 10**12])
-def test_an_offset_outside_of_the_log_is_out_of_range(leader: BrokerProcess, topic: str, offset: int) -> None:
+def test_offset_outside_log_is_out_of_range(leader: BrokerProcess, topic: str, offset: int) -> None:
     with leader.client() as client:
         client.produce(topic, 0, build_batch())
         assert fetch(client, topic, offset).error_code == error_codes.OFFSET_OUT_OF_RANGE
@@ -304,13 +304,13 @@ def test_fetch_sessions_are_not_offered(leader: BrokerProcess, topic: str) -> No
         assert client.receive().session_id == 0
 
 
-def test_nobody_may_fetch_as_a_replica(leader: BrokerProcess, topic: str) -> None:
+def test_client_cannot_fetch_as_replica(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as client:
         send_fetch(client, topic, replica_id=2)
         assert client.is_closed()
 
 
-def test_a_wrong_leader_epoch_is_told(leader: BrokerProcess, topic: str) -> None:
+def test_wrong_leader_epoch_is_reported(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as client:
         for epoch, expected in ((-1, 0), (0, 0), (5, error_codes.UNKNOWN_LEADER_EPOCH)):
             partition = {"partition": 0, "current_leader_epoch": epoch, "fetch_offset": 0, "partition_max_bytes": 100}
@@ -323,7 +323,7 @@ def test_a_wrong_leader_epoch_is_told(leader: BrokerProcess, topic: str) -> None
 
 
 @pytest.mark.parametrize("version", range(1, 10))
-def test_offsets_by_position_and_time(leader: BrokerProcess, topic: str, version: int) -> None:
+def test_offsets_are_found_by_position_and_time(leader: BrokerProcess, topic: str, version: int) -> None:
     with leader.client() as client:
         for step in range(1, 5):
             client.produce(topic, 0, build_batch([b"a", b"b"], timestamp=step * 1000))
@@ -377,7 +377,7 @@ def test_all_brokers_describe_the_cluster_alike(cluster: Cluster, topic: str) ->
     wait_for(are_alike, what=lambda: answers)
 
 
-def test_topics_are_created_only_where_the_request_allows_it(cluster: Cluster, topic: str) -> None:
+def test_topics_are_created_only_when_request_allows_it(cluster: Cluster, topic: str) -> None:
     with cluster.brokers[0].client() as client:
         refused = client.metadata(topic, create=False).topics[0]
         assert refused.error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
@@ -403,7 +403,7 @@ def test_a_topic_is_found_by_its_id(cluster: Cluster, topic: str) -> None:
     assert (unknown.name, unknown.error_code) == (None, error_codes.UNKNOWN_TOPIC_ID)
 
 
-def test_no_topics_and_all_topics(cluster: Cluster, topic: str) -> None:
+def test_metadata_lists_no_topics_or_all(cluster: Cluster, topic: str) -> None:
     cluster.leader(topic)
     with cluster.brokers[0].client() as client:
         assert client.request(api_keys.METADATA, 12, topics=[]).topics == []
@@ -458,7 +458,7 @@ def create(client: RawClient, name: str, version: int = 7, **fields: Any) -> Any
 
 
 @pytest.mark.parametrize("version", range(2, 8))
-def test_a_created_topic_has_leaders_when_the_answer_comes(cluster: Cluster, topic: str, version: int) -> None:
+def test_created_topic_has_leaders_at_its_answer(cluster: Cluster, topic: str, version: int) -> None:
     with cluster.brokers[0].client() as client:
         assert create(client, topic, version, num_partitions=5, replication_factor=1).error_code == 0
         assert sorted(client.leaders(topic)) == list(range(5))
@@ -502,7 +502,7 @@ def test_a_created_topic_has_leaders_when_the_answer_comes(cluster: Cluster, top
         ),
     ],
 )
-def test_topics_that_cannot_be_are_refused_with_a_sentence(
+def test_invalid_topics_are_refused_with_a_message(
     cluster: Cluster, topic: str, fields: dict[str, Any], error_code: int
 ) -> None:
     with cluster.brokers[0].client() as client:
@@ -511,7 +511,7 @@ def test_topics_that_cannot_be_are_refused_with_a_sentence(
         assert client.metadata(topic, create=False).topics[0].error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
 
 
-def test_assigned_partitions_go_where_they_are_told(cluster: Cluster, topic: str) -> None:
+def test_assigned_partitions_go_to_the_named_brokers(cluster: Cluster, topic: str) -> None:
     assignments = [{"partition_index": index, "broker_ids": [2, 3]} for index in range(2)]
     with cluster.brokers[0].client() as client:
         assert create(client, topic, assignments=assignments).error_code == 0
@@ -520,7 +520,7 @@ def test_assigned_partitions_go_where_they_are_told(cluster: Cluster, topic: str
 
 
 @pytest.mark.parametrize("replication_factor", [1, 2, 3])
-def test_a_topic_has_as_many_replicas_as_were_asked_for(cluster: Cluster, topic: str, replication_factor: int) -> None:
+def test_topic_has_the_requested_number_of_replicas(cluster: Cluster, topic: str, replication_factor: int) -> None:
     with cluster.brokers[0].client() as client:
         created = create(client, topic, num_partitions=6, replication_factor=replication_factor)
         assert (created.error_code, created.num_partitions, created.replication_factor) == (0, 6, replication_factor)
@@ -532,7 +532,7 @@ def test_a_topic_has_as_many_replicas_as_were_asked_for(cluster: Cluster, topic:
     assert all(set(each.isr_nodes) <= set(each.replica_nodes) for each in described)
 
 
-def test_what_a_topic_is_configured_to_is_told_as_its_own(cluster: Cluster, topic: str) -> None:
+def test_topic_configuration_is_described_as_its_own(cluster: Cluster, topic: str) -> None:
     configs = {"retention.ms": "60000", "min.insync.replicas": " +1 ", "cleanup.policy": "delete"}
     asked = [{"resource_type": 2, "resource_name": topic, "configuration_keys": None}]
     with cluster.brokers[0].client() as client:
@@ -595,7 +595,7 @@ def test_producer_ids_are_given_out_once(cluster: Cluster, version: int) -> None
         (9, error_codes.INVALID_REQUEST, "no coordinator type 9"),
     ],
 )
-def test_there_is_no_coordinator_and_the_answer_says_why(
+def test_missing_coordinator_is_explained(
     cluster: Cluster, version: int, key_type: int, error_code: int, reason: str
 ) -> None:
     fields: dict[str, Any] = {"coordinator_keys": ["k"]} if version >= 4 else {"key": "k"}
@@ -644,7 +644,7 @@ def test_api_versions_are_listed(cluster: Cluster, version: int) -> None:
     assert api_keys.INIT_PRODUCER_ID in offered
 
 
-def test_a_newer_api_versions_is_answered_in_version_0_and_the_connection_lives(cluster: Cluster) -> None:
+def test_newer_api_versions_gets_version_0_and_lives(cluster: Cluster) -> None:
     with cluster.brokers[0].client() as client:
         client.send_bytes(b"\x00\x12\x00\x63\x00\x00\x00\x07\x00\x01x\x00whatever comes in version 99")
         frame = client.receive_frame()
@@ -664,7 +664,7 @@ def test_a_newer_api_versions_is_answered_in_version_0_and_the_connection_lives(
         pytest.param(b"\x00\x00\x00\x03abc", id="shorter than a header"),
     ],
 )
-def test_garbage_closes_its_connection_with_one_line_and_no_other(
+def test_garbage_closes_only_its_connection_with_one_line(
     cluster: Cluster, leader: BrokerProcess, topic: str, garbage: bytes
 ) -> None:
     with leader.client() as bystander, leader.client() as client:
@@ -681,7 +681,7 @@ def test_a_control_request_over_a_mebibyte_is_refused(leader: BrokerProcess) -> 
         assert client.is_closed()
 
 
-def test_a_client_that_reads_nothing_costs_the_broker_little(leader: BrokerProcess, topic: str) -> None:
+def test_client_that_reads_nothing_costs_little(leader: BrokerProcess, topic: str) -> None:
     """The broker holds answers up to its high-water mark and one more; other clients are served."""
     with leader.client() as producer:
         for _ in range(8):
@@ -701,7 +701,7 @@ def resident_bytes(broker: BrokerProcess) -> int:
     return resident
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_wait_is_forgotten(leader: BrokerProcess, topic: str) -> None:
+def test_client_leaving_during_a_wait_is_forgotten(leader: BrokerProcess, topic: str) -> None:
     for _ in range(5):
         client = leader.client()
         send_fetch(client, topic, max_wait_ms=60_000)
@@ -711,7 +711,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_wait_is_forgotten(leader: Broke
         assert "Traceback" not in leader.log()
 
 
-def test_closed_means_closed(leader: BrokerProcess) -> None:
+def test_invalid_length_closes_the_connection(leader: BrokerProcess) -> None:
     with leader.client() as client:
         client.send_raw(b"\xff\xff\xff\xff")
         with pytest.raises(Closed):

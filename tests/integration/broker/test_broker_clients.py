@@ -147,9 +147,7 @@ def test_offsets_by_time_are_found_by_a_client(cluster: Cluster, topic: str) -> 
     assert (found.offset, found.timestamp, ends) == (1, 2_000, 3)
 
 
-def test_an_idempotent_producer_lives_through_restarts_and_kill_9(
-    etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
-) -> None:
+def test_idempotent_producer_survives_restarts_and_kill_9(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     """Every acknowledged record is there, once, in order, though its only broker is restarted and killed."""
     broker = BrokerProcess(1, tmp_path / "1", etcd.endpoint, etcd_prefix, lease_ttl_s=2).start()
     broker.arguments.append(f"listen={broker.port}")  # clients know only this address

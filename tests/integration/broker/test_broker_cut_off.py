@@ -31,7 +31,7 @@ async def site(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> A
 # Cut off from etcd: with one replica, whose holder nobody can stand in for
 
 
-async def test_a_broker_cut_off_from_etcd_takes_nothing_that_is_sent_after_its_lease(site: FaultySite) -> None:
+async def test_broker_without_etcd_takes_nothing_after_its_lease(site: FaultySite) -> None:
     """At any acks, whether etcd's connections end or fall silent; and all that it took is there afterwards."""
     ways = {1: "refused", 2: "silent"}
     await site.add(ways, has_followers=False, lease_ttl_s=TTL_S)
@@ -53,9 +53,7 @@ async def test_a_broker_cut_off_from_etcd_takes_nothing_that_is_sent_after_its_l
     _judge_cut(site, writers, cut_at + TTL_S, healed_at)
 
 
-async def test_a_broker_whose_etcd_member_has_no_majority_takes_nothing_after_its_lease(
-    etcd_prefix: str, tmp_path: Path
-) -> None:
+async def test_broker_without_etcd_majority_takes_nothing_after_lease(etcd_prefix: str, tmp_path: Path) -> None:
     async with running_cluster(tmp_path / "etcd") as etcd, faulty_site(etcd, etcd_prefix, tmp_path) as site:
         await site.add([1], etcd_members=[0], has_followers=False, lease_ttl_s=TTL_S)
         await site.put_topic("t1", [[1]] * 3)

@@ -75,7 +75,7 @@ def write(client: RawClient, topic: str, value: bytes = b"v", **options: Any) ->
     return code
 
 
-def test_it_is_offered(cluster: Cluster) -> None:
+def test_bind_fences_api_is_offered(cluster: Cluster) -> None:
     with cluster.brokers[0].client() as client:
         keys = client.request(API_VERSIONS, 3, client_software_name="x", client_software_version="1").api_keys
     assert (BIND_FENCES, 0, 0) in [(each.api_key, each.min_version, each.max_version) for each in keys]
@@ -84,9 +84,7 @@ def test_it_is_offered(cluster: Cluster) -> None:
 # Who may write
 
 
-async def test_only_what_is_bound_to_the_fence_is_let_through(
-    clients: list[RawClient], topic: str, grant: Grant
-) -> None:
+async def test_only_writers_bound_to_the_fence_may_write(clients: list[RawClient], topic: str, grant: Grant) -> None:
     old, new, unbound = clients
     lower, higher = await grant(), await grant()
     assert write(unbound, topic) == 0, "nobody owns it yet"
@@ -115,7 +113,7 @@ async def test_every_produce_version_is_refused(
     assert other.is_closed()
 
 
-async def test_a_stale_writer_gets_neither_a_duplicate_nor_a_transactional_batch_through(
+async def test_stale_writer_gets_no_duplicate_or_transactional_batch(
     clients: list[RawClient], topic: str, grant: Grant
 ) -> None:
     old, new, _ = clients
@@ -129,9 +127,7 @@ async def test_a_stale_writer_gets_neither_a_duplicate_nor_a_transactional_batch
     assert new.produce(topic, 0, batch).base_offset == 0, "the same producer on another connection"
 
 
-async def test_what_is_sent_behind_a_bind_without_waiting_is_bound(
-    clients: list[RawClient], topic: str, grant: Grant
-) -> None:
+async def test_pipelined_writes_after_a_bind_are_bound(clients: list[RawClient], topic: str, grant: Grant) -> None:
     owner, other, _ = clients
     bind(other, topic, await grant())
     owner.send_bind_fences(FenceBinding(topic, 0, await grant()))
@@ -142,9 +138,7 @@ async def test_what_is_sent_behind_a_bind_without_waiting_is_bound(
     assert write(other, topic) == REFUSED
 
 
-async def test_a_release_lets_others_write_and_never_the_one_it_took_it_from(
-    clients: list[RawClient], topic: str, grant: Grant
-) -> None:
+async def test_release_lets_others_write_but_no_predecessor(clients: list[RawClient], topic: str, grant: Grant) -> None:
     old, late, other = clients
     fence, released_at = await grant(), await grant()
     bind(old, topic, fence)
@@ -164,7 +158,7 @@ async def test_a_release_lets_others_write_and_never_the_one_it_took_it_from(
     assert write(other, topic) == 0, "to release is not to be bound"
 
 
-async def test_of_two_that_bind_at_once_the_higher_stays(clients: list[RawClient], topic: str, grant: Grant) -> None:
+async def test_higher_of_two_concurrent_binds_stays(clients: list[RawClient], topic: str, grant: Grant) -> None:
     one, other, _ = clients
     for _ in range(20):
         fences = await grant(), await grant()
@@ -184,7 +178,7 @@ async def test_of_two_that_bind_at_once_the_higher_stays(clients: list[RawClient
 # What is asked
 
 
-async def test_each_partition_of_a_request_gets_its_own_answer(cluster: Cluster, topic: str, grant: Grant) -> None:
+async def test_each_partition_of_request_gets_its_own_answer(cluster: Cluster, topic: str, grant: Grant) -> None:
     fence = await grant()
     with cluster.brokers[0].client() as client:
         leaders = client.leaders(topic)
@@ -209,9 +203,7 @@ async def test_each_partition_of_a_request_gets_its_own_answer(cluster: Cluster,
     ]
 
 
-async def test_what_makes_no_sense_is_refused_and_changes_nothing(
-    clients: list[RawClient], topic: str, grant: Grant
-) -> None:
+async def test_invalid_bind_is_refused_and_changes_nothing(clients: list[RawClient], topic: str, grant: Grant) -> None:
     client, other, _ = clients
     fence = await grant()
     twice = client.bind_fences(FenceBinding(topic, 0, fence), FenceBinding(topic, 0, fence, is_released=True))
@@ -247,9 +239,7 @@ async def test_a_topics_fences_go_with_it(cluster: Cluster, etcd_client: EtcdCli
                 assert bind(owner, topic, await grant()) == (UNKNOWN, NO_FENCE)
 
 
-async def test_whoever_leads_next_knows_the_fence(
-    etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, grant: Grant
-) -> None:
+async def test_next_leader_knows_the_fence(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, grant: Grant) -> None:
     """kill -9 of the leader, three replicas; and of all there are, with one."""
     options = {"lease_ttl_s": TTL_S, "default_replication_factor": 3}
     with start_brokers((1, 2, 3), tmp_path, etcd.endpoint, etcd_prefix, **options) as brokers:
@@ -269,7 +259,7 @@ async def test_whoever_leads_next_knows_the_fence(
         assert _values(elected) == [b"old", b"new", b"again"]
 
 
-async def test_a_broker_that_is_started_again_knows_the_fence(
+async def test_restarted_broker_knows_the_fence(
     etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, grant: Grant
 ) -> None:
     stale, fence = await grant(), await grant()
@@ -298,7 +288,7 @@ def _values(leader: BrokerProcess) -> list[bytes]:
     return [value for _, value in stored(records)]
 
 
-async def test_without_etcd_a_bind_is_answered_in_time_and_nobody_else_waits(tmp_path: Path) -> None:
+async def test_bind_without_etcd_is_answered_in_time(tmp_path: Path) -> None:
     async with own_etcd(tmp_path / "etcd") as (server, etcd_client):
         options = {"lease_ttl_s": 60, "etcd_timeout_s": 4}
         with (
@@ -337,7 +327,7 @@ async def test_without_etcd_a_bind_is_answered_in_time_and_nobody_else_waits(tmp
             assert [write(each, "t") for each in (old, new)] == [REFUSED, 0]
 
 
-async def test_what_was_bound_before_etcd_was_restored_is_bound_no_more(tmp_path: Path) -> None:
+async def test_restored_etcd_voids_earlier_binds(tmp_path: Path) -> None:
     """From a copy of its files, in which the broker's lease lives, and nothing of the latest claim."""
     async with own_etcd(tmp_path / "etcd") as (server, etcd_client):
         with start_broker(1, tmp_path / "1", server.endpoint, "/p", lease_ttl_s=60) as broker:

@@ -102,7 +102,7 @@ async def topic_id(etcd_client: EtcdClient, etcd_prefix: str) -> uuid.UUID:
     return topic_id
 
 
-async def test_brokers_that_all_believe_a_partition_free_get_it_once(join: Join, topic_id: uuid.UUID) -> None:
+async def test_free_partition_goes_to_one_of_many_brokers(join: Join, topic_id: uuid.UUID) -> None:
     members = [await join(node_id) for node_id in (1, 2, 3, 4)]
     for member in members:
         await member.begin()
@@ -112,7 +112,7 @@ async def test_brokers_that_all_believe_a_partition_free_get_it_once(join: Join,
     assert [owners.count(node_id) for node_id in (1, 2, 3, 4)] == [len(each) for each in taken]
 
 
-async def test_everybody_who_wants_a_partition_at_once_shares_one_transaction(join: Join, topic_id: uuid.UUID) -> None:
+async def test_concurrent_takers_of_a_partition_share_one_transaction(join: Join, topic_id: uuid.UUID) -> None:
     member = await join(1)
     await member.begin()
     before = (await member.client.get_prefix(member.keys.leases)).revision
@@ -123,9 +123,7 @@ async def test_everybody_who_wants_a_partition_at_once_shares_one_transaction(jo
     assert len(opened) == 1, "the log is open more than once"
 
 
-async def test_a_partition_that_was_taken_and_left_behind_our_back_is_not_taken(
-    join: Join, topic_id: uuid.UUID
-) -> None:
+async def test_partition_changed_behind_our_back_is_not_taken(join: Join, topic_id: uuid.UUID) -> None:
     """It may have been written meanwhile, by the broker that is now the only one in its ISR."""
     member = await join(1)
     await member.begin()
@@ -133,7 +131,7 @@ async def test_a_partition_that_was_taken_and_left_behind_our_back_is_not_taken(
     assert await member.take(0, 1) == [1]
 
 
-async def test_a_topic_that_is_gone_behind_our_back_is_not_taken(join: Join, topic_id: uuid.UUID) -> None:
+async def test_topic_deleted_behind_our_back_is_not_taken(join: Join, topic_id: uuid.UUID) -> None:
     member = await join(1)
     await member.begin()
     await member.client.delete(member.keys.topic(TOPIC))
@@ -141,7 +139,7 @@ async def test_a_topic_that_is_gone_behind_our_back_is_not_taken(join: Join, top
     assert not (await member.client.get_prefix(member.keys.leases)).kvs
 
 
-async def test_a_take_over_whose_answer_was_lost_is_found_out(join: Join, topic_id: uuid.UUID) -> None:
+async def test_lost_answer_to_a_take_over_is_resolved(join: Join, topic_id: uuid.UUID) -> None:
     member = await join(1)
     fence = member.lease.fence
     assert fence is not None
@@ -152,7 +150,7 @@ async def test_a_take_over_whose_answer_was_lost_is_found_out(join: Join, topic_
     assert member.manager.partitions[TOPIC.encode(), 0].leader_epoch == 4
 
 
-async def test_a_partition_lost_and_taken_again_reads_its_log_anew(join: Join, topic_id: uuid.UUID) -> None:
+async def test_partition_lost_and_retaken_reads_its_log_anew(join: Join, topic_id: uuid.UUID) -> None:
     member = await join(1)
     await member.begin()
     await member.take(0)
@@ -168,7 +166,7 @@ async def test_a_partition_lost_and_taken_again_reads_its_log_anew(join: Join, t
     assert again.leadership.fencing_token > first.leadership.fencing_token
 
 
-async def test_a_snapshot_older_than_a_take_over_does_not_end_it(join: Join, topic_id: uuid.UUID) -> None:
+async def test_snapshot_before_take_over_does_not_end_it(join: Join, topic_id: uuid.UUID) -> None:
     member = await join(1)
     await member.begin()
     snapshots = [await member.client.get_prefix(prefix) for prefix in member.view.prefixes]
@@ -178,7 +176,7 @@ async def test_a_snapshot_older_than_a_take_over_does_not_end_it(join: Join, top
     assert list(member.manager.partitions) == [(TOPIC.encode(), 0)]
 
 
-async def test_a_deleted_topics_key_does_not_keep_anybody_from_its_namesake(join: Join, topic_id: uuid.UUID) -> None:
+async def test_key_of_deleted_topic_does_not_block_namesake(join: Join, topic_id: uuid.UUID) -> None:
     """Both happened while the broker saw nothing: the key of the first is its own, and nobody else would delete it."""
     member = await join(1)
     await member.begin()
@@ -198,7 +196,7 @@ async def test_a_deleted_topics_key_does_not_keep_anybody_from_its_namesake(join
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_nothing_is_taken_once_the_fence_is_dead(join: Join, topic_id: uuid.UUID) -> None:
+async def test_dead_fence_stops_all_take_overs(join: Join, topic_id: uuid.UUID) -> None:
     member = await join(1)
     await member.begin()
     assert member.lease.fence is not None

@@ -131,7 +131,7 @@ def values_read(broker: BrokerProcess) -> list[int]:
 
 
 @pytest.mark.parametrize("asked", [NewTopic(TOPIC, 2, 2), NewTopic(TOPIC, assignments=[[1, 2], [2, 1]])])
-async def test_a_topic_counts_on_brokers_that_the_watch_has_not_told_of_yet(keys: Keys, asked: NewTopic) -> None:
+async def test_topic_counts_on_brokers_unseen_by_the_watch(keys: Keys, asked: NewTopic) -> None:
     view = ClusterView(BrokerKeys(keys.prefix))
     for node_id in (1, 2):
         value = encode_value(BrokerValue(node_id, "h", 9))
@@ -148,9 +148,7 @@ def partitions_known(client: RawClient) -> int:
     return len(topics[0].partitions)
 
 
-async def test_of_several_brokers_at_once_one_gets_each_partition(
-    etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
-) -> None:
+async def test_each_partition_goes_to_one_of_several_brokers(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
     """Nobody's by preference; each broker takes some by itself while clients touch all of them everywhere."""
     partitions = 30
     with (
@@ -174,9 +172,7 @@ async def test_of_several_brokers_at_once_one_gets_each_partition(
         assert {partition: [owner] for partition, owner in owners.items()} == winners
 
 
-async def test_partitions_whose_first_replica_is_dead_are_spread_over_the_living(
-    etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
-) -> None:
+async def test_partitions_with_dead_first_replica_are_spread(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
     partitions = 30
     with start_brokers((1, 2, 3), tmp_path, etcd.endpoint, keys.prefix, lease_ttl_s=LASTING_TTL_S) as brokers:
         await keys.put_topic([[99]] * partitions)
@@ -187,7 +183,7 @@ async def test_partitions_whose_first_replica_is_dead_are_spread_over_the_living
     assert max(counts.values()) < partitions * 2 / 3, "they pile up on one broker"
 
 
-async def test_a_partition_that_was_taken_once_waits_for_its_holder(
+async def test_partition_taken_once_waits_for_its_holder(
     etcd: EmbeddedEtcd, keys: Keys, broker: BrokerProcess, tmp_path: Path
 ) -> None:
     with start_broker(2, tmp_path / "2", etcd.endpoint, keys.prefix, lease_ttl_s=LASTING_TTL_S) as other:
@@ -222,7 +218,7 @@ async def test_a_graceful_stop_gives_everything_up_at_once(etcd: EmbeddedEtcd, k
         assert await keys.leader_epoch() == 1
 
 
-async def test_sigterm_with_a_client_waiting_in_a_fetch_stops_all_the_same(broker: BrokerProcess) -> None:
+async def test_sigterm_stops_broker_despite_waiting_fetch(broker: BrokerProcess) -> None:
     with broker.client() as client:
         client.send(
             1,
@@ -237,9 +233,7 @@ async def test_sigterm_with_a_client_waiting_in_a_fetch_stops_all_the_same(broke
         assert client.receive().responses[0].partitions[0].error_code == 0, "it was answered, not cut off"
 
 
-async def test_what_was_acknowledged_survives_kill_9_and_its_offsets_are_not_given_again(
-    mortal: BrokerProcess, keys: Keys
-) -> None:
+async def test_acknowledged_records_survive_kill_9_with_their_offsets(mortal: BrokerProcess, keys: Keys) -> None:
     broker, options = mortal, {"producer_id": 5, "producer_epoch": 0}
     acknowledged = [accepted(broker, b"v" * 2000, base_sequence=sequence, **options) for sequence in range(50)]
     assert acknowledged == [(0, offset) for offset in range(50)]
@@ -262,9 +256,7 @@ async def test_what_was_acknowledged_survives_kill_9_and_its_offsets_are_not_giv
 # Losing
 
 
-async def test_a_revoked_lease_ends_ownership_and_the_next_begins_a_new_epoch(
-    broker: BrokerProcess, keys: Keys
-) -> None:
+async def test_revoked_lease_ends_ownership_and_raises_the_epoch(broker: BrokerProcess, keys: Keys) -> None:
     assert produce(broker) == (0, 0)
     before = await keys.lease()
     assert before is not None
@@ -278,7 +270,7 @@ async def test_a_revoked_lease_ends_ownership_and_the_next_begins_a_new_epoch(
     assert values_read(broker) == [0, 1]
 
 
-async def test_a_broker_whose_key_another_holds_refuses_and_stays_away(broker: BrokerProcess, keys: Keys) -> None:
+async def test_broker_refuses_while_another_holds_its_key(broker: BrokerProcess, keys: Keys) -> None:
     await keys.client.put(keys.lease_key(), b"99")
     appended, deadline = 0, time.monotonic() + PATIENCE_S
     while produce(broker)[0] == 0:
@@ -304,9 +296,7 @@ async def test_releasing_leaves_a_successors_key_alone(broker: BrokerProcess, ke
     assert found.value == b"99"
 
 
-async def test_a_broker_whose_own_key_is_deleted_drops_everything_and_registers_anew(
-    broker: BrokerProcess, keys: Keys
-) -> None:
+async def test_broker_with_deleted_key_registers_anew(broker: BrokerProcess, keys: Keys) -> None:
     before = await keys.lease()
     await keys.client.delete(f"{keys.prefix}/brokers/1")
     wait_for(lambda: "lease lost" in broker.log(), what="it noticed")
@@ -318,9 +308,7 @@ async def test_a_broker_whose_own_key_is_deleted_drops_everything_and_registers_
     assert await keys.client.get(f"{keys.prefix}/brokers/1") is not None
 
 
-async def test_a_broker_stopped_past_its_ttl_acknowledges_nothing_when_it_wakes(
-    mortal: BrokerProcess, keys: Keys
-) -> None:
+async def test_broker_stopped_past_ttl_acknowledges_nothing(mortal: BrokerProcess, keys: Keys) -> None:
     """The zombie: a write that waits in its socket while another could have taken over."""
     broker = mortal
     assert accepted(broker) == (0, 0)
@@ -339,9 +327,7 @@ async def test_a_broker_stopped_past_its_ttl_acknowledges_nothing_when_it_wakes(
     wait_for(lambda: produce(broker) == (0, 1), what="the zombie's write is not in the log")
 
 
-async def test_a_broker_cut_off_from_etcd_stops_by_itself_and_goes_on_when_etcd_is_back(
-    keys: Keys, tmp_path: Path
-) -> None:
+async def test_broker_cut_off_from_etcd_stops_and_recovers(keys: Keys, tmp_path: Path) -> None:
     async with own_etcd(tmp_path / "etcd") as (server, _):
         with start_broker(1, tmp_path / "1", server.endpoint, keys.prefix, lease_ttl_s=TTL_S) as broker:
             with broker.client() as client:
@@ -365,7 +351,7 @@ async def test_a_broker_cut_off_from_etcd_stops_by_itself_and_goes_on_when_etcd_
 # Two of one kind
 
 
-async def test_of_two_processes_under_one_id_the_second_gives_up_and_touches_nothing(
+async def test_second_process_under_one_id_gives_up(
     etcd: EmbeddedEtcd, keys: Keys, broker: BrokerProcess, tmp_path: Path
 ) -> None:
     before = await keys.lease()
@@ -380,7 +366,7 @@ async def test_of_two_processes_under_one_id_the_second_gives_up_and_touches_not
     assert produce(broker) == (0, 0)
 
 
-async def test_a_restart_after_kill_9_waits_for_the_predecessors_lease(mortal: BrokerProcess, keys: Keys) -> None:
+async def test_restart_after_kill_9_waits_for_predecessors_lease(mortal: BrokerProcess, keys: Keys) -> None:
     left_behind = await keys.held_lease()
     mortal.kill()
     killed_at = time.monotonic()
@@ -390,7 +376,7 @@ async def test_a_restart_after_kill_9_waits_for_the_predecessors_lease(mortal: B
     assert now.lease_id != left_behind.lease_id
 
 
-async def test_a_key_that_names_us_but_is_not_on_our_lease_is_not_ours(broker: BrokerProcess, keys: Keys) -> None:
+async def test_key_on_foreign_lease_is_not_ours(broker: BrokerProcess, keys: Keys) -> None:
     assert broker.terminate() == 0
     await keys.client.put(keys.lease_key(), b"1")
     broker.start()
@@ -399,7 +385,7 @@ async def test_a_key_that_names_us_but_is_not_on_our_lease_is_not_ours(broker: B
     wait_for(lambda: produce(broker)[0] == 0, what="the key is free")
 
 
-async def test_a_log_of_an_earlier_topic_of_the_same_name_is_set_aside(broker: BrokerProcess, keys: Keys) -> None:
+async def test_log_of_earlier_namesake_topic_is_set_aside(broker: BrokerProcess, keys: Keys) -> None:
     """The broker was away while its topic was deleted and created again."""
     assert produce(broker) == (0, 0)
     assert broker.terminate() == 0
@@ -413,9 +399,7 @@ async def test_a_log_of_an_earlier_topic_of_the_same_name_is_set_aside(broker: B
     shutil.rmtree(strays[0])
 
 
-async def test_of_a_topic_that_is_deleted_and_at_once_created_again_nothing_is_left(
-    broker: BrokerProcess, keys: Keys
-) -> None:
+async def test_recreated_topic_keeps_nothing_of_the_deleted_one(broker: BrokerProcess, keys: Keys) -> None:
     """Its partitions' logs are removed one by one, and meanwhile those of the same name are set up."""
     partitions = 60
     topic_key = f"{keys.prefix}/refbroker/topics/{TOPIC}"
@@ -430,7 +414,7 @@ async def test_of_a_topic_that_is_deleted_and_at_once_created_again_nothing_is_l
     assert len(list(broker.data_dir.glob(f"{TOPIC}-*/*.log"))) == partitions
 
 
-async def test_a_damaged_log_takes_one_partition_out_of_service_and_no_other(broker: BrokerProcess, keys: Keys) -> None:
+async def test_damaged_log_disables_only_its_partition(broker: BrokerProcess, keys: Keys) -> None:
     with broker.client() as client:
         client.request(
             19, 7, topics=[{"name": "fine", "num_partitions": 1, "replication_factor": 1}], timeout_ms=30_000
@@ -449,9 +433,7 @@ async def test_a_damaged_log_takes_one_partition_out_of_service_and_no_other(bro
 
 
 @pytest.mark.long
-async def test_many_partitions_are_taken_and_given_up_in_good_time(
-    etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path
-) -> None:
+async def test_many_partitions_are_taken_and_released_quickly(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
     """More logs than the usual limit on open files allows."""
     partitions = 1200
     await keys.put_topic([[1]] * partitions)

@@ -69,7 +69,7 @@ async def led(client: EtcdClient, keys: Keys, topic: str, partitions: int) -> se
         await asyncio.sleep(0.05)
 
 
-async def test_all_partitions_of_a_broker_are_on_one_lease_kept_alive_on_one_stream(tmp_path: Path) -> None:
+async def test_all_partitions_share_one_lease_and_stream(tmp_path: Path) -> None:
     """However many there are: leases and streams would cost etcd with every partition."""
     keys = Keys("/p")
     async with own_etcd(tmp_path / "etcd") as (server, client):
@@ -93,7 +93,7 @@ async def test_all_partitions_of_a_broker_are_on_one_lease_kept_alive_on_one_str
     assert seen[1] == seen[0], "more partitions cost more leases or streams"
 
 
-async def test_a_broker_that_is_stopped_is_succeeded_before_its_lease_would_have_ended(
+async def test_stopped_broker_is_succeeded_before_its_lease_ends(
     etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
 ) -> None:
     ttl_s, keys = 180, Keys(etcd_prefix)
@@ -130,7 +130,7 @@ BEHIND = "kproxy_broker_follower_behind_seconds"
 CLOCK_S = 0.1
 
 
-async def test_a_follower_that_stops_fetching_leaves_the_isr_after_the_lag_and_not_before(
+async def test_stalled_follower_leaves_isr_only_after_the_lag(
     etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
 ) -> None:
     """It is stopped, not dead: its connections and its lease are there."""

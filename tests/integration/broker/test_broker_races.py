@@ -64,7 +64,7 @@ async def race(member: Member, order: list[int]) -> dict[int, int]:
     return appended
 
 
-async def test_of_five_brokers_that_race_for_a_lease_one_wins_every_time(racers: list[Member]) -> None:
+async def test_one_of_five_racing_brokers_wins_each_lease(racers: list[Member]) -> None:
     keys, client = racers[0].keys, racers[0].client
     start = (await client.get_prefix(keys.leases)).revision
     # All in one order, so that they meet at every partition.

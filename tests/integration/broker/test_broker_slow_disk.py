@@ -105,7 +105,7 @@ def site(etcd: EmbeddedEtcd, directory: Path, topic: str, **options: Any) -> Ite
 
 
 @pytest.mark.long
-def test_segments_begin_and_checkpoints_wait_while_the_disk_stalls(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_stalled_disk_delays_segments_and_checkpoints(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     """With --flush interval no answer waits for the disk: it is the last second that a power cut may take."""
     with site(etcd, tmp_path, "slow-interval") as site_:
         epochs, topic = site_.epochs(), site_.topic
@@ -137,9 +137,7 @@ def high_watermark(site_: Site, partition: int) -> int:
 
 
 @pytest.mark.parametrize("slow", ["follower", pytest.param("leader", marks=pytest.mark.long)])
-def test_with_flush_always_acks_wait_for_the_disk_and_nothing_else_does(
-    etcd: EmbeddedEtcd, tmp_path: Path, slow: str
-) -> None:
+def test_flush_always_delays_only_acks_that_need_disk(etcd: EmbeddedEtcd, tmp_path: Path, slow: str) -> None:
     """Partition 0 is led by the first broker. Its acks=all waits for the leader's disk as well as for any follower's,
     acks=1 for the leader's alone; whatever needs no disk that stalls is answered all the while."""
     stalled = 0 if slow == "leader" else 1

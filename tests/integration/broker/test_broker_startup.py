@@ -39,7 +39,7 @@ def refusal(broker: BrokerProcess) -> str:
     return broker.log().splitlines()[-1]
 
 
-def test_a_port_in_use(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
+def test_port_in_use_is_named(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = refusal(BrokerProcess(1, tmp_path / "1", etcd.endpoint, etcd_prefix, listen=port))
@@ -56,7 +56,7 @@ def until_it_waits(broker: KproxyProcess) -> None:
     wait_for(lambda: "Waiting for it" in broker.stderr(), what=lambda: f"a line that it waits: {broker.stderr()}")
 
 
-def test_it_waits_for_an_etcd_that_is_started_later(tmp_path: Path) -> None:
+def test_broker_waits_for_an_etcd_started_later(tmp_path: Path) -> None:
     port = free_port()
     broker = waiting_broker(tmp_path, f"http://127.0.0.1:{port}")
     try:
@@ -78,7 +78,7 @@ async def serves_with_etcd(broker: KproxyProcess, data_dir: Path, port: int) -> 
 
 
 @pytest.mark.long
-def test_it_waits_for_an_etcd_that_hangs_and_goes_on_when_that_does(tmp_path: Path) -> None:
+def test_broker_waits_for_a_hanging_etcd(tmp_path: Path) -> None:
     with asyncios_own_loop():
         asyncio.run(start_while_etcd_hangs(tmp_path))
 
@@ -114,7 +114,7 @@ async def start_while_etcd_hangs(tmp_path: Path) -> None:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("silent", [False, True], ids=["refused", "silent"])
-def test_a_broker_that_waits_ends_when_it_is_told_to(tmp_path: Path, silent: bool) -> None:
+def test_waiting_broker_ends_on_request(tmp_path: Path, silent: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1] if silent else free_port()
         broker = waiting_broker(tmp_path, f"127.0.0.1:{port}")
@@ -127,7 +127,7 @@ def test_a_broker_that_waits_ends_when_it_is_told_to(tmp_path: Path, silent: boo
         assert len(broker.stderr().splitlines()) == 1, broker.stderr()
 
 
-async def test_what_waiting_does_not_mend_ends_it_at_once(tmp_path: Path) -> None:
+async def test_permanent_etcd_error_ends_broker_at_once(tmp_path: Path) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -149,7 +149,7 @@ async def test_what_waiting_does_not_mend_ends_it_at_once(tmp_path: Path) -> Non
         await server.stop(None)
 
 
-async def test_a_data_directory_that_another_broker_uses(
+async def test_data_directory_in_use_is_refused(
     etcd: EmbeddedEtcd, etcd_prefix: str, etcd_client: EtcdClient, tmp_path: Path
 ) -> None:
     with start_broker(1, tmp_path / "data", etcd.endpoint, etcd_prefix) as running:
@@ -162,7 +162,7 @@ async def test_a_data_directory_that_another_broker_uses(
     assert await etcd_client.get(f"{etcd_prefix}/brokers/2") is None
 
 
-def test_a_data_directory_of_another_broker_id(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
+def test_data_directory_of_another_id_is_refused(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     with start_broker(1, tmp_path / "data", etcd.endpoint, etcd_prefix) as broker:
         broker.terminate()
     said = refusal(BrokerProcess(2, tmp_path / "data", etcd.endpoint, etcd_prefix))
@@ -170,7 +170,7 @@ def test_a_data_directory_of_another_broker_id(etcd: EmbeddedEtcd, etcd_prefix: 
 
 
 @pytest.mark.parametrize("kind", ["a file", "below a file"])
-def test_a_data_directory_that_cannot_be(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, kind: str) -> None:
+def test_unusable_data_directory_is_refused(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").write_text("not a directory")
     path = tmp_path / "file" if kind == "a file" else tmp_path / "file" / "below"
     broker = BrokerProcess(1, path, etcd.endpoint, etcd_prefix)
@@ -178,7 +178,7 @@ def test_a_data_directory_that_cannot_be(etcd: EmbeddedEtcd, etcd_prefix: str, t
     assert "cannot be used" in refusal(broker)
 
 
-def test_numbers_that_cannot_be(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
+def test_impossible_numbers_are_refused(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     assert "--node-id -1" in refusal(BrokerProcess(-1, tmp_path / "1", etcd.endpoint, etcd_prefix))
     no_copy = BrokerProcess(1, tmp_path / "1", etcd.endpoint, etcd_prefix, default_replication_factor=0)
     assert "--replication-factor 0" in refusal(no_copy)
@@ -186,7 +186,7 @@ def test_numbers_that_cannot_be(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: 
 
 
 @pytest.mark.parametrize(("flags", "factor"), [((), "3"), (("--replication-factor", "2"), "2")])
-def test_the_default_replication_factor_is_told(
+def test_default_replication_factor_is_described(
     etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, flags: tuple[str, ...], factor: str
 ) -> None:
     arguments = ["broker", "--node-id", "1", "--etcd", etcd.endpoint, "--prefix", etcd_prefix]

@@ -74,9 +74,7 @@ def produce_until_refused(client: RawClient, topic: str) -> tuple[int, Any]:
     raise AssertionError("the disk takes everything")
 
 
-def test_a_full_disk_is_told_and_the_broker_accepts_again_when_there_is_room(
-    etcd: EmbeddedEtcd, tmp_path: Path
-) -> None:
+def test_full_disk_is_reported_and_broker_recovers(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     """And after kill -9 in mid-write all is there that was acknowledged, and nothing else."""
     topic = "full"
     options: dict[str, Any] = {"flush": "always", "segment_bytes": 2 * DISK_BYTES, "lease_ttl_s": 10}
@@ -112,7 +110,7 @@ def test_a_full_disk_is_told_and_the_broker_accepts_again_when_there_is_room(
         assert "torn log tail removed" in broker.log()
 
 
-def test_retention_moves_the_first_offset_that_clients_can_read(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_retention_moves_first_readable_offset(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     topic = "old"
     options: dict[str, Any] = {"segment_bytes": 50_000, "retention_bytes": 100_000, "retention_check_interval_s": 0.1}
     with start_broker(1, tmp_path / "1", etcd.endpoint, "/retention", **options) as broker:
@@ -132,7 +130,7 @@ def test_retention_moves_the_first_offset_that_clients_can_read(etcd: EmbeddedEt
             assert client.produce(topic, 0, build_batch([b"v"])).base_offset == 20
 
 
-def test_only_replica_without_its_tail_leads_once_the_loss_is_accepted(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_only_replica_without_tail_leads_after_accepted_loss(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     topic = "cut"
     with start_broker(1, tmp_path / "1", etcd.endpoint, "/cut", segment_bytes=50_000) as broker:
         with broker.client() as client:
@@ -166,7 +164,7 @@ def bytes_behind_snapshot(directory: Path) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process has read")
-def test_start_reads_only_what_is_behind_snapshot(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_start_reads_only_records_behind_snapshot(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     topic, batch, segments = "long", build_batch([bytes(900_000)]), 4
     directory = tmp_path / "1" / f"{topic}-0"
     taken = 0
@@ -213,9 +211,7 @@ def accepted(result: Any) -> Any:
     return None if result.error_code == error_codes.NOT_ENOUGH_REPLICAS else result
 
 
-def test_a_follower_without_room_holds_nobody_up_and_catches_up_when_there_is(
-    etcd: EmbeddedEtcd, tmp_path: Path
-) -> None:
+def test_follower_without_room_delays_no_one_and_recovers(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     topic = "replicated"
     options: dict[str, Any] = {"lease_ttl_s": LASTING_TTL_S, "isr_lag_s": 5.0, "segment_bytes": 2 * DISK_BYTES}
     with ExitStack() as stack:

@@ -35,7 +35,7 @@ def longest_pause_s(writer: Writer, since: float) -> float:
 
 
 @pytest.mark.timeout(300 + 60 * KILLS)
-async def test_a_dead_broker_stops_no_partition_that_another_leads(
+async def test_dead_broker_stops_no_partition_of_others(
     etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
 ) -> None:
     pauses = []

@@ -17,7 +17,7 @@ TOPIC = "handed-back"
 PARTITIONS = 3
 
 
-async def test_a_broker_that_is_back_leads_again_what_it_stands_first_for(
+async def test_returned_broker_leads_its_preferred_partitions_again(
     etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
 ) -> None:
     options = {"default_replication_factor": 3, "num_partitions": PARTITIONS, "lease_ttl_s": 2, "leader_rebalance_s": 1}

@@ -60,7 +60,7 @@ async def replace_disk(site: FaultySite, broker: int) -> None:
     await site.end_lease(broker)
 
 
-async def test_a_late_fetch_of_its_predecessor_makes_no_leader_of_an_empty_disk(site: FaultySite) -> None:
+async def test_late_fetch_does_not_make_empty_disk_lead(site: FaultySite) -> None:
     await site.put_topic("t", [[2, 1, 3]])
     await site.led_by("t", 0, [2])
     await site.in_sync("t", 0, (1, 2, 3))
@@ -94,7 +94,7 @@ async def test_a_late_fetch_of_its_predecessor_makes_no_leader_of_an_empty_disk(
     assert [each.value for each in await site.same_logs("t", 0, (1, 2, 3))] == [*values, b"more"]
 
 
-async def test_the_only_copy_is_not_begun_anew_on_an_empty_disk(site: FaultySite) -> None:
+async def test_only_copy_is_not_restarted_on_empty_disk(site: FaultySite) -> None:
     """Consumers would read something else at the same offsets; whoever has the old disk may bring it back."""
     await site.put_topic("t", [[1]])
     await site.led_by("t", 0, [1])

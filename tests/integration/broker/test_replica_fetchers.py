@@ -56,7 +56,7 @@ async def _reaches(follower: Partition, offset: int) -> None:
     await eventually(lambda: follower.high_watermark >= offset, what="what is committed")
 
 
-async def test_what_is_appended_is_fetched(tmp_path: Path) -> None:
+async def test_appended_records_are_fetched(tmp_path: Path) -> None:
     async with pair(tmp_path) as both:
         replicas = [both.replicate(*topic, index) for topic in (("t", T), ("u", U)) for index in range(3)]
         for number, (leader, _) in enumerate(replicas):
@@ -67,9 +67,7 @@ async def test_what_is_appended_is_fetched(tmp_path: Path) -> None:
         await replicated(*replicas)
 
 
-async def test_a_disk_that_hangs_keeps_its_partition_alone_from_being_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hung_disk_delays_only_its_own_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where records are to be on the disk, the next request says that they are; so it waits for that, and only it."""
     hangs, goes_on, sync = threading.Event(), threading.Event(), segment._sync_data
 
@@ -98,7 +96,7 @@ async def test_a_disk_that_hangs_keeps_its_partition_alone_from_being_fetched(
         await replicated((slow, slow_follower), *others)
 
 
-async def test_without_a_live_lease_nothing_is_asked_and_nobody_dialled(tmp_path: Path) -> None:
+async def test_dead_lease_stops_fetches_and_dials(tmp_path: Path) -> None:
     """Another process may have the broker's id by then: what this one has must not count as what that one has."""
     async with pair(tmp_path) as both:
         leader, follower = both.replicate("t", T, 0)
@@ -116,9 +114,7 @@ async def test_without_a_live_lease_nothing_is_asked_and_nobody_dialled(tmp_path
         await replicated((leader, follower))
 
 
-async def test_an_append_does_not_wait_for_the_leaders_wait_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_append_does_not_wait_for_leaders_long_poll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", LONG_WAIT_MS)
     async with pair(tmp_path) as both:
         leader, _ = both.replicate("t", T, 0)
@@ -127,7 +123,7 @@ async def test_an_append_does_not_wait_for_the_leaders_wait_to_end(
             assert await leader.wait_for_isr(number, PATIENCE_S) == error_codes.NONE
 
 
-async def test_what_begins_to_be_followed_does_not_wait_for_the_leaders_wait_to_end(
+async def test_newly_followed_partition_skips_leaders_long_poll(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a take-over: partition by partition a broker becomes the leader of what another led."""
@@ -139,9 +135,7 @@ async def test_what_begins_to_be_followed_does_not_wait_for_the_leaders_wait_to_
             assert await leader.wait_for_isr(0, PATIENCE_S) == error_codes.NONE
 
 
-async def test_a_leader_that_does_not_know_yet_that_it_leads_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_leader_unaware_of_its_lease_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it does lead goes on meanwhile, although the leader waits for it."""
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", LONG_WAIT_MS)
     async with pair(tmp_path) as both:
@@ -157,9 +151,7 @@ async def test_a_leader_that_does_not_know_yet_that_it_leads_is_asked_again(
         assert await late.wait_for_isr(0, PATIENCE_S) == error_codes.NONE
 
 
-async def test_a_partition_with_much_to_fetch_leaves_room_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_busy_partition_leaves_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "MAX_BYTES", 2_000)
     async with pair(tmp_path) as both:
         much, little = both.leader.lead("t", 0, T), both.leader.lead("t", 1, T)
@@ -173,7 +165,7 @@ async def test_a_partition_with_much_to_fetch_leaves_room_for_others(
         await replicated((much, follows_much), (little, follows_little))
 
 
-async def test_more_partitions_than_one_request_may_name_are_fetched_in_turn(
+async def test_partitions_beyond_request_limit_are_fetched_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (fetchers, partitioned):
@@ -185,7 +177,7 @@ async def test_more_partitions_than_one_request_may_name_are_fetched_in_turn(
         await replicated(*replicas)
 
 
-async def test_many_partitions_are_fetched_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_request_fetches_many_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request costs both sides something for each partition: not one for each append."""
     rest_s = 0.05
     monkeypatch.setattr(fetchers, "PARTITIONS_WITHOUT_REST", 3)
@@ -205,9 +197,7 @@ async def test_many_partitions_are_fetched_together(tmp_path: Path, monkeypatch:
         await replicated(*replicas)
 
 
-async def test_a_slow_disk_does_not_keep_the_broker_from_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_disk_does_not_cost_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --flush always each partition of an answer waits for the disk."""
     events: list[str] = []
     take_fetched = Partition.take_fetched
@@ -243,7 +233,7 @@ async def test_a_batch_larger_than_all_limits_is_fetched(tmp_path: Path, monkeyp
         await replicated((leader, follower))
 
 
-async def test_a_leader_that_was_away_is_fetched_from_again(tmp_path: Path) -> None:
+async def test_returned_leader_is_fetched_from_again(tmp_path: Path) -> None:
     async with pair(tmp_path) as both:
         leader, follower = both.replicate("t", T, 0)
         append(leader, b"before")
@@ -272,7 +262,7 @@ async def test_a_leader_that_listens_elsewhere_is_followed_there(tmp_path: Path)
         await replicated((leader, follower))
 
 
-async def test_what_is_no_longer_followed_is_no_longer_asked_for(tmp_path: Path) -> None:
+async def test_partition_no_longer_followed_is_not_fetched(tmp_path: Path) -> None:
     async with pair(tmp_path) as both:
         leader, follower = both.replicate("t", T, 0)
         append(leader, b"v")
@@ -286,7 +276,7 @@ async def test_what_is_no_longer_followed_is_no_longer_asked_for(tmp_path: Path)
         assert both.leader.listener.followers == {2}
 
 
-async def test_what_diverged_is_cut_off_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_diverged_tail_is_truncated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader says where the logs part, and does not wait with it for records."""
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", LONG_WAIT_MS)
     async with pair(tmp_path) as both:
@@ -304,7 +294,7 @@ async def test_what_diverged_is_cut_off_at_once(tmp_path: Path, monkeypatch: pyt
 # Who is slow, or no broker at all
 
 
-async def test_who_does_not_authenticate_in_time_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unauthenticated_peer_is_closed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be it silent, or sending a byte now and then."""
     async with pair(tmp_path) as both:
         leader, follower = both.replicate("t", T, 0)
@@ -488,7 +478,7 @@ async def _is_found_out(tmp_path: Path, liar: Liar, reason: str) -> Partition:
 
 
 @pytest.mark.parametrize("case", STRANGERS)
-async def test_a_listener_that_is_no_broker_is_asked_nothing(tmp_path: Path, case: str) -> None:
+async def test_non_broker_listener_is_asked_nothing(tmp_path: Path, case: str) -> None:
     make, reason = STRANGERS[case]
     liar = make()
     await _is_found_out(tmp_path, liar, reason)
@@ -512,12 +502,12 @@ LIES: dict[str, tuple[Callable[[memoryview], bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", LIES)
-async def test_a_leader_that_answers_something_else_is_not_believed(tmp_path: Path, case: str) -> None:
+async def test_leader_with_invalid_answer_is_not_believed(tmp_path: Path, case: str) -> None:
     make, reason = LIES[case]
     await _is_found_out(tmp_path, Liar(once_authenticated(make)), reason)
 
 
-async def test_a_leader_that_answers_twice_is_not_believed_any_more(tmp_path: Path) -> None:
+async def test_leader_that_answers_twice_is_not_believed(tmp_path: Path) -> None:
     liar = Liar(once_authenticated(lambda frame: fetched(frame, good(records=b"", high_watermark=0)) * 2))
     with capture_logs() as logs:
         async with lied_to(tmp_path, liar):
@@ -536,7 +526,7 @@ async def test_a_leader_that_answers_twice_is_not_believed_any_more(tmp_path: Pa
         pytest.param(bytes(leader_batches(-5, 3)), id="offsets below zero"),
     ],
 )
-async def test_records_that_are_none_change_no_log_and_no_other_partition(tmp_path: Path, records: bytes) -> None:
+async def test_invalid_records_change_no_log(tmp_path: Path, records: bytes) -> None:
     def make(frame: memoryview) -> bytes:
         """What is wrong is one partition's; the other's is good."""
         asked = parse(frame, parse_request_header(frame))
@@ -574,9 +564,7 @@ async def test_a_leader_that_hangs_is_dialled_again(tmp_path: Path, monkeypatch:
     await _is_found_out(tmp_path, Liar(behave), "no answer in time")
 
 
-async def test_a_leader_that_hangs_while_partitions_rest_costs_no_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hung_leader_of_idle_partitions_costs_no_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "ANSWER_PATIENCE_S", 1.0)
     monkeypatch.setattr(fetchers, "PARTITION_PAUSE_S", 0.05)
     looks = 0
@@ -593,9 +581,7 @@ async def test_a_leader_that_hangs_while_partitions_rest_costs_no_work(
     assert looks < 2_000
 
 
-async def test_a_leader_that_hangs_when_it_is_hurried_is_dialled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hung_leader_is_dialled_again_when_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "ANSWER_PATIENCE_S", 0.5)
     monkeypatch.setattr(fetchers, "PARTITION_PAUSE_S", 0.05)
     await _is_found_out_after(tmp_path, lambda liar: liar.fetches == 3)

@@ -128,9 +128,7 @@ REFUSED = {
 
 @pytest.mark.usefixtures("_short_waits")
 @pytest.mark.parametrize("follower", REFUSED)
-async def test_plain_text_and_tls_do_not_meet_and_both_logs_name_the_way_out(
-    site: Site, tmp_path: Path, follower: str
-) -> None:
+async def test_plain_and_tls_mismatch_names_the_remedy(site: Site, tmp_path: Path, follower: str) -> None:
     leader, event, leader_says, follower_says = REFUSED[follower]
     with capture_logs() as logs:
         async with pair(tmp_path, site.encryption(leader), site.encryption(follower)) as both:
@@ -147,7 +145,7 @@ async def test_plain_text_and_tls_do_not_meet_and_both_logs_name_the_way_out(
 
 
 @pytest.mark.usefixtures("_short_waits")
-async def test_a_required_follower_sends_no_plain_text_whatever_etcd_says(site: Site, tmp_path: Path) -> None:
+async def test_required_follower_never_sends_plain_text(site: Site, tmp_path: Path) -> None:
     """Whoever writes the leader's key, or stands at its address, gets the first message of TLS and nothing else."""
     first_bytes: list[bytes] = []
 
@@ -192,7 +190,7 @@ LEADERS: dict[str, tuple[Callable[[Site], ssl.SSLContext], str]] = {
 
 @pytest.mark.usefixtures("_short_waits")
 @pytest.mark.parametrize("case", LEADERS)
-async def test_a_follower_trusts_no_other_leader_and_says_why(site: Site, tmp_path: Path, case: str) -> None:
+async def test_follower_trusts_only_its_leader_and_explains(site: Site, tmp_path: Path, case: str) -> None:
     context, reason = LEADERS[case]
     heard: list[bytes] = []
 
@@ -222,7 +220,7 @@ def _encryption(site: Site, shown: Pair, ca: Path | None = None, host: str = HOS
     return Encryption(site.options(shown=shown, ca=ca), host, Reloads())
 
 
-def test_a_certificate_that_others_would_refuse_is_an_error_at_the_start(site: Site) -> None:
+def test_unacceptable_certificate_is_a_startup_error(site: Site) -> None:
     with pytest.raises(StartupError, match=r"it has to be for the advertised host broker-7, and signed by"):
         _encryption(site, site.pair, host="broker-7")
     with pytest.raises(StartupError, match=r"other brokers would refuse it .*signed by an authority in --replication"):
@@ -235,7 +233,7 @@ def test_a_certificate_that_others_would_refuse_is_an_error_at_the_start(site: S
         _encryption(site, site.pair, ca=site.pair.key)
 
 
-def test_an_earlier_release_reads_the_key_of_a_broker_with_tls() -> None:
+def test_earlier_release_reads_key_of_tls_broker() -> None:
     """It ignores fields that it does not know, as this one does."""
     value = encode_value(BrokerValue(1, "h", 9, 10, NO_DIRECTORY, "required"))
     assert decode_value(value.replace(b"replication_tls", b"what_comes_later"), BrokerValue) == BrokerValue(
@@ -355,7 +353,7 @@ FOLLOWERS: dict[str, tuple[Callable[[Site], ssl.SSLContext], str]] = {
 }
 
 
-def test_brokers_replicate_by_mutual_tls_and_let_in_no_one_else(site: Site, processes: Start) -> None:
+def test_brokers_replicate_by_mutual_tls_and_exclude_others(site: Site, processes: Start) -> None:
     """With `min.insync.replicas` 3 an answered record is on all of them."""
     brokers = processes(site.options())
     brokers.create(min_insync_replicas=3)
@@ -406,7 +404,7 @@ def _log_id(brokers: Brokers, node_id: int) -> uuid.UUID:
     return asyncio.run(read())
 
 
-def test_a_broker_with_a_wrong_certificate_stays_out_of_the_isr(site: Site, processes: Start) -> None:
+def test_broker_with_wrong_certificate_stays_out_of_isr(site: Site, processes: Start) -> None:
     brokers = processes(site.options())
     brokers.create(min_insync_replicas=2)
     brokers.write()
@@ -502,7 +500,7 @@ def test_a_cluster_gets_tls_broker_by_broker(site: Site, processes: Start) -> No
     assert "Traceback" not in "".join(each.log() for each in brokers.brokers)
 
 
-def test_a_broker_admits_clients_by_tls_and_their_certificates(
+def test_broker_admits_clients_by_tls_certificate(
     site: Site, etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
 ) -> None:
     client_pair = site.theirs.issue("client", "client.example.org")

@@ -92,7 +92,7 @@ def longest_pause_s(writer: Writer, since: float) -> float:
 # An owner that dies, one that leaves
 
 
-async def test_a_dead_owners_partition_is_written_again_in_time_and_one_given_up_at_once(
+async def test_dead_or_released_partition_is_soon_written_again(
     trio: Trio, record_property: Callable[[str, object], None]
 ) -> None:
     topic, idle = await trio.topic("in-time"), await trio.topic("never-written")
@@ -122,7 +122,7 @@ async def test_a_dead_owners_partition_is_written_again_in_time_and_one_given_up
     await trio.recovered(topic, direct, proxied)
 
 
-async def test_an_owner_that_is_one_again_after_another_was_reuses_no_offset(trio: Trio) -> None:
+async def test_owner_again_after_another_reuses_no_offset(trio: Trio) -> None:
     """It never stops: what it keeps in memory is from before the other's writes."""
     topic = await trio.topic("a-b-a")
     owners = [1]
@@ -158,7 +158,7 @@ async def _taken_from(trio: Trio, topic: str, owner: int) -> int:
 # Cut off
 
 
-async def test_a_leader_cut_off_from_its_followers_acknowledges_nothing_that_they_lack(trio: Trio) -> None:
+async def test_leader_without_followers_acknowledges_nothing_they_lack(trio: Trio) -> None:
     for attempt in range(5):
         if await _is_cut_off_from_its_followers(trio, f"lonely-{attempt}"):
             return
@@ -208,7 +208,7 @@ async def _is_cut_off_from_its_followers(trio: Trio, name: str) -> bool:
 
 
 @pytest.mark.parametrize("how", [pytest.param("refused", marks=pytest.mark.long), "silent"])
-async def test_a_leader_cut_off_from_etcd_is_replaced_and_says_nothing_more(trio: Trio, how: str) -> None:
+async def test_leader_cut_off_from_etcd_is_replaced(trio: Trio, how: str) -> None:
     """Clients and followers still reach it, and one client is stubborn and asks nobody else."""
     topic = await trio.topic(f"cut-off-{how}")
     old = trio.site.brokers[1]
@@ -229,7 +229,7 @@ async def test_a_leader_cut_off_from_etcd_is_replaced_and_says_nothing_more(trio
 # Brokers that die and come back
 
 
-async def test_a_follower_that_was_killed_catches_up_and_is_in_sync_again(trio: Trio) -> None:
+async def test_killed_follower_catches_up_and_rejoins_isr(trio: Trio) -> None:
     topic = await trio.topic("follower")
     follower = trio.site.brokers[3]
     async with trio.direct(topic) as writer:
@@ -242,7 +242,7 @@ async def test_a_follower_that_was_killed_catches_up_and_is_in_sync_again(trio: 
     await trio.recovered(topic, writer)
 
 
-async def test_of_three_killed_at_once_nothing_acknowledged_is_lost(trio: Trio) -> None:
+async def test_three_killed_brokers_lose_no_acknowledged_record(trio: Trio) -> None:
     topic = await trio.topic("blackout")
     async with trio.direct(topic) as writer:
         await acked_since(writer, time.monotonic() + 0.3)
@@ -254,7 +254,7 @@ async def test_of_three_killed_at_once_nothing_acknowledged_is_lost(trio: Trio) 
     await trio.recovered(topic, writer)
 
 
-async def test_a_broker_whose_disk_was_wiped_catches_up_from_nothing(trio: Trio) -> None:
+async def test_broker_with_wiped_disk_catches_up(trio: Trio) -> None:
     topic = await trio.topic("wiped", first=2)
     wiped = trio.site.brokers[3]
     async with trio.direct(topic) as writer:
@@ -272,7 +272,7 @@ async def test_a_broker_whose_disk_was_wiped_catches_up_from_nothing(trio: Trio)
     await trio.recovered(topic, writer)
 
 
-async def test_a_broker_that_lost_its_disk_while_all_were_down_does_not_lead_from_nothing(trio: Trio) -> None:
+async def test_broker_with_lost_disk_does_not_lead(trio: Trio) -> None:
     """Etcd still says that it was in sync. It comes back first, and dies and comes once more before the others do."""
     topic = await trio.topic("wiped-first")
     lost = trio.site.brokers[2]
@@ -290,7 +290,7 @@ async def test_a_broker_that_lost_its_disk_while_all_were_down_does_not_lead_fro
 
 
 @pytest.mark.long
-async def test_killing_brokers_one_after_another_loses_doubles_and_reorders_nothing(trio: Trio) -> None:
+async def test_serial_broker_kills_keep_records_complete_and_ordered(trio: Trio) -> None:
     """Idempotent producers with several requests in flight, one through the proxy and one without."""
     topics = [await trio.topic("rolling-proxied", partitions=3), await trio.topic("rolling-direct", partitions=3)]
     ways = [trio.proxy.kafka, trio.site.bootstrap]

@@ -82,7 +82,7 @@ def _isr(broker: BrokerProcess) -> list[int]:
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
-def test_who_knows_the_secret_may_fetch(leader: Leader, version: int) -> None:
+def test_peer_with_the_secret_may_fetch(leader: Leader, version: int) -> None:
     with leader.replication.client().authenticate(STRANGER, leader.replication.secret, version) as client:
         answer = client.fetch(STRANGER, leader.asking())
     # It has proved to be a broker, and that broker keeps no replica of this partition.
@@ -90,7 +90,7 @@ def test_who_knows_the_secret_may_fetch(leader: Leader, version: int) -> None:
     assert [each.error_code for each in answer.topics[0][1]] == [error_codes.REPLICA_NOT_AVAILABLE]
 
 
-def test_what_is_offered_is_what_followers_need(leader: Leader) -> None:
+def test_replication_listener_offers_what_followers_need(leader: Leader) -> None:
     with leader.replication.client() as client:
         offered = {
             each.api_key: (each.min_version, each.max_version) for each in client.request(API_VERSIONS, 3).api_keys
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Callable[[FollowerClient, Leader], None], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_whatever_else_is_said_closes_the_connection(leader: Leader, case: str) -> None:
+def test_other_requests_close_the_connection(leader: Leader, case: str) -> None:
     say, reason = REFUSED[case]
     before = leader.closings()
     with leader.replication.client() as client:
@@ -196,7 +196,7 @@ def test_an_unknown_mechanism_has_kafkas_answer(leader: Leader, mechanism: str) 
 @pytest.mark.parametrize(
     ("name", "secret"), [(2, ANOTHER), (STRANGER, ANOTHER), (-1, None)], ids=["broker", "nobody", "no id"]
 )
-def test_who_does_not_know_the_secret_is_told_so_and_no_more(leader: Leader, name: int, secret: Secret | None) -> None:
+def test_peer_without_the_secret_learns_only_that(leader: Leader, name: int, secret: Secret | None) -> None:
     before = leader.closings()
     with leader.replication.client() as client:
         client.shake_hands()
@@ -212,7 +212,7 @@ def test_who_does_not_know_the_secret_is_told_so_and_no_more(leader: Leader, nam
     leader.replicates()
 
 
-def test_what_follows_a_failed_proof_is_not_looked_at(leader: Leader) -> None:
+def test_requests_after_a_failed_proof_are_ignored(leader: Leader) -> None:
     """All in one packet, so that it is there before the connection is closed."""
     with leader.replication.client() as client:
         client.shake_hands()
@@ -236,7 +236,7 @@ def test_strangers_do_not_keep_brokers_out(leader: Leader) -> None:
         leader.replicates()
 
 
-def test_what_is_left_of_an_earlier_data_directory_is_refused(leader: Leader, cluster: Cluster) -> None:
+def test_earlier_data_directory_is_refused(leader: Leader, cluster: Cluster) -> None:
     """It would end the connection of the broker that has the id now."""
     follower = next(broker for broker in cluster.brokers if broker is not leader.broker)
     closings, authenticated = leader.closings(), leader.broker.log().count("follower authenticated")
@@ -277,7 +277,7 @@ def test_a_client_does_not_fetch_as_a_follower(leader: Leader, version: int) -> 
     leader.replicates()
 
 
-def test_clients_are_offered_nothing_of_it(leader: Leader) -> None:
+def test_replication_apis_are_not_offered_to_clients(leader: Leader) -> None:
     with leader.broker.client() as client:
         offered = {each.api_key: each.max_version for each in client.request(API_VERSIONS, 3).api_keys}
         assert offered[FETCH] == 12
@@ -310,7 +310,7 @@ def follower(leader: Leader) -> Iterator[FollowerClient]:
         ({}, error_codes.REPLICA_NOT_AVAILABLE),
     ],
 )
-def test_a_follower_is_told_why_it_gets_nothing(
+def test_follower_learns_the_reason_for_an_error(
     leader: Leader, follower: FollowerClient, changes: dict[str, int], error_code: int
 ) -> None:
     """At once, however long it would wait."""
@@ -319,7 +319,7 @@ def test_a_follower_is_told_why_it_gets_nothing(
     assert (fetched.error_code, fetched.records) == (error_code, b"")
 
 
-def test_a_follower_may_ask_for_as_many_partitions_as_a_message_has(leader: Leader, follower: FollowerClient) -> None:
+def test_follower_may_fetch_maximum_number_of_partitions(leader: Leader, follower: FollowerClient) -> None:
     """Which is more than a stranger may send."""
     asked = [PartitionFetch(index, 0, 0, -1, 0, 1000) for index in range(MAX_PARTITIONS)]
     ((_, results),) = follower.fetch(STRANGER, [(leader.topic_id, asked)]).topics
@@ -329,7 +329,7 @@ def test_a_follower_may_ask_for_as_many_partitions_as_a_message_has(leader: Lead
     )
 
 
-def test_a_topic_that_is_not_known_has_an_error_of_its_own(leader: Leader, follower: FollowerClient) -> None:
+def test_unknown_topic_gets_its_own_error(leader: Leader, follower: FollowerClient) -> None:
     unknown = uuid.uuid4()
     asked = [*leader.asking(), (unknown, [PartitionFetch(0, 0, 0, -1, 0, 1000)])]
     answer = follower.fetch(STRANGER, asked)

@@ -14,7 +14,7 @@ from kproxy.etcd import EtcdClient, delete_op, put_op
 pytest_plugins = ["tests.support.etcd.embedded"]
 
 
-async def test_whichever_broker_comes_first_makes_it(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_first_broker_creates_the_secret(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     brokers = [SharedSecret(etcd_client, Keys(etcd_prefix)) for _ in range(5)]
     await asyncio.gather(*(each.load() for each in brokers))
     (text,) = {each.current.text for each in brokers}
@@ -27,9 +27,7 @@ async def test_whichever_broker_comes_first_makes_it(etcd_client: EtcdClient, et
     assert other.current.text != text
 
 
-async def test_an_etcd_that_has_lost_it_is_told_what_brokers_remember(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_lost_secret_is_restored_from_brokers_memory(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     """Else those that were not started anew since would be strangers to those that were."""
     keys = Keys(etcd_prefix)
     remembering, new = SharedSecret(etcd_client, keys), SharedSecret(etcd_client, keys)
@@ -42,9 +40,7 @@ async def test_an_etcd_that_has_lost_it_is_told_what_brokers_remember(
     assert new.current.text == before.text
 
 
-async def test_a_secret_that_was_replaced_is_read_when_it_is_loaded_again(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_replaced_secret_is_read_on_reload(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     keys = Keys(etcd_prefix)
     secret = SharedSecret(etcd_client, keys)
     await secret.load()
@@ -54,7 +50,7 @@ async def test_a_secret_that_was_replaced_is_read_when_it_is_loaded_again(
 
 
 @pytest.mark.parametrize("value", [b"", b"short", b"\xff" * 40, b"with a \x00 in it, and long enough"])
-async def test_a_secret_that_is_none_is_refused(etcd_client: EtcdClient, etcd_prefix: str, value: bytes) -> None:
+async def test_invalid_secret_is_refused(etcd_client: EtcdClient, etcd_prefix: str, value: bytes) -> None:
     keys = Keys(etcd_prefix)
     secret = SharedSecret(etcd_client, keys)
     await secret.load()

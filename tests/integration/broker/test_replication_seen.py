@@ -181,7 +181,7 @@ async def _answers(admin: str, status: int, beginning: str) -> None:
     await asyncio.to_thread(wait_for, asked, what=f"{status} {beginning}")
 
 
-def test_a_broker_that_waits_for_etcd_says_so_and_lives(tmp_path: Path) -> None:
+def test_broker_waiting_for_etcd_says_so_and_lives(tmp_path: Path) -> None:
     admin = free_port()
     broker = BrokerProcess(1, tmp_path / "1", f"http://127.0.0.1:{free_port()}", "/seen", admin=admin)
     broker.start(wait=False)
@@ -200,9 +200,7 @@ def _said(admin: str, is_wanted: Callable[[str], bool]) -> bool:
     return status == 503 and is_wanted(text)
 
 
-def test_an_address_that_is_taken_keeps_a_broker_from_starting(
-    etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
-) -> None:
+def test_taken_address_keeps_broker_from_starting(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     with start_broker(1, tmp_path / "1", etcd.endpoint, etcd_prefix, admin=0) as broker:
         arguments = ["broker", "--node-id", "2", "--data-dir", str(tmp_path / "2"), "--etcd", etcd.endpoint]
         ended = run_kproxy(*arguments, environ={"KPROXY_LISTEN__ADMIN": broker.admin})
@@ -213,7 +211,7 @@ def test_an_address_that_is_taken_keeps_a_broker_from_starting(
 # Through a proxy
 
 
-async def test_a_proxy_says_when_it_cannot_know(tmp_path: Path) -> None:
+async def test_proxy_reports_unknown_state(tmp_path: Path) -> None:
     async with own_etcd(tmp_path / "etcd") as (server, client):
         await _written(client, "/seen", isr=[1])
         with ExitStack() as stack:
@@ -236,7 +234,7 @@ async def test_a_proxy_says_when_it_cannot_know(tmp_path: Path) -> None:
             await asyncio.to_thread(wait_for, lambda: page(proxy.admin, "/replication")[0] == 200)
 
 
-async def test_a_proxy_without_an_etcd_knows_of_no_replicas(tmp_path: Path) -> None:
+async def test_proxy_without_etcd_reports_no_replicas(tmp_path: Path) -> None:
     async with beside(static_proxy(tmp_path, {1: free_port()})) as proxy:
         status, text = await asyncio.to_thread(page, proxy.admin, "/replication")
         assert (status, "--etcd URL" in text) == (501, True)
@@ -255,7 +253,7 @@ async def _table(admin: str) -> TablePage:
 
 
 @pytest.mark.parametrize("shape", ["ids", "logs"])
-async def test_an_isr_is_read_by_the_brokers_in_it(shape: str, etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_isr_is_read_by_brokers_in_it(shape: str, etcd_client: EtcdClient, etcd_prefix: str) -> None:
     members = [3, 1] if shape == "ids" else [[3, str(uuid.uuid4())], [1, str(uuid.uuid4())]]
     known = await _written(etcd_client, etcd_prefix, isr=members)
     assert known.brokers == [1, 3]
@@ -275,16 +273,14 @@ async def test_an_isr_is_read_by_the_brokers_in_it(shape: str, etcd_client: Etcd
         ({"partition": 1}, None),
     ],
 )
-async def test_a_row_is_what_etcd_says(
+async def test_row_matches_etcd(
     change: dict[str, object], row: ReplicaRow | None, etcd_client: EtcdClient, etcd_prefix: str
 ) -> None:
     known = await _written(etcd_client, etcd_prefix, isr=[1], **change)  # type: ignore[arg-type]
     assert known.rows == ([row] if row is not None else [])
 
 
-async def test_nothing_is_read_before_brokers_that_keep_no_replicas_in_etcd(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_proxy_reads_no_replicas_before_plain_brokers(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     await etcd_client.put(f"{etcd_prefix}/partition-leases/t/0", b"1")
     await etcd_client.put(f"{etcd_prefix}/brokers/1", b"{}")
     known = await read_replication(etcd_client, etcd_prefix)

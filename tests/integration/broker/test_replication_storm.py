@@ -104,7 +104,7 @@ class Storm:
 
 
 @pytest.mark.timeout(MINUTES * 60 + 300)
-async def test_whatever_befalls_brokers_what_they_promised_holds(
+async def test_broker_promises_hold_under_random_faults(
     etcd_prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done: list[Step] = []

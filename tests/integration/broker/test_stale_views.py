@@ -111,7 +111,7 @@ def is_refused(broker: FaultyBroker, question: str) -> bool:
 
 
 @pytest.mark.parametrize("how", ["silent", pytest.param("refused", marks=pytest.mark.long)])
-async def test_a_broker_without_a_lease_describes_nothing_until_it_has_one_again(site: FaultySite, how: str) -> None:
+async def test_broker_without_lease_describes_nothing_until_renewed(site: FaultySite, how: str) -> None:
     broker = site.brokers[A]
 
     async def is_asked() -> bool:
@@ -217,9 +217,7 @@ class Java(Client):
         pytest.param(Java, marks=pytest.mark.java),
     ],
 )
-async def test_clients_of_a_broker_that_loses_its_lease_go_to_another(
-    site: FaultySite, kind: Callable[[str], Client]
-) -> None:
+async def test_clients_leave_broker_that_loses_its_lease(site: FaultySite, kind: Callable[[str], Client]) -> None:
     """Although A takes their connections, and is the one that they know best."""
     client = kind(site.brokers[A].address)
     async with asyncio.timeout(3 * TIMEOUT_S):
@@ -238,7 +236,7 @@ async def test_clients_of_a_broker_that_loses_its_lease_go_to_another(
 # Through a proxy
 
 
-async def test_a_proxy_that_is_cut_off_too_passes_over_brokers_without_leases(site: FaultySite, tmp_path: Path) -> None:
+async def test_cut_off_proxy_skips_brokers_without_leases(site: FaultySite, tmp_path: Path) -> None:
     """Every fresh client is told the same, of a topic that the proxy has not heard of."""
     async with AsyncExitStack() as stack:
         way = await stack.enter_async_context(Relay(site.etcd.members[0].endpoint))

@@ -68,7 +68,7 @@ def create(client: RawClient, configs: dict[str, int]) -> str:
     return topic
 
 
-def test_segments_are_as_large_and_as_many_as_the_topic_says(brokers: list[BrokerProcess]) -> None:
+def test_segments_follow_topic_size_and_count(brokers: list[BrokerProcess]) -> None:
     with brokers[0].client() as client:
         kept = {create(client, configs): left for configs, left in KEPT}
 

@@ -601,7 +601,7 @@ IN_PLACES = [
 
 
 @pytest.mark.parametrize(("case", "where"), IN_PLACES)
-def test_what_claims_come_to(own_site: OwnSite, case: Case, where: str) -> None:
+def test_claim_sequences_give_expected_outcomes(own_site: OwnSite, case: Case, where: str) -> None:
     own_site.run(_take(own_site, case.what, where, case.steps))
 
 

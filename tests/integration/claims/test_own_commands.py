@@ -200,7 +200,7 @@ def named(claim: ClaimRow) -> str:
     return claim.client.partition("@")[0]
 
 
-async def test_pages_are_read_to_their_end_and_freed_to_it(site: Site, group: str) -> None:
+async def test_pages_are_read_and_freed_to_the_end(site: Site, group: str) -> None:
     names = [f"r{number:04}" for number in range(MAX_CLAIM_ROWS + 1)]
     async with connected(EtcdClient([site.etcd])) as etcd:
         value = encode_value(ClaimValue("57c", 1, 1))
@@ -228,7 +228,7 @@ async def test_a_claim_is_held_until_interrupted(site: Site, group: str, tmp_pat
         await until_owned(site, group, [])
 
 
-async def test_a_holder_that_is_severed_says_who_has_it_now(site: Site, group: str, tmp_path: Path) -> None:
+async def test_severed_holder_names_the_new_owner(site: Site, group: str, tmp_path: Path) -> None:
     asks = [*site.asks_proxy, "--bootstrap", site.one.kafka]
     # It asks once, and a worker that it may get to hears of the claim when that gets to run: etcd knows of it before.
     with running(tmp_path, "claim", group, "a", *site.asks_etcd, "--bootstrap", site.one.kafka) as holder:
@@ -257,13 +257,13 @@ async def test_a_holder_that_is_severed_says_who_has_it_now(site: Site, group: s
             assert not successor.closed
 
 
-async def test_a_partition_that_is_not_there_cannot_be_claimed_for_writing(site: Site) -> None:
+async def test_missing_partition_cannot_be_claimed_for_writing(site: Site) -> None:
     status, out, err = await own("claim", "writers", f"{TOPIC}/77", "--bootstrap", site.one.kafka)
     assert (status, out) == (1, [])
     assert err[0].startswith(f"kproxy: {TOPIC}/77 is refused: no broker has such a partition; create the topic")
 
 
-async def test_a_holder_whose_claim_is_freed_says_so(site: Site, group: str, tmp_path: Path) -> None:
+async def test_freed_holder_says_so(site: Site, group: str, tmp_path: Path) -> None:
     with running(tmp_path, "claim", group, "--all", "--bootstrap", site.one.kafka, *site.asks_etcd) as holder:
         assert (await line_of(holder)).startswith("(whole group): granted with generation 1, fence ")
         status, out, err = await own("free", group, "a", *site.asks_proxy)
@@ -276,7 +276,7 @@ async def test_a_holder_whose_claim_is_freed_says_so(site: Site, group: str, tmp
         assert "(whole group) of group" in holder.stderr().splitlines()[-1]
 
 
-async def test_a_claim_that_is_not_confirmed_yet_is_waited_for(site: Site, group: str, tmp_path: Path) -> None:
+async def test_unconfirmed_claim_is_waited_for(site: Site, group: str, tmp_path: Path) -> None:
     stuck = site.keys.member("57c")
     async with connected(EtcdClient([site.etcd])) as etcd, AsyncExitStack() as stack:
         await etcd.put(stuck, encode_value(MemberValue("nowhere", 9, seen=1)))
@@ -298,7 +298,7 @@ async def test_a_claim_that_is_not_confirmed_yet_is_waited_for(site: Site, group
 
 
 @pytest.mark.parametrize("asks", ["asks_proxy", "asks_etcd"])
-async def test_what_is_freed_is_severed_and_nobody_else(site: Site, group: str, asks: str) -> None:
+async def test_freed_owner_alone_is_severed(site: Site, group: str, asks: str) -> None:
     where = getattr(site, asks)
     async with client(site.other, "owner") as owner, client(site.one, "neighbour") as neighbour:
         await claimed(owner, group, [("a", 1), ("b", 1)])
@@ -326,7 +326,7 @@ class Interposing(EtcdClient):
         return await super().txn(*arguments, **named)
 
 
-async def test_who_claims_while_another_is_freed_keeps_it(site: Site, group: str) -> None:
+async def test_claimant_during_a_free_keeps_its_claim(site: Site, group: str) -> None:
     async with connected(Interposing([site.etcd])) as etcd, client(site.one, "owner") as owner:
         await claimed(owner, group, [("a", 1), ("b", 1)])
         etcd.key = site.keys.claim(group, "a")
@@ -340,7 +340,7 @@ async def test_who_claims_while_another_is_freed_keeps_it(site: Site, group: str
 
 
 @pytest.mark.parametrize("asks", ["asks_proxy", "asks_etcd"])
-async def test_each_change_is_told_as_it_comes(site: Site, group: str, tmp_path: Path, asks: str) -> None:
+async def test_each_change_is_reported_at_once(site: Site, group: str, tmp_path: Path, asks: str) -> None:
     where: list[str] = getattr(site, asks)
     async with client(site.one, "first") as first, client(site.other, "second") as second:
         await claimed(first, group, [("a", 1)])
@@ -392,7 +392,7 @@ async def test_a_watch_is_read_by_people_too(site: Site, group: str, tmp_path: P
         assert f" {group} a freed, it was owned by late (connection 1 of nowhere:9)" in await line_of(watch)
 
 
-async def test_what_becomes_of_claims_is_counted(site: Site, group: str) -> None:
+async def test_claim_outcomes_are_counted(site: Site, group: str) -> None:
     """At a proxy whose workers count together; the group is the writers' of the topic."""
 
     async def grown(
@@ -444,7 +444,7 @@ def post(admin: str, body: bytes, content_type: str = "application/json") -> tup
         connection.close()
 
 
-def test_the_pages_refuse_what_makes_no_sense(site: Site) -> None:
+def test_pages_refuse_invalid_requests(site: Site) -> None:
     for proxy in (site.one, site.other):
         for query in ("limit=0", "limit=x", "after=x", "after=%00"):
             assert page(proxy.admin, f"/own?{query}")[0] == 400, query

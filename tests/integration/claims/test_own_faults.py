@@ -116,7 +116,7 @@ async def _claims(client: OwnClient, topic: str, generation: int = 1) -> int:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
-def test_another_claims_what_a_troubled_proxy_holds(own_site: OwnSite, victim: Victim, fault: Fault) -> None:
+def test_client_claims_resources_of_a_troubled_proxy(own_site: OwnSite, victim: Victim, fault: Fault) -> None:
     topic = own_site.topic(f"fault: {fault.what}")
 
     async def run() -> None:
@@ -150,7 +150,7 @@ def test_another_claims_what_a_troubled_proxy_holds(own_site: OwnSite, victim: V
     own_site.run(run())
 
 
-def test_a_stopped_reader_s_proxy_hands_over_nothing_when_it_wakes(own_site: OwnSite, victim: Victim) -> None:
+def test_stopped_readers_proxy_hands_over_nothing(own_site: OwnSite, victim: Victim) -> None:
     """No broker guards reads: the proxy must notice by itself that its lease is over, whatever it does first."""
     topic = own_site.topic("stopped reader")
 
@@ -183,9 +183,7 @@ def test_a_stopped_reader_s_proxy_hands_over_nothing_when_it_wakes(own_site: Own
     own_site.run(run())
 
 
-def test_a_reader_is_granted_nothing_before_a_slow_proxy_has_severed_the_last_one(
-    own_site: OwnSite, victim: Victim
-) -> None:
+def test_new_reader_waits_until_old_reader_is_severed(own_site: OwnSite, victim: Victim) -> None:
     topic = own_site.topic("slow to sever")
 
     async def reads_on(client: OwnClient) -> float:
@@ -217,7 +215,7 @@ def test_a_reader_is_granted_nothing_before_a_slow_proxy_has_severed_the_last_on
     own_site.run(run())
 
 
-def test_a_claim_in_the_middle_of_which_etcd_goes_is_made_when_it_comes_back(own_site: OwnSite, victim: Victim) -> None:
+def test_claim_interrupted_by_etcd_outage_is_made_later(own_site: OwnSite, victim: Victim) -> None:
     topic = own_site.topic("etcd goes")
 
     async def run() -> None:
@@ -238,7 +236,7 @@ def test_a_claim_in_the_middle_of_which_etcd_goes_is_made_when_it_comes_back(own
     own_site.run(run())
 
 
-def test_a_claim_whose_answer_etcd_could_not_give_is_told_with_its_fence(own_site: OwnSite, victim: Victim) -> None:
+def test_claim_with_lost_etcd_answer_keeps_its_fence(own_site: OwnSite, victim: Victim) -> None:
     """Repeatedly: etcd makes the claim, the proxy gets no answer, and the client requests it again."""
     topic = own_site.topic("lost answers")
     key = own_site.keys.claim(writers_of(topic), f"{topic}/0")

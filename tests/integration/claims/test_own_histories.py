@@ -94,7 +94,7 @@ async def run_batch(site: OwnSite, histories: list[History], befalling: list[Tro
 
 
 @pytest.mark.timeout(HISTORIES + 300)
-async def test_nobody_writes_but_the_owner(site: OwnSite, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_only_the_owner_writes(site: OwnSite, capsys: pytest.CaptureFixture[str]) -> None:
     counts: Counter[str] = Counter()
     began = time.monotonic()
     for first, befalling in zip(range(0, HISTORIES, AT_A_TIME), troubles(SEED), strict=False):
@@ -105,14 +105,14 @@ async def test_nobody_writes_but_the_owner(site: OwnSite, capsys: pytest.Capture
         print(f"seed {SEED}: {HISTORIES} histories in {time.monotonic() - began:.0f} s, {dict(counts)}")
 
 
-async def test_a_write_under_way_when_its_writer_is_replaced_comes_to_nothing(site: OwnSite) -> None:
+async def test_write_of_replaced_writer_in_flight_is_dropped(site: OwnSite) -> None:
     history = History(site, -1, SEED)
     async with history:
         await replaced_in_mid_write(site, history)
         history.judge_partition(0, await site.log(history.topic, 0, at_least=2), {})
 
 
-async def test_an_owner_whose_way_to_the_broker_is_cut_writes_on_by_another(site: OwnSite) -> None:
+async def test_owner_with_cut_connection_writes_over_another(site: OwnSite) -> None:
     """What is bound is bound on a connection: on the next one it is bound before anything is written."""
     history = History(site, -3, SEED)
     async with history:
@@ -126,7 +126,7 @@ async def test_an_owner_whose_way_to_the_broker_is_cut_writes_on_by_another(site
         history.judge_partition(0, await site.log(history.topic, 0, at_least=3), {})
 
 
-async def test_where_no_fence_is_bound_it_gets_through_and_the_judge_sees_it(unbound: OwnSite) -> None:
+async def test_missing_fence_lets_late_write_through_visibly(unbound: OwnSite) -> None:
     """Severing is not fencing: what was written before is still under way, and is appended behind the next owner's."""
     history = History(unbound, -2, SEED)
     async with history:
@@ -138,7 +138,7 @@ async def test_where_no_fence_is_bound_it_gets_through_and_the_judge_sees_it(unb
 
 
 @pytest.mark.long
-async def test_where_no_fence_is_bound_random_histories_show_it_too(unbound: OwnSite) -> None:
+async def test_missing_fence_shows_in_random_histories(unbound: OwnSite) -> None:
     """Nearly every batch does, also where clients are slow: the next one tries again."""
     found: list[str] = []
     for first in range(-TOLD - AT_A_TIME, LOWEST - 1, -AT_A_TIME):

@@ -149,7 +149,7 @@ ends_with_acks = pytest.mark.parametrize(
     "successor_at", [pytest.param(0, marks=pytest.mark.long), 1], ids=["same proxy", "another proxy"]
 )
 @ends_with_acks
-async def test_a_claim_waits_for_the_answer_to_what_was_written(
+async def test_claim_waits_for_answers_to_earlier_writes(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]], successor_at: int
 ) -> None:
     site.have_patience()
@@ -170,7 +170,7 @@ async def test_a_claim_waits_for_the_answer_to_what_was_written(
 
 
 @pytest.mark.parametrize(("acks", "successor_at"), [(-1, 0), (0, 1)])
-async def test_what_is_lost_with_its_connection_is_waited_for(site: Site, acks: int, successor_at: int) -> None:
+async def test_write_lost_with_its_connection_is_awaited(site: Site, acks: int, successor_at: int) -> None:
     """The owner lives on: the same batch, sent again and answered, does not settle its first copy."""
     owner, successor = await site.owner(), await site.client(successor_at)
     asked = await site.writes(owner, acks)
@@ -184,7 +184,7 @@ async def test_what_is_lost_with_its_connection_is_waited_for(site: Site, acks: 
     assert asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
 
 
-async def test_what_is_lost_after_its_writer_has_gone_is_waited_for_from_then_on(site: Site) -> None:
+async def test_write_lost_after_its_writer_left_is_awaited(site: Site) -> None:
     site.have_patience()
     owner, successor = await site.owner(), await site.client(1)
     asked = await site.writes(owner)
@@ -206,7 +206,7 @@ async def test_idle_claimant_keeps_its_connection(site: Site) -> None:
     await idle.close()
 
 
-async def test_what_is_never_answered_is_waited_for_for_a_time(site: Site) -> None:
+async def test_unanswered_write_is_awaited_until_timeout(site: Site) -> None:
     owner, successor = await site.owner(), await site.client(1)
     asked = await site.writes(owner)
     began = asyncio.get_running_loop().time()
@@ -217,7 +217,7 @@ async def test_what_is_never_answered_is_waited_for_for_a_time(site: Site) -> No
 
 
 @pytest.mark.parametrize(("acks", "ends"), [(-1, stays), (0, closes)])
-async def test_what_was_not_written_is_never_sent(
+async def test_unwritten_request_is_never_sent(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
 ) -> None:
     owner, successor = await site.owner(), await site.client(1)
@@ -239,7 +239,7 @@ async def test_what_was_not_written_is_never_sent(
 
 
 @ends_with_acks
-async def test_what_waits_to_be_sent_again_is_not(
+async def test_retry_of_departed_writer_is_not_sent(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
 ) -> None:
     owner, successor = await site.owner(), await site.client(1)
@@ -255,7 +255,7 @@ async def test_what_waits_to_be_sent_again_is_not(
 
 
 @ends_with_acks
-async def test_what_is_refused_after_its_writer_has_gone_is_not_sent_again(
+async def test_refused_write_of_departed_writer_is_not_resent(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
 ) -> None:
     site.have_patience()
@@ -270,9 +270,7 @@ async def test_what_is_refused_after_its_writer_has_gone_is_not_sent_again(
 
 
 @pytest.mark.parametrize("acks", [-1, 0])
-async def test_nothing_that_waits_for_a_retry_is_sent_once_the_lease_is_not_certain(
-    site: Site, acks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_uncertain_lease_stops_waiting_retries(site: Site, acks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped finds its timers due before it is told that its lease has ended."""
     owner = await site.owner()
     asked = await site.writes(owner, acks)
@@ -285,7 +283,7 @@ async def test_nothing_that_waits_for_a_retry_is_sent_once_the_lease_is_not_cert
 
 
 @pytest.mark.parametrize("acks", [-1, 0])
-async def test_nothing_that_waits_for_a_dial_is_sent_once_the_lease_is_not_certain(
+async def test_uncertain_lease_stops_requests_waiting_for_dial(
     site: Site, acks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = await site.owner()
@@ -354,9 +352,7 @@ def bindings(asked: Asked) -> tuple[FenceBinding, ...]:
 
 @pytest.mark.parametrize("site", [FencingBroker], indirect=True)
 @pytest.mark.parametrize("ends", [stays, closes])
-async def test_before_brokers_with_fences_nobody_waits(
-    site: Site, ends: Callable[[OwnClient], Awaitable[None]]
-) -> None:
+async def test_claim_at_fencing_brokers_does_not_wait(site: Site, ends: Callable[[OwnClient], Awaitable[None]]) -> None:
     site.have_patience()
     owner, successor = await site.owner(), await site.client(1)
     asked = await site.writes(owner)
@@ -367,7 +363,7 @@ async def test_before_brokers_with_fences_nobody_waits(
     assert site.unsettled() == [("t", 0)]
 
 
-async def test_a_whole_group_waits_for_each_of_its_partitions(site: Site) -> None:
+async def test_group_claim_waits_for_each_partition(site: Site) -> None:
     site.have_patience()
     owner, successor = await site.owner(), await site.client(1)
     asked = await site.writes(owner)
@@ -380,13 +376,13 @@ async def test_a_whole_group_waits_for_each_of_its_partitions(site: Site) -> Non
             pass
 
 
-async def test_acks_0_asks_for_an_answer_only_where_a_topic_has_a_writer_group(site: Site) -> None:
+async def test_acks_0_is_confirmed_only_with_writer_groups(site: Site) -> None:
     client = await site.client()
     client.send_produce("free", 0, b"free", 0)
     assert (await site.broker.next()).fields["acks"] == 0
 
 
-async def test_what_goes_with_a_refused_acks_0_part_is_waited_for_as_ever(site: Site) -> None:
+async def test_parts_beside_refused_acks_0_are_waited_for(site: Site) -> None:
     """For two partitions of which it owns one: the connection ends over the other, in the same step."""
     site.have_patience()
     owner, successor = await site.owner(), await site.client(1)
@@ -401,7 +397,7 @@ async def test_what_goes_with_a_refused_acks_0_part_is_waited_for_as_ever(site: 
     await claim_until_granted(successor)
 
 
-async def test_a_proxy_that_stops_tells_what_it_leaves_behind(site: Site) -> None:
+async def test_stopping_proxy_reports_unsettled_writes(site: Site) -> None:
     owner, successor = await site.owner(), await site.client(1)
     site.have_patience()
     await site.writes(owner)
@@ -413,9 +409,7 @@ async def test_a_proxy_that_stops_tells_what_it_leaves_behind(site: Site) -> Non
 
 
 @pytest.mark.parametrize("has_it", [False, True], ids=["it claims it", "it raises its generation"])
-async def test_what_is_read_while_its_reader_claims_it_is_handed_over_once_that_is_granted(
-    site: Site, has_it: bool
-) -> None:
+async def test_read_during_its_readers_claim_is_handed_over(site: Site, has_it: bool) -> None:
     reader, own = await site.client(1), site.proxies[1].context.own
     assert own is not None
     own._timeout_s = PATIENCE_S

@@ -67,7 +67,7 @@ async def claim(own: OwnService, client: ClaimingConnection, *resources: str, ge
     return [each.error_code for each in response.resources]
 
 
-async def test_a_connection_claims_so_many_resources_and_no_more(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+async def test_connection_claims_limited_number_of_resources(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
     with mock.patch.object(service, "MAX_CLAIMS_PER_CONNECTION", MOST):
         async with claims(etcd, etcd_prefix) as own:
             greedy, other = connection(own, []), connection(own, [])
@@ -79,7 +79,7 @@ async def test_a_connection_claims_so_many_resources_and_no_more(etcd: EmbeddedE
             assert await claim(own, other, "f") == [NONE]
 
 
-async def test_all_connections_claim_so_much_and_no_more(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+async def test_claims_of_all_connections_are_limited(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
     """What is claimed already may be claimed as ever: the table has it, and its owner is severed."""
     with mock.patch.object(acquire, "FULL", MOST):
         async with claims(etcd, etcd_prefix) as own:

@@ -93,7 +93,7 @@ async def claim(own: OwnService, resource: str = "t/0", sever: Callable[[str], N
     return owned.fence
 
 
-async def test_what_a_process_held_whose_lease_has_ended_is_released_by_another(site: Site) -> None:
+async def test_keys_of_ended_lease_are_released_by_others(site: Site) -> None:
     """Of the keys that go with a lease, the process's own is told of first: its claims seem to stand still."""
     holder, other = await site.service(port=1), await site.service(port=2)
     brokers = FencedBrokers()
@@ -119,7 +119,7 @@ async def behind(etcd: EmbeddedEtcd) -> AsyncIterator[tuple[Relay, EtcdClient]]:
             await client.close()
 
 
-async def test_a_claim_is_confirmed_that_is_told_of_in_a_message_of_many_parts(site: Site, etcd: EmbeddedEtcd) -> None:
+async def test_claim_reported_in_fragments_is_confirmed(site: Site, etcd: EmbeddedEtcd) -> None:
     """Who was cut off learns of a claim together with the end of a lease that held more than one part takes."""
     count = CHUNK_EVENTS + OPERATIONS
     lease = await site.client.lease_grant(60)
@@ -143,7 +143,7 @@ async def test_a_claim_is_confirmed_that_is_told_of_in_a_message_of_many_parts(s
         assert cut_off.is_live()
 
 
-async def test_a_claim_is_decided_on_what_etcd_has_whatever_the_table_says(site: Site) -> None:
+async def test_claim_is_decided_by_etcd_not_by_table(site: Site) -> None:
     """A table is behind: neither a refusal nor a grant may come of what it says."""
     first, late = await site.service(port=1), await site.service(port=2)
     severed: list[str] = []
@@ -163,7 +163,7 @@ async def test_a_claim_is_decided_on_what_etcd_has_whatever_the_table_says(site:
     assert len(severed) == 1
 
 
-async def test_a_claim_is_given_up_only_where_it_is_the_very_one(site: Site) -> None:
+async def test_release_deletes_only_its_own_claim(site: Site) -> None:
     """The end of a connection may be carried out after somebody else has claimed what it had."""
     own = await site.service()
     earlier = await claim(own)
@@ -189,7 +189,7 @@ sys.exit(main())
 """
 
 
-async def test_a_proxy_that_cannot_keep_claims_any_more_ends_and_says_why(site: Site, tmp_path: Path) -> None:
+async def test_proxy_that_cannot_keep_claims_ends_with_reason(site: Site, tmp_path: Path) -> None:
     """It would serve on, refuse every claim for good, and nobody would know."""
     arguments = ["serve", "--listen", "127.0.0.1:0", "--etcd", site.client.endpoints, "--prefix", site.keys.prefix]
     process = KproxyProcess(arguments, tmp_path / "stderr", (sys.executable, "-P", "-c", FORGETFUL))

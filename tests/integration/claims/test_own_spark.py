@@ -49,16 +49,14 @@ def rows(*values: int) -> list[dict[str, int]]:
     return [{"partition": 0, "value": value} for value in values]
 
 
-def test_a_batch_that_is_run_again_is_written_once(example: ModuleType, owned_topics: OwnedTopics, sink: Any) -> None:
+def test_rerun_batch_is_written_once(example: ModuleType, owned_topics: OwnedTopics, sink: Any) -> None:
     for batch, values in [(0, (3, 1, 2)), (0, (1, 2, 3)), (1, (4, 5)), (0, (2, 3, 1)), (1, (5, 4)), (2, (6,))]:
         example.write_rows(sink, batch, rows(*values))
     expected = [(0, 0, 1), (0, 1, 2), (0, 2, 3), (1, 0, 4), (1, 1, 5), (2, 0, 6)]
     assert rows_of(owned_topics, sink) == expected
 
 
-def test_an_attempt_that_broke_off_is_finished_by_the_next(
-    example: ModuleType, owned_topics: OwnedTopics, sink: Any
-) -> None:
+def test_broken_off_attempt_is_finished_by_next(example: ModuleType, owned_topics: OwnedTopics, sink: Any) -> None:
     example.write_rows(sink, 0, rows(*range(7)))
     example.write_rows(sink, 0, rows(*range(2 * example.LOOK_BACK)))
     # So many have claimed it and done nothing that one look back does not reach the last row.
@@ -78,7 +76,7 @@ def producing(sink: Any) -> Iterator[Any]:
         producer.close()
 
 
-def test_who_comes_late_with_an_earlier_batch_is_refused_while_a_later_one_is_written(
+def test_late_earlier_batch_is_refused_during_later_one(
     example: ModuleType, owned_topics: OwnedTopics, sink: Any
 ) -> None:
     with producing(sink) as producer, own_sync(producer, WRITERS, [(sink.topic, 0)], generation=6) as ownership:
@@ -91,7 +89,7 @@ def test_who_comes_late_with_an_earlier_batch_is_refused_while_a_later_one_is_wr
 @pytest.mark.long
 @pytest.mark.spark
 @pytest.mark.timeout(300)
-def test_a_query_that_is_started_again_writes_no_row_twice(
+def test_restarted_query_writes_no_row_twice(
     example: ModuleType, owned_topics: OwnedTopics, sink: Any, tmp_path: Path, spark: Any
 ) -> None:
     from pyspark import cloudpickle

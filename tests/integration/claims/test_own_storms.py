@@ -76,7 +76,7 @@ class Storm:
         return client
 
 
-def test_a_storm_of_claims_leaves_one_owner_and_fences_that_rise(own_site: OwnSite) -> None:
+def test_claim_storm_leaves_one_owner_and_rising_fences(own_site: OwnSite) -> None:
     topic = own_site.topic("storm")
 
     async def storm() -> Storm:
@@ -142,7 +142,7 @@ HARMFUL: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("harm", HARMFUL)
-def test_a_harmful_request_ends_its_connection_and_no_other(own_site: OwnSite, harm: str) -> None:
+def test_harmful_request_ends_only_its_connection(own_site: OwnSite, harm: str) -> None:
     topic = own_site.topic("harm")
 
     async def run() -> None:
@@ -157,7 +157,7 @@ def test_a_harmful_request_ends_its_connection_and_no_other(own_site: OwnSite, h
     own_site.run(run())
 
 
-def test_half_a_claim_claims_nothing_and_keeps_nobody(own_site: OwnSite) -> None:
+def test_partial_claim_claims_nothing_and_blocks_no_one(own_site: OwnSite) -> None:
     topic = own_site.topic("harm")
 
     async def run() -> None:
@@ -174,7 +174,7 @@ def test_half_a_claim_claims_nothing_and_keeps_nobody(own_site: OwnSite) -> None
     own_site.run(run())
 
 
-def test_many_resources_in_one_request_keep_nobody(own_site: OwnSite) -> None:
+def test_request_with_many_resources_blocks_no_one(own_site: OwnSite) -> None:
     """While they are claimed, and while they are freed, others are served."""
     topic = own_site.topic("many")
     resources = [(f"r{number}", 1) for number in range(MANY)]
@@ -206,7 +206,7 @@ def test_many_resources_in_one_request_keep_nobody(own_site: OwnSite) -> None:
     own_site.run(run())
 
 
-def test_a_flood_of_claims_keeps_nobody(own_site: OwnSite) -> None:
+def test_claim_flood_blocks_no_one(own_site: OwnSite) -> None:
     """Twenty connections send two hundred claims each, all at once, and read no answer before the last."""
     topic = own_site.topic("flood")
 
@@ -236,7 +236,7 @@ def test_a_flood_of_claims_keeps_nobody(own_site: OwnSite) -> None:
     own_site.run(run())
 
 
-def test_a_client_with_an_endless_name_fills_no_etcd(own_site: OwnSite) -> None:
+def test_client_with_endless_name_does_not_fill_etcd(own_site: OwnSite) -> None:
     """It stands in each claim of its connection."""
     topic = own_site.topic("endless name")
 

@@ -149,7 +149,7 @@ async def is_severed(owner: OwnClient) -> None:
 
 
 @pytest.mark.parametrize(("acks", "ends"), [(-1, is_severed), (0, closes)])
-async def test_what_is_under_way_comes_before_the_next_owners(
+async def test_write_in_flight_precedes_next_owners(
     site: Site, acks: int, ends: Callable[[OwnClient], Coroutine[Any, Any, None]]
 ) -> None:
     topic = site.topic()
@@ -167,7 +167,7 @@ async def test_what_is_under_way_comes_before_the_next_owners(
     assert await site.log(topic, 3) == [b"first", b"last", b"next"]
 
 
-async def test_what_was_lost_on_its_way_is_waited_for_for_a_time(site: Site) -> None:
+async def test_write_lost_in_flight_is_awaited_until_timeout(site: Site) -> None:
     topic = site.topic()
     owner, successor = await site.writer(site.owners, topic), await site.client(site.successors)
     site.hold()
@@ -184,7 +184,7 @@ async def test_what_was_lost_on_its_way_is_waited_for_for_a_time(site: Site) -> 
     assert await site.log(topic, 2) == [b"first", b"next"]
 
 
-async def test_what_a_proxy_that_died_had_under_way_comes_before_the_next_owners(site: Site) -> None:
+async def test_writes_of_dead_proxy_precede_next_owners(site: Site) -> None:
     topic = site.topic()
     proxy = await site.proxy({node_id: way.port for node_id, way in site.ways.items()}, ttl_s=TTL_S)
     owner, successor = await site.writer(proxy, topic), await site.client(site.successors)
@@ -213,7 +213,7 @@ async def etcd_here(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
 
 
 @pytest.mark.long
-async def test_what_all_proxies_had_under_way_when_they_died_is_waited_for(site: Site, etcd_here: EtcdClient) -> None:
+async def test_writes_of_all_dead_proxies_are_awaited(site: Site, etcd_here: EtcdClient) -> None:
     topic, prefix = site.topic(), f"/alone-{uuid.uuid4().hex}"
     proxy = await site.proxy(None, prefix, TTL_S)
     await site.writer(proxy, topic)
@@ -231,7 +231,7 @@ async def test_what_all_proxies_had_under_way_when_they_died_is_waited_for(site:
     assert await claim(await site.client(proxy), topic) == NONE
 
 
-async def test_owners_take_turns_on_the_partitions_that_the_cluster_names(site: Site) -> None:
+async def test_owners_alternate_on_partitions_named_by_cluster(site: Site) -> None:
     """Nothing is under way when a claim is made: nobody waits."""
     topic = site.topic()
     proxy = await site.proxy(None)

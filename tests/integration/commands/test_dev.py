@@ -48,13 +48,13 @@ def names(processes: list[psutil.Process]) -> list[str]:
     return found
 
 
-def test_it_is_etcd_brokers_and_a_proxy(dev_cluster: KproxyProcess) -> None:
+def test_dev_runs_etcd_brokers_and_proxy(dev_cluster: KproxyProcess) -> None:
     children = names(dev_cluster.descendants())
     assert (children.count("etcd"), children.count("broker"), children.count("serve")) == (1, 3, 1)
     assert set(dev_cluster.fields) == {"kafka", "admin", "etcd"}
 
 
-def test_its_audit_trail_is_in_a_topic(dev_cluster: KproxyProcess) -> None:
+def test_audit_trail_is_in_a_topic(dev_cluster: KproxyProcess) -> None:
     topic = f"audited-{uuid.uuid4().hex[:12]}"
     produce(dev_cluster.kafka, topic, [b"v"] * 20)
 
@@ -66,13 +66,13 @@ def test_its_audit_trail_is_in_a_topic(dev_cluster: KproxyProcess) -> None:
 
 
 @pytest.mark.long
-def test_it_keeps_no_audit_trail_where_that_is_not_wanted(tmp_path: Path) -> None:
+def test_audit_trail_can_be_switched_off(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1", "--no-audit"), tmp_path / "stderr") as dev:
         assert "kproxy_audit_waiting_bytes" not in page(dev.admin, "/metrics")[1]
         assert "__kproxy_audit" not in AdminClient({"bootstrap.servers": dev.kafka}).list_topics(timeout=60).topics
 
 
-def test_a_proxy_that_is_added_tells_its_start_truly_and_briefly(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+def test_added_proxy_reports_its_start_briefly(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
     with serving(["serve", "--etcd", dev_cluster.etcd, "--listen", "127.0.0.1:0"], tmp_path / "stderr") as proxy:
         wait_for(lambda: STARTS[-1] in proxy.stderr(), what="the first round of asking the brokers")
         # How many files may be open depends on the machine.
@@ -105,7 +105,7 @@ def replicas(dev: KproxyProcess, topic: str) -> list[int]:
     return list(metadata.topics[topic].partitions[0].replicas)
 
 
-def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_records_survive_a_restart(tmp_path: Path) -> None:
     data_dir, topic = tmp_path / "data", "kept"
     with serving(dev_arguments(data_dir, "--replication-factor", "1"), tmp_path / "first") as dev:
         written = produce(dev.kafka, topic, [b"%d" % number for number in range(500)])
@@ -125,14 +125,14 @@ def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_with_fewer_brokers_than_replicas_by_default_there_are_as_many_and_it_is_said(tmp_path: Path) -> None:
+def test_missing_brokers_are_added_for_default_replicas(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "2"), tmp_path / "stderr") as dev:
         assert "replicas  2 of each new partition, not 3: there are 2 brokers.\n" in dev.stderr()
         produce(dev.kafka, "t", [b"1"])
         assert sorted(replicas(dev, "t")) == [1, 2]
 
 
-def test_ctrl_c_in_a_terminal_stops_it_cleanly_though_a_client_is_connected(tmp_path: Path) -> None:
+def test_ctrl_c_stops_dev_despite_connected_client(tmp_path: Path) -> None:
     # In a terminal SIGINT goes to every process of the foreground group, not to dev alone.
     leader, follower = pty.openpty()
     try:
@@ -203,7 +203,7 @@ def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
         dev.stop()
 
 
-def test_killed_it_leaves_no_orphans(tmp_path: Path) -> None:
+def test_killed_dev_leaves_no_orphans(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
         processes = dev.descendants()
         assert len(processes) >= 3
@@ -213,7 +213,7 @@ def test_killed_it_leaves_no_orphans(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_broker_killed_on_purpose_is_no_accident_and_comes_back_with_what_it_had(tmp_path: Path) -> None:
+def test_deliberately_killed_broker_returns_with_its_records(tmp_path: Path) -> None:
     with asyncios_own_loop():
         asyncio.run(_kill_a_broker(tmp_path))
 
@@ -238,7 +238,7 @@ async def _kill_a_broker(tmp_path: Path) -> None:
             await asyncio.wait_for(accident, timeout=60)
 
 
-def test_the_settings_of_another_kproxy_do_not_reach_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_kproxy_settings_do_not_reach_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KPROXY_LIMITS__MAX_CONNECTIONS", "1")
     monkeypatch.setenv("KPROXY_OWNERSHIP__PREFIX", "/elsewhere")
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
@@ -254,7 +254,7 @@ def get(address: str, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_the_admin_page_says_that_it_lives_and_serves(dev_cluster: KproxyProcess) -> None:
+def test_admin_page_reports_health_and_readiness(dev_cluster: KproxyProcess) -> None:
     assert get(dev_cluster.admin, "/livez") == (200, "alive\n")
     assert get(dev_cluster.admin, "/readyz") == (200, "ready\n")
     assert get(dev_cluster.admin, "/nothing")[0] == 404
@@ -294,7 +294,7 @@ def test_table_fails_for_unknown_topic(dev_cluster: KproxyProcess, place: str, s
 
 
 @pytest.mark.parametrize("place", ["admin", "etcd"])
-def test_a_watched_table_tells_each_change_as_a_line(dev_cluster: KproxyProcess, tmp_path: Path, place: str) -> None:
+def test_watched_table_prints_each_change_as_line(dev_cluster: KproxyProcess, tmp_path: Path, place: str) -> None:
     topic = f"watched-{uuid.uuid4().hex[:8]}"
     watch = KproxyProcess(
         ["table", f"--{place}", dev_cluster.fields[place], "--topic", topic, "--watch"], tmp_path / "stderr"

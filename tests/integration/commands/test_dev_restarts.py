@@ -96,7 +96,7 @@ def writing(bootstrap: str, topic: str) -> Iterator[None]:
     assert read_partition(bootstrap, topic, 0, len(written)) == written
 
 
-def test_a_killed_broker_is_told_its_partitions_go_to_others_and_it_comes_back(dev: KproxyProcess) -> None:
+def test_killed_broker_is_reported_and_comes_back(dev: KproxyProcess) -> None:
     topic = f"killed-{uuid.uuid4().hex[:8]}"
     produce(dev.kafka, topic, [b"0"], partition=0)
     # The topic's first records are not those that are read back below.
@@ -129,7 +129,7 @@ def test_a_broker_that_is_stopped_has_not_died(dev: KproxyProcess) -> None:
     assert process.is_running()
 
 
-def test_a_killed_etcd_is_started_again_with_its_data_while_the_proxy_serves(dev: KproxyProcess) -> None:
+def test_killed_etcd_restarts_with_its_data(dev: KproxyProcess) -> None:
     topic, told = f"etcd-{uuid.uuid4().hex[:8]}", Told(dev)
     with writing(dev.kafka, topic):
         psutil.Process(pid_of(dev, "etcd")).kill()
@@ -142,7 +142,7 @@ def test_a_killed_etcd_is_started_again_with_its_data_while_the_proxy_serves(dev
     assert run_kproxy("table", "--etcd", dev.etcd, "--topic", topic).status == 0
 
 
-def test_a_killed_proxy_is_started_again_where_it_was(dev: KproxyProcess) -> None:
+def test_killed_proxy_restarts_at_its_address(dev: KproxyProcess) -> None:
     topic, told = f"proxy-{uuid.uuid4().hex[:8]}", Told(dev)
     with writing(dev.kafka, topic):
         psutil.Process(pid_of(dev, "proxy")).kill()
@@ -153,7 +153,7 @@ def test_a_killed_proxy_is_started_again_where_it_was(dev: KproxyProcess) -> Non
 
 
 @pytest.mark.long
-def test_a_broker_that_cannot_start_is_tried_again_later_and_its_reason_is_told(tmp_path: Path) -> None:
+def test_broker_that_cannot_start_is_retried_with_reason(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     with serving(dev_arguments(data_dir, "--lease-ttl", "1", "--no-audit"), tmp_path / "stderr") as dev:
         told, directory = Told(dev), data_dir / "broker-2"
@@ -182,7 +182,7 @@ def test_a_broker_that_cannot_start_is_tried_again_later_and_its_reason_is_told(
 
 
 @pytest.mark.long
-def test_interrupted_before_a_part_is_back_it_stops_as_ever(tmp_path: Path) -> None:
+def test_interrupt_during_a_restart_stops_dev(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "2"), tmp_path / "stderr") as dev:
         told, children, processes = Told(dev), dev.children(), dev.descendants()
         psutil.Process(pid_of(dev, "etcd")).kill()
@@ -195,7 +195,7 @@ def test_interrupted_before_a_part_is_back_it_stops_as_ever(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_with_no_restart_brokers_and_etcd_stay_dead_and_it_ends_with_the_proxy(tmp_path: Path) -> None:
+def test_no_restart_leaves_brokers_and_etcd_dead(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--no-restart"), tmp_path / "stderr") as dev:
         produce(dev.kafka, "t", [b"1"])
         told, children, processes = Told(dev), dev.children(), dev.descendants()

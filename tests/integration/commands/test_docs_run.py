@@ -144,7 +144,7 @@ def test_options_of_jobs_are_taken(block: Block, files: Path) -> None:
 
 
 @pytest.mark.parametrize("text", sorted(set(INLINE.findall(" ".join(TEXT.split())))))
-def test_command_within_a_sentence_is_one(text: str) -> None:
+def test_inline_command_is_valid(text: str) -> None:
     program, *words = text.split()
     if program == "make":
         target = words[0]

@@ -69,7 +69,7 @@ def test_releases_with_known_faults_are_warned_of(version: str, fit: bool) -> No
     assert marks(_about_version("http://a", version)) == ([] if fit else ["warn"])
 
 
-async def test_three_sound_members_are_well_and_one_that_is_down_is_named(etcd_cluster: EtcdCluster) -> None:
+async def test_doctor_passes_sound_members_and_names_down_one(etcd_cluster: EtcdCluster) -> None:
     findings = await examine_etcd(etcd_cluster.endpoints, EtcdOptions(), "/kafscale")
     assert marks(findings) == ["ok", "ok", "ok"], findings
     assert all(f"etcd {ETCD_VERSION}, no TLS, no user" in finding.text for finding in findings)
@@ -147,7 +147,7 @@ async def test_a_proxy_is_asked_whether_it_is_ready(dev_cluster: KproxyProcess) 
     assert "no admin page" in broker.text
 
 
-async def test_the_command_prints_a_line_for_each_and_fails_where_one_does(dev_cluster: KproxyProcess) -> None:
+async def test_doctor_prints_one_line_each_and_fails_once(dev_cluster: KproxyProcess) -> None:
     arguments = ["doctor", "--etcd", dev_cluster.etcd, "--admin", dev_cluster.admin]
     well = await asyncio.to_thread(run_kproxy, *arguments)
     assert (well.status, well.stderr) == (0, "")
@@ -177,7 +177,7 @@ LOOKED = [("kafka.bootstrap", "ok"), ("kafka.named", "ok")]
 ALL_WELL = [*LOOKED, ("kafka.topic", "ok"), ("kafka.write", "ok"), ("kafka.read", "ok")]
 
 
-def test_a_record_is_written_where_clients_would_write_it_and_read_back(dev_cluster: KproxyProcess) -> None:
+def test_doctor_writes_and_reads_back_a_record(dev_cluster: KproxyProcess) -> None:
     topic = f"probe-{uuid.uuid4().hex}"
     before, nothing = examined("--bootstrap", dev_cluster.kafka, "--no-write", "--topic", topic)
     assert (before, results(nothing)) == (0, LOOKED)
@@ -210,7 +210,7 @@ def test_an_address_where_nothing_speaks_kafka_is_named(dev_cluster: KproxyProce
     assert (status, "it speaks HTTP, not Kafka" in page["text"]) == (1, True)
 
 
-def test_an_address_that_clients_are_told_and_cannot_reach_is_named(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+def test_unreachable_advertised_address_is_named(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
     advertised = f"127.0.0.1:{free_port()}"
     serve = ["serve", "--etcd", dev_cluster.etcd, "--alone", "--listen", "127.0.0.1:0", "--advertise", advertised]
     with serving(serve, tmp_path / "serve") as proxy:
@@ -225,7 +225,7 @@ def test_an_address_that_clients_are_told_and_cannot_reach_is_named(dev_cluster:
         assert "no record was written" in findings[3]["text"]
 
 
-def test_a_broker_that_is_down_is_felt_by_what_it_owns(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
+def test_down_broker_shows_in_its_partitions(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     there = ["--etcd", etcd.endpoint, "--prefix", etcd_prefix, "--lease-ttl", "6"]
     with ExitStack() as stack:
 
@@ -253,7 +253,7 @@ def test_a_broker_that_is_down_is_felt_by_what_it_owns(etcd: EmbeddedEtcd, etcd_
             assert time.monotonic() < deadline, found
 
 
-def test_a_topic_that_may_not_be_written_is_named_with_a_way_out(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+def test_unwritable_topic_is_named_with_remedy(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
     owned = f"owned-{uuid.uuid4().hex}"
     serve = ["serve", "--etcd", dev_cluster.etcd, "--alone", "--listen", "127.0.0.1:0", "--writer-group", f"{owned}=g"]
     with serving(serve, tmp_path / "serve") as proxy:
@@ -301,14 +301,14 @@ async def clusters(*named: str) -> AsyncIterator[list[Address]]:
             await broker.stop()
 
 
-async def test_a_topic_that_is_not_there_and_is_not_made_is_named() -> None:
+async def test_missing_topic_that_is_not_created_is_named() -> None:
     async with clusters("A") as (address,):
         findings = await examine_kafka([address], "none")
         assert marks(findings) == ["ok", "ok", "FAIL"]
         assert "create it, or name one that is there with --topic" in findings[2].text
 
 
-async def test_an_address_that_leads_to_another_cluster_is_named() -> None:
+async def test_address_of_another_cluster_is_named() -> None:
     """As where two clusters advertise one name, or an address was given to somebody else."""
     async with clusters("A", "B") as (ours, theirs):
         findings = await examine_kafka([ours], None)

@@ -83,7 +83,7 @@ async def _dial_broker() -> None:
     ],
     ids=["etcd", "broker"],
 )
-async def test_a_name_that_is_still_looked_up_when_nobody_waits_any_more_leaves_no_complaint(
+async def test_late_name_lookup_failure_is_not_logged(
     look_up: Callable[[], Awaitable[object]],
 ) -> None:
     """A resolver may take longer than a dial may, and the failure that it then tells concerns nobody."""

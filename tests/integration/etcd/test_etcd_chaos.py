@@ -138,9 +138,7 @@ class Run:
 
 
 @pytest.mark.timeout(MINUTES * 60 + 300)
-async def test_whatever_befalls_etcd_the_table_comes_out_right(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_table_is_right_after_random_etcd_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done: list[Step] = []
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running_cluster(tmp_path, ARGUMENTS))

@@ -55,7 +55,7 @@ async def test_keys_and_values_are_bytes(etcd_client: EtcdClient, etcd_prefix: s
     assert (found.key, found.value) == (key, b"\x00\xff")
 
 
-async def test_a_prefix_is_read_at_one_revision_however_many_pages_it_takes(
+async def test_prefix_pages_are_read_at_one_revision(
     etcd_client: EtcdClient, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "PAGE_KEYS", 7)
@@ -72,7 +72,7 @@ async def test_a_prefix_is_read_at_one_revision_however_many_pages_it_takes(
     assert now.revision >= revision + 3
 
 
-async def test_later_pages_do_not_see_what_changes_while_earlier_ones_are_read(
+async def test_later_pages_ignore_concurrent_changes(
     etcd_client: EtcdClient, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "PAGE_KEYS", 2)
@@ -86,7 +86,7 @@ async def test_later_pages_do_not_see_what_changes_while_earlier_ones_are_read(
 
 
 @pytest.mark.parametrize(("late", "reads"), [({3}, 6), ({3, 4, 5, 6}, None), ({1}, None)])
-async def test_a_late_page_is_asked_for_again_and_what_was_read_is_kept(
+async def test_late_page_is_requested_again_and_earlier_kept(
     etcd_client: EtcdClient, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch, late: set[int], reads: int | None
 ) -> None:
     class Late(EtcdClient):
@@ -119,9 +119,7 @@ async def test_a_late_page_is_asked_for_again_and_what_was_read_is_kept(
         await client.close()
 
 
-async def test_a_page_too_large_for_a_message_is_read_in_smaller_ones(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_oversized_page_is_read_in_smaller_ones(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     client = EtcdClient(etcd_client.endpoints.split(","), max_message_bytes=50_000)
     await client.connect()
     items = [(f"{etcd_prefix}/{n:03d}", bytes(10_000)) for n in range(100)]
@@ -135,9 +133,7 @@ async def test_a_page_too_large_for_a_message_is_read_in_smaller_ones(
     await client.close()
 
 
-async def test_a_transaction_takes_one_branch_and_tells_what_each_operation_did(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_transaction_takes_one_branch_and_returns_results(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     key = f"{etcd_prefix}/key"
     lease = await etcd_client.lease_grant(60)
     first = await etcd_client.txn([key_absent(key)], [put_op(key, b"a", lease.lease_id)], [get_op(key)])
@@ -174,7 +170,7 @@ async def test_each_comparison_holds_only_where_it_should(etcd_client: EtcdClien
     await etcd_client.lease_revoke(lease.lease_id)
 
 
-async def test_of_many_who_create_one_key_one_wins(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_one_of_many_creators_of_a_key_wins(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     key = f"{etcd_prefix}/key"
     tries = [etcd_client.txn([key_absent(key)], [put_op(key, b"%d" % n)], [get_op(key)]) for n in range(20)]
     results = await asyncio.gather(*tries)
@@ -184,7 +180,7 @@ async def test_of_many_who_create_one_key_one_wins(etcd_client: EtcdClient, etcd
     assert losers_saw == {b"%d" % winners[0]}
 
 
-async def test_a_compacted_revision_is_told_apart_from_other_refusals(tmp_path: Path) -> None:
+async def test_compacted_revision_has_its_own_error(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (_, client):
         revisions = [await client.put("/a", b"%d" % n) for n in range(5)]
         await compact(client, revisions[-1])
@@ -200,7 +196,7 @@ async def test_a_key_on_an_unknown_lease_is_refused(etcd_client: EtcdClient, etc
     assert await etcd_client.get(f"{etcd_prefix}/key") is None
 
 
-async def test_reads_survive_a_restart_and_a_write_that_met_it_says_that_it_may_have_happened(tmp_path: Path) -> None:
+async def test_reads_survive_restart_and_interrupted_write_is_uncertain(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         await client.put("/a", b"1")
         await freeze(server)
@@ -224,7 +220,7 @@ async def test_reads_survive_a_restart_and_a_write_that_met_it_says_that_it_may_
         assert await waiting > 0
 
 
-async def test_an_etcd_that_hangs_is_unavailable_within_the_deadline(tmp_path: Path) -> None:
+async def test_hung_etcd_is_unavailable_within_the_deadline(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, _):
         client = EtcdClient([server.endpoint], timeout_s=2)
         await client.connect()
@@ -258,7 +254,7 @@ async def test_any_of_several_members_will_do(etcd: EmbeddedEtcd, etcd_prefix: s
     await client.close()
 
 
-async def test_something_else_on_the_port_is_not_taken_for_etcd() -> None:
+async def test_other_server_is_not_taken_for_etcd() -> None:
     async def not_etcd(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -273,7 +269,7 @@ async def test_something_else_on_the_port_is_not_taken_for_etcd() -> None:
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
-def test_it_works_on_both_event_loops(
+def test_client_works_on_both_event_loops(
     etcd: EmbeddedEtcd, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def talk() -> bytes:

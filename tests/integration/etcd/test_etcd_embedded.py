@@ -57,7 +57,7 @@ async def read_and_close(endpoint: str) -> bytes:
     return found.value if found else b""
 
 
-async def test_it_keeps_its_data_and_its_address_over_a_stop_and_over_a_kill(tmp_path: Path) -> None:
+async def test_embedded_etcd_keeps_data_and_address_after_kill(tmp_path: Path) -> None:
     server = EmbeddedEtcd(tmp_path / "new" / "directory", extra_arguments=QUICK)
     await server.start()
     endpoint, first_pid = server.endpoint, server.pid
@@ -75,7 +75,7 @@ async def test_it_keeps_its_data_and_its_address_over_a_stop_and_over_a_kill(tmp
     await server.stop()
 
 
-async def test_its_end_is_noticed(tmp_path: Path) -> None:
+async def test_end_of_embedded_etcd_is_noticed(tmp_path: Path) -> None:
     async with EmbeddedEtcd(tmp_path, extra_arguments=QUICK) as server:
         os.kill(server.pid, signal.SIGKILL)
         assert await server.wait() == -signal.SIGKILL
@@ -100,16 +100,14 @@ async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
             await EmbeddedEtcd(tmp_path, client_port=port, extra_arguments=QUICK).start()
 
 
-async def test_another_etcd_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
+async def test_foreign_etcd_on_port_is_not_ours(tmp_path: Path) -> None:
     async with EmbeddedEtcd(tmp_path / "one", extra_arguments=QUICK) as server:
         port = int(server.endpoint.rpartition(":")[2])
         with pytest.raises(StartupError, match="another program has that port"):
             await EmbeddedEtcd(tmp_path / "two", client_port=port, extra_arguments=QUICK).start()
 
 
-async def test_a_free_port_that_somebody_took_meanwhile_is_replaced_by_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_free_port_taken_meanwhile_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -121,7 +119,7 @@ async def test_a_free_port_that_somebody_took_meanwhile_is_replaced_by_another(
             assert server.endpoint != f"http://127.0.0.1:{port}"
 
 
-async def test_a_data_directory_in_use_is_refused_at_once(tmp_path: Path) -> None:
+async def test_data_directory_in_use_is_refused(tmp_path: Path) -> None:
     data = tmp_path / "data"
     async with EmbeddedEtcd(data, extra_arguments=QUICK):
         assert data.stat().st_mode & 0o777 == 0o700
@@ -129,13 +127,13 @@ async def test_a_data_directory_in_use_is_refused_at_once(tmp_path: Path) -> Non
             await EmbeddedEtcd(data, extra_arguments=QUICK).start()
 
 
-async def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+async def test_uncreatable_data_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match=str(tmp_path / "file")):
         await EmbeddedEtcd(tmp_path / "file" / "data", extra_arguments=QUICK).start()
 
 
-async def test_an_etcd_that_ends_at_once_is_explained_by_its_log(tmp_path: Path) -> None:
+async def test_immediately_ending_etcd_is_explained_by_its_log(tmp_path: Path) -> None:
     server = EmbeddedEtcd(tmp_path, extra_arguments=["--no-such-flag"])
     with pytest.raises(StartupError, match=str(tmp_path / "etcd.log")):
         await server.start()
@@ -146,16 +144,14 @@ async def test_an_etcd_that_ends_at_once_is_explained_by_its_log(tmp_path: Path)
         pass
 
 
-async def test_settings_of_another_etcd_in_the_environment_do_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_foreign_etcd_settings_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETCD_LISTEN_CLIENT_URLS", "http://127.0.0.1:1")
     monkeypatch.setenv("ETCD_INITIAL_CLUSTER_STATE", "existing")
     async with EmbeddedEtcd(tmp_path, extra_arguments=QUICK):
         pass
 
 
-def test_no_etcd_anywhere_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_etcd_error_explains_the_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     packaged = find_etcd()
     assert packaged.name == "etcd"
@@ -210,7 +206,7 @@ def test_etcd_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         assert gone_within(guard_pid, 10)
 
 
-def test_ctrl_c_in_the_terminal_reaches_etcd_only_through_who_runs_it(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_reach_etcd_directly(tmp_path: Path) -> None:
     with parent_of_etcd(tmp_path) as (parent, etcd_pid, guard_pid):
         assert os.getpgid(etcd_pid) not in (parent.pid, os.getpgid(guard_pid))
         # What a terminal does: the signal goes to the whole foreground group.

@@ -91,7 +91,7 @@ def used_by(client: EtcdClient) -> int:
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long), "cut off"])
-async def test_calls_renewals_and_watches_go_on_without_the_member_they_used(
+async def test_calls_renewals_and_watches_survive_a_member(
     etcd_cluster: EtcdCluster, etcd_prefix: str, how: str
 ) -> None:
     async with failures(etcd_cluster) as members:
@@ -137,7 +137,7 @@ async def test_calls_renewals_and_watches_go_on_without_the_member_they_used(
 @pytest.mark.parametrize(
     "loop_factory", [pytest.param(asyncio.SelectorEventLoop, marks=pytest.mark.long), uvloop.new_event_loop]
 )
-def test_it_fails_over_on_both_event_loops(
+def test_client_fails_over_on_both_event_loops(
     etcd_cluster: EtcdCluster, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def fail_over() -> None:
@@ -154,9 +154,7 @@ def test_it_fails_over_on_both_event_loops(
         runner.run(fail_over())
 
 
-async def test_a_transaction_that_met_a_failure_runs_once_or_not_at_all(
-    etcd_cluster: EtcdCluster, etcd_prefix: str
-) -> None:
+async def test_transaction_during_failure_runs_at_most_once(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
     """Each adds one to the version of one key, so the version tells how often all of them ran."""
     async with failures(etcd_cluster) as members:
         client = EtcdClient(members.endpoints, timeout_s=TIMEOUT_S)
@@ -198,9 +196,7 @@ async def test_a_transaction_that_met_a_failure_runs_once_or_not_at_all(
         await client.close()
 
 
-async def test_a_write_that_an_election_met_is_known_to_be_uncertain_soon(
-    etcd_cluster: EtcdCluster, etcd_prefix: str
-) -> None:
+async def test_write_during_election_is_soon_uncertain(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
     # Where the machine stands still, etcd gives it up by itself before there is another leader.
     for _ in range(5):
         if "another leader was elected meanwhile" in await said_of_a_write_amid_an_election(etcd_cluster, etcd_prefix):
@@ -226,7 +222,7 @@ async def said_of_a_write_amid_an_election(etcd_cluster: EtcdCluster, etcd_prefi
     return str(raised.value)
 
 
-async def test_without_a_majority_calls_end_in_time_and_go_on_afterwards(etcd_cluster: EtcdCluster) -> None:
+async def test_calls_without_majority_end_in_time_and_recover(etcd_cluster: EtcdCluster) -> None:
     client = EtcdClient(etcd_cluster.endpoints, timeout_s=3)
     await client.connect()
     stopped = etcd_cluster.members[:2]
@@ -246,9 +242,7 @@ async def test_without_a_majority_calls_end_in_time_and_go_on_afterwards(etcd_cl
     await client.close()
 
 
-async def test_a_member_that_is_slow_and_alive_is_waited_for(
-    etcd_cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_live_member_is_waited_for(etcd_cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     # So short that no call is answered within it: each time the member is asked how it is, and says so.
     monkeypatch.setattr(members_module, "PATIENCE_S", 0.0)
     client = EtcdClient(etcd_cluster.endpoints)

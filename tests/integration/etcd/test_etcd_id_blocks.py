@@ -34,7 +34,7 @@ def key(etcd_prefix: str) -> str:
     return f"{etcd_prefix}/producer-ids"
 
 
-async def test_many_takers_at_once_get_different_numbers(etcd_client: EtcdClient, key: str) -> None:
+async def test_concurrent_takers_get_different_numbers(etcd_client: EtcdClient, key: str) -> None:
     takers = [IdBlocks(etcd_client, key) for _ in range(4)]
     taken = await asyncio.gather(*(taker.allocate() for taker in takers for _ in range(BLOCK + 5)))
     assert len(set(taken)) == len(taken) == 4 * (BLOCK + 5)
@@ -48,7 +48,7 @@ async def test_many_takers_at_once_get_different_numbers(etcd_client: EtcdClient
 
 
 @pytest.mark.parametrize("applies", [True, False])
-async def test_a_block_that_may_have_been_taken_is_left_alone(etcd_client: EtcdClient, key: str, applies: bool) -> None:
+async def test_uncertain_block_is_left_unused(etcd_client: EtcdClient, key: str, applies: bool) -> None:
     client = Meddled(etcd_client.endpoints.split(","))
     await client.connect()
     blocks, other = IdBlocks(client, key), IdBlocks(etcd_client, key)
@@ -60,7 +60,7 @@ async def test_a_block_that_may_have_been_taken_is_left_alone(etcd_client: EtcdC
     await client.close()
 
 
-async def test_who_waits_for_an_attempt_that_fails_fails_with_it(etcd_client: EtcdClient, key: str) -> None:
+async def test_waiters_fail_with_the_failed_attempt(etcd_client: EtcdClient, key: str) -> None:
     async with Relay(etcd_client.endpoints) as relay:
         client = EtcdClient([relay.endpoint], timeout_s=3.0)
         await client.connect()
@@ -75,7 +75,7 @@ async def test_who_waits_for_an_attempt_that_fails_fails_with_it(etcd_client: Et
         await client.close()
 
 
-async def test_who_is_cancelled_holds_up_nobody(etcd_client: EtcdClient, key: str) -> None:
+async def test_cancelled_waiter_does_not_block_others(etcd_client: EtcdClient, key: str) -> None:
     async with Relay(etcd_client.endpoints) as relay:
         client = EtcdClient([relay.endpoint], timeout_s=60.0)
         await client.connect()
@@ -100,7 +100,7 @@ async def test_a_key_without_a_number_gives_none(etcd_client: EtcdClient, key: s
     assert found.value == value
 
 
-async def test_a_key_that_went_back_takes_nobody_back(etcd_client: EtcdClient, key: str) -> None:
+async def test_key_that_went_back_repeats_no_number(etcd_client: EtcdClient, key: str) -> None:
     blocks = IdBlocks(etcd_client, key)
     await etcd_client.put(key, b"5000")
     taken = [await blocks.allocate() for _ in range(BLOCK)]

@@ -34,7 +34,7 @@ class Renewals:
             await asyncio.sleep(0.01)
 
 
-async def test_a_lease_without_renewals_ends_and_takes_its_keys(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_unrenewed_lease_ends_with_its_keys(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     lease = await etcd_client.lease_grant(1)
     assert lease.ttl_s >= 2, "etcd grants no less than this; whoever counts on 1 s is wrong"
     await etcd_client.put(f"{etcd_prefix}/a", b"", lease_id=lease.lease_id)
@@ -45,7 +45,7 @@ async def test_a_lease_without_renewals_ends_and_takes_its_keys(etcd_client: Etc
     await eventually(is_gone)
 
 
-async def test_renewals_keep_a_lease_and_report_the_time_they_were_sent(tmp_path: Path) -> None:
+async def test_renewals_keep_lease_and_report_send_time(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (_, client):
         for _ in range(5):
             if await are_in_time(client):
@@ -80,7 +80,7 @@ async def are_in_time(client: EtcdClient) -> bool:
     return True
 
 
-async def test_a_connection_that_dies_without_a_word_does_not_cost_the_lease(tmp_path: Path) -> None:
+async def test_silently_dead_connection_does_not_cost_the_lease(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, direct), Relay(server.endpoint) as relay:
         client = EtcdClient([relay.endpoint])
         await client.connect()
@@ -97,7 +97,7 @@ async def test_a_connection_that_dies_without_a_word_does_not_cost_the_lease(tmp
         await client.close()
 
 
-async def test_the_send_time_is_from_before_the_question_and_not_from_the_answer(tmp_path: Path) -> None:
+async def test_send_time_precedes_the_request(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         lease = await client.lease_grant(12)
         renewals = Renewals()
@@ -131,7 +131,7 @@ async def test_a_revoked_lease_ends_the_renewals(etcd_client: EtcdClient, etcd_p
     await etcd_client.lease_revoke(lease.lease_id)
 
 
-async def test_renewals_go_on_after_etcd_was_killed_and_came_back(tmp_path: Path) -> None:
+async def test_renewals_continue_after_etcd_restart(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         lease = await client.lease_grant(20)
         renewals = Renewals()
@@ -146,7 +146,7 @@ async def test_renewals_go_on_after_etcd_was_killed_and_came_back(tmp_path: Path
             await asyncio.wait_for(renewals.next(), PATIENCE_S)
 
 
-async def test_a_lease_that_ended_while_etcd_was_out_of_reach_is_lost_when_it_is_back(etcd: EmbeddedEtcd) -> None:
+async def test_lease_that_ended_during_outage_is_lost(etcd: EmbeddedEtcd) -> None:
     client = EtcdClient([etcd.endpoint])
     await client.connect()
     lease = await client.lease_grant(2)
@@ -158,7 +158,7 @@ async def test_a_lease_that_ended_while_etcd_was_out_of_reach_is_lost_when_it_is
     await client.close()
 
 
-async def test_cancelling_the_renewals_leaves_the_lease_to_end_by_itself(etcd_client: EtcdClient) -> None:
+async def test_cancelled_renewals_let_the_lease_expire(etcd_client: EtcdClient) -> None:
     lease = await etcd_client.lease_grant(60)
     renewals = Renewals()
     task = asyncio.ensure_future(

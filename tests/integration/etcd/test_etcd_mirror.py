@@ -137,7 +137,7 @@ async def test_a_busy_loop_hears_of_changes_soon(etcd_client: EtcdClient, etcd_p
     assert turns < 2 * changes, "five for each change, if nothing were read ahead, and etcd combined nothing"
 
 
-async def test_what_changes_between_load_and_watch_is_not_lost(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_change_between_load_and_watch_is_seen(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     first, second = f"{etcd_prefix}/1/", f"{etcd_prefix}/2/"
 
     class Meddling(EtcdClient):
@@ -203,7 +203,7 @@ async def forgot(client: EtcdClient, events: list[WatchEvent]) -> bool:
     return False
 
 
-async def test_the_copy_equals_a_final_read_after_etcd_was_killed_under_churn(tmp_path: Path) -> None:
+async def test_mirror_equals_final_read_after_kills_under_churn(tmp_path: Path) -> None:
     for attempt in range(3):
         if await _equals_a_final_read(tmp_path / f"{attempt}"):
             return
@@ -238,7 +238,7 @@ async def _equals_a_final_read(directory: Path) -> bool:
     return True
 
 
-async def test_changes_made_while_it_was_cut_off_come_afterwards(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_changes_during_disconnection_arrive_afterwards(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = f"{etcd_prefix}/"
     async with Relay(etcd_client.endpoints) as relay:
         client = EtcdClient([relay.endpoint], timeout_s=3)
@@ -261,7 +261,7 @@ async def test_changes_made_while_it_was_cut_off_come_afterwards(etcd_client: Et
         await client.close()
 
 
-async def test_compaction_while_it_was_cut_off_makes_it_load_again(tmp_path: Path) -> None:
+async def test_compaction_during_disconnection_causes_reload(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, writer), Relay(server.endpoint) as relay:
         client = EtcdClient([relay.endpoint], timeout_s=3)
         await client.connect()
@@ -298,9 +298,7 @@ async def lease_with_many_keys(client: EtcdClient, prefix: str, count: int) -> i
     return lease.lease_id
 
 
-async def test_a_revision_of_many_fragments_is_seen_only_after_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_fragmented_revision_is_seen_after_last_fragment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fragments: list[bool] = []
 
     class Recording(WatchStream):
@@ -329,7 +327,7 @@ async def test_a_revision_of_many_fragments_is_seen_only_after_the_last(
             assert last[2] == last[1] > loaded
 
 
-async def test_the_end_of_a_great_lease_is_heard_of_soon_and_in_small_portions(tmp_path: Path) -> None:
+async def test_end_of_large_lease_arrives_in_small_portions(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (_, client):
         lease = await client.lease_grant(60)
         keys = [f"/a/topic-{n // 1000}/{n % 1000}" for n in range(40_000)]
@@ -349,9 +347,7 @@ async def test_the_end_of_a_great_lease_is_heard_of_soon_and_in_small_portions(t
             assert last[2] == last[1]
 
 
-async def test_a_revision_too_large_for_a_message_is_answered_by_a_load(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_revision_too_large_for_message_causes_reload(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = f"{etcd_prefix}/"
     client = EtcdClient(etcd_client.endpoints.split(","), max_message_bytes=100_000)
     await client.connect()
@@ -393,9 +389,7 @@ def breaking_once(monkeypatch: pytest.MonkeyPatch, after: Callable[[WatchMessage
     return stream
 
 
-async def test_a_break_between_two_fragments_repeats_the_revision_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_break_between_fragments_repeats_the_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = breaking_once(monkeypatch, lambda message: message.fragment)
     async with own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (_, client):
         lease_id = await lease_with_many_keys(client, "/a/", 5000)
@@ -418,7 +412,7 @@ async def test_a_break_between_two_fragments_repeats_the_revision_and_loses_noth
         pytest.param(1, 1500, lambda message: message.event_count() > 1, id="more revisions than one message holds"),
     ],
 )
-async def test_a_break_while_catching_up_loses_nothing_and_never_goes_back(
+async def test_break_while_catching_up_loses_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     value_bytes: int,
@@ -463,7 +457,7 @@ async def test_a_watch_that_goes_quiet_is_replaced(etcd_client: EtcdClient, etcd
         await client.close()
 
 
-async def test_a_quiet_prefix_is_heard_of_all_the_same(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_quiet_prefix_still_gets_progress(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     mirror = PrefixMirror(etcd_client, [f"{etcd_prefix}/"], Copy(f"{etcd_prefix}/"), progress_interval_s=0.1)
     async with running(mirror.run()):
         await mirror.wait_synced()
@@ -472,7 +466,7 @@ async def test_a_quiet_prefix_is_heard_of_all_the_same(etcd_client: EtcdClient, 
         assert mirror.state is MirrorState.WATCHING
 
 
-async def test_a_progress_notification_moves_a_quiet_prefix_past_a_compaction(tmp_path: Path) -> None:
+async def test_progress_moves_quiet_prefix_past_compaction(tmp_path: Path) -> None:
     arguments = ("--experimental-watch-progress-notify-interval", "200ms")
     async with own_etcd(tmp_path, extra_arguments=arguments) as (server, writer), Relay(server.endpoint) as relay:
         client = EtcdClient([relay.endpoint], timeout_s=3)
@@ -493,7 +487,7 @@ async def test_a_progress_notification_moves_a_quiet_prefix_past_a_compaction(tm
         await client.close()
 
 
-async def test_another_cluster_at_the_same_address_is_loaded_anew_and_told(tmp_path: Path) -> None:
+async def test_different_cluster_at_address_is_reloaded_and_reported(tmp_path: Path) -> None:
     async with own_etcd(tmp_path / "1") as (first, one), own_etcd(tmp_path / "2") as (second, two):
         await put_many(one, [(f"/a/{n}", b"one") for n in range(5)])
         for n in range(50):
@@ -513,7 +507,7 @@ async def test_another_cluster_at_the_same_address_is_loaded_anew_and_told(tmp_p
             await client.close()
 
 
-async def test_the_same_cluster_put_back_to_an_earlier_revision_is_loaded_anew_and_told(tmp_path: Path) -> None:
+async def test_cluster_restored_to_earlier_revision_is_reloaded(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         await client.put("/a/kept", b"")
         await server.stop()
@@ -557,7 +551,7 @@ async def test_cancelling_it_leaves_no_task_behind(etcd_client: EtcdClient, etcd
     assert asyncio.all_tasks() <= before
 
 
-async def test_a_mirror_that_starts_before_etcd_waits_for_it(tmp_path: Path) -> None:
+async def test_mirror_started_before_etcd_waits(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         await client.put("/a/1", b"")
         await server.stop()
@@ -572,6 +566,6 @@ async def test_a_mirror_that_starts_before_etcd_waits_for_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("prefixes", [[], ["/a/", "/a/"], ["/a/", ""]])
-def test_prefixes_that_cannot_be_told_apart_are_refused(prefixes: list[str]) -> None:
+def test_indistinguishable_prefixes_are_refused(prefixes: list[str]) -> None:
     with pytest.raises(ValueError, match="prefixes"):
         PrefixMirror(EtcdClient(["127.0.0.1"]), prefixes, Copy())

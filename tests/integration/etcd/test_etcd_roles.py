@@ -100,7 +100,7 @@ def started(site: Guarded, directory: Path, monkeypatch: pytest.MonkeyPatch) -> 
         yield processes
 
 
-async def test_a_proxy_and_a_broker_with_their_roles_do_all_their_work(
+async def test_proxy_and_broker_work_with_their_roles(
     guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with started(guarded, tmp_path, monkeypatch) as (_, proxy, other):
@@ -181,7 +181,7 @@ async def test_each_role_writes_its_own_keys_alone(
     await client.close()
 
 
-async def test_a_proxy_reads_the_users_and_rules_that_an_administrator_writes(
+async def test_proxy_reads_users_and_rules_of_administrator(
     guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KPROXY_ETCD__PASSWORD", PASSWORD)
@@ -208,7 +208,7 @@ async def test_a_proxy_reads_the_users_and_rules_that_an_administrator_writes(
         assert "no ACLs" not in proxy.stderr()
 
 
-async def test_a_proxy_cannot_read_what_lets_it_fetch_as_a_broker(guarded: Guarded) -> None:
+async def test_proxy_cannot_read_the_replication_secret(guarded: Guarded) -> None:
     client = guarded.client(PROXY)
     await client.connect()
     with pytest.raises(EtcdDenied):
@@ -223,7 +223,7 @@ async def test_a_proxy_cannot_read_what_lets_it_fetch_as_a_broker(guarded: Guard
         *(("/k", "one"), ("/k", "a,"), ("/k", "a,b,"), ("/k", "a,b,a"), ("/k", "a,b,c,d")),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused_before_anything_is_asked(prefix: str, roles: str) -> None:
+def test_invalid_arguments_are_refused_before_any_request(prefix: str, roles: str) -> None:
     ended = run([str(SCRIPT), prefix], {"PATH": "/nowhere", "ROLES": roles} if roles else {"PATH": "/nowhere"})
     assert ended.returncode == 2, ended
     assert ended.stderr.startswith("roles.sh: ")

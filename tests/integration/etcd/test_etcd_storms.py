@@ -61,7 +61,7 @@ async def asked_of(process: KproxyProcess, *brokers: ServedBroker) -> int:
 
 
 @pytest.mark.long
-async def test_a_proxy_that_was_stopped_for_long_knows_what_it_missed(
+async def test_proxy_stopped_for_long_learns_missed_changes(
     etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
 ) -> None:
     """SIGSTOP; meanwhile owners move, leave and come, and etcd compacts what it could have told of that."""
@@ -113,7 +113,7 @@ class Deaf:
         pass
 
 
-async def test_an_etcd_that_nobody_writes_to_is_heard_all_the_same(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
+async def test_idle_etcd_still_counts_as_alive(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
     """etcd has no progress to tell of until a watcher's start revision, the one after the load's, exists."""
     client = EtcdClient(etcd_cluster.endpoints)
     await client.connect()
@@ -143,7 +143,7 @@ class LongestStall:
 
 # Both are more than one message of etcd holds.
 @pytest.mark.parametrize("count", [pytest.param(100_000, marks=pytest.mark.long), 30_000])
-async def test_very_many_leases_that_end_at_once(
+async def test_many_leases_ending_at_once_reach_the_table(
     etcd_cluster: EtcdCluster, etcd_prefix: str, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
     client = EtcdClient(etcd_cluster.endpoints, timeout_s=60)
@@ -186,7 +186,7 @@ async def test_very_many_leases_that_end_at_once(
         pytest.param(True, 1_000_000, id="the-same-cluster-id-and-a-higher-revision"),
     ],
 )
-async def test_an_etcd_restored_from_a_snapshot_takes_the_table_with_it(
+async def test_etcd_restored_from_snapshot_restores_the_table(
     tmp_path: Path, same_cluster: bool, bump_revision: int
 ) -> None:
     async with running_cluster(tmp_path / "etcd") as cluster:

@@ -47,7 +47,7 @@ async def test_both_sides_show_their_certificates(secured: Secured) -> None:
     await client.close()
 
 
-async def test_a_name_may_be_given_for_where_the_certificate_has_another(secured: Secured) -> None:
+async def test_certificate_name_may_differ_from_configured_name(secured: Secured) -> None:
     options = EtcdOptions(ca=secured.authority.ca, server_name="localhost", **secured.client._asdict())
     client = EtcdClient([secured.url.replace("localhost", "127.0.0.1")], options)
     await client.connect()
@@ -71,7 +71,7 @@ async def test_a_name_may_be_given_for_where_the_certificate_has_another(secured
         ("another's key", "do not belong together"),
     ],
 )
-async def test_what_is_wrong_is_said_in_one_sentence(secured: Secured, tmp_path: Path, case: str, says: str) -> None:
+async def test_tls_errors_are_explained_in_one_sentence(secured: Secured, tmp_path: Path, case: str, says: str) -> None:
     ca, (cert, key), url = secured.authority.ca, secured.client, secured.url
     other = Authority(tmp_path / "other")
     stranger = other.issue("stranger")
@@ -97,7 +97,7 @@ async def test_what_is_wrong_is_said_in_one_sentence(secured: Secured, tmp_path:
     assert "\n" not in sentence
 
 
-async def test_each_member_shows_a_certificate_for_its_own_name_alone(tmp_path: Path) -> None:
+async def test_each_member_certificate_names_only_its_member(tmp_path: Path) -> None:
     etcd_binaries()
     authority = Authority(tmp_path / "ca")
     cluster = TlsCluster(tmp_path / "etcd", authority)
@@ -120,7 +120,7 @@ async def test_each_member_shows_a_certificate_for_its_own_name_alone(tmp_path: 
         cluster.kill()
 
 
-async def test_certificates_exchanged_on_disk_are_used_when_it_connects_again(tmp_path: Path) -> None:
+async def test_certificates_replaced_on_disk_are_used_on_reconnect(tmp_path: Path) -> None:
     authority, successor = Authority(tmp_path / "ca"), Authority(tmp_path / "new-ca")
     directory, pair = tmp_path / "etcd", authority.issue("localhost")
     async with tls_etcd(directory, pair, authority.ca) as (server, port):

@@ -71,7 +71,7 @@ async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Emb
         yield server
 
 
-async def test_a_token_that_ran_out_is_replaced_and_nobody_notices(guarded: EmbeddedEtcd) -> None:
+async def test_expired_token_is_replaced_unnoticed(guarded: EmbeddedEtcd) -> None:
     client = Asked([guarded.endpoint])
     await client.connect()
     await client.put("/kproxy/a", b"1")
@@ -88,7 +88,7 @@ async def test_a_token_that_ran_out_is_replaced_and_nobody_notices(guarded: Embe
     await client.close()
 
 
-async def test_renewals_and_watches_go_on_with_tokens_that_run_out(guarded: EmbeddedEtcd) -> None:
+async def test_renewals_and_watches_survive_expiring_tokens(guarded: EmbeddedEtcd) -> None:
     client, writer = Asked([guarded.endpoint]), Asked([guarded.endpoint])
     await client.connect()
     await writer.connect()
@@ -108,7 +108,7 @@ async def test_renewals_and_watches_go_on_with_tokens_that_run_out(guarded: Embe
         await each.close()
 
 
-async def test_a_change_of_users_makes_signed_tokens_old_and_new_ones_are_had(tmp_path: Path) -> None:
+async def test_user_change_makes_client_fetch_new_tokens(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a key for signing tokens, long enough")
     arguments = [*QUICK, "--bcrypt-cost", "4", "--auth-token", f"jwt,priv-key={secret},sign-method=HS256"]
@@ -132,9 +132,7 @@ async def test_a_change_of_users_makes_signed_tokens_old_and_new_ones_are_had(tm
         (EtcdOptions(username="kproxy", password_file=Path("/nowhere/hunter2")), "password_file .* cannot be read"),
     ],
 )
-async def test_a_user_that_etcd_does_not_take_is_told_at_once(
-    guarded: EmbeddedEtcd, options: EtcdOptions, says: str
-) -> None:
+async def test_rejected_user_is_reported_at_once(guarded: EmbeddedEtcd, options: EtcdOptions, says: str) -> None:
     client = EtcdClient([guarded.endpoint], options)
     with pytest.raises(EtcdMisused, match=says) as raised:
         await client.connect()
@@ -143,7 +141,7 @@ async def test_a_user_that_etcd_does_not_take_is_told_at_once(
     await client.close()
 
 
-async def test_what_a_user_may_not_do_is_named(guarded: EmbeddedEtcd) -> None:
+async def test_missing_permission_is_named(guarded: EmbeddedEtcd) -> None:
     client = Asked([guarded.endpoint])
     await client.connect()
     with pytest.raises(EtcdDenied, match="does not permit Put"):
@@ -153,7 +151,7 @@ async def test_what_a_user_may_not_do_is_named(guarded: EmbeddedEtcd) -> None:
     await client.close()
 
 
-async def test_a_password_where_none_is_needed_does_no_harm(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+async def test_unneeded_password_does_no_harm(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
     client = Asked([etcd.endpoint])
     await client.connect()
     await client.put(f"{etcd_prefix}/a", b"")
@@ -161,7 +159,7 @@ async def test_a_password_where_none_is_needed_does_no_harm(etcd: EmbeddedEtcd, 
     await client.close()
 
 
-async def test_a_password_that_became_wrong_is_tried_ever_more_rarely_until_it_is_mended(
+async def test_wrong_password_is_retried_with_growing_pauses(
     guarded: EmbeddedEtcd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "password"
@@ -203,7 +201,7 @@ async def etcd_users(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         yield cluster
 
 
-async def test_tokens_that_members_forgot_are_replaced_whichever_member_is_asked(etcd_users: EtcdCluster) -> None:
+async def test_tokens_forgotten_by_members_are_replaced(etcd_users: EtcdCluster) -> None:
     client = Asked(etcd_users.endpoints)
     await client.connect()
     for member in etcd_users.members:
@@ -215,7 +213,7 @@ async def test_tokens_that_members_forgot_are_replaced_whichever_member_is_asked
     await client.close()
 
 
-async def test_renewals_whose_token_runs_out_between_two_of_them_go_on(etcd_users: EtcdCluster) -> None:
+async def test_renewals_survive_token_expiry_between_them(etcd_users: EtcdCluster) -> None:
     """A current etcd looks at the token of a stream again with each renewal."""
     client = Asked(etcd_users.endpoints)
     await client.connect()

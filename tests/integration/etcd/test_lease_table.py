@@ -52,7 +52,7 @@ async def table_of(
         yield table, topology
 
 
-async def test_owners_and_brokers_come_and_go_with_a_lease(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_owners_and_brokers_follow_their_leases(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     lease = await etcd_client.lease_grant(30)
     value = json.dumps({"node_id": 1, "host": "127.0.0.1", "port": 9092}).encode()
     await etcd_client.put(f"{etcd_prefix}/brokers/1", value, lease_id=lease.lease_id)
@@ -78,9 +78,7 @@ async def test_owners_and_brokers_come_and_go_with_a_lease(etcd_client: EtcdClie
         assert not table.skipped
 
 
-async def test_topic_ids_come_and_go_with_the_topics_of_reference_brokers(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_topic_ids_follow_topics_of_reference_brokers(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     def key(topic: str) -> str:
         return f"{etcd_prefix}/refbroker/topics/{topic}"
 
@@ -111,7 +109,7 @@ async def test_topic_ids_come_and_go_with_the_topics_of_reference_brokers(
         await eventually(lambda: table.skipped["not a topic name"] == 1)
 
 
-async def test_a_refusal_is_answered_by_what_etcd_says_now(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_refusal_is_answered_by_current_etcd_state(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     async with Relay(etcd_client.endpoints) as relay:
         client = EtcdClient([relay.endpoint], timeout_s=3)
         await client.connect()
@@ -161,9 +159,7 @@ async def test_refusals_at_one_time_share_their_reads(etcd_client: EtcdClient, e
     await client.close()
 
 
-async def test_who_asks_while_a_read_is_on_its_way_gets_one_that_began_later(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_refresh_during_a_read_gets_a_later_read(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     client = CountingReads(etcd_client.endpoints.split(","))
     await client.connect()
     revision = await etcd_client.put(lease_key(etcd_prefix, "t", 0), b"1")
@@ -180,7 +176,7 @@ async def test_who_asks_while_a_read_is_on_its_way_gets_one_that_began_later(
     await client.close()
 
 
-async def test_without_etcd_the_last_known_table_serves_on_and_tells_its_age(tmp_path: Path) -> None:
+async def test_table_without_etcd_serves_on_and_reports_age(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         await client.put(lease_key("/k", "t", 0), b"1")
         now = 0.0
@@ -242,7 +238,7 @@ async def test_hints_end_when_etcd_returns(tmp_path: Path) -> None:
             assert broker.asked == asked
 
 
-async def test_the_table_equals_a_final_read_after_leases_moved_over_kills_and_compaction(tmp_path: Path) -> None:
+async def test_table_equals_final_read_after_moves_and_kills(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         chance = random.Random(7)
         moves = 0
@@ -287,7 +283,7 @@ async def test_the_table_equals_a_final_read_after_leases_moved_over_kills_and_c
             } == revisions
 
 
-async def test_a_restored_etcd_is_noticed_by_a_refresh_while_the_watch_is_still_silent(tmp_path: Path) -> None:
+async def test_refresh_detects_restored_etcd_before_watch(tmp_path: Path) -> None:
     async with own_etcd(tmp_path / "1") as (server, old), own_etcd(tmp_path / "2") as (_, restored):
 
         class Divided(EtcdClient):
@@ -310,7 +306,7 @@ async def test_a_restored_etcd_is_noticed_by_a_refresh_while_the_watch_is_still_
         await client.close()
 
 
-async def test_an_etcd_put_back_to_an_earlier_state_takes_the_table_with_it(tmp_path: Path) -> None:
+async def test_table_follows_etcd_restored_to_earlier_state(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         await client.put(lease_key("/k", "t", 0), b"1")
         await server.stop()
@@ -329,7 +325,7 @@ async def test_an_etcd_put_back_to_an_earlier_state_takes_the_table_with_it(tmp_
             assert table.restores == 1
 
 
-async def test_an_etcd_put_back_that_has_come_further_since_is_found_out_by_a_refresh(tmp_path: Path) -> None:
+async def test_refresh_detects_restored_etcd_with_newer_revision(tmp_path: Path) -> None:
     """Neither its cluster id nor its revision says so; the key that a broker refused has an older change than known."""
     async with own_etcd(tmp_path) as (server, writer), Relay(server.endpoint) as relay:
         await writer.put(lease_key("/k", "t", 0), b"1")
@@ -361,7 +357,7 @@ async def test_an_etcd_put_back_that_has_come_further_since_is_found_out_by_a_re
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
-def test_leases_and_the_table_work_on_both_event_loops(
+def test_leases_and_table_work_on_both_event_loops(
     etcd: EmbeddedEtcd, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def broker_and_proxy() -> None:
@@ -386,7 +382,7 @@ def test_leases_and_the_table_work_on_both_event_loops(
         runner.run(broker_and_proxy())
 
 
-async def test_kproxy_table_waits_for_a_load_that_goes_on_and_not_for_one_that_does_not(
+async def test_table_command_waits_only_for_progressing_load(
     etcd_client: EtcdClient, etcd_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_sources, "ANSWER_TIMEOUT_S", 0.001)

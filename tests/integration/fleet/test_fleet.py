@@ -64,9 +64,7 @@ def entry(node_id: int, port: int, **more: Any) -> bytes:
 FIRST, SECOND, THIRD = range(FIRST_NODE_ID, FIRST_NODE_ID + 3)
 
 
-async def test_all_are_named_by_each_and_one_that_ends_by_none_at_once(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_all_proxies_are_named_until_they_end(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     async with AsyncExitStack() as stack:
         members = [await stack.enter_async_context(member(etcd_client, etcd_prefix, port)) for port in (1, 2)]
         expected = {FIRST: 1, SECOND: 2}
@@ -87,7 +85,7 @@ async def test_the_key_and_the_value_are_as_documented(etcd_client: EtcdClient, 
         assert found.lease_id != 0, "it stands on a lease"
 
 
-async def test_proxies_that_start_at_the_same_instant_get_different_ids(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+async def test_simultaneously_started_proxies_get_different_ids(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
     clients = [EtcdClient([etcd.endpoint]) for _ in range(3)]
     try:
         for client in clients:
@@ -119,9 +117,7 @@ async def left_behind(client: EtcdClient, prefix: str, node_id: int, port: int) 
     await client.put(f"{proxies_prefix(prefix)}{node_id}", entry(node_id, port), lease_id=lease.lease_id)
 
 
-async def test_a_proxy_that_comes_back_has_its_id_again_before_its_lease_has_ended(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_returning_proxy_gets_its_id_before_lease_ends(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     await left_behind(etcd_client, etcd_prefix, FIRST, 1)
     await left_behind(etcd_client, etcd_prefix, SECOND, 2)
     async with member(etcd_client, etcd_prefix, 2) as back:
@@ -130,7 +126,7 @@ async def test_a_proxy_that_comes_back_has_its_id_again_before_its_lease_has_end
     assert await entries(etcd_client, etcd_prefix) == {FIRST: 1}, "the entry stood on the new lease and went with it"
 
 
-async def test_an_id_that_is_held_goes_to_no_other_address(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_held_id_goes_to_no_other_address(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     await left_behind(etcd_client, etcd_prefix, FIRST, 1)
     await etcd_client.put(f"{proxies_prefix(etcd_prefix)}{SECOND}", b"no sense")
     async with member(etcd_client, etcd_prefix, 7) as other:
@@ -138,9 +134,7 @@ async def test_an_id_that_is_held_goes_to_no_other_address(etcd_client: EtcdClie
         assert other.named == {FIRST: 1, THIRD: 7}
 
 
-async def test_of_two_live_proxies_of_one_address_the_later_has_the_entry_and_both_say_so(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_later_proxy_of_one_address_has_the_entry(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     with capture_logs() as logs:
         async with member(etcd_client, etcd_prefix, 1) as earlier:
             async with member(etcd_client, etcd_prefix, 1) as later:
@@ -160,7 +154,7 @@ async def test_of_two_live_proxies_of_one_address_the_later_has_the_entry_and_bo
     assert all(address == "proxy.test:1" for _, address in said)
 
 
-async def test_an_entry_that_somebody_deletes_is_put_back(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_deleted_entry_is_put_back(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     async with member(etcd_client, etcd_prefix, 1) as one:
         await etcd_client.delete(f"{proxies_prefix(etcd_prefix)}{FIRST}")
         assert one.named == {FIRST: 1}, "a proxy does not drop itself"
@@ -169,9 +163,7 @@ async def test_an_entry_that_somebody_deletes_is_put_back(etcd_client: EtcdClien
                 await asyncio.sleep(0.05)
 
 
-async def test_a_proxy_whose_id_became_anothers_is_left_out_until_it_has_one(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_proxy_whose_id_was_taken_is_left_out(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     one = Member(etcd_client, etcd_prefix, 1)
     key = f"{proxies_prefix(etcd_prefix)}{FIRST}"
     async with running(one.view.run()):
@@ -214,7 +206,7 @@ class Outrun(EtcdClient):
 
 
 @pytest.mark.parametrize("before", [None, entry(FIRST, 1)], ids=["was free", "was its own"])
-async def test_an_entry_that_another_took_meanwhile_is_left_alone(
+async def test_entry_taken_by_another_is_left_alone(
     etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, before: bytes | None
 ) -> None:
     key = f"{proxies_prefix(etcd_prefix)}{FIRST}"
@@ -230,9 +222,7 @@ async def test_an_entry_that_another_took_meanwhile_is_left_alone(
         await client.close()
 
 
-async def test_one_that_leaves_names_the_others_and_itself_only_where_there_is_none(
-    etcd_client: EtcdClient, etcd_prefix: str
-) -> None:
+async def test_leaving_proxy_names_itself_only_when_alone(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = proxies_prefix(etcd_prefix)
     await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 1))
     await etcd_client.put(f"{prefix}{SECOND}", entry(SECOND, 2))
@@ -259,7 +249,7 @@ SENSELESS = {
 
 
 @pytest.mark.parametrize(("key", "value"), SENSELESS.values(), ids=SENSELESS)
-async def test_entries_that_make_no_sense_are_passed_over_and_counted(
+async def test_invalid_entries_are_skipped_and_counted(
     etcd_client: EtcdClient, etcd_prefix: str, key: str, value: bytes
 ) -> None:
     prefix = proxies_prefix(etcd_prefix)
@@ -304,7 +294,7 @@ async def relay(etcd: EmbeddedEtcd) -> AsyncIterator[tuple[Relay, EtcdClient]]:
             await client.close()
 
 
-async def test_cut_off_from_etcd_past_its_ttl_a_proxy_names_on_and_comes_back(
+async def test_proxy_cut_off_past_ttl_keeps_naming_others(
     relay: tuple[Relay, EtcdClient], etcd_client: EtcdClient, etcd_prefix: str
 ) -> None:
     way, client = relay
@@ -320,7 +310,7 @@ async def test_cut_off_from_etcd_past_its_ttl_a_proxy_names_on_and_comes_back(
         await eventually(lambda: one.registrar.state is RegistrarState.REGISTERED)
 
 
-async def test_a_proxy_that_starts_before_etcd_registers_when_it_comes(tmp_path: Path) -> None:
+async def test_proxy_started_before_etcd_registers_later(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client), Relay(server.endpoint) as way:
         await way.shut()
         late = EtcdClient([way.endpoint], timeout_s=2)
@@ -337,7 +327,7 @@ async def test_a_proxy_that_starts_before_etcd_registers_when_it_comes(tmp_path:
         await late.close()
 
 
-async def test_a_restored_etcd_that_knows_of_nobody_is_told_again(tmp_path: Path) -> None:
+async def test_restored_etcd_gets_the_proxies_again(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         old, old_client = await stack.enter_async_context(own_etcd(tmp_path / "old"))
         new, new_client = await stack.enter_async_context(own_etcd(tmp_path / "new"))

@@ -132,7 +132,7 @@ def test_each_names_all_and_partitions_spread(site: Site) -> None:
 
 
 @pytest.mark.long
-def test_one_that_is_killed_is_gone_within_its_ttl_and_has_its_id_again_when_it_is_back(site: Site) -> None:
+def test_killed_proxy_leaves_within_ttl_and_regains_id(site: Site) -> None:
     with site.proxies(3) as proxies:
         expected = ports(proxies)
         agree(proxies, expected)
@@ -156,7 +156,7 @@ def test_one_that_is_killed_is_gone_within_its_ttl_and_has_its_id_again_when_it_
 
 
 @pytest.mark.long
-def test_one_that_hangs_registers_again_when_it_wakes_and_one_that_ends_is_gone_at_once(site: Site) -> None:
+def test_hung_proxy_registers_again_and_ended_one_leaves(site: Site) -> None:
     with site.proxies(2) as proxies:
         expected = ports(proxies)
         agree(proxies, expected)
@@ -175,7 +175,7 @@ async def entries(client: EtcdClient, prefix: str) -> list[str]:
     return [kv.key for kv in (await client.get_prefix(proxies_prefix(prefix))).kvs]
 
 
-async def test_the_entry_goes_before_what_is_in_flight_is_answered(
+async def test_entry_is_deleted_before_requests_in_flight_end(
     etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
 ) -> None:
     upstream = await ServedBroker(1).start()
@@ -222,7 +222,7 @@ def is_up(admin: str) -> bool:
 
 
 @pytest.mark.long
-async def test_before_a_fixed_table_too_and_while_etcd_is_away(tmp_path: Path) -> None:
+async def test_static_table_proxies_survive_an_etcd_outage(tmp_path: Path) -> None:
     table = tmp_path / "owners.toml"
     table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')
     static = ("--ownership", "static", "--table", str(table))
@@ -397,7 +397,7 @@ def served(proxy: KproxyProcess) -> float:
 
 @pytest.mark.java
 @pytest.mark.timeout(900)
-def test_clients_write_on_as_proxies_die_stop_and_come(site: Site) -> None:
+def test_clients_write_on_while_proxies_come_and_go(site: Site) -> None:
     topic = "through-the-fleet"
     with site.proxies(3) as proxies, ExitStack() as stack:
         agree(proxies, ports(proxies))
@@ -431,9 +431,7 @@ def test_clients_write_on_as_proxies_die_stop_and_come(site: Site) -> None:
 
 @pytest.mark.java
 @pytest.mark.timeout(900)
-def test_a_group_goes_on_as_the_proxy_that_is_said_to_coordinate_it_dies(
-    site: Site, real_kafka: RealKafka, tmp_path: Path
-) -> None:
+def test_group_goes_on_after_its_coordinating_proxy_dies(site: Site, real_kafka: RealKafka, tmp_path: Path) -> None:
     topic = real_kafka.create_topic(f"fleet-{uuid.uuid4().hex[:10]}", 3)
     kafka_source = ("--ownership", "kafka", "--bootstrap", real_kafka.bootstrap, "--prefix", f"{site.prefix}/kafka")
     with site.proxy(0, *kafka_source) as one, site.proxy(0, *kafka_source) as other:

@@ -28,7 +28,7 @@ async def test_the_first_broker_is_preferred() -> None:
     await second.stop()
 
 
-async def test_brokers_that_hang_and_dials_that_hang_are_not_waited_for() -> None:
+async def test_hung_brokers_and_dials_are_not_waited_for() -> None:
     hung = await ScriptedUpstream(1).start()
     healthy = await ScriptedUpstream(2, says_its_versions).start()
     with DeafListener() as deaf:
@@ -44,7 +44,7 @@ async def test_brokers_that_hang_and_dials_that_hang_are_not_waited_for() -> Non
     await healthy.stop()
 
 
-async def test_a_refused_dial_gives_the_next_one_its_turn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_dial_starts_the_next_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kafka_client, "HEAD_START_S", TIMEOUT_S)
     gone, healthy = await ScriptedUpstream(1).start(), await ScriptedUpstream(2, says_its_versions).start()
     await gone.stop()
@@ -55,7 +55,7 @@ async def test_a_refused_dial_gives_the_next_one_its_turn_at_once(monkeypatch: p
     await healthy.stop()
 
 
-async def test_the_error_names_every_broker_and_why_it_will_not_do() -> None:
+async def test_error_names_every_broker_and_its_reason() -> None:
     gone, hung = await ScriptedUpstream(1).start(), await ScriptedUpstream(2).start()
     await gone.stop()
     with pytest.raises(BrokerUnreachable) as caught:

@@ -41,7 +41,7 @@ PRODUCERS: dict[str, tuple[Records, int, str | None]] = {
 
 
 @pytest.mark.parametrize("kind", PRODUCERS)
-async def test_every_producer_is_through_again_soon_after_a_planned_move(kind: str, tmp_path: Path) -> None:
+async def test_producers_recover_soon_after_a_planned_move(kind: str, tmp_path: Path) -> None:
     records, acks, transactional_id = PRODUCERS[kind]
     async with KafkaCluster() as cluster:
         cluster.move(T0, 1)
@@ -69,7 +69,7 @@ async def test_every_producer_is_through_again_soon_after_a_planned_move(kind: s
 
 
 @pytest.mark.parametrize("confirms", [True, False], ids=["confirmed", "unconfirmed"])
-async def test_acks_0_reaches_the_new_leader_or_its_client_is_told(confirms: bool, tmp_path: Path) -> None:
+async def test_acks_0_reaches_new_leader_or_closes_client(confirms: bool, tmp_path: Path) -> None:
     """What is lost on the way is counted where that can be known, and named as unconfirmed where it cannot."""
     async with KafkaCluster() as cluster:
         cluster.move(T0, 1)

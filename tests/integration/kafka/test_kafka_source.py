@@ -123,11 +123,11 @@ def highest_produce(proxy: KproxyProcess) -> int:
     return next(int(each.max_version) for each in offered if each.api_key == keys.PRODUCE)
 
 
-def test_topic_ids_are_used_before_a_cluster_that_has_them(proxy: KproxyProcess) -> None:
+def test_topic_ids_are_used_where_cluster_has_them(proxy: KproxyProcess) -> None:
     assert highest_produce(proxy) == 13
 
 
-async def test_requests_of_many_partitions_stay_on_the_plain_path(proxy: KproxyProcess, real_kafka: RealKafka) -> None:
+async def test_requests_of_many_partitions_stay_on_plain_path(proxy: KproxyProcess, real_kafka: RealKafka) -> None:
     """Kafka answers the partitions of a request in the order of its hash tables, not in that of the request."""
     partitions, requests = range(30), 20
     topic = real_kafka.create_topic(f"real-{uuid.uuid4().hex[:10]}", len(partitions))
@@ -151,13 +151,13 @@ async def test_requests_of_many_partitions_stay_on_the_plain_path(proxy: KproxyP
     assert [counted(proxy.admin, name) - start for name, start in zip(names, before, strict=True)] == [requests, 0]
 
 
-def test_librdkafka_idempotent(proxy: KproxyProcess, topic: str) -> None:
+def test_idempotent_librdkafka_keeps_every_record(proxy: KproxyProcess, topic: str) -> None:
     sent = numbered(RECORDS)
     produce_librdkafka(proxy.kafka, topic, sent)
     check(read_all(proxy.kafka, topic, RECORDS), sent)
 
 
-def test_kafka_python(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
+def test_kafka_python_keeps_every_record(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
     sent = numbered(RECORDS)
     producer = kafka.KafkaProducer(bootstrap_servers=proxy.kafka)
     try:
@@ -180,7 +180,7 @@ def test_kafka_python(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -
     assert sorted(read_all(real_kafka.bootstrap, topic, RECORDS)) == sorted(read)
 
 
-async def test_aiokafka(proxy: KproxyProcess, topic: str) -> None:
+async def test_aiokafka_keeps_every_record(proxy: KproxyProcess, topic: str) -> None:
     sent = numbered(RECORDS)
     async with aiokafka.AIOKafkaProducer(bootstrap_servers=proxy.kafka, enable_idempotence=True) as producer:
         futures = [await producer.send(topic, value, key) for key, value in sent]
@@ -189,7 +189,7 @@ async def test_aiokafka(proxy: KproxyProcess, topic: str) -> None:
 
 
 @pytest.mark.long
-async def test_java_tools(proxy: KproxyProcess, topic: str, tmp_path: Path) -> None:
+async def test_java_tools_write_and_read(proxy: KproxyProcess, topic: str, tmp_path: Path) -> None:
     async def run(main_class: str, *arguments: str) -> str:
         process = await spawn(
             *(java_executable(), *SHORT_JAVA, "-cp", kafka_classpath(), main_class, *arguments),
@@ -353,7 +353,7 @@ def test_a_broker_hangs_under_an_idempotent_producer(proxy: KproxyProcess, topic
 
 
 @pytest.mark.parametrize("inline", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_fixed_table_serves_what_it_names(real_kafka: RealKafka, topic: str, tmp_path: Path, inline: bool) -> None:
+def test_fixed_table_serves_its_topics(real_kafka: RealKafka, topic: str, tmp_path: Path, inline: bool) -> None:
     leaders = real_kafka.leaders(topic)
     brokers = "".join(f'{broker.node_id} = "{broker.address}"\n' for broker in real_kafka.brokers)
     owners = [leaders[index] for index in range(PARTITIONS)]
@@ -381,7 +381,7 @@ def test_a_fixed_table_serves_what_it_names(real_kafka: RealKafka, topic: str, t
         assert proxy.stop() == 0
 
 
-def test_the_audit_trail_is_kept_in_the_cluster_itself(real_kafka: RealKafka, topic: str, tmp_path: Path) -> None:
+def test_audit_trail_is_kept_in_the_cluster(real_kafka: RealKafka, topic: str, tmp_path: Path) -> None:
     trail = f"trail-{topic}"
     more = ("--audit-sink", f"topic:{trail}", "--audit-interval-s", "0.5")
     with kafka_proxy(tmp_path / "audited", real_kafka.bootstrap, *more) as process:

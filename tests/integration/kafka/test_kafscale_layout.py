@@ -111,7 +111,7 @@ async def kafscale(etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path) ->
         yield world
 
 
-async def test_what_is_offered_before_kafscale(kafscale: KafScale) -> None:
+async def test_versions_before_kafscale_are_the_common_ones(kafscale: KafScale) -> None:
     found = await offered(await kafscale.client_of(await kafscale.proxy()))
     assert found == {
         keys.PRODUCE: (0, 9),
@@ -167,7 +167,7 @@ async def comes_to(outcome: Awaitable[object], wanted: object) -> bool:
     return await outcome == wanted
 
 
-async def test_what_nobody_owns_is_not_offered_to_a_broker_that_is_gone(kafscale: KafScale) -> None:
+async def test_unowned_partition_is_not_offered_to_gone_broker(kafscale: KafScale) -> None:
     """Nobody takes a dead broker out of the snapshot."""
     dead = kafscale.brokers.pop()
     await dead.stop()
@@ -182,7 +182,7 @@ async def test_what_nobody_owns_is_not_offered_to_a_broker_that_is_gone(kafscale
     await eventually(lambda: comes_to(produced(client, partitions[0]), NOT_LEADER))
 
 
-async def test_what_nobody_owns_is_not_left_to_a_broker_that_stops(kafscale: KafScale) -> None:
+async def test_unowned_partition_avoids_a_stopping_broker(kafscale: KafScale) -> None:
     """KafScale's gives up its leases and serves its connections on: it refuses everything, for as long as they last."""
     stopping = kafscale.brokers[1]
     stopping.script = lambda asked: asked.answer(results=dict.fromkeys(asked.partitions, NOT_LEADER))
@@ -197,7 +197,7 @@ async def test_what_nobody_owns_is_not_left_to_a_broker_that_stops(kafscale: Kaf
     assert await produced(client, partitions[0]) == NOT_LEADER
 
 
-async def test_a_group_that_nobody_has_is_not_left_to_a_broker_that_stops(kafscale: KafScale) -> None:
+async def test_unowned_group_avoids_a_stopping_broker(kafscale: KafScale) -> None:
     client = await kafscale.client_of(await kafscale.proxy())
     group = next(f"g{n}" for n in range(40) if preferred(b"g%d" % n, (0, 1)) == 1)
     topics = [{"name": "t", "partitions": [{"partition_index": 0, "committed_offset": 1, "committed_metadata": ""}]}]
@@ -227,7 +227,7 @@ async def produced(client: RawClient, partition_index: int) -> int:
     return (await client.answer()).codes["orders", partition_index]
 
 
-async def test_a_batch_that_may_have_been_appended_is_not_sent_again(kafscale: KafScale) -> None:
+async def test_possibly_appended_batch_is_not_sent_again(kafscale: KafScale) -> None:
     """KafScale would not recognise it, for all that it carries a producer id."""
     await kafscale.own(0, 0)
     kafscale.brokers[0].script = lambda asked: asked.connection.abort()
@@ -238,7 +238,7 @@ async def test_a_batch_that_may_have_been_appended_is_not_sent_again(kafscale: K
 
 
 @pytest.mark.parametrize("version", [11, 12])
-async def test_where_there_are_no_records_none_are_handed_on(kafscale: KafScale, version: int) -> None:
+async def test_null_records_are_not_passed_on(kafscale: KafScale, version: int) -> None:
     """KafScale sends null, which librdkafka and kafka-python do not bear."""
     await kafscale.own(0, 0)
     client = await kafscale.client_of(await kafscale.proxy())
@@ -251,7 +251,7 @@ async def test_where_there_are_no_records_none_are_handed_on(kafscale: KafScale,
 # Groups
 
 
-async def test_a_group_is_coordinated_by_the_holder_of_its_lease(kafscale: KafScale) -> None:
+async def test_holder_of_group_lease_coordinates_the_group(kafscale: KafScale) -> None:
     first, second = [await kafscale.client_of(await kafscale.proxy()) for _ in range(2)]
     requests: list[tuple[int, int, dict[str, Any]]] = [
         (keys.JOIN_GROUP, 4, {"protocol_type": "consumer"}),
@@ -299,7 +299,7 @@ async def anyone_asked(kafscale: KafScale) -> bool:
     return False
 
 
-async def test_every_group_finds_the_proxy_and_no_transaction_anybody(kafscale: KafScale) -> None:
+async def test_groups_find_the_proxy_and_transactions_find_none(kafscale: KafScale) -> None:
     client = await kafscale.client_of(await kafscale.proxy())
     for version in range(7):
         fields = {"coordinator_keys": ["g", "h"]} if version >= 4 else {"key": "g"}
@@ -318,7 +318,7 @@ async def test_every_group_finds_the_proxy_and_no_transaction_anybody(kafscale: 
 # Producer ids
 
 
-async def test_two_proxies_never_give_out_the_same_producer_id(kafscale: KafScale) -> None:
+async def test_two_proxies_never_issue_the_same_producer_id(kafscale: KafScale) -> None:
     processes = [await kafscale.proxy(), await kafscale.proxy()]
     taken: list[int] = []
 
@@ -341,7 +341,7 @@ async def test_two_proxies_never_give_out_the_same_producer_id(kafscale: KafScal
     assert not [asked for broker in kafscale.brokers for asked in broker.log]
 
 
-async def test_a_broker_that_gives_no_producer_id_is_asked_once(kafscale: KafScale) -> None:
+async def test_broker_without_producer_ids_is_asked_once(kafscale: KafScale) -> None:
     """It says that it serves InitProducerId, and that all is well, and gives the id -1."""
     for broker in kafscale.brokers:
         await broker.stop()
@@ -357,9 +357,7 @@ async def test_a_broker_that_gives_no_producer_id_is_asked_once(kafscale: KafSca
     assert (await offered(client))[keys.INIT_PRODUCER_ID] == (0, 5)
 
 
-async def test_without_etcd_there_are_no_new_producer_ids_and_all_else_goes_on(
-    kafscale: KafScale, etcd: EmbeddedEtcd
-) -> None:
+async def test_missing_etcd_stops_only_new_producer_ids(kafscale: KafScale, etcd: EmbeddedEtcd) -> None:
     await kafscale.own(0, 0)
     kafscale.brokers[0].script = lambda asked: asked.answer()
     async with Relay(etcd.endpoint) as relay:

@@ -110,7 +110,7 @@ def read(bootstrap: str, topic: str, isolation: str) -> list[str]:
 
 
 @pytest.mark.parametrize("run", [pytest.param(run_java, marks=pytest.mark.long), run_librdkafka])
-def test_what_is_committed_is_read_and_what_is_aborted_is_not(
+def test_committed_records_are_read_and_aborted_are_not(
     run: Run, proxy: KproxyProcess, real_kafka: RealKafka, topic: str
 ) -> None:
     assert run(proxy.kafka, topic, *FATES) == "done"
@@ -172,9 +172,7 @@ def finish(ends: Callable[[float], None], deadline: float) -> bool:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("run", [run_java, run_librdkafka])
-def test_where_the_brokers_keep_no_transactions_a_producer_is_told_so_at_once(
-    run: Run, dev_cluster: KproxyProcess
-) -> None:
+def test_transactional_producer_is_refused_without_transactions(run: Run, dev_cluster: KproxyProcess) -> None:
     said = run(dev_cluster.kafka, "any", "commit")
     assert "the brokers behind this proxy keep no transactions" in said
     milliseconds = re.match(r"failed after (\d+) ms", said)
@@ -185,7 +183,7 @@ def test_where_the_brokers_keep_no_transactions_a_producer_is_told_so_at_once(
 # Groups
 
 
-def test_what_a_group_has_read_is_committed_with_what_was_made_of_it(
+def test_group_offsets_are_committed_with_their_transaction(
     proxy: KproxyProcess, real_kafka: RealKafka, topic: str
 ) -> None:
     """Consume, transform, produce: offsets go to the group's coordinator as part of the transaction."""

@@ -26,7 +26,7 @@ def post(admin: str, **headers: str) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_token_is_asked_for(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_required(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     rooms = f'[admin]\ntoken_file = "{tmp_path / "token"}"\n'
     with static_proxy(tmp_path, {1: free_port()}, rooms=rooms, more=["--workers", str(workers)]) as process:

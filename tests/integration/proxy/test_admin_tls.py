@@ -69,7 +69,7 @@ def shown(process: KproxyProcess, context: ssl.SSLContext) -> str:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_page_is_served_by_tls_and_reloads_its_files(tmp_path: Path, workers: int) -> None:
+def test_admin_page_uses_tls_and_reloads_files(tmp_path: Path, workers: int) -> None:
     signer = Signer(tmp_path / "ours")
     context = client_context(signer.ca)
     pair = signer.issue("page", "127.0.0.1")
@@ -136,7 +136,7 @@ def test_a_foreign_page_changes_nothing_by_tls_either(signer: Signer, mutual: Kp
     assert free(Host="evil.test") == 403
 
 
-def test_a_client_that_is_not_let_in_is_told_why(signer: Signer, mutual: KproxyProcess) -> None:
+def test_rejected_client_is_told_why(signer: Signer, mutual: KproxyProcess) -> None:
     with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
         get(mutual, client_context(signer.ca), "/livez")
     wait_for(
@@ -202,9 +202,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_command_that_is_refused_names_the_way_out(
-    signer: Signer, mutual: KproxyProcess, tmp_path: Path, case: str
-) -> None:
+def test_refused_command_names_the_remedy(signer: Signer, mutual: KproxyProcess, tmp_path: Path, case: str) -> None:
     words = {"PAGE": mutual.admin, "OURS": str(signer.ca), "THEIRS": str(Signer(tmp_path / "theirs").ca)}
     given, says = REFUSED[case]
     for word, value in words.items():
@@ -221,7 +219,7 @@ def refused_by_client(listening: socket.socket, context: ssl.SSLContext) -> None
         context.wrap_socket(connection, server_side=True).close()
 
 
-def test_a_page_that_has_no_tls_or_has_expired_is_named(signer: Signer, tmp_path: Path) -> None:
+def test_plain_or_expired_page_is_named(signer: Signer, tmp_path: Path) -> None:
     flags = ["--admin-ca", signer.ca]
     with proxy(tmp_path, "") as process:
         done = run_kproxy("table", "--admin", f"https://{process.admin}", *flags)

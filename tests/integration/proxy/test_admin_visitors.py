@@ -110,14 +110,14 @@ async def test_a_connection_without_a_request_is_closed(site: Site, monkeypatch:
     assert site.cut == {"page.cut.idle": 2}
 
 
-async def test_a_body_that_does_not_arrive_is_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_request_body_is_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_page, "BODY_S", 0.3)
     head = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n\r\n"
     assert b"408" in await answer(await site.connect(), head + b"12")
     assert b"200" in await answer(await site.connect(), head + b"12345")
 
 
-async def test_who_does_nothing_keeps_nobody_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_visitors_do_not_block_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_page, "MAX_CONNECTIONS", 5)
     first = await site.connect()
     assert b"200" in await answer(first)

@@ -61,7 +61,7 @@ async def authenticate(client: RawClient, name: str = "alice") -> None:
 
 @both_loops
 @in_one_go
-async def test_a_client_is_served_once_it_has_authenticated_and_the_trail_names_it() -> None:
+async def test_authenticated_client_is_served_and_named_in_trail() -> None:
     async with guarded() as (proxy, _):
         proxy.trail.begin()
         client = await proxy.client()
@@ -95,7 +95,7 @@ async def test_a_pipelined_exchange_is_served_in_order() -> None:
 
 @both_loops
 @in_one_go
-async def test_nothing_of_an_unauthenticated_client_reaches_a_broker() -> None:
+async def test_unauthenticated_request_reaches_no_broker() -> None:
     async with guarded() as (proxy, upstream):
         for frames in (
             [produce_frame()],
@@ -112,7 +112,7 @@ async def test_nothing_of_an_unauthenticated_client_reaches_a_broker() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_refusal_is_told_late_and_then_the_connection_ends() -> None:
+async def test_refusal_is_delayed_and_ends_the_connection() -> None:
     async with guarded() as (proxy, _):
         client = await proxy.client()
         client.send(sasl.handshake("PLAIN"))
@@ -128,7 +128,7 @@ async def test_a_refusal_is_told_late_and_then_the_connection_ends() -> None:
 
 @both_loops
 @in_one_go
-async def test_who_does_not_authenticate_in_time_is_closed() -> None:
+async def test_unauthenticated_client_is_closed_in_time() -> None:
     async with guarded(timeout_s=0.4) as (proxy, _):
         silent, begun, served = [await proxy.client() for _ in range(3)]
         begun.send(sasl.handshake("SCRAM-SHA-256"))
@@ -142,7 +142,7 @@ async def test_who_does_not_authenticate_in_time_is_closed() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_session_that_ends_must_be_renewed_before_anything_else() -> None:
+async def test_ended_session_must_be_renewed_first() -> None:
     async with guarded(lifetime_s=1.2) as (proxy, _):
         renewing, late, idle = [await proxy.client() for _ in range(3)]
         for client in (renewing, late, idle):
@@ -165,7 +165,7 @@ async def test_a_session_that_ends_must_be_renewed_before_anything_else() -> Non
 
 @both_loops
 @in_one_go
-async def test_a_client_that_was_idle_for_long_may_renew_its_session() -> None:
+async def test_client_idle_past_its_session_may_renew() -> None:
     """As in Kafka. The time to authenticate counted from the end of the session, and was over when it began."""
     async with guarded(lifetime_s=0.2, timeout_s=0.5) as (proxy, _):
         client = await proxy.client()
@@ -257,7 +257,7 @@ async def _stranger(port: int, kind: int, rng: random.Random) -> None:
         client.abort()
 
 
-async def test_strangers_in_hundreds_do_not_keep_a_client_from_its_work(tmp_path: Path) -> None:
+async def test_hundreds_of_strangers_do_not_block_a_client(tmp_path: Path) -> None:
     """500 that announce 2 GiB, 200 slow ones, and 300 that send garbage or guess passwords, in a process of its own."""
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
@@ -369,7 +369,7 @@ async def calls_where_nothing_is_configured() -> set[str]:
 
 
 @both_loops
-async def test_a_plain_request_calls_no_code_of_security_where_nothing_is_configured() -> None:
+async def test_plain_request_calls_no_unconfigured_security_code() -> None:
     called = await calls_where_nothing_is_configured()
     assert not {each for each in called if any(part in each for part in SECURITY)}
 
@@ -377,7 +377,7 @@ async def test_a_plain_request_calls_no_code_of_security_where_nothing_is_config
 @pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
 @pytest.mark.parametrize("names", [{}, {"client_id": "tests"}], ids=["everybody", "client_id"])
 @both_loops
-async def test_a_plain_request_of_an_admitted_client_calls_nothing_more_in_python(names: dict[str, str]) -> None:
+async def test_admitted_clients_plain_request_adds_no_python_call(names: dict[str, str]) -> None:
     rules = Rules(acls_of(parse_acls([{"principal": "User:*", "operations": ["write"], "topics": ["*"]}], "here")))
     some = Quotas(parse_quotas([{"produce_bytes_per_s": 1e9, "requests_per_s": 1e9, **names}], "here"))
     async with guarded() as (proxy, _):

@@ -55,7 +55,7 @@ def logged_of_brokers() -> Iterator[list[Any]]:
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_is_down_is_told_of_once_and_again_when_it_is_back() -> None:
+async def test_down_broker_is_logged_once_and_on_return() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -74,7 +74,7 @@ async def test_a_broker_that_is_down_is_told_of_once_and_again_when_it_is_back()
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_is_back_is_used_at_once_where_the_last_dial_is_a_second_ago() -> None:
+async def test_returned_broker_is_used_at_once() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -112,7 +112,7 @@ def _own_sockets() -> Iterator[str]:
 @linux
 @both_loops
 @in_one_go
-async def test_a_broker_that_is_known_to_be_down_is_dialled_by_one_at_a_time() -> None:
+async def test_down_broker_is_dialled_once_at_a_time() -> None:
     limits = {"connect_timeout_s": 0.6, "probe_timeout_s": 60.0}
     with DeafListener() as listener:
         fillers = dials_under_way(listener.address.port)
@@ -136,7 +136,7 @@ async def test_a_broker_that_is_known_to_be_down_is_dialled_by_one_at_a_time() -
 @linux
 @both_loops
 @in_one_go
-async def test_a_client_that_leaves_during_a_dial_takes_nothing_from_others_who_wait() -> None:
+async def test_client_leaving_during_dial_costs_other_waiters_nothing() -> None:
     limits = {"connect_timeout_s": 10.0, "probe_timeout_s": 60.0}
     upstream = ScriptedUpstream(1, answers_everything)
     async with AsyncExitStack() as stack:
@@ -174,7 +174,7 @@ def answers_about_the_cluster(asked: Asked) -> None:
 
 @both_loops
 @in_one_go
-async def test_requests_about_the_cluster_find_a_hang_once_and_not_on_each_connection() -> None:
+async def test_cluster_requests_detect_a_hang_once() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_about_the_cluster)
     async with running_proxy(stuck, healthy, limits=QUICK_PROBES) as proxy:
         proxy.own(2)
@@ -192,7 +192,7 @@ async def test_requests_about_the_cluster_find_a_hang_once_and_not_on_each_conne
 
 @both_loops
 @in_one_go
-async def test_a_coordinator_that_hangs_holds_up_its_clients_no_longer_than_a_probe() -> None:
+async def test_hung_coordinator_delays_clients_by_one_probe() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_about_the_cluster)
     async with running_proxy(stuck, healthy, limits=QUICK_PROBES) as proxy:
         proxy.own(2)
@@ -220,7 +220,7 @@ async def test_a_coordinator_that_hangs_holds_up_its_clients_no_longer_than_a_pr
 @pytest.mark.parametrize("key", [keys.JOIN_GROUP, keys.SYNC_GROUP])
 @both_loops
 @in_one_go
-async def test_a_request_that_waits_for_others_by_nature_is_no_hang(key: int) -> None:
+async def test_long_waiting_request_does_not_count_as_hang(key: int) -> None:
     coordinator = ScriptedUpstream(1)
     async with running_proxy(coordinator, limits=QUICK_PROBES) as proxy:
         proxy.context.coordinators.remember(0, "g", 1)
@@ -237,7 +237,7 @@ async def test_a_request_that_waits_for_others_by_nature_is_no_hang(key: int) ->
 
 @both_loops
 @in_one_go
-async def test_the_question_what_a_broker_serves_finds_a_hang_as_well() -> None:
+async def test_api_versions_request_detects_a_hang_too() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
     async with running_proxy(stuck, healthy, limits=QUICK_PROBES, follows_versions=True) as proxy:
         proxy.own(1)
@@ -257,7 +257,7 @@ async def test_the_question_what_a_broker_serves_finds_a_hang_as_well() -> None:
 @pytest.mark.parametrize("loses_request", [True, False], ids=["request", "answer"])
 @both_loops
 @in_one_go
-async def test_a_connection_that_is_cut_off_alone_is_given_up_soon(loses_request: bool) -> None:
+async def test_silently_cut_connection_is_given_up_soon(loses_request: bool) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -289,7 +289,7 @@ async def test_a_connection_that_is_cut_off_alone_is_given_up_soon(loses_request
 @linux
 @both_loops
 @in_one_go
-async def test_a_coordinators_connection_that_is_cut_off_alone_is_given_up_soon() -> None:
+async def test_cut_coordinator_connection_is_given_up_soon() -> None:
     coordinator = ScriptedUpstream(1)
     async with running_proxy(coordinator) as proxy:
         proxy.context.coordinators.remember(0, "g", 1)
@@ -304,7 +304,7 @@ async def test_a_coordinators_connection_that_is_cut_off_alone_is_given_up_soon(
 @linux
 @both_loops
 @in_one_go
-async def test_a_broker_that_does_not_read_for_a_while_keeps_its_connection() -> None:
+async def test_broker_with_closed_window_keeps_its_connection() -> None:
     """As Kafka does where a client has used up its quota: the window is closed, and the kernel acknowledges that."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:

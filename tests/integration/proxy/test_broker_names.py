@@ -68,7 +68,7 @@ async def code_of(client: RawClient, topic: str = "t", partition_index: int = 0)
 
 
 @both_loops
-async def test_names_that_are_slow_to_resolve_delay_no_dial_to_another_broker(names: Names) -> None:
+async def test_slow_name_lookups_delay_no_other_dial(names: Names) -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.topology.set_broker(1, Address(QUICK, upstream.port))
@@ -93,7 +93,7 @@ async def test_names_that_are_slow_to_resolve_delay_no_dial_to_another_broker(na
 
 
 @both_loops
-async def test_a_name_is_looked_up_once_for_all_connections_that_need_it(names: Names) -> None:
+async def test_one_name_lookup_serves_all_connections(names: Names) -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.topology.set_broker(1, Address(QUICK, upstream.port))
@@ -108,7 +108,7 @@ async def test_a_name_is_looked_up_once_for_all_connections_that_need_it(names: 
 
 
 @both_loops
-async def test_an_address_of_a_name_that_does_not_serve_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_name_address_that_fails_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = iter(["127.0.0.2", "127.0.0.1"])
     real = socket.getaddrinfo
 
@@ -125,7 +125,7 @@ async def test_an_address_of_a_name_that_does_not_serve_is_not_used_again(monkey
 
 
 @both_loops
-async def test_a_name_is_looked_up_again_when_the_system_has_threads_again() -> None:
+async def test_name_lookup_is_retried_when_threads_are_available() -> None:
     upstream = await ScriptedUpstream(1, answers_everything).start()
     async with running_proxy(upstream) as proxy:
         proxy.topology.set_broker(1, Address("localhost", upstream.port))
@@ -206,7 +206,7 @@ def _with_name_server(address: str, directory: Path) -> list[str]:
     return prefix
 
 
-async def test_names_that_are_not_answered_take_nothing_from_other_brokers(
+async def test_unanswered_name_lookups_do_not_affect_other_brokers(
     tmp_path: Path,
 ) -> None:
     with _port_53() as bound:

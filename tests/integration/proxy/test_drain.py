@@ -33,7 +33,7 @@ def not_ready(process: KproxyProcess) -> bool:
     return status == 503 and text.startswith("draining")
 
 
-async def test_what_is_in_flight_is_answered_and_nothing_new_is_taken(tmp_path: Path) -> None:
+async def test_drain_answers_requests_in_flight_and_takes_none(tmp_path: Path) -> None:
     upstream = await ServedBroker(1).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 20}) as process:
         client = await RawClient().connect(port_of(process))
@@ -60,7 +60,7 @@ async def test_what_is_in_flight_is_answered_and_nothing_new_is_taken(tmp_path: 
     await upstream.stop()
 
 
-async def test_with_a_delay_all_is_served_on_while_readyz_sends_clients_elsewhere(tmp_path: Path) -> None:
+async def test_drain_delay_serves_on_while_readyz_fails(tmp_path: Path) -> None:
     upstream = await ServedBroker(1, answers_everything).start()
     with static_proxy(tmp_path, {1: upstream.port}, more=("--drain-delay", "3")) as process:
         idle, busy = [await RawClient().connect(port_of(process)) for _ in range(2)]
@@ -90,7 +90,7 @@ async def test_a_second_signal_ends_the_delay(tmp_path: Path, more: tuple[str, .
         await ended(process, SOON_S)
 
 
-async def test_what_hangs_is_cut_at_the_end_of_its_time(tmp_path: Path) -> None:
+async def test_hung_request_is_cut_at_drain_end(tmp_path: Path) -> None:
     upstream = await ServedBroker(1).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 1}) as process:
         client = await RawClient().connect(port_of(process))
@@ -104,7 +104,7 @@ async def test_what_hangs_is_cut_at_the_end_of_its_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_clients_that_want_nothing_hold_up_nothing(tmp_path: Path, number: int) -> None:
+async def test_idle_clients_do_not_delay_the_drain(tmp_path: Path, number: int) -> None:
     upstream = await ServedBroker(1, answers_everything).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 60}) as process:
         fresh, used, amid = [await RawClient().connect(port_of(process)) for _ in range(3)]
@@ -125,7 +125,7 @@ async def test_clients_that_want_nothing_hold_up_nothing(tmp_path: Path, number:
     await upstream.stop()
 
 
-async def test_a_client_that_does_not_read_its_answers_is_not_waited_for_longer_than_the_time(tmp_path: Path) -> None:
+async def test_client_that_does_not_read_delays_drain_boundedly(tmp_path: Path) -> None:
     upstream = await ServedBroker(1, lambda asked: asked.answer(results={T0: {"records": bytes(8 << 20)}})).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 1}) as process:
         client = await RawClient().connect(port_of(process))

@@ -81,7 +81,7 @@ async def test_half_closed_client_waits_for_its_brokers() -> None:
 
 
 @both_loops
-async def test_more_requests_than_are_begun_are_answered() -> None:
+async def test_half_closed_client_gets_all_its_answers() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream, limits={"max_open_requests": 2}) as proxy:
         proxy.own(1)

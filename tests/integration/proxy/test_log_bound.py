@@ -16,7 +16,7 @@ from tests.support.processes.served import port_of, static_proxy
 LINES = 60
 
 
-async def test_nonsense_from_hundreds_of_connections_leaves_a_short_log(tmp_path: Path) -> None:
+async def test_garbage_from_hundreds_of_connections_logs_little(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}) as process:
         for n in range(300):
             client = await RawClient().connect(port_of(process))
@@ -33,7 +33,7 @@ async def test_nonsense_from_hundreds_of_connections_leaves_a_short_log(tmp_path
     assert len(said) < 20_000
 
 
-def test_tracebacks_and_what_libraries_log_are_bounded_as_well() -> None:
+def test_tracebacks_and_library_logs_are_bounded() -> None:
     script = """
 import logging, structlog
 from kproxy.observe.logging import configure_logging
@@ -56,7 +56,7 @@ for n in range(100):
     assert all("lines=40" in line and "worker=3" in line for line in told)
 
 
-async def test_a_command_whose_stderr_is_no_terminal_logs_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_command_without_terminal_logs_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KPROXY_LOG_FORMAT")
     with static_proxy(tmp_path, {1: 1}) as process:
         client = await RawClient().connect(port_of(process))

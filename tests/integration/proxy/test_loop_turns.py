@@ -584,7 +584,5 @@ async def test_no_turn_of_the_event_loop_is_long(group: str, tmp_path: Path) -> 
     await judge(group, tmp_path)
 
 
-async def test_no_turn_of_the_event_loop_is_long_for_claims(
-    etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
-) -> None:
+async def test_claims_cause_no_long_event_loop_turn(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     await judge("OWN", tmp_path, ["--etcd", etcd.endpoint, "--prefix", etcd_prefix])

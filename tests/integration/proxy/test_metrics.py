@@ -124,7 +124,7 @@ async def test_versions_that_a_client_invents_are_one_label() -> None:
 
 
 @both_loops
-async def test_bytes_are_counted_both_ways_also_of_connections_that_are_gone() -> None:
+async def test_bytes_are_counted_both_ways_for_closed_connections() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -143,7 +143,7 @@ async def test_bytes_are_counted_both_ways_also_of_connections_that_are_gone() -
 
 
 @both_loops
-async def test_what_is_in_flight_is_shown_until_it_is_answered() -> None:
+async def test_requests_in_flight_are_shown_until_answered() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -164,7 +164,7 @@ async def test_what_is_in_flight_is_shown_until_it_is_answered() -> None:
 
 
 @both_loops
-async def test_error_codes_that_clients_get_are_counted_by_partition_and_name() -> None:
+async def test_error_codes_are_counted_by_partition_and_name() -> None:
     def script(asked: Asked) -> None:
         asked.answer(results={("t", 0): 10, ("t", 2): 87})
 
@@ -189,7 +189,7 @@ async def test_error_codes_that_clients_get_are_counted_by_partition_and_name() 
 
 
 @both_loops
-async def test_an_unknown_version_of_api_versions_is_counted_as_the_error_it_gets() -> None:
+async def test_unknown_api_versions_version_counts_as_its_error() -> None:
     async with running_proxy() as proxy:
         client = await proxy.client()
         client.send(raw_frame(struct.pack(">hhih", API_VERSIONS, 90, 1, 1) + b"x" + bytes(8)))
@@ -198,7 +198,7 @@ async def test_an_unknown_version_of_api_versions_is_counted_as_the_error_it_get
 
 
 @both_loops
-async def test_retries_are_counted_by_a_cause_that_people_can_read() -> None:
+async def test_retries_are_counted_by_readable_cause() -> None:
     codes = iter([6, 19, 0])
     upstream = ScriptedUpstream(1, lambda asked: asked.answer(results={("t", 0): next(codes)}))
     async with running_proxy(upstream) as proxy:
@@ -217,9 +217,7 @@ async def test_retries_are_counted_by_a_cause_that_people_can_read() -> None:
     ("event", "cause"), [(lambda up: up.stop_listening(), "NOT_WRITTEN"), (lambda up: up.stop(), "CONNECTION_LOST")]
 )
 @both_loops
-async def test_what_happens_to_connections_is_a_cause_with_a_name(
-    event: Callable[[ScriptedUpstream], object], cause: str
-) -> None:
+async def test_connection_events_have_named_causes(event: Callable[[ScriptedUpstream], object], cause: str) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -262,7 +260,7 @@ async def test_deadlines_are_counted() -> None:
 
 
 @both_loops
-async def test_lost_acks_0_batches_are_counted_by_topic_and_reason() -> None:
+async def test_lost_acks_0_batches_are_counted_by_topic() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         await upstream.stop_listening()
@@ -278,7 +276,7 @@ async def test_lost_acks_0_batches_are_counted_by_topic_and_reason() -> None:
 
 
 @both_loops
-async def test_a_client_that_invents_topics_does_not_make_labels_without_end() -> None:
+async def test_invented_topics_create_no_unbounded_labels() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         await upstream.stop_listening()
@@ -296,7 +294,7 @@ async def test_a_client_that_invents_topics_does_not_make_labels_without_end() -
 
 
 @both_loops
-async def test_client_connections_are_counted_open_taken_refused_and_cut() -> None:
+async def test_client_connections_are_counted_by_outcome() -> None:
     async with running_proxy(limits={"max_connections": 2}) as proxy:
         bad, good = await proxy.client(), await proxy.client()
         assert await (await proxy.client()).is_closed()
@@ -330,7 +328,7 @@ async def test_the_table_is_described() -> None:
 
 
 @both_loops
-async def test_produce_is_timed_from_its_first_byte_to_its_answer() -> None:
+async def test_produce_is_timed_from_first_byte_to_answer() -> None:
     upstream = ScriptedUpstream(1)
     now = [100.0]
     async with running_proxy(upstream, clock=lambda: now[0]) as proxy:
@@ -361,7 +359,7 @@ async def test_produce_is_timed_from_its_first_byte_to_its_answer() -> None:
 
 
 @both_loops
-async def test_a_process_that_comes_late_says_so() -> None:
+async def test_event_loop_delay_is_measured() -> None:
     async with running_proxy() as proxy:
         await eventually(lambda: Scrape(proxy)("kproxy_event_loop_delay_seconds_count") >= 1)
         time.sleep(0.4)
@@ -383,7 +381,7 @@ async def test_draining_is_shown() -> None:
         await stopping
 
 
-async def test_a_real_process_shows_them_all_in_both_formats(tmp_path: Path) -> None:
+async def test_process_serves_all_metrics_in_both_formats(tmp_path: Path) -> None:
     """And every one of them is in the documentation, and nothing else is."""
     upstream = await ServedBroker(1, answers_everything).start()
     with static_proxy(tmp_path, {1: upstream.port}, more=("--audit-sink", f"json:{tmp_path}/trail")) as process:
@@ -436,7 +434,7 @@ async def test_brokers_that_hang_are_shown_until_they_answer() -> None:
 
 
 @both_loops
-async def test_brokers_that_are_down_are_shown_until_they_are_back() -> None:
+async def test_down_brokers_are_shown_until_they_return() -> None:
     first, second = ScriptedUpstream(1, answers_everything), ScriptedUpstream(2, answers_everything)
     async with running_proxy(first, second) as proxy:
         proxy.own(2)
@@ -530,7 +528,7 @@ async def test_stopped_broker_alone_moves_its_series() -> None:
 
 
 @both_loops
-async def test_errors_and_retries_name_the_broker_that_they_came_from() -> None:
+async def test_errors_and_retries_name_their_broker() -> None:
     codes = iter([6, 10])
     first = ScriptedUpstream(1, lambda asked: asked.answer(results={("t", 0): next(codes)}))
     second, silent = ScriptedUpstream(2), ScriptedUpstream(3)
@@ -559,7 +557,7 @@ async def test_errors_and_retries_name_the_broker_that_they_came_from() -> None:
         assert scrape("kproxy_retries_total") == 3
 
 
-def test_brokers_that_come_and_go_do_not_make_labels_without_end() -> None:
+def test_changing_brokers_create_no_unbounded_labels() -> None:
     tally = Tally()
     for broker in range(MAX_BROKERS + 30):
         tally.error(0, 6, broker)

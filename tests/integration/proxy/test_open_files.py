@@ -80,7 +80,7 @@ async def test_workers_have_it_raised_as_well(tmp_path: Path) -> None:
             assert psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)[0] == min(hard, 1 << 20)
 
 
-async def test_it_is_said_where_the_hard_limit_is_below_what_connections_need(tmp_path: Path) -> None:
+async def test_low_hard_limit_on_files_is_reported(tmp_path: Path) -> None:
     with limited_proxy(tmp_path, "-n 512", [1], limits="max_connections = 1000") as process:
         said = [line for line in process.stderr().splitlines() if "open files" in line]
         assert len(said) == 1, process.stderr()
@@ -94,7 +94,7 @@ async def test_it_is_said_where_the_hard_limit_is_below_what_connections_need(tm
         assert ["[info" in line for line in said] == [True], process.stderr()
 
 
-def test_a_development_cluster_admits_as_many_clients_as_its_limit_is_enough_for(tmp_path: Path) -> None:
+def test_development_cluster_admits_clients_by_file_limit(tmp_path: Path) -> None:
     shell = ("bash", "-c", 'ulimit -n 2048; exec "$@"', "-", *KPROXY)
     process = KproxyProcess(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr", shell)
     try:
@@ -106,14 +106,12 @@ def test_a_development_cluster_admits_as_many_clients_as_its_limit_is_enough_for
 
 
 @pytest.mark.parametrize("limit", [64, 1024, 20_000, 1 << 20])
-def test_a_limit_is_enough_for_most_clients_and_no_more(limit: int) -> None:
+def test_file_limit_admits_most_clients_and_no_more(limit: int) -> None:
     assert wanted(most_clients(limit)) <= limit < wanted(most_clients(limit) + 1)
 
 
 @pytest.mark.parametrize("brokers", [pytest.param(1, marks=pytest.mark.long), 3])
-async def test_when_they_run_short_new_clients_are_refused_and_nobody_is_told_of_brokers(
-    tmp_path: Path, brokers: int
-) -> None:
+async def test_descriptor_shortage_refuses_only_new_clients(tmp_path: Path, brokers: int) -> None:
     """Every connection that is taken is served: the room for its way to brokers is not given to another."""
     upstreams = [await ServedBroker(n + 1, takes_what_is_produced).start() for n in range(brokers)]
     partitions = list(range(brokers))
@@ -144,7 +142,7 @@ async def test_when_they_run_short_new_clients_are_refused_and_nobody_is_told_of
         await upstream.stop()
 
 
-def test_who_came_long_ago_has_what_it_needs() -> None:
+def test_early_client_keeps_its_descriptors() -> None:
     now = [100.0]
     descriptors = Descriptors(800, lambda: now[0])
     # 700 may be in use; each of these is one, and may need two more.

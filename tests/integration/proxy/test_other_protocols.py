@@ -93,7 +93,7 @@ SPEAKERS: dict[str, tuple[Callable[[int], None], str]] = {
 }
 
 
-def test_the_proxy_tells_each_of_them_and_names_each_once(tmp_path: Path) -> None:
+def test_proxy_answers_and_names_each_foreign_protocol_once(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}) as process:
         for speak, _ in SPEAKERS.values():
             for _ in range(3):
@@ -159,7 +159,7 @@ _SEEN = {"SSL": "wrong version number", "SASL_PLAINTEXT": "handshake"}
 
 
 @pytest.mark.parametrize("client", _CLIENTS)
-async def test_a_client_shows_its_user_what_is_wrong(tmp_path: Path, client: str) -> None:
+async def test_client_shows_the_error_to_its_user(tmp_path: Path, client: str) -> None:
     with static_proxy(tmp_path, {1: 1}) as process:
         for protocol, seen in _SEEN.items():
             script = f"bootstrap, protocol = {process.kafka!r}, {protocol!r}\n" + _CLIENTS[client]

@@ -73,7 +73,7 @@ async def test_acks_0_over_two_owners_reaches_both() -> None:
 
 @both_loops
 @in_one_go
-async def test_acks_0_waits_for_the_dial_and_holds_up_nothing_else() -> None:
+async def test_acks_0_waits_for_dial_and_delays_nothing() -> None:
     slow, healthy = ScriptedUpstream(1), ScriptedUpstream(2)
     with DeafListener() as listener:
         async with running_proxy(healthy, limits={"connect_timeout_s": 5.0}) as proxy:
@@ -91,7 +91,7 @@ async def test_acks_0_waits_for_the_dial_and_holds_up_nothing_else() -> None:
 
 
 @both_loops
-async def test_acks_0_that_cannot_be_delivered_is_counted_and_closes_the_connection() -> None:
+async def test_undeliverable_acks_0_is_counted_and_closes_connection() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         await upstream.stop_listening()
@@ -106,7 +106,7 @@ async def test_acks_0_that_cannot_be_delivered_is_counted_and_closes_the_connect
 
 
 @both_loops
-async def test_each_acks_0_batch_that_is_lost_is_counted() -> None:
+async def test_each_lost_acks_0_batch_is_counted() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         await upstream.stop_listening()
@@ -119,7 +119,7 @@ async def test_each_acks_0_batch_that_is_lost_is_counted() -> None:
 
 @both_loops
 @in_one_go
-async def test_acks_0_that_is_refused_a_dial_is_sent_when_the_broker_is_back() -> None:
+async def test_acks_0_after_refused_dial_is_sent_later() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         await upstream.stop_listening()
@@ -136,7 +136,7 @@ async def test_acks_0_that_is_refused_a_dial_is_sent_when_the_broker_is_back() -
 
 @both_loops
 @in_one_go
-async def test_whole_acks_0_frames_are_sent_although_their_client_has_left() -> None:
+async def test_complete_acks_0_frames_outlive_their_client() -> None:
     upstream = ScriptedUpstream(1)
     with DeafListener() as listener:
         async with running_proxy(limits={"connect_timeout_s": 5.0}) as proxy:
@@ -156,7 +156,7 @@ async def test_whole_acks_0_frames_are_sent_although_their_client_has_left() -> 
 
 
 @both_loops
-async def test_acks_0_that_waits_for_another_try_is_not_forgotten_when_its_client_leaves() -> None:
+async def test_retrying_acks_0_outlives_its_client() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         await upstream.stop_listening()
@@ -171,7 +171,7 @@ async def test_acks_0_that_waits_for_another_try_is_not_forgotten_when_its_clien
 
 
 @both_loops
-async def test_acks_0_that_cannot_be_delivered_any_more_after_its_client_left_is_counted() -> None:
+async def test_undeliverable_acks_0_of_departed_client_is_counted() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         await upstream.stop_listening()
@@ -184,7 +184,7 @@ async def test_acks_0_that_cannot_be_delivered_any_more_after_its_client_left_is
 
 
 @both_loops
-async def test_acks_0_written_before_the_client_left_is_not_lost_to_answers_that_nobody_wants() -> None:
+async def test_written_acks_0_survives_unread_answers() -> None:
     """Closing a connection with unread bytes resets it, and a reset destroys what is still on its way."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -208,7 +208,7 @@ async def test_acks_0_written_before_the_client_left_is_not_lost_to_answers_that
 
 
 @both_loops
-async def test_acks_0_to_a_partition_named_twice_closes_the_connection() -> None:
+async def test_acks_0_with_duplicate_partition_closes_connection() -> None:
     """There is no answer that could say INVALID_REQUEST."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -237,7 +237,7 @@ async def test_acks_0_that_waits_is_bounded_in_bytes() -> None:
 
 @both_loops
 @in_one_go
-async def test_acks_0_that_waits_for_another_try_is_bounded_in_bytes() -> None:
+async def test_retrying_acks_0_is_bounded_in_bytes() -> None:
     """After the first try everything waits in the lane, not in front of the dial."""
     async with running_proxy(limits={"max_in_flight_bytes": 1 << 20}) as proxy:
         # No broker at all: what is not owned waits for one.
@@ -263,7 +263,7 @@ async def flood(client: RawClient, seconds: float = 0.5) -> int:
 
 @pytest.mark.parametrize("written", [0, 1, 100, -1])
 @both_loops
-async def test_part_of_an_acks_0_frame_is_not_sent_at_all(written: int) -> None:
+async def test_partial_acks_0_frame_is_not_sent(written: int) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -277,7 +277,7 @@ async def test_part_of_an_acks_0_frame_is_not_sent_at_all(written: int) -> None:
 
 @both_loops
 @in_one_go
-async def test_what_is_lost_while_the_proxy_stops_leaves_no_lookup_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loss_during_stop_leaves_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broker has stopped reading, and what it has not taken is given up last of all."""
     monkeypatch.setattr(fanout, "FLUSH_S", 0.2)
     monkeypatch.setattr(upstream_module, "FLUSH_S", 0.2)
@@ -299,7 +299,7 @@ async def test_what_is_lost_while_the_proxy_stops_leaves_no_lookup_behind(monkey
 
 @both_loops
 @in_one_go
-async def test_what_waited_to_be_begun_when_a_batch_before_it_was_refused_is_counted_as_lost() -> None:
+async def test_requests_queued_behind_refused_batch_count_as_lost() -> None:
     """Its client is told of the refused one by closing; that it had sent the others already, nobody else knows."""
     broker = ScriptedUpstream(1)
     async with running_proxy(broker, limits={"max_open_requests": 2}) as proxy:

@@ -47,7 +47,7 @@ def dropped(proxy: RunningProxy) -> dict[str, dict[int, int]]:
 
 @pytest.mark.parametrize("version", [3, 8, 9, 11])
 @both_loops
-async def test_brokers_are_asked_for_acks_1_and_the_client_hears_nothing(version: int) -> None:
+async def test_brokers_confirm_acks_0_and_client_hears_nothing(version: int) -> None:
     upstream = ScriptedUpstream(1)
     async with confirming(upstream) as proxy:
         proxy.own(1)
@@ -80,7 +80,7 @@ async def test_parts_of_a_split_request_are_confirmed_each() -> None:
 
 
 @both_loops
-async def test_what_an_old_owner_refuses_goes_to_the_new_one_in_order() -> None:
+async def test_refusal_by_old_owner_is_retried_in_order() -> None:
     old, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with confirming(old, new) as proxy:
         proxy.own(1)
@@ -102,7 +102,7 @@ async def test_what_an_old_owner_refuses_goes_to_the_new_one_in_order() -> None:
 
 
 @both_loops
-async def test_what_is_refused_for_good_is_counted_and_closes_the_connection() -> None:
+async def test_permanent_refusal_is_counted_and_closes_connection() -> None:
     upstream = ScriptedUpstream(1)
     async with confirming(upstream) as proxy:
         proxy.own(1, partitions=[0, 1])
@@ -115,7 +115,7 @@ async def test_what_is_refused_for_good_is_counted_and_closes_the_connection() -
 
 
 @both_loops
-async def test_what_follows_one_that_is_refused_for_good_is_still_delivered() -> None:
+async def test_frames_behind_permanent_refusal_are_delivered() -> None:
     """The connection is closed, but whole frames were taken: each of them is appended, or counted."""
     upstream = ScriptedUpstream(1)
     async with confirming(upstream) as proxy:
@@ -131,7 +131,7 @@ async def test_what_follows_one_that_is_refused_for_good_is_still_delivered() ->
 
 
 @both_loops
-async def test_what_may_have_been_appended_is_not_sent_twice_and_is_counted() -> None:
+async def test_possibly_appended_batch_is_counted_and_not_resent() -> None:
     upstream = ScriptedUpstream(1)
     async with confirming(upstream) as proxy:
         proxy.own(1)
@@ -144,7 +144,7 @@ async def test_what_may_have_been_appended_is_not_sent_twice_and_is_counted() ->
 
 
 @both_loops
-async def test_whole_frames_are_settled_although_their_client_has_left() -> None:
+async def test_complete_frames_are_settled_after_client_leaves() -> None:
     old, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with confirming(old, new) as proxy:
         proxy.own(1)
@@ -163,7 +163,7 @@ async def test_whole_frames_are_settled_although_their_client_has_left() -> None
 
 
 @both_loops
-async def test_what_is_written_and_unanswered_when_the_client_leaves_is_waited_for() -> None:
+async def test_unanswered_write_of_departed_client_is_awaited() -> None:
     upstream = ScriptedUpstream(1)
     async with confirming(upstream) as proxy:
         proxy.own(1)
@@ -180,7 +180,7 @@ async def test_what_is_written_and_unanswered_when_the_client_leaves_is_waited_f
 
 
 @both_loops
-async def test_unconfirmed_requests_are_bounded_in_bytes_and_in_number() -> None:
+async def test_unconfirmed_requests_are_bounded() -> None:
     upstream = ScriptedUpstream(1)
     async with confirming(upstream, limits={"max_open_requests": 20}) as proxy:
         proxy.own(1)
@@ -217,7 +217,7 @@ async def test_stopping_waits_until_they_are_confirmed() -> None:
 
 @both_loops
 @in_one_go
-async def test_it_waits_for_the_dial() -> None:
+async def test_confirmed_acks_0_waits_for_the_dial() -> None:
     upstream = ScriptedUpstream(1)
     with DeafListener() as listener:
         async with confirming(limits={"connect_timeout_s": 5.0}) as proxy:

@@ -79,7 +79,7 @@ async def fetched(client: RawClient, patience_s: float = 60.0) -> dict[int, byte
     return {result.partition_index: bytes(result.fields["records"]) for result in answer.results}
 
 
-async def test_what_clients_do_not_read_stays_within_the_limit_and_others_are_served(tmp_path: Path) -> None:
+async def test_unread_answers_stay_within_limit(tmp_path: Path) -> None:
     size, limit, count = 8 * MIB, 32 * MIB, 24
     upstream = await ServedBroker(1, Feeder(size)).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"max_in_flight_bytes_total": limit}) as process:
@@ -139,7 +139,7 @@ async def passing(now: list[float], seconds: float) -> None:
 
 
 @both_loops
-async def test_all_who_read_get_what_they_asked_for_however_little_room_there_is() -> None:
+async def test_readers_get_their_answers_with_little_memory() -> None:
     async with fed(Feeder(3 * MIB), total=4 * MIB) as proxy:
         clients = [await proxy.client() for _ in range(12)]
         for client in clients:
@@ -155,7 +155,7 @@ async def test_all_who_read_get_what_they_asked_for_however_little_room_there_is
 
 @pytest.mark.usefixtures("no_read_is_late")
 @both_loops
-async def test_answers_that_are_put_together_from_several_brokers_do_not_wait_for_one_another() -> None:
+async def test_merged_answers_do_not_wait_for_each_other() -> None:
     """Each client holds one part and needs two more; the room that newcomers get is full of first parts."""
     rounds = 5
     async with fed(*(Feeder(2 * MIB) for _ in range(3)), total=8 * MIB) as proxy:
@@ -173,7 +173,7 @@ async def test_answers_that_are_put_together_from_several_brokers_do_not_wait_fo
 
 @pytest.mark.usefixtures("short_ticks")
 @both_loops
-async def test_who_reads_does_not_wait_for_those_who_never_do_however_long_these_wait() -> None:
+async def test_reader_does_not_wait_for_non_readers() -> None:
     now = [1000.0]
     async with fed(Feeder(12 * MIB), total=16 * MIB, now=now) as proxy:
         reader = await proxy.client()
@@ -209,7 +209,7 @@ async def test_an_answer_larger_than_the_total_is_delivered() -> None:
 
 @pytest.mark.usefixtures("short_ticks")
 @both_loops
-async def test_who_does_not_read_is_closed_when_others_wait_and_not_before() -> None:
+async def test_non_reader_is_closed_only_when_others_wait() -> None:
     now = [1000.0]
     async with fed(Feeder(12 * MIB), total=16 * MIB, now=now) as proxy:
         idle = await proxy.client()
@@ -230,7 +230,7 @@ async def test_who_does_not_read_is_closed_when_others_wait_and_not_before() -> 
 
 
 @both_loops
-async def test_acknowledgements_get_through_while_others_hold_all_there_is() -> None:
+async def test_acknowledgements_pass_while_others_hold_all_memory() -> None:
     async with fed(Feeder(12 * MIB), total=16 * MIB) as proxy:
         for n in range(4):
             idle = await proxy.client()
@@ -244,7 +244,7 @@ async def test_acknowledgements_get_through_while_others_hold_all_there_is() -> 
 
 
 @both_loops
-async def test_many_small_answers_that_nobody_reads_are_bounded_and_counted_too() -> None:
+async def test_small_unread_answers_are_bounded_and_counted() -> None:
     """One after another on each connection: what one of them brings is far below what waits for room."""
     size, count = 60_000, 800
     async with fed(Feeder(size), total=16 * MIB) as proxy:
@@ -264,7 +264,7 @@ async def test_many_small_answers_that_nobody_reads_are_bounded_and_counted_too(
 
 
 @both_loops
-async def test_a_broker_that_stops_in_the_midst_of_a_large_answer_keeps_no_room() -> None:
+async def test_broker_stopping_inside_answer_holds_no_memory() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 4 * MIB}) as proxy:
         proxy.own(1)
@@ -285,7 +285,7 @@ async def test_a_broker_that_stops_in_the_midst_of_a_large_answer_keeps_no_room(
 
 
 @both_loops
-async def test_a_client_that_leaves_gives_the_room_of_its_answers_back_at_once() -> None:
+async def test_leaving_client_frees_its_answer_memory_at_once() -> None:
     """Whatever its brokers still owe it, and without Python's cycle collector: in a proxy that comes by seldom."""
     fed_one, silent = ScriptedUpstream(1, Feeder(3 * MIB)), ScriptedUpstream(2)
     async with running_proxy(fed_one, silent, limits={"max_in_flight_bytes_total": 16 * MIB}) as proxy:
@@ -318,7 +318,7 @@ class Waits:
 
 
 @both_loops
-async def test_room_that_is_found_free_on_another_thread_is_given_on() -> None:
+async def test_memory_freed_on_another_thread_is_reused() -> None:
     """Python's cycle collector runs on whichever thread makes an object, that of a timer or of a name's lookup."""
     room = AnswerRoom(Budget(4 * MIB), time.monotonic)
     first, second = (Share(room, None) for _ in range(2))

@@ -25,7 +25,7 @@ async def prove(client: RawClient, upstream: ScriptedUpstream, producer_id: int)
 
 
 @both_loops
-async def test_out_of_order_behind_a_batch_that_its_client_sends_again_is_not_handed_on() -> None:
+async def test_out_of_order_behind_resent_batch_is_hidden() -> None:
     """librdkafka would begin a new epoch, and send again in it what is in doubt in its other partitions."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -52,7 +52,7 @@ async def test_out_of_order_behind_a_batch_that_its_client_sends_again_is_not_ha
 
 
 @both_loops
-async def test_what_goes_the_plain_path_behind_a_batch_whose_time_is_over_is_not_sent_again() -> None:
+async def test_plain_request_behind_expired_batch_is_not_resent() -> None:
     """The first waited for its route to be proven, the second did not; nobody answers, and the connection is lost."""
     now = [100.0]
     upstream = ScriptedUpstream(1)

@@ -64,7 +64,7 @@ async def connections_for_clients(upstream: ScriptedUpstream) -> int:
 
 @both_loops
 @in_one_go
-async def test_one_hung_broker_does_not_starve_the_others_partitions_for_as_long_as_it_hangs() -> None:
+async def test_hung_broker_does_not_starve_other_partitions() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
     async with running_proxy(stuck, healthy) as proxy:
         proxy.own(1)
@@ -89,7 +89,7 @@ async def test_one_hung_broker_does_not_starve_the_others_partitions_for_as_long
 
 @both_loops
 @in_one_go
-async def test_what_nobody_owns_is_offered_to_others_while_a_broker_hangs() -> None:
+async def test_unowned_partitions_avoid_a_hung_broker() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
     async with running_proxy(stuck, healthy, limits=LIMITS) as proxy:
         proxy.own(1)
@@ -119,7 +119,7 @@ async def test_what_nobody_owns_is_offered_to_others_while_a_broker_hangs() -> N
 )
 @both_loops
 @in_one_go
-async def test_what_was_written_to_a_broker_that_hangs_is_answered_and_not_sent_again(
+async def test_request_at_hung_broker_is_answered_not_resent(
     request_frame: bytes, api: tuple[int, int], expected: int
 ) -> None:
     upstream = hung(1)
@@ -147,9 +147,7 @@ async def test_what_was_written_to_a_broker_that_hangs_is_answered_and_not_sent_
 )
 @both_loops
 @in_one_go
-async def test_while_it_hangs_nothing_is_written_to_it_nor_sent_elsewhere(
-    request_frame: bytes, api: tuple[int, int]
-) -> None:
+async def test_hung_broker_gets_no_writes_and_loses_none(request_frame: bytes, api: tuple[int, int]) -> None:
     upstream, other = hung(1), ScriptedUpstream(2)
     async with running_proxy(upstream, other, limits=LIMITS) as proxy:
         proxy.own(1)
@@ -168,7 +166,7 @@ async def test_while_it_hangs_nothing_is_written_to_it_nor_sent_elsewhere(
 
 @both_loops
 @in_one_go
-async def test_connections_that_had_nothing_under_way_stop_using_it_as_well() -> None:
+async def test_idle_connections_also_leave_a_hung_broker() -> None:
     upstream = hung(1)
     async with running_proxy(upstream, limits=LIMITS) as proxy:
         proxy.own(1)
@@ -184,7 +182,7 @@ async def test_connections_that_had_nothing_under_way_stop_using_it_as_well() ->
 
 @both_loops
 @in_one_go
-async def test_its_first_answer_to_a_probe_closes_the_breaker() -> None:
+async def test_first_probe_answer_closes_the_breaker() -> None:
     upstream = hung(1)
     async with running_proxy(upstream, limits=LIMITS) as proxy:
         proxy.own(1)
@@ -206,7 +204,7 @@ async def test_its_first_answer_to_a_probe_closes_the_breaker() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_answers_probes_is_slow_and_does_not_hang() -> None:
+async def test_slow_broker_that_answers_probes_does_not_hang() -> None:
     """A shrinking ISR, a long poll, a throttle: the answer comes when it comes."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits=LIMITS) as proxy:
@@ -226,7 +224,7 @@ async def test_a_broker_that_answers_probes_is_slow_and_does_not_hang() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_answers_requests_but_no_probe_does_not_hang() -> None:
+async def test_serving_broker_without_probe_answers_does_not_hang() -> None:
     """Its port may be full while the connections that it has are served."""
     upstream = hung(1)
     async with running_proxy(upstream, limits={"probe_timeout_s": 1.0}) as proxy:
@@ -248,7 +246,7 @@ async def test_a_broker_that_answers_requests_but_no_probe_does_not_hang() -> No
 
 @both_loops
 @in_one_go
-async def test_nobody_probes_a_broker_that_is_idle_or_answers_promptly(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_or_prompt_broker_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_health, "SUSPICIOUS_S", 1.3)
 
     def answers_in_a_while(asked: Asked) -> None:
@@ -292,7 +290,7 @@ async def test_idle_connection_is_not_probed_beside_waiting_one() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_fetch_that_waits_for_data_makes_nobody_wonder_until_its_time_is_up() -> None:
+async def test_long_fetch_causes_no_probe_before_its_time() -> None:
     upstream = hung(1)
     async with running_proxy(upstream, limits=LIMITS) as proxy:
         proxy.own(1)
@@ -331,7 +329,7 @@ async def test_clients_of_other_brokers_never_notice() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_dial_that_hangs_opens_the_breaker_and_one_that_is_refused_does_not() -> None:
+async def test_hung_dial_opens_breaker_and_refused_does_not() -> None:
     refusing = ScriptedUpstream(2)
     with DeafListener() as listener:
         async with running_proxy(refusing, limits=LIMITS) as proxy:
@@ -352,7 +350,7 @@ async def test_a_dial_that_hangs_opens_the_breaker_and_one_that_is_refused_does_
 @pytest.mark.parametrize("ends", ["refused", "closed"])
 @both_loops
 @in_one_go
-async def test_a_broker_whose_probe_is_refused_or_cut_off_is_not_one_that_hangs(ends: str) -> None:
+async def test_refused_or_cut_probe_does_not_mean_hang(ends: str) -> None:
     upstream = hung(1)
     async with running_proxy(upstream, limits=LIMITS) as proxy:
         proxy.own(1)
@@ -375,7 +373,7 @@ async def test_a_broker_whose_probe_is_refused_or_cut_off_is_not_one_that_hangs(
 
 @both_loops
 @in_one_go
-async def test_a_broker_process_that_is_stopped_and_continued() -> None:
+async def test_stopped_broker_process_hangs_until_continued() -> None:
     with broker_process() as (pid, address):
         await _stop_and_continue(pid, address)
 
@@ -406,7 +404,7 @@ async def _stop_and_continue(pid: int, address: Address) -> None:
 
 @both_loops
 @in_one_go
-async def test_a_partition_that_has_left_a_hung_broker_is_tried_at_its_new_owner() -> None:
+async def test_partition_moved_off_hung_broker_is_retried() -> None:
     stuck, new = hung(1), ScriptedUpstream(2, answers_everything)
     async with running_proxy(stuck, new, limits=LIMITS) as proxy:
         proxy.own(1)
@@ -425,7 +423,7 @@ async def test_a_partition_that_has_left_a_hung_broker_is_tried_at_its_new_owner
 
 @both_loops
 @in_one_go
-async def test_acks_0_for_a_broker_that_hangs_is_counted_and_closes_the_connection() -> None:
+async def test_acks_0_for_hung_broker_closes_connection() -> None:
     upstream = hung(1)
     async with running_proxy(upstream, limits=LIMITS) as proxy:
         proxy.own(1, partitions=[0, 1])
@@ -439,7 +437,7 @@ async def test_acks_0_for_a_broker_that_hangs_is_counted_and_closes_the_connecti
 
 @both_loops
 @in_one_go
-async def test_acks_0_that_the_hung_broker_does_not_read_does_not_hold_up_its_client() -> None:
+async def test_acks_0_unread_by_broker_delays_no_client() -> None:
     upstream = hung(1)
     upstream.reads_nothing = True
     async with running_proxy(upstream, limits=LIMITS) as proxy:
@@ -457,7 +455,7 @@ async def test_acks_0_that_the_hung_broker_does_not_read_does_not_hold_up_its_cl
 
 @both_loops
 @in_one_go
-async def test_requests_about_the_cluster_are_not_asked_of_a_broker_that_hangs() -> None:
+async def test_cluster_requests_avoid_a_hung_broker() -> None:
     asked_of: list[int] = []
 
     def answers_metadata(asked: Asked) -> None:
@@ -481,7 +479,7 @@ async def test_requests_about_the_cluster_are_not_asked_of_a_broker_that_hangs()
 
 @both_loops
 @in_one_go
-async def test_what_a_hung_broker_was_asked_about_the_cluster_is_asked_elsewhere() -> None:
+async def test_cluster_request_at_hung_broker_moves_elsewhere() -> None:
     stuck = hung(1)
     healthy = ScriptedUpstream(2, lambda asked: asked.answer_message(brokers=[], topics=[], cluster_id="c"))
     async with running_proxy(stuck, healthy, limits={**LIMITS, "control_attempt_s": 30.0}) as proxy:
@@ -514,7 +512,7 @@ async def test_probing_ends_with_the_proxy() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_has_left_is_not_probed_any_longer() -> None:
+async def test_departed_broker_is_no_longer_probed() -> None:
     upstream = hung(1)
     async with running_proxy(upstream, limits=LIMITS) as proxy:
         proxy.own(1)
@@ -526,7 +524,7 @@ async def test_a_broker_that_has_left_is_not_probed_any_longer() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_drain_does_not_wait_for_a_broker_that_hangs() -> None:
+async def test_drain_does_not_wait_for_hung_broker() -> None:
     upstream = hung(1)
     options: dict[str, Any] = {"limits": {**LIMITS, "drain_s": 20.0}}
     async with running_proxy(upstream, **options) as proxy:

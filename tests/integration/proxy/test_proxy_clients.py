@@ -98,7 +98,7 @@ async def test_bad_input_closes_that_connection_and_no_other(name: str) -> None:
 
 
 @both_loops
-async def test_a_malformed_request_about_the_cluster_closes_only_its_own_connection() -> None:
+async def test_malformed_cluster_request_closes_only_its_connection() -> None:
     """It is for a broker to find fault with; brokers close, and none of them is asked twice."""
     upstream = ScriptedUpstream(1, lambda asked: asked.connection.close())
     async with running_proxy(upstream) as proxy:
@@ -109,7 +109,7 @@ async def test_a_malformed_request_about_the_cluster_closes_only_its_own_connect
 
 
 @both_loops
-async def test_what_was_answered_before_the_bad_bytes_still_arrives() -> None:
+async def test_answers_before_bad_bytes_still_arrive() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -137,7 +137,7 @@ async def test_a_length_of_2_gib_costs_no_memory() -> None:
 
 
 @both_loops
-async def test_when_a_client_leaves_its_waiting_retries_are_dropped() -> None:
+async def test_departed_clients_waiting_retries_are_dropped() -> None:
     upstream = ScriptedUpstream(1, lambda asked: asked.answer(results={T0: 19}))
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -153,7 +153,7 @@ async def test_when_a_client_leaves_its_waiting_retries_are_dropped() -> None:
 
 
 @both_loops
-async def test_when_a_client_leaves_its_broker_connections_are_closed_and_others_stay() -> None:
+async def test_departed_client_closes_only_its_broker_connections() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -170,7 +170,7 @@ async def test_when_a_client_leaves_its_broker_connections_are_closed_and_others
 
 @pytest.mark.parametrize("sent", [0, 3, 4, 30, 100])
 @both_loops
-async def test_a_client_that_leaves_within_a_frame_sends_nothing(sent: int) -> None:
+async def test_client_leaving_within_a_frame_sends_nothing(sent: int) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_within_a_frame_sends_nothing(sent: int) -> N
 
 
 @both_loops
-async def test_a_client_that_does_not_read_its_fetches_costs_a_bounded_amount_of_memory() -> None:
+async def test_client_with_unread_fetches_costs_bounded_memory() -> None:
     answered_bytes = 0
     records = bytes(1 << 20)
 
@@ -221,7 +221,7 @@ async def test_a_client_that_does_not_read_its_fetches_costs_a_bounded_amount_of
 
 
 @both_loops
-async def test_many_small_requests_in_one_read_are_begun_a_bounded_number_at_a_time() -> None:
+async def test_pipelined_small_requests_are_begun_boundedly() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"max_open_requests": 20}) as proxy:
         proxy.own(1)
@@ -240,7 +240,7 @@ async def upstream_stays_at(upstream: ScriptedUpstream, count: int) -> bool:
 
 
 @both_loops
-async def test_a_broker_that_does_not_read_slows_down_its_own_client_alone() -> None:
+async def test_broker_not_reading_slows_only_its_client() -> None:
     slow, healthy = ScriptedUpstream(1), ScriptedUpstream(2, answers_everything)
     async with running_proxy(slow, healthy, limits={"max_in_flight_bytes": 4 << 20}) as proxy:
         slow.reads_nothing = True
@@ -268,7 +268,7 @@ async def test_a_broker_that_does_not_read_slows_down_its_own_client_alone() -> 
 
 @both_loops
 @in_one_go
-async def test_a_refused_client_that_does_not_read_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_client_that_does_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_session, "FLUSH_S", 0.5)
     upstream = ScriptedUpstream(1, lambda asked: asked.answer(results={T0: {"records": bytes(8 << 20)}}))
     async with running_proxy(upstream) as proxy:
@@ -288,7 +288,7 @@ async def test_a_refused_client_that_does_not_read_is_not_kept_for_ever(monkeypa
 
 
 @both_loops
-async def test_one_connection_too_many_is_closed_and_the_others_are_served() -> None:
+async def test_excess_connection_is_closed_and_others_are_served() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream, limits={"max_connections": 2}) as proxy:
         proxy.own(1)
@@ -307,7 +307,7 @@ async def test_one_connection_too_many_is_closed_and_the_others_are_served() -> 
 
 
 @both_loops
-async def test_stopping_answers_what_is_in_flight_and_then_closes() -> None:
+async def test_stopping_answers_requests_in_flight_then_closes() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"drain_s": PATIENCE_S}) as proxy:
         proxy.own(1)
@@ -330,7 +330,7 @@ async def test_stopping_answers_what_is_in_flight_and_then_closes() -> None:
 
 @both_loops
 @in_one_go
-async def test_stopping_does_not_wait_longer_than_it_was_told_to() -> None:
+async def test_stopping_keeps_its_time_limit() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"drain_s": 0.3}) as proxy:
         proxy.own(1)
@@ -344,7 +344,7 @@ async def test_stopping_does_not_wait_longer_than_it_was_told_to() -> None:
 
 
 @both_loops
-async def test_stopping_sends_acks_0_that_still_waits_and_then_does_not_linger() -> None:
+async def test_stopping_sends_waiting_acks_0_and_ends() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"drain_s": PATIENCE_S}) as proxy:
         await upstream.stop_listening()
@@ -361,7 +361,7 @@ async def test_stopping_sends_acks_0_that_still_waits_and_then_does_not_linger()
 
 
 @both_loops
-async def test_a_mistake_in_one_session_does_not_stop_the_clock_for_the_others(
+async def test_error_in_one_session_keeps_the_clock_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     upstream = ScriptedUpstream(1)
@@ -401,7 +401,7 @@ async def test_a_request_of_the_greatest_size_is_served() -> None:
 
 
 @both_loops
-async def test_a_replica_that_asks_does_not_reach_a_broker() -> None:
+async def test_replica_fetch_does_not_reach_a_broker() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -414,7 +414,7 @@ async def test_a_replica_that_asks_does_not_reach_a_broker() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_client_that_goes_on_sending_while_the_proxy_stops_still_gets_its_answer() -> None:
+async def test_client_sending_during_stop_gets_its_answer() -> None:
     """Closing upon bytes that nobody has read resets the connection, and what is still on its way is lost."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"drain_s": 10.0}) as proxy:
@@ -436,7 +436,7 @@ async def test_a_client_that_goes_on_sending_while_the_proxy_stops_still_gets_it
 
 
 @both_loops
-async def test_requests_of_a_client_that_left_cost_nothing_more() -> None:
+async def test_requests_of_departed_client_cost_nothing() -> None:
     """There may be 1,000 of them: the core does not take them over, and none is sent again."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:

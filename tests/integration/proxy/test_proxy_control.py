@@ -118,7 +118,7 @@ OTHERS = (Proxy(1_000_001, "other-1.test", 19093), Proxy(1_000_002, "other-2.tes
 
 @pytest.mark.parametrize(("key", "version"), naming_versions())
 @both_loops
-async def test_answers_name_all_proxies_and_lead_with_the_one_that_all_choose(key: int, version: int) -> None:
+async def test_answers_name_all_proxies_with_same_leader(key: int, version: int) -> None:
     upstream = ScriptedUpstream(REAL_ID, answer_about_the_cluster)
     async with running_proxy(upstream) as proxy:
         fleet = proxy.context.fleet
@@ -192,7 +192,7 @@ async def test_no_answer_with_data_names_a_broker(
 
 
 @both_loops
-async def test_list_offsets_tells_no_leader_epoch() -> None:
+async def test_list_offsets_contains_no_leader_epoch() -> None:
     upstream = ScriptedUpstream(1, lambda asked: asked.answer(results={("t", 0): {"leader_epoch": EPOCH}}))
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -226,7 +226,7 @@ async def offered(client: Any, version: int = 3) -> dict[int, tuple[int, int]]:
 
 @pytest.mark.parametrize("version", range(5))
 @both_loops
-async def test_what_proxy_and_brokers_have_in_common_is_offered(version: int) -> None:
+async def test_common_versions_of_proxy_and_brokers_are_offered(version: int) -> None:
     narrow = says_ranges((PRODUCE, 3, 9), (FETCH, 4, 11), (api_keys.METADATA, 0, 12), (LIST_OFFSETS, 50, 60))
     async with running_proxy(ScriptedUpstream(1, WIDE), ScriptedUpstream(2, narrow)) as proxy:
         assert await offered(await proxy.client(), version) == {
@@ -240,7 +240,7 @@ async def test_what_proxy_and_brokers_have_in_common_is_offered(version: int) ->
 
 @pytest.mark.parametrize("version", [5, 9, 32767])
 @both_loops
-async def test_a_version_of_api_versions_that_is_not_known_is_answered_in_version_0(version: int) -> None:
+async def test_unknown_api_versions_version_gets_version_0(version: int) -> None:
     """KIP-511."""
     async with running_proxy(ScriptedUpstream(1, WIDE)) as proxy:
         client = await proxy.client()
@@ -262,7 +262,7 @@ async def test_brokers_are_asked_for_their_versions_once() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_does_not_say_its_versions_does_not_hold_up_every_client(
+async def test_broker_without_versions_does_not_delay_clients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(api_versions, "ASK_TIMEOUT_S", 1.0)
@@ -276,7 +276,7 @@ async def test_a_broker_that_does_not_say_its_versions_does_not_hold_up_every_cl
 
 @pytest.mark.parametrize("reply", [b"\xff" * 40, b""], ids=["garbage", "nothing"])
 @both_loops
-async def test_nonsense_about_versions_is_no_answer(reply: bytes) -> None:
+async def test_invalid_versions_answer_is_ignored(reply: bytes) -> None:
     def script(asked: Asked) -> None:
         asked.connection.write(raw_frame(struct.pack(">i", asked.header.correlation_id) + reply))
 
@@ -293,7 +293,7 @@ async def metadata_of(client: Any) -> Any:
 
 
 @both_loops
-async def test_while_no_broker_can_be_asked_the_proxy_still_names_itself() -> None:
+async def test_proxy_names_itself_without_brokers() -> None:
     async with running_proxy() as proxy:
         message = await metadata_of(await proxy.client())
         assert [(each.node_id, each.host, each.port) for each in message.brokers] == [IDENTITY]
@@ -355,7 +355,7 @@ async def test_a_hung_broker_is_waited_for_once() -> None:
 
 
 @both_loops
-async def test_a_broker_that_leaves_while_another_is_asked_is_passed_over() -> None:
+async def test_broker_leaving_during_a_request_is_skipped() -> None:
     brokers = {node_id: ScriptedUpstream(node_id) for node_id in (1, 2, 3)}
     async with running_proxy(*brokers.values()) as proxy:
         client = await proxy.client()
@@ -371,7 +371,7 @@ async def test_a_broker_that_leaves_while_another_is_asked_is_passed_over() -> N
 
 
 @both_loops
-async def test_what_must_not_happen_twice_is_not_asked_of_a_second_broker() -> None:
+async def test_non_repeatable_request_goes_to_one_broker() -> None:
     first, second = ScriptedUpstream(1, closes), ScriptedUpstream(2, closes)
     async with running_proxy(first, second) as proxy:
         client = await proxy.client()
@@ -381,7 +381,7 @@ async def test_what_must_not_happen_twice_is_not_asked_of_a_second_broker() -> N
 
 
 @both_loops
-async def test_what_was_never_written_may_be_asked_of_a_second_broker() -> None:
+async def test_unwritten_request_may_go_to_second_broker() -> None:
     first, second = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(first, second) as proxy:
         client = await proxy.client()
@@ -423,7 +423,7 @@ async def test_control_answers_keep_their_place_among_the_others() -> None:
 
 
 @both_loops
-async def test_a_client_that_leaves_takes_its_questions_along() -> None:
+async def test_requests_of_leaving_client_are_dropped() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         client = await proxy.client()
@@ -435,7 +435,7 @@ async def test_a_client_that_leaves_takes_its_questions_along() -> None:
 
 
 @both_loops
-async def test_a_broker_that_has_moved_is_asked_where_it_is_now() -> None:
+async def test_moved_broker_is_asked_at_its_new_address() -> None:
     before, now = ScriptedUpstream(1, answer_about_the_cluster), ScriptedUpstream(1, answer_about_the_cluster)
     async with running_proxy(before) as proxy:
         client = await proxy.client()
@@ -467,7 +467,7 @@ async def topics_told(client: RawClient) -> list[str]:
 
 
 @both_loops
-async def test_who_asks_for_all_topics_at_a_time_shares_one_question_asked_after_all_of_them() -> None:
+async def test_concurrent_requests_for_all_topics_share_one() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         first, *others = [await proxy.client() for _ in range(4)]
@@ -491,7 +491,7 @@ async def test_who_asks_for_all_topics_at_a_time_shares_one_question_asked_after
 
 
 @both_loops
-async def test_a_shared_question_is_asked_again_when_who_asked_it_leaves() -> None:
+async def test_shared_request_is_repeated_when_its_asker_leaves() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         asking, *others = [await proxy.client() for _ in range(3)]
@@ -507,7 +507,7 @@ async def test_a_shared_question_is_asked_again_when_who_asked_it_leaves() -> No
 
 
 @both_loops
-async def test_other_questions_do_not_wait_for_that_about_all_topics() -> None:
+async def test_other_requests_do_not_wait_for_all_topics() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         first, second = [await proxy.client() for _ in range(2)]
@@ -524,7 +524,7 @@ async def test_other_questions_do_not_wait_for_that_about_all_topics() -> None:
 
 
 @both_loops
-async def test_all_who_ask_for_all_topics_are_answered_where_no_broker_is_there() -> None:
+async def test_requests_for_all_topics_are_answered_without_brokers() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         clients = [await proxy.client() for _ in range(3)]
@@ -539,7 +539,7 @@ async def test_all_who_ask_for_all_topics_are_answered_where_no_broker_is_there(
 
 
 @both_loops
-async def test_what_a_client_pipelines_is_asked_a_few_at_a_time_and_answered_in_order() -> None:
+async def test_pipelined_cluster_requests_are_answered_in_order() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         client, other = await proxy.client(), await proxy.client()

@@ -109,7 +109,7 @@ async def codes(client: RawClient, key: int, version: int) -> list[int]:
 
 @pytest.mark.parametrize("key", COORDINATED)
 @both_loops
-async def test_a_request_of_every_version_goes_to_the_coordinator_of_its_key(key: int) -> None:
+async def test_every_version_of_request_goes_to_its_coordinator(key: int) -> None:
     cluster = Cluster()
     async with running_proxy(*cluster.brokers) as proxy:
         client = await proxy.client()
@@ -123,7 +123,7 @@ async def test_a_request_of_every_version_goes_to_the_coordinator_of_its_key(key
 
 @pytest.mark.parametrize("key", COORDINATED)
 @both_loops
-async def test_where_no_coordinator_is_found_the_client_is_told_to_look_again_in_every_version(key: int) -> None:
+async def test_missing_coordinator_gets_retriable_error_in_all_versions(key: int) -> None:
     cluster = Cluster()
     cluster.coordinators.clear()
     async with running_proxy(*cluster.brokers) as proxy:
@@ -135,7 +135,7 @@ async def test_where_no_coordinator_is_found_the_client_is_told_to_look_again_in
 
 @pytest.mark.parametrize("key", COORDINATED)
 @both_loops
-async def test_a_coordinator_that_is_lost_is_looked_up_anew(key: int) -> None:
+async def test_lost_coordinator_is_looked_up_again(key: int) -> None:
     cluster = Cluster()
     cluster.coordinated = lambda asked: asked.connection.abort()
     version = SERVED[key].max_version
@@ -149,7 +149,7 @@ async def test_a_coordinator_that_is_lost_is_looked_up_anew(key: int) -> None:
 
 
 @both_loops
-async def test_a_client_that_looks_again_in_any_version_puts_right_what_is_remembered() -> None:
+async def test_client_lookup_in_any_version_corrects_the_cache() -> None:
     """NOT_COORDINATOR is handed on; upon it clients ask FindCoordinator, and that is what the proxy learns from."""
     cluster = Cluster()
     async with running_proxy(*cluster.brokers) as proxy:
@@ -173,7 +173,7 @@ async def test_a_client_that_looks_again_in_any_version_puts_right_what_is_remem
 
 
 @both_loops
-async def test_a_client_that_looks_again_in_vain_has_what_is_remembered_forgotten() -> None:
+async def test_failed_client_lookup_clears_the_cache() -> None:
     cluster = Cluster()
     async with running_proxy(*cluster.brokers) as proxy:
         client = await proxy.client()
@@ -186,7 +186,7 @@ async def test_a_client_that_looks_again_in_vain_has_what_is_remembered_forgotte
 
 
 @both_loops
-async def test_a_coordinator_that_has_left_is_looked_up_anew() -> None:
+async def test_departed_coordinator_is_looked_up_again() -> None:
     cluster = Cluster()
     async with running_proxy(*cluster.brokers) as proxy:
         client = await proxy.client()
@@ -199,7 +199,7 @@ async def test_a_coordinator_that_has_left_is_looked_up_anew() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_coordinator_that_hangs_is_given_up_after_a_time() -> None:
+async def test_hung_coordinator_is_given_up_after_timeout() -> None:
     cluster = Cluster()
     cluster.coordinated = lambda asked: None
     async with running_proxy(*cluster.brokers, limits={"control_timeout_s": 0.3}) as proxy:
@@ -219,7 +219,7 @@ async def test_connections_to_coordinators_are_counted() -> None:
 
 @both_loops
 @in_one_go
-async def test_members_of_a_group_may_be_waited_for_longer_than_any_broker() -> None:
+async def test_group_members_may_wait_longer_than_broker_timeout() -> None:
     cluster = Cluster()
     cluster.coordinated = lambda asked: None
     async with running_proxy(*cluster.brokers, limits={"control_timeout_s": 0.2}) as proxy:
@@ -233,7 +233,7 @@ async def test_members_of_a_group_may_be_waited_for_longer_than_any_broker() -> 
 
 @both_loops
 @in_one_go
-async def test_members_of_a_group_do_not_wait_for_a_coordinator_that_hangs() -> None:
+async def test_group_members_do_not_wait_for_hung_coordinator() -> None:
     cluster = Cluster()
     cluster.coordinated = lambda asked: None
     cluster.brokers[1].answers_probes = False
@@ -262,7 +262,7 @@ async def test_requests_of_one_group_keep_their_order() -> None:
 
 
 @both_loops
-async def test_a_group_does_not_wait_for_what_another_request_waits_for() -> None:
+async def test_group_request_does_not_wait_for_another() -> None:
     """Brokers answer a connection's requests one after another: a JoinGroup must not hold up a Metadata."""
     cluster = Cluster()
     cluster.coordinated = lambda asked: None
@@ -289,7 +289,7 @@ async def test_a_producer_without_transactions_needs_no_coordinator(transactiona
 
 
 @both_loops
-async def test_committed_offsets_tell_no_leader_epoch_in_any_version() -> None:
+async def test_committed_offsets_hide_leader_epoch_in_all_versions() -> None:
     def commits(asked: Asked) -> None:
         epochs = {"committed_leader_epoch": 9} if asked.header.api_version >= 5 else {}
         partition = {"partition_index": 3, "committed_offset": 70, "metadata": "m", "error_code": 0, **epochs}
@@ -335,7 +335,7 @@ def keeps_none() -> Cluster:
 
 
 @both_loops
-async def test_nobody_coordinates_transactions_that_are_not_kept() -> None:
+async def test_unsupported_transactions_have_no_coordinator() -> None:
     cluster = keeps_none()
     async with running_proxy(*cluster.brokers) as proxy:
         client = await without_transactions(proxy)
@@ -357,7 +357,7 @@ async def test_nobody_coordinates_transactions_that_are_not_kept() -> None:
 
 
 @both_loops
-async def test_no_transactional_id_is_initialised_where_no_transactions_are_kept() -> None:
+async def test_unsupported_transactional_id_is_not_initialised() -> None:
     cluster = keeps_none()
     async with running_proxy(*cluster.brokers) as proxy:
         client = await without_transactions(proxy)
@@ -370,7 +370,7 @@ async def test_no_transactional_id_is_initialised_where_no_transactions_are_kept
 # What is remembered
 
 
-def test_what_was_not_used_for_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_entry_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinators, "MAX_REMEMBERED", 3)
     known = Coordinators()
     for broker, key in enumerate("abc"):
@@ -386,7 +386,7 @@ def test_long_keys_are_not_remembered() -> None:
     assert known.get(GROUP, "k" * 1001) is None
 
 
-def test_groups_and_transactional_ids_of_one_name_are_told_apart() -> None:
+def test_groups_and_transactional_ids_of_one_name_differ() -> None:
     known = Coordinators()
     known.remember(GROUP, "k", 1)
     known.remember(TRANSACTION, "k", 2)

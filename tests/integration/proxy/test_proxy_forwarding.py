@@ -38,7 +38,7 @@ def own_split(proxy: RunningProxy) -> None:
 
 @pytest.mark.parametrize("version", range(3, 14))
 @both_loops
-async def test_a_request_with_one_owner_is_forwarded_byte_for_byte(version: int) -> None:
+async def test_request_with_one_owner_is_forwarded_unchanged(version: int) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1, partitions=[0, 3])
@@ -56,7 +56,7 @@ async def test_a_request_with_one_owner_is_forwarded_byte_for_byte(version: int)
 
 
 @both_loops
-async def test_answers_carry_the_clients_correlation_ids_even_repeated_ones() -> None:
+async def test_answers_keep_even_repeated_correlation_ids() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -89,7 +89,7 @@ async def test_two_clients_do_not_share_a_broker_connection() -> None:
 
 
 @both_loops
-async def test_the_next_request_goes_over_the_broker_connection_of_the_one_before() -> None:
+async def test_next_request_reuses_the_broker_connection() -> None:
     """One for records and one for what is asked about the cluster, for as long as the client stays."""
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
@@ -111,7 +111,7 @@ async def test_the_next_request_goes_over_the_broker_connection_of_the_one_befor
 
 
 @both_loops
-async def test_a_client_that_sends_byte_by_byte_is_served() -> None:
+async def test_client_sending_byte_by_byte_is_served() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -127,7 +127,7 @@ async def test_a_client_that_sends_byte_by_byte_is_served() -> None:
 
 @pytest.mark.parametrize("version", range(3, 14))
 @both_loops
-async def test_a_request_over_three_owners_is_split_and_its_answer_merged_in_its_order(version: int) -> None:
+async def test_request_over_three_owners_is_split_and_merged(version: int) -> None:
     upstreams = three()
     async with running_proxy(*upstreams) as proxy:
         own_split(proxy)
@@ -161,7 +161,7 @@ async def test_a_request_over_three_owners_is_split_and_its_answer_merged_in_its
 
 
 @both_loops
-async def test_record_errors_messages_and_unknown_tags_survive_the_merge() -> None:
+async def test_record_errors_and_unknown_tags_survive_the_merge() -> None:
     first, second = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(first, second) as proxy:
         proxy.own(1)
@@ -189,7 +189,7 @@ async def test_record_errors_messages_and_unknown_tags_survive_the_merge() -> No
 
 
 @both_loops
-async def test_a_topic_listed_twice_is_answered_as_it_was_asked() -> None:
+async def test_topic_listed_twice_is_answered_as_listed() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1, partitions=[0, 1])
@@ -201,7 +201,7 @@ async def test_a_topic_listed_twice_is_answered_as_it_was_asked() -> None:
 
 
 @both_loops
-async def test_a_slow_owner_does_not_delay_what_others_are_sent() -> None:
+async def test_slow_owner_does_not_delay_requests_to_others() -> None:
     slow, fast = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(slow, fast) as proxy:
         proxy.own(1)
@@ -219,7 +219,7 @@ async def test_a_slow_owner_does_not_delay_what_others_are_sent() -> None:
 
 
 @both_loops
-async def test_list_offsets_is_split_and_merged_with_leader_epochs_left_out() -> None:
+async def test_list_offsets_is_merged_without_leader_epochs() -> None:
     first, second = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(first, second) as proxy:
         proxy.own(1)
@@ -332,7 +332,7 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 @both_loops
-async def test_a_broker_out_of_protocol_loses_that_connection_alone(wrong: Callable[[Asked], bytes]) -> None:
+async def test_broker_breaking_protocol_loses_only_that_connection(wrong: Callable[[Asked], bytes]) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1, partitions=[0, 1])
@@ -358,7 +358,7 @@ async def test_a_broker_out_of_protocol_loses_that_connection_alone(wrong: Calla
 
 
 @both_loops
-async def test_an_answer_that_nobody_asked_for_closes_that_connection() -> None:
+async def test_unrequested_answer_closes_its_connection() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -375,7 +375,7 @@ async def test_an_answer_that_nobody_asked_for_closes_that_connection() -> None:
 
 
 @both_loops
-async def test_a_connection_that_the_broker_closed_while_idle_is_not_used_again() -> None:
+async def test_idle_connection_closed_by_broker_is_not_reused() -> None:
     """Kafka closes idle connections after ten minutes."""
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
@@ -392,7 +392,7 @@ async def test_a_connection_that_the_broker_closed_while_idle_is_not_used_again(
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 7, 8, 20, -1])
 @both_loops
-async def test_half_an_answer_is_no_answer(cut: int) -> None:
+async def test_partial_answer_is_discarded(cut: int) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -406,7 +406,7 @@ async def test_half_an_answer_is_no_answer(cut: int) -> None:
 
 
 @both_loops
-async def test_an_owner_whose_address_changes_is_reached_at_the_new_one() -> None:
+async def test_owner_with_changed_address_is_reached() -> None:
     old, new = ScriptedUpstream(1, answers_everything), ScriptedUpstream(1, answers_everything)
     async with running_proxy(old, new) as proxy:
         proxy.topology.set_broker(1, old.address)

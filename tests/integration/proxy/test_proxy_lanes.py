@@ -48,7 +48,7 @@ async def prove(client: RawClient, upstream: ScriptedUpstream, number: int = 0) 
 
 
 @both_loops
-async def test_on_a_new_route_one_batch_goes_first_and_the_rest_waits_for_its_success() -> None:
+async def test_new_route_sends_one_batch_first() -> None:
     """Ownership may arrive between two batches, and a broker without the producer's state accepts any sequence."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -81,7 +81,7 @@ async def test_a_route_is_new_again_on_another_connection() -> None:
 
 
 @both_loops
-async def test_what_was_piped_behind_a_refused_batch_is_sent_again_behind_it() -> None:
+async def test_batches_behind_refused_batch_are_resent_behind_it() -> None:
     former, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(former, new) as proxy:
         proxy.own(1)
@@ -108,7 +108,7 @@ async def test_what_was_piped_behind_a_refused_batch_is_sent_again_behind_it() -
 
 
 @both_loops
-async def test_a_later_batch_waits_while_an_earlier_one_is_unanswered_at_the_former_owner() -> None:
+async def test_later_batch_waits_for_answer_of_former_owner() -> None:
     former, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(former, new) as proxy:
         proxy.own(1)
@@ -130,7 +130,7 @@ async def test_a_later_batch_waits_while_an_earlier_one_is_unanswered_at_the_for
 
 
 @both_loops
-async def test_an_owner_that_changes_its_address_keeps_the_order() -> None:
+async def test_owner_changing_its_address_keeps_the_order() -> None:
     old, new = ScriptedUpstream(1), ScriptedUpstream(1)
     async with running_proxy(old, new) as proxy:
         proxy.topology.set_broker(1, old.address)
@@ -150,7 +150,7 @@ async def test_an_owner_that_changes_its_address_keeps_the_order() -> None:
 
 
 @both_loops
-async def test_what_comes_when_its_owner_has_left_waits_for_what_the_owner_has_not_answered() -> None:
+async def test_batch_waits_for_answers_of_departed_owner() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -170,7 +170,7 @@ async def test_what_comes_when_its_owner_has_left_waits_for_what_the_owner_has_n
 
 @both_loops
 @in_one_go
-async def test_a_former_owner_that_never_answers_does_not_hold_the_lane_for_ever(
+async def test_silent_former_owner_does_not_block_lane_forever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stopped, not dead: its connection stays open, and the client's batches go nowhere else until it is closed."""

@@ -32,7 +32,7 @@ def big(n: int, size: int = MIB) -> bytes:
 
 
 @both_loops
-async def test_all_connections_together_hold_no_more_than_the_total() -> None:
+async def test_all_connections_together_stay_within_total() -> None:
     """Brokers answer nothing; then they do, and every client is served in the end."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 8 * MIB}) as proxy:
@@ -58,7 +58,7 @@ async def test_all_connections_together_hold_no_more_than_the_total() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_large_read_of_many_requests_is_all_of_a_clients_turn() -> None:
+async def test_large_read_takes_one_turn_of_a_client() -> None:
     """TLS hands over several such reads in one turn of the event loop; by a clock at rest each takes no time."""
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream, clock=lambda: 1.0) as proxy:
@@ -82,7 +82,7 @@ async def test_a_large_read_of_many_requests_is_all_of_a_clients_turn() -> None:
 
 
 @both_loops
-async def test_those_who_wait_are_let_go_in_the_order_of_their_coming() -> None:
+async def test_waiting_clients_resume_in_order_of_arrival() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 200_000}) as proxy:
         proxy.own(1, partitions=range(24))
@@ -101,7 +101,7 @@ async def test_those_who_wait_are_let_go_in_the_order_of_their_coming() -> None:
 
 
 @both_loops
-async def test_halves_of_frames_fill_the_total_and_each_is_still_finished() -> None:
+async def test_partial_frames_fill_total_and_still_finish() -> None:
     """Every connection is in the midst of a frame when there is no more room: one at a time reads on."""
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 6 * MIB}) as proxy:
@@ -120,7 +120,7 @@ async def test_halves_of_frames_fill_the_total_and_each_is_still_finished() -> N
 
 
 @both_loops
-async def test_who_reads_on_without_room_does_so_for_one_frame() -> None:
+async def test_reader_beyond_total_reads_one_frame() -> None:
     """Its next one has begun with the end of the first; the others come first."""
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 1}) as proxy:
@@ -152,7 +152,7 @@ async def test_a_request_larger_than_the_total_is_served() -> None:
 
 
 @both_loops
-async def test_one_who_leaves_in_the_midst_makes_room() -> None:
+async def test_client_leaving_within_a_frame_frees_memory() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 4 * MIB}) as proxy:
         proxy.own(1)
@@ -171,7 +171,7 @@ async def test_one_who_leaves_in_the_midst_makes_room() -> None:
 
 @both_loops
 @in_one_go
-async def test_requests_are_served_although_others_hold_the_total_with_halves_of_frames() -> None:
+async def test_requests_are_served_beside_stalled_partial_frames() -> None:
     """Who has stood still is cut off after seconds when others wait for what it holds."""
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 8 * MIB}) as proxy:
@@ -191,7 +191,7 @@ async def test_requests_are_served_although_others_hold_the_total_with_halves_of
 
 @both_loops
 @in_one_go
-async def test_a_frame_that_does_not_get_on_closes_its_connection_and_no_other() -> None:
+async def test_stalled_frame_closes_only_its_connection() -> None:
     now = [1000.0]
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream, clock=lambda: now[0]) as proxy:
@@ -221,7 +221,7 @@ async def test_a_frame_that_does_not_get_on_closes_its_connection_and_no_other()
 
 @both_loops
 @in_one_go
-async def test_a_frame_that_we_do_not_read_is_not_too_slow() -> None:
+async def test_frame_stalled_by_the_proxy_is_not_slow() -> None:
     """The client sends as fast as it can; it is we who wait for a broker."""
     now = [1000.0]
     upstream = ScriptedUpstream(1)
@@ -250,7 +250,7 @@ async def test_a_frame_that_we_do_not_read_is_not_too_slow() -> None:
 @pytest.mark.parametrize(
     "kind", ["half of 100 MiB", pytest.param("a length", marks=pytest.mark.long), "whole requests"]
 )
-async def test_memory_stays_flat_under_clients_who_send_more_than_there_is_room_for(tmp_path: Path, kind: str) -> None:
+async def test_memory_stays_flat_under_excess_load(tmp_path: Path, kind: str) -> None:
     clients, limit = 100 if kind == "whole requests" else 300, 64 * MIB
     upstream = await ServedBroker(1).start()
     with static_proxy(tmp_path, {1: upstream.port}, limits={"max_in_flight_bytes_total": limit}) as process:
@@ -319,7 +319,7 @@ def send_from_many(port: int, clients: int, data: bytes, seconds: float) -> int:
 
 @pytest.mark.parametrize("api_key", [PRODUCE, FETCH])
 @both_loops
-async def test_more_partitions_than_are_served_each_get_an_error_code(api_key: int) -> None:
+async def test_partitions_beyond_limit_get_an_error_code(api_key: int) -> None:
     """A connection that is closed instead makes a client send the same for ever."""
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
@@ -338,7 +338,7 @@ async def test_more_partitions_than_are_served_each_get_an_error_code(api_key: i
 
 @both_loops
 @in_one_go
-async def test_a_request_that_arrives_after_its_deadline_is_not_sent_and_says_so() -> None:
+async def test_request_arriving_after_deadline_is_not_sent() -> None:
     """Sent all the same it would be appended, answered with REQUEST_TIMED_OUT, and sent again by its client."""
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:

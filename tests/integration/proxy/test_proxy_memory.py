@@ -41,7 +41,7 @@ def kept(proxy: RunningProxy) -> list[int]:
 
 @pytest.mark.parametrize("partitions", [[0], [0, 1]], ids=["whole", "split"])
 @both_loops
-async def test_a_request_that_waits_long_keeps_its_own_bytes_alone_and_is_sent_again_as_it_was(
+async def test_long_waiting_request_holds_only_its_own_bytes(
     partitions: list[int],
 ) -> None:
     slow, other = ScriptedUpstream(1), ScriptedUpstream(2, answers_everything)
@@ -61,7 +61,7 @@ async def test_a_request_that_waits_long_keeps_its_own_bytes_alone_and_is_sent_a
 
 
 @both_loops
-async def test_a_request_that_was_answered_at_its_deadline_keeps_nothing() -> None:
+async def test_request_answered_at_deadline_holds_nothing() -> None:
     slow = ScriptedUpstream(1)
     async with running_proxy(slow) as proxy:
         proxy.own(1)

@@ -104,9 +104,7 @@ async def produce_under_fire(cluster: MovingCluster, count: int, *, bursts: bool
     ids=["state from the log", "no state", "no state, in bursts"],
 )
 @both_loops
-async def test_nothing_is_lost_doubled_or_reordered_while_ownership_moves(
-    rebuilds: bool, bursts: bool, batches: int
-) -> None:
+async def test_ownership_moves_lose_duplicate_or_reorder_nothing(rebuilds: bool, bursts: bool, batches: int) -> None:
     cluster = MovingCluster(PARTITIONS, seed=11, rebuilds=rebuilds)
     producer = await produce_under_fire(cluster, batches, bursts=bursts)
     assert {place: disorder(log, batches) for place, log in cluster.logs.items()} == {place: [] for place in PARTITIONS}
@@ -117,7 +115,7 @@ async def test_nothing_is_lost_doubled_or_reordered_while_ownership_moves(
     assert producer.failures < batches / 4
 
 
-def test_without_a_rule_the_same_check_finds_disorder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_finds_disorder_without_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_is_held(self: Fanout, *_: Any) -> set[tuple[int, int]]:
         return set()
 

@@ -116,7 +116,7 @@ async def produce_in_trouble(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + SEEDS))
-def test_whatever_happens_nothing_is_lost_doubled_or_reordered(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_faults_lose_duplicate_or_reorder_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fanout, "HUNG_AFTER_S", 0.5)
     try:
         run_on(asyncio.SelectorEventLoop if seed % 3 == 0 else uvloop.new_event_loop, produce_in_trouble(seed))

@@ -25,7 +25,7 @@ def empty(asked: Asked) -> None:
 @pytest.mark.parametrize("version", range(4, 13))
 @both_loops
 @in_one_go
-async def test_a_fetch_with_one_owner_waits_at_the_broker_and_comes_back_as_it_was(version: int) -> None:
+async def test_fetch_with_one_owner_waits_at_broker(version: int) -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -62,7 +62,7 @@ async def test_fetch_sessions_are_not_kept(version: int) -> None:
 
 @both_loops
 @in_one_go
-async def test_data_at_one_owner_does_not_wait_for_another_owners_max_wait() -> None:
+async def test_data_at_one_owner_ends_the_long_poll() -> None:
     idle, busy = ScriptedUpstream(1, empty), ScriptedUpstream(2)
     async with running_proxy(idle, busy) as proxy:
         proxy.own(1)
@@ -78,7 +78,7 @@ async def test_data_at_one_owner_does_not_wait_for_another_owners_max_wait() -> 
 
 @both_loops
 @in_one_go
-async def test_data_that_comes_while_a_fetch_waits_is_found_soon() -> None:
+async def test_data_arriving_during_a_fetch_is_found_soon() -> None:
     idle, busy = ScriptedUpstream(1, empty), ScriptedUpstream(2, empty)
     async with running_proxy(idle, busy) as proxy:
         proxy.own(1)
@@ -97,7 +97,7 @@ async def test_data_that_comes_while_a_fetch_waits_is_found_soon() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_fetch_without_data_is_answered_empty_when_its_time_is_up() -> None:
+async def test_fetch_without_data_ends_at_max_wait() -> None:
     first, second = ScriptedUpstream(1, empty), ScriptedUpstream(2, empty)
     async with running_proxy(first, second) as proxy:
         proxy.own(1)
@@ -112,7 +112,7 @@ async def test_a_fetch_without_data_is_answered_empty_when_its_time_is_up() -> N
 
 @both_loops
 @in_one_go
-async def test_an_error_is_not_waited_upon() -> None:
+async def test_error_ends_a_waiting_fetch() -> None:
     first, second = ScriptedUpstream(1, empty), ScriptedUpstream(2)
     async with running_proxy(first, second) as proxy:
         proxy.own(1)
@@ -127,7 +127,7 @@ async def test_an_error_is_not_waited_upon() -> None:
 
 @both_loops
 @in_one_go
-async def test_the_pieces_of_a_fetch_share_its_max_bytes() -> None:
+async def test_pieces_of_a_fetch_share_its_max_bytes() -> None:
     upstreams = [ScriptedUpstream(node_id) for node_id in (1, 2, 3)]
     async with running_proxy(*upstreams) as proxy:
         for upstream in upstreams:
@@ -143,7 +143,7 @@ async def test_the_pieces_of_a_fetch_share_its_max_bytes() -> None:
 
 @both_loops
 @in_one_go
-async def test_an_error_of_the_whole_answer_counts_for_each_partition() -> None:
+async def test_whole_answer_error_counts_for_each_partition() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -156,7 +156,7 @@ async def test_an_error_of_the_whole_answer_counts_for_each_partition() -> None:
 
 @both_loops
 @in_one_go
-async def test_fetches_do_not_wait_for_one_another_while_one_looks_again() -> None:
+async def test_waiting_fetches_do_not_delay_each_other() -> None:
     """One that waits for data must not keep a produce request on the same connection from its broker."""
     first, second = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(first, second) as proxy:
@@ -173,7 +173,7 @@ async def test_fetches_do_not_wait_for_one_another_while_one_looks_again() -> No
 
 @both_loops
 @in_one_go
-async def test_a_client_that_leaves_ends_the_looking() -> None:
+async def test_leaving_client_ends_its_repeated_reads() -> None:
     first, second = ScriptedUpstream(1, empty), ScriptedUpstream(2, empty)
     async with running_proxy(first, second) as proxy:
         proxy.own(1)

@@ -115,7 +115,7 @@ class Case:
 @pytest.mark.parametrize(("acks", "producer_id"), KINDS, ids=KIND_NAMES)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @both_loops
-async def test_a_broker_that_breaks_off_after_any_byte(acks: int, producer_id: int, split: bool) -> None:
+async def test_broker_may_break_off_anywhere_in_its_answer(acks: int, producer_id: int, split: bool) -> None:
     well = ScriptedUpstream(WELL, answers_everything)
     async with running_proxy(well, limits=PATIENT) as proxy:
         proxy.own(WELL, partitions=[WELL_PARTITION])
@@ -153,7 +153,7 @@ async def connected(proxy: RunningProxy) -> socket.socket:
 @pytest.mark.parametrize("acks", [-1, pytest.param(1, marks=pytest.mark.long), 0])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @both_loops
-async def test_a_client_that_breaks_off_after_any_byte_of_its_request(acks: int, split: bool) -> None:
+async def test_client_may_break_off_anywhere_in_its_request(acks: int, split: bool) -> None:
     """What is not whole never reaches a broker; what is may, once."""
     own, well = ScriptedUpstream(1, answers_everything), ScriptedUpstream(WELL, answers_everything)
     async with running_proxy(own, well, limits=PATIENT) as proxy:
@@ -177,7 +177,7 @@ async def test_a_client_that_breaks_off_after_any_byte_of_its_request(acks: int,
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @both_loops
-async def test_a_client_that_breaks_off_after_any_byte_of_its_answer(split: bool) -> None:
+async def test_client_may_break_off_anywhere_in_its_answer(split: bool) -> None:
     own, well = ScriptedUpstream(1, answers_everything), ScriptedUpstream(WELL, answers_everything)
     async with running_proxy(own, well, limits=PATIENT) as proxy:
         proxy.own(1)

@@ -41,7 +41,7 @@ async def prove(client: RawClient, upstream: ScriptedUpstream) -> None:
 
 @both_loops
 @in_one_go
-async def test_a_batch_refused_by_its_former_owner_is_sent_to_the_new_one() -> None:
+async def test_batch_refused_by_former_owner_goes_to_new() -> None:
     former, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(former, new) as proxy:
         used = proxy.own(1)
@@ -61,7 +61,7 @@ async def test_a_batch_refused_by_its_former_owner_is_sent_to_the_new_one() -> N
 
 @both_loops
 @in_one_go
-async def test_only_what_was_refused_is_sent_again() -> None:
+async def test_only_refused_partitions_are_resent() -> None:
     first, second = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(first, second) as proxy:
         proxy.own(1, partitions=[0, 1, 2])
@@ -81,7 +81,7 @@ async def test_only_what_was_refused_is_sent_again() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_back_off_ends_when_the_table_names_another_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_back_off_ends_when_table_names_another_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     """With leaders that move faster than the longest back-off a batch would come to each of them too late."""
     monkeypatch.setattr(retry, "BACKOFF_S", (*BACKOFF_S[:-1], 8.0))
     monkeypatch.setattr(retry, "WAIT_S", 20.0)
@@ -138,7 +138,7 @@ async def test_refusals_before_the_reread_ends_do_not_count(monkeypatch: pytest.
 @pytest.mark.parametrize("speaks", [False, True], ids=["unknown", "known"])
 @both_loops
 @in_one_go
-async def test_a_broker_that_has_not_said_what_it_serves_is_not_taken_to_know_a_batch_again(speaks: bool) -> None:
+async def test_broker_of_unknown_versions_gets_no_resend(speaks: bool) -> None:
     """Brokers without idempotence append it twice, and it may be one of those that has just been started."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, introduced=speaks) as proxy:
@@ -156,7 +156,7 @@ async def test_a_broker_that_has_not_said_what_it_serves_is_not_taken_to_know_a_
 
 @both_loops
 @in_one_go
-async def test_after_a_lost_connection_idempotent_batches_are_sent_again_in_order() -> None:
+async def test_lost_connection_resends_idempotent_batches_in_order() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -182,7 +182,7 @@ async def test_after_a_lost_connection_idempotent_batches_are_sent_again_in_orde
 
 @both_loops
 @in_one_go
-async def test_after_a_lost_connection_others_get_seven() -> None:
+async def test_lost_connection_answers_other_batches_with_7() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -200,7 +200,7 @@ async def test_after_a_lost_connection_others_get_seven() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_refused_dial_is_tried_three_times_within_a_second_and_answered_with_six() -> None:
+async def test_refused_dial_is_tried_thrice_then_answered_6() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         await upstream.stop_listening()
@@ -215,7 +215,7 @@ async def test_a_refused_dial_is_tried_three_times_within_a_second_and_answered_
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_comes_back_between_two_dials_is_used() -> None:
+async def test_broker_returning_between_two_dials_is_used() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         await upstream.stop_listening()
@@ -230,7 +230,7 @@ async def test_a_broker_that_comes_back_between_two_dials_is_used() -> None:
 @pytest.mark.parametrize("host", ["x" * 70, "a..b", "no.such.host.invalid", "\udc80"], ids=range(4))
 @both_loops
 @in_one_go
-async def test_an_address_that_cannot_be_dialled_counts_as_a_refused_dial(host: str) -> None:
+async def test_undialable_address_counts_as_refused_dial(host: str) -> None:
     async with running_proxy() as proxy:
         proxy.topology.set_broker(1, Address(host, 1))
         proxy.own(1)
@@ -244,7 +244,7 @@ async def test_an_address_that_cannot_be_dialled_counts_as_a_refused_dial(host: 
 
 @both_loops
 @in_one_go
-async def test_at_the_deadline_written_pieces_get_7_unwritten_6_and_finished_their_results() -> None:
+async def test_deadline_answers_written_7_and_unwritten_6() -> None:
     finished, silent = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(finished, silent) as proxy:
         proxy.own(1)
@@ -263,7 +263,7 @@ async def test_at_the_deadline_written_pieces_get_7_unwritten_6_and_finished_the
 
 @both_loops
 @in_one_go
-async def test_what_waits_for_the_dial_behind_a_piece_that_got_six_is_given_up_with_it() -> None:
+async def test_batch_behind_a_piece_with_6_gets_6() -> None:
     """Sent alone, the later batch would be first at a broker that knows nothing of the producer."""
     upstream = ScriptedUpstream(1)
     with DeafListener() as listener:
@@ -284,7 +284,7 @@ async def test_what_waits_for_the_dial_behind_a_piece_that_got_six_is_given_up_w
 
 @both_loops
 @in_one_go
-async def test_a_late_answer_is_dropped_and_does_not_confuse_the_next_request() -> None:
+async def test_late_answer_is_dropped() -> None:
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -305,7 +305,7 @@ async def test_a_late_answer_is_dropped_and_does_not_confuse_the_next_request() 
 
 @both_loops
 @in_one_go
-async def test_a_read_refused_by_its_former_owner_is_asked_of_the_new_one() -> None:
+async def test_read_refused_by_former_owner_goes_to_new() -> None:
     former, new = ScriptedUpstream(1), ScriptedUpstream(2)
     async with running_proxy(former, new) as proxy:
         proxy.own(1)

@@ -28,7 +28,7 @@ def timers(*, local: int = 0, remote: int = 0) -> list[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table of connections is Linux's")
 @both_loops
-async def test_a_host_that_goes_without_a_word_is_found_out() -> None:
+async def test_silently_gone_host_is_detected() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream, introduced=False) as proxy:
         proxy.own(1)

@@ -23,7 +23,7 @@ def learn_id(proxy: RunningProxy, topic: str = "t") -> None:
 
 
 @both_loops
-async def test_an_unknown_id_is_said_to_be_unknown_and_the_rest_goes_its_way() -> None:
+async def test_unknown_topic_id_gets_an_error_alone() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.own(1, "u")
@@ -39,7 +39,7 @@ async def test_an_unknown_id_is_said_to_be_unknown_and_the_rest_goes_its_way() -
 
 
 @both_loops
-async def test_an_id_that_the_client_learnt_first_is_waited_for() -> None:
+async def test_topic_id_learnt_by_client_first_is_awaited() -> None:
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -54,7 +54,7 @@ async def test_an_id_that_the_client_learnt_first_is_waited_for() -> None:
 
 
 @both_loops
-async def test_what_a_broker_refuses_is_sent_again_in_order() -> None:
+async def test_refused_batch_is_resent_in_order() -> None:
     def refuses_two(asked: Asked) -> None:
         asked.answer(results={("t", 0): UNKNOWN_TOPIC_ID} if len(upstream.log) in (2, 3) else {})
 

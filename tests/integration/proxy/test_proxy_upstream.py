@@ -23,7 +23,7 @@ CONNECT_TIMEOUT_S = 0.05
 
 @both_loops
 @in_one_go
-async def test_a_connection_that_was_made_is_not_taken_away_by_the_dials_time_out(
+async def test_established_connection_survives_the_dial_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """uvloop closes the handle under such a connection and never says that it is lost: whoever waits for that hangs."""
@@ -47,7 +47,7 @@ async def test_a_connection_that_was_made_is_not_taken_away_by_the_dials_time_ou
 
 @both_loops
 @in_one_go
-async def test_a_connection_that_is_made_after_the_dials_time_out_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_made_after_dial_timeout_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     connection_made = Upstream.connection_made
 
     def made_too_late(self: Upstream, transport: asyncio.BaseTransport) -> None:
@@ -121,7 +121,7 @@ def _dialled(listener: socket.socket, keeper: Recorder | None = None) -> Upstrea
 
 @both_loops
 @in_one_go
-async def test_each_ticket_is_called_before_the_end_is_reported_also_if_one_ends_the_connection() -> None:
+async def test_each_ticket_is_called_before_end_is_reported() -> None:
     calls: list[str] = []
 
     class Ending(Silent):
@@ -140,7 +140,7 @@ async def test_each_ticket_is_called_before_the_end_is_reported_also_if_one_ends
 
 @both_loops
 @in_one_go
-async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
+async def test_closing_a_just_reset_connection_is_safe() -> None:
     """The kernel knows of it and the event loop does not yet: closing one half of such a connection is an error."""
     with socket.create_server((HOST, 0)) as listener:
         upstream = _dialled(listener)
@@ -158,7 +158,7 @@ async def test_closing_a_connection_that_the_broker_has_just_reset() -> None:
 @pytest.mark.parametrize("outcome", ["the connection ends", "another partition moves"])
 @both_loops
 @in_one_go
-async def test_requests_that_wait_for_a_renewed_session_are_answered(outcome: str) -> None:
+async def test_requests_waiting_for_session_renewal_are_answered(outcome: str) -> None:
     """They were begun on the plain path, and what happens meanwhile takes them off it."""
     upstream = ScriptedUpstream(1, answers_everything)
     async with running_proxy(upstream) as proxy:

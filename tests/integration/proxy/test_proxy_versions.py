@@ -79,7 +79,7 @@ async def join(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
 
 @both_loops
 @in_one_go
-async def test_a_client_told_of_more_is_answered_and_closed_when_an_old_broker_joins() -> None:
+async def test_old_broker_joining_closes_client_after_answers() -> None:
     new, old = ScriptedUpstream(1, serves(NEWEST, answers=holds)), ScriptedUpstream(2, serves(OLD))
     async with running_proxy(new, follows_versions=True) as proxy:
         proxy.own(1)
@@ -99,7 +99,7 @@ async def test_a_client_told_of_more_is_answered_and_closed_when_an_old_broker_j
 
 @both_loops
 @in_one_go
-async def test_what_a_client_sent_too_late_does_not_cost_it_its_last_answers() -> None:
+async def test_late_request_does_not_cost_last_answers() -> None:
     """Closing upon bytes that nobody has read resets a connection; the client closes first."""
     new, old = ScriptedUpstream(1, serves(NEWEST, answers=holds)), ScriptedUpstream(2, serves(OLD))
     async with running_proxy(new, follows_versions=True) as proxy:
@@ -125,7 +125,7 @@ async def test_what_a_client_sent_too_late_does_not_cost_it_its_last_answers() -
 
 @both_loops
 @in_one_go
-async def test_an_idle_client_that_was_told_of_more_is_closed_when_an_old_broker_joins() -> None:
+async def test_old_broker_joining_closes_idle_client() -> None:
     old = ScriptedUpstream(2, serves(OLD))
     async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
         client = await proxy.client()
@@ -138,7 +138,7 @@ async def test_an_idle_client_that_was_told_of_more_is_closed_when_an_old_broker
 
 @both_loops
 @in_one_go
-async def test_a_client_that_never_asked_is_held_to_what_is_offered_at_the_moment() -> None:
+async def test_client_without_api_versions_gets_current_limits() -> None:
     """kafka-python 2.0.2 with a pinned version sends no ApiVersions at all."""
     old = ScriptedUpstream(2, serves(OLD))
     async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
@@ -163,7 +163,7 @@ async def test_a_client_that_never_asked_is_held_to_what_is_offered_at_the_momen
 
 @both_loops
 @in_one_go
-async def test_a_client_told_of_less_stays_and_is_held_to_it_when_the_old_broker_leaves() -> None:
+async def test_client_with_lower_versions_stays_limited() -> None:
     upstreams = ScriptedUpstream(1, serves(NEWEST)), ScriptedUpstream(2, serves(OLD))
     async with running_proxy(*upstreams, follows_versions=True) as proxy:
         proxy.own(1)
@@ -181,7 +181,7 @@ async def test_a_client_told_of_less_stays_and_is_held_to_it_when_the_old_broker
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_serves_as_much_as_was_told_closes_nobody() -> None:
+async def test_equally_capable_broker_closes_no_client() -> None:
     second = ScriptedUpstream(2, serves(NEWEST))
     async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
         proxy.own(1)
@@ -198,7 +198,7 @@ async def test_a_broker_that_serves_as_much_as_was_told_closes_nobody() -> None:
 
 @both_loops
 @in_one_go
-async def test_an_old_broker_that_comes_back_as_a_new_one_is_asked_again() -> None:
+async def test_upgraded_broker_is_asked_again() -> None:
     upstream = ScriptedUpstream(1, serves(OLD))
     async with running_proxy(upstream, follows_versions=True) as proxy:
         await eventually(lambda: current_produce(proxy) == OLD)
@@ -210,7 +210,7 @@ async def test_an_old_broker_that_comes_back_as_a_new_one_is_asked_again() -> No
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_goes_is_told_of_and_so_is_each_vain_attempt_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_broker_departure_and_failed_attempts_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "UNREACHABLE_FOR_S", 0.3)
     upstream = ScriptedUpstream(1, serves(NEWEST))
     async with running_proxy(upstream, follows_versions=True) as proxy:
@@ -238,7 +238,7 @@ async def test_a_broker_with_another_address_is_asked_there() -> None:
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_cannot_be_asked_counts_with_what_it_last_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreachable_broker_counts_with_last_known_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
     old = ScriptedUpstream(2, serves(OLD))
     async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), old, follows_versions=True) as proxy:
@@ -253,7 +253,7 @@ async def test_a_broker_that_cannot_be_asked_counts_with_what_it_last_said(monke
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_has_never_answered_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_never_answering_broker_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
     hung = ScriptedUpstream(2)
     async with running_proxy(ScriptedUpstream(1, serves(OLD)), hung) as proxy:
@@ -271,7 +271,7 @@ def says_35(asked: Asked) -> None:
 @pytest.mark.parametrize("refuses", [says_35, lambda asked: asked.connection.close()], ids=["error 35", "closes"])
 @both_loops
 @in_one_go
-async def test_a_broker_that_knows_no_newer_version_of_the_question_is_asked_in_version_0(refuses: Script) -> None:
+async def test_old_broker_is_asked_for_api_versions_0(refuses: Script) -> None:
     known = serves(OLD)
 
     def script(asked: Asked) -> None:
@@ -291,7 +291,7 @@ async def test_a_broker_that_knows_no_newer_version_of_the_question_is_asked_in_
 )
 @both_loops
 @in_one_go
-async def test_what_was_not_offered_is_refused_by_closing(key: int, version: int) -> None:
+async def test_unoffered_request_closes_the_connection(key: int, version: int) -> None:
     upstream = ScriptedUpstream(1, serves(OLD))
     async with running_proxy(upstream) as proxy:
         client = await proxy.client()
@@ -326,7 +326,7 @@ FEATURES: Mapping[str, Any] = {
 @pytest.mark.parametrize("version", range(5))
 @both_loops
 @in_one_go
-async def test_features_are_handed_on_as_the_offered_versions_allow(version: int) -> None:
+async def test_features_match_the_offered_versions(version: int) -> None:
     async with running_proxy(ScriptedUpstream(1, serves(11, **FEATURES))) as proxy:
         message = await api_versions(await proxy.client(), version)
         supported = {each.name: (each.min_version, each.max_version) for each in message.supported_features}
@@ -384,7 +384,7 @@ def serves_all(asked: Asked) -> None:
 @pytest.mark.parametrize(("name", "version"), [*((name, 0) for name in INTERNAL), ("AddPartitionsToTxn of brokers", 4)])
 @both_loops
 @in_one_go
-async def test_what_brokers_say_among_themselves_is_refused(name: str, version: int, negotiates: bool) -> None:
+async def test_inter_broker_requests_are_refused(name: str, version: int, negotiates: bool) -> None:
     """It would use the proxy's rights at the brokers."""
     key = INTERNAL.get(name, keys.ADD_PARTITIONS_TO_TXN)
     upstream = ScriptedUpstream(1, serves_all)
@@ -401,7 +401,7 @@ async def test_what_brokers_say_among_themselves_is_refused(name: str, version: 
 @pytest.mark.parametrize("version", range(SERVED[keys.FETCH].min_version, SERVED[keys.FETCH].max_version + 1))
 @both_loops
 @in_one_go
-async def test_a_fetch_in_the_name_of_a_replica_is_refused(version: int) -> None:
+async def test_fetch_as_replica_is_refused(version: int) -> None:
     """A follower's Fetch moves the high watermark, and its reads go beyond it."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
@@ -454,7 +454,7 @@ async def test_replica_lists_offsets_as_a_consumer(version: int) -> None:
         ([None], False),
     ],
 )
-async def test_an_upstream_has_fences_where_all_that_said_so_have(
+async def test_upstream_has_fences_if_all_brokers_have(
     brokers: list[range | None], fenced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.3)

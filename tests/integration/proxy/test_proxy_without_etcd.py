@@ -92,7 +92,7 @@ async def test_writes_follow_a_leader_without_etcd(
     assert writer.judge(0, log_bytes(tmp_path / str(A) / f"{TOPIC}-0")) == 0
 
 
-async def test_without_any_etcd_nothing_is_acknowledged(
+async def test_missing_etcd_leaves_nothing_acknowledged(
     etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
 ) -> None:
     """The leases end, so no broker leads, and none names a leader."""

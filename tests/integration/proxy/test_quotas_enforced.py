@@ -73,7 +73,7 @@ async def produced(client: RawClient, size: int) -> int:
     return throttle_ms
 
 
-async def test_who_exceeds_the_rate_is_slowed_down_and_told(tmp_path: Path) -> None:
+async def test_client_over_its_rate_is_throttled_and_told(tmp_path: Path) -> None:
     async with limited(tmp_path, QUOTAS) as process:
         alice, bob = await connect(process, "alice"), await connect(process, "bob")
         began = time.monotonic()
@@ -92,7 +92,7 @@ async def test_who_exceeds_the_rate_is_slowed_down_and_told(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_exceeded", [False, True])
-async def test_a_request_that_has_to_wait_for_room_is_charged_once(tmp_path: Path, is_exceeded: bool) -> None:
+async def test_request_waiting_for_memory_is_charged_once(tmp_path: Path, is_exceeded: bool) -> None:
     """It was charged again when it was begun, and throttled for twice the time."""
     held: list[Asked] = []
 
@@ -127,7 +127,7 @@ async def test_a_request_that_has_to_wait_for_room_is_charged_once(tmp_path: Pat
         await broker.stop()
 
 
-async def test_connections_of_a_principal_and_of_an_address_are_limited(tmp_path: Path) -> None:
+async def test_connections_of_principal_and_address_are_limited(tmp_path: Path) -> None:
     async with limited(tmp_path, QUOTAS, max_connections_per_address=4) as process:
         first, second = await connect(process, "alice"), await connect(process, "alice")
         third = await connect(process, "alice")
@@ -165,7 +165,7 @@ WINDOW_S = 2.0
 MOST = 12
 
 
-async def test_one_connection_of_several_workers_gets_the_whole_rate(tmp_path: Path) -> None:
+async def test_one_connection_to_workers_gets_whole_rate(tmp_path: Path) -> None:
     async with two_workers(tmp_path, f"produce_bytes_per_s = {RATE}") as process:
         client = await RawClient().connect(port_of(process))
         deadline = time.monotonic() + PATIENCE_S
@@ -182,7 +182,7 @@ async def test_one_connection_of_several_workers_gets_the_whole_rate(tmp_path: P
         assert in_total <= 1.1 * RATE * (time.monotonic() - began_at + 1), shares
 
 
-async def test_workers_together_keep_to_the_rate_while_one_is_killed_and_replaced(tmp_path: Path) -> None:
+async def test_workers_keep_the_rate_while_one_is_replaced(tmp_path: Path) -> None:
     async with two_workers(tmp_path, f"produce_bytes_per_s = {RATE}") as process:
         held = await clients_of_each(process)
         began, used, ends = time.monotonic(), 0, asyncio.Event()

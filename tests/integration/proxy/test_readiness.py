@@ -38,7 +38,7 @@ async def becomes(admin: str, status: int) -> str:
         await asyncio.sleep(0.1)
 
 
-async def test_a_proxy_whose_brokers_are_all_gone_is_not_ready_until_one_is_back(tmp_path: Path) -> None:
+async def test_proxy_is_unready_until_a_broker_returns(tmp_path: Path) -> None:
     first = await ScriptedUpstream(1, says_what_it_serves).start()
     second = await ScriptedUpstream(2, says_what_it_serves).start()
     with static_proxy(tmp_path, {1: first.port, 2: second.port}) as process:
@@ -58,7 +58,7 @@ async def test_a_proxy_whose_brokers_are_all_gone_is_not_ready_until_one_is_back
 
 @both_loops
 @in_one_go
-async def test_a_broker_that_takes_connections_and_does_not_answer_is_none() -> None:
+async def test_silent_broker_does_not_make_proxy_ready() -> None:
     """As a stopped process does."""
     hung = await ScriptedUpstream(1).start()
     asked = brokers(hung.address)
@@ -69,7 +69,7 @@ async def test_a_broker_that_takes_connections_and_does_not_answer_is_none() -> 
 
 @both_loops
 @in_one_go
-async def test_somebody_who_is_no_broker_is_none() -> None:
+async def test_non_broker_does_not_make_proxy_ready() -> None:
     def script(asked: Asked) -> None:
         asked.connection.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
@@ -82,7 +82,7 @@ async def test_somebody_who_is_no_broker_is_none() -> None:
 
 @both_loops
 @in_one_go
-async def test_one_that_answers_is_found_among_many_that_hang() -> None:
+async def test_answering_broker_is_found_among_hung_ones() -> None:
     sound = await ScriptedUpstream(1, says_what_it_serves).start()
     with DeafListener() as deaf:
         asked = brokers(*[deaf.address] * (2 * AT_ONCE), sound.address, timeout_s=0.2)
@@ -93,7 +93,7 @@ async def test_one_that_answers_is_found_among_many_that_hang() -> None:
 
 @both_loops
 @in_one_go
-async def test_many_who_ask_at_once_ask_the_brokers_once() -> None:
+async def test_concurrent_readiness_checks_share_one_request() -> None:
     sound = await ScriptedUpstream(1, says_what_it_serves).start()
     asked = brokers(sound.address)
     assert await asyncio.gather(*(asked.problem() for _ in range(50))) == [None] * 50
@@ -105,7 +105,7 @@ async def test_many_who_ask_at_once_ask_the_brokers_once() -> None:
 
 @both_loops
 @in_one_go
-async def test_one_who_stops_waiting_takes_nothing_from_the_others() -> None:
+async def test_leaving_waiter_does_not_affect_others() -> None:
     hung = await ScriptedUpstream(1).start()
     asked = brokers(hung.address)
     waiting = [asyncio.create_task(asked.problem()) for _ in range(2)]
@@ -116,7 +116,7 @@ async def test_one_who_stops_waiting_takes_nothing_from_the_others() -> None:
     await hung.stop()
 
 
-async def test_what_is_said_of_each_finding() -> None:
+async def test_readiness_text_matches_each_finding() -> None:
     sound = await ScriptedUpstream(1, says_what_it_serves).start()
     fresh, stale = TableView(Topology(), 0.0, False), TableView(Topology(), 90.0, True)
     good, none = brokers(sound.address), brokers()

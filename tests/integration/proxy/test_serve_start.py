@@ -55,7 +55,7 @@ async def until_ready(admin: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_proxy_waits_for_an_etcd_that_is_started_later(tmp_path: Path) -> None:
+async def test_proxy_waits_for_an_etcd_started_later(tmp_path: Path) -> None:
     etcd_port, admin_port = free_ports(2)
     endpoint, admin = f"http://127.0.0.1:{etcd_port}", f"127.0.0.1:{admin_port}"
     async with started(tmp_path / "stderr", "--etcd", endpoint, "--admin", admin) as process:
@@ -116,7 +116,7 @@ async def test_hangup_reports_options_of_a_broken_file(tmp_path: Path, workers: 
         assert "kproxy.toml is not TOML" in process.stderr().rpartition("a new start would fail")[2]
 
 
-async def test_a_proxy_waits_for_a_kafka_cluster_and_says_which(tmp_path: Path, silent_port: int) -> None:
+async def test_proxy_waits_for_kafka_cluster_and_names_it(tmp_path: Path, silent_port: int) -> None:
     bootstrap = f"nowhere.invalid:9092,127.0.0.1:{silent_port}"
     async with started(tmp_path / "stderr", "--ownership", "kafka", "--bootstrap", bootstrap) as process:
         await eventually(lambda: "Waiting for it" in process.stderr(), process.stderr)
@@ -128,7 +128,7 @@ async def test_a_proxy_waits_for_a_kafka_cluster_and_says_which(tmp_path: Path, 
 
 
 @pytest.mark.long
-async def test_of_two_that_wait_on_one_port_the_later_is_told_that_it_is_taken(tmp_path: Path) -> None:
+async def test_second_waiting_proxy_finds_its_port_taken(tmp_path: Path) -> None:
     port, etcd_port = free_ports(2)
     listen = ["--listen", f"127.0.0.1:{port}", "--etcd", f"127.0.0.1:{etcd_port}"]
     async with (
@@ -148,7 +148,7 @@ async def test_of_two_that_wait_on_one_port_the_later_is_told_that_it_is_taken(t
 @pytest.mark.parametrize(
     "silent", [pytest.param(False, id="refused", marks=pytest.mark.long), pytest.param(True, id="silent")]
 )
-async def test_a_proxy_that_waits_ends_when_it_is_told_to(tmp_path: Path, silent: bool, silent_port: int) -> None:
+async def test_waiting_proxy_ends_on_request(tmp_path: Path, silent: bool, silent_port: int) -> None:
     port = silent_port if silent else free_port()
     async with started(tmp_path / "stderr", "--etcd", f"127.0.0.1:{port}") as process:
         await eventually(lambda: "Waiting for it" in process.stderr(), process.stderr)
@@ -182,7 +182,7 @@ async def test_a_static_table_is_read_anew_on_sighup(tmp_path: Path) -> None:
     await second.stop()
 
 
-async def test_a_proxy_whose_terminal_is_closed_ends(tmp_path: Path) -> None:
+async def test_proxy_ends_when_its_terminal_closes(tmp_path: Path) -> None:
     """SIGHUP is also what a closed terminal sends, and then nobody wants the process any more."""
     file = tmp_path / "owners.toml"
     file.write_text('[brokers]\n1 = "127.0.0.1:1"\n[[topics]]\nname = "t"\nowners = [1]\n')
@@ -206,7 +206,7 @@ async def test_a_proxy_whose_terminal_is_closed_ends(tmp_path: Path) -> None:
         process.wait()
 
 
-async def test_an_etcd_that_turns_out_to_be_none_ends_a_proxy_with_a_sentence(tmp_path: Path) -> None:
+async def test_server_that_is_not_etcd_ends_the_proxy(tmp_path: Path) -> None:
     etcd_port = free_port()
     """It serves without one; no waiting mends what answers there then."""
     arguments = ["--etcd", f"http://127.0.0.1:{etcd_port}"]

@@ -94,7 +94,7 @@ async def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> 
         yield Site(proxy, AccessKeys(prefix), where, directory)
 
 
-async def test_a_user_added_in_etcd_logs_in_at_once_and_a_removed_one_cannot(site: Site) -> None:
+async def test_etcd_user_logs_in_at_once_until_removed(site: Site) -> None:
     assert await site.log_in("alice") == "_AUTHENTICATION"
     await site.add_user("alice")
     await site.allow("alice")
@@ -118,7 +118,7 @@ async def is_refused(site: Site, name: str, password: str = PASSWORD) -> bool:
     return await site.log_in(name, password) == "_AUTHENTICATION"
 
 
-async def test_a_rule_counts_at_once_for_an_open_connection(site: Site) -> None:
+async def test_changed_rule_applies_to_open_connection(site: Site) -> None:
     await site.add_user("bob")
     producer = aiokafka.AIOKafkaProducer(
         bootstrap_servers=site.proxy.kafka,
@@ -160,7 +160,7 @@ async def test_a_rule_counts_at_once_for_an_open_connection(site: Site) -> None:
         await producer.stop()
 
 
-async def test_an_invalid_value_changes_nothing_and_is_named_once(site: Site, etcd_client: EtcdClient) -> None:
+async def test_invalid_value_changes_nothing_and_is_logged_once(site: Site, etcd_client: EtcdClient) -> None:
     await site.add_user("carol")
     await site.allow("carol")
     await eventually(lambda: logs_in(site, "carol"))
@@ -226,7 +226,7 @@ async def written(port: int, name: str, topic: str) -> int:
         client.abort()
 
 
-async def test_a_proxy_lets_nobody_in_before_etcd_answers_and_everybody_it_knows_while_etcd_is_away(
+async def test_proxy_admits_clients_only_after_etcd_answers(
     tmp_path: Path,
 ) -> None:
     keys, port = AccessKeys("/kafscale"), free_port()

@@ -65,7 +65,7 @@ def judge_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @both_loops
-async def test_each_client_is_itself_at_every_broker() -> None:
+async def test_each_client_keeps_its_identity_at_every_broker() -> None:
     first, second = JudgingBroker(1), JudgingBroker(2)
     first.may_write = lambda name, topic: name == "alice"
     async with carrying(first, second) as proxy:
@@ -84,7 +84,7 @@ async def test_each_client_is_itself_at_every_broker() -> None:
 
 
 @both_loops
-async def test_no_answer_of_one_client_is_anothers() -> None:
+async def test_client_never_gets_the_answer_of_another() -> None:
     """Clients that ask for all topics at once share one answer, where all are the same to brokers."""
     broker = JudgingBroker(1)
 
@@ -104,7 +104,7 @@ async def test_no_answer_of_one_client_is_anothers() -> None:
 
 
 @both_loops
-async def test_a_brokers_refusal_is_the_clients_in_the_brokers_words() -> None:
+async def test_broker_refusal_reaches_client_verbatim() -> None:
     broker = JudgingBroker(1)
     async with carrying(broker) as proxy:
         for mechanism, message in (
@@ -123,7 +123,7 @@ async def test_a_brokers_refusal_is_the_clients_in_the_brokers_words() -> None:
 
 
 @both_loops
-async def test_what_fails_here_reaches_no_broker() -> None:
+async def test_locally_failing_login_reaches_no_broker() -> None:
     broker = JudgingBroker(1)
     async with carrying(broker, users=True) as proxy:
         for message in (sasl.plain("alice", "wrong"), sasl.plain("alice", "alice-secret", "bob"), b"x", b""):
@@ -156,7 +156,7 @@ async def test_a_token_is_carried_and_names_its_principal() -> None:
 
 
 @both_loops
-async def test_the_session_is_the_shorter_one_of_both_ends() -> None:
+async def test_session_takes_the_shorter_of_both_lifetimes() -> None:
     for broker_ms, listener_s, told in ((60_000, 0.0, 60_000), (0, 90.0, 90_000), (60_000, 90.0, 60_000), (0, 0.0, 0)):
         broker = JudgingBroker(1)
         broker.lifetime_ms = broker_ms
@@ -226,7 +226,7 @@ async def test_a_renewal_is_carried_to_every_open_connection() -> None:
 
 
 @both_loops
-async def test_a_renewal_that_a_broker_refuses_ends_the_client() -> None:
+async def test_renewal_refused_by_broker_ends_the_client() -> None:
     broker = JudgingBroker(1)
     async with carrying(broker) as proxy:
         client = await admitted(proxy, "alice")
@@ -252,7 +252,7 @@ async def test_a_renewal_as_another_reaches_no_broker() -> None:
 
 
 @both_loops
-async def test_a_client_whose_identity_is_revoked_is_told_when_it_comes_again() -> None:
+async def test_revoked_client_is_told_on_reconnect() -> None:
     first, second = JudgingBroker(1), JudgingBroker(2)
     async with carrying(first, second) as proxy:
         revoked, other = await admitted(proxy, "alice"), await admitted(proxy, "bob")
@@ -294,7 +294,7 @@ def is_malformed(asked: Asked) -> bool:
 
 
 @pytest.mark.parametrize("way", [hangs, closes, talks_nonsense, is_malformed])
-async def test_a_broker_that_does_not_judge_harms_nobody_else(
+async def test_broker_without_verdict_affects_no_other_client(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: Any
 ) -> None:
     broker = JudgingBroker(1)
@@ -320,7 +320,7 @@ async def test_a_broker_that_does_not_judge_harms_nobody_else(
         assert ("secret" in "".join(capsys.readouterr())) is False
 
 
-async def test_a_broker_that_comes_back_is_not_waited_for_behind_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_returned_broker_serves_all_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dials to a broker that was down go out one at a time, until it is known to be there."""
     monkeypatch.setattr(broker_access, "JUDGE_S", 60.0)
     back, other = JudgingBroker(1), JudgingBroker(2)
@@ -368,7 +368,7 @@ async def test_another_broker_judges_where_one_hangs(monkeypatch: pytest.MonkeyP
             broker.port = 0
 
 
-async def test_time_is_over_where_no_broker_judges() -> None:
+async def test_login_times_out_where_no_broker_judges() -> None:
     broker = JudgingBroker(1)
     broker.misbehaves = hangs
     async with carrying(broker, timeout_s=1.0) as proxy:
@@ -379,7 +379,7 @@ async def test_time_is_over_where_no_broker_judges() -> None:
         assert proxy.counters["sasl.failed.PLAIN"] == 1
 
 
-async def test_a_connection_that_begins_before_a_renewal_is_renewed_after_it() -> None:
+async def test_connection_begun_before_renewal_is_renewed_after() -> None:
     """And again after the next one, but not earlier than brokers take it."""
     brokers = JudgingBroker(1), JudgingBroker(2)
     tokens = [sasl.token(sub="carol", jti=str(number)) for number in range(3)]
@@ -419,7 +419,7 @@ async def test_a_connection_that_begins_before_a_renewal_is_renewed_after_it() -
         assert sorted(len(broker.names) for broker in brokers) == [1, 2]
 
 
-async def test_a_refusal_of_what_was_replaced_is_nothing_to_the_client() -> None:
+async def test_refusal_of_replaced_credential_is_ignored() -> None:
     brokers = JudgingBroker(1), JudgingBroker(2)
     old, new = sasl.token(sub="carol", jti="old"), sasl.token(sub="carol", jti="new")
     held: list[Asked] = []
@@ -452,7 +452,7 @@ async def test_a_refusal_of_what_was_replaced_is_nothing_to_the_client() -> None
         assert not client.is_gone
 
 
-async def test_nothing_of_a_credential_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_credentials_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[weakref.ref[Credential]] = []
     make = Credential.__init__
 

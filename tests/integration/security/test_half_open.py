@@ -68,7 +68,7 @@ def hello() -> bytes:
     return outgoing.read()
 
 
-def test_a_crowd_of_them_is_bounded_and_a_client_comes_in_all_the_same(tmp_path: Path) -> None:
+def test_half_open_connections_are_bounded_and_clients_admitted(tmp_path: Path) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     dice = random.Random(seed)
@@ -158,7 +158,7 @@ ENDINGS: Mapping[str, Sequence[Ending]] = {
 
 
 @pytest.mark.parametrize("listener", ENDINGS)
-async def test_an_ended_connection_leaves_nothing_to_the_cycle_collector(tmp_path: Path, listener: str) -> None:
+async def test_ended_connection_leaves_no_reference_cycle(tmp_path: Path, listener: str) -> None:
     """The collector stops the event loop: for 20 ms if 200 connections of a flood have left reference cycles."""
     connections, rooms = 20, ""
     contexts: list[ssl.SSLContext | None] = [None]

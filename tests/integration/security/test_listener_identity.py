@@ -122,7 +122,7 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
         await eventually(lambda: "User:alice" in told() and "User:app-1" in told(), "the trail names both")
 
 
-async def test_certificates_alone_name_who_a_quota_is_for(site: Site) -> None:
+async def test_certificate_alone_names_the_quotas_principal(site: Site) -> None:
     text = '[[quotas]]\nprincipal = "User:app-1"\nproduce_bytes_per_s = 1000\nconnections = 2\n'
     text += site.listener("plain", "") + site.listener("mutual", site.mutual) + site.listener("other", site.mutual)
     app, another = (site.signer.issue(name, f"{name}.example.org", common_name=name) for name in ("app-1", "another-1"))

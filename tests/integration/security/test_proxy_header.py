@@ -63,7 +63,7 @@ def test_the_client_behind_a_balancer_is_named(tmp_path: Path) -> None:
             assert is_answered(client)
 
 
-def test_who_sends_none_is_not_let_in(tmp_path: Path) -> None:
+def test_client_without_proxy_header_is_rejected(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, more=["--proxy-protocol"]) as process:
         for data in (QUESTION, b"PROXY TCP4 203.0.113.7 198.51.100.1 1 2\r\n", header(family=0x31)):
             with connected(process) as client, contextlib.suppress(ConnectionError):
@@ -73,7 +73,7 @@ def test_who_sends_none_is_not_let_in(tmp_path: Path) -> None:
         assert "does not begin with a header of the PROXY protocol" in process.stderr()
 
 
-def test_a_header_is_taken_from_the_balancers_addresses_alone(tmp_path: Path) -> None:
+def test_proxy_header_is_accepted_only_from_balancers(tmp_path: Path) -> None:
     senders = 'proxy_protocol = true\nproxy_protocol_from = ["127.0.0.2", "127.1.0.0/16", "fd00::/8"]\n'
     with static_proxy(tmp_path, {1: 1}, rooms="[listen]\n" + senders) as process:
         data = header(("203.0.113.7", 4711)) + QUESTION

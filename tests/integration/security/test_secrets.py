@@ -51,7 +51,7 @@ def test_secrets_of_the_file_are_shown_nowhere(tmp_path: Path, workers: str) -> 
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_secrets_that_others_read_are_told(tmp_path: Path, workers: str) -> None:
+def test_secret_files_readable_by_others_are_reported(tmp_path: Path, workers: str) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o644)
@@ -73,7 +73,7 @@ def test_secrets_that_others_read_are_told(tmp_path: Path, workers: str) -> None
     assert run_kproxy("check-config", "--config", config, environ=environ).stderr == ""
 
 
-def test_broker_tells_of_a_key_that_others_read(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
+def test_broker_reports_a_key_readable_by_others(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     pair = Signer(tmp_path / "ca").issue("broker", "127.0.0.1")
     pair.key.chmod(0o644)
     broker = ["broker", "--node-id", "1", "--data-dir", tmp_path / "data", "--etcd", etcd.endpoint]

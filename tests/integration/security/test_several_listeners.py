@@ -61,7 +61,7 @@ def until_told(address: str, addresses: set[str], **settings: str) -> None:
         time.sleep(0.2)
 
 
-def test_clients_are_told_the_listeners_of_the_same_name(proxies: list[Proxy], signer: Signer) -> None:
+def test_clients_learn_listeners_of_the_same_name(proxies: list[Proxy], signer: Signer) -> None:
     tls = {"security.protocol": "SSL", "ssl.ca.location": str(signer.ca)}
     internal = {proxy.by_name["internal"] for proxy in proxies}
     external = {proxy.by_name["external"] for proxy in proxies[:2]}

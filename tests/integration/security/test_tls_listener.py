@@ -91,7 +91,7 @@ def fails(
     return str(error.reason) if isinstance(error, ssl.SSLError) else type(error).__name__
 
 
-def test_one_way(site: Site, tmp_path: Path) -> None:
+def test_server_certificate_alone_serves_clients(site: Site, tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process:
         assert serves(process, client_context(site.signer.ca))
         for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
@@ -164,12 +164,12 @@ def mutual(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kpr
         yield process
 
 
-def test_a_certificate_lets_in(site: Site, mutual: KproxyProcess) -> None:
+def test_client_certificate_admits_a_client(site: Site, mutual: KproxyProcess) -> None:
     assert serves(mutual, client_context(site.signer.ca, site.client))
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_who_is_not_let_in_is_named_with_the_reason(site: Site, mutual: KproxyProcess, case: str) -> None:
+def test_rejected_client_is_named_with_the_reason(site: Site, mutual: KproxyProcess, case: str) -> None:
     context, client_says, log_says, word = REFUSED[case]
     assert fails(mutual, context(site)) == client_says
     wait_for(lambda: log_says in mutual.stderr())
@@ -177,22 +177,20 @@ def test_who_is_not_let_in_is_named_with_the_reason(site: Site, mutual: KproxyPr
     assert "Traceback" not in mutual.stderr()
 
 
-def test_a_server_name_that_the_certificate_has_not_is_refused_where_that_is_asked(
-    site: Site, mutual: KproxyProcess
-) -> None:
+def test_unmatched_server_name_is_refused_where_required(site: Site, mutual: KproxyProcess) -> None:
     context = client_context(site.signer.ca, site.client, check_name=False)
     assert fails(mutual, context, "kafka.example.org") == "TLSV1_UNRECOGNIZED_NAME"
     said = "it asks for kafka.example.org, and the certificate is for localhost, 127.0.0.1"
     wait_for(lambda: said in mutual.stderr())
 
 
-def test_a_client_that_finds_another_name_is_seen(site: Site, tmp_path: Path) -> None:
+def test_client_rejecting_the_certificate_name_is_logged(site: Site, tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process:
         assert fails(process, client_context(site.signer.ca), "kafka.example.org") == "CERTIFICATE_VERIFY_FAILED"
         wait_for(lambda: "it asked for kafka.example.org, and the certificate is for localhost" in process.stderr())
 
 
-def test_an_optional_certificate_is_verified_if_there_is_one(site: Site, tmp_path: Path) -> None:
+def test_optional_certificate_is_verified_if_present(site: Site, tmp_path: Path) -> None:
     lines = (f'client_ca = "{site.signer.ca}"', 'client_auth = "optional"')
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls(*lines)) as process:
         assert serves(process, client_context(site.signer.ca))
@@ -215,7 +213,7 @@ def test_doctor_recognizes_tls(site: Site, tmp_path: Path, client_auth: str) -> 
     assert "speaks TLS: give --broker-tls-enabled" in ended.stdout
 
 
-def test_plain_text_is_told_apart(site: Site, tmp_path: Path) -> None:
+def test_plain_text_is_recognised(site: Site, tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process:
         with (
             socket.create_connection((HOST, port_of(process)), timeout=PATIENCE_S) as client,
@@ -248,7 +246,7 @@ STARTUP: dict[str, tuple[Callable[[Site], Pair], str]] = {
 
 
 @pytest.mark.parametrize("case", STARTUP)
-def test_files_that_cannot_be_used_are_named_at_the_start(site: Site, tmp_path: Path, case: str) -> None:
+def test_unusable_files_are_named_at_start(site: Site, tmp_path: Path, case: str) -> None:
     make, says = STARTUP[case]
     pair = make(site)
     file = tmp_path / "kproxy.toml"
@@ -268,7 +266,7 @@ def shown(process: KproxyProcess, context: ssl.SSLContext) -> int:
         return int(str(certificate["serialNumber"]), 16)
 
 
-def test_a_new_certificate_is_shown_to_new_connections_and_old_ones_stay(tmp_path: Path) -> None:
+def test_new_certificate_serves_new_connections_only(tmp_path: Path) -> None:
     site = Site(tmp_path / "site")
     context = client_context(site.signer.ca)
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process, connected(process, context) as old:

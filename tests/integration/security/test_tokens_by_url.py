@@ -35,9 +35,7 @@ async def until_let_in(process: KproxyProcess, number: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_keys_are_fetched_when_there_are_some_and_when_they_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_keys_are_fetched_at_start_and_on_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signer = Signer(tmp_path / "ca")
     pair = signer.issue("issuer", "localhost")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -129,7 +129,7 @@ async def test_a_batch_of_any_length_is_noted(version: int) -> None:
 
 
 @both_loops
-async def test_batches_of_two_producers_in_one_request_are_noted_apart() -> None:
+async def test_batches_of_two_producers_are_noted_separately() -> None:
     async with running_proxy(ScriptedUpstream(1, Offsets())) as proxy:
         proxy.trail.begin()
         proxy.own(1, partitions=[0, 1])
@@ -147,7 +147,7 @@ async def test_batches_of_two_producers_in_one_request_are_noted_apart() -> None
 
 
 @both_loops
-async def test_an_answer_that_has_to_be_parsed_is_noted_as_well() -> None:
+async def test_parsed_answer_is_noted_too() -> None:
     async with running_proxy(ScriptedUpstream(1, Offsets(throttle_time_ms=3))) as proxy:
         proxy.trail.begin()
         proxy.own(1, partitions=[0, 1])
@@ -172,7 +172,7 @@ async def test_only_the_partitions_that_were_acknowledged_are_noted() -> None:
 
 
 @both_loops
-async def test_what_a_new_owner_took_is_noted_as_its_own() -> None:
+async def test_batch_of_new_owner_is_noted_with_it() -> None:
     old, new = ScriptedUpstream(1), ScriptedUpstream(2, Offsets(first=30))
     async with running_proxy(old, new) as proxy:
         proxy.trail.begin()
@@ -192,7 +192,7 @@ async def test_what_a_new_owner_took_is_noted_as_its_own() -> None:
 
 @both_loops
 @in_one_go
-async def test_what_nobody_was_told_of_is_not_noted() -> None:
+async def test_unreported_acknowledgement_is_not_noted() -> None:
     """acks=0, also where the broker confirms it; and an answer that comes when the client has been told of its end."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits={"deadline_cap_ms": 1_200}) as proxy:
@@ -224,7 +224,7 @@ LYING = {
 
 @pytest.mark.parametrize("name", LYING)
 @both_loops
-async def test_what_is_no_batch_costs_its_client_nothing_though_a_broker_acknowledges_it(name: str) -> None:
+async def test_acknowledged_invalid_batch_costs_client_nothing(name: str) -> None:
     async with running_proxy(ScriptedUpstream(1, Offsets())) as proxy:
         proxy.trail.begin()
         proxy.own(1)
@@ -248,7 +248,7 @@ async def test_reads_are_not_noted() -> None:
 
 
 @both_loops
-async def test_an_offset_that_is_assigned_twice_is_told_with_both_owners(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_offset_assigned_twice_is_reported_with_both(capsys: pytest.CaptureFixture[str]) -> None:
     async with running_proxy(*(ScriptedUpstream(number, Offsets()) for number in (1, 2))) as proxy:
         client = await proxy.client()
         for owner in (1, 2):

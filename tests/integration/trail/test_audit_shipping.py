@@ -58,7 +58,7 @@ def told(rows: Iterable[Row], topic: str) -> int:
     return sum(row.record_count for row in rows if isinstance(row, Range) and row.topic == topic)
 
 
-def test_a_proxy_that_is_stopped_has_shipped_all_through_itself(
+def test_stopped_proxy_ships_its_whole_trail_through_itself(
     dev_cluster: KproxyProcess, tmp_path: Path, trail_topic: str
 ) -> None:
     topic = f"t-{uuid.uuid4().hex[:12]}"
@@ -76,9 +76,7 @@ def test_a_proxy_that_is_stopped_has_shipped_all_through_itself(
     assert "audit" not in errors
 
 
-def test_a_proxy_that_is_killed_leaves_what_it_had_shipped(
-    dev_cluster: KproxyProcess, tmp_path: Path, trail_topic: str
-) -> None:
+def test_killed_proxy_leaves_its_shipped_trail(dev_cluster: KproxyProcess, tmp_path: Path, trail_topic: str) -> None:
     topic = f"t-{uuid.uuid4().hex[:12]}"
     with serve(dev_cluster, tmp_path, "--audit-sink", f"topic:{trail_topic}") as process:
         produce(process.kafka, topic, [b"v"] * 50)
@@ -96,7 +94,7 @@ def test_a_proxy_that_is_killed_leaves_what_it_had_shipped(
     assert sorted(map(is_whole, trails().values())) == [False, True]
 
 
-def test_the_trail_finds_its_way_where_nobody_else_could(
+def test_trail_finds_its_route_on_a_closed_network(
     dev_cluster: KproxyProcess, tmp_path: Path, trail_topic: str
 ) -> None:
     """It listens everywhere and is known by an address that leads nowhere from here."""
@@ -124,9 +122,7 @@ def test_each_worker_has_a_trail_of_its_own(dev_cluster: KproxyProcess, tmp_path
     assert sum(told(rows, topic) for rows in trails.values()) == 60
 
 
-def test_another_cluster_is_shipped_to_where_one_is_named(
-    dev_cluster: KproxyProcess, tmp_path: Path, trail_topic: str
-) -> None:
+def test_trail_is_shipped_to_named_other_cluster(dev_cluster: KproxyProcess, tmp_path: Path, trail_topic: str) -> None:
     """Two proxies in a row, and neither is served by the brokers that it ships to."""
     upstream = asyncio.run(_address_of_nobody())
     with static_proxy(
@@ -146,7 +142,7 @@ async def _address_of_nobody() -> int:
 
 
 @pytest.mark.parametrize("trouble", ["hangs", pytest.param("refuses", marks=pytest.mark.long)])
-async def test_clients_do_not_notice_a_sink_that_is_down(tmp_path: Path, trouble: str) -> None:
+async def test_clients_do_not_notice_a_down_sink(tmp_path: Path, trouble: str) -> None:
     upstream = await ServedBroker(1, Offsets()).start()
     with socket.create_server(("127.0.0.1", 0)) as sink:
         port = sink.getsockname()[1]
@@ -179,7 +175,7 @@ async def test_clients_do_not_notice_a_sink_that_is_down(tmp_path: Path, trouble
     await upstream.stop()
 
 
-async def test_a_disk_without_room_holds_up_nobody_and_nothing_is_missing_afterwards(tmp_path: Path) -> None:
+async def test_full_disk_delays_no_client_and_loses_nothing(tmp_path: Path) -> None:
     upstream = await ServedBroker(1, Offsets()).start()
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
         more = ("--audit-sink", f"json:{disk.path / 'trail'}", "--audit-interval-s", "0.3")
@@ -211,7 +207,7 @@ async def test_a_disk_without_room_holds_up_nobody_and_nothing_is_missing_afterw
     await upstream.stop()
 
 
-async def test_rows_for_which_there_was_no_room_are_missing_by_number(tmp_path: Path) -> None:
+async def test_dropped_rows_show_as_missing_numbers(tmp_path: Path) -> None:
     """A sink that is down for so long that the memory for it is full: a gap, of exactly what was dropped."""
     partitions, clients = 40, 60
     upstream = await ServedBroker(1, Offsets()).start()
@@ -253,7 +249,7 @@ async def test_rows_for_which_there_was_no_room_are_missing_by_number(tmp_path: 
     await upstream.stop()
 
 
-async def test_an_idle_proxy_says_that_it_is_there(tmp_path: Path) -> None:
+async def test_idle_proxy_ships_a_mark(tmp_path: Path) -> None:
     upstream = await ServedBroker(1, Offsets()).start()
     trail = tmp_path / "trail"
     with static_proxy(tmp_path, {1: upstream.port}, more=("--audit-sink", f"json:{trail}")) as process:
@@ -265,7 +261,7 @@ async def test_an_idle_proxy_says_that_it_is_there(tmp_path: Path) -> None:
     await upstream.stop()
 
 
-async def test_acknowledgements_during_a_stop_are_in_the_trail_and_cut_off_batches_are_not(
+async def test_trail_has_acknowledgements_during_stop_but_no_cut(
     tmp_path: Path,
 ) -> None:
     upstream = await ServedBroker(1).start()
@@ -291,7 +287,7 @@ async def test_acknowledgements_during_a_stop_are_in_the_trail_and_cut_off_batch
     await upstream.stop()
 
 
-def test_a_sink_that_cannot_be_used_is_said_before_anything_is_waited_for(tmp_path: Path) -> None:
+def test_unusable_sink_is_reported_before_any_wait(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     # Nobody is there who would tell the owners.
     ended = run_kproxy(
@@ -303,7 +299,7 @@ def test_a_sink_that_cannot_be_used_is_said_before_anything_is_waited_for(tmp_pa
 
 
 @both_loops
-async def test_a_connection_from_within_is_no_client_and_outlives_them() -> None:
+async def test_internal_connection_is_no_client_and_outlives_clients() -> None:
     upstream = ScriptedUpstream(1, Offsets())
     async with running_proxy(upstream, limits={"max_connections": 1}) as proxy:
         proxy.own(1)
@@ -335,7 +331,7 @@ async def test_a_connection_from_within_is_no_client_and_outlives_them() -> None
             each.abort()
 
 
-async def test_a_connection_from_within_is_refused_before_anything_is_served() -> None:
+async def test_internal_connection_before_serving_is_refused() -> None:
     async with running_proxy() as proxy:
         fresh = type(proxy.listener)(proxy.context.limits)
         with pytest.raises(ConnectionRefusedError):

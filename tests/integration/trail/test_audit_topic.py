@@ -83,7 +83,7 @@ async def test_attempts_leave_nothing_behind(trail_topic: str, trouble: str) -> 
 
 
 @pytest.mark.long
-async def test_what_could_not_be_written_is_written_when_the_owner_is_back(tmp_path: Path, trail_topic: str) -> None:
+async def test_unwritten_trail_is_written_when_owner_returns(tmp_path: Path, trail_topic: str) -> None:
     """The one broker is killed: nobody takes the trail, and clients of other topics are not asked about either."""
     async with DevCluster(tmp_path / "cluster", brokers=1, lease_ttl_s=2, audit=False) as cluster:
         arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--etcd", cluster.etcd, "--alone"]

@@ -46,7 +46,7 @@ def records(row: Range) -> Iterator[tuple[int, int]]:
             sequence += row.producer_id >= 0
 
 
-async def test_what_clients_were_told_is_in_the_trail_once_and_nothing_else(tmp_path: Path) -> None:
+async def test_trail_has_each_client_acknowledgement_once(tmp_path: Path) -> None:
     trail_dir = tmp_path / "trail"
     async with DevCluster(tmp_path / "cluster", brokers=3, lease_ttl_s=LEASE_TTL_S) as cluster:
         topics = ("idempotent", "plain")

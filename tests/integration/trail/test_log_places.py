@@ -46,15 +46,15 @@ async def existing_among(*topics: str, **named: int) -> tuple[str, ...]:
         await broker.stop()
 
 
-async def test_a_topic_that_nobody_tells_of_is_there_when_it_is_asked_for() -> None:
+async def test_new_topic_is_found_when_asked_for() -> None:
     assert await existing_among(TOLD_OF, "hidden") == ("hidden", TOLD_OF)
 
 
-async def test_a_topic_that_is_gone_is_not_there_and_no_name_of_one_is_asked_for() -> None:
+async def test_deleted_topic_is_absent_and_not_requested_again() -> None:
     gone = await existing_among(TOLD_OF, "gone", "no topic's name", gone=error_codes.UNKNOWN_TOPIC_OR_PARTITION)
     assert gone == (TOLD_OF,)
 
 
-async def test_a_topic_that_may_not_be_read_is_no_topic_that_is_gone() -> None:
+async def test_unreadable_topic_does_not_count_as_deleted() -> None:
     with pytest.raises(LogReadFailed, match=r"^Topic secret cannot be read: TOPIC_AUTHORIZATION_FAILED.$"):
         await existing_among(TOLD_OF, "secret", secret=error_codes.TOPIC_AUTHORIZATION_FAILED)

@@ -68,7 +68,7 @@ def told(rows: Sequence[Row]) -> list[tuple[int, int, bool | None]]:
 
 @pytest.mark.parametrize("most", [7, 10, 1000])
 @pytest.mark.parametrize("max_bytes", [1, 500, 1 << 20])
-def test_every_batch_is_read_once_however_it_is_cut(
+def test_every_batch_is_read_once_at_any_cut(
     dev_cluster: KproxyProcess, written: str, most: int, max_bytes: int
 ) -> None:
     found = read(dev_cluster.kafka, written, most, max_bytes)
@@ -85,7 +85,7 @@ def written(dev_cluster: KproxyProcess) -> str:
     return name
 
 
-def test_a_header_is_told_as_its_producer_made_it(dev_cluster: KproxyProcess, written: str) -> None:
+def test_header_is_reported_as_its_producer_made_it(dev_cluster: KproxyProcess, written: str) -> None:
     found = read(dev_cluster.kafka, written)
     plain, idempotent = found[0], found[1]
     for row in [*plain, *idempotent]:
@@ -99,7 +99,7 @@ def test_a_header_is_told_as_its_producer_made_it(dev_cluster: KproxyProcess, wr
     assert max(row[8] for row in idempotent) < min(row[8] for row in plain), "compressed batches are the smaller ones"
 
 
-def test_ends_and_beginnings_are_asked_for_of_all_partitions(dev_cluster: KproxyProcess, written: str) -> None:
+def test_ends_and_beginnings_are_listed_for_all_partitions(dev_cluster: KproxyProcess, written: str) -> None:
     partitions = [TopicPartition(written, index) for index in range(PARTITIONS)]
     with client_of(dev_cluster.kafka) as client:
         assert client.list_offsets(partitions, EARLIEST) == dict.fromkeys(partitions, 0)
@@ -115,7 +115,7 @@ def test_a_topic_that_is_not_there_is_named(dev_cluster: KproxyProcess) -> None:
         assert "missing" not in client.partitions(None), "asking has made it"
 
 
-def test_where_nobody_answers_is_named_after_a_while() -> None:
+def test_unanswered_read_is_reported_after_a_while() -> None:
     address = f"127.0.0.1:{free_port()}"
     with (
         client_of(address, patienceMs=str(SHORT_MS)) as client,
@@ -124,9 +124,7 @@ def test_where_nobody_answers_is_named_after_a_while() -> None:
         client.partitions(["t"])
 
 
-def test_an_address_of_a_broker_that_hangs_does_not_keep_from_the_next(
-    dev_cluster: KproxyProcess, written: str
-) -> None:
+def test_hung_broker_address_does_not_block_the_next(dev_cluster: KproxyProcess, written: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         bootstrap = f"127.0.0.1:{deaf.getsockname()[1]},{dev_cluster.kafka}"
         with client_of(bootstrap, timeoutMs="2000") as client:
@@ -142,7 +140,7 @@ def test_a_connection_that_was_closed_is_opened_again(dev_cluster: KproxyProcess
         assert client.fetch(which, 0, 1 << 20, client.patience()).high_watermark == 80
 
 
-def test_what_is_written_meanwhile_is_not_read(dev_cluster: KproxyProcess, topic: str) -> None:
+def test_later_records_are_not_read(dev_cluster: KproxyProcess, topic: str) -> None:
     produce(dev_cluster.kafka, topic, [b"before"] * 3)
     which = TopicPartition(topic, 0)
     with client_of(dev_cluster.kafka) as client:

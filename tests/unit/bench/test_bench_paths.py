@@ -29,7 +29,7 @@ def code(broker: RefusingBroker, frame: bytes | bytearray) -> int:
     return error_code
 
 
-def test_each_tenth_batch_is_refused_and_taken_when_it_comes_again(broker: RefusingBroker) -> None:
+def test_tenth_batch_is_refused_once_and_then_taken(broker: RefusingBroker) -> None:
     frames = ProducerFrames(SHAPE, topic=REFUSED)
     codes = []
     for _ in range(3 * REFUSED_EVERY):
@@ -40,7 +40,7 @@ def test_each_tenth_batch_is_refused_and_taken_when_it_comes_again(broker: Refus
     assert codes == ([NONE] * (REFUSED_EVERY - 1) + [NOT_LEADER]) * 3
 
 
-def test_what_comes_behind_a_refused_batch_is_refused_until_that_is_taken(broker: RefusingBroker) -> None:
+def test_batches_behind_refused_batch_are_refused_too(broker: RefusingBroker) -> None:
     frames = ProducerFrames(SHAPE, topic=REFUSED)
     others = ProducerFrames(SHAPE, 1, REFUSED)
     for _ in range(REFUSED_EVERY - 1):
@@ -63,16 +63,16 @@ def partitions(frames: Frames, count: int) -> list[tuple[bytes, int]]:
     return found
 
 
-def test_a_first_batch_goes_where_its_connection_has_sent_nothing_yet() -> None:
+def test_first_batch_needs_an_unused_connection() -> None:
     count = len(ALL_OWNERS[FIRST])
     assert partitions(first_batches(), count) == [(FIRST, index) for index in range(count)]
 
 
-def test_what_is_refused_alone_has_nothing_of_its_partition_behind_it() -> None:
+def test_single_refusal_has_nothing_behind_it() -> None:
     assert partitions(refused_alone(), 2 * TURNS) == [(REFUSED, index) for index in range(TURNS)] * 2
 
 
-def test_a_checkout_without_kproxy_is_not_measured_by_the_installed_one(tmp_path: Path) -> None:
+def test_checkout_without_kproxy_is_not_measured(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(SystemExit, match="is no checkout of kproxy"):
             against(Console(), path)

@@ -95,7 +95,7 @@ def test_the_shapes_are_measured_and_have_owners() -> None:
         ("six=[::1]:9092,1", Peer("six", "::1", 9092, 1)),
     ],
 )
-def test_a_peer_has_a_name_an_address_and_a_process(text: str, peer: Peer) -> None:
+def test_peer_has_name_address_and_process(text: str, peer: Peer) -> None:
     assert parse_peer(text) == peer
 
 
@@ -106,13 +106,13 @@ def test_a_peer_has_a_name_an_address_and_a_process(text: str, peer: Peer) -> No
         *("e=h:65536,2", "e=h:1,0", "e=h:1,-2", "e=h:1,2147483648"),
     ],
 )
-def test_anything_else_is_no_peer(text: str) -> None:
+def test_invalid_peer_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"a peer is given as name=host:port,pid, not as"):
         parse_peer(text)
 
 
 @pytest.mark.parametrize("name", [DIRECT, HAPROXY, KPROXY])
-def test_a_peer_cannot_have_the_name_of_another_row(name: str) -> None:
+def test_peer_cannot_use_name_of_another_row(name: str) -> None:
     with pytest.raises(ValueError, match="cannot have the name"):
         parse_peer(f"{name}=h:1,2")
 
@@ -128,12 +128,12 @@ def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile([3.0, 1.0, 2.0], 50) == 2.0
 
 
-def test_added_latency_is_that_to_direct_in_the_same_round() -> None:
+def test_added_latency_is_relative_to_same_round() -> None:
     assert figures().added(KPROXY, 50) == pytest.approx([100.0, 300.0])
     assert figures().latency[KPROXY].of(99) == pytest.approx([200.0, 400.0])
 
 
-def test_the_fit_finds_what_the_times_were_made_of() -> None:
+def test_fit_recovers_the_costs_of_the_times() -> None:
     sizes = [shape.partitions * shape.batch_bytes for shape in MEASURED]
     brokers = [min(3, shape.partitions) for shape in MEASURED]
     costs = [
@@ -148,13 +148,13 @@ def test_the_fit_finds_what_the_times_were_made_of() -> None:
     assert "off by 0 % at most" in fit_text(found)
 
 
-def test_the_fit_says_how_far_it_is_off() -> None:
+def test_fit_reports_its_error() -> None:
     found = fit(MEASURED[:-1], [1000] * 7, [1] * 7, [10, 30, 10, 10, 10, 10, 10])
     # Two requests of one partition and one size differ: one is estimated too low, the other too high.
     assert max(map(abs, found.errors)) > 0.3
 
 
-def test_tables_have_a_row_for_each_contestant_and_a_column_for_each_shape() -> None:
+def test_tables_have_contestant_rows_and_shape_columns() -> None:
     text = printed(figures())
     for shape in MEASURED:
         assert shape.name in text
@@ -180,7 +180,7 @@ def test_large_times_fit_as_well() -> None:
     assert "…" not in text
 
 
-def test_without_haproxy_there_is_no_table_of_ratios() -> None:
+def test_missing_haproxy_omits_the_ratio_table() -> None:
     found = figures(with_haproxy=False)
     assert len(tables(found)) == 3
     assert "× haproxy" not in printed(found)
@@ -189,7 +189,7 @@ def test_without_haproxy_there_is_no_table_of_ratios() -> None:
     assert "apt-get install haproxy" in NO_HAPROXY
 
 
-def test_json_has_every_round_and_what_the_tables_say() -> None:
+def test_json_has_every_round_and_table_values() -> None:
     read = json.loads(json.dumps(as_json(figures())))
     assert set(read) == {
         *("format", "machine", "connections", "in_flight", "shapes", "contestants", "latency", "longest_turn_ms", "fit")
@@ -208,7 +208,7 @@ def test_json_has_every_round_and_what_the_tables_say() -> None:
 
 
 @pytest.mark.parametrize("with_haproxy", [True, False])
-def test_plots_are_whole_svg_files_with_their_own_colours(tmp_path: Path, with_haproxy: bool) -> None:
+def test_plots_are_whole_svg_files_with_colours(tmp_path: Path, with_haproxy: bool) -> None:
     pytest.importorskip("matplotlib")
     written = write_plots(figures(with_haproxy=with_haproxy), tmp_path / "plots")
     assert [path.name for path in written] == [
@@ -260,7 +260,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> FastBroker:
     return FastBroker(ReceiveArena())
 
 
-def test_the_fast_broker_answers_every_partition_and_assigns_no_offset_twice(broker: FastBroker) -> None:
+def test_fast_broker_assigns_no_offset_twice(broker: FastBroker) -> None:
     ten = produce_frame(MANY_PARTITIONS[0])
     records = MANY_PARTITIONS[0].records
     for number in range(3):
@@ -274,7 +274,7 @@ def test_the_fast_broker_answers_every_partition_and_assigns_no_offset_twice(bro
     assert len(broker.known) == 3
 
 
-def test_the_null_broker_gives_each_partition_its_own_offset_in_an_order_of_its_own(
+def test_null_broker_orders_partitions_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(NullBroker, "answers", {})
@@ -340,7 +340,7 @@ class Server:
 FRAME = b"\0\0\0\x04" + b"abcdef"
 
 
-def test_every_request_at_a_fixed_rate_has_a_latency() -> None:
+def test_every_fixed_rate_request_has_a_latency() -> None:
     server = Server(answers=True)
     try:
         found = latencies("127.0.0.1", server.port, FRAME, 200, 0.3)
@@ -351,7 +351,7 @@ def test_every_request_at_a_fixed_rate_has_a_latency() -> None:
     assert server.taken == 60 + 8 * 5
 
 
-def test_a_proxy_that_does_not_answer_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_that_does_not_answer_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.latency.MAX_UNANSWERED", 20)
     server = Server(answers=False)
     try:
@@ -367,7 +367,7 @@ def test_haproxy_that_is_not_installed_is_no_contestant(tmp_path: Path, monkeypa
         assert found is None
 
 
-def test_a_peer_without_a_process_or_a_listener_is_told_before_anything_is_measured(
+def test_incomplete_peer_is_reported_before_measuring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     console = Console(file=io.StringIO())

@@ -27,7 +27,7 @@ def partition(tmp_path: Path) -> Replicas:
     return replicas
 
 
-def test_a_lag_is_counted_for_each_follower_and_each_growth() -> None:
+def test_lag_is_counted_per_follower_and_growth() -> None:
     lags = Lags(leader_bytes=10, followers=2)
     lags.leader_has(10, now=1.0)
     assert not lags.is_behind(0)
@@ -62,7 +62,7 @@ def another_poll(watch: LagWatch) -> Callable[[], bool]:
     return lambda: watch.polls >= before + 2
 
 
-def test_followers_have_settled_when_they_have_every_byte_of_their_leader(partition: Replicas) -> None:
+def test_followers_settle_with_every_byte_of_their_leader(partition: Replicas) -> None:
     append(partition.leader, 100)
     started = time.monotonic()
 

@@ -51,7 +51,7 @@ class Observed:
         self.view.on_events(list(events), events[-1].kv.mod_revision)
 
 
-def test_a_snapshot_is_read_and_told_once() -> None:
+def test_snapshot_is_read_and_reported_once() -> None:
     view = ClusterView(KEYS)
     changes: list[Change] = []
     view.subscribe(changes.append)
@@ -82,7 +82,7 @@ def test_the_owner_of_a_deleted_namesake_owns_nothing() -> None:
     assert observed.view.owner("t", 0) == 1
 
 
-def test_our_own_put_is_not_undone_by_an_older_deletion() -> None:
+def test_older_deletion_does_not_undo_our_put() -> None:
     observed = Observed(broker(1), topic(), kv(LEASE, b"1", 5, 3))
     assert observed.view.apply_put(LEASE, b"1", lease_id=7, revision=12)
     observed.tell(delete(LEASE, 11))
@@ -91,28 +91,28 @@ def test_our_own_put_is_not_undone_by_an_older_deletion() -> None:
     assert [change.kind for change in observed.changes] == [Kind.OWNER], "the put was told twice"
 
 
-def test_our_own_put_told_late_does_not_undo_a_newer_deletion() -> None:
+def test_late_echo_does_not_undo_newer_deletion() -> None:
     observed = Observed(broker(1), topic())
     observed.tell(put(LEASE, b"1", 12, 7), delete(LEASE, 13))
     assert not observed.view.apply_put(LEASE, b"1", lease_id=7, revision=12)
     assert observed.view.ownership("t", 0) is None
 
 
-def test_a_state_of_an_earlier_topic_counts_as_absent() -> None:
+def test_state_of_earlier_topic_counts_as_absent() -> None:
     state = kv(KEYS.state("t", 0), {"leader_epoch": 3, "isr": [1], "topic_id": str(uuid.UUID(int=9))}, 4)
     view = Observed(topic(), state).view
     assert view.state(view.topics["t"], 0) is None
     assert view.stored_state("t", 0) is not None
 
 
-def test_a_deleted_topic_is_told_with_what_it_was() -> None:
+def test_deletion_of_topic_reports_its_last_state() -> None:
     observed = Observed(topic())
     observed.tell(delete(KEYS.topic("t"), 11))
     assert [change.deleted.topic_id for change in observed.changes if change.deleted] == [TOPIC_ID]
     assert observed.view.topic_by_id(TOPIC_ID.bytes) is None
 
 
-def test_a_topic_missing_from_a_snapshot_is_not_called_deleted() -> None:
+def test_topic_missing_from_snapshot_is_not_deleted() -> None:
     """An etcd restored empty must not make brokers remove their logs."""
     observed = Observed(topic())
     observed.view.on_restored()
@@ -120,7 +120,7 @@ def test_a_topic_missing_from_a_snapshot_is_not_called_deleted() -> None:
     assert observed.changes == [Change(Kind.RESTORED), Change(Kind.SNAPSHOT)]
 
 
-def test_what_cannot_be_read_is_skipped() -> None:
+def test_unreadable_entry_is_skipped() -> None:
     observed = Observed(
         kv(LEASE, b"one", 2),
         kv(KEYS.leases + "t/01", b"1", 2),
@@ -137,13 +137,13 @@ def test_what_cannot_be_read_is_skipped() -> None:
     assert observed.view.ownership("t", 0) is None
 
 
-def test_an_owner_replaced_by_something_unreadable_is_no_owner() -> None:
+def test_owner_replaced_by_unreadable_value_is_none() -> None:
     observed = Observed(broker(1), topic(), kv(LEASE, b"1", 5, 7))
     observed.tell(put(LEASE, b"?", 11))
     assert observed.view.owner("t", 0) == NO_OWNER
 
 
-async def test_waiting_ends_with_the_change_or_with_the_time() -> None:
+async def test_waiting_ends_with_change_or_timeout() -> None:
     observed = Observed(broker(1), broker(2), topic(), kv(LEASE, b"1", 5, 7))
     waiting = asyncio.create_task(observed.view.wait_until(lambda: observed.view.is_fully_owned("t"), 5))
     await asyncio.sleep(0)

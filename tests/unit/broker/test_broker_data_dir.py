@@ -62,7 +62,7 @@ def test_a_directory_belongs_to_one_node_id(tmp_path: Path) -> None:
     DataDir.open(tmp_path, 1).close()
 
 
-def test_a_log_is_found_again_for_its_topic_alone(tmp_path: Path) -> None:
+def test_log_is_found_again_for_its_topic_alone(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     log = data_dir.open_log("t", 0, FIRST)
     append_values(log, 10)
@@ -77,7 +77,7 @@ def test_a_log_is_found_again_for_its_topic_alone(tmp_path: Path) -> None:
     data_dir.close()
 
 
-def test_a_directory_has_one_log_id_for_life_and_another_one_has_another(tmp_path: Path) -> None:
+def test_directory_keeps_one_unique_log_id(tmp_path: Path) -> None:
     ids = []
     for name in ("a", "a", "b"):
         data_dir = DataDir.open(tmp_path / name, 1)
@@ -88,7 +88,7 @@ def test_a_directory_has_one_log_id_for_life_and_another_one_has_another(tmp_pat
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_a_log_that_was_removed_has_another_id_when_it_is_begun_anew(tmp_path: Path) -> None:
+def test_removed_log_gets_another_id_when_restarted(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
     data_dir.open_log("t", 1, FIRST).close()
@@ -103,7 +103,7 @@ def test_a_log_that_was_removed_has_another_id_when_it_is_begun_anew(tmp_path: P
     data_dir.close()
 
 
-def test_a_log_that_could_not_be_begun_was_never_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_that_could_not_begin_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no room")))
@@ -164,7 +164,7 @@ def test_only_log_without_committed_records_stays_closed(tmp_path: Path, lost: s
 
 
 @pytest.mark.parametrize("is_whole", [1, 0])
-def test_a_directory_of_the_first_release_keeps_its_place_in_the_isr(tmp_path: Path, is_whole: int) -> None:
+def test_first_release_directory_keeps_its_isr_place(tmp_path: Path, is_whole: int) -> None:
     """That had no log ids: in etcd, too, its broker's id stands for what is here. A log that it knew to lack something
     does not count."""
     data_dir = DataDir.open(tmp_path, 1)
@@ -192,7 +192,7 @@ def test_a_directory_of_a_later_release_is_refused(tmp_path: Path) -> None:
         DataDir.open(tmp_path, 1)
 
 
-def test_a_disk_that_hangs_takes_no_threads_of_others(tmp_path: Path) -> None:
+def test_hung_disk_takes_no_threads_of_others(tmp_path: Path) -> None:
     """The files of etcd's TLS are read in the loop's own threads."""
     release = threading.Event()
 
@@ -223,9 +223,7 @@ def test_only_the_very_topics_log_is_deleted(tmp_path: Path) -> None:
     data_dir.close()
 
 
-def test_a_topic_that_is_created_again_while_it_is_being_removed_keeps_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_topic_recreated_during_removal_keeps_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
     looked, created = threading.Event(), threading.Event()
@@ -252,7 +250,7 @@ def test_a_topic_that_is_created_again_while_it_is_being_removed_keeps_its_log(
     data_dir.close()
 
 
-def test_of_a_deleted_topic_nothing_is_set_aside_though_another_of_its_name_comes_first(tmp_path: Path) -> None:
+def test_deleted_topic_leaves_nothing_for_its_namesake(tmp_path: Path) -> None:
     """Its partitions are removed one by one; whoever creates it again does not wait for the last."""
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
@@ -266,7 +264,7 @@ def test_of_a_deleted_topic_nothing_is_set_aside_though_another_of_its_name_come
     data_dir.close()
 
 
-def test_topics_that_differ_in_case_alone_are_kept_apart_where_the_file_system_cannot(tmp_path: Path) -> None:
+def test_topics_differing_in_case_are_kept_apart(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("Flights", 0, FIRST).close()
     (tmp_path / "Flights-0").rename(tmp_path / "flights-0")  # as a file system that ignores case would find it
@@ -275,7 +273,7 @@ def test_topics_that_differ_in_case_alone_are_kept_apart_where_the_file_system_c
     data_dir.close()
 
 
-def test_what_a_crash_left_half_removed_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_half_removed_directory_is_removed_at_next_start(tmp_path: Path) -> None:
     (tmp_path / "#deleted-x").mkdir()
     (tmp_path / "#deleted-x" / "00000000000000000000.log").write_bytes(b"x")
     DataDir.open(tmp_path, 1).close()
@@ -312,7 +310,7 @@ def keep_folders(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
     monkeypatch.setattr(os, "rmdir", rmdir)
 
 
-def test_deleted_log_that_stays_holds_up_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_log_that_stays_blocks_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
     data_dir.mark_deleted(FIRST)
@@ -373,7 +371,7 @@ def test_damaged_identity_names_its_file(tmp_path: Path, content: bytes) -> None
     data_dir.close()
 
 
-def test_what_a_crash_left_half_written_beside_a_small_file_is_removed(tmp_path: Path) -> None:
+def test_half_written_small_file_is_removed(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
     leftovers = (tmp_path / "broker.json.0123.new", tmp_path / "t-0" / "checkpoint.json.0123.new")
@@ -386,7 +384,7 @@ def test_what_a_crash_left_half_written_beside_a_small_file_is_removed(tmp_path:
     data_dir.close()
 
 
-def test_logs_of_topics_that_are_not_known_are_found(tmp_path: Path) -> None:
+def test_logs_of_unknown_topics_are_found(tmp_path: Path) -> None:
     known, unknown = uuid.uuid4(), uuid.uuid4()
     data_dir = DataDir.open(tmp_path / "data", 1)
     for topic, topic_id in (("kept", known), ("gone", unknown)):

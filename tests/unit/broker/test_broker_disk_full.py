@@ -69,9 +69,7 @@ OPERATIONS = [
 ]
 
 
-def test_the_disk_is_named_also_of_a_directory_that_is_given_relative(
-    disk: SmallDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_of_relative_directory_is_named(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     (disk.path / "data").mkdir()
     monkeypatch.chdir(disk.path)
     told = [str(disk_error(OSError(errno.ENOSPC, "full"), each)) for each in (Path("data"), disk.path / "data")]
@@ -80,7 +78,7 @@ def test_the_disk_is_named_also_of_a_directory_that_is_given_relative(
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_has_no_room_is_refused_whole_and_taken_when_there_is(
+def test_batch_without_room_is_refused_whole_until_room(
     disk: SmallDisk, log: Log, operation: Callable[[Log], None]
 ) -> None:
     before, records = files(log), read_all(log)
@@ -103,7 +101,7 @@ def test_what_has_no_room_is_refused_whole_and_taken_when_there_is(
     again.close()
 
 
-def test_a_partition_that_finds_no_room_to_begin_begins_when_there_is(disk: SmallDisk) -> None:
+def test_partition_without_room_begins_later(disk: SmallDisk) -> None:
     data_dir = DataDir.open(disk.path / "data", 1)
     disk.fill()
     for _ in range(3):
@@ -119,7 +117,7 @@ def test_a_partition_that_finds_no_room_to_begin_begins_when_there_is(disk: Smal
     data_dir.close()
 
 
-def test_a_follower_keeps_the_whole_batches_that_went_in_before_the_disk_was_full(disk: SmallDisk, log: Log) -> None:
+def test_follower_keeps_whole_batches_before_full_disk(disk: SmallDisk, log: Log) -> None:
     log.options = LogOptions(segment_bytes=100_000)
     if not disk.path.is_mount():
         disk.fill()
@@ -136,7 +134,7 @@ def test_a_follower_keeps_the_whole_batches_that_went_in_before_the_disk_was_ful
     again.close()
 
 
-def test_a_full_disk_is_freed_by_truncation_and_retention(disk: SmallDisk, log: Log) -> None:
+def test_truncation_and_retention_free_a_full_disk(disk: SmallDisk, log: Log) -> None:
     append_values(log, *[4000] * 10)
     log.flush()
     disk.fill()

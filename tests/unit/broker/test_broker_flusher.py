@@ -114,9 +114,7 @@ def waits_for(partition: Partition, acks: int) -> Callable[[int, float], Awaitab
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_no_answer_leaves_before_the_disk_has_it_and_nobody_else_waits(
-    leader: Partition, disk: Disk, acks: int
-) -> None:
+async def test_answer_waits_for_its_disk_and_no_other(leader: Partition, disk: Disk, acks: int) -> None:
     disk.hang()
     result = append(leader, acks=acks)
     assert (result.error_code, result.last_offset) == (0, 0)
@@ -134,7 +132,7 @@ async def test_no_answer_leaves_before_the_disk_has_it_and_nobody_else_waits(
     assert await answered(leader.wait_for_isr(1, PATIENCE_S)) == error_codes.NONE
 
 
-async def test_however_many_wait_it_is_for_two_turns_of_the_disk(leader: Partition, disk: Disk) -> None:
+async def test_all_waiters_share_two_flushes(leader: Partition, disk: Disk) -> None:
     disk.hang()
     append(leader)
     await disk.is_waited_for()
@@ -161,9 +159,7 @@ async def test_segments_begin_while_the_disk_hangs(leader: Partition, disk: Disk
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_a_batch_that_may_not_be_on_the_disk_is_not_called_refused(
-    leader: Partition, disk: Disk, acks: int
-) -> None:
+async def test_possibly_flushed_batch_is_not_called_refused(leader: Partition, disk: Disk, acks: int) -> None:
     """It stands in the file, and is served once the log has been opened anew: who sent it again would have it twice."""
     disk.hang()
     results = [append(leader, acks=acks) for _ in range(3)]
@@ -179,7 +175,7 @@ async def test_a_batch_that_may_not_be_on_the_disk_is_not_called_refused(
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_a_disk_that_takes_longer_than_the_producer_waits(leader: Partition, disk: Disk, acks: int) -> None:
+async def test_slow_disk_exceeds_the_producers_timeout(leader: Partition, disk: Disk, acks: int) -> None:
     disk.hang()
     append(leader, acks=acks)
     assert await answered(waits_for(leader, acks)(0, 0.05)) == error_codes.REQUEST_TIMED_OUT
@@ -189,7 +185,7 @@ async def test_a_disk_that_takes_longer_than_the_producer_waits(leader: Partitio
 
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_who_has_lost_its_lease_while_the_disk_was_at_work_says_nothing(
+async def test_broker_losing_lease_during_flush_stays_silent(
     leader: Partition, disk: Disk, fence: Fence, acks: int, closed: bool
 ) -> None:
     disk.hang()
@@ -204,7 +200,7 @@ async def test_who_has_lost_its_lease_while_the_disk_was_at_work_says_nothing(
     assert await answered(answer) == error_codes.REQUEST_TIMED_OUT
 
 
-async def test_a_resend_of_what_is_still_on_its_way_to_the_disk_waits_as_well(leader: Partition, disk: Disk) -> None:
+async def test_resend_of_unflushed_batch_waits_too(leader: Partition, disk: Disk) -> None:
     def batch() -> bytearray:
         return build_batch([b"v"], producer_id=1, producer_epoch=0, base_sequence=0)
 
@@ -214,7 +210,7 @@ async def test_a_resend_of_what_is_still_on_its_way_to_the_disk_waits_as_well(le
     assert not leader.is_on_disk(results[1].last_offset)
 
 
-async def test_a_write_during_which_the_fence_died_is_taken_back_while_the_disk_hangs(
+async def test_write_under_dying_fence_is_undone(
     leader: Partition, disk: Disk, fence: Fence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.hang()
@@ -231,7 +227,7 @@ async def test_a_write_during_which_the_fence_died_is_taken_back_while_the_disk_
     assert await answered(answer) == error_codes.NONE
 
 
-async def test_what_a_killed_broker_has_left_is_on_the_disk_before_it_counts(tmp_path: Path, disk: Disk) -> None:
+async def test_log_of_killed_broker_is_flushed_before_counting(tmp_path: Path, disk: Disk) -> None:
     log = Log.open(tmp_path / "t-0", options=LogOptions())
     view = memoryview(build_batch([b"v"]))
     log.append(view, parse_batch(view))
@@ -244,7 +240,7 @@ async def test_what_a_killed_broker_has_left_is_on_the_disk_before_it_counts(tmp
 # Followers
 
 
-async def test_a_follower_claims_and_asks_for_nothing_before_its_disk_has_what_it_took(
+async def test_follower_fetches_only_after_its_flush(
     leader: Partition, tmp_path: Path, disk: Disk, fence: Fence
 ) -> None:
     leader.close()
@@ -274,9 +270,7 @@ async def test_a_follower_claims_and_asks_for_nothing_before_its_disk_has_what_i
         leader.close()
 
 
-async def test_a_leader_whose_own_disk_is_the_slow_one_does_not_count_itself(
-    tmp_path: Path, disk: Disk, fence: Fence
-) -> None:
+async def test_leader_with_slow_disk_does_not_count_itself(tmp_path: Path, disk: Disk, fence: Fence) -> None:
     leader = lead(replica(tmp_path, LEADER), fence, LEADER, FOLLOWER)
     follower = replica(tmp_path, FOLLOWER)
     follower.become_follower(LEADER, Leadership(3, 1))
@@ -299,7 +293,7 @@ async def test_a_leader_whose_own_disk_is_the_slow_one_does_not_count_itself(
         leader.close()
 
 
-async def test_a_follower_whose_disk_fails_asks_for_nothing_more(tmp_path: Path, disk: Disk, fence: Fence) -> None:
+async def test_follower_with_failed_disk_fetches_nothing(tmp_path: Path, disk: Disk, fence: Fence) -> None:
     leader = lead(replica(tmp_path, LEADER), fence, LEADER, FOLLOWER)
     follower = replica(tmp_path, FOLLOWER)
     follower.become_follower(LEADER, Leadership(3, 1))

@@ -34,7 +34,7 @@ def host(tmp_path: Path, view: ClusterView) -> Iterator[HostedReplicas]:
     data_dir.close()
 
 
-async def test_a_log_that_cannot_be_opened_is_told_once_with_the_way_out(
+async def test_unopenable_log_is_reported_once_with_remedy(
     tmp_path: Path, view: ClusterView, host: HostedReplicas
 ) -> None:
     """It is tried again every few seconds, for each of perhaps a thousand partitions."""

@@ -17,20 +17,20 @@ def epochs(*entries: tuple[int, int]) -> LeaderEpochs:
     return made
 
 
-def test_an_epoch_reaches_to_the_start_of_the_next() -> None:
+def test_epoch_reaches_to_start_of_next() -> None:
     known = epochs((2, 0), (2, 5), (4, 10), (7, 30))
     assert known.entries() == [(2, 0), (4, 10), (7, 30)]
     assert known.latest == 7
     assert [known.epoch_at(offset) for offset in (0, 9, 10, 29, 30, 99)] == [2, 2, 4, 4, 7, 7]
 
 
-def test_nothing_is_known_of_an_empty_log() -> None:
+def test_empty_log_has_no_epochs() -> None:
     known = LeaderEpochs()
     assert (known.latest, known.epoch_at(0)) == (NO_LEADER_EPOCH, NO_LEADER_EPOCH)
     assert known.end_offset_for(3, LOG_END) == EpochEnd(-1, -1)
 
 
-def test_offsets_below_the_first_entry_belong_to_no_known_epoch() -> None:
+def test_offsets_below_first_entry_have_no_epoch() -> None:
     assert epochs((4, 10)).epoch_at(9) == NO_LEADER_EPOCH
 
 
@@ -46,18 +46,18 @@ def test_offsets_below_the_first_entry_belong_to_no_known_epoch() -> None:
         pytest.param(-1, (-1, -1), id="none"),
     ],
 )
-def test_the_end_of_an_epoch(asked: int, answer: tuple[int, int]) -> None:
+def test_end_of_an_epoch_is_found(asked: int, answer: tuple[int, int]) -> None:
     assert epochs((2, 0), (4, 10), (7, 30)).end_offset_for(asked, LOG_END) == answer
 
 
-def test_an_epoch_in_which_nothing_was_written_gives_way() -> None:
+def test_epoch_without_records_is_replaced() -> None:
     """Its leader was elected and lost again before it wrote: what stands there has another epoch, even a lower."""
     assert epochs((2, 0), (5, 10), (6, 10)).entries() == [(2, 0), (6, 10)]
     assert epochs((2, 0), (5, 10), (4, 10)).entries() == [(2, 0), (4, 10)]
     assert epochs((2, 0), (5, 10), (2, 10)).entries() == [(2, 0)]
 
 
-def test_an_epoch_that_goes_back_behind_what_was_written_is_an_error() -> None:
+def test_epoch_behind_written_one_is_an_error() -> None:
     known = epochs((2, 0), (5, 10))
     with pytest.raises(ValueError, match="leader epoch 4 at offset 20, behind epoch 5"):
         known.assign(4, 20)
@@ -67,7 +67,7 @@ def test_an_epoch_that_goes_back_behind_what_was_written_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("offset", "left"), [(31, [2, 4, 7]), (30, [2, 4]), (11, [2, 4]), (10, [2]), (1, [2]), (0, [])]
 )
-def test_a_log_cut_off_at_its_end_forgets_epochs_that_began_there(offset: int, left: list[int]) -> None:
+def test_truncated_end_forgets_epochs_begun_there(offset: int, left: list[int]) -> None:
     known = epochs((2, 0), (4, 10), (7, 30))
     known.truncate_from_end(offset)
     assert [entry[0] for entry in known.entries()] == left
@@ -83,15 +83,13 @@ def test_a_log_cut_off_at_its_end_forgets_epochs_that_began_there(offset: int, l
         (45, [(7, 45)]),
     ],
 )
-def test_a_log_cut_off_at_its_start_begins_with_the_epoch_of_its_first_offset(
-    offset: int, left: list[tuple[int, int]]
-) -> None:
+def test_truncated_start_begins_with_its_offsets_epoch(offset: int, left: list[tuple[int, int]]) -> None:
     known = epochs((2, 0), (4, 10), (7, 30))
     known.truncate_from_start(offset)
     assert known.entries() == left
 
 
-def test_a_start_below_all_that_is_known_changes_nothing() -> None:
+def test_start_below_known_offsets_changes_nothing() -> None:
     known = epochs((4, 10))
     known.truncate_from_start(5)
     assert known.entries() == [(4, 10)]

@@ -116,7 +116,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     stage.data_dir.close()
 
 
-async def test_a_topic_that_came_and_went_while_the_watch_was_broken_is_no_error(stage: Stage) -> None:
+async def test_topic_created_and_deleted_unseen_is_no_error(stage: Stage) -> None:
     """A watch that is taken up again tells of both at once: the mirror, and the broker with it, ended at that."""
     stage.view.on_snapshot(Snapshot(1, 1, []))
     value = encode_value(TopicValue(uuid.uuid4(), [[1]]))
@@ -126,7 +126,7 @@ async def test_a_topic_that_came_and_went_while_the_watch_was_broken_is_no_error
     assert not stage.view.topics
 
 
-async def test_a_new_epoch_is_above_all_that_were_obeyed_here(stage: Stage) -> None:
+async def test_new_epoch_exceeds_all_obeyed_here(stage: Stage) -> None:
     """A restored etcd remembers an earlier one, in which nothing was written: who obeyed it refuses this leader."""
     topic_id = uuid.uuid4()
     await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]]))
@@ -141,9 +141,7 @@ async def test_a_new_epoch_is_above_all_that_were_obeyed_here(stage: Stage) -> N
 
 
 @pytest.mark.parametrize("tell", [Stage.tell_snapshot, Stage.tell])
-async def test_a_lease_key_of_a_deleted_topic_does_not_keep_a_new_one_from_being_led(
-    stage: Stage, tell: Callable[[Stage], None]
-) -> None:
+async def test_lease_key_of_deleted_topic_blocks_no_leader(stage: Stage, tell: Callable[[Stage], None]) -> None:
     """Whether the deletion was seen or not: nobody else can take it as long as the old key is there."""
     await stage.put(KEYS.topic("t"), TopicValue(uuid.uuid4(), [[1]]))
     await stage.begin()
@@ -160,7 +158,7 @@ async def test_a_lease_key_of_a_deleted_topic_does_not_keep_a_new_one_from_being
     running.cancel()
 
 
-async def test_a_topic_that_is_created_after_etcd_was_restored_is_not_missed_here(stage: Stage) -> None:
+async def test_topic_created_after_etcd_restore_is_seen(stage: Stage) -> None:
     """Its revisions are lower than those of before; a replica that is taken for another would not lead."""
     for _ in range(20):
         await stage.put(KEYS.broker(9), BrokerValue(9, "h", 1))
@@ -180,7 +178,7 @@ async def test_a_topic_that_is_created_after_etcd_was_restored_is_not_missed_her
     running.cancel()
 
 
-async def test_a_log_that_is_not_the_one_in_sync_does_not_lead(stage: Stage) -> None:
+async def test_out_of_sync_log_does_not_lead(stage: Stage) -> None:
     """Its disk was replaced: what was committed is with others, or on the old disk."""
     topic_id = uuid.uuid4()
     await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]]))
@@ -192,9 +190,7 @@ async def test_a_log_that_is_not_the_one_in_sync_does_not_lead(stage: Stage) -> 
     assert await stage.take() is not None
 
 
-async def test_where_the_first_replica_does_not_take_a_new_partition_the_next_one_does(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_next_replica_takes_partition_the_first_cannot(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lives, and its disk takes no new log: nobody led the partition as long as that was so."""
     monkeypatch.setattr(election, "START_GRACE_S", 0.0)
     monkeypatch.setattr(election, "UNWRITTEN_DELAY_S", 0.2)
@@ -208,7 +204,7 @@ async def test_where_the_first_replica_does_not_take_a_new_partition_the_next_on
     running.cancel()
 
 
-async def test_a_partition_that_nobody_ever_took_is_taken_by_who_binds_a_fence(stage: Stage) -> None:
+async def test_fence_bind_takes_a_never_taken_partition(stage: Stage) -> None:
     await stage.put(KEYS.topic("t"), TopicValue(topic_id("t"), [[1]]))
     await stage.begin()
     fence = stage.store.revision
@@ -227,7 +223,7 @@ async def test_a_partition_that_nobody_ever_took_is_taken_by_who_binds_a_fence(s
     assert bindings == {(b"t", 0): fence}
 
 
-async def test_a_fence_that_cannot_be_read_keeps_everybody_from_leading(stage: Stage) -> None:
+async def test_unreadable_fence_prevents_leading(stage: Stage) -> None:
     await stage.put(KEYS.topic("t"), TopicValue(uuid.uuid4(), [[1]]))
     await stage.client.txn([], [put_op(KEYS.fence("t", 0), b"what?")])
     await stage.begin()
@@ -237,9 +233,7 @@ async def test_a_fence_that_cannot_be_read_keeps_everybody_from_leading(stage: S
     assert await stage.take() is not None
 
 
-async def test_records_for_a_deleted_topics_id_do_not_go_to_its_namesake(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_records_for_deleted_topic_id_miss_its_namesake(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was deleted and created again while the request waited for it to be taken (KIP-516)."""
     await stage.put(KEYS.topic("t"), TopicValue(topic_id("t"), [[1]]))
     await stage.begin()
@@ -265,7 +259,7 @@ async def test_records_for_a_deleted_topics_id_do_not_go_to_its_namesake(
 
 
 @pytest.mark.parametrize("error", [OSError("no room"), Inconsistent("beyond the end"), RuntimeError("unforeseen")])
-async def test_a_leader_that_cannot_begin_gives_its_key_back_and_tries_again_later(
+async def test_leader_that_cannot_begin_returns_its_key(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Its transaction has made the key: nobody would lead, for as long as the broker lives."""

@@ -39,7 +39,7 @@ def test_offsets_follow_the_record_count(log: Log) -> None:
     assert offsets(log.read(0, 1 << 20)) == [0, 3]
 
 
-def test_reading_from_inside_a_batch_begins_with_that_batch(log: Log) -> None:
+def test_read_from_inside_a_batch_begins_with_it(log: Log) -> None:
     append(log, build_batch([b"a"] * 10))
     append(log, build_batch([b"b"] * 10))
     assert offsets(log.read(7, 1 << 20)) == [0, 10]
@@ -49,18 +49,18 @@ def test_reading_from_inside_a_batch_begins_with_that_batch(log: Log) -> None:
 
 @pytest.mark.parametrize("max_bytes", [0, 1, 60, 61, 8_999])
 @pytest.mark.parametrize("offset", [0, 1])
-def test_the_first_batch_comes_whole_however_little_was_asked(log: Log, offset: int, max_bytes: int) -> None:
+def test_first_batch_is_whole_at_any_limit(log: Log, offset: int, max_bytes: int) -> None:
     append_values(log, 9_000, 9_000)
     assert offsets(log.read(offset, max_bytes)) == [offset]
     assert len(log.read(offset, max_bytes)) > 9_000
 
 
-def test_no_more_than_max_bytes_otherwise(log: Log) -> None:
+def test_reads_stay_within_max_bytes(log: Log) -> None:
     append_values(log, *[400] * 10)
     assert len(log.read(0, 1000)) == 1000
 
 
-def test_every_offset_is_found_across_segments_and_after_reopening(tmp_path: Path) -> None:
+def test_every_offset_is_found_across_segments(tmp_path: Path) -> None:
     source = random.Random(7)
     log = Log.open(tmp_path / "t-0", options=OPTIONS)
     expected: dict[int, int] = {}
@@ -100,7 +100,7 @@ def _whole_batches(data: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("lost_bytes", [1, 40, 70, 100])
-def test_a_torn_tail_is_cut_off_and_its_offset_given_again(log: Log, lost_bytes: int) -> None:
+def test_torn_tail_is_truncated_and_its_offset_reused(log: Log, lost_bytes: int) -> None:
     append_values(log, 30, 30, 30)
     log.close()
     path = next(log.directory.glob("*.log"))
@@ -127,7 +127,7 @@ def test_garbage_behind_the_last_batch_is_cut_off(log: Log, garbage: bytes) -> N
     again.close()
 
 
-def test_a_batch_whose_crc_is_wrong_ends_the_recovery(log: Log) -> None:
+def test_batch_with_wrong_crc_ends_the_recovery(log: Log) -> None:
     append_values(log, 300, 300)
     log.close()
     path = next(log.directory.glob("*.log"))
@@ -139,7 +139,7 @@ def test_a_batch_whose_crc_is_wrong_ends_the_recovery(log: Log) -> None:
     again.close()
 
 
-def test_damage_below_what_was_committed_is_refused_not_papered_over(log: Log) -> None:
+def test_damage_below_committed_offset_is_refused(log: Log) -> None:
     append_values(log, *[5000] * 8)
     log.checkpoint(8, log.leadership)
     log.close()
@@ -152,7 +152,7 @@ def test_damage_below_what_was_committed_is_refused_not_papered_over(log: Log) -
     assert first.read_bytes() == bytes(damaged), "evidence was destroyed"
 
 
-def test_a_write_that_fails_half_way_leaves_no_trace(log: Log) -> None:
+def test_failed_partial_write_leaves_no_trace(log: Log) -> None:
     append_values(log, 100)
     size = log.size_in_bytes
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -168,7 +168,7 @@ def test_a_write_that_fails_half_way_leaves_no_trace(log: Log) -> None:
     assert offsets(log.read(0, 1 << 20)) == [0, 1]
 
 
-def test_an_undone_append_is_gone_from_disk_index_and_timestamps(log: Log) -> None:
+def test_undone_append_leaves_disk_index_and_timestamps(log: Log) -> None:
     append_values(log, 5000, timestamp=1000)
     view = memoryview(build_batch([b"x" * 5000], timestamp=9000))
     batch = parse_batch(view)
@@ -196,15 +196,13 @@ def test_a_closed_log_refuses_everything(log: Log, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "found"), [(0, (1000, 0)), (1000, (1000, 0)), (1001, (2000, 1)), (5999, (6000, 5)), (6001, None)]
 )
-def test_timestamps_lead_to_the_first_batch_that_reaches_them(
-    log: Log, asked: int, found: tuple[int, int] | None
-) -> None:
+def test_timestamp_finds_first_batch_that_reaches_it(log: Log, asked: int, found: tuple[int, int] | None) -> None:
     for step in range(1, 7):
         append_values(log, 6000, timestamp=step * 1000)
     assert log.find_timestamp(asked) == found
 
 
-def test_timestamps_that_go_back_do_not_hide_a_batch(log: Log) -> None:
+def test_decreasing_timestamps_hide_no_batch(log: Log) -> None:
     for timestamp in (5000, 1000, 7000, 2000):
         append_values(log, 100, timestamp=timestamp)
     assert log.find_timestamp(1500) == (5000, 0)

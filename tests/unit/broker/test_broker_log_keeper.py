@@ -117,7 +117,9 @@ def break_disk_of(log: Log) -> None:
 
 
 @pytest.mark.parametrize(("flush", "by_keeper"), [("always", 0), ("interval", 1), ("never", 0)])
-async def test_when_records_are_on_the_disk(broker: Broker, disk: Disk, flush: FlushPolicy, by_keeper: int) -> None:
+async def test_keeper_flushes_as_the_policy_says(
+    broker: Broker, disk: Disk, flush: FlushPolicy, by_keeper: int
+) -> None:
     """With `always` the partition sees to it, which has others wait for it: see test_broker_flusher."""
     log = broker.host(flush=flush).log
     append_values(log, 10, 10)
@@ -131,7 +133,7 @@ async def test_when_records_are_on_the_disk(broker: Broker, disk: Disk, flush: F
 
 
 @pytest.mark.parametrize("flush", FLUSH_POLICIES)
-def test_no_append_waits_for_the_disk_not_even_one_that_begins_a_segment(
+def test_append_never_waits_for_the_disk(
     broker: Broker, disk: Disk, flush: FlushPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor what else is done to a log on the event loop."""
@@ -155,7 +157,7 @@ def test_no_append_waits_for_the_disk_not_even_one_that_begins_a_segment(
     log.close()
 
 
-async def test_of_what_was_cut_off_nothing_counts_as_flushed(broker: Broker, disk: Disk) -> None:
+async def test_truncated_records_do_not_count_as_flushed(broker: Broker, disk: Disk) -> None:
     """What is written in its place while the disk was at work is not there yet."""
     log = broker.host(flush="always").log
     append_values(log, 10, 10, 10)
@@ -184,9 +186,7 @@ async def test_of_what_was_cut_off_nothing_counts_as_flushed(broker: Broker, dis
     assert log.flushed_offset == 3
 
 
-async def test_the_names_of_segments_are_brought_to_the_disk(
-    broker: Broker, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_segment_names_are_flushed_to_disk(broker: Broker, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted, synced = broker.host(), []
     sync = os.fsync
     monkeypatch.setattr("os.fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").resolve()), sync(fd)))
@@ -215,7 +215,7 @@ async def test_names_that_killed_process_left_reach_the_disk(
     assert (synced, hosted.log.flushed_offset) == ([hosted.log.directory], 2)
 
 
-def test_names_that_cannot_be_brought_to_the_disk_fail_the_log(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unflushable_names_fail_the_log(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     log = broker.host().log
     append_values(log, 4000, 4000)
 
@@ -228,7 +228,7 @@ def test_names_that_cannot_be_brought_to_the_disk_fail_the_log(broker: Broker, m
     assert (log.failure is not None, log.flushed_offset) == (True, 0)
 
 
-async def test_what_is_appended_while_the_disk_is_at_work_is_flushed_next_time(broker: Broker, disk: Disk) -> None:
+async def test_append_during_a_flush_is_flushed_next(broker: Broker, disk: Disk) -> None:
     log = broker.host().log
     append_values(log, 10)
     at_work, go_on = threading.Event(), threading.Event()
@@ -249,9 +249,7 @@ async def test_what_is_appended_while_the_disk_is_at_work_is_flushed_next_time(b
 
 
 @pytest.mark.parametrize("policy", FLUSH_POLICIES)
-async def test_a_broker_that_stops_brings_every_log_to_the_disk(
-    broker: Broker, disk: Disk, policy: FlushPolicy
-) -> None:
+async def test_stopping_broker_flushes_every_log(broker: Broker, disk: Disk, policy: FlushPolicy) -> None:
     log = broker.host(flush=policy).log
     append_values(log, 10)
     await broker.keeper.flush(whatever_the_policy=True)
@@ -259,9 +257,7 @@ async def test_a_broker_that_stops_brings_every_log_to_the_disk(
 
 
 @pytest.mark.parametrize("removed", [False, True])
-async def test_a_log_that_is_closed_while_the_disk_is_at_work_is_no_failure(
-    broker: Broker, disk: Disk, removed: bool
-) -> None:
+async def test_log_closed_during_a_flush_is_no_failure(broker: Broker, disk: Disk, removed: bool) -> None:
     hosted, other = broker.host("t"), broker.host("u")
     append_values(hosted.log, 10)
     append_values(other.log, 10)
@@ -284,7 +280,7 @@ async def test_a_log_that_is_closed_while_the_disk_is_at_work_is_no_failure(
     assert (broker.failed, disk.syncs, other.log.is_dirty) == ([], 2, False)
 
 
-async def test_a_segment_that_is_removed_while_the_disk_is_at_work_is_no_failure(broker: Broker, disk: Disk) -> None:
+async def test_segment_removed_during_a_flush_is_no_failure(broker: Broker, disk: Disk) -> None:
     log = broker.host(flush="never").log
     append_values(log, 4000, 4000)
     at_work, go_on = threading.Event(), threading.Event()
@@ -303,9 +299,7 @@ async def test_a_segment_that_is_removed_while_the_disk_is_at_work_is_no_failure
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_what_one_thread_is_still_bringing_to_the_disk_is_not_there_for_another(
-    broker: Broker, disk: Disk, fails: bool
-) -> None:
+async def test_unfinished_flush_does_not_count_for_others(broker: Broker, disk: Disk, fails: bool) -> None:
     """Or an append that is to be on the disk is acknowledged before it is."""
     log = broker.host().log
     append_values(log, 10)
@@ -328,7 +322,7 @@ async def test_what_one_thread_is_still_bringing_to_the_disk_is_not_there_for_an
     assert [isinstance(outcome, LogFailed) for outcome in outcomes] == [fails, fails]
 
 
-def test_a_process_without_descriptors_to_spare_loses_no_log(broker: Broker, disk: Disk) -> None:
+def test_process_without_spare_descriptors_loses_no_log(broker: Broker, disk: Disk) -> None:
     log = broker.host().log
     append_values(log, 4000, 4000)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -341,9 +335,7 @@ def test_a_process_without_descriptors_to_spare_loses_no_log(broker: Broker, dis
 
 
 @pytest.mark.parametrize("closed_meanwhile", [False, True])
-async def test_a_log_that_was_closed_holds_no_file_once_the_disk_is_done(
-    broker: Broker, disk: Disk, closed_meanwhile: bool
-) -> None:
+async def test_closed_log_holds_no_file_after_the_flush(broker: Broker, disk: Disk, closed_meanwhile: bool) -> None:
     log = broker.host().log
     append_values(log, 10)
     disk.before_sync = log.close if closed_meanwhile else lambda: None
@@ -354,7 +346,7 @@ async def test_a_log_that_was_closed_holds_no_file_once_the_disk_is_done(
     assert (disk.syncs, held) == (1, [])
 
 
-async def test_what_a_killed_broker_has_left_is_brought_to_the_disk(broker: Broker, disk: Disk) -> None:
+async def test_log_of_killed_broker_is_flushed(broker: Broker, disk: Disk) -> None:
     append_values(broker.host().log, 10)
     broker.hosted.clear()
     log = broker.host().log
@@ -363,7 +355,7 @@ async def test_what_a_killed_broker_has_left_is_brought_to_the_disk(broker: Brok
     assert disk.syncs == 1
 
 
-async def test_a_log_whose_flush_fails_takes_and_tells_nothing_more(broker: Broker) -> None:
+async def test_log_with_failed_flush_serves_nothing_more(broker: Broker) -> None:
     """The kernel may take what it could not write for written: nobody may ask it twice."""
     broken, well = broker.host("broken"), broker.host("well")
     for hosted in (broken, well):
@@ -383,7 +375,7 @@ async def test_a_log_whose_flush_fails_takes_and_tells_nothing_more(broker: Brok
 # Checkpoints
 
 
-async def test_high_watermarks_are_written_down_when_they_have_moved(broker: Broker) -> None:
+async def test_moved_high_watermarks_are_written_down(broker: Broker) -> None:
     moved, still = broker.host("moved"), broker.host("still")
     append_values(moved.log, 10, 10)
     moved.high_watermark = 2
@@ -400,7 +392,7 @@ async def test_high_watermarks_are_written_down_when_they_have_moved(broker: Bro
 
 
 @pytest.mark.parametrize(("flush", "written"), [("always", 2), ("interval", 2), ("never", 0)])
-async def test_a_high_watermark_is_written_down_only_over_records_that_are_on_the_disk(
+async def test_high_watermark_is_written_only_over_flushed_records(
     broker: Broker, flush: FlushPolicy, written: int
 ) -> None:
     """Or a power cut at all replicas at once would leave each of them lacking what was committed, and none to lead."""
@@ -488,9 +480,7 @@ async def test_never_flushed_log_rests(broker: Broker, monkeypatch: pytest.Monke
     assert (written, hosted.is_at_rest) == ([], True)
 
 
-async def test_a_checkpoint_at_work_does_not_end_in_the_log_that_has_taken_the_place(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_late_checkpoint_does_not_enter_successor_log(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A topic is deleted and created again, while the disk is slow."""
     log = broker.host().log
     at_work, go_on = threading.Event(), threading.Event()
@@ -511,9 +501,7 @@ async def test_a_checkpoint_at_work_does_not_end_in_the_log_that_has_taken_the_p
     assert [path.suffix for path in log.directory.iterdir()] == [".log"]
 
 
-async def test_a_topic_that_is_deleted_while_its_checkpoint_is_begun_is_no_error(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_topic_deleted_during_checkpoint_is_no_error(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted = broker.host()
     hosted.high_watermark = 1
 
@@ -527,7 +515,7 @@ async def test_a_topic_that_is_deleted_while_its_checkpoint_is_begun_is_no_error
     assert broker.told == []
 
 
-async def test_a_log_that_has_gone_does_not_keep_others_from_their_checkpoints(broker: Broker) -> None:
+async def test_removed_log_does_not_block_other_checkpoints(broker: Broker) -> None:
     gone, well = broker.host("gone"), broker.host("well")
     for hosted in (gone, well):
         append_values(hosted.log, 10)
@@ -541,7 +529,7 @@ async def test_a_log_that_has_gone_does_not_keep_others_from_their_checkpoints(b
 # Retention
 
 
-async def test_retention_stays_below_the_high_watermark_and_an_emptied_log_keeps_its_epoch(broker: Broker) -> None:
+async def test_retention_respects_high_watermark_and_keeps_epoch(broker: Broker) -> None:
     hosted = broker.host(retention_ms=1000)
     append_values(hosted.log, *[2000] * 6, timestamp=NOW_MS - 1001, leader_epoch=4)
     await broker.keeper.flush()
@@ -559,7 +547,7 @@ async def test_retention_stays_below_the_high_watermark_and_an_emptied_log_keeps
     again.close()
 
 
-async def test_a_topics_options_may_change_while_it_is_kept(broker: Broker) -> None:
+async def test_topic_options_may_change_while_hosted(broker: Broker) -> None:
     hosted = broker.host()
     append_values(hosted.log, *[2000] * 6)
     hosted.high_watermark = 6
@@ -586,7 +574,7 @@ async def test_a_full_disk_stops_no_round(broker: Broker, tmp_path: Path) -> Non
         full.log.close()
 
 
-async def test_all_of_it_happens_by_itself(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keeper_runs_its_rounds_by_itself(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_maintenance, "CHECKPOINT_INTERVAL_S", 0.01)
     hosted = broker.host(retention_bytes=5000)
     running = asyncio.create_task(broker.keeper.run())

@@ -80,9 +80,7 @@ FLIPS = [
 
 @pytest.mark.parametrize(("position", "mask"), FLIPS)
 @pytest.mark.parametrize("batch", [1, 4])
-def test_a_flipped_bit_in_the_last_segment_ends_the_log_there(
-    directory: Path, batch: int, position: int, mask: int
-) -> None:
+def test_flipped_bit_in_last_segment_truncates_it(directory: Path, batch: int, position: int, mask: int) -> None:
     whole = b"".join(path.read_bytes() for path in segment_files(directory))
     flip(segment_files(directory)[-1], batch, position, mask)
     log = Log.open(directory, options=OPTIONS)
@@ -97,7 +95,7 @@ def test_a_flipped_bit_in_the_last_segment_ends_the_log_there(
 
 @pytest.mark.parametrize(("position", "mask"), FLIPS)
 @pytest.mark.parametrize(("segment", "batch"), [(0, 0), (0, 4), (1, 2)])
-def test_a_flipped_bit_in_an_earlier_segment_is_told_and_nothing_is_touched(
+def test_flipped_bit_in_earlier_segment_changes_nothing(
     directory: Path, segment: int, batch: int, position: int, mask: int
 ) -> None:
     """Offsets behind it were given out, and committed: cutting them off is for a person to decide."""
@@ -159,7 +157,7 @@ IN_THE_MIDDLE = [
 
 
 @pytest.mark.parametrize(("damage", "left"), IN_THE_MIDDLE)
-def test_damage_above_the_recovery_point_ends_the_log_there(
+def test_damage_above_recovery_point_truncates_the_log(
     directory: Path, damage: Callable[[Path], None], left: int
 ) -> None:
     """Segments begin before the one before is on the disk: a power cut may take any, and leave later ones."""
@@ -180,7 +178,7 @@ def test_damage_above_the_recovery_point_ends_the_log_there(
 
 
 @pytest.mark.parametrize(("damage", "left"), IN_THE_MIDDLE)
-def test_damage_below_the_recovery_point_is_told_and_nothing_is_touched(
+def test_damage_below_recovery_point_changes_nothing(
     directory: Path, damage: Callable[[Path], None], left: int
 ) -> None:
     recover_from(directory, left + 1)
@@ -193,7 +191,7 @@ def test_damage_below_the_recovery_point_is_told_and_nothing_is_touched(
 
 @pytest.mark.parametrize(("damage", "left"), [(no_damage, END), *IN_THE_MIDDLE[:1]])
 @pytest.mark.parametrize("recovery_point", [110, 150])
-def test_a_checkpoint_of_the_release_before_versions_means_the_same(
+def test_unversioned_checkpoint_means_the_same(
     directory: Path, damage: Callable[[Path], None], left: int, recovery_point: int
 ) -> None:
     recover_from(directory, recovery_point)
@@ -211,7 +209,7 @@ def test_a_checkpoint_of_the_release_before_versions_means_the_same(
     log.close()
 
 
-def test_a_checkpoint_of_a_later_release_is_not_guessed_at(directory: Path) -> None:
+def test_checkpoint_of_later_release_is_refused(directory: Path) -> None:
     recover_from(directory, END)
     path = directory / "checkpoint.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
@@ -220,23 +218,21 @@ def test_a_checkpoint_of_a_later_release_is_not_guessed_at(directory: Path) -> N
 
 
 @pytest.mark.parametrize(("recovery_point", "is_dirty"), [(0, True), (END - 1, True), (END, False)])
-def test_what_is_known_to_be_on_the_disk_is_not_brought_there_again(
-    directory: Path, recovery_point: int, is_dirty: bool
-) -> None:
+def test_flushed_segments_are_not_flushed_again(directory: Path, recovery_point: int, is_dirty: bool) -> None:
     recover_from(directory, recovery_point)
     log = Log.open(directory, options=OPTIONS)
     assert (log.is_dirty, log.flushed_offset) == (is_dirty, recovery_point)
     log.close()
 
 
-def test_the_first_segments_may_be_missing_as_retention_leaves_them(directory: Path) -> None:
+def test_first_segments_may_be_missing_after_retention(directory: Path) -> None:
     segment_files(directory)[0].unlink()
     log = Log.open(directory, options=OPTIONS)
     assert (log.log_start_offset, log.log_end_offset, log.leader_epochs.entries()) == (120, 160, [(5, 120), (6, 140)])
     log.close()
 
 
-def test_a_last_segment_that_lost_all_keeps_its_place(directory: Path) -> None:
+def test_emptied_last_segment_keeps_its_place(directory: Path) -> None:
     segment_files(directory)[-1].write_bytes(b"\x00" * 50)
     log = Log.open(directory, options=OPTIONS)
     assert (log.log_end_offset, log.truncated_bytes) == (140, 50)
@@ -245,7 +241,7 @@ def test_a_last_segment_that_lost_all_keeps_its_place(directory: Path) -> None:
     log.close()
 
 
-def test_committed_records_that_are_gone_can_be_told_from_the_checkpoint(directory: Path) -> None:
+def test_checkpoint_reveals_missing_committed_records(directory: Path) -> None:
     recover_from(directory, 150)
     path = segment_files(directory)[-1]
     path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // BATCHES])

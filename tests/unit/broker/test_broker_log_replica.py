@@ -40,7 +40,7 @@ def segment_names(log: Log) -> list[int]:
 # Taking what the leader sends
 
 
-def test_what_the_leader_sends_is_the_log_byte_for_byte(log: Log) -> None:
+def test_replica_log_equals_leaders_byte_for_byte(log: Log) -> None:
     sent = leader_batches(0, 3, 1, 40, leader_epoch=2) + leader_batches(44, 5, leader_epoch=6)
     assert log.append_replicated(sent) == 49
     assert read_all(log) == sent
@@ -52,14 +52,14 @@ def test_what_the_leader_sends_is_the_log_byte_for_byte(log: Log) -> None:
 
 
 @pytest.mark.parametrize("missing_bytes", [1, 50, 65, 70])
-def test_a_last_batch_that_is_cut_short_waits_for_the_next_fetch(log: Log, missing_bytes: int) -> None:
+def test_truncated_last_batch_waits_for_next_fetch(log: Log, missing_bytes: int) -> None:
     sent = leader_batches(0, 2, 3)
     assert log.append_replicated(sent[:-missing_bytes]) == 2
     assert log.append_replicated(leader_batches(2, 3)) == 5
     assert read_all(log) == sent
 
 
-def test_nothing_is_a_fair_answer(log: Log) -> None:
+def test_empty_fetch_answer_is_accepted(log: Log) -> None:
     assert log.append_replicated(b"") == 0
 
 
@@ -101,7 +101,7 @@ def with_byte(data: bytearray, position: int, value: int) -> bytearray:
         pytest.param(with_byte(leader_batches(5, 1, leader_epoch=3), 8, 0x80), "less than its header", id="length"),
     ],
 )
-def test_what_cannot_be_next_is_refused_whole(log: Log, sent: bytearray, reason: str) -> None:
+def test_non_successive_batch_is_refused_whole(log: Log, sent: bytearray, reason: str) -> None:
     before = leader_batches(0, 5, leader_epoch=3)
     log.append_replicated(before)
     with pytest.raises(ReplicatedBatchInvalid, match=reason):
@@ -110,7 +110,7 @@ def test_what_cannot_be_next_is_refused_whole(log: Log, sent: bytearray, reason:
     assert log.append_replicated(leader_batches(5, 1, leader_epoch=3)) == 6
 
 
-def test_an_epoch_that_wrote_nothing_does_not_keep_out_an_older_one(log: Log) -> None:
+def test_epoch_without_records_admits_an_older_one(log: Log) -> None:
     """Led in epoch 5 without a write; the next leader still has records of epoch 4 that this replica never saw."""
     log.append_replicated(leader_batches(0, 2, leader_epoch=4))
     log.leader_epochs.assign(5, log.log_end_offset)
@@ -139,7 +139,7 @@ def test_a_follower_knows_the_leaders_producers(log: Log) -> None:
         (9, 9, []),
     ],
 )
-def test_nothing_is_read_at_or_above_the_limit(log: Log, offset: int, up_to: int, found: list[int]) -> None:
+def test_read_stops_below_the_limit(log: Log, offset: int, up_to: int, found: list[int]) -> None:
     log.append_replicated(leader_batches(0, 2, 3, 4, 5))
     assert offsets(log.read(offset, 1 << 20, up_to=up_to)) == found
 
@@ -190,7 +190,7 @@ def idempotent(sequence: int, *, producer_id: int = 9, producer_epoch: int = 0) 
 
 @pytest.mark.parametrize("remember_every", [1, 900, 1 << 30])
 @pytest.mark.parametrize("dropped", [1, 2, 6, 15])
-def test_truncation_takes_producers_back_to_what_is_left(
+def test_truncation_restores_producers_of_the_remaining_log(
     log: Log, dropped: int, remember_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where that is longer ago than producers are remembered for."""
@@ -207,7 +207,7 @@ def test_truncation_takes_producers_back_to_what_is_left(
     assert log.producers.judge(parse_batch(idempotent(left + 1))).verdict is BatchVerdict.OUT_OF_ORDER
 
 
-def test_truncation_brings_back_a_producers_earlier_epoch_and_forgets_one_that_is_gone(log: Log) -> None:
+def test_truncation_restores_the_producers_earlier_epoch(log: Log) -> None:
     append(log, idempotent(0))
     append(log, idempotent(0, producer_epoch=1))
     append(log, idempotent(3, producer_id=10))
@@ -236,7 +236,7 @@ def test_truncation_takes_timestamps_back(log: Log) -> None:
     assert (log.max_timestamp(), log.find_timestamp(1500)) == ((1000, 0), None)
 
 
-def test_the_largest_timestamp_left_may_stand_far_before_the_end(log: Log) -> None:
+def test_largest_timestamp_may_precede_the_end(log: Log) -> None:
     log.options = LogOptions()
     for offset in range(60):
         append_values(log, 300, timestamp={20: 9000, 40: 9000, 59: 20_000}.get(offset, 1000))
@@ -256,7 +256,7 @@ def test_a_reset_log_forgets_its_producers_for_good(log: Log, monkeypatch: pytes
     assert log.producers.judge(parse_batch(idempotent(7))).verdict is BatchVerdict.ACCEPTED
 
 
-def test_a_reset_log_is_empty_and_begins_where_it_was_told(log: Log) -> None:
+def test_reset_log_is_empty_at_its_new_start(log: Log) -> None:
     log.append_replicated(leader_batches(0, *[10] * 40, producer_id=1, producer_epoch=0, base_sequence=0))
     log.reset_to(1000)
     assert (log.log_start_offset, log.log_end_offset, log.size_in_bytes) == (1000, 1000, 0)
@@ -268,14 +268,14 @@ def test_a_reset_log_is_empty_and_begins_where_it_was_told(log: Log) -> None:
     again.close()
 
 
-def test_a_log_may_be_reset_to_where_it_began(log: Log) -> None:
+def test_log_may_be_reset_to_its_start(log: Log) -> None:
     log.append_replicated(leader_batches(0, 3))
     log.reset_to(0)
     assert (log.log_start_offset, log.log_end_offset) == (0, 0)
     assert log.append_replicated(leader_batches(0, 3)) == 3
 
 
-def test_a_follower_drops_the_segments_its_leader_has_dropped(log: Log) -> None:
+def test_follower_drops_segments_its_leader_dropped(log: Log) -> None:
     log.append_replicated(leader_batches(0, *[10] * 40, leader_epoch=2))
     log.flush()
     second = segment_names(log)[1]
@@ -304,7 +304,7 @@ def test_a_checkpoint_is_found_again(log: Log) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"high_watermark": "x"}', b"\x00" * 40])
-def test_a_damaged_checkpoint_is_told_not_guessed_at(log: Log, content: bytes) -> None:
+def test_damaged_checkpoint_is_reported(log: Log, content: bytes) -> None:
     log.checkpoint(0, Leadership(0, 7))
     log.close()
     (log.directory / "checkpoint.json").write_bytes(content)
@@ -312,7 +312,7 @@ def test_a_damaged_checkpoint_is_told_not_guessed_at(log: Log, content: bytes) -
         Log.open(log.directory)
 
 
-def test_a_closed_log_writes_no_checkpoint_into_what_has_taken_its_place(log: Log) -> None:
+def test_closed_log_writes_no_checkpoint_into_successor(log: Log) -> None:
     log.checkpoint(0, Leadership(0, 7))
     log.close()
     with pytest.raises(LogFailed):

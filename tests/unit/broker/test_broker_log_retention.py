@@ -45,7 +45,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
         pytest.param(0, 8, id="the last one stays"),
     ],
 )
-def test_retention_by_size(log: Log, retention_bytes: int, start_offset: int) -> None:
+def test_retention_removes_segments_by_size(log: Log, retention_bytes: int, start_offset: int) -> None:
     log.options = LogOptions(SEGMENT_BYTES, retention_bytes=retention_bytes)
     assert log.remove_old_segments(10**12, END_OFFSET) == start_offset // 2
     assert (log.log_start_offset, log.log_end_offset) == (start_offset, END_OFFSET)
@@ -61,7 +61,7 @@ def test_retention_by_size(log: Log, retention_bytes: int, start_offset: int) ->
         pytest.param(13_001, 8, id="all but the last"),
     ],
 )
-def test_retention_by_time(log: Log, now_ms: int, start_offset: int) -> None:
+def test_retention_removes_segments_by_time(log: Log, now_ms: int, start_offset: int) -> None:
     log.options = LogOptions(SEGMENT_BYTES, retention_ms=5000)
     assert log.remove_old_segments(now_ms, END_OFFSET) == start_offset // 2
     assert (log.log_start_offset, log.log_end_offset) == (start_offset, END_OFFSET)
@@ -74,13 +74,13 @@ def test_retention_by_time(log: Log, now_ms: int, start_offset: int) -> None:
 
 
 @pytest.mark.parametrize(("high_watermark", "start_offset"), [(0, 0), (1, 0), (2, 2), (9, 8), (10, 8)])
-def test_nothing_that_is_not_committed_is_removed(log: Log, high_watermark: int, start_offset: int) -> None:
+def test_retention_removes_only_committed_records(log: Log, high_watermark: int, start_offset: int) -> None:
     log.options = LogOptions(SEGMENT_BYTES, retention_ms=0, retention_bytes=0)
     log.remove_old_segments(10**12, high_watermark)
     assert log.log_start_offset == start_offset
 
 
-def test_the_last_segment_goes_when_the_one_in_its_place_is_on_the_disk(log: Log) -> None:
+def test_last_segment_is_removed_after_successor_is_flushed(log: Log) -> None:
     """Or a power cut leaves no segment at all, and offsets begin at 0 again."""
     log.options = LogOptions(SEGMENT_BYTES, retention_ms=5000)
     for removed in (SEGMENTS - 1, 0):
@@ -97,7 +97,7 @@ def test_the_last_segment_goes_when_the_one_in_its_place_is_on_the_disk(log: Log
     again.close()
 
 
-def test_a_follower_keeps_a_segment_that_is_on_the_disk_whatever_its_leader_has_removed(log: Log) -> None:
+def test_follower_keeps_flushed_segment_its_leader_removed(log: Log) -> None:
     append_values(log, BATCH_BYTES, leader_epoch=50)
     log.advance_log_start(END_OFFSET)
     assert log.log_start_offset == END_OFFSET - 2
@@ -106,12 +106,12 @@ def test_a_follower_keeps_a_segment_that_is_on_the_disk_whatever_its_leader_has_
     assert log.log_start_offset == END_OFFSET
 
 
-def test_who_leaves_the_disk_to_the_system_removes_at_once(log: Log) -> None:
+def test_broker_without_flushes_removes_segments_at_once(log: Log) -> None:
     log.options = LogOptions(SEGMENT_BYTES, flush="never", retention_ms=0)
     assert log.remove_old_segments(10**12, END_OFFSET) == SEGMENTS
 
 
-def test_an_old_segment_behind_a_younger_one_waits_for_it(log: Log) -> None:
+def test_old_segment_waits_behind_a_younger_one(log: Log) -> None:
     log.truncate_to(0)
     for timestamp in (1000, 9_000_000, 1000):
         append_values(log, 1900, timestamp=timestamp)
@@ -121,7 +121,7 @@ def test_an_old_segment_behind_a_younger_one_waits_for_it(log: Log) -> None:
     assert log.log_start_offset == 1
 
 
-def test_records_without_timestamps_are_as_old_as_their_file(log: Log) -> None:
+def test_records_without_timestamps_use_file_age(log: Log) -> None:
     log.truncate_to(0)
     append_values(log, 1900, 1900, timestamp=NO_TIMESTAMP)
     log.flush()

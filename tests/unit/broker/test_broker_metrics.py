@@ -65,7 +65,7 @@ def page(group: Group) -> Page:
     return Page(group)
 
 
-async def test_a_leader_tells_of_its_log_and_its_replicas(group: Group, page: Page) -> None:
+async def test_leader_reports_its_log_and_replicas(group: Group, page: Page) -> None:
     leader = group.elect(1)
     append(leader, producer_id=5, producer_epoch=0, base_sequence=0)
     append(leader)
@@ -82,7 +82,7 @@ async def test_a_leader_tells_of_its_log_and_its_replicas(group: Group, page: Pa
         assert await page(name) == value, name
 
 
-async def test_a_follower_tells_of_its_log_alone(group: Group, page: Page) -> None:
+async def test_follower_reports_its_log_only(group: Group, page: Page) -> None:
     append(group.elect(2))
     group.fetch(1)
     assert await page("partition_log_end_offset", **T0) == 1
@@ -92,7 +92,7 @@ async def test_a_follower_tells_of_its_log_alone(group: Group, page: Page) -> No
         assert await page(f"partition_{name}", **T0) is None, name
 
 
-async def test_a_follower_that_stays_behind_is_told_by_its_lag_and_then_by_the_isr(group: Group, page: Page) -> None:
+async def test_lagging_follower_shows_in_lag_then_isr(group: Group, page: Page) -> None:
     leader = group.elect(1)
     append(leader)
     assert await page("follower_lag_records", **T0, follower="2") == 1, "it has told nothing yet"
@@ -130,7 +130,7 @@ async def test_a_follower_that_stays_behind_is_told_by_its_lag_and_then_by_the_i
     )
 
 
-async def test_a_leader_whose_lease_may_have_ended_leads_nothing(group: Group, page: Page) -> None:
+async def test_leader_of_uncertain_lease_leads_nothing(group: Group, page: Page) -> None:
     group.elect(1)
     group.fences[1].live = False
     assert await page("led_partitions") == 0
@@ -145,7 +145,7 @@ async def test_offline_partition_of_dead_brokers_is_counted(group: Group, page: 
     assert await page("offline_partitions") == 1
 
 
-async def test_a_partition_that_was_led_and_that_nobody_leads_is_offline(group: Group, page: Page) -> None:
+async def test_partition_once_led_without_leader_is_offline(group: Group, page: Page) -> None:
     keys = page.view.keys
     assert await page("offline_partitions") == 0, "its topic is not known"
     page.tell(keys.topic("t"), TopicValue(TOPIC_ID, [[1, 2, 3]]))
@@ -158,7 +158,7 @@ async def test_a_partition_that_was_led_and_that_nobody_leads_is_offline(group: 
     assert (await page("offline_partitions"), await page("live_brokers")) == (0, 1)
 
 
-async def test_leases_are_counted_that_are_this_process_s_own(group: Group, page: Page) -> None:
+async def test_only_own_leases_are_counted(group: Group, page: Page) -> None:
     keys = page.view.keys
     page.tell(keys.topic("t"), TopicValue(TOPIC_ID, [[1, 2, 3]]))
     page.view.apply_put(keys.lease("t", 0), b"1", lease_id=7, revision=3)
@@ -207,7 +207,7 @@ async def test_losses_and_changes_are_counted(group: Group, page: Page) -> None:
     assert (await page.pages.liveness()).ready
 
 
-async def test_flushes_are_timed_those_that_fail_as_well(tmp_path: Path, group: Group, page: Page) -> None:
+async def test_failed_flushes_are_timed_too(tmp_path: Path, group: Group, page: Page) -> None:
     before, seconds = sum(FLUSHES.buckets), FLUSHES.seconds
     leader = group.elect(1)
     append(leader)
@@ -222,7 +222,7 @@ async def test_flushes_are_timed_those_that_fail_as_well(tmp_path: Path, group: 
     assert times.buckets == [1] + [0] * len(FLUSH_BOUNDS_S)
 
 
-async def test_series_of_single_partitions_have_an_end_and_totals_have_none(
+async def test_partition_series_are_bounded_and_totals_complete(
     group: Group, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admin, "MAX_PARTITION_SERIES", 2)
@@ -240,7 +240,7 @@ async def test_series_of_single_partitions_have_an_end_and_totals_have_none(
         other.close()
 
 
-def test_a_lease_tells_how_long_it_lives_and_how_often_it_was_renewed_late() -> None:
+def test_lease_reports_its_ttl_and_late_renewals() -> None:
     now = 100.0
     fence = LeaseFence(1, lambda: now)
     assert fence.remaining_s == 0

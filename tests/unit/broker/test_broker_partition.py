@@ -63,23 +63,21 @@ def append(partition: Partition, records: bytearray | None = None) -> AppendResu
     return partition.append_as_leader(view, parse_batch(view))
 
 
-def test_an_append_gets_the_next_offset_and_this_leaders_epoch(partition: Partition) -> None:
+def test_append_gets_next_offset_and_leader_epoch(partition: Partition) -> None:
     assert [append(partition, build_batch([b"a", b"b"])).base_offset for _ in range(2)] == [0, 2]
     stored = list(iterate_batches(partition.read(0, 1 << 20).records))
     assert [(batch.base_offset, batch.partition_leader_epoch) for batch in stored] == [(0, 7), (2, 7)]
     assert (partition.high_watermark, partition.log_end_offset) == (4, 4)
 
 
-def test_nothing_is_appended_behind_a_dead_fence(partition: Partition, clock: Clock) -> None:
+def test_dead_fence_refuses_appends(partition: Partition, clock: Clock) -> None:
     clock.now += LIVE_FOR_S
     assert append(partition).error_code == error_codes.NOT_LEADER_OR_FOLLOWER
     assert not partition.serves_reads()
     assert partition.log_end_offset == 0
 
 
-def test_a_write_during_which_the_fence_died_is_taken_back(
-    partition: Partition, clock: Clock, fence: LeaseFence
-) -> None:
+def test_write_under_dying_fence_is_undone(partition: Partition, clock: Clock, fence: LeaseFence) -> None:
     """Stopped between the check and the write: what slipped into the log must never be read, nor its offset lost."""
     append(partition)
     sent = build_batch([b"slipped"], producer_id=3, producer_epoch=0, base_sequence=0)
@@ -99,7 +97,7 @@ def test_a_resigned_partition_serves_reads_and_refuses_writes(partition: Partiti
     assert len(partition.read(0, 100).records) > 0
 
 
-def test_a_closed_partition_refuses_everything_and_wakes_who_waits(partition: Partition) -> None:
+def test_closed_partition_refuses_and_wakes_waiters(partition: Partition) -> None:
     woken: list[str] = []
     partition.add_waiter(lambda: woken.append("first"))
     partition.close()
@@ -109,7 +107,7 @@ def test_a_closed_partition_refuses_everything_and_wakes_who_waits(partition: Pa
     assert not partition.serves_reads()
 
 
-def test_waiters_are_woken_once_by_an_append_and_not_by_a_refusal(partition: Partition) -> None:
+def test_append_wakes_waiters_once_and_refusal_does_not(partition: Partition) -> None:
     woken: list[int] = []
     partition.add_waiter(lambda: woken.append(1))
     append(partition, build_batch([b"v"], producer_id=1, producer_epoch=0, base_sequence=0))
@@ -120,7 +118,7 @@ def test_waiters_are_woken_once_by_an_append_and_not_by_a_refusal(partition: Par
     assert woken == [1], "a gap is not news"
 
 
-def test_an_idempotent_resend_is_answered_as_the_first_time(partition: Partition) -> None:
+def test_idempotent_resend_gets_the_first_answer(partition: Partition) -> None:
     def batch() -> bytearray:
         return build_batch([b"v", b"w"], producer_id=1, producer_epoch=0, base_sequence=0)
 
@@ -150,7 +148,7 @@ def test_leader_epochs_are_compared(partition: Partition, believed: int, error_c
 # The fence itself
 
 
-def test_a_fence_lives_from_when_the_keepalive_was_sent_not_answered(clock: Clock) -> None:
+def test_fence_lives_from_send_time_of_keepalive(clock: Clock) -> None:
     fence = LeaseFence(1, clock)
     assert not fence.is_live(), "nothing was answered yet"
     sent_at = clock.now
@@ -162,7 +160,7 @@ def test_a_fence_lives_from_when_the_keepalive_was_sent_not_answered(clock: Cloc
     assert not fence.is_live()
 
 
-def test_answers_that_overtake_each_other_do_not_shorten_a_fence(clock: Clock) -> None:
+def test_overtaken_answers_do_not_shorten_a_fence(clock: Clock) -> None:
     fence = LeaseFence(1, clock)
     fence.renew(clock.now, TTL_S)
     fence.renew(clock.now - 5, TTL_S)

@@ -65,7 +65,9 @@ def states_after(*written: RecordBatch) -> ProducerStates:
         ),
     ],
 )
-def test_verdicts(written: list[RecordBatch], next_batch: RecordBatch, verdict: BatchVerdict, base_offset: int) -> None:
+def test_next_batch_gets_the_expected_verdict(
+    written: list[RecordBatch], next_batch: RecordBatch, verdict: BatchVerdict, base_offset: int
+) -> None:
     judgement = states_after(*written).judge(next_batch)
     assert (judgement.verdict, judgement.base_offset) == (verdict, base_offset)
 
@@ -76,7 +78,7 @@ def test_batches_without_a_producer_id_are_always_accepted() -> None:
     assert len(states_after(plain)) == 0
 
 
-def test_the_producer_that_wrote_longest_ago_is_forgotten_first() -> None:
+def test_least_recent_producer_is_forgotten_first() -> None:
     states = ProducerStates(max_producers=2)
     states.update(batch(0, producer_id=1), 0)
     states.update(batch(0, producer_id=2), 1)
@@ -101,7 +103,7 @@ def remembered(states: ProducerStates, producer_id: int) -> bool:
     return states.judge(batch(0, producer_id=producer_id)).verdict is BatchVerdict.DUPLICATE
 
 
-def test_who_has_not_written_for_a_day_is_forgotten_when_others_write() -> None:
+def test_producer_idle_for_a_day_expires_on_writes() -> None:
     """By when it was appended: what the producer says of the time counts for nothing there."""
     clock = Clock()
     states = ProducerStates(clock=clock)
@@ -115,7 +117,7 @@ def test_who_has_not_written_for_a_day_is_forgotten_when_others_write() -> None:
     assert states.judge(batch(1, producer_id=2)).verdict is BatchVerdict.DUPLICATE
 
 
-def test_what_is_read_from_a_log_expires_by_its_timestamps_after_a_while() -> None:
+def test_producer_read_from_a_log_expires_by_timestamp() -> None:
     """A resend may come at once behind a restart or a change of leader, whatever timestamps its producer chooses."""
     clock = Clock()
     states = ProducerStates(clock=clock)
@@ -134,7 +136,7 @@ def test_what_is_read_from_a_log_expires_by_its_timestamps_after_a_while() -> No
     assert (len(states), states.expired, states.evicted) == (1, 3, 0)
 
 
-def test_thousands_that_expire_together_are_forgotten_a_few_at_a_time() -> None:
+def test_simultaneously_expiring_producers_are_forgotten_gradually() -> None:
     clock = Clock()
     states = ProducerStates(clock=clock)
     for producer_id in range(1, 1001):
@@ -147,7 +149,7 @@ def test_thousands_that_expire_together_are_forgotten_a_few_at_a_time() -> None:
     assert (sizes[0], sizes[-1], states.expired) == (1001 - 8, 1, 1000)
 
 
-def test_too_many_producers_are_counted_and_logged_unless_they_had_expired() -> None:
+def test_excess_producers_are_counted_and_logged() -> None:
     clock = Clock()
     states = ProducerStates(max_producers=2, clock=clock)
     with capture_logs() as logs:
@@ -162,7 +164,7 @@ def test_too_many_producers_are_counted_and_logged_unless_they_had_expired() -> 
     assert (len(read), read.evicted, read.expired) == (2, 0, 5)
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_copy_changes_independently() -> None:
     states = states_after(batch(0), batch(1))
     copied = states.copy()
     states.update(batch(2), 102)
@@ -171,7 +173,7 @@ def test_a_copy_goes_its_own_way() -> None:
     assert states.judge(batch(2)).verdict is BatchVerdict.DUPLICATE
 
 
-def test_a_hundred_thousand_producers_find_room_within_their_memory() -> None:
+def test_hundred_thousand_producers_fit_their_memory() -> None:
     """5,000 was the bound once: duplicates with more writers, and nobody was told."""
     count = 20_000
     states, history = ProducerStates(), ProducerHistory()

@@ -58,7 +58,7 @@ def view_of(
         ([3, 4], [2, 3, 1], None, {3: 0, 4: -1}, {3: 1, 4: -1}),
     ],
 )
-def test_place_in_line(
+def test_candidate_has_its_place_in_line(
     live: list[int], replicas: list[int], isr: list[int] | None, places: dict[int, int], with_dead: dict[int, int]
 ) -> None:
     view, topic = view_of(live, replicas, isr)
@@ -66,7 +66,7 @@ def test_place_in_line(
     assert {each: candidate_place(view, topic, 0, each, count_dead=True) for each in with_dead} == with_dead
 
 
-def test_where_no_replica_lives_all_brokers_line_up_in_one_order() -> None:
+def test_brokers_without_live_replica_queue_in_one_order() -> None:
     view, topic = view_of([4, 5, 6], [1, 2, 3])
     places = [candidate_place(view, topic, 0, each, count_dead=False) for each in (4, 5, 6)]
     assert sorted(places) == [0, 1, 2]
@@ -75,18 +75,18 @@ def test_where_no_replica_lives_all_brokers_line_up_in_one_order() -> None:
     assert (replicas[0], sorted(replicas)) == (first, [4, 5, 6])
 
 
-def test_a_stand_in_brings_no_more_replicas_than_there_are_brokers() -> None:
+def test_stand_in_adds_no_replicas_beyond_brokers() -> None:
     view, topic = view_of([4, 5], [1, 2, 3])
     assert initial_replicas(view, topic, 0, 5) == [5, 4]
 
 
-def test_a_partition_that_moved_is_hosted_where_it_went() -> None:
+def test_moved_partition_is_hosted_at_its_new_place() -> None:
     view, topic = view_of([1, 4], [1], [4], moved_to=[4])
     assert [keeps_replica(view, topic, 0, each) for each in (1, 4)] == [False, True]
     assert candidate_place(view, topic, 0, 1, count_dead=False) == NOT_A_CANDIDATE
 
 
-def test_lost_state_lets_nobody_lead() -> None:
+def test_lost_state_prevents_leading() -> None:
     view, topic = view_of([1, 2, 4], [1, 2], has_states=True)
     assert {candidate_place(view, topic, 0, each, count_dead=False) for each in (1, 2, 4)} == {NOT_A_CANDIDATE}
     assert not is_in_sync(view, topic, 0, on_disk(1))

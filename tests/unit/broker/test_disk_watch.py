@@ -117,7 +117,7 @@ async def test_failing_probe_is_fault_of_all_replicas(stage: Stage, hangs: bool)
     assert not stage.watch.stands_back(KEY)
 
 
-async def test_partition_given_up_is_stood_back_for(stage: Stage) -> None:
+async def test_broker_stands_back_for_abandoned_partition(stage: Stage) -> None:
     stage.watch.gave_up(KEY)
     assert stage.watch.stands_back(KEY)
     assert not stage.watch.stands_back(PartitionKey("t", 1))

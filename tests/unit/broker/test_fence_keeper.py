@@ -142,7 +142,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_of_a_transaction_without_an_answer_nothing_is_assumed(stage: Stage) -> None:
+async def test_unanswered_transaction_assumes_nothing(stage: Stage) -> None:
     first, second = await stage.grant(), await stage.grant()
     assert await stage.bind(first) == (0, first)
     stage.client.link = Link.DEAF
@@ -158,7 +158,7 @@ async def test_of_a_transaction_without_an_answer_nothing_is_assumed(stage: Stag
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_transaction_that_comes_late_is_undone_by_none_and_undoes_none(stage: Stage) -> None:
+async def test_late_transaction_neither_undoes_nor_is_undone(stage: Stage) -> None:
     fences = [await stage.grant() for _ in range(3)]
     stage.keeper._latest = fences[-1]
     stage.client.link = Link.SLOW
@@ -171,7 +171,7 @@ async def test_a_transaction_that_comes_late_is_undone_by_none_and_undoes_none(s
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_transaction_that_came_late_and_first_is_taken_up(stage: Stage) -> None:
+async def test_late_first_transaction_is_adopted(stage: Stage) -> None:
     fences = [await stage.grant() for _ in range(3)]
     stage.keeper._latest = fences[-1]
     stage.client.link = Link.SLOW
@@ -183,7 +183,7 @@ async def test_a_transaction_that_came_late_and_first_is_taken_up(stage: Stage) 
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_bind_that_etcd_was_not_asked_for_is_told_apart(stage: Stage) -> None:
+async def test_bind_not_sent_to_etcd_is_told_apart(stage: Stage) -> None:
     fence = await stage.grant()
     stage.client.link = Link.CUT
     assert await stage.bind(fence) == (NOT_AVAILABLE, NO_FENCE)
@@ -207,7 +207,7 @@ async def test_time_is_over_for_all_partitions_together(stage: Stage, monkeypatc
 # What etcd says
 
 
-async def test_who_is_deposed_is_not_the_leader(stage: Stage) -> None:
+async def test_deposed_broker_is_not_the_leader(stage: Stage) -> None:
     fence = await stage.grant()
     await stage.client.txn([], [delete_op(KEYS.lease("t", 0))])
     await stage.client.txn([], [put_op(KEYS.lease("t", 0), b"2")])
@@ -216,7 +216,7 @@ async def test_who_is_deposed_is_not_the_leader(stage: Stage) -> None:
     assert stage.kept() is None
 
 
-async def test_nothing_is_kept_for_a_topic_that_is_gone(stage: Stage) -> None:
+async def test_deleted_topic_keeps_no_fence(stage: Stage) -> None:
     fence = await stage.grant()
     await stage.client.txn([], [delete_op(KEYS.topic("t"))])
     assert await stage.bind(fence) == (UNKNOWN, NO_FENCE)
@@ -224,7 +224,7 @@ async def test_nothing_is_kept_for_a_topic_that_is_gone(stage: Stage) -> None:
     assert stage.bindings == {}
 
 
-async def test_a_fence_of_a_history_that_is_no_more_is_refused(stage: Stage) -> None:
+async def test_fence_of_a_past_history_is_refused(stage: Stage) -> None:
     fence = await stage.grant()
     assert await stage.bind(fence + 1_000) == (INVALID, NO_FENCE)
     stage.keeper._latest = fence + 1_000
@@ -233,7 +233,7 @@ async def test_a_fence_of_a_history_that_is_no_more_is_refused(stage: Stage) -> 
     assert await stage.bind(fence) == (0, fence)
 
 
-async def test_a_fence_that_cannot_be_read_is_not_overwritten(stage: Stage) -> None:
+async def test_unreadable_fence_is_not_overwritten(stage: Stage) -> None:
     await stage.client.txn([], [put_op(KEYS.fence("t", 0), b"what?")])
     assert await stage.bind(await stage.grant()) == (NOT_AVAILABLE, NO_FENCE)
     found = stage.store.get(KEYS.fence("t", 0))
@@ -244,7 +244,7 @@ async def test_a_fence_that_cannot_be_read_is_not_overwritten(stage: Stage) -> N
 # Many at once
 
 
-async def test_one_transaction_of_a_partition_and_so_many_of_all_are_under_way(stage: Stage) -> None:
+async def test_fence_transactions_in_flight_are_bounded(stage: Stage) -> None:
     fences = [await stage.grant() for _ in range(4)]
     stage.keeper._latest = fences[-1]
     stage.client.link = Link.SLOW
@@ -270,7 +270,7 @@ async def test_one_transaction_of_a_partition_and_so_many_of_all_are_under_way(s
     assert {stage.kept(index) for index in range(PARTITIONS)} == {(fences[-1], True)}
 
 
-async def test_who_waits_behind_a_higher_fence_is_refused_without_asking(stage: Stage) -> None:
+async def test_bind_behind_a_higher_fence_is_refused_locally(stage: Stage) -> None:
     lower, higher = await stage.grant(), await stage.grant()
     stage.keeper._latest = higher
     stage.client.link = Link.SLOW
@@ -284,7 +284,7 @@ async def test_who_waits_behind_a_higher_fence_is_refused_without_asking(stage: 
     assert not stage.client.pending
 
 
-async def test_a_request_that_is_given_up_leaves_the_partition_to_the_next(stage: Stage) -> None:
+async def test_abandoned_request_leaves_partition_to_the_next(stage: Stage) -> None:
     """Its connection has ended."""
     fences = [await stage.grant() for _ in range(2)]
     stage.keeper._latest = fences[-1]
@@ -308,7 +308,7 @@ async def test_a_request_that_is_given_up_leaves_the_partition_to_the_next(stage
 # What a connection is bound to
 
 
-async def test_a_connection_is_bound_to_so_many_partitions_and_deleted_ones_make_room(
+async def test_connections_bound_partitions_are_limited_without_deleted(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bind_fences, "MAX_BINDINGS", 4)
@@ -321,7 +321,7 @@ async def test_a_connection_is_bound_to_so_many_partitions_and_deleted_ones_make
     assert sorted(stage.bindings) == [(b"t", index) for index in (0, 1, 2, 4)]
 
 
-async def test_a_bind_counts_where_the_broker_leads_only_by_the_time_of_what_follows(stage: Stage) -> None:
+async def test_bind_before_leadership_applies_to_later_writes(stage: Stage) -> None:
     fence = await stage.grant()
     led = stage.leases.partitions.pop((b"t", 0))
     assert await stage.bind(fence) == (NOT_LEADER, NO_FENCE)
@@ -331,7 +331,7 @@ async def test_a_bind_counts_where_the_broker_leads_only_by_the_time_of_what_fol
     led.close()
 
 
-async def test_what_writes_to_a_topic_that_was_created_anew_stands_behind_its_fence_there_too(stage: Stage) -> None:
+async def test_write_to_recreated_topic_stays_behind_its_fence(stage: Stage) -> None:
     """Nobody has bound anything at the new one, and its name is all that connections know."""
     older, newer = await stage.grant(), await stage.grant()
     assert [await stage.produce(each) for each in (newer, older, newer)] == [0, REFUSED, 0]
@@ -341,7 +341,7 @@ async def test_what_writes_to_a_topic_that_was_created_anew_stands_behind_its_fe
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_without_etcd_nothing_is_written_behind_a_fence_that_is_not_kept(stage: Stage) -> None:
+async def test_missing_etcd_allows_no_write_behind_unkept_fence(stage: Stage) -> None:
     fence = await stage.grant()
     stage.client.link = Link.DEAF
     assert await stage.produce(fence) == error_codes.LEADER_NOT_AVAILABLE

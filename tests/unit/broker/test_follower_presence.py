@@ -47,7 +47,7 @@ def watch() -> Watch:
     return Watch()
 
 
-def test_who_only_reconnects_is_not_gone(watch: Watch) -> None:
+def test_reconnecting_follower_is_not_gone(watch: Watch) -> None:
     watch.tell("connected")
     watch.tell("broken")
     watch.advance(GRACE_S - 0.1)
@@ -56,7 +56,7 @@ def test_who_only_reconnects_is_not_gone(watch: Watch) -> None:
     assert watch.changes == []
 
 
-def test_who_stays_away_is_gone_after_the_grace_until_it_is_back_for_as_long(watch: Watch) -> None:
+def test_absent_follower_is_gone_until_present_long_enough(watch: Watch) -> None:
     watch.tell("connected")
     watch.tell("broken")
     watch.advance(GRACE_S)
@@ -69,7 +69,7 @@ def test_who_stays_away_is_gone_after_the_grace_until_it_is_back_for_as_long(wat
     assert watch.changes == [{2}, frozenset()]
 
 
-def test_who_comes_and_goes_is_let_in_ever_more_rarely(watch: Watch) -> None:
+def test_flapping_follower_is_admitted_ever_more_rarely(watch: Watch) -> None:
     watch.tell("connected")
     waits = []
     for _ in range(8):
@@ -89,12 +89,12 @@ def test_who_comes_and_goes_is_let_in_ever_more_rarely(watch: Watch) -> None:
     assert watch.gone == set(), "it was there for long enough"
 
 
-def test_who_was_never_there_is_not_gone(watch: Watch) -> None:
+def test_follower_never_seen_is_not_gone(watch: Watch) -> None:
     watch.advance(60)
     assert watch.gone == set()
 
 
-def test_after_the_end_nothing_is_concluded(watch: Watch) -> None:
+def test_ended_presence_concludes_nothing(watch: Watch) -> None:
     watch.tell("connected")
     watch.tell("broken")
     watch.presence.close()

@@ -69,7 +69,7 @@ async def take(client: SimulatedEtcdClient, led: list[Partition]) -> None:
         partition.become_leader(Leadership(0, taken.revision), (1, 2), isr, Fence(), KeptFence())
 
 
-async def test_partitions_whose_change_never_gets_through_do_not_keep_others_from_theirs(led: list[Partition]) -> None:
+async def test_failing_isr_changes_do_not_block_others(led: list[Partition]) -> None:
     client, view = RefusingClient(EtcdStore(time.monotonic)), view_of(1)
     client.refused = frozenset(KEYS.state("t", index) for index in range(CONCURRENT_CHANGES))
     await take(client, led)

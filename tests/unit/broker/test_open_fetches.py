@@ -148,7 +148,7 @@ def test_withdrawn_partition_lags(site: Site) -> None:
     assert site.ask() == [], "nobody asks for it"
 
 
-def test_closed_connection_is_caught_up_no_more(site: Site) -> None:
+def test_closed_connection_counts_as_caught_up_no_longer(site: Site) -> None:
     idle(site, 2)
     site.now += 1.0
     site.ask()
@@ -174,7 +174,7 @@ def test_late_end_of_earlier_connection_changes_nothing(site: Site) -> None:
     assert site.lags() == [0.0]
 
 
-def test_log_that_was_opened_anew_is_told_everything(site: Site) -> None:
+def test_reopened_log_is_described_completely(site: Site) -> None:
     """Withdrawn and asked in one request: it may know less than was told on this connection."""
     idle(site, 1)
     append(site.partitions[0], b"v")
@@ -185,7 +185,7 @@ def test_log_that_was_opened_anew_is_told_everything(site: Site) -> None:
     assert (fetched.high_watermark, fetched.log_start_offset) == (1, 0)
 
 
-def test_moved_log_start_is_told(site: Site) -> None:
+def test_moved_log_start_is_reported(site: Site) -> None:
     idle(site, 1)
     append(site.partitions[0], b"v")
     site.ask()
@@ -206,7 +206,7 @@ def test_closed_partition_is_answered(site: Site) -> None:
     assert site.ask() == []
 
 
-def test_what_had_no_room_comes_first(site: Site) -> None:
+def test_partition_without_room_comes_first_next_time(site: Site) -> None:
     """Partitions that always have more do not keep the others waiting, whatever their order."""
     idle(site, 4)
     offsets = [0] * 4
@@ -228,7 +228,7 @@ def test_what_had_no_room_comes_first(site: Site) -> None:
     assert max(counts) - min(counts) <= 1, answers
 
 
-def test_answer_names_at_most_so_many_partitions(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_partitions_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_fetches, "MAX_PARTITIONS", 3)
     site.lead(8)
     got = [named(site.ask(*((index, 0) for index in range(8)))), named(site.ask()), named(site.ask())]

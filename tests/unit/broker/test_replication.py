@@ -29,7 +29,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
     group.close()
 
 
-def test_the_high_watermark_waits_for_every_replica_in_sync(group: Group) -> None:
+def test_high_watermark_waits_for_every_replica_in_sync(group: Group) -> None:
     leader = group.elect(1)
     assert append(leader) == (0, 0, None, 0)
     group.fetch(2)
@@ -42,7 +42,7 @@ def test_the_high_watermark_waits_for_every_replica_in_sync(group: Group) -> Non
     assert group.contents(1) == group.contents(2) == group.contents(3)
 
 
-def test_a_new_leader_keeps_what_its_own_high_watermark_has_not_reached(group: Group) -> None:
+def test_new_leader_keeps_records_above_its_high_watermark(group: Group) -> None:
     """The StreamBus rule would cut it off here: acknowledged, and gone (KIP-101)."""
     leader = group.elect(1)
     append(leader, b"acknowledged")
@@ -62,7 +62,7 @@ def test_a_new_leader_keeps_what_its_own_high_watermark_has_not_reached(group: G
     assert b"acknowledged" in leader.read(0, 1000).records
 
 
-def test_what_only_a_dead_leader_had_is_cut_off_when_it_returns(group: Group) -> None:
+def test_returning_leader_truncates_unreplicated_records(group: Group) -> None:
     leader = group.elect(1)
     append(leader, b"both")
     for node_id in (2, 3, 2, 3):
@@ -81,7 +81,7 @@ def test_what_only_a_dead_leader_had_is_cut_off_when_it_returns(group: Group) ->
     assert b"alone" not in group.contents(1)
 
 
-def test_a_follower_that_lags_leaves_the_isr_and_comes_back(group: Group) -> None:
+def test_lagging_follower_leaves_isr_and_comes_back(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
     for node_id in (2, 3, 2, 3):
@@ -100,7 +100,7 @@ def test_a_follower_that_lags_leaves_the_isr_and_comes_back(group: Group) -> Non
     assert group.look_at_isr() == {1, 2, 3}
 
 
-def test_a_dead_follower_leaves_the_isr_at_once_and_with_too_few_nothing_is_taken(group: Group) -> None:
+def test_dead_follower_leaves_isr_and_blocks_writes(group: Group) -> None:
     leader = group.elect(1)
     group.live.remove(2)
     assert group.look_at_isr() == {1, 3}
@@ -114,7 +114,7 @@ def test_a_dead_follower_leaves_the_isr_at_once_and_with_too_few_nothing_is_take
     assert leader.high_watermark == 0, "it does not move while too few are in sync"
 
 
-def test_whose_connection_broke_leaves_the_isr_where_enough_stay(group: Group) -> None:
+def test_disconnected_follower_leaves_isr_where_enough_stay(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
     for node_id in (2, 2):
@@ -131,7 +131,7 @@ def test_whose_connection_broke_leaves_the_isr_where_enough_stay(group: Group) -
     assert group.look_at_isr() == {1, 2, 3}
 
 
-def test_a_broker_that_came_back_with_another_disk_is_another_replica(group: Group) -> None:
+def test_broker_with_another_disk_is_another_replica(group: Group) -> None:
     """What its predecessor had says nothing, and neither does what of that one arrives late (KIP-903)."""
     leader = group.elect(1)
     append(leader)
@@ -159,7 +159,7 @@ def test_a_broker_that_came_back_with_another_disk_is_another_replica(group: Gro
     assert leader.high_watermark == 2
 
 
-def test_a_member_that_turns_out_to_lack_what_is_committed_leaves_at_once(group: Group) -> None:
+def test_member_lacking_committed_records_leaves_isr_at_once(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
     for node_id in (2, 3, 2, 3):
@@ -170,7 +170,7 @@ def test_a_member_that_turns_out_to_lack_what_is_committed_leaves_at_once(group:
 
 
 @pytest.mark.parametrize("goes_on", [False, True], ids=["idle", "written to"])
-def test_a_replaced_disk_is_in_sync_with_all_that_was_committed_and_not_before(group: Group, goes_on: bool) -> None:
+def test_replaced_disk_joins_isr_with_all_committed_records(group: Group, goes_on: bool) -> None:
     """The new leader does not know yet how much that is: its high watermark lags (KIP-101)."""
     leader = group.elect(1)
     append(leader)
@@ -199,7 +199,7 @@ def test_a_replaced_disk_is_in_sync_with_all_that_was_committed_and_not_before(g
     assert group.look_at_isr() == {2, 3}
 
 
-def test_a_follower_that_does_not_name_its_log_is_told_to_stay_away(group: Group) -> None:
+def test_follower_without_log_id_is_rejected(group: Group) -> None:
     leader = group.elect(1)
     asked = group.replicas[2].next_fetch()
     assert asked is not None
@@ -207,7 +207,7 @@ def test_a_follower_that_does_not_name_its_log_is_told_to_stay_away(group: Group
     assert refused.error_code == error_codes.REPLICA_NOT_AVAILABLE
 
 
-def test_an_expansion_counts_from_the_moment_it_is_proposed_and_a_shrink_when_it_is_so(group: Group) -> None:
+def test_isr_counts_expansion_at_proposal_and_shrink_afterwards(group: Group) -> None:
     leader = group.elect(1)
     group.live.remove(3)
     group.look_at_isr()
@@ -308,7 +308,7 @@ def test_a_late_answer_changes_nothing(group: Group) -> None:
     assert follower.log_end_offset == 1
 
 
-def test_a_follower_of_another_epoch_is_told_so(group: Group) -> None:
+def test_follower_of_another_epoch_gets_an_error(group: Group) -> None:
     leader = group.elect(1)
     asked = group.replicas[2].next_fetch()
     assert asked is not None
@@ -318,7 +318,7 @@ def test_a_follower_of_another_epoch_is_told_so(group: Group) -> None:
     assert fetch_as_replica(leader, 9, asked, 100).error_code == error_codes.REPLICA_NOT_AVAILABLE
 
 
-def test_a_leader_that_lacks_what_is_committed_here_is_not_followed(group: Group) -> None:
+def test_leader_lacking_committed_records_is_not_followed(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
     for node_id in (2, 3, 2, 3, 2):
@@ -350,7 +350,7 @@ def test_an_older_leader_is_not_followed_again(group: Group) -> None:
     assert reopened.next_fetch() is not None, "a restored etcd counts from lower revisions, but its epochs go on"
 
 
-def test_a_resend_to_the_next_leader_is_recognised_and_waits_like_the_first(group: Group) -> None:
+def test_resend_to_next_leader_is_recognised_and_waits(group: Group) -> None:
     leader = group.elect(1)
     producer = {"producer_id": 4, "producer_epoch": 0, "base_sequence": 0}
     append(leader, b"once", **producer)
@@ -367,7 +367,7 @@ def test_a_resend_to_the_next_leader_is_recognised_and_waits_like_the_first(grou
     assert leader.log_end_offset == 1
 
 
-async def test_producers_wait_until_all_have_it_or_too_few_are_left(group: Group) -> None:
+async def test_producers_wait_for_all_or_for_too_few(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
     assert await leader.wait_for_isr(0, 0.01) == error_codes.REQUEST_TIMED_OUT
@@ -382,7 +382,7 @@ async def test_producers_wait_until_all_have_it_or_too_few_are_left(group: Group
     assert await leader.wait_for_isr(0, 5) == error_codes.REQUEST_TIMED_OUT, "a zombie says nothing"
 
 
-def test_an_epoch_in_which_a_former_leader_wrote_nothing_does_not_keep_it_from_following(group: Group) -> None:
+def test_unwritten_epoch_does_not_prevent_following(group: Group) -> None:
     """Its log is empty, and its epoch known only from beside it; the one before wrote what this replica never saw."""
     append(group.elect(1), b"never seen elsewhere", acks=1)
     group.restart(1)
@@ -396,7 +396,7 @@ def test_an_epoch_in_which_a_former_leader_wrote_nothing_does_not_keep_it_from_f
     assert group.replicas[2].log_end_offset == leader.log_end_offset == 1
 
 
-def test_timestamps_lead_to_nothing_that_is_not_committed(group: Group) -> None:
+def test_uncommitted_records_are_not_found_by_timestamp(group: Group) -> None:
     leader = group.elect(1)
     append(leader, timestamp=1000)
     assert (leader.max_timestamp(), leader.find_timestamp(0)) == ((-1, -1), None)
@@ -405,7 +405,7 @@ def test_timestamps_lead_to_nothing_that_is_not_committed(group: Group) -> None:
     assert (leader.max_timestamp(), leader.find_timestamp(0)) == ((1000, 0), (1000, 0))
 
 
-def test_what_cannot_be_taken_is_told_once_until_something_could_be(group: Group) -> None:
+def test_refused_replication_is_logged_once_until_success(group: Group) -> None:
     """A follower asks again ten times a second, for each of perhaps a thousand partitions."""
     leader, follower = group.elect(1), group.replicas[2]
     group.fetch(2)
@@ -420,7 +420,7 @@ def test_what_cannot_be_taken_is_told_once_until_something_could_be(group: Group
             group.fetch(2)
 
 
-def test_what_cannot_be_appended_is_told_once_until_something_could_be(group: Group) -> None:
+def test_failed_append_is_logged_once_until_success(group: Group) -> None:
     leader = group.elect(1)
     with file_size_limited(10_000), capture_logs() as logs:
         for told in (1, 2):

@@ -32,14 +32,14 @@ def converse(listener: ListenerHandshake, follower: FollowerHandshake) -> list[b
 
 
 @pytest.mark.parametrize("node_id", [0, 7, 2**31 - 1])
-def test_who_knows_the_secret_is_who_it_says(node_id: int) -> None:
+def test_peer_with_the_secret_is_authenticated(node_id: int) -> None:
     listener = ListenerHandshake(SECRET)
     messages = converse(listener, FollowerHandshake(ReplicaKey(node_id, LOG_ID), SECRET))
     assert listener.follower == (node_id, LOG_ID)
     assert SECRET.text.encode() not in b"".join(messages)
 
 
-def test_who_does_not_know_the_secret_is_nobody() -> None:
+def test_peer_without_the_secret_is_not_authenticated() -> None:
     listener, follower = ListenerHandshake(SECRET), FollowerHandshake(SEVEN, ANOTHER)
     final = follower.final(listener.answer(follower.first()))
     with pytest.raises(AuthenticationFailed):
@@ -50,7 +50,7 @@ def test_who_does_not_know_the_secret_is_nobody() -> None:
     assert listener.follower is None
 
 
-def test_a_listener_that_does_not_know_the_secret_is_found_out() -> None:
+def test_listener_without_the_secret_is_detected() -> None:
     """It lets anybody in and hopes to be believed."""
     follower = FollowerHandshake(SEVEN, SECRET)
     first = ListenerHandshake(ANOTHER).answer(follower.first())
@@ -60,7 +60,7 @@ def test_a_listener_that_does_not_know_the_secret_is_found_out() -> None:
             follower.check(signature)
 
 
-def test_what_was_overheard_opens_nothing() -> None:
+def test_overheard_exchange_opens_nothing() -> None:
     first, _, final, _ = converse(ListenerHandshake(SECRET), FollowerHandshake(SEVEN, SECRET))
     listener = ListenerHandshake(SECRET)
     listener.answer(first)
@@ -69,7 +69,7 @@ def test_what_was_overheard_opens_nothing() -> None:
     assert listener.follower is None
 
 
-def test_nobody_takes_another_name_on_the_way() -> None:
+def test_name_cannot_be_changed_in_transit() -> None:
     listener, follower = ListenerHandshake(SECRET), FollowerHandshake(SEVEN, SECRET)
     final = follower.final(listener.answer(follower.first().replace(b"n=7/", b"n=8/")))
     with pytest.raises(AuthenticationFailed):
@@ -92,7 +92,7 @@ def test_nobody_takes_another_name_on_the_way() -> None:
         f"07/{LOG_ID}",
     ],
 )
-def test_a_name_is_a_broker_id_and_a_log_id(name: str) -> None:
+def test_name_is_broker_id_and_log_id(name: str) -> None:
     client = ScramClient([authentication.MECHANISM], name, SECRET.text)
     listener = ListenerHandshake(SECRET)
     with pytest.raises(AuthenticationFailed):
@@ -108,7 +108,7 @@ def test_a_listener_cannot_keep_a_follower_busy() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "short", "\x00" * 20, "\u0627a" * 10])
-def test_a_secret_that_is_none_is_refused(text: str) -> None:
+def test_invalid_secret_is_refused(text: str) -> None:
     """An empty key in etcd must not let everybody in."""
     with pytest.raises(ValueError, match=r"short|control|bidi"):
         Secret.of(text)
@@ -133,7 +133,7 @@ SNIPPETS = [
 
 @settings(max_examples=300)
 @given(st.integers(0, 3), st.integers(0, 2**32), st.binary(max_size=30) | st.none())
-def test_a_message_that_was_changed_convinces_nobody(place: int, seed: int, noise: bytes | None) -> None:
+def test_changed_message_is_rejected(place: int, seed: int, noise: bytes | None) -> None:
     chance = random.Random(seed)
 
     def passed_on(message: bytes, step: int) -> bytes:

@@ -75,7 +75,7 @@ def five_messages(group: Group) -> Partition:
 # The failover tables
 
 
-def test_before_the_failover(group: Group) -> None:
+def test_replicas_differ_before_the_failover(group: Group) -> None:
     five_messages(group)
     assert log_of(group, OLD_LEADER) == ["msg0", "msg1", "msg2", "msg3", "msg4"]
     assert log_of(group, A) == ["msg0", "msg1", "msg2", "msg3"]
@@ -83,7 +83,7 @@ def test_before_the_failover(group: Group) -> None:
     assert [positions(group, node_id) for node_id in REPLICAS] == [(5, 3), (4, 3), (3, 3)]
 
 
-def test_after_the_failover_to_b(group: Group) -> None:
+def test_replicas_agree_after_failover_to_b(group: Group) -> None:
     """As the text has it: B truncates nothing, A goes back to 3 and fetches from there, and both are the same."""
     five_messages(group)
     group.elect(B)
@@ -105,7 +105,7 @@ def test_after_the_failover_to_b(group: Group) -> None:
     [(OURS, ["msg0", "msg1", "msg2", "msg3"], (4, 3)), (STREAMBUS, ["msg0", "msg1", "msg2"], (3, 3))],
     ids=["ours", "streambus"],
 )
-def test_after_a_failover_to_a(
+def test_replicas_agree_after_failover_to_a(
     tmp_path: Path, rule: Reconciliation, kept: list[str], position: tuple[int, int]
 ) -> None:
     """A new leader that is ahead of its high watermark: what it has more may have been acknowledged. We keep it."""
@@ -123,7 +123,7 @@ def test_after_a_failover_to_a(
 
 
 @pytest.mark.parametrize(("rule", "survives"), [(OURS, True), (STREAMBUS, False)], ids=["ours", "streambus"])
-def test_a_message_acknowledged_by_all_survives_a_leader_whose_high_watermark_lags(
+def test_acknowledged_message_survives_leader_with_lagging_watermark(
     tmp_path: Path, rule: Reconciliation, survives: bool
 ) -> None:
     """The flaw (KIP-101): the high watermark that a follower knows is one fetch old."""
@@ -142,7 +142,7 @@ def test_a_message_acknowledged_by_all_survives_a_leader_whose_high_watermark_la
 # "Failure Scenarios"
 
 
-def test_leader_fails_before_replication_with_acks_1_the_message_is_lost(group: Group) -> None:
+def test_acks_1_loses_message_unreplicated_at_leader_failure(group: Group) -> None:
     leader = group.elect(OLD_LEADER)
     assert append(leader, b"alone", acks=1).error_code == error_codes.NONE
     group.elect(B)
@@ -151,7 +151,7 @@ def test_leader_fails_before_replication_with_acks_1_the_message_is_lost(group: 
     assert [log_of(group, node_id) for node_id in REPLICAS] == [[], [], []]
 
 
-async def test_leader_fails_before_replication_with_acks_all_the_producer_sends_again(
+async def test_acks_all_producer_resends_after_leader_failure(
     group: Group,
 ) -> None:
     producer = {"producer_id": 9, "producer_epoch": 0, "base_sequence": 0}
@@ -168,9 +168,7 @@ async def test_leader_fails_before_replication_with_acks_all_the_producer_sends_
 
 
 @pytest.mark.parametrize("new_leader", [A, B])
-def test_leader_fails_after_replication_the_message_is_preserved_and_nothing_truncated(
-    group: Group, new_leader: int
-) -> None:
+def test_replicated_message_survives_leader_failure(group: Group, new_leader: int) -> None:
     leader = group.elect(OLD_LEADER)
     append(leader, b"replicated")
     for node_id in (A, B, A, B, A):
@@ -185,7 +183,7 @@ def test_leader_fails_after_replication_the_message_is_preserved_and_nothing_tru
     assert [log_of(group, node_id) for node_id in REPLICAS] == [["replicated"]] * 3
 
 
-async def test_follower_falls_behind_the_others_go_on_and_it_rejoins_when_it_has_caught_up(group: Group) -> None:
+async def test_lagging_follower_rejoins_isr_when_caught_up(group: Group) -> None:
     leader = group.elect(OLD_LEADER)
     result = append(leader, b"slow for one")
     for _ in range(2):
@@ -209,7 +207,7 @@ async def test_follower_falls_behind_the_others_go_on_and_it_rejoins_when_it_has
 # Roles
 
 
-def test_a_replica_is_a_follower_until_it_leads_and_again_afterwards(group: Group) -> None:
+def test_replica_follows_before_and_after_leading(group: Group) -> None:
     """Only one role at a time; a leader that is replaced opens its log anew before it follows."""
     assert [replica.role for replica in group.replicas.values()] == [Role.FOLLOWER] * 3
     leader = group.elect(OLD_LEADER)
@@ -227,7 +225,9 @@ def test_a_replica_is_a_follower_until_it_leads_and_again_afterwards(group: Grou
 @pytest.mark.parametrize(
     ("acks", "waits_for_all", "taken_with_one_in_sync"), [(0, False, True), (1, False, True), (ACKS_ALL, True, False)]
 )
-def test_acknowledgement_levels(group: Group, acks: int, waits_for_all: bool, taken_with_one_in_sync: bool) -> None:
+def test_acknowledgement_level_decides_the_wait(
+    group: Group, acks: int, waits_for_all: bool, taken_with_one_in_sync: bool
+) -> None:
     leader = group.elect(OLD_LEADER)
     result = append(leader, b"v", acks=acks)
     assert (result.error_code, result.base_offset) == (error_codes.NONE, 0)
@@ -242,7 +242,7 @@ def test_acknowledgement_levels(group: Group, acks: int, waits_for_all: bool, ta
 
 
 @pytest.mark.parametrize(("high_watermark", "consistent"), [(0, True), (2, True), (3, True), (4, False), (-1, False)])
-def test_validate_consistency(group: Group, high_watermark: int, consistent: bool) -> None:
+def test_inconsistent_high_watermark_is_refused(group: Group, high_watermark: int, consistent: bool) -> None:
     leader = group.elect(OLD_LEADER)
     for _ in range(3):
         append(leader, b"v", acks=1)
@@ -263,7 +263,7 @@ def test_validate_consistency(group: Group, high_watermark: int, consistent: boo
         (EpochEnd(-1, 0), 0),  # nothing in common
     ],
 )
-def test_divergence_point(tmp_path: Path, leader_end: EpochEnd, parts_at: int) -> None:
+def test_divergence_point_is_found(tmp_path: Path, leader_end: EpochEnd, parts_at: int) -> None:
     """Here epoch 0 wrote 0 to 2 and epoch 1 wrote 3 and 4."""
     group = Group(tmp_path)
     first = group.elect(OLD_LEADER)
@@ -278,7 +278,7 @@ def test_divergence_point(tmp_path: Path, leader_end: EpochEnd, parts_at: int) -
 
 
 @pytest.mark.parametrize(("offset", "end_offset"), [(4, 4), (3, 3), (5, 5), (2, None)])
-def test_reset_to_offset_never_cuts_below_the_high_watermark(group: Group, offset: int, end_offset: int | None) -> None:
+def test_reset_to_offset_keeps_records_below_high_watermark(group: Group, offset: int, end_offset: int | None) -> None:
     log: Log = five_messages(group).log
     if end_offset is None:
         with pytest.raises(Inconsistent):
@@ -351,13 +351,13 @@ def waiting(tmp_path: Path) -> Iterator[Waiting]:
     group.close()
 
 
-def test_what_is_replicated_already_is_answered_at_once(waiting: Waiting) -> None:
+def test_replicated_offset_is_answered_at_once(waiting: Waiting) -> None:
     waiter = waiting.wait(0, 10)
     assert waiter.result() == error_codes.NONE
     assert waiting.replication.waiting == 0
 
 
-def test_a_waiter_is_answered_when_the_high_watermark_passes_its_offset(waiting: Waiting) -> None:
+def test_waiter_is_answered_when_high_watermark_passes_it(waiting: Waiting) -> None:
     waiter = waiting.wait(1, 10)
     assert not waiter.done()
     waiting.replicate()
@@ -365,9 +365,7 @@ def test_a_waiter_is_answered_when_the_high_watermark_passes_its_offset(waiting:
 
 
 @pytest.mark.parametrize("timeout_s", [0.001, 1.5, 30.0])
-def test_what_is_not_replicated_in_time_is_answered_so_when_the_time_is_over(
-    waiting: Waiting, timeout_s: float
-) -> None:
+def test_unreplicated_offset_times_out(waiting: Waiting, timeout_s: float) -> None:
     waiter = waiting.wait(1, timeout_s)
     waiting.advance(timeout_s * 0.99)
     assert not waiter.done()
@@ -376,12 +374,12 @@ def test_what_is_not_replicated_in_time_is_answered_so_when_the_time_is_over(
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0])
-def test_nobody_waits_without_a_time(waiting: Waiting, timeout_s: float) -> None:
+def test_waiter_needs_a_timeout(waiting: Waiting, timeout_s: float) -> None:
     assert waiting.wait(1, timeout_s).result() == error_codes.REQUEST_TIMED_OUT
     assert waiting.replication.waiting == 0
 
 
-def test_a_waiter_that_is_cancelled_is_gone_and_harms_no_other(waiting: Waiting) -> None:
+def test_cancelled_waiter_is_removed_without_harm(waiting: Waiting) -> None:
     given_up, other = waiting.wait(1, 30), waiting.wait(1, 30)
     given_up.cancel()
     waiting.loop.run_ready()
@@ -391,7 +389,7 @@ def test_a_waiter_that_is_cancelled_is_gone_and_harms_no_other(waiting: Waiting)
     assert other.result() == error_codes.NONE
 
 
-def test_several_waiters_are_answered_each_at_its_offset(waiting: Waiting) -> None:
+def test_several_waiters_are_answered_at_their_offsets(waiting: Waiting) -> None:
     at_two, at_one, also_at_one = waiting.wait(2, 30), waiting.wait(1, 30), waiting.wait(1, 1)
     waiting.advance(2)
     assert also_at_one.result() == error_codes.REQUEST_TIMED_OUT
@@ -405,7 +403,7 @@ def test_several_waiters_are_answered_each_at_its_offset(waiting: Waiting) -> No
     assert at_two.result() == error_codes.NONE
 
 
-def test_what_was_given_up_is_cleaned_away_every_five_seconds(waiting: Waiting) -> None:
+def test_abandoned_waiters_are_removed_every_five_seconds(waiting: Waiting) -> None:
     assert WAITER_SWEEP_INTERVAL_S == 5.0
     waiters = [waiting.wait(1, 30) for _ in range(100)]
     for waiter in waiters:
@@ -439,7 +437,7 @@ ENDS: dict[str, tuple[Callable[[Waiting], None], int]] = {
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_waiters_are_answered_when(waiting: Waiting, how: str) -> None:
+def test_waiters_are_answered_on_each_end(waiting: Waiting, how: str) -> None:
     happen, error_code = ENDS[how]
     waiters = [waiting.wait(offset, 30) for offset in (1, 2)]
     happen(waiting)

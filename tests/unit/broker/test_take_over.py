@@ -79,7 +79,7 @@ class Stage:
         self.store.apply(name, getattr(operation.message, kind))
 
 
-async def test_an_epoch_is_begun_under_a_key_that_was_led_under_before() -> None:
+async def test_epoch_begins_under_a_previously_led_key() -> None:
     stage = Stage()
     await stage.begin()
     taken = await stage.take_over()

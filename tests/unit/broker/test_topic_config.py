@@ -68,7 +68,7 @@ def test_a_configuration_is_kept_as_it_is_meant(name: str, value: str, kept: str
         ("no.such.thing", "1"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_named_with_what_can(name: str, value: str | None) -> None:
+def test_invalid_configuration_is_named_with_valid_ones(name: str, value: str | None) -> None:
     with pytest.raises(InvalidConfig, match=name):
         check_configs({"retention.ms": "5", name: value})
 
@@ -86,13 +86,13 @@ def test_a_configuration_that_cannot_be_is_named_with_what_can(name: str, value:
         ({"segment.bytes": "2000000", "retention.ms": "0"}, 1, TopicSettings(1, 0, 7000, 2_000_000)),
     ],
 )
-def test_a_topic_goes_by_its_own_word_and_then_by_the_brokers(
+def test_topic_settings_precede_broker_settings(
     configs: dict[str, str], replication_factor: int, settings: TopicSettings
 ) -> None:
     assert topic_settings(configs, replication_factor, CONFIG) == settings
 
 
-def test_what_is_told_of_a_topic_is_what_was_said_or_what_is_so() -> None:
+def test_topic_config_shows_configured_or_effective_values() -> None:
     told = dict(topic_config_values({"min.insync.replicas": "9"}, 3, CONFIG))
     assert told["min.insync.replicas"] == "9", "as it was configured, whatever is made of it"
     assert dict(topic_config_values({}, 3, CONFIG))["min.insync.replicas"] == "2"
@@ -117,7 +117,7 @@ def test_replicas_are_distinct_and_even_over_the_brokers(count: int, replication
     }
 
 
-def test_what_a_dead_broker_led_goes_to_all_the_others() -> None:
+def test_partitions_of_dead_broker_go_to_all_others() -> None:
     assigned = spread_replicas([1, 2, 3, 4], 24, 2, first=0)
     assert Counter(replicas[1] for replicas in assigned if replicas[0] == 1) == {2: 2, 3: 2, 4: 2}
 
@@ -132,7 +132,7 @@ def test_what_a_dead_broker_led_goes_to_all_the_others() -> None:
         ([[1, 2], [1]], "partition 1 are 1, those of partition 0 are 2"),
     ],
 )
-def test_an_assignment_that_cannot_be_says_where_and_why(assignments: list[list[int]], what: str) -> None:
+def test_invalid_assignment_says_where_and_why(assignments: list[list[int]], what: str) -> None:
     assert what in str(check_assignments(assignments, {1, 2, 3}))
     assert check_assignments([[1, 2], [2, 3]], {1, 2, 3}) is None
 
@@ -161,9 +161,7 @@ def view_of(live: int) -> ClusterView:
         (0, 3, -1, error_codes.BROKER_NOT_AVAILABLE),
     ],
 )
-def test_the_default_takes_what_lives_and_a_number_is_taken_at_its_word(
-    live: int, default: int, asked: int, outcome: int
-) -> None:
+def test_replication_factor_defaults_to_live_brokers(live: int, default: int, asked: int, outcome: int) -> None:
     config = BrokerConfig(1, Path("unused"), ("unused",), default_replication_factor=default)
     planned = plan_topic(NewTopic("t", 4, asked), view_of(live), config)
     if isinstance(planned, TopicOutcome):
@@ -173,7 +171,7 @@ def test_the_default_takes_what_lives_and_a_number_is_taken_at_its_word(
         assert [len(replicas) for replicas in planned.replicas] == [outcome] * 4
 
 
-def test_a_topic_whose_configuration_cannot_be_read_counts_as_absent() -> None:
+def test_topic_with_unreadable_configuration_counts_as_absent() -> None:
     view = view_of(0)
     for name, configs in (("bad", {"retention.ms": "soon"}), ("good", {"retention.ms": "5"}), ("old", None)):
         value = TopicValue(uuid.uuid4(), [[1]], configs or {})
@@ -182,7 +180,7 @@ def test_a_topic_whose_configuration_cannot_be_read_counts_as_absent() -> None:
     assert {name: topic.configs for name, topic in view.topics.items()} == {"good": {"retention.ms": "5"}, "old": {}}
 
 
-async def test_a_topic_of_more_replicas_than_its_record_holds_is_refused_before_etcd_is_asked() -> None:
+async def test_topic_with_excess_replicas_is_refused_before_etcd() -> None:
     value = TopicValue(uuid.uuid4(), [list(range(1_000_000_000, 1_000_000_011))] * 10_000)
     admin = TopicAdmin(EtcdClient(("http://127.0.0.1:1",)), view_of(0), CONFIG)
     outcome = await admin.create("t", value)

@@ -29,7 +29,7 @@ BIND, RELEASE = False, True
         (7, OPEN, 8, "this connection is bound to fence 8, which is not kept here yet"),
     ],
 )
-def test_who_may_write(fence: int, is_owned: bool, bound: int, refusal: str | None) -> None:
+def test_fence_rules_decide_who_may_write(fence: int, is_owned: bool, bound: int, refusal: str | None) -> None:
     assert WriterFence(KeptFence(fence, is_owned)).refusal(bound) == refusal
 
 
@@ -52,7 +52,7 @@ def test_who_may_write(fence: int, is_owned: bool, bound: int, refusal: str | No
         (7, OPEN, 8, RELEASE, FenceComparison.HIGHER),
     ],
 )
-def test_what_a_bind_or_release_comes_to(
+def test_bind_and_release_give_expected_outcomes(
     fence: int, is_owned: bool, asked: int, is_released: bool, standing: FenceComparison
 ) -> None:
     assert WriterFence(KeptFence(fence, is_owned)).compare(asked, is_released=is_released) is standing
@@ -68,7 +68,7 @@ def test_what_a_bind_or_release_comes_to(
         (KeptFence(), (7, OWNED, 0)),
     ],
 )
-def test_what_etcd_tells_never_lowers_the_fence(kept: KeptFence, after: tuple[int, bool, int]) -> None:
+def test_etcd_news_never_lowers_the_fence(kept: KeptFence, after: tuple[int, bool, int]) -> None:
     writers = WriterFence(KeptFence(7, OWNED, 10))
     writers.keep(kept)
     assert (writers.fence, writers.is_owned, writers.revision) == after
@@ -87,7 +87,7 @@ ASKS = st.lists(st.builds(Ask, st.integers(0, 2), st.integers(1, 6), st.booleans
 
 
 @given(ASKS)
-def test_no_lower_fence_writes_behind_a_higher_whatever_is_asked(asks: list[Ask]) -> None:
+def test_lower_fence_never_writes_behind_a_higher(asks: list[Ask]) -> None:
     """Three connections that say what they like, and write after each word that anybody says."""
     writers, kept = WriterFence(), KeptFence()
     bindings: dict[int, int] = {}

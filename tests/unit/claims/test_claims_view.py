@@ -51,7 +51,7 @@ def table(*kvs: KeyValue) -> OwnTable:
     return made
 
 
-def test_a_page_says_who_owns_what_through_whom() -> None:
+def test_page_shows_owner_resource_and_proxy() -> None:
     made = table(
         member("aa", "10.0.0.1", 9092, seen=40, unsettled=[("orders", 3), ("orders", 4)], writer_groups={"t": "h"}),
         member("bb", "::1", 9093, writer_groups={"t": "h", "orders": "g"}),
@@ -94,7 +94,7 @@ def test_a_page_says_who_owns_what_through_whom() -> None:
     }
 
 
-def test_members_that_were_told_the_same_do_not_differ() -> None:
+def test_equally_informed_members_do_not_differ() -> None:
     made = table(*(member(name, "a", 1, writer_groups={"t": "g"}) for name in ("aa", "bb")))
     shown = claims_page(made, ClaimsQuery())
     assert (shown.writer_groups, shown.differ) == (["t=g"], False)
@@ -139,12 +139,12 @@ def test_a_page_can_be_of_one_group() -> None:
     "query",
     [ClaimsQuery(limit=0), ClaimsQuery(limit=MAX_CLAIM_ROWS + 1), ClaimsQuery(after="x"), ClaimsQuery(after="")],
 )
-def test_a_page_that_cannot_be_is_refused(query: ClaimsQuery) -> None:
+def test_invalid_page_is_refused(query: ClaimsQuery) -> None:
     with pytest.raises(ValueError, match="is "):
         claims_page(table(), query)
 
 
-def test_what_the_whole_groups_owner_has_taken_is_not_shown_as_anothers() -> None:
+def test_resource_of_group_owner_is_not_shown_twice() -> None:
     made = table(
         claim("g", "lost", 10, connection=1),
         claim("g", "", 11, connection=2),
@@ -156,7 +156,7 @@ def test_what_the_whole_groups_owner_has_taken_is_not_shown_as_anothers() -> Non
     assert shown == {("g", ""): 2, ("g", "its own"): 2, ("g", "taken out of it"): 3, ("h", "lost"): 1}
 
 
-def test_a_full_page_of_the_worst_names_fits_into_a_workers_answer() -> None:
+def test_full_page_of_long_names_fits_answer() -> None:
     # A control character of one byte is six in JSON.
     worst = ClaimRow(
         "\x01" * 1024, "\x01" * 1024, 2**63, 2**63, "f" * 16, "h" * 255, 2**63, "\x01" * MAX_CLIENT_TEXT, 2**63
@@ -169,7 +169,7 @@ def test_a_full_page_of_the_worst_names_fits_into_a_workers_answer() -> None:
     assert len(claims_page(table(long), ClaimsQuery()).claims[0].client) == MAX_CLIENT_TEXT
 
 
-async def test_without_etcd_nothing_is_said_to_be_so() -> None:
+async def test_page_without_etcd_raises_unanswered() -> None:
     admin = ClaimsAdmin(EtcdClient(["http://127.0.0.1:1"]), OwnTable(KEYS))
     with pytest.raises(Unanswered, match="not been read"):
         admin.page(ClaimsQuery())

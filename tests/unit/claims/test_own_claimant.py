@@ -139,7 +139,7 @@ def claimant_of(library: Library, *resources: str, **changes: Any) -> Claimant[C
         (3, False, [ConnectionLost("it ended")], [3, 3]),
     ],
 )
-async def test_a_claim_is_asked_for_until_it_is_owned_with_its_generation(
+async def test_claim_is_repeated_until_owned_with_its_generation(
     generation: int, stand_by: bool, answers: list[Answer], asked: list[int]
 ) -> None:
     library = Library(*answers)
@@ -162,9 +162,7 @@ async def test_a_claim_is_asked_for_until_it_is_owned_with_its_generation(
         ([COORDINATOR_NOT_AVAILABLE] * 1_000, COORDINATOR_NOT_AVAILABLE, 101),
     ],
 )
-async def test_what_is_refused_leaves_no_connection_on_which_it_may_stand(
-    answers: list[Answer], error_code: int, asked: int
-) -> None:
+async def test_refused_claim_leaves_no_connection(answers: list[Answer], error_code: int, asked: int) -> None:
     library = Library(*answers)
     library.leaders["t", 0] = 5
     claimant = claimant_of(library, "t/0")
@@ -176,14 +174,14 @@ async def test_what_is_refused_leaves_no_connection_on_which_it_may_stand(
     assert library.connections[5].is_open == (error_code == FENCED_INSTANCE_ID)
 
 
-async def test_an_answer_that_names_something_else_is_none() -> None:
+async def test_answer_naming_something_else_is_ignored() -> None:
     library = Library(OwnedResource("t/1", NONE, 2, 7))
     with pytest.raises(OwnError, match="names something else"):
         await claimant_of(library, "t/0").claim()
     assert not library.connections[9].is_open
 
 
-async def test_each_is_claimed_where_its_leader_is_and_what_is_led_nowhere_with_the_others() -> None:
+async def test_claims_go_to_leaders_and_leaderless_together() -> None:
     library = Library()
     library.leaders.update({("t", 0): 5, ("t", 1): 6, ("t", 2): 5})
     claimant = claimant_of(library, "t/0", "t/1", "t/2", "a job", "unknown/0", generation=1)
@@ -213,7 +211,7 @@ async def test_a_partition_without_a_leader_is_waited_for() -> None:
     await claimant_of(library, "t/0").claim()
 
 
-async def test_of_several_none_is_kept_while_one_is_refused() -> None:
+async def test_refused_claim_releases_all_the_others() -> None:
     granted, fenced = OwnedResource("t/0", NONE, 1, 7), OwnedResource("t/1", FENCED_INSTANCE_ID)
     library = Library(OwnResponse(NONE, "g", (granted, fenced)))
     library.leaders.update({("t", 0): 5, ("t", 1): 5})
@@ -224,7 +222,7 @@ async def test_of_several_none_is_kept_while_one_is_refused() -> None:
     assert library.connections[5].is_open
 
 
-async def test_what_is_claimed_elsewhere_meanwhile_is_claimed_anew_there() -> None:
+async def test_resource_with_moved_leader_is_claimed_there() -> None:
     library = Library()
     library.leaders["t", 0] = 5
     claimant = claimant_of(library, "t/0", generation=1)
@@ -288,7 +286,7 @@ async def test_a_leader_that_moves_for_good_severs(is_moved_for_good: bool) -> N
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-async def test_a_connection_that_does_not_answer_is_shut_unless_answers_are_awaited_on_it(is_busy: bool) -> None:
+async def test_unresponsive_connection_is_closed_unless_awaited(is_busy: bool) -> None:
     library = Library()
     claimant = await owned(library)
     library.answers_pings, library.is_busy_now = False, is_busy
@@ -297,7 +295,7 @@ async def test_a_connection_that_does_not_answer_is_shut_unless_answers_are_awai
     assert (claimant.state is State.SEVERED) != is_busy
 
 
-async def test_what_is_lost_is_claimed_again_alone_and_what_would_be_sent_waits_for_it() -> None:
+async def test_lost_claim_is_repeated_alone_before_sending() -> None:
     library = Library()
     claimant = await owned(library, reclaim=True, generation=5)
     before, went = len(library.asked), []
@@ -314,7 +312,7 @@ async def test_what_is_lost_is_claimed_again_alone_and_what_would_be_sent_waits_
     assert library.told == []
 
 
-async def test_what_cannot_be_claimed_again_in_time_is_severed() -> None:
+async def test_claim_not_regained_in_time_is_severed() -> None:
     library = Library()
     claimant = await owned(library, reclaim=True)
     library.answers = iter([FENCED_INSTANCE_ID] * 1_000)
@@ -330,7 +328,7 @@ async def test_what_cannot_be_claimed_again_in_time_is_severed() -> None:
     assert went == [State.SEVERED]
 
 
-async def test_who_leaves_while_claiming_owns_nothing() -> None:
+async def test_claimant_leaving_while_claiming_owns_nothing() -> None:
     library = Library(*[REQUEST_TIMED_OUT] * 1_000)
     claimant = claimant_of(library, "a job")
     claiming = asyncio.create_task(claimant.claim())
@@ -343,7 +341,7 @@ async def test_who_leaves_while_claiming_owns_nothing() -> None:
     assert claimant.state is State.LEFT
 
 
-async def test_an_application_that_fails_when_it_is_told_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_application_callback_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
     library = Library()
     claimant = await owned(library)
 

@@ -21,7 +21,7 @@ def fence(of: ClaimingConnection, topic: bytes = b"t", partition_index: int = 0)
     return of.write_fence(topic, partition_index)
 
 
-def test_what_is_claimed_counts_once_it_is_granted() -> None:
+def test_claim_counts_once_it_is_granted() -> None:
     own = holdings()
     own.learn(GATED, 1, 10)
     assert fence(own) == 0
@@ -33,7 +33,7 @@ def test_what_is_claimed_counts_once_it_is_granted() -> None:
     assert not own.may_read("t/1")
 
 
-def test_the_whole_group_counts_for_every_partition_that_it_writes() -> None:
+def test_whole_group_claim_covers_every_written_partition() -> None:
     own = holdings()
     own.learn(WHOLE_GROUP, 1, 10)
     assert fence(own) == 0
@@ -42,7 +42,7 @@ def test_the_whole_group_counts_for_every_partition_that_it_writes() -> None:
     assert own.may_read(OTHER)
 
 
-def test_of_a_resource_and_the_whole_group_the_later_counts() -> None:
+def test_later_of_resource_and_group_claim_counts() -> None:
     for of_resource, of_whole in ((10, 20), (20, 10)):
         own = holdings()
         own.learn(GATED, 2, of_resource)
@@ -57,7 +57,7 @@ def test_of_a_resource_and_the_whole_group_the_later_counts() -> None:
         assert [fence(own), fence(own, partition_index=1)] == [20, of_whole]
 
 
-def test_what_one_has_by_the_whole_group_is_granted_on_its_own_too() -> None:
+def test_group_owner_is_granted_single_resources_too() -> None:
     own = holdings()
     own.learn(WHOLE_GROUP, 1, 10)
     own.grant([GATED])
@@ -65,7 +65,7 @@ def test_what_one_has_by_the_whole_group_is_granted_on_its_own_too() -> None:
     assert not own.may_read("t/1")
 
 
-def test_an_earlier_claim_that_is_told_late_changes_nothing() -> None:
+def test_earlier_claim_told_late_changes_nothing() -> None:
     own = holdings()
     own.learn(GATED, 2, 20)
     own.grant([GATED])
@@ -75,7 +75,7 @@ def test_an_earlier_claim_that_is_told_late_changes_nothing() -> None:
     assert (raised.fence, raised.is_granted) == (30, False)
 
 
-def test_what_is_given_up_may_not_be_written_or_read() -> None:
+def test_released_resource_may_not_be_written_or_read() -> None:
     for resource in (GATED, WHOLE_GROUP):
         own = holdings()
         own.learn(resource, 1, 10)
@@ -90,7 +90,7 @@ def test_what_is_given_up_may_not_be_written_or_read() -> None:
         assert fence(own) == 0
 
 
-def test_a_connection_that_has_ended_has_nothing_and_is_severed_once() -> None:
+def test_ended_connection_holds_nothing_and_severs_once() -> None:
     severed: list[str] = []
     own = holdings(severed)
     own.learn(GATED, 1, 10)

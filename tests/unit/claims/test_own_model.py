@@ -134,12 +134,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_single_ownership_allows_is_accepted(name: str) -> None:
+def test_model_accepts_allowed_histories(name: str) -> None:
     judge(GOOD[name], log_of(GOOD[name]))
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_it_does_not_allow_is_refused(name: str) -> None:
+def test_model_refuses_forbidden_histories(name: str) -> None:
     history, reason = BAD[name]
     with pytest.raises(AssertionError, match=reason):
         judge(history, log_of(history))
@@ -154,7 +154,7 @@ LOGS: dict[str, tuple[Callable[[list[Stored]], list[Stored]], str]] = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_the_log_has_what_was_acknowledged_once_and_nothing_else(name: str) -> None:
+def test_log_has_each_acknowledged_record_once(name: str) -> None:
     history = GOOD["one after another"]
     change, reason = LOGS[name]
     with pytest.raises(AssertionError, match=reason):
@@ -235,13 +235,13 @@ class MadeUp:
 
 
 @given(st.integers(0, 1 << 32))
-def test_what_a_proxy_without_faults_leaves_is_accepted(seed: int) -> None:
+def test_model_accepts_a_proxy_without_faults(seed: int) -> None:
     run = MadeUp(seed)
     judge(run.recorded, run.log)
 
 
 @given(st.integers(0, 1 << 32))
-def test_a_record_of_a_stale_fence_in_a_later_place_is_refused(seed: int) -> None:
+def test_record_of_stale_fence_behind_newer_is_refused(seed: int) -> None:
     run = MadeUp(seed, size=30)
     fences = {each.value: each.fence for each in run.writes}
     takeovers = [n for n, pair in enumerate(pairwise(run.log)) if fences[pair[0].value] < fences[pair[1].value]]

@@ -55,13 +55,13 @@ def test_resources_are_named_as_the_application_likes(changes: dict[str, Any], n
         ({"resources": None, "reclaim": True}, "they need named resources and a generation of 2 or more"),
     ],
 )
-def test_what_makes_no_sense_is_said(changes: dict[str, Any], sentence: str) -> None:
+def test_invalid_arguments_are_reported(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         asked(**changes)
 
 
 @pytest.mark.parametrize(("owning", "other"), [(own, "own_sync"), (own_sync, "own")])
-def test_a_client_that_is_none_is_told_of_the_other_way(owning: Any, other: str) -> None:
+def test_unsupported_client_error_names_the_other_module(owning: Any, other: str) -> None:
     with pytest.raises(TypeError, match=rf"not object; see {other}$"):
         owning(object(), "g", ["t/0"], 2)
 
@@ -78,7 +78,7 @@ def test_a_client_that_is_none_is_told_of_the_other_way(owning: Any, other: str)
         (POLICY_VIOLATION, "t/0 of the group g is refused with POLICY_VIOLATION."),
     ],
 )
-def test_a_refusal_says_what_is_refused_and_why(error_code: int, beginning: str) -> None:
+def test_refusal_names_the_resource_and_reason(error_code: int, beginning: str) -> None:
     refused = OwnRefused(error_code, "g", "t/0", 3)
     assert str(refused).startswith(beginning)
     assert str(refused).endswith(".")

@@ -70,7 +70,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_what_a_claim_of_a_resource_comes_to(row: Row) -> None:
+def test_resource_claim_gives_expected_outcome(row: Row) -> None:
     assert decide(A, row.generation, row.claim, row.whole) == row.decision
 
 
@@ -100,7 +100,7 @@ WHOLE_ROWS = [
 
 
 @pytest.mark.parametrize("row", WHOLE_ROWS, ids=lambda row: row.what)
-def test_what_a_claim_of_a_whole_group_comes_to(row: WholeRow) -> None:
+def test_group_claim_gives_expected_outcome(row: WholeRow) -> None:
     assert decide_whole(A, row.claims, row.whole) == row.decision
 
 
@@ -116,7 +116,7 @@ def test_what_a_claim_of_a_whole_group_comes_to(row: WholeRow) -> None:
         (Claim(A, 3, 20), Claim(A, 2, 10), True, Claim(A, 3, 20)),
     ],
 )
-def test_of_a_resource_and_the_whole_the_later_counts(
+def test_later_of_resource_and_group_claim_counts(
     claim: Claim | None, whole: Claim | None, is_in_force: bool, counts: Claim | None
 ) -> None:
     assert (in_force(claim, whole) is not None) == is_in_force

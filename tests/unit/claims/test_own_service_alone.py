@@ -26,7 +26,7 @@ async def bind(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str,
         ("", (OwnResource("a", 1), OwnResource("b", 1)), INVALID_REQUEST, 2),
     ],
 )
-async def test_what_is_refused_as_a_whole_is_counted_by_the_resource(
+async def test_wholly_refused_claim_is_counted_per_resource(
     group: str, resources: tuple[OwnResource, ...] | None, error_code: int, refused: int
 ) -> None:
     counters = Counter[str]()

@@ -92,28 +92,28 @@ def told(table: OwnTable) -> list[str]:
     return lines
 
 
-def test_changes_are_told_in_order_with_what_they_replaced(table: OwnTable) -> None:
+def test_changes_arrive_in_order_with_previous_values(table: OwnTable) -> None:
     table.on_events([put(member("a", 2)), put(claim("r", "a", 3)), put(claim("r", "b", 4))], 4)
     assert told(table) == ["a has seen 0", "r to a", "r to b from a", "."]
     assert table.revision == 4
     assert table.count == 1
 
 
-def test_what_is_told_twice_counts_once(table: OwnTable) -> None:
+def test_duplicate_event_is_counted_once(table: OwnTable) -> None:
     table.on_events([put(claim("r", "a", 3))], 3)
     table.on_events([put(claim("r", "a", 3)), gone(claim("r", "a", 3), 2)], 3)
     assert told(table) == ["r to a", ".", "."]
     assert table.owner("g", "r") is not None
 
 
-def test_a_revision_counts_once_all_of_it_has_been_told(table: OwnTable) -> None:
+def test_revision_counts_once_it_is_complete(table: OwnTable) -> None:
     table.on_events([put(claim("r", "a", 3)), put(claim("s", "b", 4))], 3)
     assert table.revision == 3
     table.on_events([put(claim("t", "b", 4))], 4)
     assert table.revision == 4
 
 
-def test_a_member_that_goes_takes_what_went_with_its_lease(table: OwnTable) -> None:
+def test_leaving_member_takes_keys_of_its_lease(table: OwnTable) -> None:
     rows = [claim("r", "a", 3), claim("s", "a", 4), claim("t", "a", 5), claim("u", "b", 6)]
     table.on_events([put(member("a", 2)), *map(put, rows)], 6)
     told(table)
@@ -124,12 +124,12 @@ def test_a_member_that_goes_takes_what_went_with_its_lease(table: OwnTable) -> N
     assert [row.resource for row in table.claims()] == ["u"]
 
 
-def test_a_member_deleted_by_hand_still_holds_what_stands(table: OwnTable) -> None:
+def test_member_deleted_by_hand_keeps_existing_claims(table: OwnTable) -> None:
     table.on_events([put(member("a", 2)), put(claim("r", "a", 3)), gone(member("a", 2), 4)], 4)
     assert "a gone at 4 with ['r']" in told(table)
 
 
-def test_a_snapshot_is_told_as_the_changes_that_lead_to_it(table: OwnTable) -> None:
+def test_snapshot_is_reported_as_changes(table: OwnTable) -> None:
     table.on_events([put(member("a", 2)), put(claim("r", "a", 3)), put(claim("s", "a", 4))], 4)
     told(table)
     table.on_snapshot(snapshot(20, claim("s", "b", 12), claim("t", "c", 11)))
@@ -155,15 +155,13 @@ def test_a_snapshot_is_told_as_the_changes_that_lead_to_it(table: OwnTable) -> N
         ([], None),
     ],
 )
-def test_the_owner_is_whoever_claimed_last(
-    table: OwnTable, claims: list[tuple[str, str, int]], owner: str | None
-) -> None:
+def test_last_claimant_is_the_owner(table: OwnTable, claims: list[tuple[str, str, int]], owner: str | None) -> None:
     table.on_events([put(claim("x", "z", 1, group="other")), *(put(claim(*each)) for each in claims)], 9)
     found = table.owner("g", "r")
     assert (found.owner.proxy if found else None) == owner
 
 
-def test_nonsense_is_passed_over_and_counted(table: OwnTable) -> None:
+def test_invalid_entries_are_skipped_and_counted(table: OwnTable) -> None:
     good = claim("r", "a", 3)
     for key, value in (
         (good.key, b"{"),

@@ -64,7 +64,7 @@ def restore(unsettled: UnsettledWrites) -> None:
 
 
 @pytest.mark.parametrize("event", [lose, begin, die, die_before_saying_so, die_before_seeing_it, restore])
-def test_a_partition_is_unsettled_for_its_time_and_no_longer(
+def test_partition_is_unsettled_only_for_its_time(
     situation: Situation, event: Callable[[UnsettledWrites], None]
 ) -> None:
     event(situation.unsettled)
@@ -94,7 +94,7 @@ def test_a_partition_is_held_until_the_last_answer(situation: Situation) -> None
     assert situation.told == [[A], []]
 
 
-def test_an_answer_does_not_settle_what_was_lost(situation: Situation) -> None:
+def test_answer_does_not_settle_a_lost_write(situation: Situation) -> None:
     """The batch was sent again, and its first copy may arrive after the answer."""
     hold = situation.unsettled.begin(*A)
     situation.unsettled.note_written_lost(*A)
@@ -122,7 +122,7 @@ def test_an_answer_after_its_time_changes_nothing(situation: Situation) -> None:
     assert situation.unsettled.places() == []
 
 
-def test_a_partition_lost_again_before_its_expiry_is_noticed_stays(situation: Situation) -> None:
+def test_partition_lost_again_before_expiry_stays_unsettled(situation: Situation) -> None:
     situation.unsettled.note_written_lost(*A)
     situation.now += PATIENCE_S
     situation.unsettled.note_written_lost(*A)
@@ -138,7 +138,7 @@ def test_a_member_that_confirmed_leaves_nothing_behind(situation: Situation) -> 
     assert situation.told == []
 
 
-def test_a_resource_taken_from_a_dead_member_is_not_unsettled_again(situation: Situation) -> None:
+def test_resource_of_dead_member_is_unsettled_only_once(situation: Situation) -> None:
     unsettled = situation.unsettled
     unsettled.note_member("m", 7, [])
     unsettled.note_member_gone("m", [("writers", "t/0")])
@@ -182,7 +182,7 @@ def test_a_listed_partition_blocks_claims_that_cover_it(listed: list[Place], pla
         ("writers", "v/0", []),
     ],
 )
-def test_a_claim_covers_the_partitions_that_only_its_group_writes(
+def test_claim_covers_partitions_only_its_group_writes(
     situation: Situation, group: str, resource: str, places: list[Place]
 ) -> None:
     unsettled = situation.unsettled
@@ -193,7 +193,7 @@ def test_a_claim_covers_the_partitions_that_only_its_group_writes(
     assert not unsettled.blocks(group, resource, [("elsewhere", 0)])
 
 
-def test_beyond_the_bound_more_is_unsettled_never_less(situation: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_beyond_the_bound_unsettle_more(situation: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
     unsettled, most = situation.unsettled, 100
     # Each change is told with all places: with the bound of the product that takes half a minute.
     monkeypatch.setattr("kproxy.claims.unsettled.MAX_PARTITIONS", most)
@@ -207,7 +207,7 @@ def test_beyond_the_bound_more_is_unsettled_never_less(situation: Situation, mon
     assert unsettled.places() == []
 
 
-def test_a_topic_of_many_partitions_is_unsettled_as_a_whole(situation: Situation) -> None:
+def test_topic_of_many_partitions_is_unsettled_whole(situation: Situation) -> None:
     unsettled = situation.unsettled
     unsettled.note_member_gone("m", [("writers", f"t/{index}") for index in range(3 * MAX_PARTITIONS)])
     listed = unsettled.places()
@@ -216,7 +216,7 @@ def test_a_topic_of_many_partitions_is_unsettled_as_a_whole(situation: Situation
     assert not covers(listed, "u", 0)
 
 
-def test_many_resources_taken_from_a_member_are_remembered(situation: Situation) -> None:
+def test_many_resources_taken_from_member_are_remembered(situation: Situation) -> None:
     unsettled = situation.unsettled
     unsettled.note_member("m", 7, [])
     for index in range(2 * MAX_PARTITIONS):
@@ -226,7 +226,7 @@ def test_many_resources_taken_from_a_member_are_remembered(situation: Situation)
     assert covers(unsettled.places(), "t", 2 * MAX_PARTITIONS - 1)
 
 
-async def test_the_end_of_a_connection_waits_for_its_last_write_after_earlier_ones() -> None:
+async def test_end_of_connection_waits_for_last_write() -> None:
     last_writes = LastWrites(UnsettledWrites({"t": "g"}, lambda: 0.0, unsettled_s=10.0))
     last_writes.hold(1, [(b"t", 0)])
     last_writes.let_go(1)
@@ -239,7 +239,7 @@ async def test_the_end_of_a_connection_waits_for_its_last_write_after_earlier_on
     await asyncio.wait_for(waiting, 60.0)
 
 
-async def test_the_end_of_a_connection_in_a_hurry_waits_for_no_write() -> None:
+async def test_hurried_end_of_connection_waits_for_no_write() -> None:
     last_writes = LastWrites(UnsettledWrites({"t": "g"}, lambda: 0.0, unsettled_s=10.0))
     last_writes.hold(1, [(b"t", 0)])
     waiting = asyncio.create_task(last_writes.wait(60.0))

@@ -61,7 +61,7 @@ def test_flexible_versions_are_those_of_kafkas_schemas(message_class: Any) -> No
 
 
 @pytest.mark.parametrize("api_key", KAFKAS_KEYS)
-def test_flexible_versions_are_those_that_kio_was_generated_from(api_key: int) -> None:
+def test_flexible_versions_match_kios_source(api_key: int) -> None:
     """kio also has what kafka-python lacks: delegation tokens, telemetry, the consumer group protocol."""
     known = 0
     for version in range(20):
@@ -77,7 +77,7 @@ def test_flexible_versions_are_those_that_kio_was_generated_from(api_key: int) -
 
 @pytest.mark.parametrize("message_class", EVERY_MESSAGE)
 @pytest.mark.parametrize("sender", [None, "", "spark-ü"])
-def test_a_header_is_written_as_kafka_python_writes_it(message_class: Any, sender: str | None) -> None:
+def test_header_is_written_as_by_kafka_python(message_class: Any, sender: str | None) -> None:
     for version in range(message_class.max_version + 1):
         _check_header(message_class, version, sender)
 
@@ -111,12 +111,12 @@ def test_tagged_fields_of_a_header_are_stepped_over() -> None:
 
 
 @pytest.mark.parametrize("api_key", [OWN, 20312, 0x7FFF, -1, 999])
-def test_keys_nobody_knows_have_flexible_headers_from_version_0(api_key: int) -> None:
+def test_unknown_keys_have_flexible_headers_from_version_0(api_key: int) -> None:
     assert is_flexible(api_key, 0)
     assert parse_request_header(frame_message(request_header(api_key, 0, 5, b"c"))).api_key == api_key
 
 
-def test_an_api_versions_request_of_the_future_is_read() -> None:
+def test_future_api_versions_request_is_read() -> None:
     """It has to be answered with error 35 and its own correlation_id (KIP-511)."""
     header = parse_request_header(frame_message(request_header(API_VERSIONS, 0x7FFF, 99, b"c"), b"\xff" * 30))
     assert (header.api_version, header.correlation_id) == (0x7FFF, 99)

@@ -59,7 +59,7 @@ def read(body: bytes, version: int, portion: int) -> MetadataReader:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_it_reads_what_the_other_decoder_reads_whatever_the_portions(version: int) -> None:
+def test_portions_are_read_as_by_the_other_decoder(version: int) -> None:
     random = Random(version)
     for _ in range(40):
         body = answer(random, version)
@@ -79,7 +79,7 @@ def test_it_reads_what_the_other_decoder_reads_whatever_the_portions(version: in
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_is_cut_short_or_goes_on_is_no_answer(version: int) -> None:
+def test_truncated_or_longer_answer_is_refused(version: int) -> None:
     random = Random(version)
     bodies = (answer(random, version) for _ in range(100))
     body = next(each for each in bodies if 200 < len(each) < 3_000)
@@ -90,7 +90,7 @@ def test_what_is_cut_short_or_goes_on_is_no_answer(version: int) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_damaged_answers_are_told_or_read_and_nothing_else_happens(version: int) -> None:
+def test_damaged_answers_are_refused_or_read(version: int) -> None:
     random = Random(version)
     for _ in range(100):
         body = bytearray(answer(random, version))

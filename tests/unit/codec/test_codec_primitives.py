@@ -60,7 +60,7 @@ def test_the_message_may_end_before_the_buffer_does(form: object, size: int) -> 
 
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("least_bytes", [1, 2, 6, 22])
-def test_a_count_must_fit_into_what_is_left(compact: bool, least_bytes: int) -> None:
+def test_count_must_fit_the_remaining_bytes(compact: bool, least_bytes: int) -> None:
     for count in (0, 1, 3, 1000):
         array = encode_count(count, compact=compact)
         end = len(array) + count * least_bytes

@@ -48,7 +48,7 @@ def _topics(api_key: int, topics: list[dict[str, Any]] | None) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
-def test_every_partition_is_found_in_the_order_of_the_request(api_key: int, version: int) -> None:
+def test_every_partition_is_found_in_request_order(api_key: int, version: int) -> None:
     request = _asking(api_key, version, {"b": [5, 0, 2], "a": [], "Ünï": [-1]})
     assert [(topic.name, topic.partitions) for topic in request.topics] == [
         (named_as(api_key, version, "b"), [5, 0, 2]),
@@ -72,7 +72,7 @@ def test_records_are_slices_of_the_request(version: int, records: bytes | None) 
 
 
 @pytest.mark.parametrize("version", VERSIONS[FETCH])
-def test_a_fetch_request_tells_where_to_read_and_how_much(version: int) -> None:
+def test_fetch_request_fields_are_read(version: int) -> None:
     numbers = {"max_wait_ms": 500, "min_bytes": 2, "max_bytes": 3, "isolation_level": 1, "session_id": 9}
     request = _asking(FETCH, version, {"t": [1, 2]}, session_epoch=4, **numbers)
     assert isinstance(request, FetchRequest)
@@ -132,7 +132,7 @@ def test_versions_outside_the_range_are_refused(api_key: int, versions: range) -
 
 @pytest.mark.parametrize(("api_key", "version"), [case for case in EVERY_VERSION if case[0] == FETCH])
 @pytest.mark.parametrize("replica_id", [0, 1, 2**31 - 1])
-def test_nobody_fetches_as_a_replica_through_the_proxy(api_key: int, version: int, replica_id: int) -> None:
+def test_replica_fetch_through_proxy_is_refused(api_key: int, version: int, replica_id: int) -> None:
     with pytest.raises(InvalidField, match="replica_id"):
         _asking(api_key, version, {"t": [0]}, replica_id=replica_id)
 
@@ -194,9 +194,7 @@ NULLS_IN_THE_TRAILER: list[tuple[range, dict[str, Any]]] = [
         for version in range(VERSIONS[FETCH].start, versions.stop)
     ],
 )
-def test_null_in_the_trailer_of_a_fetch_request_is_refused(
-    version: int, first_version: int, change: dict[str, Any]
-) -> None:
+def test_null_in_fetch_trailer_is_refused(version: int, first_version: int, change: dict[str, Any]) -> None:
     if version < first_version:
         # The field is not in it, and what the test has put there never reaches the wire.
         assert _asking(FETCH, version, {"t": [0]}, **change).partition_count == 1
@@ -232,7 +230,7 @@ def test_a_topic_needs_a_name_in_utf_8(api_key: int, version: int) -> None:
 
 
 @pytest.mark.parametrize(("api_key", "version"), FLEXIBLE)
-def test_strings_are_no_longer_in_compact_form_than_in_the_old_one(api_key: int, version: int) -> None:
+def test_compact_strings_have_the_old_length_limit(api_key: int, version: int) -> None:
     """Kafka refuses compact strings over 32,767 bytes and closes the connection."""
     if (api_key, version) not in BY_ID:
         assert _asking(api_key, version, {"n" * 0x7FFF: [0]}).topics[0].name == b"n" * 0x7FFF
@@ -301,7 +299,7 @@ def test_lengths_of_records_are_checked(version: int, tail: bytes, error: type[C
 
 @pytest.mark.parametrize("version", [3, 8])
 @pytest.mark.parametrize("length", [-2, -(2**31), 2**31 - 1, 4])
-def test_lengths_of_records_in_the_old_form_are_checked(version: int, length: int) -> None:
+def test_lengths_of_old_format_records_are_checked(version: int, length: int) -> None:
     body = struct.pack(">hhiih", -1, -1, 1000, 1, 1) + b"t" + struct.pack(">iii", 1, 0, length) + b"abc"
     with pytest.raises(Truncated):
         _parse(PRODUCE, version, body)
@@ -321,7 +319,7 @@ def test_padded_varints_are_read_and_kept() -> None:
 
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
-def test_what_was_inflated_is_refused_at_once(api_key: int, version: int) -> None:
+def test_inflated_request_is_refused_at_once(api_key: int, version: int) -> None:
     """Two hundred thousand empty topics in a megabyte may cost no more than a look."""
     flexible = version >= FLEXIBLE_FROM[api_key]
     count = uvarint(200_001) if flexible else struct.pack(">i", 200_000)

@@ -90,7 +90,7 @@ def test_every_result_is_found_with_its_error_code(api_key: int, version: int) -
     ("api_key", "version", "tag"),
     [(key, version, tag) for key, first, tag in LEADER_TAGS for version in VERSIONS[key] if version >= first],
 )
-def test_the_real_leader_is_hidden(api_key: int, version: int, tag: int) -> None:
+def test_real_leader_is_hidden(api_key: int, version: int, tag: int) -> None:
     """KIP-951: a client that is told the leader goes round the proxy."""
     others = [(number, b"kept") for number in (100, 2**31)]
     fields = sample_response(api_key, {"t": [0, 1, 2]}, tags=[(0, NODE_ENDPOINTS), *others])
@@ -113,7 +113,7 @@ def test_the_real_leader_is_hidden(api_key: int, version: int, tag: int) -> None
 
 
 @pytest.mark.parametrize("version", VERSIONS[FETCH])
-def test_a_fetch_answer_names_no_replica_and_no_session(version: int) -> None:
+def test_fetch_answer_names_no_replica_or_session(version: int) -> None:
     """Preferred replicas are brokers; and a client that held a session would send the proxy what it cannot read."""
     response = _parse(FETCH, version, sample_response(FETCH, {"t": [0, 1]}, session_id=77))
     answer = _reread(response, FETCH, version)
@@ -152,7 +152,7 @@ def test_bad_answers_are_refused(api_key: int, version: int) -> None:
 
 
 @pytest.mark.parametrize(("api_key", "version"), AT_LENGTH)
-def test_an_answer_has_no_more_partitions_or_topics_than_are_read(api_key: int, version: int) -> None:
+def test_answer_partitions_and_topics_are_limited(api_key: int, version: int) -> None:
     topics_field = RESPONSE_FIELDS[api_key][0]
     with pytest.raises(InvalidField, match=str(MAX_READ_PARTITIONS)):
         _parse(api_key, version, sample_response(api_key, {"t": range(MAX_READ_PARTITIONS + 1)}))
@@ -246,7 +246,7 @@ def test_an_error_gives_out_nothing_but_its_code(api_key: int, version: int) -> 
 @pytest.mark.parametrize(
     "error_message", [None, "", "no: ü", "m" * 300, "é." * 20_000, "🂡." * 20_000, "half a \ud800 pair"]
 )
-def test_a_produce_result_says_all_that_its_version_can(version: int, error_message: str | None) -> None:
+def test_produce_result_has_all_fields_of_its_version(version: int, error_message: str | None) -> None:
     entry = produce.result_entry(
         version,
         3,

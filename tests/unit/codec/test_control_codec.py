@@ -107,7 +107,7 @@ def control_encode(message: control.Message) -> bytes:
 
 
 @pytest.mark.parametrize("case", _messages(), ids=_name)
-def test_every_proper_prefix_and_every_extra_byte_is_refused(case: Case) -> None:
+def test_every_proper_prefix_and_extra_byte_is_refused(case: Case) -> None:
     kind, api_key, version, _ = case
     body = _encoded(*case)
     for length in range(len(body)):
@@ -118,7 +118,7 @@ def test_every_proper_prefix_and_every_extra_byte_is_refused(case: Case) -> None
             _decoded(kind, api_key, version, body + b"\x00")
 
 
-def test_the_metadata_request_that_librdkafka_sends_for_all_topics_is_read() -> None:
+def test_librdkafka_metadata_request_for_all_topics_is_read() -> None:
     """As seen on the wire from librdkafka 2.16.1: three bytes too many. Kafka's broker reads it like this."""
     message = control.decode_request(api_keys.METADATA, 13, bytes.fromhex("00000000010000"))
     assert (message.topics, message.allow_auto_topic_creation) == (None, False)
@@ -185,7 +185,7 @@ def test_a_huge_array_length_costs_nothing() -> None:
     ("api_key", "version", "before_tags"),
     [(api_keys.API_VERSIONS, 3, b"\x02c\x021"), (api_keys.SASL_AUTHENTICATE, 2, b"\x03ab")],
 )
-def test_tagged_fields_of_who_is_not_authenticated_are_bounded(api_key: int, version: int, before_tags: bytes) -> None:
+def test_tagged_fields_of_unauthenticated_clients_are_bounded(api_key: int, version: int, before_tags: bytes) -> None:
     """CVE-2026-111115: a tagged field takes two bytes, and much more once it is read."""
     for count, is_refused in ((0, False), (64, False), (65, True), (30_000, True)):
         section = encode_tagged_fields([(100 + number, b"") for number in range(count)])
@@ -209,7 +209,7 @@ _SMALLEST = {
 
 
 @pytest.mark.parametrize("name", _SMALLEST)
-def test_what_a_request_may_name_is_bounded(name: str) -> None:
+def test_names_in_a_request_are_bounded(name: str) -> None:
     """Each element costs microseconds and some hundred bytes: 1 MiB of them cost a second, and 150 MB."""
     api_key, version, before, element, behind = _SMALLEST[name]
 
@@ -230,7 +230,7 @@ def test_what_a_request_may_name_is_bounded(name: str) -> None:
         control.decode_request(api_key, version, body(65, b"\x01\x63\x00"))
 
 
-def test_numbers_in_an_array_count_as_less_than_names() -> None:
+def test_array_numbers_count_less_than_names() -> None:
     """A new topic may have the replicas of 10,000 partitions named, each in an array of its own."""
     replicas = [{"partition_index": index, "broker_ids": [1, 2, 3]} for index in range(10_000)]
     topic = {"name": "t", "num_partitions": -1, "replication_factor": -1, "assignments": replicas, "configs": []}
@@ -262,7 +262,7 @@ def test_unknown_keys_and_versions_are_refused(api_key: int, version: int) -> No
         control.decode_request(api_key, version, b"")
 
 
-def test_an_api_versions_answer_with_error_35_is_read_as_version_0_whatever_was_asked() -> None:
+def test_api_versions_error_35_is_read_as_v0() -> None:
     offered = [{"api_key": api_keys.API_VERSIONS, "min_version": 0, "max_version": 4}]
     fields = {"error_code": 35, "api_keys": offered}
     body = control.encode_response(control.build_response(api_keys.API_VERSIONS, 0, **fields))
@@ -284,7 +284,7 @@ def test_header_flexibility_matches_the_schemas() -> None:
     assert checked > 150
 
 
-def test_mistakes_in_what_is_built_are_invalid_fields() -> None:
+def test_invalid_values_raise_invalid_field() -> None:
     with pytest.raises(InvalidField, match="Unrecognized"):
         control.build_response(api_keys.METADATA, 12, cluster_identity="c")
     too_large = control.build_response(api_keys.INIT_PRODUCER_ID, 4, producer_id=2**63)

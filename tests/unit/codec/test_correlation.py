@@ -27,7 +27,7 @@ def awaiting(*correlation_ids: int, most: int = 10) -> AwaitedAnswers[str]:
 
 
 @given(st.lists(st.binary(max_size=200), max_size=10), st.lists(st.integers(1, 50), min_size=1))
-def test_each_waiter_gets_its_answer_once_however_it_is_cut(bodies: list[bytes], cuts: list[int]) -> None:
+def test_each_waiter_gets_one_answer_at_any_cut(bodies: list[bytes], cuts: list[int]) -> None:
     queue = awaiting(*range(len(bodies)))
     stream = b"".join(answer(number, body) for number, body in enumerate(bodies))
     found: list[tuple[str, bytes]] = []
@@ -39,7 +39,7 @@ def test_each_waiter_gets_its_answer_once_however_it_is_cut(bodies: list[bytes],
     assert (len(queue), queue.oldest) == (0, None)
 
 
-def test_more_bytes_than_the_buffer_has_room_for_are_received_in_parts() -> None:
+def test_bytes_beyond_the_buffer_arrive_in_parts() -> None:
     count = 2 * CHUNK_BYTES // LIMIT
     queue = awaiting(*range(count), most=count)
     stream = b"".join(answer(number, b"x" * (LIMIT - 4)) for number in range(count))
@@ -59,13 +59,13 @@ def test_more_bytes_than_the_buffer_has_room_for_are_received_in_parts() -> None
     ],
     ids=["out of order", "twice", "not asked", "no header", "a negative length", "too large"],
 )
-def test_what_is_not_the_awaited_answer_is_an_error(received: bytes, error: type[CodecError], words: str) -> None:
+def test_unexpected_answer_is_an_error(received: bytes, error: type[CodecError], words: str) -> None:
     queue = awaiting(1, 2)
     with pytest.raises(error, match=words):
         list(queue.receive_data(received))
 
 
-def test_answers_before_an_unexpected_one_reach_their_waiters_and_the_others_keep_theirs() -> None:
+def test_answers_before_unexpected_one_reach_their_waiters() -> None:
     queue = awaiting(1, 2, 3)
     answers = queue.receive_data(answer(1) + answer(3))
     assert next(answers)[0] == "waiter 1"
@@ -74,7 +74,7 @@ def test_answers_before_an_unexpected_one_reach_their_waiters_and_the_others_kee
     assert [*queue] == ["waiter 2", "waiter 3"]
 
 
-def test_at_the_end_each_waiter_counts_as_waiting_until_it_is_taken_out() -> None:
+def test_ended_waiters_count_until_taken_out() -> None:
     queue = awaiting(1, 2, 3)
     assert [(waiter, [*queue]) for waiter in queue.end()] == [
         ("waiter 1", ["waiter 2", "waiter 3"]),
@@ -90,7 +90,7 @@ def test_the_queue_is_bounded() -> None:
     assert [*queue] == ["waiter 1", "waiter 2"]
 
 
-def test_waiters_are_replaced_in_place_while_answers_are_received() -> None:
+def test_waiters_are_replaced_in_place_during_reception() -> None:
     queue = awaiting(1, 2, 3)
     answers = queue.receive_data(answer(1) + answer(2) + answer(3))
     found = [next(answers)[0]]

@@ -39,7 +39,7 @@ def traced() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("lengths", [(0,), (0, 0, 0), (1, 0, 2), (3,), (9, 4, 0)])
-def test_frames_come_whole_however_their_bytes_are_cut(lengths: tuple[int, ...]) -> None:
+def test_frames_are_whole_at_any_cut(lengths: tuple[int, ...]) -> None:
     sent = [_frame(length, fill) for fill, length in enumerate(lengths)]
     stream = b"".join(sent)
     for first in range(len(stream) + 1):
@@ -82,7 +82,7 @@ def test_the_limit_itself_is_admitted() -> None:
         _feed(FrameReader(10), _frame(11))
 
 
-def test_the_limit_can_be_raised_for_who_has_proved_who_it_is() -> None:
+def test_limit_is_raised_for_authenticated_clients() -> None:
     reader = FrameReader(10)
     assert [len(frame) for frame in _feed(reader, _frame(10) + _frame(3)[:5])] == [14]
     reader.admit(LIMIT)
@@ -120,7 +120,7 @@ def test_an_illegal_length_costs_nothing(announced: int, error: type[CodecError]
     assert peak - before < 100_000
 
 
-def test_nothing_is_read_behind_an_illegal_length() -> None:
+def test_bytes_behind_an_illegal_length_are_not_read() -> None:
     reader = FrameReader(LIMIT)
     with pytest.raises(FrameTooLarge):
         _feed(reader, _frame(2) + struct.pack(">i", 2**31 - 1) + _frame(2))
@@ -129,7 +129,7 @@ def test_nothing_is_read_behind_an_illegal_length() -> None:
             _feed(reader, _frame(2))
 
 
-def test_an_illegal_length_of_one_connection_is_no_other_ones_trouble() -> None:
+def test_illegal_length_affects_only_its_connection() -> None:
     arena = ReceiveArena()
     good, bad = FrameReader(LIMIT, arena), FrameReader(LIMIT, arena)
     _feed(good, _frame(100)[:50])
@@ -141,7 +141,7 @@ def test_an_illegal_length_of_one_connection_is_no_other_ones_trouble() -> None:
 
 @pytest.mark.parametrize("announced", [CHUNK_BYTES // 4, CHUNK_BYTES, 8 << 20, LIMIT])
 @pytest.mark.usefixtures("traced")
-def test_what_is_announced_is_allocated_only_as_it_arrives(announced: int) -> None:
+def test_announced_bytes_are_allocated_only_on_arrival(announced: int) -> None:
     """Ten thousand connections that announce 100 MiB each must not be able to take a terabyte."""
     reader = FrameReader(LIMIT)
     stream = struct.pack(">i", announced) + bytes(3 << 20)
@@ -183,7 +183,7 @@ def test_an_idle_connection_holds_no_buffer() -> None:
 
 
 @pytest.mark.usefixtures("traced")
-def test_chunks_are_used_again_when_nobody_holds_their_frames() -> None:
+def test_chunks_are_reused_when_their_frames_are_free() -> None:
     reader = FrameReader(LIMIT)
     chunks: list[bytearray] = []
     for _ in range(200):
@@ -209,7 +209,7 @@ def test_chunks_that_were_held_long_are_given_back() -> None:
     assert allocated < (KEPT_CHUNKS + 3) * CHUNK_BYTES
 
 
-def test_the_same_place_in_another_chunk_is_another_place() -> None:
+def test_same_position_in_another_chunk_is_distinct() -> None:
     arena = ReceiveArena()
     one, two = FrameReader(LIMIT, arena), FrameReader(LIMIT, arena)
     _feed(one, _frame(300, 1)[:100])
@@ -254,7 +254,7 @@ def test_unfinished_frames_hold_little_more_than_their_bytes() -> None:
         assert [bytes(frame) for frame in _feed(reader, _frame(1000, number)[300:])] == [_frame(1000, number)]
 
 
-def test_a_long_frame_is_announced_before_it_is_whole_and_arrives_where_its_owner_says() -> None:
+def test_long_frame_arrives_in_its_owners_buffer() -> None:
     arena = ReceiveArena()
     reader, neighbour = FrameReader(LIMIT, arena, most_shared=1000), FrameReader(LIMIT, arena)
     sent = [_frame(5), _frame(1500, 0x42), _frame(996, 0x43), _frame(3 * CHUNK_BYTES, 0x44), _frame(0)]
@@ -277,7 +277,7 @@ def test_a_long_frame_is_announced_before_it_is_whole_and_arrives_where_its_owne
 
 
 @pytest.mark.parametrize("length", [LEAST_FREE_BYTES + 1, CHUNK_BYTES // 3, 1_000_000, CHUNK_BYTES - 4])
-def test_long_frames_of_one_length_stay_where_they_arrive(length: int) -> None:
+def test_equally_long_frames_stay_where_they_arrive(length: int) -> None:
     arena = ReceiveArena()
     reader, neighbour = FrameReader(LIMIT, arena), FrameReader(LIMIT, arena)
     _feed(reader, _frame(length))
@@ -301,7 +301,7 @@ def test_long_frames_of_one_length_stay_where_they_arrive(length: int) -> None:
     assert not any(b"here" in bytes(frame[8:]) for frame in frames)
 
 
-def test_a_small_frame_after_long_ones_holds_no_chunk() -> None:
+def test_small_frame_after_long_ones_holds_no_chunk() -> None:
     arena = ReceiveArena()
     reader = FrameReader(LIMIT, arena)
     (long,) = _feed(reader, _frame(1_000_000))

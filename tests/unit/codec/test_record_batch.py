@@ -77,7 +77,7 @@ def test_another_magic_is_named(magic: int) -> None:
 
 
 @pytest.mark.parametrize("length", [-1, 0, HEADER_BYTES - 13, 2**31 - 1])
-def test_a_length_that_cannot_be_is_refused(length: int) -> None:
+def test_impossible_length_is_refused(length: int) -> None:
     bad = build_batch()
     bad[8:12] = length.to_bytes(4, "big", signed=True)
     with pytest.raises(CodecError):

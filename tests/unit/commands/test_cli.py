@@ -52,7 +52,7 @@ def test_each_command_has_its_flags_and_an_example(name: str, capsys: pytest.Cap
     assert f"      kproxy {name}" in said or f"    kproxy {name}" in said
 
 
-def test_the_list_of_commands_is_whole_and_loads_nothing_heavy() -> None:
+def test_command_list_is_complete_and_loads_little() -> None:
     assert set(FLAGS) == set(COMMANDS)
     heavy = "grpc aiohttp kafka rich pyspark structlog asyncio google.protobuf"
     probe = (
@@ -73,7 +73,7 @@ def test_an_unknown_command_or_flag_is_status_2(capsys: pytest.CaptureFixture[st
     assert "Traceback" not in said
 
 
-def test_what_cannot_start_is_one_sentence_and_status_2(
+def test_startup_error_is_one_sentence_and_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -89,7 +89,7 @@ def test_what_cannot_start_is_one_sentence_and_status_2(
     ("arguments", "environ", "traceback_wanted"),
     [([], "", False), (["--debug"], "", True), ([], "1", True), ([], "0", False)],
 )
-def test_an_unexpected_error_is_one_line_unless_debug_is_on(
+def test_unexpected_error_is_one_line_without_debug(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
@@ -110,7 +110,7 @@ def test_an_unexpected_error_is_one_line_unless_debug_is_on(
         assert said.count("\n") == 1
 
 
-def test_an_audit_that_breaks_down_does_not_say_by_its_status_that_records_are_lost(
+def test_audit_crash_status_differs_from_lost_records(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def break_down(*_: object, **__: object) -> None:
@@ -121,7 +121,7 @@ def test_an_audit_that_breaks_down_does_not_say_by_its_status_that_records_are_l
     assert capsys.readouterr().err.startswith("kproxy: unexpected ValueError: seven (")
 
 
-def test_where_executors_archive_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_executor_archive_place_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert main(["pipeline", "path", "--py-files", str(tmp_path / "file" / "below")]) == 2
     said = capsys.readouterr().err
@@ -167,9 +167,7 @@ def asks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_a_flag_names_an_address_a_variable_does_for_all_commands_and_the_flag_wins(
-    asks: Callable[..., str], name: str
-) -> None:
+def test_address_flag_precedes_its_variable(asks: Callable[..., str], name: str) -> None:
     arguments, (flag, variable) = ASKING[name]
     assert f"{BY_FLAG}" in asks([*arguments, flag, BY_FLAG])
     assert f"{BY_VARIABLE}" in asks(arguments, **{variable: BY_VARIABLE})
@@ -182,7 +180,7 @@ def test_a_flag_names_an_address_a_variable_does_for_all_commands_and_the_flag_w
 
 
 @pytest.mark.parametrize("name", ["table", "own list", "own watch", "own free"])
-def test_etcd_by_a_flag_wins_over_a_page_by_the_variable(asks: Callable[..., str], name: str) -> None:
+def test_etcd_flag_precedes_page_variable(asks: Callable[..., str], name: str) -> None:
     arguments, _ = ASKING[name]
     said = asks([*arguments, "--etcd", "ftp://x"], KPROXY_ADMIN=BY_VARIABLE)
     assert "'ftp://x'" in said
@@ -190,7 +188,7 @@ def test_etcd_by_a_flag_wins_over_a_page_by_the_variable(asks: Callable[..., str
     assert "give one of them" in asks([*arguments, "--etcd", "ftp://x", "--admin", BY_FLAG])
 
 
-def test_doctor_looks_where_flags_say_and_only_otherwise_where_variables_do(asks: Callable[..., str]) -> None:
+def test_doctor_prefers_flags_to_variables(asks: Callable[..., str]) -> None:
     environ = {"KPROXY_ADMIN": BY_VARIABLE, "KPROXY_BOOTSTRAP": "127.0.0.1:3"}
     said = asks(["doctor"], **environ)
     assert BY_VARIABLE in said
@@ -202,7 +200,7 @@ def test_doctor_looks_where_flags_say_and_only_otherwise_where_variables_do(asks
 
 
 @pytest.mark.parametrize("name", sorted({" ".join(arguments[:2]) for arguments, _ in ASKING.values()}))
-def test_help_says_it_in_the_same_words_everywhere(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_uses_the_same_words_everywhere(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = dict(asked for arguments, asked in ASKING.values() if " ".join(arguments[:2]) == name)
     assert main([*name.split(), "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -215,7 +213,7 @@ def test_help_says_it_in_the_same_words_everywhere(name: str, capsys: pytest.Cap
     assert "--proxy" not in said
 
 
-def test_an_old_flag_goes_on_with_a_line_about_the_new_one(asks: Callable[..., str]) -> None:
+def test_old_flag_works_with_a_notice(asks: Callable[..., str]) -> None:
     said = asks(["own", "claim", "g", "a", "--proxy", BY_FLAG], KPROXY_BOOTSTRAP=BY_VARIABLE).splitlines()
     assert said[0] == "kproxy: --proxy is called --bootstrap now; the next release drops the old name."
     assert said[1].startswith(f"kproxy: {BY_FLAG} cannot be reached")
@@ -225,13 +223,13 @@ def test_an_old_flag_goes_on_with_a_line_about_the_new_one(asks: Callable[..., s
     assert "--proxy" not in asks(["own", "claim", "g", "a", "--bootstrap", BY_FLAG])
 
 
-def test_a_claim_is_made_through_any_proxy_of_several(asks: Callable[..., str]) -> None:
+def test_claim_is_made_through_any_of_several_proxies(asks: Callable[..., str]) -> None:
     said = asks(["own", "claim", "g", "a"], KPROXY_BOOTSTRAP=f"{BY_FLAG},{BY_VARIABLE}")
     assert f"{BY_FLAG} cannot be reached" in said
     assert f"{BY_VARIABLE} cannot be reached" in said
 
 
-def test_the_demo_writes_to_a_cluster_that_a_flag_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_writes_only_to_the_flagged_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[DemoOptions] = []
     monkeypatch.setattr("kproxy.demo.run.run_demo", lambda options: run.append(options) or 0)
     monkeypatch.setenv("KPROXY_BOOTSTRAP", BY_VARIABLE)
@@ -241,7 +239,7 @@ def test_the_demo_writes_to_a_cluster_that_a_flag_names_alone(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_what_commands_ask_is_no_configuration(
+def test_command_environment_is_not_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     monkeypatch.setenv("KPROXY_OWNERSHIP__ETCD", "http://a:1")
@@ -254,7 +252,7 @@ def test_what_commands_ask_is_no_configuration(
 
 
 @pytest.mark.parametrize(("flags", "isr_lag_s"), [([], 10.0), (["--isr-lag", "2.5"], 2.5)])
-def test_a_broker_is_told_how_long_a_replica_may_lag(
+def test_broker_takes_the_replica_lag_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], isr_lag_s: float
 ) -> None:
     told: list[BrokerConfig] = []
@@ -271,7 +269,7 @@ def test_a_broker_is_told_how_long_a_replica_may_lag(
 
 
 @pytest.mark.parametrize("name", ["serve", "broker", "dev", "demo"])
-def test_windows_gets_a_clear_word(
+def test_windows_gets_a_clear_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     monkeypatch.setattr(cli.sys, "platform", "win32")
@@ -293,7 +291,7 @@ def test_check_config_refuses_unwritable_trail(tmp_path: Path, capsys: pytest.Ca
     assert f"{at} cannot be written to: {at.parent} is where it would be made" in capsys.readouterr().err
 
 
-def test_what_check_config_prints_is_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_config_prints_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kproxy.toml"
     own = '[own]\nwriter_group = ["t=g"]\n'
     file.write_text(f'[ownership]\netcd = ["http://a:1", "http://b:2"]\n{own}[limits]\nmax_connections = 7\n')
@@ -311,9 +309,7 @@ def test_what_check_config_prints_is_the_configuration(tmp_path: Path, capsys: p
     assert tomllib.loads(capsys.readouterr().out) == parsed
 
 
-def test_check_config_prints_a_static_table_as_it_is_in_force(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_config_prints_the_effective_static_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, table = tmp_path / "kproxy.toml", tmp_path / "owners.toml"
     owners = '[brokers]\n1 = "a:1"\n2 = "[::1]:2"\n[[topics]]\nname = "t"\nowners = [1, 2, 1]\n'
     table.write_text(owners)
@@ -339,7 +335,7 @@ def test_check_config_prints_a_static_table_as_it_is_in_force(
     assert "broker 3" in capsys.readouterr().err
 
 
-def test_check_config_refuses_what_serve_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_config_refuses_the_errors_of_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kproxy.toml"
     file.write_text('[ownership]\netcd = "a:1"\n[limits]\nmax_conections = 7\n')
     assert main(["check-config", "--config", str(file)]) == 2
@@ -392,7 +388,7 @@ def test_every_check_of_doctor_is_documented() -> None:
     assert sorted(set(checks)) == sorted(documented)
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_closed_output_pipe_is_no_error() -> None:
     command = f"{sys.executable} -P -m kproxy check-config"
     done = subprocess.run(
         ["bash", "-c", f"KPROXY_OWNERSHIP__ETCD=a:1 {command} | head -n 1; echo ${{PIPESTATUS[0]}}"],
@@ -404,7 +400,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert done.stderr == ""
 
 
-def test_the_version_is_told() -> None:
+def test_version_is_printed() -> None:
     ended = run_kproxy("--version")
     assert (ended.status, ended.stdout.split()[0]) == (0, "kproxy,")
 

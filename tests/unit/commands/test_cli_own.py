@@ -45,7 +45,7 @@ def page(*claims: ClaimRow, members: Sequence[MemberRow] = ()) -> ClaimsPage:
     return ClaimsPage(revision=100, members=list(members), claims=list(claims))
 
 
-def test_elsewhere_than_on_a_terminal_it_is_plain_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_without_terminal_is_plain_columns(capsys: pytest.CaptureFixture[str]) -> None:
     stray = {"proxy": "cc", "address": "", "connection": 7, "client": ""}
     members = [MemberRow("aa", "127.0.0.1:9092", 50, 0), MemberRow("bb", "127.0.0.1:9093", 50, 0)]
     show(page(row("", 12), row("orders/0", 50, STANDBY, 3), row("x", 9, stray), members=members), now_s=61)
@@ -69,7 +69,7 @@ def test_elsewhere_than_on_a_terminal_it_is_plain_columns(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_on_a_terminal_it_is_a_box_that_keeps_addresses_whole(
+def test_terminal_output_is_a_box_with_whole_addresses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -89,7 +89,7 @@ def test_on_a_terminal_it_is_a_box_that_keeps_addresses_whole(
     assert "kproxy own claim GROUP RESOURCE" in capsys.readouterr().out
 
 
-def test_what_would_move_a_terminals_cursor_is_not_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_terminal_control_characters_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = {**ACTIVE, "client": "\x1b[2Jme"}
     claim = row("\x1b]0;x\x07\n", 5, hostile, group="a\rb")
     show(page(claim))
@@ -113,7 +113,7 @@ def test_what_would_move_a_terminals_cursor_is_not_handed_on(capsys: pytest.Capt
         ),
     ],
 )
-def test_who_keeps_claims_waiting_is_said(members: list[tuple[str, int, int]], line: str) -> None:
+def test_reason_for_waiting_claims_is_printed(members: list[tuple[str, int, int]], line: str) -> None:
     rows = [MemberRow(f"{number}", *each) for number, each in enumerate(members)]
     # Through the second of them: it has nothing to confirm to itself.
     assert members_line(page(row("a", 9, {**ACTIVE, "proxy": "1"}), members=rows)) == line
@@ -241,7 +241,7 @@ FREED: dict[str, tuple[FreeOrder, list[FreeOutcome], int, list[str], list[str]]]
 
 
 @pytest.mark.parametrize(("order", "outcomes", "status", "out", "err"), FREED.values(), ids=FREED)
-def test_what_is_freed_is_said(
+def test_freed_resources_are_printed(
     capsys: pytest.CaptureFixture[str],
     order: FreeOrder,
     outcomes: list[FreeOutcome],
@@ -287,7 +287,7 @@ def test_a_resource_may_have_a_generation(texts: list[str], resources: list[tupl
         ("g", [f"{number}" for number in range(4097)], False, "at most 4096"),
     ],
 )
-def test_what_cannot_be_claimed_is_said(group: str, texts: list[str], whole: bool, part: str) -> None:
+def test_unclaimable_resource_is_reported(group: str, texts: list[str], whole: bool, part: str) -> None:
     with pytest.raises(StartupError) as raised:
         parse_wanted(group, texts, whole)
     assert part in str(raised.value)
@@ -323,7 +323,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("answer", "part"), ANSWERS.items(), ids=[f"{status} {body!r}" for status, body in ANSWERS])
-async def test_what_answers_otherwise_is_said_in_one_sentence(answer: tuple[int, bytes], part: str) -> None:
+async def test_unexpected_page_answer_is_one_sentence(answer: tuple[int, bytes], part: str) -> None:
     status, body = answer
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -31,7 +31,7 @@ def page(table: Topology, *, stale: bool = False, age_s: float = 0.25, **narrowe
     return table_page(TableView(table, age_s, stale), **narrowed)  # type: ignore[arg-type]
 
 
-def test_a_page_holds_the_table_and_how_current_it_is() -> None:
+def test_page_holds_the_table_and_its_age() -> None:
     everything = page(topology(2), stale=True)
     assert msgspec.to_builtins(everything) == {
         "source": "etcd",
@@ -77,12 +77,12 @@ def test_a_page_can_be_of_one_topic() -> None:
 @pytest.mark.parametrize(
     "narrowed", [{"limit": 0}, {"limit": 10_001}, {"after": "x"}, {"after": "/1"}, {"after": "t/-1"}]
 )
-def test_a_page_that_cannot_be_is_refused(narrowed: dict[str, object]) -> None:
+def test_invalid_page_is_refused(narrowed: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="is "):
         page(topology(), **narrowed)
 
 
-def test_elsewhere_than_on_a_terminal_it_is_plain_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_without_terminal_is_plain_columns(capsys: pytest.CaptureFixture[str]) -> None:
     table = topology(2)
     table.remove_broker(2)
     table.set_broker(1, Address("::1", 9001))
@@ -98,7 +98,7 @@ def test_elsewhere_than_on_a_terminal_it_is_plain_columns(capsys: pytest.Capture
     ]
 
 
-def test_the_headline_says_how_far_to_trust_it() -> None:
+def test_headline_states_the_tables_age() -> None:
     table = topology()
     assert "STALE" not in headline(page(table))
     assert headline(page(table, stale=True, age_s=600)).endswith(
@@ -132,7 +132,7 @@ ONE, OTHER = ProxyRow(1_000_000, "10.0.0.1", 9092, True), ProxyRow(1_000_001, ":
         ([ONE], "standing by", "1 proxy: 1000000 at 10.0.0.1:9092 (this one); this one is standing by"),
     ],
 )
-def test_the_proxies_that_clients_are_told_of_are_a_line(
+def test_advertised_proxies_are_one_line(
     proxies: list[ProxyRow], registration: str, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     view = TableView(topology(), 0.0, False, proxies=proxies, registration=registration)
@@ -163,7 +163,7 @@ def test_each_change_is_a_line() -> None:
     ]
 
 
-def test_a_live_table_fits_its_terminal_and_keeps_the_last_one_beside_a_problem() -> None:
+def test_live_table_fits_terminal_and_survives_problems() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=14, color_system=None)
     proxies = [ProxyRow(1_000_000 + number, "127.0.0.1", 9092 + number) for number in range(9)]
     with LiveTable(console) as live:

@@ -79,7 +79,7 @@ def test_an_address_is_read_and_written_back(text: str, address: Address) -> Non
         ("localhost:1e3", "no usable port"),
     ],
 )
-def test_what_is_no_address_is_refused_by_name(text: str, reason: str) -> None:
+def test_invalid_address_is_refused_by_name(text: str, reason: str) -> None:
     with pytest.raises(StartupError, match=rf"^--listen: .*{reason}"):
         parse_address(text, "--listen")
 
@@ -92,7 +92,7 @@ def test_lists_are_written_with_commas_or_as_lists() -> None:
             split_list(empty, "--etcd")
 
 
-def test_an_address_that_is_every_address_cannot_be_told_to_clients() -> None:
+def test_wildcard_address_cannot_be_advertised() -> None:
     assert advertised(Address("127.0.0.1", 1), None) is None
     assert advertised(Address("0.0.0.0", 1), Address("kafka", 2)) == Address("kafka", 2)
     with pytest.raises(StartupError, match="--advertise"):
@@ -101,7 +101,7 @@ def test_an_address_that_is_every_address_cannot_be_told_to_clients() -> None:
         advertised(Address("127.0.0.1", 1), Address("0.0.0.0", 2))
 
 
-def test_without_options_the_defaults_hold() -> None:
+def test_missing_options_use_defaults() -> None:
     config = load()
     assert config == ProxyConfig(
         listeners=(ListenerConfig("", Address("127.0.0.1", 9092), None),),
@@ -123,7 +123,7 @@ def test_without_options_the_defaults_hold() -> None:
     )
 
 
-def test_acks_0_is_confirmed_where_flag_environment_or_file_says_so(tmp_path: Path) -> None:
+def test_acks_0_confirmation_follows_flag_environment_or_file(tmp_path: Path) -> None:
     assert load("[produce]\nconfirm_acks0 = true\n", tmp_path).confirm_acks0
     assert load(environ={"KPROXY_PRODUCE__CONFIRM_ACKS0": "true"}).confirm_acks0
     assert load(flags={**ETCD, "confirm_acks0": True}).confirm_acks0
@@ -147,12 +147,12 @@ def test_topics_have_writer_groups(
     assert load(toml, tmp_path, environ=environ, flags=flags).writer_groups == {"a": "g", "b.c": "h", "d": "g"}
 
 
-def test_a_group_is_named_by_whatever_follows_the_first_equals_sign(tmp_path: Path) -> None:
+def test_group_name_ends_at_first_equals_sign(tmp_path: Path) -> None:
     assert load(flags={"writer_group": ["a=b=ü c"]}).writer_groups == {"a": "b=ü c"}
     assert load("[own]\nwriter_group = []\n", tmp_path).writer_groups == {}
 
 
-def test_writer_groups_hold_for_every_source_that_has_an_etcd_beside_it() -> None:
+def test_writer_groups_work_for_every_source_with_etcd() -> None:
     kafka = {"ownership": "kafka", "bootstrap": "a:1", "writer_group": ["t=g"]}
     assert load(flags=kafka).writer_groups == {"t": "g"}
     with pytest.raises(StartupError, match=r"^--writer-group: .* in etcd, .* --etcd URL"):
@@ -174,7 +174,7 @@ def test_flags_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
     ]
 
 
-def test_limits_are_numbers_wherever_they_come_from(tmp_path: Path) -> None:
+def test_limits_are_numbers_from_every_source(tmp_path: Path) -> None:
     config = load("[limits]\nmax_connections = 5\ndrain_s = 2\n", tmp_path, environ={"KPROXY_LIMITS__DRAIN_S": "0.5"})
     assert (config.limits.max_connections, config.limits.drain_s) == (5, 0.5)
 
@@ -184,7 +184,7 @@ def test_etcd_may_be_a_list_in_the_file(tmp_path: Path) -> None:
     assert load('[ownership]\netcd = "http://a:1,http://b:2"', tmp_path).etcd == ("http://a:1", "http://b:2")
 
 
-def test_variables_that_are_no_key_paths_are_no_configuration() -> None:
+def test_variables_that_are_no_key_are_ignored() -> None:
     assert load(environ={"KPROXY_DEBUG": "1", "KPROXYLISTEN__X": "1", "LISTEN__LISTEN": "x"}) == load()
     # Where other commands ask.
     assert load(environ={"KPROXY_ADMIN": "a:1", "KPROXY_BOOTSTRAP": "a:2"}) == load()
@@ -201,7 +201,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("toml", "environ", "unknown", "nearest"), UNKNOWN)
-def test_an_unknown_key_is_an_error_that_names_the_nearest(
+def test_unknown_key_error_names_the_nearest(
     tmp_path: Path, toml: str, environ: dict[str, str], unknown: str, nearest: str
 ) -> None:
     sentence = error_of(toml, tmp_path, environ=environ)
@@ -281,7 +281,7 @@ def test_a_wrong_value_is_named_with_its_source(
     assert [part for part in parts if part not in sentence] == [], sentence
 
 
-def test_a_table_in_a_file_of_its_own_may_hold_nothing_else(tmp_path: Path) -> None:
+def test_table_file_may_hold_nothing_else(tmp_path: Path) -> None:
     table = tmp_path / "owners.toml"
     table.write_text("[brokers]\n1 = 'a:1'\n[topic]\nname = 't'\n")
     sentence = error_of("", tmp_path, flags={"ownership": "static", "table": str(table)})
@@ -314,7 +314,7 @@ def test_a_static_table_is_read_from_either_place(tmp_path: Path) -> None:
             assert Path(read.where).parent == tmp_path
 
 
-def test_a_static_table_read_again_is_checked_like_the_first_time(tmp_path: Path) -> None:
+def test_reloaded_static_table_is_checked_again(tmp_path: Path) -> None:
     toml = '[brokers]\n1 = "a:1"\n[[topics]]\nname = "t"\nowners = [1]\n'
     table = tmp_path / "owners.toml"
     table.write_text(toml)
@@ -333,14 +333,14 @@ def test_a_static_table_read_again_is_checked_like_the_first_time(tmp_path: Path
             owners.read_again()
 
 
-def test_a_kafka_cluster_is_named_by_some_of_its_brokers(tmp_path: Path) -> None:
+def test_kafka_cluster_is_named_by_its_brokers(tmp_path: Path) -> None:
     config = load(flags={"ownership": "kafka", "bootstrap": "a:1, [::1]:2", "etcd": None})
     assert (config.bootstrap, config.etcd, config.owners) == ((Address("a", 1), Address("::1", 2)), (), None)
     toml = '[ownership]\nownership = "kafka"\nbootstrap = ["a:1", "[::1]:2"]\n'
     assert load(toml, tmp_path).bootstrap == config.bootstrap
 
 
-def test_proxies_of_any_source_know_of_each_other_by_an_etcd(tmp_path: Path) -> None:
+def test_proxies_of_any_source_meet_in_etcd(tmp_path: Path) -> None:
     kafka = load(flags={"ownership": "kafka", "bootstrap": "a:1", "etcd": "http://e:1,http://f:2", "lease_ttl": 3})
     assert (kafka.etcd, kafka.lease_ttl_s, kafka.alone) == (("http://e:1", "http://f:2"), 3, False)
     toml = '[ownership]\nownership = "static"\netcd = "http://e:1"\n[fleet]\nalone = true\n[brokers]\n1 = "a:1"\n'

@@ -86,12 +86,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("toml", "sentence"), WRONG.values(), ids=WRONG)
-def test_what_will_not_do_is_refused_in_a_sentence(tmp_path: Path, toml: str, sentence: str) -> None:
+def test_invalid_audit_option_is_refused(tmp_path: Path, toml: str, sentence: str) -> None:
     with pytest.raises(StartupError, match=sentence):
         load(toml, tmp_path)
 
 
-def test_a_static_table_must_name_the_topic_that_is_shipped_to_through_the_proxy(tmp_path: Path) -> None:
+def test_static_table_must_name_the_audit_topic(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="no owner for __kproxy_audit: write it a"):
         load('[audit]\nsink = "topic"\n' + STATIC.format(topic="t"), tmp_path, flags={})
     assert load('[audit]\nsink = "topic"\n' + STATIC.format(topic="__kproxy_audit"), tmp_path, flags={}).sink == "topic"
@@ -99,13 +99,13 @@ def test_a_static_table_must_name_the_topic_that_is_shipped_to_through_the_proxy
     assert load(elsewhere + STATIC.format(topic="t"), tmp_path, flags={}).sink == "topic"
 
 
-def test_parquet_without_its_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_its_library_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy.config.audit.find_spec", lambda name: None)
     with pytest.raises(StartupError, match=re.escape(f"{install_command('parquet')}`, or write json:d")):
         load(flags={**ETCD, "audit_sink": "parquet:d"})
 
 
-def test_check_config_shows_the_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_config_shows_unset_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kproxy.toml"
     file.write_text('[ownership]\netcd = "http://e:1"\n[audit]\nsink = "json:trail"\n')
     assert main(["check-config", "--config", str(file)]) == 0

@@ -58,7 +58,7 @@ def test_flags_win_over_the_environment_over_the_file(files: dict[str, Path]) ->
     assert options == EtcdOptions(server_name="b", username="from a flag", password=SECRET)
 
 
-def test_a_password_in_a_file_is_read_without_its_line_end_and_each_time_anew(files: dict[str, Path]) -> None:
+def test_password_file_is_read_anew_without_line_end(files: dict[str, Path]) -> None:
     options = load(files, f'[etcd]\nusername = "u"\npassword_file = "{files["password"]}"\n')
     assert options.read_password() == SECRET
     files["password"].write_text("another")
@@ -91,7 +91,7 @@ def test_a_password_in_a_file_is_read_without_its_line_end_and_each_time_anew(fi
         ({"password": 123456}, "etcd.password in .*: this will not do .expected"),
     ],
 )
-def test_what_does_not_go_together_is_named(files: dict[str, Path], room: dict[str, Any], says: str) -> None:
+def test_conflicting_etcd_options_are_named(files: dict[str, Path], room: dict[str, Any], says: str) -> None:
     values = {
         key: str(files.get(value, SECRET if value else "")) if isinstance(value, str) else value
         for key, value in room.items()
@@ -105,7 +105,7 @@ def test_what_does_not_go_together_is_named(files: dict[str, Path], room: dict[s
     assert "123456" not in sentence
 
 
-def test_options_about_an_etcd_that_nobody_named_are_refused() -> None:
+def test_etcd_options_without_etcd_are_refused() -> None:
     flags = {"ownership": "kafka", "bootstrap": "a:1", "etcd_ca": "ca.pem"}
     with pytest.raises(StartupError, match="--etcd-ca: it is about an etcd, and none is named"):
         load_proxy_config(None, flags=flags, environ={})

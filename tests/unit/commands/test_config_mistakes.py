@@ -106,7 +106,7 @@ def names(path: str, said: str) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_a_file_that_cannot_be_used_is_named_with_the_way_out(site: Site, path: str) -> None:
+def test_unusable_file_is_named_with_the_remedy(site: Site, path: str) -> None:
     key = path.rpartition(".")[2]
     files = {name: site.place / name for name in ("missing", "directory", "empty", "garbage")}
     if key in site.swapped:
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_way_out(site: Site, path: 
     "path",
     sorted(path for path in _KEYS if path.startswith(tuple(f"{each}." for each in SECTIONS)) and path not in FILES),
 )
-def test_a_value_of_the_wrong_kind_is_told_with_those_that_are_taken(site: Site, path: str) -> None:
+def test_wrong_value_type_is_reported_with_accepted_ones(site: Site, path: str) -> None:
     values = [{"a": 1}, [1], "a\0b"]
     if path.rpartition(".")[2] not in ("mechanisms", "audience", "hosts", "principal_mapping_rules"):
         values += [["a"]]
@@ -145,7 +145,7 @@ def test_a_value_of_the_wrong_kind_is_told_with_those_that_are_taken(site: Site,
         assert re.search(r": (give|write) .+\.$", said), said
 
 
-def test_an_empty_list_and_an_empty_part_are_told_apart(site: Site) -> None:
+def test_empty_list_and_empty_part_differ(site: Site) -> None:
     for value in ("", [], [""]):
         said = error_of(site.with_value("oauth.audience", value))
         assert re.search(r"^oauth.audience in .*: it is empty: give a value", said), said
@@ -154,7 +154,7 @@ def test_an_empty_list_and_an_empty_part_are_told_apart(site: Site) -> None:
     assert "'a,,b' has an empty part: write values" in said
 
 
-def test_a_file_that_may_not_be_read_is_told_with_the_user() -> None:
+def test_unreadable_file_is_reported_with_the_user() -> None:
     """Root reads every file, and may be who runs this."""
     said = str(unreadable("tls.key", Path("server.key"), PermissionError(errno.EACCES, "Permission denied")))
     way_out = f"let the user of this process (uid {os.geteuid()}) read it"
@@ -164,7 +164,7 @@ def test_a_file_that_may_not_be_read_is_told_with_the_user() -> None:
 @pytest.mark.parametrize(
     ("path", "name"), [("sasl.users", "missing"), ("oauth.jwks", "garbage"), ("tls.cert", "empty")]
 )
-def test_a_start_says_the_same_with_the_same_status(site: Site, path: str, name: str) -> None:
+def test_start_reports_the_same_with_same_status(site: Site, path: str, name: str) -> None:
     file = site.with_value(path, str(site.place / name))
     said = error_of(file)
     for command in ("check-config", "serve"):
@@ -172,7 +172,7 @@ def test_a_start_says_the_same_with_the_same_status(site: Site, path: str, name:
         assert (done.status, done.stdout, done.stderr) == (2, "", f"kproxy: {said}\n")
 
 
-def test_keys_at_a_url_are_checked_without_being_fetched(site: Site) -> None:
+def test_keys_at_a_url_are_checked_without_fetching(site: Site) -> None:
     assert error_of(site.with_value("oauth.jwks", "https://127.0.0.1:1/keys")) == ""
 
 

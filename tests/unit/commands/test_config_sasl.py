@@ -37,11 +37,11 @@ def load(directory: Path, text: str, **environ: str) -> ProxyConfig:
     return load_proxy_config(file, environ=environ)
 
 
-def test_without_it_nothing_is_asked_of_clients(tmp_path: Path) -> None:
+def test_default_asks_clients_for_no_authentication(tmp_path: Path) -> None:
     assert load(tmp_path, "").sasl is None
 
 
-def test_everything_may_be_set(tmp_path: Path) -> None:
+def test_every_sasl_option_may_be_set(tmp_path: Path) -> None:
     text = '[sasl]\nmechanisms = ["PLAIN", "SCRAM-SHA-512", "OAUTHBEARER"]\nusers = "users.toml"\nwithout_tls = true\n'
     text += "timeout_s = 3\nsession_lifetime_s = 600\n"
     text += OAUTH + 'principal_claim = "azp"\ngroups_claim = "roles"\nclock_skew_s = 5\n'
@@ -60,7 +60,7 @@ def test_the_environment_may_set_it(tmp_path: Path) -> None:
     assert sasl.mechanisms == ("SCRAM-SHA-256", "SCRAM-SHA-512")
 
 
-def test_what_others_could_read_is_offered_where_it_is_allowed_alone(tmp_path: Path) -> None:
+def test_clear_text_mechanism_needs_explicit_permission(tmp_path: Path) -> None:
     text = '[sasl]\nmechanisms = ["PLAIN", "SCRAM-SHA-512"]\nusers = "u"\n'
     sasl = load(tmp_path, text).sasl
     assert sasl is not None
@@ -79,7 +79,7 @@ TWO = (
 )
 
 
-def test_each_listener_says_what_it_offers(tmp_path: Path, signer: Signer) -> None:
+def test_each_listener_lists_its_mechanisms(tmp_path: Path, signer: Signer) -> None:
     pair = signer.issue("server", "localhost")
     tls = f'tls.cert = "{pair.cert}"\ntls.key = "{pair.key}"\n'
 
@@ -104,13 +104,13 @@ def test_each_listener_says_what_it_offers(tmp_path: Path, signer: Signer) -> No
         (USERS, "sasl = 1", ["listener 'in'"]),
     ],
 )
-def test_a_listener_offers_what_there_is_and_what_fits(tmp_path: Path, sasl: str, first: str, words: list[str]) -> None:
+def test_listener_with_unfit_mechanism_is_refused(tmp_path: Path, sasl: str, first: str, words: list[str]) -> None:
     with pytest.raises(StartupError) as raised:
         load(tmp_path, sasl + TWO.format(first, ""))
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
-def test_rules_for_the_names_of_certificates_belong_to_a_listener(tmp_path: Path, signer: Signer) -> None:
+def test_certificate_name_rules_belong_to_a_listener(tmp_path: Path, signer: Signer) -> None:
     pair = signer.issue("server", "localhost")
     tls = f'cert = "{pair.cert}"\nkey = "{pair.key}"\n'
     mutual = tls + f'client_ca = "{signer.ca}"\n'
@@ -159,7 +159,7 @@ def test_rules_for_the_names_of_certificates_belong_to_a_listener(tmp_path: Path
         ('[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "u"\ntimeout_s = 0', ["sasl.timeout_s"]),
     ],
 )
-def test_what_does_not_fit_is_told_in_a_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_conflicting_sasl_options_are_reported(tmp_path: Path, text: str, words: list[str]) -> None:
     with pytest.raises(StartupError) as raised:
         load(tmp_path, text)
     assert all(word in str(raised.value) for word in words), str(raised.value)
@@ -180,7 +180,7 @@ def sasl_section(mechanisms: str, *more: str) -> str:
     return "\n".join([f"[sasl]\nmechanisms = {mechanisms}\nwithout_tls = true", *more, ""])
 
 
-def test_identities_are_carried_where_the_configuration_says_so(tmp_path: Path) -> None:
+def test_configuration_decides_where_identities_are_forwarded(tmp_path: Path) -> None:
     config = with_brokers(tmp_path, sasl_section('["PLAIN", "OAUTHBEARER"]', 'identity = "client"'))
     assert config.sasl is not None
     assert config.sasl.carries(config.listeners[0])
@@ -197,7 +197,7 @@ def test_identities_are_carried_where_the_configuration_says_so(tmp_path: Path) 
     assert not other.sasl.carries(other.listeners[0])
 
 
-def test_each_listener_may_say_whose_identity_brokers_see(tmp_path: Path) -> None:
+def test_each_listener_chooses_identity_for_brokers(tmp_path: Path) -> None:
     text = sasl_section('["PLAIN", "SCRAM-SHA-512"]', 'users = "u"') + TWO.format('identity = "client"', "")
     config = with_brokers(tmp_path, text)
     assert config.sasl is not None
@@ -265,7 +265,7 @@ def test_each_listener_may_say_whose_identity_brokers_see(tmp_path: Path) -> Non
         (sasl_section('"PLAIN"') + TWO.format('identity = "clients"', ""), SAFE, ["listener 'in'"]),
     ],
 )
-def test_what_cannot_be_carried_is_told_in_a_sentence(
+def test_unsupported_identity_forwarding_is_reported(
     tmp_path: Path, text: str, at_brokers: str, words: list[str]
 ) -> None:
     with pytest.raises(StartupError) as raised:
@@ -337,9 +337,7 @@ def test_check_config_shows_it(tmp_path: Path) -> None:
         (TOKENS.partition("\n")[2].replace("jwks.json", "{}"), "[]", "oauth.jwks {}"),
     ],
 )
-def test_check_config_reads_users_and_keys_as_a_start_does(
-    tmp_path: Path, text: str, content: str | None, says: str
-) -> None:
+def test_check_config_reads_users_and_keys(tmp_path: Path, text: str, content: str | None, says: str) -> None:
     file, named = tmp_path / "kproxy.toml", tmp_path / "named"
     if content is not None:
         named.write_text(content)
@@ -389,15 +387,13 @@ def test_users_are_added_listed_and_removed(tmp_path: Path) -> None:
         (["acl", "add", *OF_A, "--operation", "write", "--cluster", "--id", "a/b"], ["--id 'a/b'", "letters"]),
     ],
 )
-def test_a_command_that_cannot_be_meant_is_told_before_anything_is_asked(
-    arguments: list[str], words: list[str]
-) -> None:
+def test_invalid_user_command_is_refused_before_prompting(arguments: list[str], words: list[str]) -> None:
     done = CliRunner().invoke(cli, arguments)
     assert isinstance(done.exception, StartupError), done.output
     assert all(word in str(done.exception) for word in words), str(done.exception)
 
 
-def test_rules_of_the_file_are_checked_and_those_of_etcd_named_as_left_out(tmp_path: Path) -> None:
+def test_file_rules_are_checked_and_etcd_rules_named(tmp_path: Path) -> None:
     file = tmp_path / "kproxy.toml"
     file.write_text("[access]\nacls_in_etcd = true\n" + ALLOW_ALL)
     done = CliRunner().invoke(cli, ["acl", "check", "--config", str(file), *WRITES])
@@ -406,7 +402,7 @@ def test_rules_of_the_file_are_checked_and_those_of_etcd_named_as_left_out(tmp_p
 
 
 @pytest.mark.parametrize(("arguments", "stdin"), [(["remove", "nobody"], ""), (["add", "carol"], "\n")])
-def test_what_cannot_be_done_leaves_the_file(tmp_path: Path, arguments: list[str], stdin: str) -> None:
+def test_failed_user_command_leaves_the_file(tmp_path: Path, arguments: list[str], stdin: str) -> None:
     file = tmp_path / "users.toml"
     CliRunner().invoke(cli, ["user", "add", "--users", str(file), "alice"], input="secret")
     before = file.read_text()
@@ -415,7 +411,7 @@ def test_what_cannot_be_done_leaves_the_file(tmp_path: Path, arguments: list[str
     assert file.read_text() == before
 
 
-def test_a_file_that_is_too_long_for_a_password_is_told_with_the_limit(tmp_path: Path) -> None:
+def test_oversized_password_file_is_reported_with_limit(tmp_path: Path) -> None:
     long = tmp_path / "long"
     long.write_text("p" * 2_000)
     arguments = ["user", "add", "--users", str(tmp_path / "users.toml"), "--password-file", str(long), "alice"]
@@ -423,7 +419,7 @@ def test_a_file_that_is_too_long_for_a_password_is_told_with_the_limit(tmp_path:
     assert f"{long} is larger than 1026 bytes: that is no password." in str(done.exception)
 
 
-def test_commands_offer_what_the_files_take() -> None:
+def test_commands_offer_the_values_files_accept() -> None:
     """They have lists of their own, so that `--help` loads no hashing and no rules."""
     iterations = next(parameter for parameter in user.add.params if parameter.name == "iterations")
     assert isinstance(iterations.type, click.IntRange)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
         ([], "pip install 'kproxy-kafka[spark]'"),
     ],
 )
-def test_an_extra_is_added_from_where_kproxy_came_from(
+def test_extra_is_installed_from_kproxys_own_source(
     monkeypatch: pytest.MonkeyPatch, noted: object, command: str
 ) -> None:
     class Distribution:
@@ -38,7 +38,7 @@ def test_an_extra_is_added_from_where_kproxy_came_from(
     assert installed.install_command("spark") == command
 
 
-def test_what_was_never_installed_is_told_like_what_an_index_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninstalled_package_is_treated_as_from_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "DISTRIBUTION", "kproxy-nowhere")
     assert installed.install_command("dev") == "pip install 'kproxy-nowhere[dev]'"
     assert installed.version() == "0"
@@ -55,7 +55,7 @@ def test_every_extra_that_is_named_exists() -> None:
     assert not {each for each in named if each[1] not in extras}
 
 
-def test_the_commit_is_what_git_says() -> None:
+def test_commit_matches_git() -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     commit = installed.commit()
     assert head.startswith(commit.removesuffix("-dirty"))

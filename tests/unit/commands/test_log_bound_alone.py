@@ -31,7 +31,7 @@ class Site:
             call()
 
 
-def test_suppressed_lines_are_counted_at_the_minutes_end_without_another_line() -> None:
+def test_suppressed_lines_are_counted_at_minutes_end() -> None:
     site = Site()
     assert site.logged("a", MOST_A_MINUTE) == MOST_A_MINUTE
     site.pass_time(10)
@@ -67,7 +67,7 @@ def test_each_minute_begins_anew() -> None:
         site.pass_time(MINUTE_S)
 
 
-def test_the_end_of_the_process_tells_of_a_minute_that_is_not_over() -> None:
+def test_process_end_reports_the_current_minute() -> None:
     site = Site()
     site.logged("a", MOST_A_MINUTE + 3)
     site.logged("b", MOST_A_MINUTE + 1)
@@ -75,7 +75,7 @@ def test_the_end_of_the_process_tells_of_a_minute_that_is_not_over() -> None:
     assert [said[1:] for said in site.said] == [("a", 3), ("b", 1)]
 
 
-def test_kinds_that_somebody_makes_up_are_one() -> None:
+def test_invented_kinds_share_one_limit() -> None:
     site = Site()
     logged = sum(site.logged(f"event {n}", 1) for n in range(MOST_KINDS + 1000))
     assert logged == MOST_KINDS + MOST_A_MINUTE

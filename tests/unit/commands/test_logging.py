@@ -56,7 +56,7 @@ def test_every_event_is_a_constant_short_phrase() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_field_is_the_repr_of_a_python_object() -> None:
+def test_log_field_is_never_a_python_repr() -> None:
     wrong = [
         f"{of}: {ast.unparse(node)}"
         for of, call, _ in calls()
@@ -90,7 +90,7 @@ def logged(log_format: str | None) -> str:
 
 
 @pytest.mark.parametrize("log_format", ["json", None], ids=["asked for", "stderr is no terminal"])
-def test_a_line_of_json_has_its_time_in_utc_and_plain_values(log_format: str | None) -> None:
+def test_json_line_has_utc_time_and_plain_values(log_format: str | None) -> None:
     lines = [json.loads(line) for line in logged(log_format).splitlines()]
     for line in lines:
         assert list(line)[:3] == ["timestamp", "level", "event"]
@@ -104,13 +104,13 @@ def test_a_line_of_json_has_its_time_in_utc_and_plain_values(log_format: str | N
     assert lines[2:] == [{"level": "error", "event": "request failed"}]
 
 
-def test_a_line_of_text_has_its_time_in_utc_and_its_fields_behind_the_event() -> None:
+def test_text_line_has_utc_time_and_trailing_fields() -> None:
     first, *_ = logged("text").splitlines()
     assert re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z \[warning *\] client connection closed ", first)
     assert all(word in first for word in ("client=127.0.0.1:5", "lag=2", "reason=no"))
 
 
-def test_a_name_in_a_line_of_text_does_not_control_the_terminal() -> None:
+def test_logged_name_does_not_control_the_terminal() -> None:
     """Clients choose names of topics; `\\x1b[2J` clears the screen of whoever reads the log."""
     script = r"""
 import logging, structlog

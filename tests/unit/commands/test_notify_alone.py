@@ -34,12 +34,12 @@ def test_assignments_arrive_as_one_message(manager: socket.socket) -> None:
     assert manager.recv(1024) == b"READY=1\nSTATUS=serves"
 
 
-def test_what_is_waited_for_arrives_as_the_status_in_one_line(manager: socket.socket) -> None:
+def test_waiting_reason_is_the_one_line_status(manager: socket.socket) -> None:
     say_waiting("No etcd\nanswers.")
     assert manager.recv(1024) == b"STATUS=No etcd answers. Waiting for it."
 
 
-def test_nothing_is_sent_where_no_socket_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_socket_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     notify("READY=1")
 
@@ -50,7 +50,7 @@ def test_a_socket_that_cannot_be_used_raises_nothing(name: str, monkeypatch: pyt
     notify("READY=1")
 
 
-def test_a_manager_that_reads_nothing_holds_up_no_longer_than_the_timeout(manager: socket.socket) -> None:
+def test_unresponsive_manager_delays_at_most_the_timeout(manager: socket.socket) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as filler:
         filler.setblocking(False)
         filler.connect(manager.getsockname())

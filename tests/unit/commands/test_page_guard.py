@@ -19,7 +19,7 @@ def refused(guard: PageGuard, method: str, path: str, host: str = "127.0.0.1:964
     return refusal[0] if refusal is not None else 0
 
 
-def test_a_token_that_is_no_text_is_refused() -> None:
+def test_non_text_token_is_refused() -> None:
     assert refused(PageGuard(lambda: TOKEN), "GET", "/table", token=b"\xff".decode(errors="surrogateescape")) == 401
 
 
@@ -39,7 +39,7 @@ def test_a_token_that_is_no_text_is_refused() -> None:
         ("", 403),
     ],
 )
-def test_pages_are_read_by_known_names_and_vital_pages_by_any(host: str, status: int) -> None:
+def test_pages_need_a_known_host_unless_vital(host: str, status: int) -> None:
     guard = PageGuard(hosts=["proxy.test"])
     for path in ("/", "/table", "/own", "/metrics/", "//livez"):
         for method in ("GET", "HEAD", "OPTIONS"):
@@ -76,7 +76,7 @@ def test_a_change_is_taken_from_known_places_alone(host: str, origin: str | None
     assert refused(guard, "POST", "/own/free", host, **more) == status
 
 
-def test_with_a_token_all_but_the_vital_pages_need_it() -> None:
+def test_token_protects_all_but_vital_pages() -> None:
     guard = PageGuard(lambda: TOKEN)
     for path in ("/", "/table", "/own", "/replication"):
         assert refused(guard, "GET", path) == 401
@@ -121,7 +121,7 @@ def test_the_token_is_read_and_never_shown(tmp_path: Path) -> None:
         ('[listen]\nadmin = ":1"\n[admin]\ntoken_file = "/nowhere"', ["/nowhere"]),
     ],
 )
-def test_what_protects_nothing_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_ineffective_protection_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
     with pytest.raises(StartupError) as raised:
         load(tmp_path, text)
     assert all(word in str(raised.value) for word in words), str(raised.value)

@@ -54,7 +54,7 @@ def test_pages_together_are_all_rows(limit: int) -> None:
     assert found == ROWS
 
 
-def test_a_page_can_be_of_one_topic_and_one_that_cannot_be_is_refused() -> None:
+def test_page_may_be_limited_to_one_topic() -> None:
     known = Replication(7, [], ROWS)
     assert replication_page(known, TableQuery("a-b")).partitions == ROWS[3:6]
     page = replication_page(known, TableQuery("a-b", "a-b/0", 1))
@@ -64,7 +64,7 @@ def test_a_page_can_be_of_one_topic_and_one_that_cannot_be_is_refused() -> None:
             replication_page(known, query)
 
 
-def test_the_table_has_a_column_where_replicas_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_has_a_replica_column_when_known(capsys: pytest.CaptureFixture[str]) -> None:
     show(with_replicas(table(0, 1, 2, 3, 4), [row(0), row(1, (1, 3)), row(2, (1,)), row(3, ())]))
     assert capsys.readouterr().out.splitlines() == [
         "# revision 100, etcd heard 0.2 s ago",
@@ -88,7 +88,7 @@ def test_a_live_table_with_replicas_fits_its_terminal() -> None:
     assert any(line.rstrip().endswith("127.0.0.1:9001         10   1 without 2,3 !") for line in lines)
 
 
-def test_programs_read_replicas_where_they_are_known_and_nothing_where_not() -> None:
+def test_json_has_replicas_only_when_known() -> None:
     known, unknown = msgspec.to_builtins(with_replicas(table(0, 1), [row(0, (1, 3))]))["topics"][0]["partitions"]
     assert known["replicas"] == [1, 2, 3]
     assert (known["isr"], known["min_insync_replicas"]) == ([1, 3], 2)
@@ -107,7 +107,7 @@ def test_each_change_of_an_isr_is_a_line() -> None:
     assert describe_changes(table(), less) == [f"t 0: {is_there}", "t 0: in sync 1,2 without 3", f"t 1: {is_there}"]
 
 
-def test_nothing_is_said_where_there_are_no_replicas() -> None:
+def test_missing_replicas_add_no_output() -> None:
     assert about_replicas([], [1, 2], AT) == []
 
 
@@ -117,7 +117,7 @@ def test_whole_replicas_are_one_line() -> None:
     assert finding.text == "all replicas of 2 partitions are in sync"
 
 
-def test_the_broker_that_is_missing_and_its_partitions_are_named() -> None:
+def test_missing_broker_and_its_partitions_are_named() -> None:
     rows = [row(0), *(row(index, (1, 2)) for index in range(1, 8))]
     (dead,) = about_replicas(rows, [1, 2], AT)
     assert dead.mark == "warn"
@@ -131,14 +131,14 @@ def test_the_broker_that_is_missing_and_its_partitions_are_named() -> None:
     assert "is down" not in slow.text
 
 
-def test_partitions_that_refuse_acks_all_are_named_with_who_is_missing() -> None:
+def test_partitions_refusing_acks_all_name_missing_brokers() -> None:
     *_, refused = about_replicas([row(0, (1,)), row(1, (1, 2))], [1], AT)
     assert (refused.mark, refused.check) == ("warn", "replication.min_isr")
     assert "1 of 2 partitions (t/0)" in refused.text
     assert "without brokers 2, 3" in refused.text
 
 
-def test_partitions_that_nobody_leads_say_whom_they_wait_for() -> None:
+def test_leaderless_partitions_name_the_awaited_brokers() -> None:
     *_, waits = about_replicas([row(0, (3,), leader=-1), row(1)], [1, 2], AT)
     assert waits.check == "replication.leader"
     assert waits.text == (

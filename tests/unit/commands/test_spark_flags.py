@@ -16,7 +16,7 @@ from tests.support.processes.ports import free_port
     "master", [None, "local", "local[*]", "local[2,3]", "yarn", "spark://a:7077,b:7077", "k8s://https://c"]
 )
 @pytest.mark.parametrize("memory", [None, "2g", "512M"])
-def test_what_spark_takes_passes(master: str | None, memory: str | None) -> None:
+def test_valid_spark_options_pass(master: str | None, memory: str | None) -> None:
     options = session_options("job", master, memory, ())
     assert (options.master, options.memory) == (master, memory)
 
@@ -30,15 +30,13 @@ def test_what_spark_takes_passes(master: str | None, memory: str | None) -> None
         (None, "512", "--memory 512 is not a size"),
     ],
 )
-def test_what_it_does_not_take_is_named(master: str | None, memory: str | None, said: str) -> None:
+def test_invalid_spark_options_are_named(master: str | None, memory: str | None, said: str) -> None:
     with pytest.raises(StartupError, match=said):
         session_options("job", master, memory, ())
 
 
 @pytest.mark.parametrize("job", [["audit"], ["ingest", "--from", "rate", "--topic", "t", "--checkpoint", "c"]])
-def test_a_master_that_nobody_is_at_is_named_before_spark_asks_for_it(
-    job: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreachable_master_is_named_before_spark_starts(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     master = f"spark://127.0.0.1:{free_port()}"
     with socket.create_server(("127.0.0.1", 0)) as kafka:
         bootstrap = f"127.0.0.1:{kafka.getsockname()[1]}"

@@ -54,7 +54,7 @@ def busy_copies() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("busy_copies")
-def test_nothing_is_collected_between_the_fork_and_the_command(tmp_path: Path) -> None:
+def test_garbage_collector_is_idle_between_fork_and_command(tmp_path: Path) -> None:
     async def start() -> None:
         process = await spawn("/bin/true")
         assert await process.wait() == 0

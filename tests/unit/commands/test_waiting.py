@@ -5,7 +5,7 @@ from __future__ import annotations
 from kproxy.runtime.notify import MAX_SENTENCES, REMIND_S, Reminders
 
 
-def test_a_sentence_is_due_at_once_and_again_after_a_while() -> None:
+def test_sentence_is_due_at_once_and_periodically() -> None:
     now = 100.0
     reminders = Reminders(lambda: now)
     assert reminders.is_due("a")
@@ -20,7 +20,7 @@ def test_a_sentence_is_due_at_once_and_again_after_a_while() -> None:
     assert not reminders.is_due("a")
 
 
-def test_sentences_without_end_take_no_memory_without_end() -> None:
+def test_endless_sentences_take_bounded_memory() -> None:
     reminders = Reminders(lambda: 0.0)
     for number in range(MAX_SENTENCES * 3):
         assert reminders.is_due(str(number))

@@ -51,14 +51,14 @@ def acked(at: int) -> Range:
         ),
     ],
 )
-def test_all_is_told_when_each_trail_is_far_enough(rows: list[Row], told: bool) -> None:
+def test_trails_are_complete_when_each_is_far_enough(rows: list[Row], told: bool) -> None:
     trails = TrailCoverage()
     for row in rows:
         trails.add_page(encode_page([row]))
     assert trails.cover(UNTIL_MS, now_ms=UNTIL_MS + 1_000) is told
 
 
-def test_a_trail_that_is_silent_for_longer_than_it_promised_is_not_waited_for() -> None:
+def test_overdue_silent_trail_is_not_waited_for() -> None:
     trails = TrailCoverage()
     trails.add_page(encode_page([begin(90_000), mark(UNTIL_MS)]))
     trails.add_page(encode_page([begin(50_000, "killed")]))
@@ -68,7 +68,7 @@ def test_a_trail_that_is_silent_for_longer_than_it_promised_is_not_waited_for() 
     assert trails.cover(UNTIL_MS, silent_ms + 1)
 
 
-def test_what_others_wrote_to_the_topic_tells_nothing() -> None:
+def test_foreign_rows_in_topic_are_ignored() -> None:
     trails = TrailCoverage()
     for page in (None, b"", b"hello", b'{"kind":"end"}', b"\xff"):
         trails.add_page(page)

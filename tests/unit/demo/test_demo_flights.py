@@ -47,11 +47,11 @@ def _laid_down(flights: Flights) -> list[list[list[str]]]:
     ("rows", "files", "sizes"),
     [(10, 5, [2, 2, 2, 2, 2]), (12, 5, [3, 3, 2, 2, 2]), (3, 5, [1, 1, 1]), (1, 5, [1]), (7, 1, [7])],
 )
-def test_files_are_of_even_size_and_none_is_empty(rows: int, files: int, sizes: list[int]) -> None:
+def test_files_are_even_in_size_and_nonempty(rows: int, files: int, sizes: list[int]) -> None:
     assert file_sizes(rows, files) == sizes
 
 
-def test_rows_are_numbered_from_one_through_all_files_in_the_order_of_the_source(tmp_path: Path) -> None:
+def test_rows_are_numbered_in_source_order(tmp_path: Path) -> None:
     source = [[*ROW[:10], str(number), *ROW[11:]] for number in range(100, 111)]
 
     flights = write_files(_archive(tmp_path / "f.zip", source), tmp_path / "out", rows=11, files=4)
@@ -70,7 +70,7 @@ def test_modification_times_of_files_rise_by_whole_seconds(tmp_path: Path) -> No
     assert [after - before for before, after in itertools.pairwise(times)] == [1, 1, 1, 1]
 
 
-def test_only_the_first_rows_are_taken_where_fewer_are_asked_for(tmp_path: Path) -> None:
+def test_limit_takes_only_the_first_rows(tmp_path: Path) -> None:
     flights = write_files(_archive(tmp_path / "f.zip", [ROW, CANCELLED, ROW]), tmp_path / "out", rows=2, files=5)
 
     assert flights.rows == 2
@@ -78,7 +78,7 @@ def test_only_the_first_rows_are_taken_where_fewer_are_asked_for(tmp_path: Path)
     assert list(flights.fingerprints) == [fingerprint(*message_of(1, ROW)), fingerprint(*message_of(2, CANCELLED))]
 
 
-def test_a_row_makes_a_message_of_tail_number_and_json() -> None:
+def test_row_becomes_tail_number_and_json() -> None:
     key, value = message_of(7, ROW)
 
     assert key == b"N14228"
@@ -88,7 +88,7 @@ def test_a_row_makes_a_message_of_tail_number_and_json() -> None:
     assert json.loads(value)["carrier"] == "UA"
 
 
-def test_na_is_null_in_the_value_and_a_null_key() -> None:
+def test_na_is_json_null_and_a_null_key() -> None:
     key, value = message_of(7, CANCELLED)
 
     assert key is None
@@ -98,7 +98,7 @@ def test_na_is_null_in_the_value_and_a_null_key() -> None:
 
 
 @pytest.mark.parametrize("other", [(b"N1", b"value "), (b"N1 ", b"value"), (None, b"value"), (b"N1value", b"")])
-def test_a_fingerprint_tells_messages_apart(other: tuple[bytes | None, bytes]) -> None:
+def test_fingerprint_distinguishes_messages(other: tuple[bytes | None, bytes]) -> None:
     assert fingerprint(b"N1", b"value") != fingerprint(*other)
 
 
@@ -114,7 +114,7 @@ def test_an_archive_that_ends_early_is_refused(tmp_path: Path) -> None:
         write_files(_archive(tmp_path / "f.zip", [ROW] * 2), tmp_path / "out", rows=3, files=1)
 
 
-def test_it_stops_when_told_to(tmp_path: Path) -> None:
+def test_writer_stops_on_request(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         write_files(
             _archive(tmp_path / "f.zip", [ROW] * 5_000), tmp_path / "out", rows=5_000, files=2, stopping=lambda: True
@@ -128,7 +128,7 @@ def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
     assert heard == [4_096, 5_000]
 
 
-def test_the_installed_package_holds_all_flights_and_2512_without_a_tail_number() -> None:
+def test_installed_package_holds_all_flights() -> None:
     with zipfile.ZipFile(locate_archive()) as zipped, zipped.open("flights.csv") as raw:
         rows = list(csv.DictReader(io.TextIOWrapper(raw)))
 

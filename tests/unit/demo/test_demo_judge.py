@@ -53,7 +53,7 @@ def faults(verdict: RowsVerdict) -> dict[str, int]:
         pytest.param([], {"missing": 6}, id="nothing came"),
     ],
 )
-def test_in_one_partition(arrivals: list[int], found: dict[str, int]) -> None:
+def test_faults_in_one_partition_are_counted(arrivals: list[int], found: dict[str, int]) -> None:
     verdict = judge([(0, n) for n in arrivals], rows=6)
 
     assert faults(verdict) == found
@@ -64,13 +64,13 @@ def test_in_one_partition(arrivals: list[int], found: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("late", "count"), [([10, 1, 4, 7], 3), ([1, 10, 4, 7], 2), ([7, 10, 1, 4], 2), ([1, 4, 10, 7], 1)]
 )
-def test_every_row_behind_a_later_one_of_its_key_is_out_of_order(late: list[int], count: int) -> None:
+def test_row_behind_later_one_is_out_of_order(late: list[int], count: int) -> None:
     verdict = judge([(0, n) for n in (*late, 2, 3, 5, 6, 8, 9)], rows=10)
 
     assert faults(verdict) == {"out of order": count}
 
 
-def test_rows_without_a_key_may_be_in_any_partition_but_a_key_in_one_only() -> None:
+def test_keyed_rows_stay_in_one_partition() -> None:
     verdict = judge([(0, 1), (1, 2), (0, 3), (1, 6), (0, 4), (2, 5)], rows=6)
 
     assert faults(verdict) == {"keys in two partitions": 1}
@@ -84,7 +84,7 @@ def test_a_key_in_many_partitions_is_one_fault() -> None:
 
 
 @pytest.mark.parametrize("second", [5, 4, 0])
-def test_an_offset_that_does_not_rise_is_a_fault(second: int) -> None:
+def test_offset_that_does_not_rise_is_a_fault(second: int) -> None:
     court = Judge([fingerprint(None, value_of(n)) for n in (1, 2)])
     court.see(0, 5, None, value_of(1))
     court.see(0, second, None, value_of(2))
@@ -92,7 +92,7 @@ def test_an_offset_that_does_not_rise_is_a_fault(second: int) -> None:
     assert faults(court.verdict(sent=2)) == {"offsets not rising": 1}
 
 
-def test_offsets_of_different_partitions_have_nothing_to_do_with_each_other() -> None:
+def test_offsets_of_different_partitions_are_independent() -> None:
     court = Judge([fingerprint(None, value_of(n)) for n in (1, 2)])
     court.see(1, 5, None, value_of(1))
     court.see(0, 5, None, value_of(2))
@@ -120,7 +120,7 @@ def test_offsets_of_different_partitions_have_nothing_to_do_with_each_other() ->
         (b"A", None, {"altered": 1, "missing": 1}),
     ],
 )
-def test_what_is_not_the_rows_message_byte_for_byte_is_altered(
+def test_message_differing_from_its_row_is_altered(
     key: bytes | None, value: bytes | None, found: dict[str, int]
 ) -> None:
     court = Judge([fingerprint(b"A", value_of(1))])
@@ -137,7 +137,7 @@ def test_examples_name_the_rows_and_are_bounded() -> None:
     assert verdict.duplicated.examples == ["n=1 again at offset 1 of partition 0"]
 
 
-def test_rows_are_counted_by_partition_whatever_is_wrong_with_them() -> None:
+def test_rows_are_counted_by_partition_despite_faults() -> None:
     verdict = judge([(0, 1), (0, 1), (3, 2)], rows=9)
 
     assert verdict.rows_by_partition == {0: 2, 3: 1}
@@ -152,9 +152,7 @@ def clean_runs(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 @given(run=clean_runs(), data=st.data())
-def test_any_one_fault_in_any_clean_run_is_found_and_nothing_else(
-    run: list[tuple[int, int]], data: st.DataObject
-) -> None:
+def test_single_fault_in_a_clean_run_is_found(run: list[tuple[int, int]], data: st.DataObject) -> None:
     rows = len(run)
     assert judge(run, rows).clean
 

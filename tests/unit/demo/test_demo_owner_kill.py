@@ -32,12 +32,12 @@ def test_the_owner_of_most_partitions_is_killed(owners: Mapping[int, int], victi
 
 
 @pytest.mark.parametrize("owners", [{}, {0: NO_OWNER}])
-def test_without_an_owner_there_is_nobody_to_kill(owners: Mapping[int, int]) -> None:
+def test_missing_owner_means_no_kill(owners: Mapping[int, int]) -> None:
     with pytest.raises(OwnerNotKilled):
         owner_of_most(owners)
 
 
-async def test_mid_stream_begins_with_the_rows_of_the_second_micro_batch() -> None:
+async def test_mid_stream_begins_with_second_micro_batch() -> None:
     stream = StreamGate([100, 100, 100], asyncio.get_running_loop())
     for rows in (0, 8, 100):
         stream.advance_to(rows)
@@ -48,7 +48,7 @@ async def test_mid_stream_begins_with_the_rows_of_the_second_micro_batch() -> No
     assert stream.rows == 101
 
 
-async def test_the_last_micro_batch_waits_for_the_kill_and_no_other_does() -> None:
+async def test_last_micro_batch_alone_waits_for_the_kill() -> None:
     stream = StreamGate([100, 100, 100], asyncio.get_running_loop())
     stream.before_batch(0)
     stream.before_batch(1)
@@ -79,7 +79,7 @@ def view_of(leases: Mapping[int, int]) -> tuple[ClusterView, Callable[..., None]
     return view, change
 
 
-def test_a_partition_is_taken_when_its_key_stands_on_another_lease() -> None:
+def test_partition_is_taken_when_its_lease_changes() -> None:
     view, change = view_of({0: 1, 1: 1, 2: 2})
     now = 0.0
     take_overs = TakeOvers(view, TOPIC, [0, 1], lambda: now)
@@ -102,7 +102,7 @@ def test_a_partition_is_taken_when_its_key_stands_on_another_lease() -> None:
     assert take_overs.last_at == 5.0
 
 
-def test_the_same_broker_with_a_new_lease_has_taken_it_anew() -> None:
+def test_same_broker_with_new_lease_counts_as_taking() -> None:
     view, change = view_of({0: 1})
     take_overs = TakeOvers(view, TOPIC, [0], lambda: 7.0)
     change(0, 11)

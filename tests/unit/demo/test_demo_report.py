@@ -43,7 +43,7 @@ def _shown(outcome: DemoOutcome) -> str:
         (4, 1, "Not as sent: 2 duplicated."),
     ],
 )
-def test_the_sentence_and_the_exit_status_say_the_same(seen: int, status: int, sentence: str) -> None:
+def test_sentence_and_exit_status_agree(seen: int, status: int, sentence: str) -> None:
     outcome = _outcome(seen)
 
     assert sentence in _shown(outcome)
@@ -59,7 +59,7 @@ def test_the_sentence_and_the_exit_status_say_the_same(seen: int, status: int, s
         pytest.param(Sums(1, acked=2, present=2, unproven=1), 1, 0, "Unproven. ", id="unproven"),
     ],
 )
-def test_what_the_audit_found_counts_as_well(sums: Sums, trail_faults: int, status: int, sentence: str) -> None:
+def test_audit_findings_count_too(sums: Sums, trail_faults: int, status: int, sentence: str) -> None:
     facts = Facts(Verdict(sums, trail_faults=trail_faults), 1, (), (), {})
     outcome = dataclasses.replace(_outcome(2), audit=facts)
 
@@ -75,7 +75,7 @@ def test_every_fault_has_its_row_with_examples() -> None:
         assert any(line.startswith(f"│ {fault} ") and " 0 │" in line for line in lines), fault
 
 
-def test_rows_are_added_up_by_owner_and_those_without_one_are_shown() -> None:
+def test_rows_are_summed_by_owner_or_without_one() -> None:
     lines = _shown(_outcome(4, {0: 7})).splitlines()
 
     assert any("rows on broker 7" in line and " 3 │ 1 partition" in line for line in lines)
@@ -92,7 +92,7 @@ def _cells(outcome: DemoOutcome) -> dict[str, tuple[str, str]]:
     return {name: (value, detail) for name, value, detail in rows}
 
 
-def test_a_killed_owner_is_told_with_its_times_and_the_owners_before_and_after() -> None:
+def test_killed_owner_is_reported_with_times_and_successors() -> None:
     cells = _cells(_outcome(4, {0: 8, 1: 9}, _killed({0: 8, 1: 9}, {0: 3.1, 1: 4.9})))
 
     assert cells["broker killed"] == ("7", "after about 72,900 rows")
@@ -107,7 +107,7 @@ def test_a_killed_owner_is_told_with_its_times_and_the_owners_before_and_after()
     assert cells["rows on broker 9"] == ("1", "1 partition, 0 before the kill")
 
 
-def test_what_never_came_after_a_kill_is_said() -> None:
+def test_missing_recovery_after_a_kill_is_reported() -> None:
     cells = _cells(_outcome(4, {0: 8}, _killed({0: 8}, {}, in_sync_s=None)))
 
     assert cells["without an owner"] == ("1 never", "until broker 8 took over")
@@ -115,13 +115,13 @@ def test_what_never_came_after_a_kill_is_said() -> None:
     assert cells["caught up"][0] == "not yet"
 
 
-def test_a_broker_that_got_its_partitions_back_itself_is_no_other() -> None:
+def test_broker_regaining_its_partitions_is_no_successor() -> None:
     cells = _cells(_outcome(4, {0: 7, 1: 7}, _killed({0: 7, 1: 7}, {0: 5.0, 1: 5.0})))
 
     assert cells["without an owner"] == ("4.0 s", "until it was back itself")
 
 
-def test_without_a_kill_nothing_is_said_of_one() -> None:
+def test_missing_kill_is_not_mentioned() -> None:
     assert "kill" not in _shown(_outcome(4, {0: 7, 1: 8}))
 
 
@@ -140,7 +140,7 @@ def test_throughput_is_rows_by_seconds() -> None:
     assert "4 rows/s" in shown
 
 
-def test_without_a_terminal_a_finished_stage_is_one_plain_line_and_bars_are_none() -> None:
+def test_finished_stage_without_terminal_is_one_line() -> None:
     progress = io.StringIO()
     with Report(progress=Console(file=progress, width=100)) as report:
         stage = report.stage("writing", "planning", total=10)
@@ -154,7 +154,7 @@ def test_without_a_terminal_a_finished_stage_is_one_plain_line_and_bars_are_none
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_line_told_in_the_midst_of_a_stage_stays(is_terminal: bool) -> None:
+def test_line_printed_during_a_stage_stays(is_terminal: bool) -> None:
     progress = io.StringIO()
     with Report(progress=Console(file=progress, width=40, force_terminal=is_terminal)) as report:
         stage = report.stage("kill", "kill -9")
@@ -163,7 +163,7 @@ def test_a_line_told_in_the_midst_of_a_stage_stays(is_terminal: bool) -> None:
     assert "kill      a line that is longer than the terminal is wide, and not broken\n" in progress.getvalue()
 
 
-def test_on_a_terminal_the_stage_stands_beside_its_bar() -> None:
+def test_stage_stands_beside_its_bar_on_terminal() -> None:
     progress = io.StringIO()
     with Report(progress=Console(file=progress, width=100, force_terminal=True)) as report:
         stage = report.stage("writing", "planning", total=10)

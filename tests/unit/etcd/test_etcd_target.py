@@ -21,7 +21,7 @@ from kproxy.etcd.messages import decode_key, encode_key, prefix_end
         ("https://etcd-0.etcd", ("etcd-0.etcd", 2379, True)),
     ],
 )
-def test_an_endpoint_is_a_host_and_a_port_with_or_without_scheme(text: str, endpoint: tuple[str, int, bool]) -> None:
+def test_endpoint_is_host_and_port_with_optional_scheme(text: str, endpoint: tuple[str, int, bool]) -> None:
     assert parse_endpoint(text) == endpoint
 
 
@@ -43,7 +43,7 @@ def test_an_endpoint_is_a_host_and_a_port_with_or_without_scheme(text: str, endp
         ("1:2:3", "address"),
     ],
 )
-def test_a_bad_endpoint_is_named_with_what_is_wrong(text: str, says: str) -> None:
+def test_invalid_endpoint_is_named_with_the_reason(text: str, says: str) -> None:
     with pytest.raises(EtcdUnavailable, match=says) as raised:
         parse_endpoint(text)
     assert repr(text) in str(raised.value)
@@ -68,14 +68,14 @@ def test_members_that_do_not_go_together_are_refused(texts: list[str], says: str
         parse_endpoints(texts)
 
 
-async def test_connecting_where_nobody_listens_names_the_endpoint_and_the_reason() -> None:
+async def test_connecting_without_listener_names_endpoint_and_reason() -> None:
     client = EtcdClient(["127.0.0.1:1"], timeout_s=2)
     with pytest.raises(EtcdUnavailable, match=r"127\.0\.0\.1:1 does not answer: check the address.*refused"):
         await client.connect()
     await client.close()
 
 
-async def test_a_client_that_is_not_connected_says_so() -> None:
+async def test_unconnected_client_raises_an_error() -> None:
     client = EtcdClient(["127.0.0.1:1"])
     with pytest.raises(EtcdUnavailable, match="not connected"):
         await client.get("/a")
@@ -85,7 +85,7 @@ async def test_a_client_that_is_not_connected_says_so() -> None:
     ("prefix", "end"),
     [("/a/", b"/a0"), ("a", b"b"), ("", b"\0"), ("/aé", b"/a\xc3\xaa"), ("a\udcff", b"b"), ("\udcff\udcff", b"\0")],
 )
-def test_a_prefix_ends_before_the_next_key_that_does_not_begin_with_it(prefix: str, end: bytes) -> None:
+def test_prefix_ends_before_the_next_unrelated_key(prefix: str, end: bytes) -> None:
     assert prefix_end(prefix) == end
 
 

@@ -49,7 +49,7 @@ class Table:
         ("...//1"[:3] + "/1", b"1", b"...", 1, 1),
     ],
 )
-def test_a_lease_key_names_a_partition_and_its_value_an_owner(
+def test_lease_key_names_partition_and_value_names_owner(
     key: str, value: bytes, topic: bytes, partition_index: int, owner: int
 ) -> None:
     for topology in (Table().by_snapshot(LEASES + key, value), Table().by_event(LEASES + key, value)):
@@ -82,7 +82,7 @@ def test_a_lease_key_names_a_partition_and_its_value_an_owner(
         "t" * 250 + "/1",
     ],
 )
-def test_a_senseless_lease_key_is_skipped_and_counted(key: str) -> None:
+def test_invalid_lease_key_is_skipped_and_counted(key: str) -> None:
     for kind in (Table.by_snapshot, Table.by_event):
         table = Table()
         assert list(kind(table, LEASES + key, b"1").ownerships()) == []
@@ -90,7 +90,7 @@ def test_a_senseless_lease_key_is_skipped_and_counted(key: str) -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"-1", b"+1", b"1 ", b"01", b"2147483648", b"9" * 5000, b"\xff", b"1.0"])
-def test_a_senseless_owner_is_no_owner(value: bytes) -> None:
+def test_invalid_owner_removes_the_owner(value: bytes) -> None:
     table = Table()
     assert list(table.by_snapshot(f"{LEASES}t/0", value).ownerships()) == []
     table.by_event(f"{LEASES}t/0", b"4", 101)
@@ -104,7 +104,7 @@ def broker(**fields: object) -> bytes:
     return json.dumps({"node_id": 1, "host": "h", "port": 9092} | fields).encode()
 
 
-def test_a_broker_key_tells_an_address_and_its_end_takes_it_back() -> None:
+def test_broker_key_gives_address_until_deleted() -> None:
     table = Table()
     assert table.by_snapshot(f"{BROKERS}1", broker(rack="unknown fields are fine")).address(1) == Address("h", 9092)
     assert table.by_event(f"{BROKERS}1", broker(port=9093)).address(1) == Address("h", 9093)
@@ -134,7 +134,7 @@ def test_a_broker_key_tells_an_address_and_its_end_takes_it_back() -> None:
         broker(note="n" * MAX_BROKER_VALUE_BYTES),
     ],
 )
-def test_a_senseless_broker_has_no_address(value: bytes) -> None:
+def test_invalid_broker_has_no_address(value: bytes) -> None:
     table = Table()
     assert table.by_snapshot(f"{BROKERS}1", value).address(1) is None
     assert table.by_event(f"{BROKERS}1", broker(), 101).address(1) is not None
@@ -143,7 +143,7 @@ def test_a_senseless_broker_has_no_address(value: bytes) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "x", "-1", "1/2", "2147483648"])
-def test_a_senseless_broker_key_is_skipped(key: str) -> None:
+def test_invalid_broker_key_is_skipped(key: str) -> None:
     table = Table()
     assert table.by_event(BROKERS + key, broker()).brokers == {}
     assert table.table.skipped == {"not a broker id": 1}
@@ -158,7 +158,7 @@ def test_an_ownership_outlives_its_brokers_address() -> None:
     assert table.by_deletion(f"{LEASES}t/0", 104).owner(b"t", 0) == NO_OWNER
 
 
-def test_a_snapshot_takes_away_what_it_does_not_hold() -> None:
+def test_snapshot_removes_missing_entries() -> None:
     table = Table()
     table.by_event(f"{BROKERS}1", broker(), 60)
     table.by_event(f"{LEASES}t/0", b"1", 61)
@@ -167,7 +167,7 @@ def test_a_snapshot_takes_away_what_it_does_not_hold() -> None:
     assert list(table.topology.ownerships()) == []
 
 
-def test_the_callback_comes_after_changes_and_only_after_changes() -> None:
+def test_callback_follows_changes_only() -> None:
     told: list[int] = []
     table = Table(lambda: told.append(table.topology.owner(b"t", 0)))
     table.by_event(f"{LEASES}t/0", b"5", 101)
@@ -180,7 +180,7 @@ def test_the_callback_comes_after_changes_and_only_after_changes() -> None:
     assert told == [5, 5]
 
 
-def test_a_restored_etcd_empties_the_table_before_it_is_filled_anew() -> None:
+def test_restored_etcd_empties_the_table_first() -> None:
     table = Table()
     table.by_snapshot(f"{LEASES}t/0", b"1")
     table.table.on_restored()
@@ -196,7 +196,7 @@ def test_a_slash_after_the_prefix_makes_no_difference(prefix: str) -> None:
     assert topology.owner(b"t", 0) == 2
 
 
-def test_what_is_newer_than_a_snapshot_outlives_it() -> None:
+def test_newer_entry_outlives_a_snapshot() -> None:
     table = Table()
     table.by_event(f"{LEASES}t/0", b"2", 150)
     table.by_event(f"{LEASES}t/1", b"2", 151)
@@ -213,9 +213,7 @@ CHANGES = st.lists(
 
 
 @given(changes=CHANGES, data=st.data())
-def test_a_load_in_the_middle_and_every_later_change_end_in_the_last_owners(
-    changes: list[tuple[str, bytes | None]], data: st.DataObject
-) -> None:
+def test_load_and_later_changes_give_last_owners(changes: list[tuple[str, bytes | None]], data: st.DataObject) -> None:
     history = list(enumerate(changes, start=1))
     at = data.draw(st.integers(0, len(history)), label="loaded at")
     told_before = data.draw(st.integers(0, at), label="told by events before")

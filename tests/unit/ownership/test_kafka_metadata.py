@@ -179,7 +179,7 @@ async def test_leaders_are_owners_and_brokers_have_addresses() -> None:
         assert table.topology.brokers == {number: Address(host, PORT) for number, host in BROKERS.items()}
 
 
-async def test_a_leader_of_an_earlier_epoch_is_not_brought_back() -> None:
+async def test_leader_of_earlier_epoch_is_not_restored() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5)))
         assert await table.read(topic(partition(0, 2, 6))) == {0: 2}
@@ -264,7 +264,7 @@ async def test_topics_are_found_by_their_ids() -> None:
         assert list(table.topology.topic_ids.values()) == [TOPIC_ID.bytes]
 
 
-async def test_a_topic_with_an_error_stays_as_it_was_known() -> None:
+async def test_topic_with_an_error_keeps_its_entry() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5), partition(1, 2, 5)))
         for error_code in (LEADER_NOT_AVAILABLE, TOPIC_AUTHORIZATION_FAILED):
@@ -275,7 +275,7 @@ async def test_a_topic_with_an_error_stays_as_it_was_known() -> None:
         assert table.topology.topic_ids == {}
 
 
-async def test_without_topic_ids_epochs_are_kept_apart_by_name() -> None:
+async def test_epochs_without_topic_ids_are_kept_by_name() -> None:
     async with followed() as table:
         table.broker.newest_metadata = 9
         table.broker.cut()
@@ -299,7 +299,7 @@ async def test_a_partition_without_a_leader_has_no_owner() -> None:
         assert await table.read(topic(partition(0, 1, 8, UNKNOWN_TOPIC_OR_PARTITION))) == {}
 
 
-async def test_what_an_answer_does_not_name_is_gone() -> None:
+async def test_entry_missing_from_an_answer_is_removed() -> None:
     async with followed() as table:
         rows = topic(partition(0, 1, 5), partition(1, 2, 5)), topic(partition(0, 3, 1), name="u", topic_id=ANOTHER_ID)
         await table.read(*rows)
@@ -318,7 +318,7 @@ async def test_a_partition_index_out_of_range_costs_nothing() -> None:
         assert await table.read(topic(*wild, partition(2, 1, 1))) == {2: 1}
 
 
-async def test_a_broker_that_knows_no_brokers_yet_is_not_believed() -> None:
+async def test_broker_without_known_brokers_is_not_believed() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5)))
         table.broker.topics, table.broker.brokers = [], {}
@@ -341,7 +341,7 @@ DISTORTED: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("distortion", DISTORTED)
-async def test_an_answer_that_is_none_is_not_believed_and_the_next_connection_is_a_new_one(distortion: str) -> None:
+async def test_invalid_answer_is_ignored_on_a_new_connection(distortion: str) -> None:
     # Only where nothing comes it is waited for: longer than this test waits where something does.
     async with followed(timeout_s=2 if distortion == "nothing" else 90) as table:
         await table.read(topic(partition(0, 1, 5)))
@@ -354,7 +354,7 @@ async def test_an_answer_that_is_none_is_not_believed_and_the_next_connection_is
         await eventually(lambda: table.owners() == {0: 2}, what="read again by itself")
 
 
-async def test_wishes_at_one_time_share_a_read_that_begins_after_them() -> None:
+async def test_concurrent_refreshes_share_a_later_read() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5)))
         asked = table.broker.asked
@@ -372,7 +372,7 @@ async def test_wishes_at_one_time_share_a_read_that_begins_after_them() -> None:
         assert table.owners() == {0: 2}
 
 
-async def test_who_knows_an_older_entry_need_not_wait() -> None:
+async def test_refresh_of_an_older_entry_returns_at_once() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5)))
         seen = table.topology.owner_revision(b"t", 0)
@@ -384,7 +384,7 @@ async def test_who_knows_an_older_entry_need_not_wait() -> None:
         assert table.broker.asked == asked + 1
 
 
-async def test_without_a_broker_the_last_known_table_serves_on_and_tells_its_age() -> None:
+async def test_table_without_brokers_serves_on_and_reports_age() -> None:
     broker = ScriptedBroker()
     async with broker.serve():
         table = Followed(broker)
@@ -406,7 +406,7 @@ async def test_without_a_broker_the_last_known_table_serves_on_and_tells_its_age
             assert table.owners() == {0: 1}
 
 
-async def test_nobody_waits_for_a_source_that_has_ended() -> None:
+async def test_ended_source_keeps_no_refresh_waiting() -> None:
     async with followed() as table:
         asked = table.broker.asked
         table.broker.holds.clear()
@@ -418,7 +418,7 @@ async def test_nobody_waits_for_a_source_that_has_ended() -> None:
     await asyncio.wait_for(table.source.refresh(b"t", 0, 0), 60)
 
 
-async def test_only_what_is_in_doubt_is_asked_for() -> None:
+async def test_only_doubted_topics_are_requested() -> None:
     async with followed() as table:
         other = topic(partition(0, 3, 1), name="u", topic_id=ANOTHER_ID)
         await table.read(topic(partition(0, 1, 5)), other)
@@ -435,7 +435,7 @@ async def test_only_what_is_in_doubt_is_asked_for() -> None:
         assert table.topology.topic_ids == {b"u": ANOTHER_ID.bytes}
 
 
-async def test_an_id_that_nobody_knows_is_asked_for_by_id() -> None:
+async def test_unknown_id_is_requested_by_id() -> None:
     async with followed() as table:
         made = uuid.uuid4()
         table.broker.topics = [topic(partition(0, 2, 0), name="made", topic_id=made)]
@@ -454,7 +454,7 @@ async def test_an_id_that_nobody_knows_is_asked_for_by_id() -> None:
         assert table.broker.asked_for[-1] is None
 
 
-async def test_what_is_no_topic_is_not_asked_for() -> None:
+async def test_invalid_topic_is_not_requested() -> None:
     async with followed() as table:
         asked = table.broker.asked
         for name in (b"", b"\xff\x00", b"x" * 250):
@@ -462,7 +462,7 @@ async def test_what_is_no_topic_is_not_asked_for() -> None:
         assert table.broker.asked == asked
 
 
-async def test_a_storm_of_wishes_costs_a_few_questions_a_second() -> None:
+async def test_refresh_storm_costs_few_requests_a_second() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5)))
         table.clock = time.monotonic
@@ -475,7 +475,7 @@ async def test_a_storm_of_wishes_costs_a_few_questions_a_second() -> None:
         assert rounds <= table.broker.asked - asked
 
 
-async def test_where_too_much_is_in_doubt_all_is_asked_for() -> None:
+async def test_many_doubted_topics_are_requested_as_all() -> None:
     async with followed() as table:
         for count, named in ((MAX_DOUBTED, True), (MAX_DOUBTED + 1, False)):
             wishes = [table.source.refresh(b"topic-%d" % number, 0, 0) for number in range(count)]
@@ -483,7 +483,7 @@ async def test_where_too_much_is_in_doubt_all_is_asked_for() -> None:
             assert (table.broker.asked_for[-1] is not None) is named
 
 
-async def test_a_lost_broker_has_all_read_anew_and_many_cost_no_more_than_one() -> None:
+async def test_lost_broker_causes_one_full_read() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5)))
         asked = table.broker.asked
@@ -501,7 +501,7 @@ async def test_a_lost_broker_has_all_read_anew_and_many_cost_no_more_than_one() 
         await eventually(lambda: table.broker.asked == asked + 2)
 
 
-async def test_a_broker_that_has_gone_since_costs_no_wish() -> None:
+async def test_departed_broker_causes_no_refresh() -> None:
     first, second = ScriptedBroker(), ScriptedBroker()
     async with second.serve():
         async with first.serve():
@@ -543,7 +543,7 @@ async def test_another_cluster_begins_anew() -> None:
         assert table.topology.owner_revision(b"t", 0) > before, "what was routed before is told from what is now"
 
 
-async def test_a_broker_that_lags_behind_is_not_asked_again_and_again() -> None:
+async def test_lagging_broker_is_not_asked_repeatedly() -> None:
     """One that is cut off from the controllers answers for ever what was true once."""
     cut_off, current = ScriptedBroker(), ScriptedBroker()
     cut_off.topics, current.topics = [topic(partition(0, 1, 5))], [topic(partition(0, 2, 6))]
@@ -563,7 +563,7 @@ async def test_a_broker_that_lags_behind_is_not_asked_again_and_again() -> None:
             assert cut_off.asked >= 3, "nobody is asked about everything twice in a row"
 
 
-async def test_a_large_cluster_is_read_in_many_short_turns_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_cluster_is_read_in_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once it would take a second, in which no client is served."""
     sizes, turn = [5_000, *[50] * 300, 5_000], 0
     read_in: list[int] = []

@@ -39,7 +39,7 @@ def load(table: Table, *entries: tuple[str, bytes], revision: int = 100) -> None
     asyncio.run(table.table.on_snapshot(Snapshot(revision, 1, kvs)))
 
 
-def test_the_snapshot_is_an_address_book_and_names_topic_ids() -> None:
+def test_snapshot_gives_addresses_and_topic_ids() -> None:
     for tell in (Table.by_snapshot, Table.by_event):
         table = Table()
         assert tell(table, SNAPSHOT_KEY, SNAPSHOT).brokers == LISTED
@@ -49,7 +49,7 @@ def test_the_snapshot_is_an_address_book_and_names_topic_ids() -> None:
         assert table.topology.owner(ORDERS_ID, 1) == 1
 
 
-def test_each_snapshot_replaces_the_one_before_and_its_end_takes_all_away() -> None:
+def test_each_snapshot_replaces_the_one_before() -> None:
     table = Table()
     table.by_event(SNAPSHOT_KEY, SNAPSHOT)
     assert table.by_event(SNAPSHOT_KEY, listing((1, 7), (2, 8)), 102).brokers == {
@@ -68,7 +68,7 @@ def test_each_snapshot_replaces_the_one_before_and_its_end_takes_all_away() -> N
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_a_brokers_own_key_counts_before_the_snapshot_and_the_snapshot_again_after_it(loaded: bool) -> None:
+def test_broker_key_precedes_the_snapshot(loaded: bool) -> None:
     table = Table()
     if loaded:
         load(table, (f"{BROKERS}1", broker()), (SNAPSHOT_KEY, SNAPSHOT))
@@ -93,7 +93,7 @@ def test_a_topics_own_key_counts_before_the_snapshot() -> None:
     assert table.by_deletion(f"{TOPICS}orders", 103).topic_ids == {b"orders": ORDERS_ID}
 
 
-def test_an_id_may_pass_from_one_topic_to_another() -> None:
+def test_id_may_pass_between_topics() -> None:
     def topics(**ids: bytes) -> bytes:
         return snapshot(Topics=[{"Topic": name, "TopicID": list(topic_id)} for name, topic_id in ids.items()])
 
@@ -127,7 +127,7 @@ def test_an_id_may_pass_from_one_topic_to_another() -> None:
         snapshot(ClusterName="n" * MAX_SNAPSHOT_VALUE_BYTES),
     ],
 )
-def test_a_snapshot_without_sense_leaves_the_last_one_in_force(value: bytes) -> None:
+def test_invalid_snapshot_leaves_the_last_one(value: bytes) -> None:
     table = Table()
     table.by_event(SNAPSHOT_KEY, SNAPSHOT)
     table.by_event(SNAPSHOT_KEY, value, 102)
@@ -152,7 +152,7 @@ def test_a_snapshot_without_sense_leaves_the_last_one_in_force(value: bytes) -> 
         ({"Topics": [{"Topic": "t", "TopicID": [256] * 16}]}, "not a topic id"),
     ],
 )
-def test_an_entry_without_sense_is_passed_over_and_the_rest_counts(entries: dict[str, Any], reason: str) -> None:
+def test_invalid_entry_is_skipped_alone(entries: dict[str, Any], reason: str) -> None:
     fine = {"Brokers": [{"NodeID": 3, "Host": "h", "Port": 1}], "Topics": [{"Topic": "u", "TopicID": [7] * 16}]}
     mixed = {name: [*entries.get(name, []), *fine[name]] for name in fine}
     for tell in (Table.by_snapshot, Table.by_event):
@@ -193,7 +193,7 @@ def test_group_leases_come_move_and_go() -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"-1", b"01", b"2147483648"])
-def test_a_senseless_coordinator_is_none(value: bytes) -> None:
+def test_invalid_coordinator_removes_the_holder(value: bytes) -> None:
     for tell in (Table.by_snapshot, Table.by_event):
         table = Table()
         table.by_event(f"{GROUPS}g", b"1", 60)
@@ -203,7 +203,7 @@ def test_a_senseless_coordinator_is_none(value: bytes) -> None:
 
 
 @pytest.mark.parametrize("group", ["", "g" * (MAX_GROUP_ID_BYTES + 1)])
-def test_a_senseless_group_is_skipped(group: str) -> None:
+def test_invalid_group_is_skipped(group: str) -> None:
     table = Table()
     table.by_event(GROUPS + group, b"1")
     assert (len(table.table.directory.groups), table.table.skipped) == (0, {"not a group id": 1})

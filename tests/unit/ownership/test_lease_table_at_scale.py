@@ -42,7 +42,7 @@ def table() -> tuple[LeaseTable, Topology]:
     return LeaseTable(EtcdClient(["127.0.0.1"]), "/p", topology), topology
 
 
-def test_pages_are_what_etcd_sent_in_order_each_time_they_are_walked_through() -> None:
+def test_pages_repeat_the_etcd_order_on_each_walk() -> None:
     kvs = pages(2 * PAGE + 1)
     assert len(kvs) == 2 * PAGE + 1
     first = key_value(page(range(1)).kvs[0])  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def test_pages_are_what_etcd_sent_in_order_each_time_they_are_walked_through() -
     assert not Pages()
 
 
-def test_a_load_keeps_the_table_and_at_no_time_much_more() -> None:
+def test_load_uses_little_memory_beyond_the_table() -> None:
     leases, topology = table()
     kvs = pages(ROWS)
     # What is made once, whatever the size, is not what is measured.

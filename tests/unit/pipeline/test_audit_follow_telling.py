@@ -22,7 +22,7 @@ def told(state: FollowState, *findings: dict[str, Any]) -> list[str]:
     return [each.sentence for each in new_alerts(state, findings, FINDING_KINDS)[1]]
 
 
-def test_what_is_new_is_told_however_much_was_told_before() -> None:
+def test_new_findings_are_reported_despite_many_earlier_ones() -> None:
     state = FollowState()
     many = [lost(2 * n, of_kind=150) for n in range(150)]
     first = told(state, *many)
@@ -33,19 +33,19 @@ def test_what_is_new_is_told_however_much_was_told_before() -> None:
     assert state.failures == 151
 
 
-def test_the_worst_are_told_one_by_one() -> None:
+def test_worst_findings_are_reported_singly() -> None:
     findings = [lost(1000 * n, 1 + n, of_kind=200) for n in range(200)]
     assert told(FollowState(), *findings)[0] == "lost: t/0 offsets 199000 to 199199: Gone."
 
 
-def test_a_loss_that_has_grown_is_told_again() -> None:
+def test_grown_loss_is_reported_again() -> None:
     state = FollowState()
     assert told(state, lost(5, 10)) == ["lost: t/0 offsets 5 to 14: Gone."]
     assert told(state, lost(5, 10)) == []
     assert told(state, lost(5, 20)) == ["lost: t/0 offsets 5 to 24: Gone."]
 
 
-def test_of_more_than_are_listed_the_number_is_told_as_it_rises() -> None:
+def test_unlisted_findings_are_counted_as_they_rise() -> None:
     state = FollowState()
     listed = [lost(2 * n, of_kind=LISTED + 7) for n in range(LISTED)]
     assert told(state, *listed)[-1].startswith(f"lost: {LISTED + 7 - ALERTS_PER_KIND:,} more")
@@ -55,11 +55,11 @@ def test_of_more_than_are_listed_the_number_is_told_as_it_rises() -> None:
     assert state.failures == LISTED + 10
 
 
-def test_all_that_is_listed_at_a_time_is_remembered() -> None:
+def test_all_listed_findings_are_remembered() -> None:
     assert len(FINDING_KINDS) * LISTED <= REMEMBERED_AT_MOST
 
 
-def test_what_is_unproven_is_counted_apart_and_can_be_told_alone() -> None:
+def test_unproven_records_are_counted_separately() -> None:
     state = FollowState()
     new, said = new_alerts(state, [lost(1), gap(3)], UNPROVEN_KINDS)
     assert [row["kind"] for row in new] == [GAP]

@@ -42,7 +42,7 @@ class Site:
         pytest.param({OTHER: 5}, [{ZERO: 5}], 1, id="of a topic that is not read"),
     ],
 )
-def test_ends_are_asked_for_until_readers_are_shown_what_was_acknowledged(
+def test_log_ends_are_read_until_acknowledgements_show(
     told: Mapping[TopicPartition, int], answers: Sequence[Mapping[TopicPartition, int]], asked: int
 ) -> None:
     site = Site(answers)
@@ -50,7 +50,7 @@ def test_ends_are_asked_for_until_readers_are_shown_what_was_acknowledged(
     assert site.asked == asked
 
 
-def test_what_does_not_come_is_awaited_for_some_seconds_and_no_longer() -> None:
+def test_missing_acknowledgements_are_awaited_for_seconds() -> None:
     site = Site([{ZERO: 3}])
     assert site.ends({ZERO: 5}) == offsets_as_json({ZERO: 3})
     assert ENDS_PATIENCE_S <= site.now - 100.0 < ENDS_PATIENCE_S + 1

@@ -140,9 +140,7 @@ def pages() -> dict[str, str]:
         ("tiny", "good", "Clean", "The one acknowledged record is in the log"),
     ],
 )
-def test_the_verdict_is_the_first_thing_that_is_said(
-    pages: dict[str, str], name: str, tone: str, title: str, said: str
-) -> None:
+def test_verdict_is_the_first_statement(pages: dict[str, str], name: str, tone: str, title: str, said: str) -> None:
     page = Page(pages[name])
     assert page.texts("h1") == [title]
     assert page.texts("title") == [f"{title} – kproxy audit"]
@@ -151,7 +149,7 @@ def test_the_verdict_is_the_first_thing_that_is_said(
 
 
 @pytest.mark.parametrize("name", audit_facts.ALL)
-def test_the_page_is_whole_and_asks_for_nothing(pages: dict[str, str], name: str) -> None:
+def test_page_is_complete_and_loads_nothing(pages: dict[str, str], name: str) -> None:
     text = pages[name]
     page = Page(text)
     tags = {tag for tag, _ in page.elements}
@@ -176,7 +174,7 @@ def test_the_page_is_whole_and_asks_for_nothing(pages: dict[str, str], name: str
 
 
 @pytest.mark.parametrize("name", audit_facts.ALL)
-def test_drawings_have_a_text_and_the_colours_of_the_page(pages: dict[str, str], name: str) -> None:
+def test_drawings_have_text_and_the_pages_colours(pages: dict[str, str], name: str) -> None:
     page = Page(pages[name])
     drawings = [attributes for tag, attributes in page.elements if tag == "svg" and attributes.get("role") == "img"]
     expected = 0 if name == "empty" else 4
@@ -218,7 +216,7 @@ def test_the_numbers_are_those_of_the_audit(pages: dict[str, str]) -> None:
         assert told in page.words
 
 
-def test_what_is_not_shown_is_summed_and_said(pages: dict[str, str]) -> None:
+def test_hidden_rows_are_summed_and_mentioned(pages: dict[str, str]) -> None:
     facts = audit_facts.huge()
     page = Page(pages["huge"])
     assert len(facts.partitions) == 60
@@ -237,7 +235,7 @@ def test_what_is_not_shown_is_summed_and_said(pages: dict[str, str]) -> None:
     assert f"{facts.sums.acked - shown:,}" in page.words
 
 
-def test_each_state_has_a_mark_of_its_own_beside_its_colour(pages: dict[str, str]) -> None:
+def test_each_state_has_a_mark_beside_its_colour(pages: dict[str, str]) -> None:
     keys = re.findall(r"<li><svg[^>]*>(.*?)</svg>(.*?)</li>", pages["huge"])
     marks = {name: re.sub(r'fill="[^"]*"', "", drawing) for drawing, name in keys}
     assert len(marks) == len(State)
@@ -245,7 +243,7 @@ def test_each_state_has_a_mark_of_its_own_beside_its_colour(pages: dict[str, str
     assert len({mark for name, mark in marks.items() if name not in without_mark}) == len(State) - 2
 
 
-def test_what_topics_are_called_is_text_and_nothing_else(pages: dict[str, str]) -> None:
+def test_topic_names_are_escaped_as_text(pages: dict[str, str]) -> None:
     text = pages["hostile"]
     page = Page(text)
     assert "<script" not in text
@@ -262,7 +260,7 @@ def test_what_topics_are_called_is_text_and_nothing_else(pages: dict[str, str]) 
     assert "<b>p</b>" in output.getvalue()
 
 
-def test_a_report_is_the_same_file_whenever_and_wherever_it_is_made(pages: dict[str, str], tmp_path: Path) -> None:
+def test_report_is_identical_at_any_time_and_place(pages: dict[str, str], tmp_path: Path) -> None:
     """In another process, at another place, with another time zone and a matplotlib that is set up to be pink."""
     settings = tmp_path / "matplotlibrc"
     settings.write_text(
@@ -285,7 +283,7 @@ def test_a_report_is_the_same_file_whenever_and_wherever_it_is_made(pages: dict[
     assert other.stdout.decode() == pages["split_brain"]
 
 
-def test_matplotlib_is_left_alone_until_there_is_something_to_draw() -> None:
+def test_matplotlib_is_loaded_only_for_drawings() -> None:
     script = "import sys; from kproxy.pipeline.audit import report_html, report_text; "
     script += "from tests.support.audit import audit_facts; report_html.report_page(audit_facts.empty()); "
     script += "assert 'matplotlib' not in sys.modules; report_html.report_page(audit_facts.tiny()); "
@@ -294,7 +292,7 @@ def test_matplotlib_is_left_alone_until_there_is_something_to_draw() -> None:
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
-def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("the one before")
     write_report(audit_facts.empty(), path)
@@ -316,7 +314,7 @@ def test_clocks_that_are_far_off_spoil_no_report(grid: Grid) -> None:
 
 
 @pytest.mark.parametrize("wide", [True, False])
-def test_times_of_any_length_have_few_ticks_and_no_warning(wide: bool) -> None:
+def test_time_axis_has_few_ticks_and_no_warning(wide: bool) -> None:
     from matplotlib.figure import Figure
 
     begin_ms = 1_763_000_000_000
@@ -334,7 +332,7 @@ def _shown(facts: Facts, width: int = 200) -> list[str]:
     return output.getvalue().splitlines()
 
 
-def test_it_is_said_up_to_when_there_was_anything_to_judge() -> None:
+def test_end_of_judged_time_is_stated() -> None:
     facts = audit_facts.loss()
     read_at = "2026-11-21 21:00:04.000 UTC"
     facts = replace(facts, about={**facts.about, TRAIL_READ: read_at})
@@ -343,14 +341,14 @@ def test_it_is_said_up_to_when_there_was_anything_to_judge() -> None:
 
 
 @pytest.mark.parametrize("name", audit_facts.ALL)
-def test_the_terminal_has_the_verdict_in_its_first_line_and_some_dozens_more(name: str) -> None:
+def test_terminal_report_begins_with_verdict_and_stays_short(name: str) -> None:
     facts = audit_facts.ALL[name]()
     lines = _shown(facts)
     assert lines[0] == f"{headline(facts.verdict)}. {summary(facts.verdict)}"
     assert len(lines) < 60
 
 
-def test_the_terminal_tells_partitions_and_findings() -> None:
+def test_terminal_shows_partitions_and_findings() -> None:
     text = "\n".join(_shown(audit_facts.split_brain()))
     row = next(line for line in text.splitlines() if "orders/1 " in line)
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]
@@ -360,7 +358,7 @@ def test_the_terminal_tells_partitions_and_findings() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_a_narrow_terminal_has_fewer_columns_and_no_cut_numbers(width: int) -> None:
+def test_narrow_terminal_drops_columns_and_cuts_no_numbers(width: int) -> None:
     lines = _shown(audit_facts.split_brain(), width)
     table = [line for line in lines if line.startswith(("┃", "│"))]
     assert all(len(line) <= width for line in table)
@@ -387,7 +385,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_cut_numbers(width: int) -> N
         (Verdict(Sums()), 0, 0),
     ],
 )
-def test_the_exit_status_is_1_where_something_is_wrong(verdict: Verdict, status: int, strict: int) -> None:
+def test_exit_status_is_1_for_findings(verdict: Verdict, status: int, strict: int) -> None:
     assert verdict.exit_status() == status
     assert verdict.exit_status(strict=True) == strict
     assert verdict.clean == (headline(verdict) in ("Clean", "Clean, duplicates not known"))
@@ -421,7 +419,7 @@ def test_times_are_utc() -> None:
     assert utc(2**62) == "4,611,686,018,427,387,904 ms after 1970"
 
 
-def test_what_was_not_checked_is_in_the_tables_of_both(pages: dict[str, str]) -> None:
+def test_unchecked_batches_are_in_both_reports(pages: dict[str, str]) -> None:
     page, shown = Page(pages["unchecked"]), "\n".join(_shown(audit_facts.unchecked()))
     for told in (page.words, shown):
         assert "unchecked" in told
@@ -430,7 +428,7 @@ def test_what_was_not_checked_is_in_the_tables_of_both(pages: dict[str, str]) ->
     assert "corrupt batches" not in page.texts("th")
 
 
-def test_what_cannot_be_there_twice_or_not_is_told_of_each_partition(pages: dict[str, str]) -> None:
+def test_unsequenced_batches_are_counted_by_partition(pages: dict[str, str]) -> None:
     page = Page(pages["unsequenced"])
     assert "in the log more than once; 1,200 batches not checked" in page.words
     assert "unsequenced batches" in page.texts("th")
@@ -448,9 +446,9 @@ def test_what_cannot_be_there_twice_or_not_is_told_of_each_partition(pages: dict
         (Sums(unclaimed=5, unsequenced=2), "nothing"),
     ],
 )
-def test_a_partitions_word_says_no_more_than_the_headline(sums: Sums, word: str) -> None:
+def test_partition_verdict_says_no_more_than_headline(sums: Sums, word: str) -> None:
     assert partition_verdict(sums) == word
 
 
-def test_one_record_that_is_gone_is_one() -> None:
+def test_single_lost_record_counts_as_one() -> None:
     assert "1 record is gone with" in summary(Verdict(Sums(1, acked=2, present=1, gone=1, unproven=1)))

@@ -14,7 +14,7 @@ from kproxy.pipeline import session
 from kproxy.pipeline.session import PACKAGES, package_archive
 
 
-def test_the_packages_are_in_it_with_their_data_and_without_what_is_compiled(tmp_path: Path) -> None:
+def test_archive_has_packages_with_data_without_compiled_files(tmp_path: Path) -> None:
     names = zipfile.ZipFile(package_archive(tmp_path / "new")).namelist()
     assert {name.split("/")[0] for name in names} == set(PACKAGES)
     assert "kproxy/pipeline/audit/log_source.py" in names
@@ -26,7 +26,7 @@ def test_the_same_packages_make_the_same_archive(tmp_path: Path) -> None:
     assert package_archive(tmp_path / "a").read_bytes() == package_archive(tmp_path / "b").read_bytes()
 
 
-def test_it_needs_no_installed_package(tmp_path: Path) -> None:
+def test_archive_needs_no_installed_package(tmp_path: Path) -> None:
     """Reading a log, but for what Spark brings; the codecs of kafka-python find their schemas in the archive."""
     program = (
         "import kproxy.pipeline.audit.log_reader, kproxy.pipeline.audit.log_options as options\n"
@@ -40,9 +40,7 @@ def test_it_needs_no_installed_package(tmp_path: Path) -> None:
     assert done.stdout.strip() == f"{archive}/kproxy/pipeline/audit/log_options.py", done.stderr
 
 
-def test_an_archive_that_cannot_be_finished_leaves_the_one_of_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_archive_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = package_archive(tmp_path).read_bytes()
     monkeypatch.setattr(session, "PACKAGES", ("kproxy_codec", "no_such_package"))
     with pytest.raises(StartupError, match=r"^The package no_such_package is not installed as files"):

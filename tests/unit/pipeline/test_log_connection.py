@@ -73,9 +73,7 @@ def listening(behaviour: Behaviour) -> Iterator[Address]:
     ("behaviour", "protocol"),
     [(answers_http, "HTTP"), (waits_for_a_line, "HTTP"), (closes_what_is_no_http, "HTTP"), (alerts, "TLS")],
 )
-def test_what_speaks_something_else_is_named_at_once(
-    behaviour: Behaviour, protocol: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_protocol_is_named_at_once(behaviour: Behaviour, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy.pipeline.audit.run.TOPICS_TIMEOUT_S", 3 * SOON_S)
     began = time.monotonic()
     with listening(behaviour) as address, pytest.raises(StartupError) as raised:
@@ -93,11 +91,11 @@ def is_slow(handler: socketserver.StreamRequestHandler) -> None:
 
 
 @pytest.mark.parametrize("behaviour", [is_silent, is_slow])
-def test_who_may_speak_kafka_is_waited_for(behaviour: Behaviour) -> None:
+def test_possible_broker_is_waited_for(behaviour: Behaviour) -> None:
     with listening(behaviour) as address, pytest.raises(BrokerFailed, match="no answer in time"):
         LogConnection(address, timeout_s=1.5)
 
 
-def test_what_is_no_broker_is_no_passing_failure() -> None:
+def test_non_broker_is_a_permanent_failure() -> None:
     with listening(answers_http) as address, pytest.raises(LogReadFailed, match=f"^{address} speaks HTTP"):
         LogConnection(address, timeout_s=60.0)

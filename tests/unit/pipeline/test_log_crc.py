@@ -40,16 +40,16 @@ def without_crc32c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "kproxy_codec.record_crc", raising=False)
 
 
-def test_a_batch_that_is_corrupt_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrupt_batch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert crc_ok("auto", monkeypatch) == [False]
 
 
 @pytest.mark.usefixtures("without_crc32c")
-def test_without_crc32c_it_is_unchecked_and_neither_whole_nor_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_crc32c_leaves_batches_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert crc_ok("auto", monkeypatch) == [None]
 
 
 @pytest.mark.usefixtures("without_crc32c")
-def test_without_crc32c_who_wants_it_checked_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_crc32c_fails_a_requested_check(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LogReadFailed, match=r"^An executor has no crc32c"):
         crc_ok("true", monkeypatch)

@@ -27,9 +27,7 @@ LOGS = st.dictionaries(
 
 
 @given(LOGS, st.integers(1, 40))
-def test_every_offset_is_in_one_range_and_no_piece_has_too_many(
-    logs: dict[TopicPartition, tuple[int, int]], most: int
-) -> None:
+def test_ranges_cover_every_offset_within_size_limit(logs: dict[TopicPartition, tuple[int, int]], most: int) -> None:
     starts = {which: start for which, (start, _) in logs.items()}
     ends = {which: end for which, (_, end) in logs.items()}
     pieces = cut(starts, ends, most)
@@ -46,7 +44,7 @@ def test_every_offset_is_in_one_range_and_no_piece_has_too_many(
     ("offsets", "pieces", "largest"),
     [(0, 0, 0), (9_000, 1, 9_000), (64_000, 2, 50_000), (3_200_000, LEAST_PIECES, 200_000), (10**8, 100, 10**6)],
 )
-def test_a_long_log_is_read_by_many_tasks_and_a_short_one_by_few(offsets: int, pieces: int, largest: int) -> None:
+def test_task_count_follows_the_log_length(offsets: int, pieces: int, largest: int) -> None:
     found = cut({T0: 0}, {T0: offsets}, None)
     assert len(found) == pieces
     assert max((each.end - each.start for piece in found for each in piece), default=0) == largest
@@ -67,17 +65,17 @@ def test_offsets_are_read_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     "text", ["", "now", "5", "[]", '{"t": 5}', '{"t": {"a": 5}}', '{"t": {"0": null}}', '{"t":{"0":-3}}']
 )
-def test_offsets_that_are_none_are_refused_with_the_option_in_the_text(text: str) -> None:
+def test_invalid_offsets_are_refused_naming_the_option(text: str) -> None:
     with pytest.raises(LogReadFailed, match="endOffsets"):
         parse_offsets(text, "endOffsets")
 
 
-def test_offsets_of_what_is_not_read_are_refused() -> None:
+def test_offsets_of_unread_partitions_are_refused() -> None:
     with pytest.raises(LogReadFailed, match="endOffsets mentions topic t, partition 1,"):
         expect_partitions([T0, T1], [T0], "endOffsets")
 
 
-def test_a_pattern_matches_whole_names_and_nobodys_own_topics() -> None:
+def test_pattern_matches_whole_names_without_internal_topics() -> None:
     topics = ["orders", "orders-2", "__kproxy_audit", "__consumer_offsets", "reorders"]
     assert matching(topics, "orders.*") == ["orders", "orders-2"]
     assert matching(topics, ".*") == ["orders", "orders-2", "reorders"]
@@ -108,6 +106,6 @@ def test_options_have_their_names_in_any_case() -> None:
         ({"topic": "t"}, "no option topic; there are bootstrap, topics,"),
     ],
 )
-def test_options_that_say_nothing_useful_are_refused(changed: dict[str, str], said: str) -> None:
+def test_invalid_log_options_are_refused(changed: dict[str, str], said: str) -> None:
     with pytest.raises(LogReadFailed, match=said):
         read_options({"bootstrap": "h:1", "topics": "t", **changed})

@@ -21,7 +21,7 @@ ENDS = '{"a":{"0":100,"1":50},"b":{"0":7}}'
         ({TopicPartition("a", 1): 60, TopicPartition("a", 2): 0}, {"a": {"0": 100, "1": 50}, "b": {"0": 7}}),
     ],
 )
-def test_a_log_is_read_from_the_first_offset_that_is_needed(
+def test_log_is_read_from_first_needed_offset(
     first: dict[TopicPartition, int], starts: dict[str, dict[str, int]]
 ) -> None:
     assert json.loads(starts_at_or_before(first, ENDS)) == starts

@@ -34,7 +34,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("report", TOLD)
-def test_why_the_connector_was_not_downloaded_is_told(report: str) -> None:
+def test_reason_for_missing_connector_download_is_reported(report: str) -> None:
     told = str(not_downloaded((REPORTS / f"{report}.txt").read_text()))
     assert told.startswith("Spark could not download its Kafka connector")
     assert TOLD[report] in told
@@ -42,5 +42,5 @@ def test_why_the_connector_was_not_downloaded_is_told(report: str) -> None:
     assert ("check the network" in told) == (report in ("refused", "unknown_host"))
 
 
-def test_what_has_failed_otherwise_is_not_for_want_of_jars() -> None:
+def test_other_failures_are_not_blamed_on_jars() -> None:
     assert not_downloaded("Java heap space") is None

@@ -14,14 +14,14 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_an_empty_directory_that_has_come_goes_and_its_parent_with_it(tmp_path: Path) -> None:
+def test_new_empty_directory_is_removed_with_its_parent(tmp_path: Path) -> None:
     artifacts = Artifacts()
     (tmp_path / "artifacts" / "spark-1").mkdir(parents=True)
     artifacts.remove()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_there_before_and_what_holds_anything_stays(tmp_path: Path) -> None:
+def test_existing_or_filled_directories_stay(tmp_path: Path) -> None:
     directory = tmp_path / "artifacts"
     (directory / "spark-before").mkdir(parents=True)
     artifacts = Artifacts()
@@ -32,7 +32,7 @@ def test_what_was_there_before_and_what_holds_anything_stays(tmp_path: Path) -> 
     assert {path.name for path in directory.iterdir()} == {"spark-before", "spark-full", "mine"}
 
 
-def test_a_directory_of_that_name_that_is_somebodys_stays_though_it_is_empty(tmp_path: Path) -> None:
+def test_existing_empty_artifacts_directory_stays(tmp_path: Path) -> None:
     (tmp_path / "artifacts").mkdir()
     Artifacts().remove()
     assert (tmp_path / "artifacts").is_dir()

@@ -33,11 +33,11 @@ JAVA = Java(Path("/jvm/17"), Path("/jvm/17/bin/java"), 17, "PATH")
         ("k8s://https://k8s:6443", False, False),
     ],
 )
-def test_a_master_says_where_tasks_run(master: str, here: bool, one_process: bool) -> None:
+def test_master_decides_where_tasks_run(master: str, here: bool, one_process: bool) -> None:
     assert (on_this_machine(master), in_one_process(master)) == (here, one_process)
 
 
-def test_on_a_cluster_its_configuration_is_in_force_but_the_session_is_ours(tmp_path: Path) -> None:
+def test_cluster_configuration_applies_except_session_settings(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     theirs = {"SPARK_HOME": str(tmp_path), "HADOOP_CONF_DIR": "/etc/hadoop", "PYSPARK_PYTHON": "/venv/bin/python"}
     never = {"SPARK_REMOTE": "sc://far.example", "PYSPARK_SUBMIT_ARGS": "--master local", "PYSPARK_GATEWAY_PORT": "1"}
@@ -54,7 +54,7 @@ def test_on_a_cluster_its_configuration_is_in_force_but_the_session_is_ours(tmp_
     assert worker_python({}, "yarn") is None
 
 
-def test_a_driver_on_a_cluster_is_not_bound_to_this_machine(tmp_path: Path) -> None:
+def test_driver_on_a_cluster_binds_no_local_address(tmp_path: Path) -> None:
     here = spark_settings(JAVA, tmp_path, tmp_path, app_name="job", master="local[2]")
     there = spark_settings(JAVA, tmp_path, tmp_path, app_name="job", master="spark://spark:7077")
 
@@ -65,7 +65,7 @@ def test_a_driver_on_a_cluster_is_not_bound_to_this_machine(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("setting", ["spark.ui.port", "ui.port=4040", "=x"])
-def test_a_setting_that_is_none_is_refused(setting: str) -> None:
+def test_invalid_setting_is_refused(setting: str) -> None:
     with pytest.raises(StartupError, match="is not a Spark setting"):
         session_options("job", None, None, (setting,))
 

@@ -66,7 +66,7 @@ class Upstream(AnswerReader):
 
 
 @pytest.mark.parametrize("microseconds", [0, 3, 30, 100])
-def test_a_flood_of_answers_takes_one_turn_at_a_time(microseconds: int) -> None:
+def test_answer_flood_takes_one_turn_at_once(microseconds: int) -> None:
     upstream = Upstream(microseconds * 1e-6)
     left = memoryview(upstream.await_answers(10_000))
     turns = 0
@@ -92,13 +92,13 @@ def test_answers_that_become_slow_make_one_turn_long() -> None:
         assert upstream.now - began <= TURN_S
 
 
-def test_one_slow_answer_is_the_last_of_its_turn() -> None:
+def test_slow_answer_is_the_last_of_its_turn() -> None:
     upstream = Upstream(1.1 * TURN_S)
     upstream.turn(memoryview(upstream.await_answers(1)))
     assert upstream.rests
 
 
-def test_few_answers_let_nobody_rest() -> None:
+def test_few_answers_cause_no_yield() -> None:
     upstream = Upstream(TURN_S / 10)
     assert not upstream.turn(memoryview(upstream.await_answers(LEAST_READ_BYTES // ANSWER_BYTES // 2)))
     assert not upstream.rests

@@ -24,12 +24,12 @@ def keys_of(*handlings: Handling) -> set[int]:
     return {key for key, api in APIS.items() if api.handling in handlings}
 
 
-def test_every_api_key_with_a_name_has_a_row() -> None:
+def test_every_named_api_key_has_a_row() -> None:
     """So whatever the code handles or refuses by name has one."""
     assert set(APIS) == NAMED - {keys.NEVER_FLEXIBLE}
 
 
-def test_the_code_handles_what_the_table_says() -> None:
+def test_code_handles_every_row_of_the_table() -> None:
     assert keys_of(Handling.SPLIT) == set(_PARTITIONED)
     assert {key for key, api in APIS.items() if api.names_brokers} == {*cluster.RENAMED, keys.FIND_COORDINATOR}
     assert keys_of(*KEY_TYPES) >= coordination.TELL_ERRORS | set(coordination.REFUSED_BY_PARTITION)
@@ -38,7 +38,7 @@ def test_the_code_handles_what_the_table_says() -> None:
 
 
 @pytest.mark.parametrize("can_answer", [(), (keys.OWN,), tuple(SASL)])
-def test_the_versions_offered_before_a_broker_of_everything_are_those_of_the_table(can_answer: tuple[int, ...]) -> None:
+def test_versions_before_capable_broker_are_the_tables(can_answer: tuple[int, ...]) -> None:
     everything = BrokerApis(dict.fromkeys(range(1 << 15), (0, 1 << 10)))
     ranges = {key: APIS[key].versions for key in can_answer}
     offered = offer([everything], can_answer=ranges).ranges
@@ -47,7 +47,7 @@ def test_the_versions_offered_before_a_broker_of_everything_are_those_of_the_tab
     assert offer([], can_answer=ranges).ranges == offered
 
 
-def test_what_is_refused_is_not_offered_and_needs_no_permission() -> None:
+def test_refused_api_is_not_offered_or_permitted() -> None:
     for key, api in APIS.items():
         if api.handling is Handling.REFUSED:
             assert api.versions == NOT_SERVED
@@ -55,7 +55,7 @@ def test_what_is_refused_is_not_offered_and_needs_no_permission() -> None:
             assert key not in proxy_ranges()
 
 
-def test_every_api_that_concerns_a_resource_needs_a_permission() -> None:
+def test_every_resource_api_needs_a_permission() -> None:
     assert {key for key, api in SERVED.items() if not api.needs} == {keys.API_VERSIONS, keys.DESCRIBE_CLUSTER, *SASL}
 
 
@@ -76,7 +76,7 @@ def test_a_request_that_changes_something_is_not_repeated() -> None:
     assert {key for key, api in APIS.items() if not api.repeatable} == changes
 
 
-def test_the_page_names_every_api_once_with_its_versions() -> None:
+def test_page_names_every_api_once_with_versions() -> None:
     spec = importlib.util.spec_from_file_location("protocol_support", REPOSITORY / "scripts/protocol_support.py")
     assert spec is not None
     assert spec.loader is not None

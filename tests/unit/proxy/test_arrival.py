@@ -35,16 +35,14 @@ def cut_after(bytes_per_s: float, *, first: int = 0, seconds: float = 60.0, pres
         (0, 50 << 20, True, 2 * PRESSED.window_s),
     ],
 )
-def test_a_frame_is_cut_when_a_whole_window_brings_too_little(
-    bytes_per_s: float, first: int, pressed: bool, cut: float | None
-) -> None:
+def test_slow_frame_is_cut_after_a_window(bytes_per_s: float, first: int, pressed: bool, cut: float | None) -> None:
     found = cut_after(bytes_per_s, first=first, pressed=pressed)
     assert (found is None) == (cut is None)
     if found is not None and cut is not None:
         assert found == pytest.approx(cut, abs=2 * TICK_S)
 
 
-def test_time_in_which_we_did_not_read_does_not_count() -> None:
+def test_time_without_reading_does_not_count() -> None:
     arrival = Arrival()
     assert not arrival.is_too_slow(9.0, began=0.0, arrived=4, pauses=0, pressed=False)
     # Not read from here until 100, and again until 200.
@@ -54,7 +52,7 @@ def test_time_in_which_we_did_not_read_does_not_count() -> None:
     assert arrival.is_too_slow(210.0, began=0.0, arrived=4, pauses=2, pressed=False)
 
 
-def test_a_pause_before_a_frame_was_first_looked_at_does_not_count_either() -> None:
+def test_time_before_first_check_does_not_count() -> None:
     arrival = Arrival()
     assert not arrival.is_too_slow(100.0, began=0.0, arrived=4, pauses=1, pressed=False)
     assert not arrival.is_too_slow(109.0, began=0.0, arrived=4, pauses=1, pressed=False)

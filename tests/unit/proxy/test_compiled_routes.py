@@ -70,7 +70,7 @@ class Client:
 
 
 @pytest.mark.parametrize("mode", ["maybe", ""])
-def test_a_mode_that_does_not_exist_is_refused_in_a_sentence(mode: str) -> None:
+def test_unknown_mode_is_refused(mode: str) -> None:
     ended = run_kproxy("serve", "--etcd", "a:1", environ={"KPROXY_PLAIN": mode})
     assert ended.status == 2
     assert ended.stderr == (
@@ -87,7 +87,7 @@ def test_topics_without_a_proven_route_leave_nothing_behind() -> None:
 
 
 @is_compiled
-def test_the_routes_of_proven_partitions_are_kept_until_the_core_has_other_ones() -> None:
+def test_proven_routes_are_kept_until_core_changes_them() -> None:
     client = Client()
     client.proven |= {(b"t", 7), (b"u", 0)}
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_the_routes_of_proven_partitions_are_kept_until_the_core_has_other_ones(
 
 
 @is_compiled
-def test_what_is_kept_has_a_bound() -> None:
+def test_kept_routes_are_bounded() -> None:
     client = Client()
     highest = MOST_PLACES // 2
     client.proven |= {(name.encode(), highest) for name in "abcd"}
@@ -119,7 +119,7 @@ def test_what_is_kept_has_a_bound() -> None:
 
 
 @is_compiled
-def test_a_route_to_a_topic_that_may_not_be_written_is_not_kept() -> None:
+def test_route_to_forbidden_topic_is_not_kept() -> None:
     client = Client(lambda topic: topic == b"t")
     client.proven |= {(b"t", 0), (b"u", 0)}
     for _ in range(2):

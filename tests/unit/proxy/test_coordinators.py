@@ -8,7 +8,7 @@ from kproxy.routing.topology import Address, Topology
 from kproxy_codec.coordination import GROUP, TRANSACTION
 
 
-def test_a_group_is_coordinated_by_its_leases_holder_or_by_a_broker_that_answers() -> None:
+def test_group_coordinator_is_lease_holder_or_live_broker() -> None:
     topology, leases = Topology(), GroupLeases()
     coordinators = LeasedCoordinators(leases, topology)
     assert coordinators.get(GROUP, "g") is None

@@ -45,7 +45,7 @@ class Share:
 
 
 @pytest.mark.parametrize("messages", [1, 200])
-async def test_outboxes_of_one_step_write_once_and_hold_little_memory(messages: int) -> None:
+async def test_outboxes_write_once_a_step_with_little_memory(messages: int) -> None:
     loop = asyncio.get_running_loop()
     transports = [Transport() for _ in range(OUTBOXES if messages == 1 else 100)]
     outboxes = [Outbox(loop, cast(asyncio.Transport, each), flushes_of(loop)) for each in transports]

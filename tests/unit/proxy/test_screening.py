@@ -49,7 +49,7 @@ def access() -> ClientAccess:
     return AccessControl(lambda: rules, Counter()).client()
 
 
-async def test_many_denied_keys_cost_as_much_as_their_number(access: ClientAccess) -> None:
+async def test_denied_keys_cost_time_linear_in_number(access: ClientAccess) -> None:
     """Each key was looked up in the list of all that are denied: 20,000 took six seconds of a CPU."""
     frame = request(keys.FIND_COORDINATOR, 4, key_type=0, coordinator_keys=[f"{number:x}" for number in range(20_000)])
     began = time.process_time()
@@ -61,7 +61,7 @@ async def test_many_denied_keys_cost_as_much_as_their_number(access: ClientAcces
 
 
 @pytest.mark.parametrize("is_enforced", [True, False])
-def test_of_many_denials_of_a_request_the_first_is_logged_and_all_are_counted(is_enforced: bool) -> None:
+def test_first_denial_is_logged_and_all_are_counted(is_enforced: bool) -> None:
     """A line for each, of which most were left out at once, took 50 ms of the event loop for 4,096 topics."""
     counters: Counter[str] = Counter()
     rules = Rules([])
@@ -75,7 +75,7 @@ def test_of_many_denials_of_a_request_the_first_is_logged_and_all_are_counted(is
     assert counters == {f"access.{'denied' if is_enforced else 'dry_run'}.write.topic": 4_096}
 
 
-async def test_of_many_denials_of_a_control_request_the_first_is_logged() -> None:
+async def test_first_denial_of_control_request_is_logged() -> None:
     counters: Counter[str] = Counter()
     rules = Rules([])
     screen = Screen(AccessControl(lambda: rules, counters).client(), Topology())
@@ -87,7 +87,7 @@ async def test_of_many_denials_of_a_control_request_the_first_is_logged() -> Non
     assert counters == {"access.denied.delete.topic": 10}
 
 
-def test_a_client_has_changed_permissions_only_where_a_change_concerns_it() -> None:
+def test_permissions_change_only_for_affected_clients() -> None:
     """Its routes are forgotten then: rules that change each second cost all clients the routes of all partitions."""
 
     def written(name: str, *topics: str) -> list[Acl]:
@@ -110,7 +110,7 @@ def test_a_client_has_changed_permissions_only_where_a_change_concerns_it() -> N
     assert not alice.may_write(b"a")
 
 
-def test_rules_that_change_while_a_thread_finds_permissions_count_afterwards() -> None:
+def test_rule_change_during_permission_lookup_counts() -> None:
     """A thread that reads a long request found those of the rules before, and they stayed until the next change."""
 
     class Slow(Rules):
@@ -161,7 +161,7 @@ async def screened(screen: Screen, api_key: int, version: int, **fields: object)
     return found, decode_request(api_key, version, found.frame[parse_request_header(found.frame).body_offset :])
 
 
-async def test_pages_of_topics_go_over_those_alone_that_a_client_may_see() -> None:
+async def test_topic_pages_contain_only_visible_topics() -> None:
     """The place at which a next page begins named a topic, also one that the client may not see."""
     key, limit = keys.DESCRIBE_TOPIC_PARTITIONS, 1
     page, sent = await screened(seeing("b", "c", "z"), key, 0, topics=[], response_partition_limit=limit)
@@ -243,7 +243,7 @@ async def test_state_of_share_groups_needs_administration(version: int) -> None:
         assert [each.error_code for each in (answer.coordinators if version >= 4 else [answer])] == [error_code]
 
 
-async def test_a_page_whose_topics_are_gone_is_not_the_last_one() -> None:
+async def test_page_of_deleted_topics_is_not_the_last() -> None:
     key = keys.DESCRIBE_TOPIC_PARTITIONS
     page, sent = await screened(seeing("a", "b", "c"), key, 0, topics=[], response_partition_limit=1)
     assert [each.name for each in sent.topics] == ["a", "b"]
@@ -269,7 +269,7 @@ async def test_a_topic_is_named_or_has_an_id() -> None:
     assert response.error_code == 42
 
 
-async def test_long_requests_are_read_one_at_a_time_and_short_ones_meanwhile(
+async def test_long_requests_are_read_singly_beside_short_ones(
     access: ClientAccess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise those of one client take all threads, and nobody's password is checked."""
@@ -300,7 +300,7 @@ async def test_long_requests_are_read_one_at_a_time_and_short_ones_meanwhile(
     assert most == 1
 
 
-def test_threads_that_read_long_requests_leave_the_event_loop_its_turns(tmp_path: Path) -> None:
+def test_reader_threads_leave_the_event_loop_its_turns(tmp_path: Path) -> None:
     """By default a thread keeps Python's lock for 5 ms at a time: a client that sent 1 MiB of names made each wait."""
     tells = "signal.signal(signal.SIGUSR2, lambda *_: print(sys.getswitchinterval(), flush=True))"
     script = f"import signal, sys\nfrom kproxy.__main__ import main\n{tells}\nsys.exit(main())"

@@ -60,7 +60,7 @@ async def test_failed_step_keeps_others_turn() -> None:
     assert [type(error) for error in reported] == [ZeroDivisionError]
 
 
-async def test_first_step_that_fails_tells_its_caller() -> None:
+async def test_first_failing_step_raises_at_its_caller() -> None:
     turns, taken = Turns(lambda: 0.0), list[int]()
     with pytest.raises(ZeroDivisionError):
         turns.take(lambda: 1 // 0)

@@ -31,13 +31,13 @@ def without(key: int) -> Ranges:
         ([{**ALL, keys.PRODUCE: (50, 60)}], {}, None),
     ],
 )
-def test_produce_is_offered_up_to_what_all_serve(
+def test_produce_is_offered_up_to_common_version(
     upstreams: list[Ranges], caps: dict[int, int], produce: tuple[int, int] | None
 ) -> None:
     assert intersect(upstreams, caps).get(keys.PRODUCE) == produce
 
 
-def test_the_ranges_of_api_versions_are_the_proxys_own() -> None:
+def test_api_versions_ranges_are_the_proxys_own() -> None:
     assert intersect([{}])[keys.API_VERSIONS] == proxy_ranges()[keys.API_VERSIONS]
 
 
@@ -46,13 +46,13 @@ def features_before(*brokers: BrokerApis, produce: int = 13) -> tuple[dict[str, 
     return dict(offered.finalized), offered.epoch
 
 
-def test_without_their_produce_versions_transactions_of_the_first_kind_are_offered() -> None:
+def test_old_produce_versions_offer_only_old_transactions() -> None:
     """KIP-890: a client that is told level 2 and may not send Produce 12 aborts its transactions."""
     assert features_before(NEW, produce=11) == ({TRANSACTIONS: (1, 1), "x": (4, 4)}, 15)
     assert dict(offer([NEW], {keys.PRODUCE: 11}).supported) == {TRANSACTIONS: (0, 1), "x": (1, 5)}
 
 
-def test_a_lower_transaction_version_comes_with_a_higher_epoch() -> None:
+def test_lower_transaction_version_has_higher_epoch() -> None:
     """Java clients ignore finalized features that do not come with a higher epoch than those they know."""
     one = BrokerApis(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
     uncapped = offer([BrokerApis(ALL, {}, {TRANSACTIONS: (1, 1)}, 7)], {keys.PRODUCE: 11})
@@ -60,12 +60,12 @@ def test_a_lower_transaction_version_comes_with_a_higher_epoch() -> None:
     assert features_before(BrokerApis(ALL, {}, {}, 8))[1] > features_before(one)[1]
 
 
-def test_without_transactions_no_transaction_version_is_named() -> None:
+def test_unsupported_transactions_name_no_transaction_version() -> None:
     broker = BrokerApis(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
     assert features_before(broker)[0] == {"x": (4, 4)}
 
 
-def test_finalized_features_are_those_of_the_broker_that_heard_last() -> None:
+def test_finalized_features_come_from_the_latest_broker() -> None:
     late = BrokerApis(ALL, {}, {"x": (3, 3)}, 6)
     mute = BrokerApis(ALL)
     assert features_before(late, BrokerApis(ALL, {}, {"x": (4, 4)}, 9), mute) == ({"x": (4, 4)}, 18)
@@ -73,7 +73,7 @@ def test_finalized_features_are_those_of_the_broker_that_heard_last() -> None:
     assert features_before() == ({}, -1)
 
 
-def test_supported_features_are_what_all_have_in_common() -> None:
+def test_supported_features_are_the_common_ones() -> None:
     brokers = [BrokerApis(ALL, {"x": (1, 5), "y": (1, 2), "z": (0, 3)}), BrokerApis(ALL, {"x": (2, 7), "y": (3, 4)})]
     assert dict(offer(brokers).supported) == {"x": (2, 5)}
 
@@ -89,9 +89,7 @@ def test_supported_features_are_what_all_have_in_common() -> None:
         ({}, {}, True),
     ],
 )
-def test_what_was_told_is_covered_when_all_of_it_is_still_offered(
-    offered: Ranges, wanted: Ranges, covered: bool
-) -> None:
+def test_announced_versions_are_covered_while_all_offered(offered: Ranges, wanted: Ranges, covered: bool) -> None:
     assert covers(offered, wanted) is covered
 
 
@@ -118,7 +116,7 @@ CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
         ([NEW.without([keys.INIT_PRODUCER_ID])], CAN_ANSWER, (keys.INIT_PRODUCER_ID,)),
     ],
 )
-def test_the_proxy_answers_itself_what_brokers_leave_to_it(
+def test_proxy_answers_its_own_apis(
     brokers: list[BrokerApis], can_answer: tuple[int, ...], native: tuple[int, ...]
 ) -> None:
     offered = offer(brokers, {}, {key: APIS[key].versions for key in can_answer})

@@ -66,7 +66,7 @@ def test_0_workers_are_one_for_each_cpu() -> None:
     assert worker_count(0) == (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 
 
-def test_a_worker_is_told_of_writer_groups_and_limits() -> None:
+def test_worker_learns_writer_groups_and_limits() -> None:
     config = load_proxy_config(
         flags={"etcd": "http://e:1", "writer_group": ["t=g"]}, environ={"KPROXY_LIMITS__OWN_TIMEOUT_S": "7"}
     )
@@ -96,7 +96,7 @@ def test_values_of_several_processes_become_one(kind: str, name: str, values: tu
     assert merge(pages) == [family(kind, name, ("a", {}, merged))]
 
 
-def test_labels_keep_apart_what_is_apart_in_whatever_order_they_stand() -> None:
+def test_labels_are_distinct_in_any_order() -> None:
     first = family("counter", "a", ("a_total", {"x": "1", "y": "1"}, 1), ("a_total", {"x": "2", "y": "1"}, 10))
     second = family("counter", "a", ("a_total", {"y": "1", "x": "1"}, 2), ("a_total", {"x": "3", "y": "1"}, 100))
     (merged,) = merge([[first], [second]])
@@ -119,7 +119,7 @@ def page_of(collector: ProxyCollector) -> list[Metric]:
     return parse(render((*own_process(), collector), "")[0])
 
 
-def test_what_a_process_shows_outlives_the_wire_and_its_counts_the_process() -> None:
+def test_process_counts_outlive_the_process() -> None:
     tally = Tally()
     tally.requests[9] = 5
     tally.answered(0.1)
@@ -159,7 +159,7 @@ def test_names_that_clients_choose_outlive_the_wire(topics: list[bytes]) -> None
     assert page_of(collector) == list(collector.collect())
 
 
-def test_a_name_that_no_topic_can_have_makes_no_line_of_its_own() -> None:
+def test_invalid_topic_name_makes_no_series() -> None:
     """A reader of `/metrics` would take seconds for some dozens."""
     tally = Tally()
     for n in range(3):
@@ -168,12 +168,12 @@ def test_a_name_that_no_topic_can_have_makes_no_line_of_its_own() -> None:
     assert tally.drops == {OTHER_TOPICS: {3: 3}, b"a" * 249: {3: 1}}
 
 
-def test_every_fold_is_of_a_gauge_that_there_is() -> None:
+def test_every_fold_names_an_existing_gauge() -> None:
     kinds = {each.name: each.type for each in collector_of(Tally()).collect()}
     assert {name: kinds.get(name) for name in FOLDS} == dict.fromkeys(FOLDS, "gauge")
 
 
-def test_a_broker_is_up_where_all_processes_say_so() -> None:
+def test_broker_is_up_when_all_processes_agree() -> None:
     up, down = BrokerVitals(True), BrokerVitals(False)
     said = ({1: up, 2: down}, {1: up, 2: up, 3: up})
     shown = {
@@ -207,7 +207,7 @@ def test_workers_are_ready_while_one_of_them_is(said: list[Readiness], ready: bo
     assert combine_readiness(dict(enumerate(said, 1))) == Readiness(ready, text)
 
 
-async def test_the_longest_reports_and_shares_fit_into_a_frame_and_longer_ones_are_refused() -> None:
+async def test_longest_reports_fit_a_frame() -> None:
     ours, theirs = socket.socketpair()
     supervisor, worker = await Channel.over(ours), await Channel.over(theirs)
     keys = [n.to_bytes(DIGEST_BYTES, "big") for n in range(MOST_CHANGES + 1)]

@@ -41,7 +41,7 @@ HISTORIES: dict[str, list[tuple[str, float, bool]]] = {
 
 
 @pytest.mark.parametrize("name", HISTORIES)
-def test_what_opens_and_closes_it(name: str) -> None:
+def test_breaker_opens_and_closes_as_listed(name: str) -> None:
     breaker = Breaker(TIMEOUT_S)
     for event, now, is_open in HISTORIES[name]:
         if event in ("asked", "heard"):
@@ -56,7 +56,7 @@ def test_what_opens_and_closes_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("timeout_s", "patiences"), [(2.0, [2, 2, 4, 8, 8]), (0.5, [0.5, 0.5, 1, 2, 4]), (10.0, [10, 10, 10, 10, 10])]
 )
-def test_the_longer_it_hangs_the_longer_each_probe_is_waited_for(timeout_s: float, patiences: list[float]) -> None:
+def test_probe_timeout_grows_with_the_hang(timeout_s: float, patiences: list[float]) -> None:
     breaker = Breaker(timeout_s)
     waited = []
     for _ in patiences:
@@ -69,7 +69,7 @@ def test_the_longer_it_hangs_the_longer_each_probe_is_waited_for(timeout_s: floa
     assert breaker.patience_s == timeout_s
 
 
-def test_a_broker_that_stays_down_is_dialled_more_and_more_slowly_once_a_second_at_last() -> None:
+def test_down_broker_is_dialled_ever_more_slowly() -> None:
     redial, now = Redial(), 100.0
     assert redial.is_due(now)
     pauses = []
@@ -97,7 +97,7 @@ def test_a_broker_that_stays_down_is_dialled_more_and_more_slowly_once_a_second_
         (0, 0, 3, 2.5, True),
     ],
 )
-def test_a_connection_is_cut_off_where_nothing_is_acknowledged(
+def test_connection_without_acknowledgements_is_cut(
     unacknowledged: int, retransmits: int, probes: int, silent_s: float, cut_off: bool
 ) -> None:
     assert cut_off is is_cut_off(

@@ -26,7 +26,7 @@ def parts_of(play: Playbook) -> list[tuple[int, int]]:
 # Parts
 
 
-def test_a_request_with_one_owner_goes_whole_and_others_in_parts() -> None:
+def test_request_is_sent_whole_or_in_parts() -> None:
     play = Playbook({"t": [1, 1, 2], "u": [2]})
     assert play.submits(1, "t-0 t-1") == ["send #1 b1/c1: 1 t-0 t-1"]
     assert play.aside == []
@@ -35,7 +35,7 @@ def test_a_request_with_one_owner_goes_whole_and_others_in_parts() -> None:
     assert parts_of(play) == [(-1, 1), (1, 2), (2, 2)]
 
 
-def test_what_is_sent_again_is_one_part_among_others() -> None:
+def test_retry_is_one_part_among_others() -> None:
     play = Playbook()
     play.fetches(1, "t-0")
     play.answers(1, "t-0=6")
@@ -43,7 +43,7 @@ def test_what_is_sent_again_is_one_part_among_others() -> None:
     assert parts_of(play) == [(-1, 1), (1, 2)]
 
 
-def test_a_part_says_among_how_many_it_shares_what_a_read_may_bring() -> None:
+def test_part_of_a_read_states_its_share() -> None:
     play = Playbook()
     play.fetches(1, "t-0 t-1 t-2")
     play.fetches(2, "t-0 t-1 t-2")
@@ -55,7 +55,7 @@ def test_a_part_says_among_how_many_it_shares_what_a_read_may_bring() -> None:
     assert play.exchanges[2].splitter(2) is play.exchanges[2].splitter(2)
 
 
-def test_an_answer_has_the_partitions_in_the_order_of_the_request() -> None:
+def test_answer_has_partitions_in_request_order() -> None:
     play = Playbook({"t": [1, 2, 1], "u": [2]})
     play.submits(1, "t-2 t-1 u-0 t-0")
     assert play.answers(2, "u-0 t-1") == []
@@ -63,7 +63,7 @@ def test_an_answer_has_the_partitions_in_the_order_of_the_request() -> None:
     assert play.answers(1, "t-0 t-2") == ["answer 1: t-2@10 t-1@20 u-0@20 t-0@10"]
 
 
-def test_a_whole_answer_in_another_order_is_brought_in_order() -> None:
+def test_whole_answer_is_put_into_request_order() -> None:
     play = Playbook({"t": [1, 1]})
     play.submits(1, "t-0 t-1")
     assert play.answers(1, "t-1@5 t-0@4") == ["answer 1: t-0@4 t-1@5"]
@@ -72,7 +72,7 @@ def test_a_whole_answer_in_another_order_is_brought_in_order() -> None:
     assert play.answers(2, "t-1@7 t-0@6") == ["answer 2: t-0@6 t-1@7"]
 
 
-def test_a_whole_success_is_handed_on_as_it_came_but_for_its_number() -> None:
+def test_whole_success_is_forwarded_with_new_number() -> None:
     play = Playbook()
     play.fetches(1, "t-0")
     exchange = play.exchanges[1]
@@ -84,7 +84,7 @@ def test_a_whole_success_is_handed_on_as_it_came_but_for_its_number() -> None:
     assert exchange._results is None
 
 
-def test_a_whole_success_that_names_a_broker_is_not_handed_on_as_it_came() -> None:
+def test_whole_success_naming_a_broker_is_rewritten() -> None:
     """KIP-951: what a read may say beside its topics is where brokers are."""
     play = Playbook()
     play.fetches(1, "t-0")
@@ -103,7 +103,7 @@ def test_the_proxys_throttle_time_is_the_brokers_longest() -> None:
     assert play.answers(3, "t-2", throttle_ms=30) == ["answer 1: t-0@10 t-1@20 t-2@30 throttle 50"]
 
 
-def test_a_throttle_time_said_with_a_refusal_is_not_forgotten() -> None:
+def test_throttle_time_of_a_refusal_is_kept() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0=6", throttle_ms=20)
@@ -111,7 +111,7 @@ def test_a_throttle_time_said_with_a_refusal_is_not_forgotten() -> None:
     assert play.answers(2, "t-0") == ["answer 1: t-0@20 throttle 20"]
 
 
-def test_tagged_fields_that_nobody_knows_survive_the_merge() -> None:
+def test_unknown_tagged_fields_survive_the_merge() -> None:
     play = Playbook()
     play.submits(1, "t-0 t-1")
     for piece, partition, tags in ((1, 0, [(100, b"a"), (102, b"b")]), (2, 1, [(100, b"c"), (101, b"d")])):
@@ -120,7 +120,7 @@ def test_tagged_fields_that_nobody_knows_survive_the_merge() -> None:
     assert play.exchanges[1]._tags == [(100, b"a"), (101, b"d"), (102, b"b")]
 
 
-def test_an_acknowledgement_is_noted_with_its_broker_before_its_answer() -> None:
+def test_acknowledgement_is_noted_before_its_answer() -> None:
     play = Playbook({"t": [1, 1, 2]})
     play.submits(1, "t-0 t-1 t-2")
     assert play.answers(1, "t-0 t-1=87") == []
@@ -130,7 +130,7 @@ def test_an_acknowledgement_is_noted_with_its_broker_before_its_answer() -> None
 
 
 @pytest.mark.parametrize("asks", ["a read", "acks=0"])
-def test_what_nobody_is_told_of_or_appended_is_not_noted(asks: str) -> None:
+def test_unreported_or_unappended_batch_is_not_noted(asks: str) -> None:
     play = Playbook()
     if asks == "a read":
         play.fetches(1, "t-0 t-1")
@@ -157,14 +157,14 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_an_answer_that_is_none_to_its_piece_ends_the_connection(kind: str) -> None:
+def test_mismatching_answer_ends_the_connection(kind: str) -> None:
     play = Playbook({"t": [1, 1]})
     play.submits(1, "t-0 t-1", producer=None)
     assert play.answers(1, UNREADABLE[kind]) == ["answer 1: t-0=7 t-1=7", "distrust c1"]
     assert play.loses(1) == []
 
 
-def test_what_was_behind_an_unreadable_answer_is_lost_with_the_connection() -> None:
+def test_requests_behind_unreadable_answer_are_lost() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -179,7 +179,7 @@ def test_what_was_behind_an_unreadable_answer_is_lost_with_the_connection() -> N
     assert play.answers(5, "t-0") == ["answer 2: t-0@50", "send #6 b1/c3: 3 t-0"]
 
 
-def test_a_read_whose_answer_cannot_be_read_is_asked_again() -> None:
+def test_read_with_unreadable_answer_is_asked_again() -> None:
     play = Playbook()
     play.fetches(1, "t-0")
     assert play.answers(1, "u-0=1") == ["distrust c1"]
@@ -191,7 +191,7 @@ def test_a_read_whose_answer_cannot_be_read_is_asked_again() -> None:
 
 
 @pytest.mark.parametrize("event", [5, 6])
-def test_a_read_that_is_refused_is_asked_three_times(event: int) -> None:
+def test_refused_read_is_asked_three_times(event: int) -> None:
     play = Playbook()
     play.fetches(1, "t-0")
     for piece in (1, 2):
@@ -201,7 +201,7 @@ def test_a_read_that_is_refused_is_asked_three_times(event: int) -> None:
     assert play.aside[-1] == f"failed Fetch {event} of b1"
 
 
-def test_a_read_that_is_lost_is_asked_three_times_and_gets_6() -> None:
+def test_lost_read_is_asked_thrice_and_gets_6() -> None:
     play = Playbook()
     play.lists_offsets(1, "t-0")
     for connection in (1, 2):
@@ -210,7 +210,7 @@ def test_a_read_that_is_lost_is_asked_three_times_and_gets_6() -> None:
     assert play.loses(3) == ["answer 1: t-0=6"]
 
 
-def test_reads_of_one_partition_do_not_wait_for_one_another_nor_for_what_is_produced() -> None:
+def test_reads_wait_neither_for_reads_nor_produces() -> None:
     play = Playbook()
     play.fetches(1, "t-0")
     play.answers(1, "t-0=6")
@@ -221,7 +221,7 @@ def test_reads_of_one_partition_do_not_wait_for_one_another_nor_for_what_is_prod
 
 
 @pytest.mark.parametrize("partitions", ["t-0 t-1", ""])
-def test_an_error_of_the_whole_answer_counts_for_each_partition(partitions: str) -> None:
+def test_whole_answer_error_counts_for_each_partition(partitions: str) -> None:
     """Kafka names no partitions then."""
     play = Playbook({"t": [1, 1]})
     play.fetches(1, "t-0 t-1")
@@ -237,7 +237,7 @@ def looking(until_s: float = 1.0) -> Playbook:
     return play
 
 
-def test_a_read_over_brokers_that_found_nothing_is_asked_again_after_a_pause() -> None:
+def test_empty_read_over_brokers_repeats_after_pause() -> None:
     play = looking()
     assert play.answers(2, "t-1") == []
     assert play.exchanges[1].state is ExchangeState.LOOKING
@@ -247,7 +247,7 @@ def test_a_read_over_brokers_that_found_nothing_is_asked_again_after_a_pause() -
     assert play.answers(4, "t-1:100") == ["answer 1: t-0 t-1"]
 
 
-def test_the_pauses_grow_and_the_read_is_answered_when_its_time_is_up() -> None:
+def test_repeated_read_pauses_grow_until_its_time() -> None:
     play = looking(until_s=0.2)
     play.answers(2, "t-1")
     pauses = []
@@ -261,7 +261,7 @@ def test_the_pauses_grow_and_the_read_is_answered_when_its_time_is_up() -> None:
     assert str(play.answered[1]) == "t-0 t-1"
 
 
-def test_enough_is_what_the_fetch_says() -> None:
+def test_min_bytes_decides_when_a_fetch_ends() -> None:
     play = Playbook()
     play.fetches(1, "t-0 t-1", until_s=1, min_bytes=150)
     play.answers(1, "t-0:100")
@@ -275,11 +275,11 @@ def test_enough_is_what_the_fetch_says() -> None:
     assert play.answers(6, "t-1:50") == ["answer 1: t-0 t-1"]
 
 
-def test_an_error_is_not_waited_upon() -> None:
+def test_error_ends_a_waiting_fetch() -> None:
     assert looking().answers(2, "t-1=1") == ["answer 1: t-0 t-1=1"]
 
 
-def test_an_error_of_the_proxys_own_is_not_waited_upon_either() -> None:
+def test_own_error_ends_the_repeated_read() -> None:
     play = Playbook({"t": [1, 42]})
     assert play.fetches(1, "t-0 t-1", until_s=5) == ["send #1 b1/c1: 1 t-0"]
     assert play.answers(1, "t-0") == []
@@ -287,20 +287,20 @@ def test_an_error_of_the_proxys_own_is_not_waited_upon_either() -> None:
     assert play.wakes() == ["answer 1: t-0 t-1=6"]
 
 
-def test_a_read_of_one_broker_waits_there_and_does_not_look_again() -> None:
+def test_read_of_one_broker_waits_at_the_broker() -> None:
     play = Playbook()
     play.fetches(1, "t-0", until_s=1)
     assert play.answers(1, "t-0") == ["answer 1: t-0"]
 
 
-def test_a_read_that_looks_again_goes_to_the_owner_of_then() -> None:
+def test_repeated_read_goes_to_the_current_owner() -> None:
     play = looking()
     play.answers(2, "t-1")
     play.moves("t-1", 3)
     assert play.wakes() == ["send #3 b1/c1: 1 t-0", "send #4 b3/c3: 1 t-1"]
 
 
-def test_a_throttle_time_is_not_forgotten_by_a_read_that_looks_again_in_one_piece() -> None:
+def test_repeated_read_keeps_the_throttle_time() -> None:
     play = looking()
     play.answers(2, "t-1", throttle_ms=50)
     play.moves("t-1", 1)
@@ -309,7 +309,7 @@ def test_a_throttle_time_is_not_forgotten_by_a_read_that_looks_again_in_one_piec
     assert play.answers(3, "t-0 t-1:100") == ["answer 1: t-0 t-1 throttle 50"]
 
 
-def test_a_read_that_looks_again_has_all_of_its_attempts_again() -> None:
+def test_repeated_read_regains_all_its_attempts() -> None:
     play = Playbook()
     play.fetches(1, "t-0 t-1", until_s=5)
     play.answers(1, "t-0")
@@ -325,7 +325,7 @@ def test_a_read_that_looks_again_has_all_of_its_attempts_again() -> None:
     assert play.answers(8, "t-1=6") == ["answer 1: t-0 t-1=6"]
 
 
-def test_a_deadline_ends_the_looking_with_what_was_found() -> None:
+def test_deadline_answers_with_records_found() -> None:
     play = looking(until_s=60)
     play.answers(2, "t-1")
     assert play.ticks(after_s=10) == ["answer 1: t-0 t-1"]
@@ -333,14 +333,14 @@ def test_a_deadline_ends_the_looking_with_what_was_found() -> None:
     assert play.wakes() == []
 
 
-def test_a_client_that_leaves_ends_the_looking() -> None:
+def test_leaving_client_ends_its_repeated_reads() -> None:
     play = looking()
     play.answers(2, "t-1")
     assert play.closes() == ["drop 1"]
     assert play.wakes() == []
 
 
-def test_of_several_reads_that_look_the_next_is_woken_for() -> None:
+def test_next_of_several_repeated_reads_is_woken() -> None:
     play = looking()
     play.answers(2, "t-1")
     play.waits(0.002)
@@ -353,7 +353,7 @@ def test_of_several_reads_that_look_the_next_is_woken_for() -> None:
     assert play.wakes() == ["send #7 b1/c1: 2 t-0", "send #8 b2/c2: 2 t-1"]
 
 
-def test_a_read_that_looks_is_woken_for_though_one_before_it_is_over() -> None:
+def test_repeated_read_is_woken_after_earlier_one_ends() -> None:
     play = Playbook()
     for n, deadline_s in ((1, 0.003), (2, 10)):
         play.fetches(n, "t-0 t-1", until_s=1, deadline_s=deadline_s)
@@ -365,7 +365,7 @@ def test_a_read_that_looks_is_woken_for_though_one_before_it_is_over() -> None:
     assert play.wakes() == ["send #5 b1/c1: 2 t-0", "send #6 b2/c2: 2 t-1"]
 
 
-def test_time_alone_changes_something_only_while_something_is_open() -> None:
+def test_time_changes_state_only_with_open_requests() -> None:
     play = Playbook()
     idle = [play.core.is_idle]
     play.submits(1, "t-0")
@@ -383,7 +383,7 @@ def test_time_alone_changes_something_only_while_something_is_open() -> None:
 
 
 @pytest.mark.parametrize("version", [8, 9])
-def test_a_request_that_names_a_topic_without_partitions_is_answered_at_once(version: int) -> None:
+def test_topic_without_partitions_is_answered_at_once(version: int) -> None:
     """No broker is asked; the answer names the topic."""
     play = Playbook()
     fields = {
@@ -400,7 +400,7 @@ def test_a_request_that_names_a_topic_without_partitions_is_answered_at_once(ver
     assert (topic.name, topic.partitions) == (b"t", [])
 
 
-def test_fields_that_nobody_knows_of_are_handed_on_in_order_and_once() -> None:
+def test_unknown_fields_are_forwarded_once_in_order() -> None:
     """Whichever part of the answer they come with (KIP-482)."""
     play = Playbook()
     play.submits(1, "t-0 t-1")
@@ -416,7 +416,7 @@ def test_fields_that_nobody_knows_of_are_handed_on_in_order_and_once() -> None:
 # Partitions that are not there
 
 
-def test_unknown_partition_is_told_from_leaderless_one() -> None:
+def test_unknown_and_leaderless_partitions_have_different_errors() -> None:
     play = Playbook({"t": [1, None]}, KAFKA, offers_unowned=False)
     play.topology.set_size(b"t", 2)
     play.topology.is_complete = True

@@ -20,7 +20,7 @@ def gated(*, fenced: bool = False, dials: bool = False) -> Playbook:
 # It is gone
 
 
-def test_where_no_topic_has_a_writer_group_it_may_go_without_a_word() -> None:
+def test_topic_without_writer_group_sends_nothing_extra() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     assert play.parts() == []
@@ -28,7 +28,7 @@ def test_where_no_topic_has_a_writer_group_it_may_go_without_a_word() -> None:
     assert play.answers(1, "t-0") == ["answer 1: t-0@10"]
 
 
-def test_what_is_written_for_a_topic_with_a_writer_group_is_held_until_it_is_answered() -> None:
+def test_written_batch_of_writer_group_is_held() -> None:
     play = gated()
     play.submits(1, "t-0 t-1")
     assert play.parts() == ["hold #1: t-0", "hold #2: t-1", "drop 1"]
@@ -38,7 +38,7 @@ def test_what_is_written_for_a_topic_with_a_writer_group_is_held_until_it_is_ans
     assert play.lanes == []
 
 
-def test_the_bytes_of_what_is_written_and_held_are_let_go() -> None:
+def test_bytes_of_held_batches_are_released() -> None:
     """What is held may be so for long, and it is not sent again."""
     play = gated()
     play.submits(1, "t-0")
@@ -46,14 +46,14 @@ def test_the_bytes_of_what_is_written_and_held_are_let_go() -> None:
     assert play.exchanges[1].request.frame.nbytes == 0
 
 
-def test_of_a_piece_only_partitions_of_topics_with_a_writer_group_are_held() -> None:
+def test_only_partitions_with_writer_group_are_held() -> None:
     play = gated()
     play.submits(1, "t-0 u-0")
     assert play.parts() == ["hold #1: t-0", "drop 1"]
     assert play.answers(1, "t-0 u-0") == ["let go #1"]
 
 
-def test_what_has_no_writer_group_goes_on() -> None:
+def test_partition_without_writer_group_goes_on() -> None:
     play = gated()
     play.submits(1, "u-0")
     play.submits(2, "u-0")
@@ -61,28 +61,28 @@ def test_what_has_no_writer_group_goes_on() -> None:
     assert play.answers(1, "u-0") == ["answer 1: u-0@10", "send #2 b1/c1: 2 u-0"]
 
 
-def test_what_is_lost_while_it_is_held_is_said_to_be_lost_before_it_is_let_go() -> None:
+def test_lost_held_batch_is_reported_before_release() -> None:
     play = gated()
     play.submits(1, "t-0")
     play.parts()
     assert play.loses(1) == ["lost t-0", "let go #1"]
 
 
-def test_what_is_held_and_was_not_written_is_let_go_and_not_lost() -> None:
+def test_unwritten_held_batch_is_released_and_not_lost() -> None:
     play = gated()
     play.submits(1, "t-0")
     play.parts()
     assert play.loses(1, unwritten=[1]) == ["let go #1"]
 
 
-def test_what_cannot_be_read_while_it_is_held_is_lost_before_its_connection_is_ended() -> None:
+def test_unreadable_held_answer_is_lost_before_connection_ends() -> None:
     play = gated()
     play.submits(1, "t-0")
     play.parts()
     assert play.answers_bytes(1, frame_of(b"\0\0\0\7")) == ["lost t-0", "distrust c1", "let go #1"]
 
 
-def test_what_waits_for_its_dial_is_taken_back() -> None:
+def test_batch_waiting_for_dial_is_taken_back() -> None:
     play = gated(dials=True)
     play.submits(1, "t-0 u-1")
     play.opens(2)
@@ -90,7 +90,7 @@ def test_what_waits_for_its_dial_is_taken_back() -> None:
     assert play.answers(2, "u-1") == []
 
 
-def test_what_waits_in_a_lane_is_not_sent_any_more() -> None:
+def test_batch_waiting_in_lane_is_not_sent() -> None:
     play = gated()
     play.submits(1, "t-0")
     play.submits(2, "t-0")
@@ -99,7 +99,7 @@ def test_what_waits_in_a_lane_is_not_sent_any_more() -> None:
     assert play.lanes == []
 
 
-def test_what_waits_for_its_retry_is_not_sent_any_more() -> None:
+def test_batch_waiting_for_retry_is_not_sent() -> None:
     play = gated()
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
@@ -108,7 +108,7 @@ def test_what_waits_for_its_retry_is_not_sent_any_more() -> None:
     assert play.lanes == []
 
 
-def test_what_is_refused_afterwards_is_not_sent_again() -> None:
+def test_batch_refused_afterwards_is_not_resent() -> None:
     play = gated()
     play.submits(1, "t-0 u-0", acks=1, silent=True)
     assert play.parts() == ["hold #1: t-0"]
@@ -118,7 +118,7 @@ def test_what_is_refused_afterwards_is_not_sent_again() -> None:
     assert play.answers(2, "u-0") == ["done 1"]
 
 
-def test_what_has_no_answer_and_was_not_sent_is_undeliverable() -> None:
+def test_unanswered_unsent_batch_is_undeliverable() -> None:
     play = gated()
     play.submits(1, "t-0", acks=1, silent=True)
     play.submits(2, "t-0 u-1", acks=1, silent=True)
@@ -127,7 +127,7 @@ def test_what_has_no_answer_and_was_not_sent_is_undeliverable() -> None:
     assert play.answers(1, "t-0") == ["done 1", "let go #1"]
 
 
-def test_before_brokers_with_fences_it_is_said_to_be_lost() -> None:
+def test_fenced_batch_is_reported_lost() -> None:
     """Its connections end with it, and it is the fences that count; another process may not know of them yet."""
     play = gated(fenced=True)
     play.submits(1, "t-0 u-0")
@@ -135,7 +135,7 @@ def test_before_brokers_with_fences_it_is_said_to_be_lost() -> None:
     assert play.loses(1) == ["lost t-0"]
 
 
-def test_what_is_lost_of_a_client_that_is_there_is_said_to_be_lost_as_well() -> None:
+def test_lost_batch_of_present_client_is_reported() -> None:
     play = gated()
     play.submits(1, "t-0 u-0", producer=None)
     assert play.loses(1) == ["lost t-0", "answer 1: t-0=7 u-0=7"]
@@ -144,7 +144,7 @@ def test_what_is_lost_of_a_client_that_is_there_is_said_to_be_lost_as_well() -> 
 # What it had claimed is another's
 
 
-def test_once_it_is_severed_nothing_at_all_is_sent() -> None:
+def test_severed_client_sends_nothing() -> None:
     play = gated(dials=True)
     play.submits(1, "u-0")
     play.submits(2, "u-1")
@@ -154,14 +154,14 @@ def test_once_it_is_severed_nothing_at_all_is_sent() -> None:
     assert play.lanes == []
 
 
-def test_once_it_is_severed_reads_are_over_too() -> None:
+def test_severed_client_ends_its_reads() -> None:
     play = gated()
     play.fetches(1, "u-0")
     assert play.severs() == ["drop 1"]
     assert play.answers(1, "u-0=6") == []
 
 
-def test_once_it_is_severed_a_read_that_looks_again_is_over_as_well() -> None:
+def test_severed_client_ends_its_repeated_reads() -> None:
     play = gated()
     play.fetches(1, "u-0 u-1", until_s=1)
     play.answers(1, "u-0")
@@ -170,7 +170,7 @@ def test_once_it_is_severed_a_read_that_looks_again_is_over_as_well() -> None:
     assert play.wakes() == []
 
 
-def test_a_client_that_was_gone_may_be_severed_yet_and_what_is_held_is_held_once() -> None:
+def test_departed_client_may_be_severed_once_more() -> None:
     play = gated()
     play.submits(1, "t-0")
     play.submits(2, "u-0", acks=1, silent=True)
@@ -181,7 +181,7 @@ def test_a_client_that_was_gone_may_be_severed_yet_and_what_is_held_is_held_once
     assert play.answers(2, "u-0") == ["done 2"]
 
 
-def test_what_is_over_when_it_is_released_gives_up_nothing_that_waits_before_it() -> None:
+def test_overdue_batch_at_release_gives_up_nothing() -> None:
     """The last request asks for a topic with a writer group as well, so all of it is dropped with its client."""
     play = Playbook({"t": [1], "g": [2]}, gated=["g"])
     for sequence in (1, 2, 3):
@@ -193,14 +193,14 @@ def test_what_is_over_when_it_is_released_gives_up_nothing_that_waits_before_it(
 
 
 @pytest.mark.parametrize("again", [Playbook.parts, Playbook.severs])
-def test_a_client_that_is_severed_is_so_for_good(again: Callable[[Playbook], list[str]]) -> None:
+def test_severed_client_stays_severed(again: Callable[[Playbook], list[str]]) -> None:
     play = gated()
     play.severs()
     with pytest.raises(ValueError, match="a client cannot go from severed"):
         again(play)
 
 
-def test_a_piece_that_was_not_written_before_its_client_is_severed_leaves_nothing_behind() -> None:
+def test_unwritten_piece_of_severed_client_leaves_nothing() -> None:
     play = gated()
     play.submits(1, "t-0")
     play.unsent(1)
@@ -211,7 +211,7 @@ def test_a_piece_that_was_not_written_before_its_client_is_severed_leaves_nothin
 # The end
 
 
-def test_what_it_would_hear_of_is_dropped_and_what_it_would_not_still_goes() -> None:
+def test_departed_client_drops_answers_and_keeps_acks_0() -> None:
     play = Playbook(dials=True)
     play.submits(1, "t-0")
     play.submits(2, "t-1", acks=0)
@@ -220,7 +220,7 @@ def test_what_it_would_hear_of_is_dropped_and_what_it_would_not_still_goes() -> 
     assert play.leaves(2) == ["done 2"]
 
 
-def test_what_waits_in_a_lane_is_dropped_and_what_has_no_answer_stays_in_its_turn() -> None:
+def test_departed_client_drops_waiting_and_keeps_written_batches() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=1, silent=True)
     play.submits(2, "t-0")
@@ -229,7 +229,7 @@ def test_what_waits_in_a_lane_is_dropped_and_what_has_no_answer_stays_in_its_tur
     assert play.answers(1, "t-0") == ["done 1", "send #2 b1/c1: 3 t-0"]
 
 
-def test_what_waits_for_its_retry_is_forgotten() -> None:
+def test_retry_of_departed_client_is_forgotten() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
@@ -237,7 +237,7 @@ def test_what_waits_for_its_retry_is_forgotten() -> None:
     assert play.lanes == []
 
 
-def test_a_dropped_request_keeps_its_lane_until_it_is_answered() -> None:
+def test_dropped_request_keeps_lane_until_answered() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -251,7 +251,7 @@ def test_a_dropped_request_keeps_its_lane_until_it_is_answered() -> None:
     assert play.wakes() == ["send #4 b2/c2: 3 t-0"]
 
 
-def test_what_is_left_at_the_very_end_is_undeliverable() -> None:
+def test_batch_left_at_the_end_is_undeliverable() -> None:
     play = Playbook(dials=True)
     play.submits(1, "t-0", acks=0)
     play.submits(2, "t-1", acks=1, silent=True)
@@ -261,7 +261,7 @@ def test_what_is_left_at_the_very_end_is_undeliverable() -> None:
     assert play.aside == []
 
 
-def test_acknowledgements_are_noted_for_nobody_who_is_gone() -> None:
+def test_acknowledgement_of_departed_client_is_not_noted() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.closes()
@@ -270,7 +270,7 @@ def test_acknowledgements_are_noted_for_nobody_who_is_gone() -> None:
     assert play.exchanges[1].state is ExchangeState.DROPPED
 
 
-def test_a_whole_success_is_handed_to_nobody_who_is_gone() -> None:
+def test_whole_success_of_departed_client_is_dropped() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -282,7 +282,7 @@ def test_a_whole_success_is_handed_to_nobody_who_is_gone() -> None:
 # The order of actions
 
 
-def test_what_ends_the_clients_connection_comes_last() -> None:
+def test_end_of_client_connection_comes_last() -> None:
     actions = Actions()
     last = Undeliverable(b"t", 6)
     actions.add_last(last)
@@ -295,7 +295,7 @@ def test_what_ends_the_clients_connection_comes_last() -> None:
 # Its claims
 
 
-def test_what_is_sent_of_claimed_partitions_goes_with_their_fences_and_a_read_without() -> None:
+def test_claimed_partitions_carry_fences_and_reads_none() -> None:
     play = gated(fenced=True)
     play.view.fences = {(b"t", 0): 7, (b"t", 1): 8}
     assert play.submits(1, "t-0 u-0 t-1") == [
@@ -305,7 +305,7 @@ def test_what_is_sent_of_claimed_partitions_goes_with_their_fences_and_a_read_wi
     assert play.fetches(2, "t-0") == ["send #3 b1/c1: 2 t-0"]
 
 
-def test_a_retry_goes_with_the_fence_in_force_when_it_is_sent() -> None:
+def test_retry_carries_the_current_fence() -> None:
     play = gated(fenced=True)
     play.view.fences = {(b"t", 0): 7}
     assert play.submits(1, "t-0") == ["send #1 b1/c1: 1 t-0 behind t-0=7"]
@@ -314,7 +314,7 @@ def test_a_retry_goes_with_the_fence_in_force_when_it_is_sent() -> None:
     assert play.wakes() == ["send #2 b1/c1: 1 t-0 behind t-0=9"]
 
 
-def test_what_waits_for_a_probe_goes_with_the_fence_in_force_when_it_is_released() -> None:
+def test_batch_released_by_probe_carries_current_fence() -> None:
     play = gated(fenced=True)
     play.view.fences = {(b"t", 0): 7}
     assert play.submits(1, "t-0") == ["send #1 b1/c1: 1 t-0 behind t-0=7"]

@@ -27,7 +27,7 @@ def proven() -> Playbook:
 # Deadlines
 
 
-def test_at_a_deadline_finished_entries_keep_results_written_ones_get_7_others_6() -> None:
+def test_deadline_answers_results_then_7_then_6() -> None:
     play = Playbook({"t": [1, 2, 3]}, dials=True)
     play.submits(1, "t-0 t-1 t-2")
     for connection in (1, 2):
@@ -37,28 +37,28 @@ def test_at_a_deadline_finished_entries_keep_results_written_ones_get_7_others_6
     assert play.aside == ["count deadlines 1", "failed Produce 7 of b2", "failed Produce 6 of b3"]
 
 
-def test_a_deadline_that_has_not_come_changes_nothing() -> None:
+def test_future_deadline_changes_nothing() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     assert play.ticks(after_s=9.9) == []
     assert play.aside == []
 
 
-def test_a_request_whose_deadline_is_over_before_it_is_begun_is_sent_to_nobody() -> None:
+def test_request_begun_after_deadline_is_not_sent() -> None:
     play = Playbook()
     assert play.submits(1, "t-0 t-1", deadline_s=0) == ["answer 1: t-0=6 t-1=6"]
     assert play.aside == ["count deadlines 1", "failed Produce 6 of nobody", "failed Produce 6 of nobody"]
     assert play.lanes == []
 
 
-def test_a_read_whose_deadline_is_over_gets_6_wherever_it_is() -> None:
+def test_read_past_deadline_gets_6_everywhere() -> None:
     play = Playbook(dials=True)
     play.fetches(1, "t-0 t-1")
     play.opens(1)
     assert play.ticks(after_s=10) == ["withdraw #2 from c2", "answer 1: t-0=6 t-1=6"]
 
 
-def test_a_piece_that_waits_for_its_dial_is_taken_back_and_its_lane_goes_on() -> None:
+def test_piece_waiting_for_dial_is_taken_back() -> None:
     play = Playbook(dials=True)
     play.submits(1, "t-0", deadline_s=1)
     assert play.ticks(after_s=1) == ["withdraw #1 from c1", "answer 1: t-0=6"]
@@ -68,7 +68,7 @@ def test_a_piece_that_waits_for_its_dial_is_taken_back_and_its_lane_goes_on() ->
     assert play.answers(2, "t-0") == ["answer 2: t-0@20"]
 
 
-def test_what_waits_behind_a_piece_that_is_taken_back_is_given_up_with_it() -> None:
+def test_batch_behind_a_piece_taken_back_is_failed() -> None:
     """Sent alone, the later batch would be first at a broker that knows nothing of the producer."""
     play = Playbook({"t": [1, 1]}, dials=True)
     play.submits(1, "t-0", deadline_s=1)
@@ -78,7 +78,7 @@ def test_what_waits_behind_a_piece_that_is_taken_back_is_given_up_with_it() -> N
     assert play.answers(2, "t-1") == ["answer 2: t-0=6 t-1@20"]
 
 
-def test_what_is_not_over_is_not_taken_back() -> None:
+def test_unexpired_piece_is_not_taken_back() -> None:
     play = Playbook(dials=True)
     play.submits(1, "t-0", deadline_s=1)
     play.submits(2, "t-1")
@@ -86,7 +86,7 @@ def test_what_is_not_over_is_not_taken_back() -> None:
     assert list(play.pieces) == [2]
 
 
-def test_what_is_behind_a_batch_at_its_deadline_and_is_over_itself_is_answered_once() -> None:
+def test_expired_batch_behind_expired_one_is_answered_once() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.submits(2, "t-0")
@@ -94,7 +94,7 @@ def test_what_is_behind_a_batch_at_its_deadline_and_is_over_itself_is_answered_o
     assert play.aside[0] == "count deadlines 2"
 
 
-def test_after_a_7_the_lane_waits_for_the_answer_that_is_still_to_come() -> None:
+def test_lane_after_7_waits_for_outstanding_answer() -> None:
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     assert play.ticks(after_s=1) == ["answer 2: t-0=7"]
@@ -105,7 +105,7 @@ def test_after_a_7_the_lane_waits_for_the_answer_that_is_still_to_come() -> None
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_after_a_7_the_lane_goes_on_when_the_connection_has_ended(written: bool) -> None:
+def test_lane_after_7_continues_after_connection_ends(written: bool) -> None:
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     play.ticks(after_s=1)
@@ -126,7 +126,7 @@ def test_a_late_answer_changes_nothing_for_the_client(late: str) -> None:
     assert play.exchanges[2].open_count == 0
 
 
-def test_of_two_results_for_one_partition_the_first_counts() -> None:
+def test_first_of_two_results_for_partition_counts() -> None:
     play = Playbook()
     play.submits(1, "t-0 t-1")
     exchange = play.exchanges[1]
@@ -136,14 +136,14 @@ def test_of_two_results_for_one_partition_the_first_counts() -> None:
     assert (exchange._results, exchange.open_count) == ([[b"first", b"first"]], 0)
 
 
-def test_the_bytes_of_a_request_that_is_answered_at_its_deadline_are_let_go() -> None:
+def test_bytes_of_request_answered_at_deadline_are_released() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.ticks(after_s=10)
     assert play.exchanges[1].request.frame.nbytes == 0
 
 
-def test_what_has_waited_long_is_taken_out_of_a_receive_buffer() -> None:
+def test_long_waiting_request_leaves_the_receive_buffer() -> None:
     play = Playbook()
     for n in (1, 2, 3):
         play.submits(n, f"t-{n - 1}")
@@ -159,7 +159,7 @@ def test_what_has_waited_long_is_taken_out_of_a_receive_buffer() -> None:
     ]
 
 
-def test_what_is_under_way_by_partition_is_counted_only_while_somebody_asks() -> None:
+def test_partitions_in_flight_are_counted_only_on_demand() -> None:
     """Counting costs each request, and on proven routes nobody asks."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
@@ -174,7 +174,7 @@ def test_what_is_under_way_by_partition_is_counted_only_while_somebody_asks() ->
 # A broker that hangs
 
 
-def test_a_connection_is_ended_where_nothing_has_come_for_long_after_a_deadline() -> None:
+def test_silent_connection_ends_after_a_deadline() -> None:
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     assert play.ticks(after_s=1) == ["answer 2: t-0=7"]
@@ -189,7 +189,7 @@ def test_a_connection_is_ended_where_nothing_has_come_for_long_after_a_deadline(
     assert play.wakes() == ["send #4 b1/c3: 3 t-0"]
 
 
-def test_a_route_of_a_connection_that_is_being_ended_is_new() -> None:
+def test_route_of_an_ending_connection_is_new() -> None:
     """Its place is taken at once; that it is lost comes as an event of its own."""
     play = Playbook({"t": [1, 1]})
     for n, partition in enumerate(("t-0", "t-1"), 1):
@@ -204,14 +204,14 @@ def test_a_route_of_a_connection_that_is_being_ended_is_new() -> None:
     assert play.proven("t-1")
 
 
-def test_a_connection_is_judged_by_the_piece_that_is_to_be_answered_next() -> None:
+def test_connection_is_judged_by_its_next_answer() -> None:
     play = Playbook()
     play.fetches(1, "t-0", deadline_s=60)
     play.fetches(2, "t-0", deadline_s=1)
     assert play.ticks(after_s=1 + HUNG_AFTER_S) == ["answer 2: t-0=6"]
 
 
-def test_a_connection_that_is_ended_twice_is_ended_once() -> None:
+def test_connection_ended_twice_ends_once() -> None:
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     play.ticks(after_s=1 + HUNG_AFTER_S)
@@ -222,7 +222,7 @@ def test_a_connection_that_is_ended_twice_is_ended_once() -> None:
 # Connections that end
 
 
-def test_of_a_connection_with_several_pieces_each_is_judged_by_what_is_known_of_it() -> None:
+def test_pieces_of_lost_connection_are_judged_singly() -> None:
     play = Playbook({"t": [1, 1, 1]})
     play.submits(1, "t-0", producer=None)
     play.submits(2, "t-1", producer=None)
@@ -232,7 +232,7 @@ def test_of_a_connection_with_several_pieces_each_is_judged_by_what_is_known_of_
     assert play.wakes() == ["send #5 b1/c2: 2 t-1", "send #6 b1/c2: 4 t-2"]
 
 
-def test_what_was_pipelined_on_a_lost_connection_goes_again_one_first() -> None:
+def test_lost_pipelined_batches_are_resent_one_first() -> None:
     play = proven()
     for n in (2, 3, 4):
         play.submits(n, "t-0")
@@ -242,7 +242,7 @@ def test_what_was_pipelined_on_a_lost_connection_goes_again_one_first() -> None:
     assert play.answers(5, "t-0") == ["answer 3: t-0@50", "send #6 b1/c2: 4 t-0"]
 
 
-def test_what_is_lost_with_a_batch_whose_time_is_over_is_not_sent_again() -> None:
+def test_batch_lost_behind_expired_one_is_not_resent() -> None:
     """For the first it is too late, for the second there would be time."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
@@ -252,14 +252,14 @@ def test_what_is_lost_with_a_batch_whose_time_is_over_is_not_sent_again() -> Non
     assert play.lanes == []
 
 
-def test_a_connection_that_ends_with_nothing_on_it_is_forgotten() -> None:
+def test_idle_ended_connection_is_forgotten() -> None:
     play = proven()
     assert play.loses(1) == []
     assert play.core._in_flight.connections == {}
     assert play.submits(2, "t-0") == ["send #2 b1/c2: 2 t-0"]
 
 
-def test_a_broker_has_one_connection_that_is_not_closed() -> None:
+def test_broker_has_one_open_connection() -> None:
     play = Playbook({"t": [1, 1, 2]})
     sent = play.submits(1, "t-0") + play.submits(2, "t-1") + play.submits(3, "t-2")
     assert sent == ["send #1 b1/c1: 1 t-0", "send #2 b1/c1: 2 t-1", "send #3 b2/c2: 3 t-2"]
@@ -284,7 +284,7 @@ def _opens_again(play: Playbook) -> None:
     [_opens_again, lambda play: play.exchanges[1].reset(), _probes_twice],
     ids=["a connection that is closed opens", "a read that does not look looks again", "a lane has two that go first"],
 )
-def test_what_cannot_be_is_refused(impossible: Callable[[Playbook], object]) -> None:
+def test_impossible_event_is_refused(impossible: Callable[[Playbook], object]) -> None:
     play = Playbook()
     play.fetches(1, "t-0")
     with pytest.raises(ValueError, match="cannot go from"):
@@ -294,7 +294,7 @@ def test_what_cannot_be_is_refused(impossible: Callable[[Playbook], object]) -> 
 # acks=0
 
 
-def test_acks_0_is_done_with_when_all_of_it_has_left() -> None:
+def test_acks_0_ends_when_all_has_left() -> None:
     play = Playbook()
     assert play.submits(1, "t-0 t-1", acks=0) == ["send #1 b1/c1: 1 t-0", "send #2 b2/c2: 1 t-1"]
     assert play.leaves(1) == []
@@ -302,14 +302,14 @@ def test_acks_0_is_done_with_when_all_of_it_has_left() -> None:
     assert play.lanes == []
 
 
-def test_acks_0_waits_for_no_route_to_be_proven() -> None:
+def test_acks_0_does_not_wait_for_proven_route() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=0)
     assert play.submits(2, "t-0", acks=0) == ["send #2 b1/c1: 2 t-0"]
     assert play.leaves(1, 2) == ["done 1", "done 2"]
 
 
-def test_acks_0_that_no_broker_takes_is_tried_again_and_is_undeliverable_then() -> None:
+def test_unaccepted_acks_0_is_retried_and_then_undeliverable() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=0, producer=None)
     for connection in (1, 2):
@@ -318,7 +318,7 @@ def test_acks_0_that_no_broker_takes_is_tried_again_and_is_undeliverable_then() 
     assert play.loses(3, unwritten=[3]) == ["done 1", "undeliverable t=6"]
 
 
-def test_acks_0_that_is_tried_again_goes_before_what_came_behind_it() -> None:
+def test_retried_acks_0_precedes_later_batches() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=0)
     play.loses(1, unwritten=[1])
@@ -327,14 +327,14 @@ def test_acks_0_that_is_tried_again_goes_before_what_came_behind_it() -> None:
     assert play.leaves(2) == ["done 1", "send #3 b1/c2: 2 t-0"]
 
 
-def test_acks_0_of_which_a_broker_may_have_seen_some_is_not_sent_again() -> None:
+def test_partly_sent_acks_0_is_not_resent() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=0, producer=None)
     assert play.loses(1) == ["done 1", "undeliverable t=7"]
     assert play.aside == ["reread t-0"]
 
 
-def test_what_comes_behind_acks_0_that_is_lost_is_sent_again_all_the_same() -> None:
+def test_batch_behind_lost_acks_0_is_resent() -> None:
     """Nobody sends the lost one again: there is nothing to stay behind."""
     play = proven()
     play.submits(2, "t-0", acks=0, producer=None)
@@ -343,7 +343,7 @@ def test_what_comes_behind_acks_0_that_is_lost_is_sent_again_all_the_same() -> N
     assert play.wakes() == ["send #4 b1/c2: 3 t-0"]
 
 
-def test_acks_0_that_is_over_is_undeliverable() -> None:
+def test_expired_acks_0_is_undeliverable() -> None:
     play = Playbook(dials=True)
     play.submits(1, "t-0 t-1", acks=0)
     assert play.ticks(after_s=10) == [
@@ -359,7 +359,7 @@ def test_acks_0_that_is_over_is_undeliverable() -> None:
     ("after_s", "doubted"),
     [(0.0, 2), (0.5 * WINDOW_S, 2), (1.2 * WINDOW_S, 2), (1.7 * WINDOW_S, 2), (2.1 * WINDOW_S, 0)],
 )
-def test_what_left_a_moment_before_its_connection_ended_is_in_doubt(after_s: float, doubted: int) -> None:
+def test_acks_0_sent_before_connection_end_is_uncertain(after_s: float, doubted: int) -> None:
     play = Playbook()
     for n in (1, 2):
         play.submits(n, "t-0", acks=0)
@@ -382,7 +382,7 @@ def test_the_last_two_windows_are_in_doubt_together(pause_s: float, doubted: int
     assert play.aside == ([f"unconfirmed t {doubted}", "reread t-0"] if doubted else [])
 
 
-def test_what_has_left_is_in_doubt_only_where_that_is_said() -> None:
+def test_sent_acks_0_is_uncertain_only_if_reported() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=0)
     play.leaves(1)
@@ -390,21 +390,21 @@ def test_what_has_left_is_in_doubt_only_where_that_is_said() -> None:
     assert play.aside == []
 
 
-def test_of_a_connection_on_which_nothing_has_left_nothing_is_in_doubt() -> None:
+def test_unsent_acks_0_is_never_uncertain() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=0, producer=None)
     assert play.loses(1, unconfirmed=True) == ["done 1", "undeliverable t=7"]
     assert play.aside == ["reread t-0"]
 
 
-def test_what_leaves_with_the_end_of_its_connection_is_in_doubt_as_well() -> None:
+def test_acks_0_sent_with_connection_end_is_uncertain() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=0)
     assert play.loses(1, left=[1], unconfirmed=True) == ["done 1"]
     assert play.aside == ["unconfirmed t 1", "reread t-0"]
 
 
-def test_an_owner_that_was_told_of_since_is_not_looked_up_for_what_is_in_doubt() -> None:
+def test_newer_owner_is_not_looked_up_for_uncertain() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=0)
     play.leaves(1)
@@ -413,7 +413,7 @@ def test_an_owner_that_was_told_of_since_is_not_looked_up_for_what_is_in_doubt()
     assert play.aside == ["unconfirmed t 1"]
 
 
-def test_what_is_in_doubt_is_named_as_the_topic_is_called_now() -> None:
+def test_uncertain_batch_uses_current_topic_name() -> None:
     play = Playbook()
     play.names("t")
     play.submits(1, "t-0", acks=0, by_id=True)
@@ -422,7 +422,7 @@ def test_what_is_in_doubt_is_named_as_the_topic_is_called_now() -> None:
     assert play.aside == ["unconfirmed t 1", "reread t-0"]
 
 
-def test_no_more_partitions_than_a_bound_are_in_doubt_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncertain_partitions_by_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "MAX_PARTITIONS", 2)
     play = Playbook({"t": [1, 1, 1]})
     for n, partition in enumerate(("t-0", "t-1", "t-2", "t-1"), 1):
@@ -432,7 +432,7 @@ def test_no_more_partitions_than_a_bound_are_in_doubt_by_name(monkeypatch: pytes
     assert play.aside == ["unconfirmed t 1", "reread t-0", "unconfirmed t 2", "reread t-1"]
 
 
-def test_of_very_many_partitions_4096_are_in_doubt_by_name() -> None:
+def test_uncertain_partitions_by_name_end_at_4096() -> None:
     count = 4_097
     play = Playbook({"t": [1] * count})
     play.submits(1, " ".join(f"t-{index}" for index in range(count)), acks=0)
@@ -444,7 +444,7 @@ def test_of_very_many_partitions_4096_are_in_doubt_by_name() -> None:
 # acks=0 that is sent on as acks=1
 
 
-def test_confirmed_acks_0_keeps_its_order_and_its_client_hears_nothing() -> None:
+def test_confirmed_acks_0_keeps_order_without_answers() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=1, silent=True)
     assert play.submits(2, "t-0", acks=1, silent=True) == []
@@ -457,7 +457,7 @@ def test_confirmed_acks_0_keeps_its_order_and_its_client_hears_nothing() -> None
 
 
 @pytest.mark.parametrize("code", [10, 87])
-def test_confirmed_acks_0_refused_for_good_is_lost_and_the_next_is_delivered(code: int) -> None:
+def test_permanently_refused_confirmed_acks_0_is_lost(code: int) -> None:
     play = Playbook()
     play.submits(1, "t-0 t-1", acks=1, silent=True)
     play.submits(2, "t-0", acks=1, silent=True)
@@ -466,13 +466,13 @@ def test_confirmed_acks_0_refused_for_good_is_lost_and_the_next_is_delivered(cod
     assert not [each for each in play.aside if each.startswith("failed")]
 
 
-def test_confirmed_acks_0_that_is_never_confirmed_is_undeliverable_at_its_deadline() -> None:
+def test_unconfirmed_acks_0_is_undeliverable_at_deadline() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=1, silent=True)
     assert play.ticks(after_s=10) == ["done 1", "undeliverable t=7"]
 
 
-def test_confirmed_acks_0_stays_behind_what_is_unanswered_when_its_partition_moves() -> None:
+def test_confirmed_acks_0_waits_for_moved_partitions_answers() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=1, silent=True, producer=None)
     play.moves("t-0", 2)
@@ -480,7 +480,7 @@ def test_confirmed_acks_0_stays_behind_what_is_unanswered_when_its_partition_mov
     assert play.answers(1, "t-0") == ["done 1", "send #2 b2/c2: 2 t-0"]
 
 
-def test_confirmed_acks_0_is_begun_although_its_deadline_is_over() -> None:
+def test_confirmed_acks_0_is_begun_past_its_deadline() -> None:
     """Its client hears of nothing: whatever can be delivered is."""
     play = Playbook()
     assert play.submits(1, "t-0", acks=1, silent=True, deadline_s=0) == ["send #1 b1/c1: 1 t-0"]
@@ -489,20 +489,20 @@ def test_confirmed_acks_0_is_begun_although_its_deadline_is_over() -> None:
 # What is refused before it is sent
 
 
-def test_what_is_refused_at_submission_is_not_sent_and_the_rest_is() -> None:
+def test_partition_refused_at_submission_is_not_sent() -> None:
     play = Playbook({"t": [1, 1]})
     assert play.submits(1, "t-0 t-1", refused={"t-1": POLICY_VIOLATION}) == ["send #1 b1/c1: 1 t-0"]
     assert play.sent[1].part == [(0, [0])]
     assert play.answers(1, "t-0") == ["answer 1: t-0@10 t-1=44"]
 
 
-def test_a_request_of_which_all_is_refused_is_answered_at_once() -> None:
+def test_wholly_refused_request_is_answered_at_once() -> None:
     play = Playbook()
     assert play.submits(1, "t-0 t-1", refused={"t-0": 44, "t-1": 29}) == ["answer 1: t-0=44 t-1=29"]
     assert play.aside == ["failed Produce 44 of nobody", "failed Produce 29 of nobody"]
 
 
-def test_what_is_refused_waits_in_no_lane() -> None:
+def test_refused_partition_waits_in_no_lane() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     assert play.submits(2, "t-0 t-1", refused={"t-1": 44}) == []
@@ -510,14 +510,14 @@ def test_what_is_refused_waits_in_no_lane() -> None:
     assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
 
 
-def test_what_is_refused_does_not_wait_in_a_lane_that_is_there() -> None:
+def test_refused_partition_does_not_wait_in_existing_lane() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     assert play.submits(2, "t-0", refused={"t-0": 44}) == ["answer 2: t-0=44"]
     assert play.answers(1, "t-0") == ["answer 1: t-0@10"]
 
 
-def test_acks_0_that_is_refused_ends_the_connection_behind_what_is_sent() -> None:
+def test_refused_acks_0_ends_connection_after_sending() -> None:
     play = Playbook()
     assert play.submits(1, "t-0 t-1", acks=0, refused={"t-1": 44}) == [
         "send #1 b1/c1: 1 t-0",
@@ -546,7 +546,7 @@ def test_batches_that_wait_for_retries_are_answered() -> None:
     assert play.lanes == []
 
 
-def test_batches_refused_after_the_end_are_not_sent_again() -> None:
+def test_batches_refused_after_end_are_not_sent_again() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")

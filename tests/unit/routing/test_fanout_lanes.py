@@ -28,7 +28,7 @@ def piped(*requests: int) -> Playbook:
 # Routes
 
 
-def test_on_a_new_route_one_batch_goes_first_and_the_rest_follows_its_success_in_order() -> None:
+def test_new_route_sends_one_batch_before_the_rest() -> None:
     play = Playbook()
     assert play.submits(1, "t-0") == ["send #1 b1/c1: 1 t-0"]
     assert [play.submits(n, "t-0") for n in (2, 3)] == [[], []]
@@ -37,13 +37,13 @@ def test_on_a_new_route_one_batch_goes_first_and_the_rest_follows_its_success_in
     assert play.lanes == []
 
 
-def test_on_a_proven_route_batches_are_pipelined() -> None:
+def test_proven_route_pipelines_batches() -> None:
     play = piped(2, 3, 4)
     assert play.lanes == []
     assert [play.answers(n, "t-0") for n in (2, 3, 4)] == [[f"answer {n}: t-0@{n}0"] for n in (2, 3, 4)]
 
 
-def test_another_partition_does_not_wait_for_a_route_to_be_proven() -> None:
+def test_other_partition_does_not_wait_for_proven_route() -> None:
     play = Playbook({"t": [1, 1]})
     play.submits(1, "t-0")
     assert play.submits(2, "t-0 t-1") == ["send #2 b1/c1: 2 t-1"]
@@ -53,7 +53,7 @@ def test_another_partition_does_not_wait_for_a_route_to_be_proven() -> None:
 
 
 @pytest.mark.parametrize("owners", [(2, 1), (None, 1), (1,)], ids=["left", "lost", "again"])
-def test_a_route_is_new_again_when_ownership_has_moved_and_come_back(owners: tuple[int | None, ...]) -> None:
+def test_route_is_new_after_ownership_returns(owners: tuple[int | None, ...]) -> None:
     play = proven()
     assert play.proven("t-0")
     play.moves("t-0", *owners)
@@ -70,7 +70,7 @@ def test_a_route_is_new_again_on_another_connection() -> None:
     assert play.submits(3, "t-0") == []
 
 
-def test_a_route_is_proven_by_a_success_of_what_went_first_and_by_nothing_else() -> None:
+def test_only_first_batchs_success_proves_a_route() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     assert play.answers(1, "t-0=87") == ["answer 1: t-0=87"]
@@ -94,7 +94,7 @@ def test_a_read_proves_no_route() -> None:
     assert not play.proven("t-0")
 
 
-def test_a_success_on_a_proven_route_leaves_plans_as_they_are() -> None:
+def test_success_on_a_proven_route_keeps_plans() -> None:
     play = Playbook()
     for first in (1, 3):
         play.submits(first, "t-0 t-1")
@@ -104,7 +104,7 @@ def test_a_success_on_a_proven_route_leaves_plans_as_they_are() -> None:
     assert play.core.routes.generation == before
 
 
-def test_a_read_that_was_sent_again_proves_no_route_either() -> None:
+def test_repeated_read_proves_no_route() -> None:
     play = Playbook()
     play.lists_offsets(1, "t-0")
     play.answers(1, "t-0=6")
@@ -114,7 +114,7 @@ def test_a_read_that_was_sent_again_proves_no_route_either() -> None:
     assert play.submits(3, "t-0") == [], "one batch goes first"
 
 
-def test_a_success_under_an_earlier_ownership_proves_no_route() -> None:
+def test_success_under_earlier_ownership_proves_no_route() -> None:
     """Its broker may have lost the partition since, together with all that it knew of the producer."""
     play = Playbook()
     play.submits(1, "t-0")
@@ -128,7 +128,7 @@ def test_a_success_under_an_earlier_ownership_proves_no_route() -> None:
     assert play.proven("t-0")
 
 
-def test_of_two_brokers_one_route_is_proven_at_a_time() -> None:
+def test_routes_to_two_brokers_are_proven_singly() -> None:
     play = proven()
     before = play.core.routes.generation
     play.moves("t-0", 2)
@@ -140,7 +140,7 @@ def test_of_two_brokers_one_route_is_proven_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("change", ["moves", "removes", "loses"])
-def test_plans_are_told_to_be_wrong_when_a_route_is_forgotten(change: str) -> None:
+def test_forgotten_route_invalidates_plans(change: str) -> None:
     play = proven()
     before = play.core.routes.generation
     assert play.core.routes.plan(play.exchanges[1].request)
@@ -157,7 +157,7 @@ def test_plans_are_told_to_be_wrong_when_a_route_is_forgotten(change: str) -> No
 
 
 @pytest.mark.parametrize("behind", [NOT_LEADER, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER])
-def test_what_was_piped_behind_a_refused_batch_is_sent_again_behind_it(behind: int) -> None:
+def test_batches_behind_refused_batch_are_resent_behind_it(behind: int) -> None:
     play = piped(2, 3, 4)
     play.moves("t-0", 2)
     assert play.answers(2, "t-0=6") == []
@@ -177,7 +177,7 @@ def test_what_was_piped_behind_a_refused_batch_is_sent_again_behind_it(behind: i
     ]
 
 
-def test_a_batch_refused_again_while_it_goes_first_goes_first_again() -> None:
+def test_first_batch_refused_again_is_resent_first() -> None:
     play = piped(2, 3)
     assert [play.answers(n, "t-0=6") for n in (2, 3)] == [[], []]
     assert play.wakes() == ["send #4 b1/c1: 2 t-0"]
@@ -187,7 +187,7 @@ def test_a_batch_refused_again_while_it_goes_first_goes_first_again() -> None:
     assert play.answers(5, "t-0") == ["answer 2: t-0@50", "send #6 b1/c1: 3 t-0"]
 
 
-def test_the_codes_of_what_was_piped_behind_do_not_count_as_its_attempts() -> None:
+def test_refusals_of_pipelined_batches_are_no_attempts() -> None:
     play = piped(2, 3)
     for piece in (2, 3):
         play.answers(piece, "t-0=6")
@@ -200,7 +200,7 @@ def test_the_codes_of_what_was_piped_behind_do_not_count_as_its_attempts() -> No
     assert play.answers(7, "t-0=6") == ["answer 3: t-0=6"]
 
 
-def test_when_a_later_batch_was_appended_after_all_the_first_ones_own_code_is_handed_on() -> None:
+def test_appended_later_batch_passes_on_first_ones_code() -> None:
     play = piped(2, 3, 4, 5)
     assert play.answers(2, "t-0=6") == []
     assert play.answers(3, "t-0=45") == []
@@ -211,7 +211,7 @@ def test_when_a_later_batch_was_appended_after_all_the_first_ones_own_code_is_ha
     assert play.answers(5, "t-0") == ["answer 5: t-0@50"]
 
 
-def test_a_later_batch_that_fails_for_good_was_not_appended_and_the_first_one_goes_again() -> None:
+def test_failed_later_batch_lets_first_be_resent() -> None:
     play = piped(2, 3, 4)
     assert play.answers(2, "t-0=6") == []
     assert play.answers(3, "t-0=87") == ["answer 3: t-0=87"]
@@ -219,14 +219,14 @@ def test_a_later_batch_that_fails_for_good_was_not_appended_and_the_first_one_go
     assert play.wakes() == ["send #5 b1/c1: 2 t-0"]
 
 
-def test_what_was_refused_behind_it_by_itself_gets_its_own_code_too() -> None:
+def test_batch_refused_for_itself_gets_its_own_code() -> None:
     play = piped(2, 3, 4)
     for piece, code in ((2, 6), (3, 19)):
         assert play.answers(piece, f"t-0={code}") == []
     assert play.answers(4, "t-0") == ["answer 2: t-0=6", "answer 3: t-0=19", "answer 4: t-0@40"]
 
 
-def test_what_comes_while_a_refused_batch_waits_goes_behind_it() -> None:
+def test_later_batch_goes_behind_waiting_refused_one() -> None:
     play = piped(2)
     assert play.answers(2, "t-0=19") == []
     assert play.submits(3, "t-0") == []
@@ -234,7 +234,7 @@ def test_what_comes_while_a_refused_batch_waits_goes_behind_it() -> None:
     assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b1/c1: 3 t-0"]
 
 
-def test_what_was_piped_behind_adds_nothing_to_the_back_off_of_the_first() -> None:
+def test_pipelined_refusals_do_not_lengthen_back_off() -> None:
     play = piped(2, 3)
     play.answers(2, "t-0=6")
     assert play.wakes_in_ms() is None
@@ -248,7 +248,7 @@ def test_what_was_piped_behind_adds_nothing_to_the_back_off_of_the_first() -> No
 # Giving up
 
 
-def test_when_the_first_is_given_up_so_is_what_waits_behind_it() -> None:
+def test_abandoned_first_batch_ends_those_behind_it() -> None:
     play = piped(2, 3, 4)
     for piece in (2, 3, 4):
         play.answers(piece, "t-0=6")
@@ -261,7 +261,7 @@ def test_when_the_first_is_given_up_so_is_what_waits_behind_it() -> None:
 
 
 @pytest.mark.parametrize(("code", "waiting"), [(56, "given up"), (3, "given up"), (2, "given up"), (87, "sent")])
-def test_what_waits_behind_a_batch_that_its_client_sends_again_is_not_sent_before_it(code: int, waiting: str) -> None:
+def test_batch_behind_clients_resend_is_not_sent_first(code: int, waiting: str) -> None:
     """On a new route, to a broker that knows nothing of the producer: it would accept the later batch as the first."""
     play = Playbook()
     play.submits(1, "t-0")
@@ -272,13 +272,13 @@ def test_what_waits_behind_a_batch_that_its_client_sends_again_is_not_sent_befor
     ]
 
 
-def test_what_is_under_way_behind_a_batch_that_is_given_up_is_not_sent_again() -> None:
+def test_batch_in_flight_behind_abandoned_is_not_resent() -> None:
     play = piped(2, 3, 4)
     play.answers(2, "t-0=6")
     assert play.ticks(after_s=10) == ["answer 2: t-0=6", "answer 3: t-0=7", "answer 4: t-0=7"]
 
 
-def test_what_waits_for_its_retry_behind_a_batch_whose_time_is_over_is_given_up_with_it() -> None:
+def test_retry_behind_expired_batch_is_given_up() -> None:
     """Appended alone, the later batch would be first at a broker that knows nothing of the producer."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
@@ -288,7 +288,7 @@ def test_what_waits_for_its_retry_behind_a_batch_whose_time_is_over_is_given_up_
     assert play.lanes == []
 
 
-def test_what_came_before_the_client_could_know_is_given_up_and_what_comes_later_is_not() -> None:
+def test_only_batches_sent_unaware_are_given_up() -> None:
     """Requests 3 to 5 were there when 2 was answered; 6 comes behind the answer and is in order again."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
@@ -303,7 +303,7 @@ def test_what_came_before_the_client_could_know_is_given_up_and_what_comes_later
     assert play.wakes() == ["send #6 b1/c1: 6 t-0"]
 
 
-def test_what_was_before_a_batch_that_is_given_up_is_sent_again_all_the_same() -> None:
+def test_batch_before_abandoned_one_is_still_resent() -> None:
     play = piped(2)
     play.submits(3, "t-0", deadline_s=1)
     play.submits(4, "t-0", deadline_s=2)
@@ -314,7 +314,7 @@ def test_what_was_before_a_batch_that_is_given_up_is_sent_again_all_the_same() -
     assert play.wakes() == ["send #5 b1/c1: 2 t-0"]
 
 
-def test_what_came_before_the_client_could_know_is_not_begun_either() -> None:
+def test_batch_sent_unaware_is_not_begun() -> None:
     """It waits for a route to be proven by the batch that is given up."""
     play = Playbook()
     play.submits(1, "t-0", deadline_s=1)
@@ -329,7 +329,7 @@ def test_what_came_before_the_client_could_know_is_not_begun_either() -> None:
 # One owner after another
 
 
-def test_a_later_batch_waits_while_an_earlier_one_is_unanswered_at_the_former_owner() -> None:
+def test_later_batch_waits_for_answer_of_former_owner() -> None:
     play = piped(2, 3)
     play.moves("t-0", 2)
     assert [play.submits(n, "t-0") for n in (4, 5)] == [[], []]
@@ -339,7 +339,7 @@ def test_a_later_batch_waits_while_an_earlier_one_is_unanswered_at_the_former_ow
     assert play.answers(4, "t-0") == ["answer 4: t-0@40", "send #5 b2/c2: 5 t-0"]
 
 
-def test_what_the_former_owner_refuses_goes_before_what_waits_for_the_new_one() -> None:
+def test_refusal_of_former_owner_precedes_waiting_batches() -> None:
     play = piped(2, 3)
     play.moves("t-0", 2)
     play.submits(4, "t-0")
@@ -349,7 +349,7 @@ def test_what_the_former_owner_refuses_goes_before_what_waits_for_the_new_one() 
     assert play.answers(4, "t-0") == ["answer 3: t-0@40", "send #5 b2/c2: 4 t-0"]
 
 
-def test_a_batch_waits_for_one_that_its_broker_was_sent_under_an_earlier_ownership() -> None:
+def test_batch_waits_for_one_under_earlier_ownership() -> None:
     """The broker refuses the first because it is not the owner, becomes it again, and would take the second one."""
     play = piped(2)
     play.moves("t-0", 2, 1)
@@ -360,7 +360,7 @@ def test_a_batch_waits_for_one_that_its_broker_was_sent_under_an_earlier_ownersh
     assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b1/c1: 3 t-0"]
 
 
-def test_ownership_that_moves_while_a_batch_goes_first_leaves_nothing_stuck() -> None:
+def test_ownership_move_during_first_batch_blocks_nothing() -> None:
     play = piped(2, 3, 4)
     for piece in (2, 3, 4):
         play.answers(piece, "t-0=6")
@@ -372,7 +372,7 @@ def test_ownership_that_moves_while_a_batch_goes_first_leaves_nothing_stuck() ->
     assert play.answers(6, "t-0") == ["answer 3: t-0@60", "send #7 b2/c2: 4 t-0", "send #8 b2/c2: 5 t-0"]
 
 
-def test_a_lane_waits_for_all_that_is_unanswered_however_long_its_time_is_over() -> None:
+def test_lane_waits_for_overdue_unanswered_batches() -> None:
     """Two of an earlier route, one refused: its back-off ends while the other is still at the former owner."""
     play = piped(2, 3)
     play.moves("t-0", 2)
@@ -385,7 +385,7 @@ def test_a_lane_waits_for_all_that_is_unanswered_however_long_its_time_is_over()
     assert play.wakes() == ["send #4 b2/c2: 2 t-0"]
 
 
-def test_a_request_in_parts_waits_only_for_the_partition_that_is_blocked() -> None:
+def test_split_request_waits_only_for_blocked_partition() -> None:
     play = piped(2)
     play.moves("t-0", 2)
     assert play.submits(3, "t-0 t-1") == ["send #3 b2/c2: 3 t-1"]
@@ -395,7 +395,7 @@ def test_a_request_in_parts_waits_only_for_the_partition_that_is_blocked() -> No
     assert play.answers(4, "t-0") == ["answer 3: t-0@40 t-1@30"]
 
 
-def test_what_nobody_owns_is_offered_to_a_live_broker_and_no_batch_overtakes() -> None:
+def test_unowned_partition_goes_to_live_broker_in_order() -> None:
     """First touch: the broker may refuse one batch, become the owner, and then accept the next."""
     play = Playbook({"t": [None]})
     (first,) = play.submits(1, "t-0")
@@ -408,7 +408,7 @@ def test_what_nobody_owns_is_offered_to_a_live_broker_and_no_batch_overtakes() -
     assert first == f"send #1 b{broker}/c1: 1 t-0"
 
 
-def test_what_nobody_owns_is_not_offered_again_to_a_broker_that_refused_it() -> None:
+def test_unowned_partition_skips_broker_that_refused() -> None:
     play = Playbook({"t": [None]})
     brokers = []
     play.submits(1, "t-0")
@@ -420,7 +420,7 @@ def test_what_nobody_owns_is_not_offered_again_to_a_broker_that_refused_it() -> 
     assert len(set(brokers)) == 3
 
 
-def test_what_nobody_owns_is_offered_again_to_a_broker_that_would_take_it_later() -> None:
+def test_unowned_partition_returns_to_retriable_broker() -> None:
     play = Playbook({"t": [None]})
     play.submits(1, "t-0")
     play.answers(1, "t-0=19")
@@ -428,7 +428,7 @@ def test_what_nobody_owns_is_offered_again_to_a_broker_that_would_take_it_later(
     assert play.sent[2].broker == play.sent[1].broker
 
 
-def test_what_nobody_owns_goes_on_to_the_broker_that_has_taken_it() -> None:
+def test_unowned_partition_stays_with_accepting_broker() -> None:
     play = Playbook({"t": [None]})
     play.submits(1, "t-0")
     first = play.sent[1].broker
@@ -450,7 +450,7 @@ def test_what_nobody_owns_goes_on_to_the_broker_that_has_taken_it() -> None:
     assert play.sent[5].broker != second
 
 
-def test_a_broker_that_says_it_is_no_owner_gets_one_batch_first_afterwards() -> None:
+def test_broker_denying_ownership_gets_one_batch_first() -> None:
     """Whether or not the refused batch is its client's to send again."""
     play = piped(2)
     assert play.proven("t-0")
@@ -464,7 +464,7 @@ def test_a_broker_that_says_it_is_no_owner_gets_one_batch_first_afterwards() -> 
     assert play.submits(4, "t-0") == []
 
 
-def test_a_refused_read_leaves_a_route_proven_and_a_move_waits_for_the_plain_path() -> None:
+def test_refused_read_leaves_proven_route_until_move() -> None:
     play = proven()
     play.passes(2, "t-0")
     play.lists_offsets(3, "t-0")
@@ -475,7 +475,7 @@ def test_a_refused_read_leaves_a_route_proven_and_a_move_waits_for_the_plain_pat
     assert [each for each in play.submits(4, "t-0") if each.startswith("send")] == []
 
 
-def test_a_late_refusal_by_another_broker_leaves_a_route_proven() -> None:
+def test_late_refusal_by_another_broker_keeps_route_proven() -> None:
     play = piped(2)
     play.moves("t-0", 2)
     assert play.submits(3, "t-0") == []
@@ -485,7 +485,7 @@ def test_a_late_refusal_by_another_broker_leaves_a_route_proven() -> None:
     assert play.proven("t-0")
 
 
-def test_of_what_nobody_owns_no_two_batches_are_under_way_at_two_brokers() -> None:
+def test_unowned_batches_are_in_flight_at_one_broker() -> None:
     play = Playbook({"t": [None]})
     for n in (1, 2, 3, 4):
         play.submits(n, "t-0")
@@ -506,7 +506,7 @@ def test_of_what_nobody_owns_no_two_batches_are_under_way_at_two_brokers() -> No
 # Events that concern several
 
 
-def test_an_event_changes_all_lanes_before_anything_is_sent() -> None:
+def test_event_changes_all_lanes_before_sending() -> None:
     """One answer releases one partition of request 2 and gives up the other: the first goes, and not for both."""
     play = Playbook({"t": [1, 1]})
     play.submits(1, "t-0 t-1")
@@ -515,7 +515,7 @@ def test_an_event_changes_all_lanes_before_anything_is_sent() -> None:
     assert play.answers(2, "t-0") == ["answer 2: t-0@20 t-1=6"]
 
 
-def test_what_is_released_together_goes_in_one_piece_for_each_broker() -> None:
+def test_batches_released_together_share_a_piece_per_broker() -> None:
     play = Playbook({"t": [1, 1, 2]})
     play.submits(1, "t-0 t-1")
     play.submits(2, "t-2")
@@ -523,7 +523,7 @@ def test_what_is_released_together_goes_in_one_piece_for_each_broker() -> None:
     assert play.answers(1, "t-0 t-1") == ["answer 1: t-0@10 t-1@10", "send #3 b1/c1: 3 t-0 t-1"]
 
 
-def test_what_is_released_together_goes_in_the_order_of_requests() -> None:
+def test_batches_released_together_keep_request_order() -> None:
     play = Playbook({"t": [1, 1]})
     play.submits(1, "t-0 t-1")
     for n in (2, 3):
@@ -531,7 +531,7 @@ def test_what_is_released_together_goes_in_the_order_of_requests() -> None:
     assert play.answers(1, "t-0 t-1")[1:] == ["send #2 b1/c1: 2 t-0 t-1", "send #3 b1/c1: 3 t-0 t-1"]
 
 
-def test_after_a_lost_connection_nothing_new_overtakes_what_is_sent_again() -> None:
+def test_new_batch_does_not_overtake_resent_ones() -> None:
     play = piped(2, 3)
     assert play.loses(1) == []
     assert play.submits(4, "t-0") == []

@@ -29,7 +29,7 @@ def test_only_first_batch_exceeds_max_bytes() -> None:
     assert found(Playbook(), 1, "t-0 t-1 t-2", ONE_EACH, max_bytes=1) == [900, 0, 0]
 
 
-def test_later_results_fill_what_is_left() -> None:
+def test_later_results_fill_the_remaining_bytes() -> None:
     answers = {1: "t-0:900", 2: "t-1:200", 3: "t-2:100"}
     assert found(Playbook(), 1, "t-0 t-1 t-2", answers, max_bytes=1000) == [900, 0, 100]
 
@@ -168,7 +168,7 @@ def test_patience_with_a_broker_falls_again() -> None:
     assert play.now - began < 2 * LATE_AFTER_S
 
 
-def test_read_without_records_goes_on_without_the_late_broker() -> None:
+def test_read_without_records_goes_on_without_late_broker() -> None:
     play = Playbook()
     play.fetches(1, "t-0 t-2", until_s=1)
     play.answers(1, "t-0")

@@ -57,7 +57,7 @@ READS = {NOT_WRITTEN: 6, 6: 6, 5: 5, CONNECTION_LOST: 6, UNREADABLE: 6}
 DOUBTS_THE_OWNER = {NOT_WRITTEN, CONNECTION_LOST, UNREADABLE, 3, 5, 6, 9, 13, 56, 74, 75, 100}
 
 
-def test_every_row_of_every_table_is_spelt_out_here() -> None:
+def test_every_row_of_every_table_is_tested() -> None:
     """The tables are whatever is one in the module, and the rows what they have beside codes that are handed on."""
     found = {
         name: set(value)
@@ -122,14 +122,14 @@ def test_every_row_of_reads_is_followed(event: int, conduct: Conduct) -> None:
 
 
 @pytest.mark.parametrize("event", sorted({event for _, event in ROWS} | DOUBTS_THE_OWNER))
-def test_the_owner_is_looked_up_after_what_casts_doubt_on_it(event: int) -> None:
+def test_owner_is_looked_up_after_a_doubt(event: int) -> None:
     play = Playbook()
     play.submits(1, "t-0")
     meets(play, event)
     assert ("reread t-0" in play.aside) is (event in DOUBTS_THE_OWNER)
 
 
-def test_an_owner_that_was_told_of_since_is_not_looked_up() -> None:
+def test_newer_owner_is_not_looked_up() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.moves("t-0", 2)
@@ -138,7 +138,7 @@ def test_an_owner_that_was_told_of_since_is_not_looked_up() -> None:
 
 
 @pytest.mark.parametrize("code", [2, 10, 87])
-def test_what_is_handed_on_is_the_brokers_own_entry(code: int) -> None:
+def test_passed_on_entry_is_the_brokers_own(code: int) -> None:
     play = Playbook()
     play.submits(1, "t-0 t-1")
     play.answers(2, "t-1")
@@ -146,7 +146,7 @@ def test_what_is_handed_on_is_the_brokers_own_entry(code: int) -> None:
     assert play.aside == [f"failed Produce {code} of b1"]
 
 
-def test_what_is_retried_and_what_fails_is_counted_with_its_broker() -> None:
+def test_retries_and_failures_are_counted_by_broker() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
@@ -160,7 +160,7 @@ def test_what_is_retried_and_what_fails_is_counted_with_its_broker() -> None:
     assert play.aside == ["failed Produce 87 of b2"]
 
 
-def test_only_what_was_refused_is_sent_again() -> None:
+def test_only_refused_partitions_are_resent() -> None:
     play = Playbook({"t": [1, 1, 2]})
     play.submits(1, "t-0 t-1 t-2")
     assert play.answers(1, "t-0=6 t-1") == []
@@ -189,7 +189,7 @@ def test_partitions_retry_each_by_itself() -> None:
 
 
 @pytest.mark.parametrize(("event", "bound_s"), [(19, retry.WAIT_S), (6, retry.WAIT_S), (20, retry.AMBIGUOUS_WAIT_S)])
-def test_a_slow_refusal_is_handed_on_when_the_time_for_waiting_is_over(event: int, bound_s: float) -> None:
+def test_slow_refusal_is_passed_on_after_waiting_time(event: int, bound_s: float) -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, f"t-0={event}")
@@ -202,7 +202,7 @@ def test_a_slow_refusal_is_handed_on_when_the_time_for_waiting_is_over(event: in
 
 
 @pytest.mark.parametrize(("event", "tried"), [(6, retry.MAX_ATTEMPTS_IN_ALL), (19, 50), (20, 150)])
-def test_a_partition_that_moves_on_and_on_is_not_followed_for_ever(event: int, tried: int) -> None:
+def test_endlessly_moving_partition_is_followed_boundedly(event: int, tried: int) -> None:
     """The first move is followed at once, the others at a pace of 20 ms, and so by the timer's 21."""
     play = Playbook()
     play.submits(1, "t-0")
@@ -245,7 +245,7 @@ def test_attempts_after_a_reread_count() -> None:
     assert play.answers(4, "t-0=6") == ["answer 1: t-0=6"]
 
 
-def test_attempts_at_a_new_owner_count_during_a_reread() -> None:
+def test_attempts_at_new_owner_count_during_reread() -> None:
     """The table has changed since the refusal."""
     play = Playbook(conduct=KAFKA)
     play.submits(1, "t-0")
@@ -292,7 +292,7 @@ def test_attempts_count_at_one_owner() -> None:
 
 
 @pytest.mark.parametrize("event", [6, 19, 20, CONNECTION_LOST, NOT_WRITTEN])
-def test_what_could_go_again_only_past_the_deadline_is_answered_at_once(event: int) -> None:
+def test_retry_only_past_deadline_is_answered_at_once(event: int) -> None:
     play = Playbook()
     play.submits(1, "t-0", deadline_s=0.1)
     assert meets(play, event) == []
@@ -302,13 +302,13 @@ def test_what_could_go_again_only_past_the_deadline_is_answered_at_once(event: i
     assert meets(play, event) == [f"answer 1: t-0={final}"]
 
 
-def test_what_could_go_again_just_at_the_deadline_is_answered_at_once() -> None:
+def test_retry_exactly_at_deadline_is_answered_at_once() -> None:
     play = Playbook()
     play.submits(1, "t-0", deadline_s=retry.BACKOFF_S[0])
     assert play.answers(1, "t-0=19") == ["answer 1: t-0=19"]
 
 
-def test_a_move_to_another_owner_sends_nothing_again_past_the_deadline() -> None:
+def test_owner_move_past_deadline_resends_nothing() -> None:
     play = Playbook()
     play.submits(1, "t-0", deadline_s=0.5)
     play.moves("t-0", 2)
@@ -316,7 +316,7 @@ def test_a_move_to_another_owner_sends_nothing_again_past_the_deadline() -> None
     assert play.answers(1, "t-0=6") == ["answer 1: t-0=6"]
 
 
-def test_what_waits_for_its_retry_at_the_deadline_is_not_sent_any_more() -> None:
+def test_retry_waiting_at_deadline_is_not_sent() -> None:
     play = Playbook()
     play.submits(1, "t-0", deadline_s=0.3)
     play.answers(1, "t-0=6")
@@ -328,7 +328,7 @@ def test_what_waits_for_its_retry_at_the_deadline_is_not_sent_any_more() -> None
     assert play.wakes() == []
 
 
-def test_a_batch_that_waits_past_its_deadline_is_not_sent_after_it() -> None:
+def test_batch_waiting_past_deadline_is_not_sent() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -341,7 +341,7 @@ def test_a_batch_that_waits_past_its_deadline_is_not_sent_after_it() -> None:
     assert play.lanes == []
 
 
-def test_what_is_released_after_its_deadline_is_answered_and_not_sent() -> None:
+def test_batch_released_after_deadline_is_answered_unsent() -> None:
     """What stands behind it is given up with it, and what came before it is answered as it was."""
     play = Playbook()
     play.submits(1, "t-0")
@@ -355,7 +355,7 @@ def test_what_is_released_after_its_deadline_is_answered_and_not_sent() -> None:
     assert play.ticks() == []
 
 
-def test_what_is_released_after_its_deadline_counts_once() -> None:
+def test_batch_released_after_deadline_counts_once() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.submits(2, "t-0", deadline_s=1)
@@ -366,7 +366,7 @@ def test_what_is_released_after_its_deadline_counts_once() -> None:
     assert play.aside == []
 
 
-def test_a_time_is_asked_for_once_unless_there_is_an_earlier_one() -> None:
+def test_timer_is_requested_once_unless_earlier() -> None:
     play = Playbook()
     play.submits(1, "t-0 t-1")
     play.answers(1, "t-0=19")
@@ -382,7 +382,7 @@ def test_a_time_is_asked_for_once_unless_there_is_an_earlier_one() -> None:
     assert play.wakes() == ["send #4 b3/c3: 1 t-1"]
 
 
-def test_jitter_lengthens_a_back_off_by_up_to_a_half() -> None:
+def test_jitter_lengthens_back_off_by_half_at_most() -> None:
     play = Playbook(jitter=0.5)
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
@@ -393,14 +393,14 @@ def test_jitter_lengthens_a_back_off_by_up_to_a_half() -> None:
 
 
 @pytest.mark.parametrize(("event", "code"), [(6, 6), (20, 7), (CONNECTION_LOST, 7), (NOT_WRITTEN, 6)])
-def test_nothing_is_sent_again_to_a_broker_that_hangs(event: int, code: int) -> None:
+def test_hung_broker_gets_no_resend(event: int, code: int) -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.view.hung.add(1)
     assert meets(play, event) == [f"answer 1: t-0={code}"]
 
 
-def test_a_new_owners_state_counts_and_not_the_old_ones() -> None:
+def test_new_owners_state_counts_for_resends() -> None:
     play = Playbook(hung=[1])
     play.submits(1, "t-0")
     play.moves("t-0", 2)
@@ -408,7 +408,7 @@ def test_a_new_owners_state_counts_and_not_the_old_ones() -> None:
     assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
 
 
-def test_a_batch_behind_one_that_is_left_to_its_client_is_left_to_it_as_well() -> None:
+def test_batch_behind_clients_retry_is_clients_too() -> None:
     """The first may be in the log of the broker that hangs: sent alone, the second would come before it."""
     play = Playbook(hung=[1])
     play.submits(1, "t-0", producer=PLAIN)
@@ -418,7 +418,7 @@ def test_a_batch_behind_one_that_is_left_to_its_client_is_left_to_it_as_well() -
     assert play.submits(3, "t-0", producer=PLAIN) == ["send #2 b2/c2: 3 t-0"]
 
 
-def test_what_waits_behind_a_batch_at_a_broker_that_hangs_is_given_up_unwritten() -> None:
+def test_batch_waiting_at_hung_broker_fails_unwritten() -> None:
     play = Playbook()
     for n in (1, 2, 3):
         play.submits(n, "t-0")
@@ -427,7 +427,7 @@ def test_what_waits_behind_a_batch_at_a_broker_that_hangs_is_given_up_unwritten(
     assert list(play.sent) == [1]
 
 
-def test_batches_at_a_broker_that_hangs_are_in_doubt_and_the_lane_goes_on_in_order() -> None:
+def test_batches_at_hung_broker_become_uncertain() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -443,7 +443,7 @@ def test_batches_at_a_broker_that_hangs_are_in_doubt_and_the_lane_goes_on_in_ord
     assert play.answers(5, "t-0") == ["answer 5: t-0@50", "send #6 b1/c2: 6 t-0"]
 
 
-def test_an_owner_without_an_address_is_not_replaced_by_another_broker() -> None:
+def test_owner_without_address_is_not_replaced() -> None:
     play = Playbook({"t": [42]})
     play.ticks()
     play.waits(5)
@@ -453,13 +453,13 @@ def test_an_owner_without_an_address_is_not_replaced_by_another_broker() -> None
     assert play.wakes() == ["answer 1: t-0=6"]
 
 
-def test_what_has_no_owner_and_no_time_to_wait_for_one_is_answered_at_once() -> None:
+def test_unowned_batch_without_time_is_answered_at_once() -> None:
     play = Playbook({"t": [42]})
     assert play.submits(1, "t-0", deadline_s=0.01) == ["answer 1: t-0=6"]
     assert play.lanes == []
 
 
-def test_a_client_that_sends_more_waits_behind_what_has_no_owner_to_go_to() -> None:
+def test_later_batches_wait_behind_an_unowned_one() -> None:
     play = Playbook({"t": [42]})
     play.submits(1, "t-0")
     play.submits(2, "t-0")
@@ -472,7 +472,7 @@ def test_a_client_that_sends_more_waits_behind_what_has_no_owner_to_go_to() -> N
 
 
 @pytest.mark.parametrize("event", [7, 13, 20, CONNECTION_LOST, UNREADABLE])
-def test_brokers_that_are_not_known_to_know_a_batch_again_get_it_once(event: int) -> None:
+def test_brokers_without_deduplication_get_batches_once(event: int) -> None:
     play = Playbook(knows_batches_again=False)
     play.submits(1, "t-0")
     told = meets(play, event)
@@ -481,7 +481,7 @@ def test_brokers_that_are_not_known_to_know_a_batch_again_get_it_once(event: int
 
 
 @pytest.mark.parametrize("refusal", [6, 19, 5, NOT_WRITTEN])
-def test_a_refusal_after_an_unknown_outcome_does_not_make_it_known(refusal: int) -> None:
+def test_refusal_does_not_settle_an_unknown_outcome(refusal: int) -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0=7")
@@ -489,7 +489,7 @@ def test_a_refusal_after_an_unknown_outcome_does_not_make_it_known(refusal: int)
     assert until_answered(play, refusal)[1] == 7
 
 
-def test_a_refusal_at_the_deadline_after_an_unknown_outcome_does_not_make_it_known() -> None:
+def test_refusal_at_deadline_does_not_settle_unknown_outcome() -> None:
     play = Playbook()
     play.submits(1, "t-0", deadline_s=1)
     play.answers(1, "t-0=7")
@@ -498,7 +498,7 @@ def test_a_refusal_at_the_deadline_after_an_unknown_outcome_does_not_make_it_kno
     assert play.ticks(after_s=1) == ["answer 1: t-0=7"]
 
 
-def test_an_error_that_is_no_refusal_is_handed_on_after_an_unknown_outcome() -> None:
+def test_non_refusal_is_passed_on_after_unknown_outcome() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0=7")
@@ -507,9 +507,7 @@ def test_an_error_that_is_no_refusal_is_handed_on_after_an_unknown_outcome() -> 
 
 
 @pytest.mark.parametrize(("producer", "sent_again"), [(PLAIN, False), (IDEMPOTENT, True)])
-def test_where_a_refusal_may_follow_an_append_a_lane_makes_no_second_sending_safe(
-    producer: Producer, sent_again: bool
-) -> None:
+def test_possible_append_forbids_a_resend(producer: Producer, sent_again: bool) -> None:
     """Real Kafka's NOT_LEADER_OR_FOLLOWER to acks=all with an offset means that the batch is in its log."""
     play = Playbook(conduct=KAFKA)
     play.submits(1, "t-0", producer=producer)
@@ -528,7 +526,7 @@ def test_where_a_refusal_may_follow_an_append_a_lane_makes_no_second_sending_saf
 
 
 @pytest.mark.parametrize("kind", ["plain", "transactional"])
-def test_what_is_behind_a_batch_that_is_left_to_its_client_is_left_to_it_as_well(kind: str) -> None:
+def test_batch_behind_uncertain_batch_is_clients_too(kind: str) -> None:
     """A leader is deposed with the first in its log and has refused the others: sent on, they would come before it."""
     play = Playbook(conduct=KAFKA)
     producer = PLAIN if kind == "plain" else IDEMPOTENT
@@ -546,7 +544,7 @@ def test_what_is_behind_a_batch_that_is_left_to_its_client_is_left_to_it_as_well
 
 
 @pytest.mark.parametrize("code", [56, 3])
-def test_out_of_order_behind_a_batch_that_its_client_sends_again_is_not_handed_on(code: int) -> None:
+def test_out_of_order_behind_resent_batch_is_hidden(code: int) -> None:
     """librdkafka would begin a new epoch, and send again in it what is in doubt in its other partitions."""
     play = Playbook()
     play.submits(1, "t-0")
@@ -571,7 +569,7 @@ def test_out_of_order_behind_a_batch_that_its_client_sends_again_is_not_handed_o
     [((7, 1, 5), 45), ((8, 0, 5), 45), ((7, 0, 2), 45), (PLAIN, 45), ((7, 0, 5), 6)],
     ids=["another epoch", "another producer", "an earlier batch", "no producer", "the next"],
 )
-def test_a_batch_is_misled_by_one_before_it_in_the_same_epoch_alone(producer: Producer, told: int) -> None:
+def test_only_earlier_batch_of_same_epoch_misleads(producer: Producer, told: int) -> None:
     play = Playbook()
     play.submits(1, "t-0", producer=(7, 0, 0))
     play.answers(1, "t-0")
@@ -581,7 +579,7 @@ def test_a_batch_is_misled_by_one_before_it_in_the_same_epoch_alone(producer: Pr
     assert play.answers(3, "t-0=45") == [f"answer 3: t-0={told}"]
 
 
-def test_behind_a_batch_that_its_client_sends_again_nothing_is_sent_again() -> None:
+def test_batch_behind_clients_retry_is_not_resent() -> None:
     """Another broker may know nothing of the producer, and would take the later batch first."""
     play = Playbook()
     play.submits(1, "t-0")
@@ -594,7 +592,7 @@ def test_behind_a_batch_that_its_client_sends_again_nothing_is_sent_again() -> N
     assert play.lanes == []
 
 
-def test_a_batch_that_does_not_come_again_misleads_none() -> None:
+def test_batch_without_client_retry_misleads_none() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -604,7 +602,7 @@ def test_a_batch_that_does_not_come_again_misleads_none() -> None:
     assert play.answers(3, "t-0=45") == ["answer 3: t-0=45"]
 
 
-def test_a_batch_that_comes_with_acks_0_has_not_come_again() -> None:
+def test_resend_with_acks_0_does_not_count() -> None:
     """Nothing is known of its outcome."""
     play = Playbook()
     play.submits(1, "t-0")
@@ -617,7 +615,7 @@ def test_a_batch_that_comes_with_acks_0_has_not_come_again() -> None:
     assert play.answers(4, "t-0=45") == ["answer 4: t-0=6"]
 
 
-def test_the_plain_path_tells_of_what_comes_again() -> None:
+def test_plain_path_resend_is_noticed() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -632,7 +630,7 @@ def test_the_plain_path_tells_of_what_comes_again() -> None:
     assert play.answers(fourth, "t-0=45") == ["answer 4: t-0=45"]
 
 
-def test_out_of_order_behind_a_refused_batch_is_not_handed_on_at_the_deadline() -> None:
+def test_out_of_order_is_hidden_at_deadline() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")

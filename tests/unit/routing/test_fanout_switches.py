@@ -191,102 +191,102 @@ def with_patches(script: Callable[[pytest.MonkeyPatch], None]) -> Script:
 SWITCHES: dict[str, Switch] = {
     "fanout 1: an entry is in one place": Switch(
         replaced(Fanout, "_hold_back", held_and_sent),
-        test_fanout_lanes.test_on_a_new_route_one_batch_goes_first_and_the_rest_follows_its_success_in_order,
+        test_fanout_lanes.test_new_route_sends_one_batch_before_the_rest,
     ),
     "fanout 2: nothing overtakes what is sent again": Switch(
         replaced(Fanout, "_hold_back", says(set())),
-        test_fanout_lanes.test_after_a_lost_connection_nothing_new_overtakes_what_is_sent_again,
+        test_fanout_lanes.test_new_batch_does_not_overtake_resent_ones,
     ),
     "fanout 3: on a new route one batch goes first": Switch(
         replaced(Fanout, "_probe_new_routes", nothing),
-        test_fanout_lanes.test_on_a_new_route_one_batch_goes_first_and_the_rest_follows_its_success_in_order,
+        test_fanout_lanes.test_new_route_sends_one_batch_before_the_rest,
     ),
     "fanout 4: what goes elsewhere waits": Switch(
         replaced(Lanes, "block", nothing),
-        test_fanout_lanes.test_a_later_batch_waits_while_an_earlier_one_is_unanswered_at_the_former_owner,
+        test_fanout_lanes.test_later_batch_waits_for_answer_of_former_owner,
     ),
     "fanout 4: A, then B, then A again is elsewhere": Switch(
         replaced(Fanout, "_follow", follow_owners_alone),
-        test_fanout_lanes.test_a_batch_waits_for_one_that_its_broker_was_sent_under_an_earlier_ownership,
+        test_fanout_lanes.test_batch_waits_for_one_under_earlier_ownership,
     ),
     "fanout 4: late news of an ownership is news": Switch(
         replaced(Topology, "owner_version", Topology.owner_revision),
-        test_fanout_topology.test_news_at_a_revision_below_the_highest_seen_blocks_what_is_under_way,
+        test_fanout_topology.test_older_revision_blocks_requests_in_flight,
     ),
     "fanout 5: nothing is sent again past the deadline": Switch(
         replaced(Fanout, "_failed", fail_without_a_deadline),
-        partial(test_fanout_retries.test_what_could_go_again_only_past_the_deadline_is_answered_at_once, 6),
+        partial(test_fanout_retries.test_retry_only_past_deadline_is_answered_at_once, 6),
     ),
     "fanout 5: nothing is sent past it to another owner": Switch(
         replaced(Fanout, "_failed", fail_without_a_deadline),
-        test_fanout_retries.test_a_move_to_another_owner_sends_nothing_again_past_the_deadline,
+        test_fanout_retries.test_owner_move_past_deadline_resends_nothing,
     ),
     "fanout 5: nothing is sent that waited past the deadline": Switch(
         replaced(Exchange, "is_late", says(False)),
-        test_fanout_retries.test_what_is_released_after_its_deadline_is_answered_and_not_sent,
+        test_fanout_retries.test_batch_released_after_deadline_is_answered_unsent,
     ),
     "fanout 5: what waits behind is given up": Switch(
         replaced(Lanes, "give_up", says([])),
-        test_fanout_ends.test_what_waits_behind_a_piece_that_is_taken_back_is_given_up_with_it,
+        test_fanout_ends.test_batch_behind_a_piece_taken_back_is_failed,
     ),
     "fanout 5: what is taken back is settled": Switch(
         replaced(Fanout, "_settle_pieces", nothing),
-        test_fanout_ends.test_a_piece_that_waits_for_its_dial_is_taken_back_and_its_lane_goes_on,
+        test_fanout_ends.test_piece_waiting_for_dial_is_taken_back,
     ),
     "fanout 5: what is not written is taken back": Switch(
         replaced(InFlight, "withdraw", says([])),
-        test_fanout_ends.test_a_piece_that_waits_for_its_dial_is_taken_back_and_its_lane_goes_on,
+        test_fanout_ends.test_piece_waiting_for_dial_is_taken_back,
     ),
     "fanout 5: what a broker may have seen keeps its lane": Switch(
         replaced(InFlight, "of", says(())),
-        test_fanout_ends.test_a_connection_is_ended_where_nothing_has_come_for_long_after_a_deadline,
+        test_fanout_ends.test_silent_connection_ends_after_a_deadline,
     ),
     "fanout 5: what came behind it on the plain path is given up with it": Switch(
         replaced(Fanout, "is_due", says(False)),
-        test_fanout_topology.test_the_plain_path_behind_a_batch_whose_time_is_over_is_given_up_with_it,
+        test_fanout_topology.test_plain_request_behind_expired_batch_is_given_up,
     ),
     "fanout 6: nothing more is sent for a client that is gone": Switch(
         replaced(ClientEnd, "forbids", says(False)),
-        test_fanout_clients.test_what_is_refused_afterwards_is_not_sent_again,
+        test_fanout_clients.test_batch_refused_afterwards_is_not_resent,
     ),
     "fanout 6: what a broker has got is held": Switch(
         replaced(ClientEnd, "hold", nothing),
-        test_fanout_clients.test_what_is_written_for_a_topic_with_a_writer_group_is_held_until_it_is_answered,
+        test_fanout_clients.test_written_batch_of_writer_group_is_held,
     ),
     "fanout 6: what is lost is said to be lost": Switch(
         replaced(fanout, "_MAY_STILL_BE_APPENDED", ()),
-        test_fanout_clients.test_what_is_lost_while_it_is_held_is_said_to_be_lost_before_it_is_let_go,
+        test_fanout_clients.test_lost_held_batch_is_reported_before_release,
     ),
     "fanout 7: all lanes first": Switch(
         replaced(Fanout, "_settle_lane", send_in_the_midst),
-        test_fanout_lanes.test_what_is_released_together_goes_in_one_piece_for_each_broker,
+        test_fanout_lanes.test_batches_released_together_share_a_piece_per_broker,
     ),
     "fanout 8: a request is answered once": Switch(
         replaced(OpenExchanges, "__contains__", says(True)),
-        test_fanout_clients.test_acknowledgements_are_noted_for_nobody_who_is_gone,
+        test_fanout_clients.test_acknowledgement_of_departed_client_is_not_noted,
     ),
     "fanout 8: an acknowledgement is noted once": Switch(
         replaced(Fanout, "_note", note_twice),
-        test_fanout_answers.test_an_acknowledgement_is_noted_with_its_broker_before_its_answer,
+        test_fanout_answers.test_acknowledgement_is_noted_before_its_answer,
     ),
     "fanout 8: an acknowledgement is noted": Switch(
         replaced(Fanout, "_note", nothing),
-        test_fanout_lanes.test_on_a_proven_route_batches_are_pipelined,
+        test_fanout_lanes.test_proven_route_pipelines_batches,
     ),
     "fanout 9: an error is counted": Switch(
         replaced(Actions, "add", count_no_failure),
-        test_fanout_answers.test_an_error_is_not_waited_upon,
+        test_fanout_answers.test_error_ends_a_waiting_fetch,
     ),
     "fanout 9: what is not delivered is said last": Switch(
         replaced(Actions, "add_last", Actions.add),
         partial(
-            test_fanout_ends.test_confirmed_acks_0_refused_for_good_is_lost_and_the_next_is_delivered,
+            test_fanout_ends.test_permanently_refused_confirmed_acks_0_is_lost,
             87,
         ),
     ),
     "fanout 10: a fence is that of the moment of sending": Switch(
         replaced(Fanout, "_fences", fences_of_the_first_time),
-        test_fanout_clients.test_a_retry_goes_with_the_fence_in_force_when_it_is_sent,
+        test_fanout_clients.test_retry_carries_the_current_fence,
     ),
     "retry: attempts before the re-read ends do not count": Switch(
         replaced(retry.Attempts, "send_blindly", nothing),
@@ -298,79 +298,79 @@ SWITCHES: dict[str, Switch] = {
     ),
     "open_exchanges 3: a read looks again": Switch(
         replaced(OpenExchanges, "_looks_again", says(False)),
-        test_fanout_answers.test_a_read_over_brokers_that_found_nothing_is_asked_again_after_a_pause,
+        test_fanout_answers.test_empty_read_over_brokers_repeats_after_pause,
     ),
     "open_exchanges 4: what is misled is not told so": Switch(
         replaced(OpenExchanges, "is_misled", says(False)),
-        partial(test_fanout_retries.test_out_of_order_behind_a_batch_that_its_client_sends_again_is_not_handed_on, 56),
+        partial(test_fanout_retries.test_out_of_order_behind_resent_batch_is_hidden, 56),
     ),
     "refused 1: only what has not come again misleads": Switch(
         replaced(refused.Refused, "arrived", nothing),
-        test_fanout_retries.test_the_plain_path_tells_of_what_comes_again,
+        test_fanout_retries.test_plain_path_resend_is_noticed,
     ),
     "in_flight 1: one connection to a broker": Switch(
         replaced(InFlight, "connection_to", a_connection_for_each),
-        test_fanout_ends.test_a_broker_has_one_connection_that_is_not_closed,
+        test_fanout_ends.test_broker_has_one_open_connection,
     ),
     "in_flight 2: what is under way is known": Switch(
         replaced(InFlight, "of", says(())),
-        test_fanout_lanes.test_when_a_later_batch_was_appended_after_all_the_first_ones_own_code_is_handed_on,
+        test_fanout_lanes.test_appended_later_batch_passes_on_first_ones_code,
     ),
     "in_flight 3: a bound of what is in doubt": Switch(
         replaced(in_flight.RecentBatches, "note", note_all),
-        with_patches(test_fanout_ends.test_no_more_partitions_than_a_bound_are_in_doubt_by_name),
+        with_patches(test_fanout_ends.test_uncertain_partitions_by_name_are_bounded),
     ),
     "lanes 2: while a lane exists nothing is sent but the one that probes": Switch(
         replaced(Lanes, "is_probing", says(True)),
-        test_fanout_lanes.test_a_success_under_an_earlier_ownership_proves_no_route,
+        test_fanout_lanes.test_success_under_earlier_ownership_proves_no_route,
     ),
     "lanes 1: items wait in the order of requests": Switch(
         replaced(lanes, "insort", append),
-        test_fanout_lanes.test_what_the_former_owner_refuses_goes_before_what_waits_for_the_new_one,
+        test_fanout_lanes.test_refusal_of_former_owner_precedes_waiting_batches,
     ),
     "lanes 3: a route is proven by a success": Switch(
         replaced(Fanout, "_take_results", prove_without_a_success),
-        test_fanout_lanes.test_a_route_is_proven_by_a_success_of_what_went_first_and_by_nothing_else,
+        test_fanout_lanes.test_only_first_batchs_success_proves_a_route,
     ),
     "lanes 3: a route is proven under the ownership that is": Switch(
         replaced(Routes, "prove", prove_at_any_version),
-        test_fanout_lanes.test_a_success_under_an_earlier_ownership_proves_no_route,
+        test_fanout_lanes.test_success_under_earlier_ownership_proves_no_route,
     ),
     "lanes 4: what came before its client could know is given up": Switch(
         replaced(Lanes, "is_given_up", says(False)),
-        test_fanout_lanes.test_what_came_before_the_client_could_know_is_given_up_and_what_comes_later_is_not,
+        test_fanout_lanes.test_only_batches_sent_unaware_are_given_up,
     ),
     "lanes 4: an error that is handed on gives up what came before its client could know": Switch(
         replaced(retry, "comes_again", says(False)),
-        test_fanout_retries.test_behind_a_batch_that_its_client_sends_again_nothing_is_sent_again,
+        test_fanout_retries.test_batch_behind_clients_retry_is_not_resent,
     ),
     "lanes 5: a lane's timer waits for what is unanswered elsewhere": Switch(
         replaced(lanes, "_waits_for_time", wait_for_time_alone),
-        test_fanout_lanes.test_a_lane_waits_for_all_that_is_unanswered_however_long_its_time_is_over,
+        test_fanout_lanes.test_lane_waits_for_overdue_unanswered_batches,
     ),
     "lanes 5: a move ends a back-off": Switch(
         replaced(Lanes, "hasten", nothing),
-        test_fanout_topology.test_a_first_back_off_ends_at_once_when_the_topology_names_another_owner,
+        test_fanout_topology.test_first_back_off_ends_at_a_new_owner,
     ),
     "lanes: two names have one lane": Switch(
         replaced(Lanes, "rename", says([])),
-        test_fanout_topology.test_a_topic_named_by_id_and_by_name_before_its_id_is_known_keeps_one_order,
+        test_fanout_topology.test_topic_named_by_id_and_name_keeps_order,
     ),
     "routes 1: proven on one connection": Switch(
         replaced(Routes, "new_among", new_nowhere),
-        test_fanout_ends.test_a_route_of_a_connection_that_is_being_ended_is_new,
+        test_fanout_ends.test_route_of_an_ending_connection_is_new,
     ),
     "routes 2: what is proven is forgotten with the ownership": Switch(
         replaced(Routes, "forget_outdated", nothing),
-        partial(test_fanout_lanes.test_a_route_is_new_again_when_ownership_has_moved_and_come_back, (2, 1)),
+        partial(test_fanout_lanes.test_route_is_new_after_ownership_returns, (2, 1)),
     ),
     "routes 2: and with its broker's refusal": Switch(
         replaced(Routes, "refuted", nothing),
-        test_fanout_lanes.test_a_broker_that_says_it_is_no_owner_gets_one_batch_first_afterwards,
+        test_fanout_lanes.test_broker_denying_ownership_gets_one_batch_first,
     ),
     "split: what nobody owns goes on to its taker": Switch(
         replaced(Fanout, "_taken_by", says(NO_OWNER)),
-        test_fanout_lanes.test_what_nobody_owns_goes_on_to_the_broker_that_has_taken_it,
+        test_fanout_lanes.test_unowned_partition_stays_with_accepting_broker,
     ),
     "routes 2: and with the connection": Switch(
         replaced(Routes, "forget_connection", nothing),
@@ -378,11 +378,11 @@ SWITCHES: dict[str, Switch] = {
     ),
     "routes 3: plans are told to be wrong": Switch(
         replaced(Routes, "_forget", forget_quietly),
-        partial(test_fanout_lanes.test_plans_are_told_to_be_wrong_when_a_route_is_forgotten, "moves"),
+        partial(test_fanout_lanes.test_forgotten_route_invalidates_plans, "moves"),
     ),
     "merge 1: of two results the first counts": Switch(
         replaced(Exchange, "take", take_again),
-        test_fanout_ends.test_of_two_results_for_one_partition_the_first_counts,
+        test_fanout_ends.test_first_of_two_results_for_partition_counts,
     ),
     "merge 1: a late result does not count": Switch(
         replaced(Exchange, "take", take_again),
@@ -390,7 +390,7 @@ SWITCHES: dict[str, Switch] = {
     ),
     "merge 2: answers are in the order of requests": Switch(
         replaced(fanout, "answers_in_order", says(True)),
-        test_fanout_answers.test_a_whole_answer_in_another_order_is_brought_in_order,
+        test_fanout_answers.test_whole_answer_is_put_into_request_order,
     ),
     "merge 3: the longest throttle time": Switch(
         replaced(Exchange, "note", throttle_of_the_last),
@@ -398,7 +398,7 @@ SWITCHES: dict[str, Switch] = {
     ),
     "merge 4: a result's bytes are the broker's own": Switch(
         replaced(OpenExchanges, "conclude", conclude_in_own_words),
-        partial(test_fanout_retries.test_what_is_handed_on_is_the_brokers_own_entry, 87),
+        partial(test_fanout_retries.test_passed_on_entry_is_the_brokers_own, 87),
     ),
 }
 
@@ -413,7 +413,7 @@ def is_red(script: Script) -> bool:
 
 
 @pytest.mark.parametrize("rule", SWITCHES)
-def test_a_script_goes_red_where_its_rule_is_broken(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_fails_when_its_rule_is_broken(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patch, script = SWITCHES[rule]
     assert not is_red(script)
     patch(monkeypatch)

@@ -26,7 +26,7 @@ def proven(partitions: str = "t-0") -> Playbook:
 # While something is under way
 
 
-def test_of_a_piece_only_the_partition_that_moves_waits_for_it() -> None:
+def test_only_the_moved_partition_of_piece_waits() -> None:
     play = Playbook({"t": [1, 1]})
     play.submits(1, "t-0 t-1")
     play.answers(1, "t-0 t-1")
@@ -38,7 +38,7 @@ def test_of_a_piece_only_the_partition_that_moves_waits_for_it() -> None:
     assert play.wakes() == ["send #4 b2/c2: 3 t-0"]
 
 
-def test_news_at_a_revision_below_the_highest_seen_blocks_what_is_under_way() -> None:
+def test_older_revision_blocks_requests_in_flight() -> None:
     play = proven()
     play.moves("t-1", 1, revision=20)
     play.submits(2, "t-0")
@@ -50,7 +50,7 @@ def test_news_at_a_revision_below_the_highest_seen_blocks_what_is_under_way() ->
     assert play.wakes() == ["send #3 b1/c1: 3 t-0"]
 
 
-def test_of_several_requests_each_is_looked_at_for_what_moves() -> None:
+def test_each_of_several_requests_is_checked_for_moves() -> None:
     play = Playbook({"t": [1], "u": [1]})
     play.submits(1, "t-0 u-0")
     play.answers(1, "t-0 u-0")
@@ -63,7 +63,7 @@ def test_of_several_requests_each_is_looked_at_for_what_moves() -> None:
     assert play.wakes() == ["send #5 b2/c2: 5 t-0"]
 
 
-def test_what_moves_that_nobody_asked_for_changes_nothing() -> None:
+def test_move_of_unrequested_partition_changes_nothing() -> None:
     play = proven()
     play.submits(2, "t-0")
     assert play.moves("t-1", 1) == []
@@ -72,7 +72,7 @@ def test_what_moves_that_nobody_asked_for_changes_nothing() -> None:
     assert play.proven("t-0")
 
 
-def test_reads_do_not_wait_for_what_is_unanswered_at_a_former_owner() -> None:
+def test_reads_do_not_wait_for_former_owners_answers() -> None:
     play = Playbook()
     play.fetches(1, "t-0")
     play.moves("t-0", 2)
@@ -80,7 +80,7 @@ def test_reads_do_not_wait_for_what_is_unanswered_at_a_former_owner() -> None:
     assert play.fetches(2, "t-0") == ["send #2 b2/c2: 2 t-0"]
 
 
-def test_a_partition_that_has_left_and_come_back_before_an_answer_is_blocked_as_well() -> None:
+def test_partition_moved_away_and_back_is_blocked_too() -> None:
     play = proven()
     play.submits(2, "t-0")
     for owner in (2, 1):
@@ -92,7 +92,7 @@ def test_a_partition_that_has_left_and_come_back_before_an_answer_is_blocked_as_
     assert play.submits(4, "t-0") == []
 
 
-def test_a_broker_that_is_removed_is_sent_nothing_more_and_its_pieces_are_waited_for() -> None:
+def test_removed_broker_gets_nothing_and_is_awaited() -> None:
     play = proven()
     play.submits(2, "t-0")
     assert play.removes(1) == []
@@ -106,7 +106,7 @@ def test_a_broker_that_is_removed_is_sent_nothing_more_and_its_pieces_are_waited
     assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b2/c2: 3 t-0"]
 
 
-def test_a_broker_that_is_removed_with_no_successor_ends_what_waits_in_its_time() -> None:
+def test_removed_broker_without_successor_lets_requests_expire() -> None:
     play = proven()
     play.submits(2, "t-0", producer=None)
     play.removes(1)
@@ -115,7 +115,7 @@ def test_a_broker_that_is_removed_with_no_successor_ends_what_waits_in_its_time(
     assert play.wakes() == ["answer 2: t-0=6"]
 
 
-def test_an_owner_that_changes_its_address_keeps_the_order() -> None:
+def test_owner_changing_its_address_keeps_the_order() -> None:
     play = proven()
     for n in (2, 3):
         play.submits(n, "t-0")
@@ -127,7 +127,7 @@ def test_an_owner_that_changes_its_address_keeps_the_order() -> None:
     assert play.answers(4, "t-0") == ["answer 2: t-0@40", "send #5 b1/c2: 3 t-0", "send #6 b1/c2: 4 t-0"]
 
 
-def test_a_change_is_followed_before_the_next_request_is_sent() -> None:
+def test_change_is_applied_before_the_next_send() -> None:
     play = proven()
     play.submits(2, "t-0")
     play.topology.set_owner(b"t", 0, 2, play.topology.revision + 1)
@@ -135,7 +135,7 @@ def test_a_change_is_followed_before_the_next_request_is_sent() -> None:
     assert play.lanes == ["t-0 blocked"]
 
 
-def test_a_change_that_concerns_the_plain_path_is_known_before_it_is_followed() -> None:
+def test_change_of_plain_path_is_known_before_application() -> None:
     play = proven()
     concerned = []
     for partition in (1, 0):
@@ -147,7 +147,7 @@ def test_a_change_that_concerns_the_plain_path_is_known_before_it_is_followed() 
 # While something waits out a back-off
 
 
-def test_a_first_back_off_ends_at_once_when_the_topology_names_another_owner() -> None:
+def test_first_back_off_ends_at_a_new_owner() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
@@ -158,7 +158,7 @@ def test_a_first_back_off_ends_at_once_when_the_topology_names_another_owner() -
     assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
 
 
-def test_a_later_back_off_ends_at_the_pace_for_another_owner() -> None:
+def test_later_back_off_ends_at_new_owners_pace() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     for piece in (1, 2, 3):
@@ -171,7 +171,7 @@ def test_a_later_back_off_ends_at_the_pace_for_another_owner() -> None:
     assert play.wakes() == ["send #4 b2/c2: 1 t-0"]
 
 
-def test_the_same_owner_once_more_ends_a_back_off_too() -> None:
+def test_repeated_owner_ends_a_back_off_too() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
@@ -179,7 +179,7 @@ def test_the_same_owner_once_more_ends_a_back_off_too() -> None:
     assert play.wakes_in_ms() == 1
 
 
-def test_a_back_off_does_not_end_for_what_the_topology_says_of_others_or_of_no_owner() -> None:
+def test_unrelated_news_does_not_end_a_back_off() -> None:
     play = Playbook(offers_unowned=False)
     play.submits(1, "t-0")
     for piece in (1, 2):
@@ -193,7 +193,7 @@ def test_a_back_off_does_not_end_for_what_the_topology_says_of_others_or_of_no_o
     assert play.wakes_in_ms() == 21
 
 
-def test_the_owner_is_looked_up_when_a_batch_is_sent_again_and_not_when_it_was_refused() -> None:
+def test_owner_is_looked_up_when_batch_is_resent() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
@@ -202,7 +202,7 @@ def test_the_owner_is_looked_up_when_a_batch_is_sent_again_and_not_when_it_was_r
     assert play.wakes() == ["send #2 b3/c2: 1 t-0"]
 
 
-def test_what_moves_while_a_lane_waits_for_an_answer_ends_no_back_off_before_that() -> None:
+def test_move_during_awaited_answer_ends_no_back_off() -> None:
     play = proven()
     for n in (2, 3):
         play.submits(n, "t-0")
@@ -216,7 +216,7 @@ def test_what_moves_while_a_lane_waits_for_an_answer_ends_no_back_off_before_tha
 # Topic ids
 
 
-def test_an_unknown_id_is_said_to_be_unknown_and_the_rest_goes_its_way() -> None:
+def test_unknown_topic_id_gets_an_error_alone() -> None:
     play = Playbook({"u": [1]})
     play.names("u")
     assert play.submits(1, "t-0 t-4 u-0", by_id=True) == ["send #1 b1/c1: 1 u-0"]
@@ -226,7 +226,7 @@ def test_an_unknown_id_is_said_to_be_unknown_and_the_rest_goes_its_way() -> None
     assert play.wakes() == ["answer 1: t?-0=100 t?-4=100 u-0@10"]
 
 
-def test_what_waits_for_an_id_goes_when_it_gets_a_name_and_is_not_overtaken_by_name() -> None:
+def test_batch_awaiting_an_id_keeps_its_place() -> None:
     play = Playbook()
     assert play.submits(1, "t-0", by_id=True) == []
     assert play.names("t") == []
@@ -236,7 +236,7 @@ def test_what_waits_for_an_id_goes_when_it_gets_a_name_and_is_not_overtaken_by_n
     assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0", "send #3 b1/c1: 3 t-0"]
 
 
-def test_a_partition_keeps_its_order_whatever_it_is_called() -> None:
+def test_partition_keeps_order_under_either_name() -> None:
     """franz-go names topics by id where it knows all ids of a request, and by name where it does not."""
     play = Playbook()
     play.names("t")
@@ -251,7 +251,7 @@ def test_a_partition_keeps_its_order_whatever_it_is_called() -> None:
     assert play.wakes() == ["send #4 b2/c2: 2 t-0"]
 
 
-def test_a_topic_named_by_id_and_by_name_before_its_id_is_known_keeps_one_order() -> None:
+def test_topic_named_by_id_and_name_keeps_order() -> None:
     """Batches of one partition wait under two names; when these turn out to be one topic, they follow one another."""
     play = Playbook()
     assert play.submits(1, "t-0", by_id=True) == []
@@ -264,7 +264,7 @@ def test_a_topic_named_by_id_and_by_name_before_its_id_is_known_keeps_one_order(
     assert play.answers(1, "t-0") == ["answer 1: t-0=100", "answer 2: t-0@10", "answer 3: t-0=6"]
 
 
-def test_two_lanes_that_become_one_wait_for_the_longer_of_their_times() -> None:
+def test_merged_lanes_wait_for_the_longer_time() -> None:
     play = Playbook()
     play.submits(1, "t-0", by_id=True)
     play.submits(2, "t-0")
@@ -278,7 +278,7 @@ def test_two_lanes_that_become_one_wait_for_the_longer_of_their_times() -> None:
     assert play.answers(3, "t-0") == ["answer 1: t-0@30", "send #4 b1/c1: 2 t-0"]
 
 
-def test_two_lanes_that_become_one_give_up_what_either_would() -> None:
+def test_merged_lanes_give_up_batches_of_either() -> None:
     """What went by name was over at its deadline: what came behind it by id is not to come first."""
     play = Playbook()
     play.submits(1, "t-0", deadline_s=0.005)
@@ -291,7 +291,7 @@ def test_two_lanes_that_become_one_give_up_what_either_would() -> None:
     assert play.lanes == []
 
 
-def test_what_waits_in_one_for_a_batch_of_the_other_goes_when_that_is_taken_back_at_its_deadline() -> None:
+def test_batch_behind_taken_back_one_goes_at_deadline() -> None:
     """Its own time came long ago: it goes from now on."""
     play = Playbook(dials=True)
     play.submits(1, "t-0", by_id=True)
@@ -303,7 +303,7 @@ def test_what_waits_in_one_for_a_batch_of_the_other_goes_when_that_is_taken_back
     assert play.wakes() == ["send #2 b1/c1: 1 t-0"]
 
 
-def test_the_id_of_a_topic_made_again_leads_to_the_new_one_alone() -> None:
+def test_id_of_recreated_topic_leads_to_it() -> None:
     play = Playbook()
     play.names("t")
     play.submits(1, "t-0", by_id=True)
@@ -314,14 +314,14 @@ def test_the_id_of_a_topic_made_again_leads_to_the_new_one_alone() -> None:
     assert play.wakes() == [f"answer 2: t?-0={UNKNOWN_TOPIC_ID}"]
 
 
-def test_the_name_is_looked_up_for_a_request_that_is_refused_without_it() -> None:
+def test_name_is_looked_up_for_refused_id() -> None:
     play = Playbook()
     told = play.submits(1, "t-0", by_id=True, refused={"t?-0": UNKNOWN_TOPIC_ID})
     assert told == [f"answer 1: t?-0={UNKNOWN_TOPIC_ID}"]
     assert "reread t?-0" in play.aside
 
 
-def test_no_more_ids_than_a_bound_are_remembered_and_the_others_end_all_the_same() -> None:
+def test_remembered_ids_are_bounded() -> None:
     play = Playbook()
     play.view.max_nameless = 1
     play.submits(1, "t-0", by_id=True)
@@ -334,7 +334,7 @@ def test_no_more_ids_than_a_bound_are_remembered_and_the_others_end_all_the_same
     assert play.answers(1, "u-0") == ["answer 2: u?-0@10"]
 
 
-def test_what_is_under_way_under_an_id_gets_its_name_when_that_is_told_again() -> None:
+def test_request_under_forgotten_id_gets_its_name() -> None:
     """It was one id too many to be remembered, and was sent under it."""
     play = Playbook()
     play.view.max_nameless = 1
@@ -351,7 +351,7 @@ def test_what_is_under_way_under_an_id_gets_its_name_when_that_is_told_again() -
     assert play.answers(1, "u-0") == ["answer 2: u-0@10", "send #2 b1/c1: 3 u-0"]
 
 
-def test_an_id_that_has_got_its_name_makes_room_for_another() -> None:
+def test_resolved_id_makes_room_for_another() -> None:
     play = Playbook()
     play.view.max_nameless = 1
     for n, topic in enumerate("tu", 1):
@@ -382,7 +382,7 @@ def with_partitions_that_count(play: Playbook) -> None:
 
 
 @pytest.mark.parametrize("change", [with_a_lane, with_a_batch_that_may_come_again, with_partitions_that_count])
-def test_each_thing_that_the_core_must_know_of_keeps_a_request_from_the_compiled_path(
+def test_each_core_concern_bars_the_compiled_path(
     change: Callable[[Playbook], None],
 ) -> None:
     play = proven("t-0 t-1")
@@ -394,7 +394,7 @@ def test_each_thing_that_the_core_must_know_of_keeps_a_request_from_the_compiled
     assert lanes or refused or exchanges.partitions
 
 
-def test_what_enters_takes_its_place_among_the_requests() -> None:
+def test_entered_request_takes_its_place_in_order() -> None:
     play = proven("t-0 t-1")
     play.passes(2, "t-0")
     assert play.submits(3, "t-2") == ["send #3 b3/c3: 3 t-2"]
@@ -404,7 +404,7 @@ def test_what_enters_takes_its_place_among_the_requests() -> None:
     assert play.answers(4, "t-0") == ["answer 2: t-0@40"]
 
 
-def test_pieces_that_enter_are_numbered_in_the_order_of_requests_and_connections() -> None:
+def test_entered_pieces_are_numbered_in_order() -> None:
     play = proven("t-0 t-1")
     assert play.passes(2, "t-0 t-1") == ["plain c1: 2 t-0", "plain c2: 2 t-1"]
     assert play.passes(3, "t-1") == ["plain c2: 3 t-1"]
@@ -426,21 +426,21 @@ def test_results_that_are_there_are_kept() -> None:
     assert partly().answers(3, "t-1") == ["answer 2: t-0@77 t-1@30"]
 
 
-def test_what_has_entered_is_refused_and_sent_again() -> None:
+def test_entered_request_is_resent_after_refusal() -> None:
     play = partly()
     assert play.answers(3, "t-1=6") == []
     assert play.wakes() == ["send #4 b2/c2: 2 t-1"]
     assert play.answers(4, "t-1") == ["answer 2: t-0@77 t-1@40"]
 
 
-def test_what_has_entered_is_lost_and_sent_again() -> None:
+def test_entered_request_is_resent_after_loss() -> None:
     play = partly()
     assert play.loses(2) == []
     assert play.wakes() == ["send #4 b2/c3: 2 t-1"]
     assert play.answers(4, "t-1") == ["answer 2: t-0@77 t-1@40"]
 
 
-def test_what_has_entered_is_waited_for_when_its_partition_moves() -> None:
+def test_entered_request_is_awaited_on_a_move() -> None:
     play = partly()
     play.moves("t-1", 3)
     assert play.submits(3, "t-1") == []
@@ -448,7 +448,7 @@ def test_what_has_entered_is_waited_for_when_its_partition_moves() -> None:
     assert play.wakes() == ["send #4 b3/c3: 3 t-1"]
 
 
-def test_what_has_entered_is_answered_at_its_deadline() -> None:
+def test_entered_request_is_answered_at_its_deadline() -> None:
     play = partly()
     assert play.ticks(after_s=10) == ["answer 2: t-0@77 t-1=7"]
     assert play.lanes == ["t-1 blocked"]
@@ -457,7 +457,7 @@ def test_what_has_entered_is_answered_at_its_deadline() -> None:
     assert play.wakes() == ["send #4 b2/c2: 3 t-1"]
 
 
-def test_the_plain_path_behind_a_batch_whose_time_is_over_is_given_up_with_it() -> None:
+def test_plain_request_behind_expired_batch_is_given_up() -> None:
     """The first waited for its route to be proven, the second did not."""
     play = Playbook()
     play.submits(1, "t-0")
@@ -469,7 +469,7 @@ def test_the_plain_path_behind_a_batch_whose_time_is_over_is_given_up_with_it() 
     assert play.lanes == []
 
 
-def test_a_tick_with_nothing_to_answer_leaves_the_plain_path_alone() -> None:
+def test_idle_tick_leaves_the_plain_path_alone() -> None:
     play = proven()
     play.fetches(2, "t-0")
     play.passes(3, "t-0")
@@ -477,14 +477,14 @@ def test_a_tick_with_nothing_to_answer_leaves_the_plain_path_alone() -> None:
     assert list(play.pieces) == [2]
 
 
-def test_what_has_entered_is_dropped_when_its_client_leaves() -> None:
+def test_entered_request_is_dropped_with_its_client() -> None:
     play = partly()
     assert play.closes() == ["drop 2"]
     assert play.exchanges[2].state is ExchangeState.DROPPED
     assert play.answers(3, "t-1") == []
 
 
-def test_a_change_that_concerns_it_has_it_enter_first() -> None:
+def test_relevant_change_makes_plain_requests_enter_first() -> None:
     play = proven()
     play.passes(2, "t-0")
     assert play.moves("t-0", 2) == []
@@ -494,7 +494,7 @@ def test_a_change_that_concerns_it_has_it_enter_first() -> None:
     assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b2/c2: 3 t-0"]
 
 
-def test_whether_the_plain_path_is_open_is_said() -> None:
+def test_state_of_the_plain_path_is_reported() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     quiet = [play.core.is_quiet]
@@ -507,5 +507,5 @@ def test_whether_the_plain_path_is_open_is_said() -> None:
 
 
 @pytest.mark.parametrize("asked", ["t-0 t-2", "t-2", "u-0"])
-def test_there_is_no_plan_where_some_route_is_new(asked: str) -> None:
+def test_new_route_prevents_a_plan(asked: str) -> None:
     assert not proven("t-0 t-1").proven(asked)

@@ -42,7 +42,7 @@ def test_every_proxy_names_the_same_coordinators() -> None:
     assert [fleet.coordinator(*key).node_id - FIRST_NODE_ID for key in keys] == [2, 2, 0, 2, 2, 2, 1, 2]
 
 
-def test_a_partition_has_the_same_leader_whatever_else_is_asked_for() -> None:
+def test_partition_leader_is_independent_of_other_partitions() -> None:
     fleet = fleet_of(*IDS)
     together = fleet.leaders(b"orders", PARTITIONS)
     assert [fleet.leaders(b"orders", [index])[0] for index in PARTITIONS[::97]] == together[::97]
@@ -65,7 +65,7 @@ def test_small_topics_spread_too() -> None:
 
 
 @pytest.mark.parametrize("gone", IDS)
-def test_when_one_leaves_only_its_share_moves_and_when_it_is_back_so_is_its_share(gone: int) -> None:
+def test_leaving_proxy_moves_only_its_share(gone: int) -> None:
     fleet = fleet_of(*IDS)
     before = fleet.leaders(b"orders", PARTITIONS)
     coordinator_before = [fleet.coordinator(0, f"group-{number}") for number in range(500)]
@@ -79,7 +79,7 @@ def test_when_one_leaves_only_its_share_moves_and_when_it_is_back_so_is_its_shar
     assert fleet.leaders(b"orders", PARTITIONS) == before
 
 
-def test_one_alone_is_everything() -> None:
+def test_single_proxy_leads_everything() -> None:
     fleet = fleet_of(FIRST_NODE_ID)
     (alone,) = fleet.proxies
     assert fleet.controller == fleet.coordinator(0, "g") == alone

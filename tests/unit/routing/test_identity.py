@@ -42,18 +42,18 @@ def produced(records: bytes | None) -> Exchange:
     ],
     ids=["idempotent", "two", "plain", "one is plain", "transactional", "empty", "none", "odd", "cut short"],
 )
-def test_what_is_not_the_batch_of_an_idempotent_producer_is_not_known_again(records: bytes | None, known: bool) -> None:
+def test_non_idempotent_batch_is_not_recognised_again(records: bytes | None, known: bool) -> None:
     assert is_recognisable(produced(records), ENTRY) is known
 
 
 @pytest.mark.parametrize(
     ("records", "place"), [(batch(), Place(7, 2, 5)), (batch(-1), None), (b"", None), (None, None), (b"odd", None)]
 )
-def test_only_a_batch_of_a_producer_has_a_place(records: bytes | None, place: Place | None) -> None:
+def test_only_producer_batches_have_a_place(records: bytes | None, place: Place | None) -> None:
     assert place_of(produced(records), ENTRY) == place
 
 
-def test_a_read_changes_nothing_and_may_be_asked_again_in_any_order() -> None:
+def test_read_is_repeatable_in_any_order() -> None:
     exchanges = [Exchange(APIS[LIST_OFFSETS], read_request(LIST_OFFSETS, "t-0"), n, 10.0) for n in (1, 2)]
     assert all(is_recognisable(each, ENTRY) and place_of(each, ENTRY) is None for each in exchanges)
     assert len({lane_key(each, ENTRY) for each in exchanges}) == 2

@@ -29,9 +29,7 @@ def item(sequence: int) -> Item:
         pytest.param(False, True, True, id="a later one"),
     ],
 )
-def test_what_waits_before_a_batch_that_was_appended_is_not_sent_after_it(
-    earlier_waits: bool, appended: bool, sent: bool
-) -> None:
+def test_batch_waiting_before_appended_one_is_not_sent(earlier_waits: bool, appended: bool, sent: bool) -> None:
     lanes = Lanes()
     lanes.probe(KEY, 2)
     waiting = item(1 if earlier_waits else 3)
@@ -41,7 +39,7 @@ def test_what_waits_before_a_batch_that_was_appended_is_not_sent_after_it(
     assert len(lanes) == 0
 
 
-def test_a_lane_has_one_entry_for_each_time_that_it_waits_for() -> None:
+def test_lane_has_one_timer_entry_for_each_time() -> None:
     """However often it changes: requests that come behind one that waits are many."""
     lanes = Lanes()
     lanes.refused(KEY, item(1), Pause(9.0, 4.0, 0), [2, 3])
@@ -72,7 +70,7 @@ def answered(lanes: Lanes, *sequences: int) -> list[Release]:
     return [lanes.settled(KEY, each, appended=False, given_up=False) for each in sequences]
 
 
-def test_two_lanes_that_become_one_wait_for_what_either_waited_for() -> None:
+def test_merged_lanes_wait_for_requests_of_both() -> None:
     lanes = both(lambda lanes: lanes.queue(KEY, item(92)), lambda lanes: lanes.queue(ID, item(93)))
     for sequence in (90, 91):
         assert lanes.next_due() is None
@@ -82,7 +80,7 @@ def test_two_lanes_that_become_one_wait_for_what_either_waited_for() -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_what_goes_first_in_one_of_them_is_waited_for_like_the_rest(order: tuple[int, int]) -> None:
+def test_first_batch_of_either_lane_is_awaited(order: tuple[int, int]) -> None:
     lanes = Lanes()
     lanes.probe(KEY, 2)
     lanes.probe(ID, 1)
@@ -97,7 +95,7 @@ def test_what_goes_first_in_one_of_them_is_waited_for_like_the_rest(order: tuple
 
 
 @pytest.mark.parametrize("later", [KEY, ID])
-def test_two_lanes_that_wait_for_time_alone_become_one_that_waits_for_the_later_time(later: tuple[bytes, int]) -> None:
+def test_merged_lanes_waiting_for_time_take_the_later(later: tuple[bytes, int]) -> None:
     lanes = Lanes()
     for sequence, key in enumerate((KEY, ID), 1):
         due = 9.0 if key == later else 8.0
@@ -108,7 +106,7 @@ def test_two_lanes_that_wait_for_time_alone_become_one_that_waits_for_the_later_
 
 
 @pytest.mark.parametrize("later", [KEY, ID])
-def test_they_wait_for_the_later_time_and_end_early_by_the_later_one(later: tuple[bytes, int]) -> None:
+def test_merged_lanes_end_early_at_later_time(later: tuple[bytes, int]) -> None:
     def refuse(lanes: Lanes, key: tuple[bytes, int], sequence: int) -> None:
         pause = Pause(9.0, 4.0, 7) if key == later else Pause(8.0, 3.0, 6)
         lanes.refused(key, item(sequence), pause, ())
@@ -124,7 +122,7 @@ def give_up(lanes: Lanes, key: tuple[bytes, int], sequence: int, up_to: int) -> 
     assert lanes.give_up(key, sequence, up_to, ()) == []
 
 
-def test_they_remember_what_either_gave_up() -> None:
+def test_merged_lanes_remember_abandoned_batches_of_both() -> None:
     lanes = both(lambda lanes: give_up(lanes, KEY, 5, 7), lambda lanes: give_up(lanes, ID, 3, 6))
     assert [lanes.is_given_up(KEY, sequence) for sequence in range(2, 9)] == [
         False,
@@ -139,7 +137,7 @@ def test_they_remember_what_either_gave_up() -> None:
     assert [sequence for sequence in range(10) if quiet.is_given_up(KEY, sequence)] == [6, 7]
 
 
-def test_what_waits_in_one_behind_what_the_other_gave_up_is_given_up() -> None:
+def test_batch_behind_other_lanes_abandoned_is_given_up() -> None:
     lanes = Lanes()
     lanes.block(KEY, [90])
     give_up(lanes, KEY, 91, 93)
@@ -151,7 +149,7 @@ def test_what_waits_in_one_behind_what_the_other_gave_up_is_given_up() -> None:
     assert [each.exchange.sequence for each in lanes.ready(0.0, 9)] == [91]
 
 
-def test_two_lanes_that_become_one_with_nothing_in_them_are_gone() -> None:
+def test_merged_empty_lanes_are_removed() -> None:
     lanes = both(lambda lanes: None, lambda lanes: None)
     answered(lanes, 90, 91)
     assert len(lanes) == 0

@@ -32,7 +32,7 @@ def test_sequences_begin_again_behind_the_last() -> None:
     assert not Place(7, 0, LAST).is_behind(Place(7, 0, 0))
 
 
-def test_of_all_sequences_the_nearer_half_follows() -> None:
+def test_nearer_half_of_sequences_follows() -> None:
     for first in (0, 5, LAST):
         for distance, is_behind in ((0, False), (1, True), (LAST >> 1, True), ((LAST >> 1) + 1, False), (LAST, False)):
             sequence = (first + distance) & LAST
@@ -40,7 +40,7 @@ def test_of_all_sequences_the_nearer_half_follows() -> None:
 
 
 @pytest.mark.parametrize("order", [(5, 6, 7), (7, 6, 5), (6, 7, 5)])
-def test_batches_behind_the_first_are_misled_in_any_order_of_refusals(order: tuple[int, ...]) -> None:
+def test_batches_behind_refused_first_are_misled_in_order(order: tuple[int, ...]) -> None:
     refused = Refused()
     for sequence in order:
         refused.note("a", Place(7, 0, sequence))
@@ -58,7 +58,7 @@ def test_batches_behind_the_first_are_misled_in_any_order_of_refusals(order: tup
     ],
     ids=["what follows", "the last again", "the first again", "what was before", "another epoch"],
 )
-def test_a_batch_that_comes_again_ends_it(place: Place, misled: bool) -> None:
+def test_resent_batch_ends_the_misleading(place: Place, misled: bool) -> None:
     refused = Refused()
     for sequence in (5, 7):
         refused.note("a", Place(7, 0, sequence))
@@ -66,7 +66,7 @@ def test_a_batch_that_comes_again_ends_it(place: Place, misled: bool) -> None:
     assert refused.misleads("a", Place(7, 0, 9)) is misled
 
 
-def test_of_several_epochs_the_one_refused_last_counts() -> None:
+def test_last_refused_of_several_epochs_counts() -> None:
     refused = Refused()
     refused.note("a", Place(7, 0, 5))
     refused.note("a", Place(7, 1, 0))

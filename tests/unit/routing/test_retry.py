@@ -29,7 +29,7 @@ HISTORIES: dict[str, tuple[list[tuple[int, int]], int, bool]] = {
 
 
 @pytest.mark.parametrize("name", HISTORIES)
-def test_attempts_count_at_the_present_owner_and_in_all(name: str) -> None:
+def test_attempts_count_per_owner_and_in_total(name: str) -> None:
     history, here, exhausted = HISTORIES[name]
     attempts = Attempts()
     for routed_at, owner_version in history:
@@ -38,7 +38,7 @@ def test_attempts_count_at_the_present_owner_and_in_all(name: str) -> None:
     assert MAX_ATTEMPTS < MAX_ATTEMPTS_IN_ALL
 
 
-def test_the_back_off_grows_at_one_owner_and_starts_anew_at_the_next() -> None:
+def test_back_off_grows_per_owner_and_restarts() -> None:
     attempts = Attempts()
     waits = []
     for _ in range(6):
@@ -49,7 +49,7 @@ def test_the_back_off_grows_at_one_owner_and_starts_anew_at_the_next() -> None:
     assert attempts.due_s(0.0) == BACKOFF_S[0]
 
 
-def test_the_first_new_owner_is_tried_at_once_and_further_ones_at_a_pace() -> None:
+def test_first_new_owner_is_tried_without_pause() -> None:
     attempts = Attempts()
     attempts.add(5, 6, 0.0)
     assert attempts.soonest_s(0.9) == 0.0
@@ -57,7 +57,7 @@ def test_the_first_new_owner_is_tried_at_once_and_further_ones_at_a_pace() -> No
     assert attempts.soonest_s(0.0) == BACKOFF_S[0]
 
 
-def test_time_counts_from_the_first_failure_whatever_the_owner() -> None:
+def test_time_counts_from_first_failure_at_any_owner() -> None:
     attempts = Attempts()
     attempts.add(5, 3, 7.0)
     attempts.add(6, 6, 9.0)
@@ -75,9 +75,7 @@ def test_time_counts_from_the_first_failure_whatever_the_owner() -> None:
         (-1, 120_000, 1.0),
     ],
 )
-def test_a_deadline_comes_before_the_clients_own_and_leaves_a_second(
-    timeout_ms: int, cap_ms: int, seconds: float
-) -> None:
+def test_deadline_precedes_clients_own_by_a_second(timeout_ms: int, cap_ms: int, seconds: float) -> None:
     assert deadline_s(timeout_ms, cap_ms) == pytest.approx(seconds)
 
 
@@ -85,15 +83,15 @@ def test_a_deadline_comes_before_the_clients_own_and_leaves_a_second(
 EVERY_CODE = range(-1, 140)
 
 
-def test_which_refusals_behind_a_refused_batch_are_not_the_batchs_own() -> None:
+def test_some_refusals_result_from_the_batch_before() -> None:
     assert {code for code in EVERY_CODE if is_held_back(code)} == {3, 6, 19, 45, 100}
 
 
-def test_which_codes_make_a_client_send_the_same_batch_again() -> None:
+def test_some_codes_make_clients_resend_the_batch() -> None:
     assert {code for code in EVERY_CODE if comes_again(code)} == {2, 3, 5, 6, 7, 13, 19, 20, 56, 74, 75, 89, 100}
 
 
-def test_which_codes_say_too_much_of_a_batch_in_doubt() -> None:
+def test_uncertain_batch_gets_7_instead_of_refusal() -> None:
     changed = {code: final for code in EVERY_CODE if (final := final_code(code, is_ambiguous=True)) != code}
     assert changed == dict.fromkeys((3, 5, 6, 19, 100), 7)
     assert all(final_code(code, is_ambiguous=False) == code for code in EVERY_CODE)

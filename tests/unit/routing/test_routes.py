@@ -63,7 +63,7 @@ WAYS = {(b"a", 0): EVEN, (b"a", 1): ODD, (b"a", 2): EVEN, (b"b", 0): EVEN}
     ],
     ids=str,
 )
-def test_each_partition_goes_over_the_connection_that_is_proven_for_it(topics: dict[str, list[int]]) -> None:
+def test_each_partition_uses_its_proven_connection(topics: dict[str, list[int]]) -> None:
     _, routes = _proven()
     for each in ({"a": [0, 1]}, {"b": [0], "a": [1]}, topics, {"a": [1]}, topics):
         asked = {(name.encode(), index) for name, partitions in each.items() for index in partitions}
@@ -80,7 +80,7 @@ def _planned(plans: Plans[list[int]], request: PartitionedRequest) -> list[int]:
 
 
 @pytest.mark.parametrize("topics", [{"a": [0]}, {"a": [1, 0]}, TOPICS], ids=str)
-def test_the_next_request_like_it_is_not_planned_again(topics: dict[str, list[int]]) -> None:
+def test_next_similar_request_is_not_planned_again(topics: dict[str, list[int]]) -> None:
     _, routes = _proven()
     plans: Plans[list[int]] = Plans(routes)
     first = _planned(plans, _request(topics))
@@ -126,7 +126,7 @@ def test_no_plan_outlives_a_change(change: Callable[[Topology, Routes], None], w
     assert _ways(routes, _request({"a": [0, 1]})) == expected
 
 
-def test_plans_outlive_what_happens_to_others_and_not_what_may_be_anything() -> None:
+def test_plans_outlive_changes_of_other_routes() -> None:
     topology, routes = _proven()
     plans: Plans[list[int]] = Plans(routes)
     plan = _planned(plans, _request(TOPICS))
@@ -138,7 +138,7 @@ def test_plans_outlive_what_happens_to_others_and_not_what_may_be_anything() -> 
     assert _planned(plans, _request(TOPICS)) is not plan
 
 
-def test_a_connection_that_ends_takes_its_routes_along_and_every_plan() -> None:
+def test_ended_connection_removes_its_routes_and_plans() -> None:
     _, routes = _proven()
     plans: Plans[list[int]] = Plans(routes)
     plan = _planned(plans, _request({"a": [0]}))
@@ -148,14 +148,14 @@ def test_a_connection_that_ends_takes_its_routes_along_and_every_plan() -> None:
     assert _planned(plans, _request({"a": [0]})) is not plan
 
 
-def test_a_new_route_among_proven_ones_makes_no_plan() -> None:
+def test_new_route_among_proven_makes_no_plan() -> None:
     topology, routes = _proven()
     topology.set_owner(b"b", 1, 1, revision=2)
     assert routes.plan(_request({"a": [0], "b": [0, 1]})) == ()
     assert routes.plan(_request({"c": [0]})) == ()
 
 
-def test_what_was_sent_before_the_partition_moved_proves_nothing() -> None:
+def test_batch_sent_before_a_move_proves_nothing() -> None:
     topology, routes = _proven()
     topology.set_owner(b"a", 1, 1, revision=5)
     routes.forget_outdated([(b"a", 1)])
@@ -166,7 +166,7 @@ def test_what_was_sent_before_the_partition_moved_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("partitions", [1, 3])
-def test_few_plans_are_kept_and_one_kind_more_costs_few_of_them(partitions: int) -> None:
+def test_plans_are_few_and_evicted_gradually(partitions: int) -> None:
     _, routes = _proven()
     plans: Plans[int] = Plans(routes)
     kinds = MAX_PLANNED_PARTITIONS // partitions + 200
@@ -182,7 +182,7 @@ def test_few_plans_are_kept_and_one_kind_more_costs_few_of_them(partitions: int)
     assert found > kinds, "most are found again, though all are asked for in turn"
 
 
-def test_what_goes_for_another_one_is_gone_and_counted_no_more() -> None:
+def test_replaced_plan_is_gone_and_uncounted() -> None:
     _, routes = _proven()
     plans: Plans[int] = Plans(routes)
     sizes = [1 + 37 * kind % 1_000 for kind in range(200)]
@@ -194,7 +194,7 @@ def test_what_goes_for_another_one_is_gone_and_counted_no_more() -> None:
         assert kept[-1] == kind
 
 
-def test_what_is_too_large_is_not_kept_and_takes_no_others_place() -> None:
+def test_oversized_plan_is_not_kept() -> None:
     _, routes = _proven()
     plans: Plans[str] = Plans(routes)
     plans.keep("small", 1, "small")

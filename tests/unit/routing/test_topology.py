@@ -25,7 +25,7 @@ def test_an_unknown_partition_has_no_owner() -> None:
     assert list(topology.ownerships()) == [Ownership(b"t", 1, 7, 5)]
 
 
-def test_a_change_at_or_below_the_known_revision_is_ignored() -> None:
+def test_change_at_or_below_revision_is_ignored() -> None:
     topology = Topology()
     assert topology.set_owner(b"t", 0, 1, 10)
     assert not topology.set_owner(b"t", 0, 2, 10)
@@ -35,7 +35,7 @@ def test_a_change_at_or_below_the_known_revision_is_ignored() -> None:
     assert (topology.owner(b"t", 0), topology.owner_revision(b"t", 0)) == (2, 11)
 
 
-def test_a_late_event_does_not_bring_a_removed_owner_back() -> None:
+def test_late_event_does_not_restore_removed_owner() -> None:
     topology = Topology()
     topology.set_owner(b"t", 0, 1, 10)
     assert topology.set_owner(b"t", 0, NO_OWNER, 12)
@@ -45,7 +45,7 @@ def test_a_late_event_does_not_bring_a_removed_owner_back() -> None:
     assert topology.set_owner(b"t", 0, 2, 13)
 
 
-def test_a_partition_index_out_of_range_is_refused_and_costs_nothing() -> None:
+def test_partition_index_out_of_range_is_refused() -> None:
     topology = Topology()
     for partition_index in (-1, MAX_PARTITION_INDEX + 1, 2**31 - 1, 2**40):
         assert not topology.set_owner(b"t", partition_index, 1, 5)
@@ -54,7 +54,7 @@ def test_a_partition_index_out_of_range_is_refused_and_costs_nothing() -> None:
     assert topology.set_owner(b"t", MAX_PARTITION_INDEX, 1, 5)
 
 
-def test_a_load_removes_what_it_does_not_name_and_keeps_what_is_newer() -> None:
+def test_load_removes_missing_and_keeps_newer_rows() -> None:
     topology = Topology()
     topology.set_owner(b"gone", 0, 1, 3)
     topology.set_owner(b"kept", 0, 1, 4)
@@ -66,7 +66,7 @@ def test_a_load_removes_what_it_does_not_name_and_keeps_what_is_newer() -> None:
     assert topology.set_owner(b"gone", 0, 1, 21)
 
 
-def test_a_load_does_not_put_an_older_row_over_a_newer_one() -> None:
+def test_load_does_not_replace_newer_rows() -> None:
     topology = Topology()
     topology.set_owner(b"t", 0, 2, 30)
     topology.load([Ownership(b"t", 0, 1, 10)], 20)
@@ -86,7 +86,7 @@ def test_only_a_rebuild_takes_the_revision_down() -> None:
     assert (topology.owner(b"t", 0), topology.revision) == (2, 9)
 
 
-def test_a_broker_comes_moves_and_goes_without_touching_owners() -> None:
+def test_broker_changes_do_not_touch_owners() -> None:
     topology = Topology()
     topology.set_owner(b"t", 0, 1, 5)
     topology.set_broker(1, Address("a", 1))
@@ -104,9 +104,7 @@ CHANGES = st.lists(
 
 
 @given(changes=CHANGES, data=st.data())
-def test_any_order_and_repetition_of_changes_ends_in_the_last_owner(
-    changes: list[tuple[bytes, int, int]], data: st.DataObject
-) -> None:
+def test_changes_in_any_order_give_last_owner(changes: list[tuple[bytes, int, int]], data: st.DataObject) -> None:
     history = [(*change, revision) for revision, change in enumerate(changes, start=1)]
     last = {(topic, index): owner for topic, index, owner, _ in history}
     heard = data.draw(st.permutations(history + data.draw(st.lists(st.sampled_from(history)))))
@@ -123,9 +121,7 @@ def test_any_order_and_repetition_of_changes_ends_in_the_last_owner(
 
 
 @given(changes=CHANGES, data=st.data())
-def test_a_load_in_the_middle_and_every_later_change_end_in_the_last_owner(
-    changes: list[tuple[bytes, int, int]], data: st.DataObject
-) -> None:
+def test_load_and_later_changes_give_last_owner(changes: list[tuple[bytes, int, int]], data: st.DataObject) -> None:
     history = [(*change, revision) for revision, change in enumerate(changes, start=1)]
     at = data.draw(st.integers(0, len(history)))
     # What had come before the load: any part of what happened before it, and of what came after it.
@@ -145,7 +141,7 @@ def test_a_load_in_the_middle_and_every_later_change_end_in_the_last_owner(
 ID, OTHER_ID = bytes(range(0x80, 0x90)), bytes(range(0x90, 0xA0))
 
 
-def test_what_nobody_owns_is_offered_to_brokers_that_answer() -> None:
+def test_unowned_partition_is_offered_to_answering_brokers() -> None:
     topology = Topology()
     for broker_id in (1, 2):
         topology.set_broker(broker_id, Address("h", broker_id))
@@ -164,7 +160,7 @@ def test_what_nobody_owns_is_offered_to_brokers_that_answer() -> None:
     assert set(topology.takers) == {2}
 
 
-def test_a_broker_is_not_doubted_for_what_it_was_before() -> None:
+def test_broker_is_not_doubted_for_its_past() -> None:
     topology = Topology()
     for broker_id in (1, 2, 3):
         topology.set_broker(broker_id, Address("h", broker_id))
@@ -175,7 +171,7 @@ def test_a_broker_is_not_doubted_for_what_it_was_before() -> None:
     assert set(topology.takers) == {1, 2, 3}
 
 
-def test_a_topic_is_found_by_its_id_whenever_that_is_learnt() -> None:
+def test_topic_is_found_by_late_learnt_id() -> None:
     topology = Topology()
     topology.set_owner(b"t", 0, 1, 5)
     assert (topology.owner(ID, 0), topology.name_of(ID)) == (NO_OWNER, None)
@@ -191,7 +187,7 @@ def test_a_topic_is_found_by_its_id_whenever_that_is_learnt() -> None:
     assert [row.topic for row in topology.ownerships()] == [b"new", b"t", b"t"]
 
 
-def test_a_topic_made_again_has_another_id_and_the_old_one_leads_nowhere() -> None:
+def test_recreated_topic_has_a_new_id_only() -> None:
     topology = Topology()
     topology.set_owner(b"t", 0, 1, 5)
     topology.set_topic_id(b"t", ID)
@@ -204,7 +200,7 @@ def test_a_topic_made_again_has_another_id_and_the_old_one_leads_nowhere() -> No
 
 
 @pytest.mark.parametrize("topic_id", [b"", ID[:15], ID + b"x", OTHER_ID, b"sixteen-letters-"])
-def test_what_is_no_id_or_not_the_topics_own_is_refused(topic_id: bytes) -> None:
+def test_invalid_or_foreign_id_is_refused(topic_id: bytes) -> None:
     topology = Topology()
     topology.set_topic_id(b"other", OTHER_ID)
     topology.set_owner(b"sixteen-letters-", 0, 1, 5)

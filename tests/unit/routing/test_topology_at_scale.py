@@ -47,7 +47,7 @@ def entries(topology: Topology) -> dict[tuple[bytes, int], tuple[int, int]]:
 
 
 @given(before=CHANGES, after=CHANGES)
-def test_moves_name_all_that_has_changed_or_say_that_they_do_not(
+def test_moves_name_all_changes_or_admit_gaps(
     before: Sequence[tuple[object, ...]], after: Sequence[tuple[object, ...]]
 ) -> None:
     topology = Topology()
@@ -80,7 +80,7 @@ def test_moves_too_long_ago_are_not_remembered() -> None:
 
 
 @given(rows=st.dictionaries(PLACES, st.integers(0, 3), min_size=1), after=PLACES, limit=st.integers(1, 5))
-def test_pages_begin_where_the_one_before_ended_and_miss_nothing(
+def test_pages_continue_where_the_previous_ended(
     rows: dict[tuple[bytes, int], int], after: tuple[bytes, int], limit: int
 ) -> None:
     topology = Topology()
@@ -111,7 +111,7 @@ def test_a_load_dropped_halfway_has_taken_nothing_away() -> None:
     assert (topology.owner(b"old", 0), topology.owner(b"new", 1)) == (1, 2)
 
 
-def test_a_great_load_ends_in_portions_and_what_comes_between_them_stays() -> None:
+def test_large_load_ends_in_portions_keeping_changes() -> None:
     topology = Topology()
     count = 3 * PORTION_ROWS
     topology.load([Ownership(b"t", index, 1, 5) for index in range(count)], 5)
@@ -129,7 +129,7 @@ def test_a_great_load_ends_in_portions_and_what_comes_between_them_stays() -> No
 
 
 @pytest.mark.parametrize("moved", [None, [(b"t", 1), (b"other", 0), (b"t", 2)]])
-def test_a_route_is_new_again_once_its_partition_has_moved_and_only_then(
+def test_route_is_new_only_after_a_move(
     moved: Sequence[tuple[bytes, int]] | None,
 ) -> None:
     topology = Topology()

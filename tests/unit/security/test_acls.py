@@ -29,11 +29,11 @@ def allows(permissions: Permissions, operation: str, name: str, resource: Resour
     return permissions.allows(Operation(operation), resource, name)
 
 
-def test_nothing_is_allowed_without_a_rule() -> None:
+def test_missing_rules_deny_everything() -> None:
     assert not allows(rules().of(ALICE), "read", "t")
 
 
-def test_a_rule_is_for_its_principal_operation_and_resource() -> None:
+def test_rule_is_for_principal_operation_and_resource() -> None:
     some = rules({"principal": "User:alice", "operations": ["read"], "topics": ["t"]})
     assert allows(some.of(ALICE), "read", "t")
     assert not allows(some.of(BOB), "read", "t")
@@ -46,7 +46,7 @@ def test_a_rule_is_for_its_principal_operation_and_resource() -> None:
     ("pattern", "covered", "others"),
     [("a", ["a"], ["", "ab", "A"]), ("a*", ["a", "ab"], ["", "b", "ba"]), ("*", ["", "a"], [])],
 )
-def test_a_name_is_literal_a_prefix_or_every_one(pattern: str, covered: list[str], others: list[str]) -> None:
+def test_name_is_literal_prefix_or_wildcard(pattern: str, covered: list[str], others: list[str]) -> None:
     permissions = rules({"principal": "User:*", "operations": ["write"], "topics": [pattern]}).of(BOB)
     assert [name for name in covered if not allows(permissions, "write", name)] == []
     assert [name for name in others if allows(permissions, "write", name)] == []
@@ -60,7 +60,7 @@ def test_a_group_has_its_rules() -> None:
     assert not allows(some.of(Principal("team")), "write", "t")
 
 
-def test_a_denial_wins_whatever_the_order() -> None:
+def test_denial_wins_in_any_order() -> None:
     allow = {"principal": "User:*", "operations": ["admin"], "topics": ["*"]}
     deny = {"principal": "User:alice", "operations": ["write"], "topics": ["secret*"], "effect": "deny"}
     for some in (rules(allow, deny), rules(deny, allow)):
@@ -71,12 +71,12 @@ def test_a_denial_wins_whatever_the_order() -> None:
 
 
 @pytest.mark.parametrize("operation", ["read", "write", "delete", "alter"])
-def test_these_include_the_description(operation: str) -> None:
+def test_other_operations_imply_describe(operation: str) -> None:
     permissions = rules({"principal": "User:bob", "operations": [operation], "topics": ["t"]}).of(BOB)
     assert allows(permissions, "describe", "t")
 
 
-def test_a_denial_of_reading_does_not_deny_the_description() -> None:
+def test_denied_read_does_not_deny_describe() -> None:
     permissions = rules(
         {"principal": "User:bob", "operations": ["describe"], "topics": ["t"]},
         {"principal": "User:bob", "operations": ["read"], "topics": ["t"], "effect": "deny"},
@@ -99,7 +99,7 @@ def test_a_denial_of_reading_does_not_deny_the_description() -> None:
         (["t"], ["u"], True),
     ],
 )
-def test_whether_there_is_any_topic_to_write(allowed: list[str], denied: list[str], any_left: bool) -> None:
+def test_any_writable_topic_is_detected(allowed: list[str], denied: list[str], any_left: bool) -> None:
     given: list[dict[str, object]] = []
     if allowed:
         given.append({"principal": "User:bob", "operations": ["write"], "topics": allowed})
@@ -174,7 +174,7 @@ def test_a_decision_does_not_go_through_all_rules() -> None:
     assert costs[1] < 8 * costs[0], costs
 
 
-def test_nothing_is_kept_of_the_names_that_were_asked_for() -> None:
+def test_requested_names_are_not_kept() -> None:
     """10,000 names of any length were: a client could fill 300 MB."""
     permissions = Rules([_write("User:bob", "t")]).of(BOB)
     permissions.allows(Operation.WRITE, Resource.TOPIC, "t")
@@ -187,7 +187,7 @@ def test_nothing_is_kept_of_the_names_that_were_asked_for() -> None:
         tracemalloc.stop()
 
 
-def test_permissions_stay_the_same_object_where_a_change_does_not_concern_them() -> None:
+def test_unaffected_permissions_keep_their_identity() -> None:
     team = _write("Group:team", "shared")
     first = Rules([_write("User:alice", "a"), _write("User:bob", "b"), team])
     alice, bob = first.of(ALICE), first.of(BOB)
@@ -222,7 +222,7 @@ def test_permissions_stay_the_same_object_where_a_change_does_not_concern_them()
         ("[[acl]]", ["acls"]),
     ],
 )
-def test_what_is_no_rule_is_told_in_a_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_invalid_rule_is_reported(tmp_path: Path, text: str, words: list[str]) -> None:
     file = tmp_path / "kproxy.toml"
     file.write_text('[ownership]\netcd = "http://127.0.0.1:2379"\n' + text)
     with pytest.raises(StartupError) as raised:

@@ -12,7 +12,7 @@ from kproxy.security.entrance import MOST_STEP_S, MOST_WORK_S, PACE, Entrance, _
 from tests.support.security.sasl_client import Clock
 
 
-async def test_handshakes_begin_in_order_and_each_waits_for_the_work_of_the_last() -> None:
+async def test_handshakes_begin_in_order_after_work() -> None:
     pace, began, order = _Pace(), time.monotonic(), []
 
     async def handshake(number: int) -> None:
@@ -25,14 +25,14 @@ async def test_handshakes_begin_in_order_and_each_waits_for_the_work_of_the_last
     assert time.monotonic() - began >= 9 * PACE * MOST_STEP_S
 
 
-async def test_an_interrupted_step_delays_the_next_handshake_by_a_bounded_time() -> None:
+async def test_interrupted_step_delays_next_handshake_boundedly() -> None:
     pace = _Pace()
     pace.worked(60.0)
     async with asyncio.timeout(10.0):
         await pace.turn()
 
 
-async def test_a_cancelled_wait_leaves_the_turn_to_the_next() -> None:
+async def test_cancelled_wait_passes_the_turn_on() -> None:
     pace = _Pace()
     pace.worked(MOST_STEP_S)
     waiting = [asyncio.create_task(pace.turn()) for _ in range(3)]
@@ -43,7 +43,7 @@ async def test_a_cancelled_wait_leaves_the_turn_to_the_next() -> None:
     assert waiting[0].cancelled()
 
 
-async def test_all_work_for_a_connection_counts_and_replaces_what_was_reserved_for_it() -> None:
+async def test_all_connection_work_replaces_its_reservation() -> None:
     clock = Clock()
     pace = _Pace(clock)
     for step_s in (0.001, 0.0005, 0.002):
@@ -56,7 +56,7 @@ async def test_all_work_for_a_connection_counts_and_replaces_what_was_reserved_f
     assert pace.left_s == pytest.approx(PACE * 0.001)
 
 
-async def test_many_clients_that_go_on_at_once_delay_the_next_handshake_by_a_bounded_time() -> None:
+async def test_many_continuing_clients_delay_next_handshake_boundedly() -> None:
     pace = _Pace(Clock())
     for _ in range(500):
         pace.worked(0.001)

@@ -49,7 +49,7 @@ def test_a_key_that_no_name_has_is_refused(rest: str) -> None:
 
 
 @pytest.mark.parametrize("value", [b"\xff", b'{"credentials": ["hunter2\xff"]}', b'{"hunter2\xff": []}'])
-def test_the_reason_for_a_value_that_is_no_text_shows_no_byte_of_it(value: bytes) -> None:
+def test_error_for_non_text_value_hides_it(value: bytes) -> None:
     with pytest.raises(ValueError, match="a user's value is JSON with one key") as raised:
         decode_user(value)
     assert "0xff" not in str(raised.value)
@@ -146,7 +146,7 @@ def errors(logs: list[Any]) -> list[Any]:
     return [each for each in logs if each["log_level"] == "error"]
 
 
-async def test_the_last_good_value_of_a_key_stays_whatever_comes_after_it() -> None:
+async def test_last_valid_value_of_a_key_stays() -> None:
     site = Copy()
     await site.snapshot(alice=ALICE, bob=b"SECRET")
     assert (site.names, site.failed) == ({"alice"}, 1)
@@ -167,7 +167,7 @@ async def test_the_last_good_value_of_a_key_stays_whatever_comes_after_it() -> N
     assert site.names == {"dave"}
 
 
-async def test_rules_come_and_go_and_each_change_is_reported() -> None:
+async def test_each_rule_change_is_reported() -> None:
     site, seen = Copy(), list[bool]()
 
     def look() -> None:
@@ -187,7 +187,7 @@ async def test_rules_come_and_go_and_each_change_is_reported() -> None:
     assert (site.counters["tls.reloads.done"], site.failed) == (4, 2)
 
 
-async def test_users_beyond_the_bound_are_ignored_and_the_others_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_users_beyond_the_bound_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_etcd, "MOST_USERS", 2)
     site = Copy()
     with capture_logs() as logs:

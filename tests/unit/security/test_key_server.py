@@ -91,7 +91,7 @@ async def test_the_last_good_keys_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-async def test_a_token_with_another_key_has_them_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_token_with_another_key_refetches_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_server, "RETRY_S", 0.05)
     issuer = Issuer(sasl.jwks(0).encode())
     async with keys_of(issuer) as server:
@@ -130,7 +130,7 @@ async def web_server(answer: web.Response, tls: ssl.SSLContext | None = None) ->
         await runner.cleanup()
 
 
-async def test_what_is_answered_whole_is_taken() -> None:
+async def test_complete_answer_is_accepted() -> None:
     async with web_server(web.Response(body=b"x" * MOST_FILE_BYTES)) as url:
         assert len(await fetch_keys(url)) == MOST_FILE_BYTES
 
@@ -144,14 +144,14 @@ async def test_what_is_answered_whole_is_taken() -> None:
     ],
     ids=["an error", "a redirect", "too long"],
 )
-async def test_what_is_not_the_keys_is_not_taken(answer: object, reason: str) -> None:
+async def test_invalid_key_answer_is_rejected(answer: object, reason: str) -> None:
     assert callable(answer)
     async with web_server(answer()) as url:
         with pytest.raises(FetchFailed, match=reason):
             await fetch_keys(url)
 
 
-async def test_a_server_whose_certificate_nobody_trusts(tmp_path: Path) -> None:
+async def test_untrusted_server_certificate_is_rejected(tmp_path: Path) -> None:
     pair = Signer(tmp_path).issue("issuer", "127.0.0.1")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(pair.cert, pair.key)
@@ -160,14 +160,14 @@ async def test_a_server_whose_certificate_nobody_trusts(tmp_path: Path) -> None:
             await fetch_keys(url)
 
 
-async def test_nothing_is_expanded() -> None:
+async def test_compressed_answer_is_not_expanded() -> None:
     """A megabyte of zeros has a thousand bytes."""
     packed = gzip.compress(bytes(1 << 20))
     async with web_server(web.Response(body=packed, headers={"Content-Encoding": "gzip"})) as url:
         assert await fetch_keys(url) == packed
 
 
-async def test_a_server_that_is_not_there_or_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_absent_or_silent_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     monkeypatch.setattr(key_server, "FETCH_S", 0.2)

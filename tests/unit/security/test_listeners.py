@@ -49,7 +49,7 @@ def tls(signer: Signer) -> str:
     return f'tls.cert = "{signer.directory / "server.pem"}"\ntls.key = "{signer.directory / "server.key"}"\n'
 
 
-def test_several_listeners_stand_in_the_file(signer: Signer, tmp_path: Path) -> None:
+def test_file_may_define_several_listeners(signer: Signer, tmp_path: Path) -> None:
     text = '[[listeners]]\nname = "internal"\nlisten = "10.0.0.1:9092"\n'
     text += '[[listeners]]\nname = "external"\nlisten = "0.0.0.0:9093"\nadvertise = "kafka.example.org:9093"\n'
     text += "proxy_protocol = true\n" + tls(signer) + f'tls.client_ca = "{signer.ca}"\n'
@@ -146,7 +146,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_told_in_a_sentence(tmp_path: Path, case: str) -> None:
+def test_conflicting_listener_options_are_reported(tmp_path: Path, case: str) -> None:
     text, says = REFUSED[case]
     sentence = error_of(text, tmp_path)
     assert re.search(says, sentence), sentence
@@ -215,9 +215,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("side", ["client", "broker"])
 @pytest.mark.parametrize("case", CHAINS)
-def test_a_revoked_authority_is_noticed_where_the_chain_is_checked(
-    authorities: Authorities, tmp_path: Path, side: str, case: str
-) -> None:
+def test_revoked_authority_is_noticed_in_chain(authorities: Authorities, tmp_path: Path, side: str, case: str) -> None:
     is_revoked, whose, shown, *words = CHAINS[case]
     files = {
         "root": authorities.root.revoke([authorities.below] if is_revoked else []),
@@ -259,9 +257,7 @@ def test_a_revoked_authority_is_noticed_where_the_chain_is_checked(
     ],
 )
 @pytest.mark.parametrize("room", ["[listen]\n", '[[listeners]]\nname = "a"\nlisten = "127.0.0.1:1"\n'])
-def test_senders_of_the_proxy_header_are_addresses_and_networks(
-    tmp_path: Path, room: str, text: str, says: str
-) -> None:
+def test_proxy_header_senders_are_addresses_and_networks(tmp_path: Path, room: str, text: str, says: str) -> None:
     assert says in error_of(f"{room}{text}\n", tmp_path)
 
 
@@ -286,7 +282,7 @@ def test_one_listener_is_for_flags_and_environment_too(signer: Signer, tmp_path:
     assert (listener.name, listener.proxy_protocol, listener.tls.client_auth) == ("", True, "none")
 
 
-def test_brokers_are_spoken_to_in_tls_once_a_key_says_so(signer: Signer, tmp_path: Path) -> None:
+def test_broker_key_with_tls_means_tls(signer: Signer, tmp_path: Path) -> None:
     assert load("", tmp_path).broker_tls is None
     assert load(f'[broker_tls]\nca = "{signer.ca}"\nenabled = false\n', tmp_path).broker_tls is None
     for text in (f'[broker_tls]\nca = "{signer.ca}"\n', "[broker_tls]\nenabled = true\n"):
@@ -307,9 +303,7 @@ def test_the_secret_of_the_proxy_is_never_shown(
         assert "hunter2" not in capsys.readouterr().out
 
 
-def test_check_config_prints_a_file_that_could_be_one(
-    signer: Signer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_config_prints_a_valid_file(signer: Signer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, again = tmp_path / "kproxy.toml", tmp_path / "again.toml"
     file.write_text(
         ETCD + ONE + '[[listeners]]\nname = "b"\nlisten = "127.0.0.1:2"\nproxy_protocol = true\n' + tls(signer)
@@ -327,9 +321,7 @@ def test_check_config_prints_a_file_that_could_be_one(
 
 
 @pytest.mark.parametrize("side", ["client", "broker"])
-def test_tls_neither_renegotiates_nor_compresses_nor_speaks_old_versions(
-    signer: Signer, tmp_path: Path, side: str
-) -> None:
+def test_tls_disables_renegotiation_compression_and_old_versions(signer: Signer, tmp_path: Path, side: str) -> None:
     """CVE-2009-3555, CVE-2011-1473 and CVE-2012-4929."""
     text = f'[broker_tls]\nca = "{signer.ca}"\n'
     text += f'[[listeners]]\nname = "a"\nlisten = "10.0.0.1:9092"\n{tls(signer)}'
@@ -346,7 +338,7 @@ def test_tls_neither_renegotiates_nor_compresses_nor_speaks_old_versions(
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_a_session_of_one_listener_is_not_resumed_at_another(signer: Signer, version: ssl.TLSVersion) -> None:
+def test_session_is_not_resumed_at_another_listener(signer: Signer, version: ssl.TLSVersion) -> None:
     """As CVE-2025-23419: no session from a listener without client certificates comes in where one is required."""
     pair = Pair(signer.directory / "server.pem", signer.directory / "server.key")
     open_one = load_for_entrance(ListenerTls(*pair)).context

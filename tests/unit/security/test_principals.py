@@ -58,7 +58,7 @@ def test_a_similar_name_is_another_principal(name: str, case: str) -> None:
         ("\u03b1\u03b2", "U", "\u0391\u0392"),
     ],
 )
-def test_a_change_of_case_makes_no_other_letter_an_ascii_one(name: str, case: str, principal: str) -> None:
+def test_case_mapping_makes_no_new_ascii_letter(name: str, case: str, principal: str) -> None:
     assert principal_of(certificate(name), RULES[case]) == Principal(principal)
 
 
@@ -73,7 +73,7 @@ def test_a_change_of_case_makes_no_other_letter_an_ascii_one(name: str, case: st
         r"RULE:^CN=([^,\\]+).*$/$1/",
     ],
 )
-def test_a_value_has_no_other_part_of_the_name_in_it(rule: str) -> None:
+def test_certificate_value_contains_no_other_name_part(rule: str) -> None:
     """A comma in a value is escaped, and no pattern takes it for the comma between two parts."""
     rules = parse_rules(rule)
     honest = principal_of(named("admin", "apps"), rules)
@@ -89,7 +89,7 @@ def named(common_name: str, unit: str) -> dict[str, object]:
     return {"subject": tuple((part,) for part in parts.items())}
 
 
-def test_an_escaped_character_is_one_that_a_pattern_may_match() -> None:
+def test_escaped_character_may_match_a_pattern() -> None:
     """Names in directories are often like this one, and are written out as in the whole name."""
     for rule in ("RULE:^CN=(.*?),OU=apps.*$/$1/L", "RULE:^CN=([^,]+),OU=apps.*$/$1/L"):
         assert principal_of(named("Doe, John #1", "apps"), parse_rules(rule)) == Principal(
@@ -101,11 +101,11 @@ def test_an_escaped_character_is_one_that_a_pattern_may_match() -> None:
     assert principal_of({"subject": ((("commonName", "a\ufdd0"),),)}, parse_rules("RULE:^CN=(.*)$/$1/")) is None
 
 
-def test_a_comma_in_a_name_does_not_end_it() -> None:
+def test_comma_in_a_name_does_not_end_it() -> None:
     assert distinguished_name((((("commonName", "a,O=b")),),)) == "CN=a\\,O=b"
 
 
-def test_a_subject_too_long_for_patterns_has_no_principal() -> None:
+def test_oversized_subject_has_no_principal() -> None:
     rules = parse_rules("RULE:^CN=([^,]*),.*$/$1/")
     assert principal_of(certificate("x" * 3_000, "app"), rules) == Principal("app")
     assert principal_of(certificate("x" * MOST_SUBJECT_CHARACTERS, "app"), rules) is None

@@ -39,7 +39,7 @@ def quotas(*given: dict[str, Any], share: float = 1.0) -> Quotas:
     return Quotas(parse_quotas(list(given), "here"), Accounts(share))
 
 
-def test_a_second_s_worth_fits_at_once_and_the_rest_must_leak() -> None:
+def test_one_seconds_worth_fits_at_once() -> None:
     bucket = Bucket(100.0)
     assert bucket.use(100, 10.0) == 0
     assert bucket.use(50, 10.0) == pytest.approx(0.5)
@@ -47,7 +47,7 @@ def test_a_second_s_worth_fits_at_once_and_the_rest_must_leak() -> None:
     assert bucket.use(100, 1_000.0) == 0
 
 
-def test_whoever_waits_as_told_keeps_to_the_rate() -> None:
+def test_client_waiting_as_told_keeps_the_rate() -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -82,7 +82,7 @@ def test_the_most_special_quota_counts() -> None:
     assert some.account(BOB, "x") is not some.account(ALICE, "x")
 
 
-def test_a_process_has_its_share_and_whom_nothing_fits_has_no_account() -> None:
+def test_process_has_its_share_of_the_rate() -> None:
     some = quotas({"principal": "User:alice", "produce_bytes_per_s": 100}, share=0.25)
     account = some.account(ALICE, "")
     assert account is not None
@@ -92,7 +92,7 @@ def test_a_process_has_its_share_and_whom_nothing_fits_has_no_account() -> None:
     assert not some.limits(BOB)
 
 
-def test_a_changed_rate_adds_nothing_to_what_may_be_used_at_once() -> None:
+def test_changed_rate_adds_no_immediate_credit() -> None:
     bucket = Bucket(100.0)
     assert bucket.use(60, 10.0) == 0
     # 40 may be used at once, whatever the rate is, and 20 at the lowest one.
@@ -113,7 +113,7 @@ def test_a_changed_rate_adds_nothing_to_what_may_be_used_at_once() -> None:
     assert idle.use(1, 5.0) > 0
 
 
-def test_an_account_outlasts_a_reading_that_leaves_its_quota_alone() -> None:
+def test_account_outlasts_unrelated_quota_reload() -> None:
     accounts = Accounts(0.5)
     alice = {"principal": "User:alice", "requests_per_s": 100}
 
@@ -137,7 +137,7 @@ def test_an_account_outlasts_a_reading_that_leaves_its_quota_alone() -> None:
     assert other.requests.rate == 25
 
 
-def test_an_account_that_is_opened_later_has_the_share_and_the_most_active_are_told() -> None:
+def test_later_account_has_the_share() -> None:
     accounts = Accounts(0.5)
     given = parse_quotas([{"produce_bytes_per_s": 1_000, "requests_per_s": 1_000}], "here")
     some = Quotas(given, accounts)
@@ -163,7 +163,7 @@ def test_an_account_that_is_opened_later_has_the_share_and_the_most_active_are_t
     assert accounts.uses(100.0, 10) == []
 
 
-def test_a_forgotten_account_that_is_still_in_use_is_the_client_s_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_account_in_use_stays_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas_module, "MOST_ACCOUNTS", 2)
     accounts = Accounts(0.5)
     some = Quotas(parse_quotas([{"requests_per_s": 100}], "here"), accounts)
@@ -179,7 +179,7 @@ def test_a_forgotten_account_that_is_still_in_use_is_the_client_s_one(monkeypatc
     assert some.account(ALICE, "") is held
 
 
-def test_connections_at_other_workers_count_by_address_and_by_principal() -> None:
+def test_connections_at_other_workers_count() -> None:
     here, there = OpenConnections(), OpenConnections()
     here.by_address.update({"10.0.0.1": 2, "10.0.0.2": 1})
     here.by_principal.update({"10.0.0.1": 5})
@@ -214,7 +214,7 @@ def test_connections_are_limited_by_principal() -> None:
         ("[[quotas]]\nconnections = 1\n[[quotas]]\nconnections = 1", ["the 2.", "as the 1.", "into one"]),
     ],
 )
-def test_what_is_no_quota_is_told_in_a_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_invalid_quota_is_reported(tmp_path: Path, text: str, words: list[str]) -> None:
     file = tmp_path / "kproxy.toml"
     file.write_text('[ownership]\netcd = "http://127.0.0.1:2379"\n' + text)
     with pytest.raises(StartupError) as raised:
@@ -226,7 +226,7 @@ def test_what_is_no_quota_is_told_in_a_sentence(tmp_path: Path, text: str, words
     ("api_key", "versions"), [(PRODUCE, range(3, 14)), (FETCH, range(4, 13)), (LIST_OFFSETS, range(2, 8))]
 )
 @pytest.mark.parametrize("cut", ["whole", "length", "parts"])
-def test_an_answer_tells_the_longer_wait(api_key: int, versions: range, cut: str) -> None:
+def test_answer_contains_the_longer_throttle_time(api_key: int, versions: range, cut: str) -> None:
     for version in versions:
         for already, told in ((0, 500), (900, 900)):
             body = encode_response(build_response(api_key, version, throttle_time_ms=already))
@@ -307,7 +307,7 @@ def _frame(api_key: int, sender: bytes | None, size: int = 100) -> memoryview:
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys((_Charging, Charging)))
-async def test_an_account_is_found_once_for_the_requests_with_a_client_id(kind: type[Charging]) -> None:
+async def test_account_is_looked_up_once_per_client_id(kind: type[Charging]) -> None:
     """The compiled twin charges the same."""
     found: list[bytes | None] = []
     throttled: list[tuple[int, float]] = []
@@ -348,7 +348,7 @@ async def test_an_account_is_found_once_for_the_requests_with_a_client_id(kind: 
     assert throttled == [(117, pytest.approx(0.2))]
 
 
-async def test_a_meter_takes_the_quotas_that_are_read_anew_at_a_tick() -> None:
+async def test_meter_takes_reloaded_quotas_at_a_tick() -> None:
     def of(rate: float) -> Quotas:
         return quotas({"principal": "User:alice", "client_id": "a", "requests_per_s": rate})
 
@@ -367,7 +367,7 @@ async def test_a_meter_takes_the_quotas_that_are_read_anew_at_a_tick() -> None:
     meter.close()
 
 
-async def test_a_wait_goes_on_while_the_rate_is_cut_and_ends_when_it_has_risen(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wait_follows_rate_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metering, "LOOK_S", 0.01)
     accounts = Accounts(0.5)
     some = Quotas(parse_quotas([{"produce_bytes_per_s": 2_000}], "here"), accounts)

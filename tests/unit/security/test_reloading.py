@@ -42,7 +42,7 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
-async def test_nothing_is_loaded_that_has_not_changed(files: Files) -> None:
+async def test_unchanged_file_is_not_loaded(files: Files) -> None:
     for _ in range(3):
         await files.value.look()
     assert (files.loads, files.value.current) == (1, "1")
@@ -58,7 +58,7 @@ async def test_a_change_is_loaded_once_it_is_whole(files: Files) -> None:
     assert (files.value.current, files.counters) == ("2", {"tls.reloads.done": 1})
 
 
-async def test_what_cannot_be_used_is_tried_once(files: Files) -> None:
+async def test_unusable_file_is_tried_once(files: Files) -> None:
     files.write("2", only=0)
     for _ in range(5):
         await files.value.look()
@@ -73,7 +73,7 @@ async def test_what_cannot_be_used_is_tried_once(files: Files) -> None:
     assert files.value.current == "3"
 
 
-async def test_a_request_is_heeded_at_once(files: Files) -> None:
+async def test_reload_request_takes_effect_at_once(files: Files) -> None:
     reloads = Reloads()
     reloads.add(files.value)
     files.write("2")

@@ -109,7 +109,7 @@ def test_scram_proves_both_sides(mechanism: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "password"), [("bob", "wrong"), ("nobody", "bob-secret")])
-def test_scram_refuses_an_unknown_user_as_a_wrong_password(name: str, password: str) -> None:
+def test_scram_refuses_unknown_user_as_wrong_password(name: str, password: str) -> None:
     exchange = client.exchange()
     answer = read(scram(exchange, "SCRAM-SHA-256", name, password), SASL_AUTHENTICATE, 2)
     assert (answer.error_code, answer.error_message) == (
@@ -119,7 +119,7 @@ def test_scram_refuses_an_unknown_user_as_a_wrong_password(name: str, password: 
     assert exchange.principal is None
 
 
-def test_an_unknown_user_has_the_same_salt_each_time() -> None:
+def test_unknown_user_has_the_same_salt_always() -> None:
     salts = set()
     for _ in range(2):
         exchange = client.exchange()
@@ -163,7 +163,7 @@ def test_a_proof_over_another_nonce_is_refused(mechanism: str, is_other: bool) -
     assert exchange.principal == (None if is_other else Principal("bob"))
 
 
-def test_an_exchange_that_was_read_along_cannot_be_sent_again() -> None:
+def test_recorded_exchange_cannot_be_replayed() -> None:
     speaker, exchange = ScramClient(["SCRAM-SHA-256"], "bob", "bob-secret"), client.exchange()
     receive(exchange, client.handshake("SCRAM-SHA-256"))
     begin = client.authenticate(speaker.get_client_first().encode())
@@ -178,7 +178,7 @@ def test_an_exchange_that_was_read_along_cannot_be_sent_again() -> None:
     assert again.principal is None
 
 
-def test_scram_without_a_second_message_authenticates_nobody() -> None:
+def test_scram_without_second_message_authenticates_no_client() -> None:
     exchange = client.exchange()
     receive(exchange, client.handshake("SCRAM-SHA-256"))
     receive(exchange, client.authenticate(b"n,,n=alice,r=abc"))
@@ -195,7 +195,7 @@ def test_a_token_names_the_principal_and_its_groups(tmp_path: Path) -> None:
     assert exchange.principal == Principal("alice", frozenset({"team"}))
 
 
-def test_a_refused_token_is_told_first_and_fails_with_the_next_message(tmp_path: Path) -> None:
+def test_refused_token_fails_with_the_next_message(tmp_path: Path) -> None:
     exchange = client.exchange("OAUTHBEARER", tokens=client.verifier(tmp_path))
     receive(exchange, client.handshake("OAUTHBEARER"))
     told = read(receive(exchange, client.authenticate(client.bearer(client.token(aud="other")))), SASL_AUTHENTICATE, 2)
@@ -238,7 +238,7 @@ def test_handshake_v0_is_refused_unless_allowed() -> None:
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_an_unknown_mechanism_is_answered_with_the_offered_ones(version: int) -> None:
+def test_unknown_mechanism_is_answered_with_offered_ones(version: int) -> None:
     exchange = client.exchange(allows_v0=True)
     outcome = receive(exchange, client.handshake("GSSAPI", version))
     answer = read(outcome, SASL_HANDSHAKE, version)
@@ -261,7 +261,7 @@ def test_an_unknown_mechanism_is_answered_with_the_offered_ones(version: int) ->
     ],
     ids=["produce", "metadata", "authenticate first", "cut", "handshake v2", "empty", "zeros"],
 )
-def test_anything_else_first_ends_it_without_an_answer(frame: bytes) -> None:
+def test_other_first_bytes_end_it_without_answer(frame: bytes) -> None:
     exchange = client.exchange()
     outcome = receive(exchange, frame)
     assert isinstance(outcome, Failure)
@@ -270,14 +270,14 @@ def test_anything_else_first_ends_it_without_an_answer(frame: bytes) -> None:
     assert isinstance(receive(exchange, client.handshake("PLAIN")), Failure)
 
 
-def test_nothing_but_messages_of_the_mechanism_follow_the_handshake() -> None:
+def test_only_mechanism_messages_follow_the_handshake() -> None:
     for frame in (control_frame(API_VERSIONS, 3), client.handshake("PLAIN"), produce_frame()):
         exchange = client.exchange()
         receive(exchange, client.handshake("PLAIN"))
         assert isinstance(receive(exchange, frame), Failure)
 
 
-def test_a_frame_before_the_outcome_of_the_last_one_ends_it() -> None:
+def test_frame_before_the_last_outcome_ends_it() -> None:
     exchange = client.exchange()
     receive(exchange, client.handshake("PLAIN"))
     message = memoryview(bytearray(client.authenticate(client.plain("alice", "alice-secret"))))
@@ -322,7 +322,7 @@ def renewed(exchange: SaslExchange, name: str, password: str) -> Outcome:
     return receive(exchange, client.authenticate(client.plain(name, password)))
 
 
-def test_a_session_is_renewed_by_the_same_principal_alone() -> None:
+def test_session_is_renewed_by_same_principal_only() -> None:
     clock = client.Clock()
     exchange = client.exchange(lifetime_s=90.0, clock=clock)
     authenticated(exchange)
@@ -338,7 +338,7 @@ def test_a_session_is_renewed_by_the_same_principal_alone() -> None:
     assert exchange.state is State.FAILED
 
 
-def test_a_session_is_renewed_by_the_same_mechanism_alone() -> None:
+def test_session_is_renewed_by_same_mechanism_only() -> None:
     clock = client.Clock()
     exchange = client.exchange(clock=clock)
     authenticated(exchange)
@@ -346,7 +346,7 @@ def test_a_session_is_renewed_by_the_same_mechanism_alone() -> None:
     assert isinstance(receive(exchange, client.handshake("SCRAM-SHA-256")), Failure)
 
 
-def test_sasl_out_of_turn_is_answered_and_changes_nothing() -> None:
+def test_sasl_out_of_turn_changes_nothing() -> None:
     exchange = client.exchange()
     authenticated(exchange)
     early = read(receive(exchange, client.handshake("PLAIN")), SASL_HANDSHAKE, 1)
@@ -367,7 +367,7 @@ def pending(exchange: SaslExchange, frame: bytes) -> Step | Refused:
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
-def test_what_is_presented_is_there_until_its_outcome_is_known(version: int) -> None:
+def test_credential_is_held_until_its_outcome(version: int) -> None:
     exchange = client.carrying()
     receive(exchange, client.handshake("PLAIN"))
     step = pending(exchange, client.authenticate(client.plain("eve", "unknown here"), version))
@@ -391,14 +391,14 @@ def test_raw_message_is_carried() -> None:
     assert exchange.credential.first() == client.plain("eve", "x")
 
 
-def test_nothing_is_kept_where_the_proxy_is_the_judge() -> None:
+def test_judging_proxy_keeps_no_credential() -> None:
     exchange = client.exchange()
     receive(exchange, client.handshake("PLAIN"))
     pending(exchange, client.authenticate(client.plain("alice", "alice-secret")))
     assert exchange.credential is None
 
 
-def test_a_refusal_by_a_broker_is_one_by_the_proxy() -> None:
+def test_broker_refusal_is_a_proxy_refusal() -> None:
     exchange = client.carrying()
     receive(exchange, client.handshake("PLAIN"))
     pending(exchange, client.authenticate(client.plain("eve", "x")))
@@ -409,7 +409,7 @@ def test_a_refusal_by_a_broker_is_one_by_the_proxy() -> None:
     assert (exchange.credential, exchange.state) == (None, State.FAILED)
 
 
-def test_without_a_judge_it_ends_without_an_answer() -> None:
+def test_missing_judge_ends_it_without_answer() -> None:
     exchange = client.carrying()
     receive(exchange, client.handshake("PLAIN"))
     pending(exchange, client.authenticate(client.plain("eve", "x")))
@@ -417,7 +417,7 @@ def test_without_a_judge_it_ends_without_an_answer() -> None:
     assert (exchange.credential, exchange.principal) == (None, None)
 
 
-def test_a_renewal_as_another_is_known_before_it_is_carried() -> None:
+def test_renewal_by_another_is_known_before_forwarding() -> None:
     exchange = client.carrying()
     assert exchange.may_become(Principal("eve"))
     receive(exchange, client.handshake("PLAIN"))
@@ -426,7 +426,7 @@ def test_a_renewal_as_another_is_known_before_it_is_carried() -> None:
     assert not exchange.may_become(Principal("alice"))
 
 
-def test_a_token_that_nobody_has_verified_names_its_principal() -> None:
+def test_unverified_token_names_its_principal() -> None:
     exchange = client.carrying("OAUTHBEARER")
     receive(exchange, client.handshake("OAUTHBEARER"))
     step = pending(exchange, client.authenticate(client.bearer(client.token(sub="carol"))))
@@ -438,7 +438,7 @@ def test_a_token_that_nobody_has_verified_names_its_principal() -> None:
     "text",
     ["opaque", "a.b.c", "a.e30.c", "a.eyJzdWIiOiA1fQ.c", "a.eyJzdWIiOiAiIn0.c", "a.W10.c", "..", "a." + "W" * 9_000],
 )
-def test_a_token_that_names_nobody_is_refused(text: str) -> None:
+def test_token_without_principal_is_refused(text: str) -> None:
     exchange = client.carrying("OAUTHBEARER")
     receive(exchange, client.handshake("OAUTHBEARER"))
     told = read(receive(exchange, client.authenticate(client.bearer(text))), SASL_AUTHENTICATE, 2)
@@ -448,7 +448,7 @@ def test_a_token_that_names_nobody_is_refused(text: str) -> None:
     assert text not in outcome.reason
 
 
-def test_the_end_of_the_time_is_final() -> None:
+def test_late_outcome_after_timeout_changes_nothing() -> None:
     exchange = client.exchange()
     receive(exchange, client.handshake("PLAIN"))
     pending = exchange.receive(memoryview(bytearray(client.authenticate(client.plain("alice", "alice-secret")))))

@@ -93,7 +93,7 @@ def carried(name: str, message: bytes, version: int = 1) -> SaslClient:
         ("OAUTHBEARER", b"n,a=x,\x01auth=bearer a.b.c\x01logicalCluster=lkc\x01\x01", "a.b.c"),
     ],
 )
-def test_what_a_client_has_presented_is_sent_as_it_came(name: str, message: bytes, secret: str) -> None:
+def test_presented_credential_is_sent_unchanged(name: str, message: bytes, secret: str) -> None:
     assert carried(name, message).receive(answer()) is None
     client = carried(name, message)
     if name == "OAUTHBEARER":
@@ -108,7 +108,7 @@ def test_what_a_client_has_presented_is_sent_as_it_came(name: str, message: byte
 
 
 @pytest.mark.parametrize(("error_code", "is_judged"), [(58, True), (34, False), (-1, False), (35, False)])
-def test_only_a_judgement_is_the_clients(error_code: int, is_judged: bool) -> None:
+def test_only_a_verdict_reaches_the_client(error_code: int, is_judged: bool) -> None:
     client = carried("PLAIN", b"\0alice\0x")
     with pytest.raises(SaslRefused) as raised:
         client.receive(answer(error_code=error_code, error_message="so it is"))
@@ -131,7 +131,7 @@ def test_scram_proves_the_password_to_either_side(name: str) -> None:
     assert (client.state, client.session_lifetime_ms) == (State.AUTHENTICATED, 9)
 
 
-def test_a_broker_that_does_not_know_the_password_is_not_believed() -> None:
+def test_broker_without_the_password_is_not_believed() -> None:
     client, first = begun("SCRAM-SHA-256")
     server = scram_server("SCRAM-SHA-256", SECRET)
     server.set_client_first(first.decode())
@@ -142,7 +142,7 @@ def test_a_broker_that_does_not_know_the_password_is_not_believed() -> None:
     assert client.state is State.FAILED
 
 
-def test_a_broker_cannot_have_it_compute_for_long_nor_give_a_proof_that_is_guessed_quickly() -> None:
+def test_broker_iteration_count_is_limited_both_ways() -> None:
     for iterations in ("0", "1", "4095", str(MAX_ITERATIONS + 1), "99999999999", "x", ""):
         client, first = begun("SCRAM-SHA-256")
         nonce = first.decode().partition("r=")[2] + "more"
@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[Callable[[], memoryview], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_handshake_that_fails_is_told(case: str) -> None:
+def test_failed_handshake_is_reported(case: str) -> None:
     make, says = REFUSED[case]
     client = SaslClient(mechanism("SCRAM-SHA-512", "kproxy", SECRET), 1)
     client.begin()

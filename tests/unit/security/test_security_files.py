@@ -42,7 +42,7 @@ def test_a_file_of_users_is_written_and_read(tmp_path: Path) -> None:
     assert "secret" not in file.read_text()
 
 
-def test_names_are_written_so_that_they_are_read_again(tmp_path: Path) -> None:
+def test_written_names_are_read_back(tmp_path: Path) -> None:
     file = tmp_path / "users.toml"
     names = ['a"b', "a\\b", "ü", "a b", "a=b", "a.b", "[users]", "#"]
     write_users(file, {name: client.credentials_of("alice") for name in names})
@@ -50,7 +50,7 @@ def test_names_are_written_so_that_they_are_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "is_fine"), [(0o600, 1), (0o640, 1), (0o400, 1), (0o644, 0), (0o660, 0), (0o606, 0)])
-def test_a_file_that_others_read_or_write_is_refused(tmp_path: Path, mode: int, is_fine: int) -> None:
+def test_file_open_to_others_is_refused(tmp_path: Path, mode: int, is_fine: int) -> None:
     file = client.users_file(tmp_path)
     file.chmod(mode)
     if is_fine:
@@ -137,9 +137,7 @@ def test_stand_in_salts_agree_and_outlast_changes() -> None:
         [("SCRAM-SHA-512", 4_096), ("SCRAM-SHA-512", 20_000)],
     ],
 )
-def test_password_check_costs_the_same_for_everybody(
-    shapes: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_password_check_costs_the_same_always(shapes: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     known = {
         f"user-{number}": {mechanism: make_credential(mechanism, "secret", iterations, bytes(18))}
         for number, (mechanism, iterations) in enumerate(shapes)
@@ -206,7 +204,7 @@ async def test_files_are_read_again_and_survive_bad_ones(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("exp", [10**18, 10**400], ids=["milliseconds and more", "beyond any number"])
-def test_an_end_of_a_token_that_is_no_time_is_the_latest_one(tmp_path: Path, exp: int) -> None:
+def test_non_time_token_expiry_means_latest(tmp_path: Path, exp: int) -> None:
     """It was no number that an answer has room for: the client was refused by an error with a traceback."""
     assert client.verifier(tmp_path).verify(client.token(exp=exp)).expires_at == LATEST_S
 
@@ -335,7 +333,7 @@ def test_a_subject_is_written_as_rfc_2253_does() -> None:
 
 
 @pytest.mark.parametrize("common_name", ["admin\x00.example.org", "admin,x", "x,CN=admin", "admin+CN=x", "admin\\"])
-def test_a_part_of_a_certificates_name_is_not_taken_for_a_name(common_name: str) -> None:
+def test_part_of_certificate_name_is_no_name(common_name: str) -> None:
     """As CVE-2026-47778: neither a NUL nor a mark that divides parts of a subject ends a name."""
     rules = parse_rules(["RULE:^CN=([^,+]+),.*$/$1/"])
     organization = (("organizationName", "Example"),)
@@ -359,11 +357,11 @@ def test_a_part_of_a_certificates_name_is_not_taken_for_a_name(common_name: str)
         (["RULE:.*//"], None),
     ],
 )
-def test_rules_turn_it_into_a_name(rules: list[str], name: str | None) -> None:
+def test_mapping_rules_turn_subject_into_name(rules: list[str], name: str | None) -> None:
     assert map_name(distinguished_name(SUBJECT), parse_rules(rules)) == name
 
 
-def test_one_text_may_have_several_rules_as_in_kafka() -> None:
+def test_one_text_may_have_several_rules() -> None:
     kafka = "RULE:^CN=(.*?),OU=ServiceUsers.*$/$1/, RULE:^CN=a\\/{1,2}b,.*$/x,y\\/z/L,DEFAULT"
     patterns = [rule.pattern.pattern if rule.pattern is not None else "" for rule in parse_rules(kafka)]
     assert patterns == ["^CN=(.*?),OU=ServiceUsers.*$", "^CN=a/{1,2}b,.*$", ""]
@@ -386,7 +384,7 @@ def test_one_text_may_have_several_rules_as_in_kafka() -> None:
         "RULE:a/b/X",
     ],
 )
-def test_what_is_no_rule_is_refused(rule: str) -> None:
+def test_invalid_rule_is_refused(rule: str) -> None:
     with pytest.raises(ValueError, match=r"rule|pattern|group"):
         parse_rules([rule])
 

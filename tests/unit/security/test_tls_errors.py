@@ -47,7 +47,7 @@ def verification(code: int, message: str = "") -> ssl.SSLCertVerificationError:
         (OSError("?"), "other", "?"),
     ],
 )
-def test_of_clients(failed: BaseException, word: str, says: str) -> None:
+def test_client_tls_errors_are_explained(failed: BaseException, word: str, says: str) -> None:
     failure = client_failure(failed, names=("a", "b"), asked_for="k.example.org")
     assert failure.word == word
     assert says in failure.text
@@ -67,7 +67,7 @@ def test_of_clients(failed: BaseException, word: str, says: str) -> None:
         (ConnectionResetError(104, "reset"), True, "gone", "during the TLS handshake"),
     ],
 )
-def test_of_brokers(failed: BaseException, has_cert: bool, word: str, says: str) -> None:
+def test_broker_tls_errors_are_explained(failed: BaseException, has_cert: bool, word: str, says: str) -> None:
     failure = broker_failure(failed, name="k1", has_ca=True, has_cert=has_cert)
     assert failure.word == word
     assert says in failure.text

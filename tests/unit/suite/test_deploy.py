@@ -136,7 +136,7 @@ def expressions(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sorted((CHART / "files").iterdir()), ids=name_of)
-def test_metrics_and_their_labels_are_those_of_the_admin_pages(path: Path) -> None:
+def test_metrics_and_labels_match_the_admin_pages(path: Path) -> None:
     labels_of = documented_labels()
     every_job = {"job", "instance"}
     found = list(expressions(path))
@@ -150,7 +150,7 @@ def test_metrics_and_their_labels_are_those_of_the_admin_pages(path: Path) -> No
         assert labels <= allowed, expression
 
 
-def test_what_is_worth_an_alarm_has_an_alert() -> None:
+def test_alarming_metrics_have_an_alert() -> None:
     documented = (REPOSITORY / "docs/metrics.md").read_text()
     lists = documented.split("worth an alarm:")[1:]
     worth = {name for each in lists for name in re.findall(r"kproxy_\w+", each.split("\n## ")[0].split("\n\n\n")[0])}
@@ -216,7 +216,7 @@ def lines_of(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", RENDERED, ids=name_of)
-def test_every_line_of_the_manifests_comes_from_a_line_of_the_chart(path: Path) -> None:
+def test_every_manifest_line_comes_from_the_chart(path: Path) -> None:
     """Not that all lines of the chart are there: that takes Helm (`make check-deploy`)."""
     sources = [*(CHART / "templates").rglob("*"), CHART / "values.yaml", CHART.parent / "examples/sidecar/values.yaml"]
     sources += [CHART.parent / "examples/sidecar/templates/deployment.yaml"]
@@ -282,7 +282,7 @@ def parsed_flags(arguments: list[str]) -> dict[str, object]:
     return flags
 
 
-def test_compose_mounts_and_scrapes_what_is_there() -> None:
+def test_compose_mounts_and_scrapes_existing_files() -> None:
     path = DEPLOY / "compose/kafka.yaml"
     mounted = re.findall(r"- (\.[^:]+):", path.read_text())
     assert len(mounted) == 5
@@ -292,7 +292,7 @@ def test_compose_mounts_and_scrapes_what_is_there() -> None:
     assert {int(port) for _, port in scraped} == {ADMIN_PORT}
 
 
-def test_the_image_exposes_and_looks_at_the_ports_of_the_examples() -> None:
+def test_image_exposes_and_probes_example_ports() -> None:
     text = (DEPLOY / "docker/Dockerfile").read_text()
     assert re.findall(r"^EXPOSE (\d+) (\d+)$", text, re.MULTILINE) == [(str(KAFKA_PORT), str(ADMIN_PORT))]
     assert f"http://127.0.0.1:{ADMIN_PORT}/readyz" in text
@@ -309,7 +309,7 @@ def environment_file(name: str, *, commented: bool = False) -> dict[str, str]:
     return dict(line.split("=", 1) for line in wanted if re.match(r"[A-Z]", line))
 
 
-def test_the_unit_of_the_proxy_and_its_environment_are_taken() -> None:
+def test_proxy_unit_and_its_environment_are_accepted() -> None:
     service, environ = unit("kproxy.service"), environment_file("kproxy.env")
     program, *arguments = shlex.split(service["ExecStart"])
     assert program == "/opt/kproxy/bin/kproxy"
@@ -320,7 +320,7 @@ def test_the_unit_of_the_proxy_and_its_environment_are_taken() -> None:
     load_settings(None, environ=environment_file("kproxy.env", commented=True))
 
 
-def test_the_unit_of_a_broker_and_its_environment_are_taken() -> None:
+def test_broker_unit_and_its_environment_are_accepted() -> None:
     service, environ = unit("kproxy-broker@.service"), environment_file("broker.env")
     line = service["ExecStart"].replace("%i", "1").replace("$OPTIONS", environ["OPTIONS"])
     for name, value in environ.items():
@@ -331,7 +331,7 @@ def test_the_unit_of_a_broker_and_its_environment_are_taken() -> None:
 
 
 @pytest.mark.parametrize("name", ["kproxy.service", "kproxy-broker@.service"])
-def test_units_rely_on_what_the_commands_tell_systemd(name: str) -> None:
+def test_units_use_readiness_and_exit_status(name: str) -> None:
     service = unit(name)
     assert service["Type"] == "notify"
     # What refuses to start ends with it.
@@ -363,7 +363,7 @@ def test_the_image_has_the_versions_that_are_tested() -> None:
     assert {name: tested.get(name) for name in image} == image
 
 
-def test_a_value_that_nobody_describes_is_refused() -> None:
+def test_undescribed_value_is_refused() -> None:
     values = chart_script().values
     lines = ["# -- What it is.", "a: 1", "b:", "  # -- More.", "  c: []"]
     lines += ["# -- Last.", "# @default -- none", "d:", "  e: 1"]

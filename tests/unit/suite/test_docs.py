@@ -54,7 +54,7 @@ def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
     assert dead == []
 
 
-def test_where_to_change_what_has_twenty_rows_that_name_files() -> None:
+def test_architecture_table_has_twenty_rows_naming_files() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .* \| `.*` \|", text.partition("## Where to change what")[2], re.MULTILINE)
     assert len(rows) >= 20

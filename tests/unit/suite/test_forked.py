@@ -54,7 +54,7 @@ def waiting(directory: Path, server: forked.ForkServer | None = None) -> forked.
     return process
 
 
-def test_it_has_what_it_is_given_and_nothing_else(tmp_path: Path) -> None:
+def test_child_has_only_the_given_environment(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     try:
         process = started(tmp_path, "tell", "a b", pass_fds=(reader,), COLOUR="blue")
@@ -73,7 +73,7 @@ def test_it_has_what_it_is_given_and_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "stderr").read_text() == "complaint\n"
 
 
-def test_it_is_waited_for_and_told_by_its_status(tmp_path: Path) -> None:
+def test_child_is_waited_for_and_reports_status(tmp_path: Path) -> None:
     process = waiting(tmp_path)
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
@@ -85,14 +85,14 @@ def test_it_is_waited_for_and_told_by_its_status(tmp_path: Path) -> None:
     assert not psutil.pid_exists(process.pid)
 
 
-def test_ctrl_c_reaches_it_as_it_reaches_any_python(tmp_path: Path) -> None:
+def test_ctrl_c_reaches_child_as_any_python(tmp_path: Path) -> None:
     process = waiting(tmp_path)
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE_S) == -signal.SIGINT
     assert "KeyboardInterrupt" in (tmp_path / "stderr").read_text()
 
 
-def test_several_run_at_once_and_outlive_the_server(tmp_path: Path) -> None:
+def test_several_children_outlive_the_server(tmp_path: Path) -> None:
     # Not that of this process: other fixtures have forked from it.
     server = forked.ForkServer()
     processes = [waiting(tmp_path, server) for _ in range(3)]
@@ -111,7 +111,7 @@ def test_several_run_at_once_and_outlive_the_server(tmp_path: Path) -> None:
         processes[0].wait(PATIENCE_S)
 
 
-def test_what_is_decided_by_an_import_is_not_forked() -> None:
+def test_import_time_decisions_prevent_a_fork() -> None:
     assert forked.can_fork(os.environ)
     other = {"off": "auto"}.get(os.environ.get("KPROXY_PLAIN", "auto"), "off")
     assert not forked.can_fork({**os.environ, "KPROXY_PLAIN": other})
@@ -119,7 +119,7 @@ def test_what_is_decided_by_an_import_is_not_forked() -> None:
     assert "fleeting" in run_kproxy("serve", "--etcd", "127.0.0.1:1", environ={"KPROXY_PLAIN": "fleeting"}).stderr
 
 
-def test_a_signal_to_a_copy_whose_end_is_not_reported_yet_is_dropped() -> None:
+def test_signal_to_an_ended_copy_is_dropped() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     reader, server = os.pipe()

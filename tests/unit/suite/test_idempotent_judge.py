@@ -66,7 +66,7 @@ def test_a_log_that_is_wrong_is_not(batches: Batches, may_repeat: bool) -> None:
 
 
 @pytest.mark.parametrize(("told", "is_right"), [(2, True), (4, True), (None, True), (3, False)])
-def test_of_what_is_there_twice_either_offset_may_have_been_told(told: int | None, is_right: bool) -> None:
+def test_either_offset_of_a_duplicate_is_accepted(told: int | None, is_right: bool) -> None:
     log = log_of([(0, range(4)), (1, range(2, 6))])
     offsets = {**dict.fromkeys(TOLD), 2: told}
     if is_right:

@@ -85,16 +85,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_can_have_happened_is_accepted(name: str) -> None:
+def test_possible_histories_are_accepted(name: str) -> None:
     assert check(GOOD[name], REGISTER) is None
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_have_happened_is_refused(name: str) -> None:
+def test_impossible_histories_are_refused(name: str) -> None:
     assert check(BAD[name], REGISTER) is not None
 
 
-def test_an_explanation_has_what_it_takes_and_no_more() -> None:
+def test_explanation_is_minimal() -> None:
     noise = [operation for at in range(20) for operation in (write(at, at + 0.4, at), read(at + 0.5, at + 0.6, at))]
     crime = [write(30, 31, 100), write(32, 33, 200), read(34, 35, 100), read(36, 37, 100)]
     refuted = check([*noise, *crime], REGISTER)
@@ -107,7 +107,7 @@ def test_an_explanation_has_what_it_takes_and_no_more() -> None:
     assert "('read',) -> 19" not in text, "what has nothing to do with it is shown"
 
 
-def test_a_timeline_shows_what_overlapped_and_what_never_returned() -> None:
+def test_timeline_shows_overlaps_and_unreturned_calls() -> None:
     first, second = timeline([write(2, NEVER, 6, "late"), write(0, 3, 5, "early")]).splitlines()
     assert first.endswith("early: ('write', 5) -> ok")
     assert second.endswith("late: ('write', 6)")
@@ -124,7 +124,7 @@ def test_objects_are_checked_apart() -> None:
     assert check(mixed[:3], REGISTER) is not None, "as one register they are not"
 
 
-def test_more_orders_than_can_be_held_are_no_verdict() -> None:
+def test_too_many_orders_give_no_verdict() -> None:
     many = [write(0, 100, value) for value in range(16)]
     with pytest.raises(Undecided):
         check(many, REGISTER, max_orders=1000)
@@ -157,13 +157,13 @@ class Draw:
 
 
 @given(st.data())
-def test_what_did_happen_is_accepted(data: st.DataObject) -> None:
+def test_real_histories_are_accepted(data: st.DataObject) -> None:
     history = Draw(data, 12).history
     assert check(history, REGISTER) is None, timeline(history)
 
 
 @given(st.data())
-def test_what_nobody_wrote_was_not_read(data: st.DataObject) -> None:
+def test_read_of_unwritten_value_is_refused(data: st.DataObject) -> None:
     history = Draw(data, 8).history
     told = [n for n, each in enumerate(history) if each.input[0] in ("read", "swap") and each.output is not UNKNOWN]
     if told:
@@ -173,7 +173,7 @@ def test_what_nobody_wrote_was_not_read(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_it_says_what_trying_all_orders_says(data: st.DataObject) -> None:
+def test_judge_agrees_with_trying_all_orders(data: st.DataObject) -> None:
     history = Draw(data, 5).history
     for at, operation in enumerate(history):
         if operation.input[0] in ("read", "swap") and operation.output is not UNKNOWN and data.draw(st.booleans()):

@@ -73,7 +73,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("line", CHANGES)
-def test_a_line_has_these_mutants(line: str) -> None:
+def test_line_has_the_listed_mutants(line: str) -> None:
     source = f"async def f(a, b: Literal[1]) -> list[int]:\n    {line}\n    pass\n".encode()
     found = mutants_of("f.py", source)
     assert {(each.operator, each.text) for each in found} == CHANGES[line]
@@ -92,7 +92,7 @@ def test_a_line_has_these_mutants(line: str) -> None:
         "@cache(1)\ndef f(): ...",
     ],
 )
-def test_what_does_nothing_is_left_alone(text: str) -> None:
+def test_code_without_effect_is_not_mutated(text: str) -> None:
     assert mutants_of("a.py", text.encode()) == []
 
 
@@ -109,7 +109,7 @@ def test_each_mutant_parses_and_differs_in_one_place(path: str) -> None:
         assert source[: mutant.start].count(b"\n") < mutant.line <= source[: mutant.end].count(b"\n") + 1
 
 
-def test_a_place_is_found_behind_letters_of_several_bytes() -> None:
+def test_place_is_found_behind_multibyte_letters() -> None:
     source = "a = 'ä€', 3\n".encode()
     assert {each.apply(source).decode() for each in mutants_of("a.py", source) if each.operator == "constant"} == {
         "a = 'ä€', 4\n",
@@ -117,7 +117,7 @@ def test_a_place_is_found_behind_letters_of_several_bytes() -> None:
     }
 
 
-def test_a_seed_draws_the_same_again_and_another_one_something_else() -> None:
+def test_same_seed_draws_the_same_mutants() -> None:
     drawn = draw(SOURCES, 40, 7)
     assert drawn == draw(dict(reversed(SOURCES.items())), 40, 7)
     assert len(drawn) == 40
@@ -125,7 +125,7 @@ def test_a_seed_draws_the_same_again_and_another_one_something_else() -> None:
     assert draw(SOURCES, 10, 7) == drawn[:10]
 
 
-def test_no_mutant_is_the_module_itself_or_drawn_twice() -> None:
+def test_mutants_differ_from_module_and_each_other() -> None:
     # `a` is left whichever operand is dropped, and nothing but the return is left out in the other module.
     sources = {"a.py": b"def f(a):\n    return a and a\n", "b.py": b"def f(a):\n    return a\n"}
     drawn = draw(sources, 1000, 1)
@@ -170,7 +170,7 @@ def change(checkout: Path, old: str, new: str) -> Fault:
     return drawn_fault(Mutant("module.py", 2, start, start + len(old), f"{old} to {new}", new), source)
 
 
-async def test_what_the_tests_notice_is_killed_and_what_they_do_not_survives(checkout: Path) -> None:
+async def test_noticed_mutant_is_killed_and_unnoticed_survives(checkout: Path) -> None:
     # Alike in size and made within a second: stale bytecode would hide one behind the other.
     faults = [change(checkout, "3", new) for new in ("4", "3 ", "5", "3;", "6")]
     outcomes = await outcomes_of(checkout, faults, jobs=1)
@@ -183,7 +183,7 @@ async def test_what_the_tests_notice_is_killed_and_what_they_do_not_survives(che
     assert not passes(outcomes)
 
 
-async def test_a_fault_is_gone_before_the_next_one_is_tried(checkout: Path) -> None:
+async def test_fault_is_removed_before_the_next(checkout: Path) -> None:
     unused = b"def g() -> int:\n    return 3\n"
     (checkout / "unused.py").write_bytes(unused)
     unnoticed = drawn_fault(Mutant("unused.py", 2, 27, 28, "3 to 4", "4"), unused)
@@ -191,7 +191,7 @@ async def test_a_fault_is_gone_before_the_next_one_is_tried(checkout: Path) -> N
     assert [bool(each.killed_by) for each in outcomes] == [True, False]
 
 
-async def test_what_never_ends_is_killed_by_time(checkout: Path) -> None:
+async def test_endless_mutant_is_killed_by_timeout(checkout: Path) -> None:
     endless = change(checkout, "return 3", "while True: pass")
     outcomes = await outcomes_of(checkout, [endless], timeout_s=2.0)
     assert outcomes[0].killed_by == "time-out after 2 s"
@@ -199,7 +199,7 @@ async def test_what_never_ends_is_killed_by_time(checkout: Path) -> None:
     assert passes(outcomes)
 
 
-async def test_what_gathers_for_ever_is_killed_before_the_memory_is_gone(checkout: Path) -> None:
+async def test_memory_hungry_mutant_is_killed_in_time(checkout: Path) -> None:
     outcomes = await outcomes_of(checkout, [change(checkout, "return 3", "return len(bytes(8 << 30)) and 3")])
     assert outcomes[0].killed_by == "tests failed with status 1"
 
@@ -225,7 +225,7 @@ async def test_tests_that_fail_without_a_fault_judge_nothing(checkout: Path) -> 
         await outcomes_of(checkout, [])
 
 
-async def test_a_survivors_diff_is_a_patch_that_can_be_named(checkout: Path) -> None:
+async def test_survivors_diff_is_a_nameable_patch(checkout: Path) -> None:
     drawn = change(checkout, "3", "3 ")
     patch = checkout.parent / "named.diff"
     patch.write_text(drawn.diff)
@@ -238,7 +238,7 @@ async def test_a_survivors_diff_is_a_patch_that_can_be_named(checkout: Path) -> 
     assert passes([outcomes[0]._replace(fault=drawn), *outcomes[1:]])
 
 
-def test_a_patch_that_does_not_apply_is_no_mutant(checkout: Path) -> None:
+def test_inapplicable_patch_is_no_mutant(checkout: Path) -> None:
     patch = checkout.parent / "named.diff"
     patch.write_text(change(checkout, "3", "4").diff)
     (checkout / "module.py").write_text("def f() -> int:\n    return 5\n")
@@ -256,7 +256,7 @@ def test_the_diff_of_a_real_mutant_applies() -> None:
 
 
 @pytest.mark.long
-def test_the_command_says_its_seed_and_takes_it() -> None:
+def test_command_prints_and_accepts_its_seed() -> None:
     command = [sys.executable, "-m", "scripts.mutants", "--mutants", "1", "--command"]
     passing = subprocess.run([*command, "true"], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert passing.returncode == 1

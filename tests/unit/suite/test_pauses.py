@@ -10,7 +10,7 @@ import pytest
 from tests.support.processes.running_proxy import ATTEMPTS, STOOD_STILL_S, both_loops, in_one_go
 
 
-def test_what_fails_while_the_process_stands_still_is_run_again() -> None:
+def test_failure_during_a_pause_is_rerun() -> None:
     runs = 0
 
     @both_loops
@@ -29,7 +29,7 @@ def test_what_fails_while_the_process_stands_still_is_run_again() -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 2 * STOOD_STILL_S], ids=["at once", "after a pause each time"])
-def test_what_fails_all_the_same_fails(pause_s: float) -> None:
+def test_failure_without_a_pause_counts(pause_s: float) -> None:
     runs = 0
 
     @both_loops

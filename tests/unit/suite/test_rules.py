@@ -57,7 +57,7 @@ def test_expected_failure():
 """
 
 
-def test_a_skip_passes_at_home_and_fails_where_everything_is_required(tmp_path: Path) -> None:
+def test_skip_passes_unless_everything_is_required(tmp_path: Path) -> None:
     home = run_pytest(tmp_path, SKIPS)
     assert (home.returncode, "3 skipped, 1 xfailed" in home.stdout) == (0, True), home.stdout
     required = run_pytest(tmp_path, SKIPS, KPROXY_TEST_REQUIRE="all")
@@ -68,7 +68,7 @@ def test_a_skip_passes_at_home_and_fails_where_everything_is_required(tmp_path: 
     assert len(re.findall(r"this was skipped: .*no java", required.stdout)) >= 3
 
 
-def test_a_module_that_skips_itself_fails_where_everything_is_required(tmp_path: Path) -> None:
+def test_module_skip_fails_where_everything_is_required(tmp_path: Path) -> None:
     test = "import pytest\npytest.importorskip('no_java')\ndef test_it(): pass"
     required = run_pytest(tmp_path, test, KPROXY_TEST_REQUIRE="all")
     assert required.returncode == 2
@@ -94,7 +94,7 @@ def test_two_of_these(seed):
 """
 
 
-def test_a_long_test_runs_where_all_are_asked_for_or_its_file_is_named(tmp_path: Path) -> None:
+def test_long_test_runs_when_all_or_named(tmp_path: Path) -> None:
     def outcome(*, by_file: bool, **environ: str) -> str:
         return run_pytest(tmp_path, LONG, by_file=by_file, **environ).stdout.splitlines()[-1]
 
@@ -109,7 +109,7 @@ def test_a_misspelt_rule_is_refused(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, "def test_it(): pass", KPROXY_TEST_ALL="yes").returncode == 4
 
 
-def test_a_process_left_behind_fails_the_run_and_is_ended(tmp_path: Path) -> None:
+def test_leftover_process_fails_the_run_and_ends(tmp_path: Path) -> None:
     # In a session of its own and orphaned: no walk over children would find it.
     test = (
         "import subprocess, pathlib\n"
@@ -128,7 +128,7 @@ def test_a_process_left_behind_fails_the_run_and_is_ended(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("loop", [pytest.param("uvloop", marks=pytest.mark.long), "asyncio"])
-def test_coroutines_run_on_the_loop_that_is_asked_for(tmp_path: Path, loop: str) -> None:
+def test_coroutines_run_on_the_requested_loop(tmp_path: Path, loop: str) -> None:
     test = (
         "import asyncio, pytest\n@pytest.mark.asyncio\nasync def test_it():\n"
         f"    assert type(asyncio.get_running_loop()).__module__.split('.')[0] == {loop!r}\n"
@@ -146,7 +146,7 @@ def test_it():
 """
 
 
-def test_what_a_killed_run_has_started_does_not_outlive_it(tmp_path: Path) -> None:
+def test_children_of_a_killed_run_are_ended(tmp_path: Path) -> None:
     place = tmp_path / "pid"
     assert run_pytest(tmp_path, KILLED.replace("PLACE", str(place))).returncode == -signal.SIGKILL
     left = int(place.read_text())

@@ -15,13 +15,13 @@ def writer(**settings: object) -> Writer:
     return Writer("librdkafka", address, "t", 0, MODES["acks-all"], {"log_level": 0, **settings}, is_renewed=True)
 
 
-def test_an_exception_of_a_writer_is_raised_by_a_check_and_at_the_end() -> None:
+def test_writer_exception_is_raised_by_checks() -> None:
     at_the_end, by_a_check = (pytest.raises(confluent_kafka.KafkaException, match="no_such_setting") for _ in range(2))
     with at_the_end, writing([writer(no_such_setting=1)]) as running, by_a_check:
         wait_for(running.check)
 
 
-def test_a_failed_request_of_a_writer_is_a_problem_of_it() -> None:
+def test_failed_writer_request_is_its_problem() -> None:
     failing = writer(**{"message.timeout.ms": 50})
     with writing([failing]) as running:
         wait_for(lambda: running.check() or failing.problems)

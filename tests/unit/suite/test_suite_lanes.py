@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[3]
 RECORD = "make test ARGS=--record-durations writes tests/support/durations.toml anew, or correct it by hand"
 
 
-def test_the_table_of_durations_names_modules_that_there_are() -> None:
+def test_durations_table_names_existing_modules() -> None:
     named = [module for modules in recorded_durations().values() for module in modules]
     assert {*named} - {*modules_with_tests()} == set(), RECORD
     assert [name for name, count in Counter(named).items() if count > 1] == []
@@ -37,7 +37,7 @@ def test_each_module_has_a_name_of_its_own() -> None:
     assert [name for name, count in Counter(modules_with_tests()).items() if count > 1] == []
 
 
-def test_what_starts_spark_is_in_one_lane_and_what_asks_for_kafka_in_another(request: pytest.FixtureRequest) -> None:
+def test_spark_and_kafka_tests_have_shared_lanes(request: pytest.FixtureRequest) -> None:
     """As far as it is being run: of all tests in a run of all."""
     recorded = {module: lane for lane, modules in recorded_durations().items() for module in modules if lane != ALONE}
     needed = {module: lane for module, lane in needed_lanes(request.session.items).items() if lane != ALONE}
@@ -46,7 +46,7 @@ def test_what_starts_spark_is_in_one_lane_and_what_asks_for_kafka_in_another(req
     assert {module for module, lane in needed.items() if lane == "kafka" != recorded[module]} == set(), RECORD
 
 
-def test_durations_are_kept_of_modules_that_exist_and_take_their_time() -> None:
+def test_durations_are_kept_for_long_existing_modules() -> None:
     spark = {"test_gone": 9.0, "test_kept": 3.0, "test_seldom_on_spark": 8.0}
     before = {"spark": spark, ALONE: {"test_slow": 4.0, "test_now_short": 5.0}}
     measured = {"kafka": {"test_kafka": 0.2}, ALONE: {"test_short": 0.3, "test_slow": 7.25, "test_now_short": 0.5}}
@@ -67,7 +67,7 @@ def test_durations_are_kept_of_modules_that_exist_and_take_their_time() -> None:
     assert kept == {"spark": {"test_kept": 3.0, "test_seldom_on_spark": 0.5}, "kafka": kafka, ALONE: {"test_slow": 7.2}}
 
 
-def test_a_shared_lane_takes_as_long_as_its_modules() -> None:
+def test_shared_lane_lasts_as_its_modules() -> None:
     lanes = Lanes({"spark": {"test_a": 3.0, "test_b": 4.0}, ALONE: {"test_c": 5.0}})
     found = {name: (lanes.lane(f"tests/{name}.py::test_it"), lanes.length_s(f"{name}.py::test_it")) for name in NAMES}
     assert found == {
@@ -148,14 +148,14 @@ def run_lanes(directory: Path, *arguments: str) -> list[list[str]]:
 
 
 @pytest.mark.long
-def test_the_longest_lane_goes_first_and_a_shared_fixture_ends_with_its_lane(tmp_path: Path) -> None:
+def test_longest_lane_starts_first_with_own_fixtures(tmp_path: Path) -> None:
     said = [what for _, what in run_lanes(tmp_path, "-n", "1")]
     kafka = ["begin", *["kafka_a"] * 4, *["kafka_b"] * 4, "end"]
     assert said == [*["long"] * 4, *kafka, *["short"] * 4]
 
 
 @pytest.mark.long
-def test_several_processes_share_the_lanes_and_each_lane_has_one(tmp_path: Path) -> None:
+def test_each_lane_has_one_process(tmp_path: Path) -> None:
     said = run_lanes(tmp_path, "-n", "2")
     by_lane: dict[str, set[str]] = {}
     for process, what in said:
@@ -170,12 +170,12 @@ def test_one_process_alone_runs_in_the_usual_order(tmp_path: Path) -> None:
     assert said == ["begin", *["kafka_a"] * 4, *["kafka_b"] * 4, *["long"] * 4, *["short"] * 4, "end"]
 
 
-def test_a_run_records_what_its_modules_took(tmp_path: Path) -> None:
+def test_run_records_the_time_of_its_modules(tmp_path: Path) -> None:
     run_lanes(tmp_path, "-n", "2", "--record-durations")
     text = (tmp_path / "durations.toml").read_text()
     recorded = {lane: [*modules] for lane, modules in tomllib.loads(text).items() if modules}
     assert recorded == {"kafka": ["test_kafka_a", "test_kafka_b"]}
 
 
-def test_the_name_of_a_module_is_found_in_that_of_a_test() -> None:
+def test_module_name_is_found_in_test_id() -> None:
     assert module_name("tests/unit/test_it.py::test_a[x::y]") == "test_it"

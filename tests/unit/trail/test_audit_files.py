@@ -60,7 +60,7 @@ SINKS: dict[str, tuple[Callable[[Path], Sink], Callable[[Path], list[Row]]]] = {
 
 
 @pytest.mark.parametrize("kind", SINKS)
-async def test_what_is_written_is_there(tmp_path: Path, kind: str) -> None:
+async def test_written_rows_are_in_the_file(tmp_path: Path, kind: str) -> None:
     make, read = SINKS[kind]
     sink, rows = make(tmp_path), [*some_rows(30), the_end(30)]
     pages = paged(rows, 4)
@@ -73,7 +73,7 @@ async def test_what_is_written_is_there(tmp_path: Path, kind: str) -> None:
     assert read(tmp_path) == rows
 
 
-async def test_lines_go_on_in_another_file_when_one_is_large(tmp_path: Path) -> None:
+async def test_large_file_is_followed_by_another(tmp_path: Path) -> None:
     sink, rows = JsonSink(tmp_path, INCARNATION, BEGAN_MS, file_bytes=4000), some_rows(60)
     for page in paged(rows, 4):
         await sink.write([page])
@@ -101,7 +101,7 @@ async def test_removed_file_is_followed_by_another(tmp_path: Path) -> None:
     assert rows_in_files(directory) == rows[2:]
 
 
-async def test_each_parquet_file_has_the_rows_that_were_written_at_once(tmp_path: Path) -> None:
+async def test_each_parquet_file_has_one_write(tmp_path: Path) -> None:
     sink = parquet_sink(tmp_path)
     for page in paged(some_rows(9), 3):
         await sink.write([page])
@@ -109,7 +109,7 @@ async def test_each_parquet_file_has_the_rows_that_were_written_at_once(tmp_path
 
 
 @pytest.mark.parametrize("kind", SINKS)
-async def test_a_full_disk_spoils_nothing_and_all_is_there_once_there_is_room(tmp_path: Path, kind: str) -> None:
+async def test_full_disk_spoils_nothing_and_recovers(tmp_path: Path, kind: str) -> None:
     make, read = SINKS[kind]
     with small_disk(tmp_path / "disk", 256 << 10) as disk:
         disk.confine(os.getpid())
@@ -132,7 +132,7 @@ async def test_a_full_disk_spoils_nothing_and_all_is_there_once_there_is_room(tm
         assert read(disk.path) == rows
 
 
-def test_what_a_killed_process_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_half_written_files_of_killed_process_are_removed(tmp_path: Path) -> None:
     other = "kproxy-audit-1000000000000-0123"
     long_ago, lately = BEGAN_MS / 1000 - 3700, BEGAN_MS / 1000 - 60
     for name, changed in {
@@ -154,7 +154,7 @@ def test_what_a_killed_process_left_half_written_is_removed_and_nothing_else(tmp
     ]
 
 
-async def test_a_directory_that_goes_away_is_a_failure_and_no_more(tmp_path: Path) -> None:
+async def test_disappearing_directory_is_only_a_failure(tmp_path: Path) -> None:
     for make, read in SINKS.values():
         directory = tmp_path / "trail"
         directory.mkdir()
@@ -210,7 +210,7 @@ def test_the_parquet_columns_are_the_fields_of_rows() -> None:
     assert SCHEMA.names == fields
 
 
-def test_rows_that_the_parser_takes_in_several_blocks_are_one_table(tmp_path: Path) -> None:
+def test_rows_parsed_in_blocks_form_one_table(tmp_path: Path) -> None:
     rows = some_rows(3000)
     asyncio.run(parquet_sink(tmp_path).write([encode_page(rows)]))
     assert rows_in_parquet(tmp_path) == rows
@@ -233,7 +233,7 @@ def options(kind: Any, directory: Path) -> AuditOptions:
 
 @pytest.mark.parametrize("kind", SINKS)
 @pytest.mark.parametrize("place", UNUSABLE)
-def test_a_directory_that_cannot_be_is_said_at_the_start(tmp_path: Path, kind: str, place: str) -> None:
+def test_invalid_directory_is_reported_at_the_start(tmp_path: Path, kind: str, place: str) -> None:
     with pytest.raises(StartupError, match=r"audit\.sink: the directory .* cannot be made"):
         make_sink(options(kind, UNUSABLE[place](tmp_path)), INCARNATION, BEGAN_MS, _nothing_to_dial)
 

@@ -50,7 +50,7 @@ def told(*looks: Sequence[tuple[Origin, Chunk]]) -> list[tuple[int, int, int, in
     ]
 
 
-def test_two_owners_that_give_out_the_same_offsets_are_both_named() -> None:
+def test_both_owners_of_the_same_offsets_are_named() -> None:
     (overlap,) = judged([(OLD, chunk(10, 5))], [(NEW, chunk(12, 6))])
     assert overlap == Overlap("t", 0, 12, 14, NEW, OLD)
 
@@ -85,7 +85,7 @@ CLEAN = {
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_what_is_not_given_out_twice_is_not_told(name: str) -> None:
+def test_offset_given_once_is_not_reported(name: str) -> None:
     assert told(*CLEAN[name]) == []
 
 
@@ -117,7 +117,7 @@ TWICE = {
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_what_is_given_out_twice_is_told(name: str) -> None:
+def test_offset_given_twice_is_reported(name: str) -> None:
     looks, expected = TWICE[name]
     assert told(*looks) == expected
 
@@ -136,7 +136,7 @@ def test_a_topic_made_anew_begins_anew() -> None:
     assert len(given.judge()) == 1
 
 
-def test_a_first_batch_sent_again_does_not_make_a_topic_new() -> None:
+def test_resent_first_batch_does_not_renew_topic() -> None:
     given = OverlapDetector()
     first, more = chunk(0, 2, producer_id=7), chunk(2, 8, producer_id=7, sequence=2)
     old = writer(OLD, None)
@@ -147,7 +147,7 @@ def test_a_first_batch_sent_again_does_not_make_a_topic_new() -> None:
     assert len(given.judge()) == 1
 
 
-def test_what_is_remembered_is_bounded_and_what_is_forgotten_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_ranges_are_bounded_and_forgotten_unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlaps, "MAX_INTERVALS", 4)
     looks = [[(OLD, chunk(10 * number, 5))] for number in range(10)]
     assert told(*looks, [(NEW, chunk(3, 1))]) == []
@@ -178,7 +178,7 @@ def by_turns(producers: int, looks: int) -> list[list[tuple[Origin, Chunk]]]:
 
 
 @pytest.mark.parametrize("producers", [20, 100])
-def test_a_batch_sent_again_is_known_though_many_others_wrote_meanwhile(producers: int) -> None:
+def test_resent_batch_is_recognised_behind_other_writers(producers: int) -> None:
     looks = by_turns(producers, 100)
     # The first one's last five; what it was told is lost, and the others go on.
     for look in looks[50:]:
@@ -188,7 +188,7 @@ def test_a_batch_sent_again_is_known_though_many_others_wrote_meanwhile(producer
     assert told(*looks, [(NEW, chunk(45 * producers, 1, producer_id=999))]) == [(45 * producers, 45 * producers, 2, 1)]
 
 
-def test_what_is_remembered_of_producers_is_bounded() -> None:
+def test_remembered_producers_are_bounded() -> None:
     given = OverlapDetector()
     writers = [writer(OLD._replace(connection=number)) for number in range(300)]
     for look in by_turns(300, 100):
@@ -201,7 +201,7 @@ def test_what_is_remembered_of_producers_is_bounded() -> None:
     assert sum(len(each.spans) // 2 for _, each in remembered) <= overlaps.MAX_SPANS_TOGETHER
 
 
-def test_an_earlier_owner_that_is_not_remembered_is_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_earlier_owner_is_called_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     writes = overlaps.MAX_REMEMBERED + overlaps.MAX_ADDED + 3
     many = [[(OLD._replace(connection=number), chunk(10 * number, 10))] for number in range(writes)]
     assert told(*many, [(NEW, chunk(4, 1))]) == [(4, 4, 2, None)]
@@ -216,7 +216,7 @@ histories = st.lists(st.lists(st.builds(lambda each: (OLD, chunk(*each)), spans)
 
 @given(histories)
 @settings(max_examples=examples(400))
-def test_every_offset_is_told_as_often_as_it_was_given_out_again(looks: list[list[tuple[Origin, Chunk]]]) -> None:
+def test_every_repeated_offset_is_reported_each_time(looks: list[list[tuple[Origin, Chunk]]]) -> None:
     counts: dict[int, int] = {}
     for look in looks:
         for _, each in look:

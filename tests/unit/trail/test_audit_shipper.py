@@ -57,7 +57,7 @@ def page(number: int) -> bytes:
     return b"%1000d" % number
 
 
-async def test_pages_leave_in_order_and_failures_are_tried_again() -> None:
+async def test_pages_leave_in_order_and_are_retried() -> None:
     sink = Scripted()
     sink.failures = [SinkFailed("no"), SinkFailed("no"), ValueError("nobody thought of this")]
     async with shipping(sink) as (shipper, counters):
@@ -71,7 +71,7 @@ async def test_pages_leave_in_order_and_failures_are_tried_again() -> None:
         assert [len(tried) for tried in sink.tried[-2:]] == [10, 10]
 
 
-async def test_beyond_the_bound_whole_pages_are_dropped_and_their_rows_missing() -> None:
+async def test_pages_beyond_the_bound_are_dropped_whole() -> None:
     sink = Scripted()
     sink.open.clear()
     async with shipping(sink, max_bytes=5 * COST + 10) as (shipper, counters):
@@ -87,7 +87,7 @@ async def test_beyond_the_bound_whole_pages_are_dropped_and_their_rows_missing()
 
 
 @pytest.mark.parametrize("number", [100, 100_000])
-async def test_a_sink_that_hangs_costs_those_who_offer_nothing(number: int) -> None:
+async def test_hung_sink_does_not_delay_offers(number: int) -> None:
     """However much is offered, and the end comes in time too."""
     sink = Scripted()
     sink.open.clear()
@@ -104,7 +104,7 @@ async def test_a_sink_that_hangs_costs_those_who_offer_nothing(number: int) -> N
         assert shipper.vitals.waiting_bytes == 0
 
 
-async def test_the_first_page_is_not_kept_back_for_others() -> None:
+async def test_first_page_is_not_held_back() -> None:
     sink = Scripted(Appetite(4 * COST, seconds=600))
     async with shipping(sink) as (shipper, _):
         shipper.offer(page(0), 0, 0)
@@ -122,7 +122,7 @@ async def under_way(sink: Scripted) -> AsyncIterator[Shipper]:
         yield shipper
 
 
-async def test_pages_are_gathered_for_a_sink_that_wants_many() -> None:
+async def test_pages_are_gathered_for_a_batching_sink() -> None:
     sink = Scripted(Appetite(4 * COST, seconds=60))
     async with under_way(sink) as shipper:
         for number in range(3):
@@ -138,7 +138,7 @@ async def test_pages_are_gathered_for_a_sink_that_wants_many() -> None:
         assert sink.taken == [page(number) for number in range(6)]
 
 
-async def test_pages_are_not_gathered_for_longer_than_the_sink_wants() -> None:
+async def test_pages_are_gathered_no_longer_than_wanted() -> None:
     sink = Scripted(Appetite(100 * COST, seconds=2))
     async with under_way(sink) as shipper:
         began = time.monotonic()
@@ -150,7 +150,7 @@ async def test_pages_are_not_gathered_for_longer_than_the_sink_wants() -> None:
         assert len(sink.tried) == 1
 
 
-async def test_what_is_left_is_shipped_at_the_end_even_if_the_sink_has_just_failed() -> None:
+async def test_remaining_pages_are_shipped_at_the_end() -> None:
     sink = Scripted()
     sink.failures = [SinkFailed("no")] * 8
     async with shipping(sink) as (shipper, counters):
@@ -166,7 +166,7 @@ async def test_what_is_left_is_shipped_at_the_end_even_if_the_sink_has_just_fail
         assert counters["audit.rows_dropped"] == 0
 
 
-async def test_what_was_never_shipped_is_counted_as_lost() -> None:
+async def test_unshipped_rows_are_counted_as_lost() -> None:
     sink = Scripted()
     sink.failures = [SinkFailed("no")] * 1000
     async with shipping(sink) as (shipper, counters):
@@ -178,7 +178,7 @@ async def test_what_was_never_shipped_is_counted_as_lost() -> None:
         assert len(sink.tried) < 12, "it was tried without a pause"
 
 
-async def test_how_long_nothing_was_taken_is_known() -> None:
+async def test_duration_of_sink_failure_is_known() -> None:
     sink = Scripted()
     sink.open.clear()
     async with shipping(sink) as (shipper, _):

@@ -149,7 +149,7 @@ def test_batches_that_the_core_notes_are_put_together(name: str) -> None:
 
 
 @pytest.mark.parametrize(("magic", "count"), [(1, 1), (0, 1), (2, 0), (2, -5)])
-def test_what_is_no_batch_is_not_told_of_and_counted(magic: int, count: int) -> None:
+def test_invalid_batch_is_not_reported_or_counted(magic: int, count: int) -> None:
     one = place()
     note(one.part, Given(3, count), magic=magic)
     assert [*one.acked.take()] == []
@@ -157,7 +157,7 @@ def test_what_is_no_batch_is_not_told_of_and_counted(magic: int, count: int) -> 
 
 
 @pytest.mark.parametrize("first", [[], idempotent((3, 1))])
-def test_a_batch_without_an_offset_is_not_told_of(first: list[Given]) -> None:
+def test_batch_without_offset_is_not_reported(first: list[Given]) -> None:
     """It is one that the broker had long ago."""
     one = place()
     for each in (*first, *idempotent((-1, 1), first_sequence=len(first))):
@@ -165,7 +165,7 @@ def test_a_batch_without_an_offset_is_not_told_of(first: list[Given]) -> None:
     assert [chunk.spans.tolist() for chunk in one.acked.take()] == [[3, 1]] * len(first)
 
 
-def test_an_entry_without_records_is_passed_over_however_much_stands_behind_it() -> None:
+def test_entry_without_records_is_skipped() -> None:
     """Null records and tagged fields, at the very end of a request: there is no header to be read there."""
     tags = b"\x01\x09" + bytes([70]) + bytes(70)
     partitions = b"\x02" + bytes(4) + b"\x00" + tags
@@ -178,7 +178,7 @@ def test_an_entry_without_records_is_passed_over_however_much_stands_behind_it()
     assert one.acked.unread == 0
 
 
-def test_counts_that_make_no_sense_are_not_told_of() -> None:
+def test_impossible_counts_are_not_reported() -> None:
     """A batch that goes on by its sequence, and says that it has less than no record."""
     one = place()
     for each in (*idempotent((3, 4)), Given(9, -3, 7, 0, 4), Given(20, 1, 7, 0, 1)):
@@ -217,7 +217,7 @@ def records_of(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, int]]:
 
 @given(batches)
 @settings(max_examples=300)
-def test_no_record_is_lost_or_made_up_by_putting_batches_together(given: list[Given]) -> None:
+def test_merging_batches_neither_loses_nor_adds_records(given: list[Given]) -> None:
     chunks = folded(given)
     expected = []
     for each in given:
@@ -287,7 +287,7 @@ def _request(topic: str) -> PartitionedRequest:
     return parse_produce(frame, head_of(frame))
 
 
-def test_a_row_says_all_of_what_was_acknowledged() -> None:
+def test_row_describes_all_acknowledged_records() -> None:
     site = Site()
     site.acknowledge(*idempotent((10, 2), (12, 1)))
     site.look()
@@ -305,7 +305,7 @@ def test_a_row_says_all_of_what_was_acknowledged() -> None:
     assert row.latency_us == [2_000, 502_000]
 
 
-def test_every_row_has_the_next_sequence_and_a_page_says_which_it_holds() -> None:
+def test_rows_are_numbered_and_pages_state_their_range() -> None:
     site = Site()
     for base in (0, 5):
         site.acknowledge(Given(base))
@@ -318,7 +318,7 @@ def test_every_row_has_the_next_sequence_and_a_page_says_which_it_holds() -> Non
         assert (first, last) == (sequences[0], sequences[-1])
 
 
-def test_a_row_is_closed_within_the_interval_that_the_first_row_promises() -> None:
+def test_row_is_closed_within_the_promised_interval() -> None:
     site = Site()
     begin = site.rows[0]
     assert isinstance(begin, Begin)
@@ -349,7 +349,7 @@ def test_a_row_ends_where_its_producers_order_does(name: str) -> None:
     assert [row.spans for row in site.ranges] == [[0, 1], [1, 1]]
 
 
-def test_a_row_ends_where_acks_change_and_where_it_has_too_many_spans() -> None:
+def test_row_ends_at_new_acks_or_span_limit() -> None:
     site = Site()
     site.acknowledge(Given(0))
     site.look()
@@ -363,7 +363,7 @@ def test_a_row_ends_where_acks_change_and_where_it_has_too_many_spans() -> None:
     assert [row.record_count for row in site.ranges] == [1, MAX_SPANS + 1, 1]
 
 
-def test_what_one_look_finds_is_told_in_rows_of_a_bounded_size() -> None:
+def test_one_look_gives_rows_of_bounded_size() -> None:
     site = Site()
     site.acknowledge(*idempotent(*((2 * number, 1) for number in range(3 * MAX_SPANS))))
     site.trail.end()
@@ -372,7 +372,7 @@ def test_what_one_look_finds_is_told_in_rows_of_a_bounded_size() -> None:
     assert [offset for row in site.ranges for offset in row.spans[0::2]] == [*range(0, 6 * MAX_SPANS, 2)]
 
 
-def test_a_proxy_that_has_nothing_to_tell_says_so_now_and_then() -> None:
+def test_idle_proxy_reports_periodically() -> None:
     site = Site()
     for _ in range(round(3.5 * MARK_S / LOOK_S)):
         site.look()
@@ -383,7 +383,7 @@ def test_a_proxy_that_has_nothing_to_tell_says_so_now_and_then() -> None:
     assert [type(row) for row in site.rows[4:]] == [Range]
 
 
-def test_that_there_is_no_more_to_tell_is_said_soon_and_once() -> None:
+def test_end_of_trail_is_reported_once_soon() -> None:
     site = Site()
     site.acknowledge(Given(0))
     for _ in range(round(0.9 * MARK_S / LOOK_S)):
@@ -395,7 +395,7 @@ def test_that_there_is_no_more_to_tell_is_said_soon_and_once() -> None:
     assert mark.at - row.at <= begin.interval_ms
 
 
-def test_what_cannot_be_read_leaves_a_gap_and_ends_nothing() -> None:
+def test_unreadable_entry_leaves_a_gap_only() -> None:
     site = Site()
     site.acknowledge(Given(0))
     site.look()
@@ -407,7 +407,7 @@ def test_what_cannot_be_read_leaves_a_gap_and_ends_nothing() -> None:
     assert [row.spans for row in site.ranges] == [[0, 1, 2, 1]]
 
 
-def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told(
+def test_failed_partition_leaves_a_gap_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     site = Site()
@@ -429,7 +429,7 @@ def test_what_goes_wrong_with_one_partition_leaves_a_gap_and_the_others_are_told
     assert [row.partition for row in site.ranges] == [1]
 
 
-async def test_a_look_that_goes_wrong_leaves_a_gap_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_look_leaves_a_gap_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
     site = Site()
     mark = site.trail._mark
@@ -449,7 +449,7 @@ async def test_a_look_that_goes_wrong_leaves_a_gap_and_the_next_goes_on(monkeypa
     assert site.sequences == [0, 2, 3]
 
 
-async def test_a_look_lets_clients_be_served_and_forgets_nothing_where_it_is_cancelled(
+async def test_look_yields_and_survives_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
@@ -510,7 +510,7 @@ def test_a_step_of_a_look_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(site.ranges) == 40
 
 
-async def test_what_a_cancelled_look_has_not_taken_is_told_by_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rest_of_cancelled_look_is_reported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
     monkeypatch.setattr(trail_module, "MAX_STEP", 2)
     site = Site()
@@ -524,7 +524,7 @@ async def test_what_a_cancelled_look_has_not_taken_is_told_by_the_end(monkeypatc
     assert sorted(row.partition for row in site.ranges) == list(range(9))
 
 
-def test_a_clock_that_is_set_back_does_not_make_times_fall() -> None:
+def test_clock_set_back_does_not_lower_times() -> None:
     site = Site()
     site.acknowledge(Given(0))
     site.look()
@@ -536,7 +536,7 @@ def test_a_clock_that_is_set_back_does_not_make_times_fall() -> None:
     assert times == sorted(times)
 
 
-def test_a_clock_that_is_set_back_keeps_no_row_open_and_no_mark_from_coming() -> None:
+def test_clock_set_back_delays_no_row_or_mark() -> None:
     site = Site()
     site.look()
     site.wall = -3_600.0
@@ -550,7 +550,7 @@ def test_a_clock_that_is_set_back_keeps_no_row_open_and_no_mark_from_coming() ->
     assert isinstance(site.rows[-1], Mark)
 
 
-def test_what_is_acknowledged_first_was_not_acknowledged_before_the_process_served() -> None:
+def test_first_acknowledgement_is_not_before_serving() -> None:
     site = Site(begun=False)
     site.now += 300
     site.trail.begin()
@@ -562,7 +562,7 @@ def test_what_is_acknowledged_first_was_not_acknowledged_before_the_process_serv
     assert row.first_acked_at >= begin.at
 
 
-def test_rows_that_nobody_closed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unclosed_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail_module, "MAX_OPEN_ROWS", 5)
     site = Site()
     for partition in range(8):
@@ -571,7 +571,7 @@ def test_rows_that_nobody_closed_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert [row.partition for row in site.ranges] == [0, 1, 2]
 
 
-def test_a_page_is_no_larger_than_a_record_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_fits_a_maximum_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail_module, "MAX_PAGE_BYTES", 2_000)
     site = Site()
     for partition in range(20):
@@ -582,14 +582,14 @@ def test_a_page_is_no_larger_than_a_record_may_be(monkeypatch: pytest.MonkeyPatc
     assert [first for _, first, _ in site.pages[1:]] == [last + 1 for _, _, last in site.pages[:-1]]
 
 
-def test_its_own_topic_is_not_in_the_trail() -> None:
+def test_audit_topic_is_not_in_the_trail() -> None:
     site = Site()
     site.acknowledge(Given(0), topic="left-out")
     site.trail.end()
     assert site.ranges == []
 
 
-def test_offsets_are_judged_before_the_trail_has_begun_and_not_told() -> None:
+def test_offsets_before_the_trail_are_judged_only() -> None:
     site = Site(begun=False)
     for _ in range(2):
         site.acknowledge(Given(1, 3))
@@ -599,7 +599,7 @@ def test_offsets_are_judged_before_the_trail_has_begun_and_not_told() -> None:
     assert site.pages == []
 
 
-def test_a_connection_that_writes_to_very_many_partitions_is_not_remembered_for_all(
+def test_connection_to_many_partitions_is_remembered_boundedly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kproxy.trail.acknowledgements.MAX_PARTITIONS", 3)

@@ -30,7 +30,7 @@ def test_no_proof_is_given_for_few_iterations(name: str) -> None:
         assert SECRET not in str(raised.value)
 
 
-def test_the_password_is_proven_to_a_broker_that_knows_it() -> None:
+def test_password_is_proven_to_a_knowing_broker() -> None:
     kind = ScramMechanism("SCRAM-SHA-512")
     info = kind.make_auth_info(SECRET, iteration_count=4_096)
     server = kind.make_server(lambda username: info)
