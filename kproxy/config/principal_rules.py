@@ -1,9 +1,10 @@
 """Rules that turn the name of a client's certificate into a principal's, as Kafka's `ssl.principal.mapping.rules`.
 
-A certificate's name is its subject as RFC 2253 writes it (`CN=app,OU=team,O=org`). The first rule that matches counts.
-A rule is `DEFAULT`, which takes the whole name, or `RULE:PATTERN/REPLACEMENT/`, with `L` or `U` behind it for lower or
-upper case. PATTERN is a regular expression for the whole name, and `$1` in REPLACEMENT is its first group. A `/` in
-them is written `\\/`. One text may have several rules, with commas between.
+A certificate's name is its subject as RFC 2253 writes it (`CN=app,OU=team,O=org`), or one of its alternative names: a
+URI or a DNS name. The first rule that matches counts. A rule is `DEFAULT`, which takes the whole name, or
+`RULE:PATTERN/REPLACEMENT/`, with `L` or `U` behind it for lower or upper case. PATTERN is a regular
+expression for the whole name, and `$1` in REPLACEMENT is its first group. A `/` in them is written `\\/`. One text may
+have several rules, with commas between.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
+from kproxy.config.parsing import split_list
+from kproxy.errors import StartupError
+
+SUBJECT: Final = "subject"
+KINDS: Final = (SUBJECT, "uri", "dns")
 MOST_RULES: Final = 100
 _RULE: Final = re.compile(r"DEFAULT|RULE:((?:\\.|[^\\/])+)/((?:\\.|[^\\/])*)/([LU]?)", re.DOTALL)
 _BETWEEN: Final = re.compile(r"\s*,\s*")
@@ -26,7 +32,23 @@ class MappingRule(NamedTuple):
     case: str = ""
 
 
-DEFAULT_RULES: Final = (MappingRule(),)
+class PrincipalMapping(NamedTuple):
+    """The rules, and the kinds of names that they are for: the first one of which a certificate has any counts."""
+
+    rules: tuple[MappingRule, ...] = (MappingRule(),)
+    kinds: tuple[str, ...] = (SUBJECT,)
+
+
+DEFAULT_MAPPING: Final = PrincipalMapping()
+
+
+def parse_kinds(given: str | list[str], source: str) -> tuple[str, ...]:
+    """Parse kinds of names, in order. Raises StartupError."""
+    kinds = tuple(dict.fromkeys(split_list(given, source)))
+    for kind in kinds:
+        if kind not in KINDS:
+            raise StartupError(f"{source}: {kind[:80]!r} is no kind of name: give some of {', '.join(KINDS)}.")
+    return kinds
 
 
 def parse_rules(given: str | Iterable[str]) -> tuple[MappingRule, ...]:

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from kproxy.config.certificates import Certificate, meet, missing_half, rehearse
 from kproxy.config.parsing import read_file, unreadable
-from kproxy.config.principal_rules import DEFAULT_RULES, MappingRule, parse_rules
+from kproxy.config.principal_rules import DEFAULT_MAPPING, PrincipalMapping, parse_kinds, parse_rules
 from kproxy.errors import StartupError
 
 # Larger than any chain of certificates; a revocation list may be long.
@@ -49,6 +49,7 @@ class PageTlsSection(msgspec.Struct, kw_only=True):
 class TlsSection(PageTlsSection, kw_only=True):
     """`[tls]` as given, or `tls` of one of `[[listeners]]`."""
 
+    principal_from: str | list[str] | UnsetType = UNSET
     principal_mapping_rules: str | list[str] | UnsetType = UNSET
     strict_server_name: bool = False
 
@@ -79,7 +80,7 @@ class ReplicationTlsSection(msgspec.Struct, kw_only=True):
 class ListenerTls:
     """TLS of one listener, or of the admin page, checked.
 
-    `client_ca` is set unless `client_auth` is `none`. `principal_rules` turn the name of a client's certificate into
+    `client_ca` is set unless `client_auth` is `none`. `principals` turns the names in a client's certificate into
     that of its principal. `strict_server_name`: refuse clients that ask for a name that the certificate does not have.
     `client_crl_check`: `chain` needs the lists of all authorities from the client's to the root; `leaf` needs the one
     of the authority that signed the client's certificate, and does not notice that an authority is revoked.
@@ -94,7 +95,7 @@ class ListenerTls:
     client_crl_check: CrlCheck = "chain"
     min_version: MinVersion = "1.2"
     strict_server_name: bool = False
-    principal_rules: tuple[MappingRule, ...] = DEFAULT_RULES
+    principals: PrincipalMapping = DEFAULT_MAPPING
     prefix: str = "tls."
 
     @property
@@ -184,7 +185,7 @@ def listener_tls(given: PageTlsSection, sources: Mapping[str, str], prefix: str 
             f"{sources['client_auth']}: clients' certificates need the authorities that sign them: set "
             f"{prefix}client_ca."
         )
-    for key in ("client_ca", "client_crl", "client_crl_check", "principal_mapping_rules"):
+    for key in ("client_ca", "client_crl", "client_crl_check", "principal_from", "principal_mapping_rules"):
         if client_auth == "none" and key in values:
             raise StartupError(f"{sources[key]}: it is about clients' certificates, and {prefix}client_auth is none.")
     if given.client_crl is UNSET and given.client_crl_check is not UNSET:
@@ -198,20 +199,23 @@ def listener_tls(given: PageTlsSection, sources: Mapping[str, str], prefix: str 
         client_crl_check=given.client_crl_check or "chain",
         min_version=given.min_version,
         strict_server_name=rest.strict_server_name,
-        principal_rules=_principal_rules(rest.principal_mapping_rules, sources.get("principal_mapping_rules", "")),
+        principals=_principals(rest, sources),
         prefix=prefix,
     )
     load_listener_tls(options)
     return options
 
 
-def _principal_rules(given: str | list[str] | UnsetType, source: str) -> tuple[MappingRule, ...]:
-    if given is UNSET:
-        return DEFAULT_RULES
-    try:
-        return parse_rules(given)
-    except ValueError as error:
-        raise StartupError(f"{source}: {error}.") from error
+def _principals(given: TlsSection, sources: Mapping[str, str]) -> PrincipalMapping:
+    mapping = DEFAULT_MAPPING
+    if given.principal_from is not UNSET:
+        mapping = mapping._replace(kinds=parse_kinds(given.principal_from, sources["principal_from"]))
+    if given.principal_mapping_rules is not UNSET:
+        try:
+            mapping = mapping._replace(rules=parse_rules(given.principal_mapping_rules))
+        except ValueError as error:
+            raise StartupError(f"{sources['principal_mapping_rules']}: {error}.") from error
+    return mapping
 
 
 def broker_tls(given: BrokerTlsSection, sources: Mapping[str, str], prefix: str = "broker_tls.") -> BrokerTls | None:

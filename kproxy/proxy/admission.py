@@ -33,12 +33,12 @@ from typing import Any, Final, Protocol
 
 import structlog
 
-from kproxy.config.principal_rules import DEFAULT_RULES, MappingRule
+from kproxy.config.principal_rules import DEFAULT_MAPPING, PrincipalMapping
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_identity import NotJudged
 from kproxy.security.mechanisms import Refused, Servers, Step
-from kproxy.security.principals import ANONYMOUS, Principal, principal_of
+from kproxy.security.principals import ANONYMOUS, NoPrincipal, Principal, principal_of
 from kproxy.security.quotas import Quotas, digest_of
 from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State, Times, illegal_state
 from kproxy.security.sasl_client import Credential
@@ -129,10 +129,10 @@ def _key_of(kind: str, name: str) -> bytes:
 class Admission:
     """A listener's requirements for clients: SASL by `servers`, or without these the certificate that TLS asks for.
 
-    `timeout_s` is the time to authenticate, `rules` turn a certificate's name into a principal's. `quotas` returns the
-    quotas that were read last; an address has at most `most_of_an_address` connections, 0: any number. The listeners of
-    a process share `connections`. `carries`: clients' identities are carried on to brokers. `allows_v0`: SaslHandshake
-    v0 is taken.
+    `timeout_s` is the time to authenticate, `mapping` turns a certificate's names into a principal's. `quotas` returns
+    the quotas that were read last; an address has at most `most_of_an_address` connections, 0: any number. The
+    listeners of a process share `connections`. `carries`: clients' identities are carried on to brokers. `allows_v0`:
+    SaslHandshake v0 is taken.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Admission:
         times: Times,
         *,
         timeout_s: float = 10.0,
-        rules: tuple[MappingRule, ...] = DEFAULT_RULES,
+        mapping: PrincipalMapping = DEFAULT_MAPPING,
         counters: Counter[str],
         quotas: Callable[[], Quotas] | None = None,
         most_of_an_address: int = 0,
@@ -154,7 +154,7 @@ class Admission:
         self.servers = servers
         self.times = times
         self.timeout_s = timeout_s
-        self.rules = rules
+        self.mapping = mapping
         self.counters = counters
         self.quotas = quotas
         self.most_of_an_address = most_of_an_address
@@ -195,9 +195,10 @@ class Gate:
                 return
         if admission.servers is not None:
             return
-        principal = principal_of(certificate, self._admission.rules) if certificate else ANONYMOUS
-        if principal is None:
-            self._client.refuse(NotAdmitted("its certificate's name matches no rule"))
+        try:
+            principal = principal_of(certificate, admission.mapping) if certificate else ANONYMOUS
+        except NoPrincipal as error:
+            self._client.refuse(NotAdmitted(str(error)))
             return
         self._admit(principal)
 

@@ -28,7 +28,7 @@ from kproxy.claims.admin import ClaimsAdmin
 from kproxy.claims.service import OwnService
 from kproxy.config import Address, ProxyConfig
 from kproxy.config.listeners import ListenerConfig, advertised_listeners, ready_listeners
-from kproxy.config.principal_rules import DEFAULT_RULES
+from kproxy.config.principal_rules import DEFAULT_MAPPING
 from kproxy.config.tls import BrokerTls, ListenerTls, Loaded, load_broker_tls
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
@@ -312,7 +312,7 @@ class _Proxy:
             offered if mechanisms else None,
             Times(time.monotonic, time.time, lifetime_s=sasl.session_lifetime_s if sasl is not None else 0.0),
             timeout_s=sasl.timeout_s if sasl is not None else 0.0,
-            rules=listener.tls.principal_rules if listener.tls is not None else DEFAULT_RULES,
+            mapping=listener.tls.principals if listener.tls is not None else DEFAULT_MAPPING,
             counters=self._counters,
             quotas=(lambda: security.quotas) if config.quotas is not None else None,
             most_of_an_address=config.limits.max_connections_per_address,

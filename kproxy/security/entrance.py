@@ -52,7 +52,7 @@ from kproxy.errors import StartupError
 from kproxy.runtime.sockets import BACKLOG
 from kproxy.runtime.tasks import cancel
 from kproxy.security.proxy_protocol import ProxyHeader, ProxyHeaderError, Source
-from kproxy.security.tls_errors import EXPIRED, Failure, ListenerWords, client_failure
+from kproxy.security.tls_errors import EXPIRED, UNSPECIFIED, Failure, ListenerWords, client_failure
 from kproxy_codec.errors import FrameTooLarge
 from kproxy_codec.foreign import ANSWER_TO_HTTP, foreign_protocol
 
@@ -200,13 +200,24 @@ class _Object(ssl.SSLObject):
             if handshake is not None:
                 handshake.pace.worked(time.monotonic() - began)
 
+    def getpeercert(self, binary_form: bool = False) -> Any:
+        """Raises SSLCertVerificationError for a name that is not UTF-8: event loops log other errors as their own."""
+        try:
+            return super().getpeercert(binary_form)
+        except UnicodeDecodeError as error:
+            raise _not_accepted("a name in it is not UTF-8", UNSPECIFIED) from error
+
 
 def _look_again(certificate: Mapping[str, Any] | None) -> None:
     """Raise SSLCertVerificationError for a certificate that has expired: resuming a session does not verify it."""
     if certificate and ssl.cert_time_to_seconds(str(certificate["notAfter"])) < time.time():
-        error = ssl.SSLCertVerificationError(ssl.SSL_ERROR_SSL, "the certificate of a resumed session has expired")
-        error.verify_code, error.verify_message = EXPIRED, "certificate has expired"
-        raise error
+        raise _not_accepted("certificate has expired", EXPIRED)
+
+
+def _not_accepted(message: str, code: int) -> ssl.SSLCertVerificationError:
+    error = ssl.SSLCertVerificationError(ssl.SSL_ERROR_SSL, message)
+    error.verify_code, error.verify_message = code, message
+    return error
 
 
 EntranceContext.sslobject_class = _Object

@@ -2,25 +2,34 @@
 
 A principal is written `User:NAME`, as in Kafka. Its groups come from a token's claim or a certificate's attribute.
 
-A certificate's name becomes a principal's by rules (kproxy.config.principal_rules). A character that is escaped in it
-(`\\,`) is one character for their patterns, which `.` and `[^,]` match and `,` does not: who chooses a value must not
-write other parts of the name into it.
+A certificate's names become a principal's by rules (kproxy.config.principal_rules). A character that is escaped in a
+subject (`\\,`) is one character for their patterns, which `.` and `[^,]` match and `,` does not: who chooses a value
+must not write other parts of the name into it. A URI or DNS name has no escapes. All names of the kind that counts are
+mapped, in no order, and have to agree: who may add one name to a certificate cannot choose among several principals.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from kproxy.config.principal_rules import GROUP_IN_REPLACEMENT, MappingRule
+from kproxy.config.principal_rules import GROUP_IN_REPLACEMENT, SUBJECT, MappingRule, PrincipalMapping
 
 USER: Final = "User:"
 GROUP: Final = "Group:"
-# A subject is at most as long as the certificate that a TLS handshake admits; names in logs and rules are not.
+# A certificate's names are at most as long as the certificate that a TLS handshake admits; those in logs and rules are
+# not.
 MOST_NAME_CHARACTERS: Final = 1_000
-# Patterns of rules may take a time that grows faster than the subject, on the event loop.
-MOST_SUBJECT_CHARACTERS: Final = 4_000
+# Patterns of rules may take a time that grows faster than the names, on the event loop. Both bounds are for the names
+# of one kind together.
+MOST_NAMES_CHARACTERS: Final = 4_000
+MOST_NAMES: Final = 100
+# Strict: characters that are not ASCII, or not visible, are no part of such names. So no URI looks like a subject.
+_ALTERNATIVES: Final = {
+    "uri": ("URI", re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[!-~]+")),
+    "dns": ("DNS", re.compile(r"[A-Za-z0-9._*-]+")),
+}
 
 
 class Principal(NamedTuple):
@@ -37,13 +46,19 @@ ANONYMOUS: Final = Principal("ANONYMOUS")
 """A client that does not have to authenticate, as in Kafka."""
 
 
-def map_name(distinguished_name: str, rules: Sequence[MappingRule]) -> str | None:
+class NoPrincipal(Exception):
+    """A certificate has no principal; the text says why, without a part of the certificate."""
+
+
+def map_name(of_certificate: str, rules: Sequence[MappingRule], *, has_escapes: bool = True) -> str | None:
     """The principal's name for a certificate's; None where no rule matches or nothing is left of it."""
-    veiled = _ESCAPE.sub(lambda escape: _STAND_INS.get(escape[0], escape[0]), distinguished_name)
-    has_stand_in = any(each in distinguished_name for each in _ESCAPES)
+    veiled = of_certificate
+    if has_escapes:
+        veiled = _ESCAPE.sub(lambda escape: _STAND_INS.get(escape[0], escape[0]), of_certificate)
+    has_stand_in = any(each in of_certificate for each in _ESCAPES)
     for rule in rules:
         if rule.pattern is None:
-            return distinguished_name or None
+            return of_certificate or None
         match = None if has_stand_in else rule.pattern.fullmatch(veiled)
         if match is None:
             continue
@@ -100,17 +115,41 @@ def _escaped(value: str) -> str:
 
 
 def principal_of(
-    certificate: Any, rules: Sequence[MappingRule], group_attribute: str = "organizationalUnitName"
-) -> Principal | None:
-    """The principal of a verified certificate, as `getpeercert` returns it; None where no rule matches.
+    certificate: Mapping[str, Any], mapping: PrincipalMapping, group_attribute: str = "organizationalUnitName"
+) -> Principal:
+    """The principal of a verified certificate, as `getpeercert` returns it. Raises NoPrincipal.
 
-    Its groups are the values of `group_attribute` in the subject.
+    Its groups are the values of `group_attribute` in the subject, if its name is from there: an authority that vouches
+    for alternative names may have copied the subject from a request.
     """
-    subject = certificate.get("subject", ()) if certificate else ()
-    subject_name = distinguished_name(subject)
-    if len(subject_name) > MOST_SUBJECT_CHARACTERS:
-        return None
-    name = map_name(subject_name, rules)
-    if name is None or len(name) > MOST_NAME_CHARACTERS:
-        return None
-    return Principal(name, frozenset(value for part in subject for key, value in part if key == group_attribute))
+    kind, names = _counted(certificate, mapping.kinds)
+    if len(names) > MOST_NAMES or sum(map(len, names)) > MOST_NAMES_CHARACTERS:
+        raise NoPrincipal("its certificate has too many names, or too long ones")
+    is_subject = kind == SUBJECT
+    mapped = {map_name(name, mapping.rules, has_escapes=is_subject) for name in names} - {None}
+    if len(mapped) > 1:
+        raise NoPrincipal("its certificate's names give several principals")
+    name = next(iter(mapped), None)
+    if name is None:
+        raise NoPrincipal("its certificate's name matches no rule")
+    # `User:*` is everybody.
+    if len(name) > MOST_NAME_CHARACTERS or name == "*":
+        raise NoPrincipal("its certificate's name gives no valid principal")
+    attributes = (pair for part in certificate.get("subject", ()) for pair in part if is_subject)
+    return Principal(name, frozenset(value for key, value in attributes if key == group_attribute))
+
+
+def _counted(certificate: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The first of these kinds of which there is a name, and all names of it. Raises NoPrincipal."""
+    for kind in kinds:
+        if kind == SUBJECT:
+            names = [distinguished_name(certificate.get("subject", ()))]
+        else:
+            field, valid = _ALTERNATIVES[kind]
+            names = [value for of, value in certificate.get("subjectAltName", ()) if of == field]
+            if not all(map(valid.fullmatch, names)):
+                raise NoPrincipal(f"its certificate has a malformed {kind} name")
+        # Where subjects alone count, a rule may match an empty one.
+        if any(names) or kinds == (SUBJECT,):
+            return kind, names
+    raise NoPrincipal(f"its certificate has no {' or '.join(kinds)} name")

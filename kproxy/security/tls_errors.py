@@ -10,6 +10,7 @@ import ssl
 from typing import Final, NamedTuple
 
 # X509_V_ERR_* of OpenSSL.
+UNSPECIFIED: Final = 1
 EXPIRED: Final = 10
 _NOT_YET_VALID: Final = 9
 _NO_CRL: Final = 3

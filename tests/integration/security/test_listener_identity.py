@@ -122,6 +122,47 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
         await eventually(lambda: "User:alice" in told() and "User:app-1" in told(), "the trail names both")
 
 
+async def test_alternative_names_name_clients(site: Site) -> None:
+    """By URI, or by DNS name where there is none; a doubtful certificate gets nothing, and the log has the reason."""
+    text = "".join(MAY_WRITE.format(f"User:{name}") for name in ("app", "host", "*.example.org", "admin"))
+    text += MAY_WRITE.format("Group:admins")
+    rules = r"RULE:^spiffe:\/\/example\.org\/([^\/]+)$/$1/, RULE:^([^.]+)\.example\.org$/$1/L"
+    mutual = site.tls + f'tls.client_ca = "{site.signer.ca}"\n'
+    by_rules = mutual + f"tls.principal_mapping_rules = '{rules}'\n"
+    text += site.listener("rules", by_rules + 'tls.principal_from = ["uri", "dns"]\n')
+    text += site.listener("whole", mutual + 'tls.principal_from = "dns"\n')
+
+    def pair(stem: str, *names: tuple[str, bytes]) -> Pair:
+        return site.signer.issue_named(stem, *names, common_name="admin", unit="admins")
+
+    uri, host, other = ("URI", b"spiffe://example.org/app"), ("DNS", b"HOST.example.org"), ("DNS", b"other.example.org")
+    admitted = (
+        ("rules", pair("uri", host, uri, other), NONE),
+        ("rules", pair("dns", host), NONE),
+        # The subject, and with it the group, does not count.
+        ("rules", pair("stranger", other), TOPIC_AUTHORIZATION_FAILED),
+        ("whole", pair("wildcard", ("DNS", b"*.example.org")), NONE),
+    )
+    others = (
+        ("rules", pair("twice", host, other), "names give several principals"),
+        ("whole", pair("many", host, uri, other), "names give several principals"),
+        ("rules", pair("everybody", ("DNS", b"*.example.org")), "name gives no valid principal"),
+        ("rules", pair("unmatched", ("URI", b"https://example.org/app"), host), "name matches no rule"),
+        ("rules", pair("none"), "has no uri or dns name"),
+        ("rules", pair("nul", ("URI", b"spiffe://example.org/app\0x")), "has a malformed uri name"),
+        ("rules", pair("line", ("URI", b"spiffe://example.org/app\n"), uri), "has a malformed uri name"),
+        ("whole", pair("bytes", ("DNS", b"\xe4.example.org")), "is not accepted: a name in it is not UTF-8"),
+    )
+    async with site.serving(text) as process:
+        for listener, shown, code in admitted:
+            assert await produced(await site.client(listener, shown)) == code
+        for listener, shown, reason in others:
+            said = len(process.stderr())
+            assert await (await site.client(listener, shown)).is_closed(), reason
+            await eventually(lambda said=said, reason=reason: reason in process.stderr()[said:], reason)
+        assert "Traceback" not in process.stderr()
+
+
 async def test_certificate_alone_names_the_quotas_principal(site: Site) -> None:
     text = '[[quotas]]\nprincipal = "User:app-1"\nproduce_bytes_per_s = 1000\nconnections = 2\n'
     text += site.listener("plain", "") + site.listener("mutual", site.mutual) + site.listener("other", site.mutual)

@@ -11,8 +11,17 @@ from typing import NamedTuple
 import trustme
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 
 NOW = datetime.datetime.now(datetime.UTC)
+_ALTERNATIVE = x509.ExtensionOID.SUBJECT_ALTERNATIVE_NAME
+
+
+def _der(tag: int, content: bytes) -> bytes:
+    size = len(content)
+    length = bytes([size]) if size < 0x80 else bytes([0x82]) + size.to_bytes(2, "big")
+    return bytes([tag]) + length + content
 
 
 class Pair(NamedTuple):
@@ -47,10 +56,34 @@ class Signer:
             not_before=NOW - datetime.timedelta(days=400),
             not_after=until,
         )
+        chain = b"".join(each.bytes() for each in issued.cert_chain_pems)
+        return self._written(stem, chain, serialization.load_pem_private_key(issued.private_key_pem.bytes(), None))
+
+    def issue_named(self, stem: str, *names: tuple[str, bytes], common_name: str = "", unit: str = "") -> Pair:
+        """A client's certificate with these bytes as its names, each `URI` or `DNS`, valid or not."""
+        authority = x509.load_pem_x509_certificate(self.ca.read_bytes())
+        subject = {x509.NameOID.ORGANIZATIONAL_UNIT_NAME: unit, x509.NameOID.COMMON_NAME: common_name}
+        parts = [x509.NameAttribute(oid, value) for oid, value in subject.items() if value]
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = x509.CertificateBuilder().subject_name(x509.Name(parts)).issuer_name(authority.subject)
+        builder = builder.not_valid_before(NOW - datetime.timedelta(days=1))
+        builder = builder.not_valid_after(NOW + datetime.timedelta(days=1))
+        builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
+        if names:
+            encoded = _der(0x30, b"".join(_der({"DNS": 0x82, "URI": 0x86}[kind], name) for kind, name in names))
+            builder = builder.add_extension(x509.UnrecognizedExtension(_ALTERNATIVE, encoded), critical=False)
+        signed = builder.sign(self._key(), hashes.SHA256())
+        return self._written(stem, signed.public_bytes(serialization.Encoding.PEM), key)
+
+    def _key(self) -> ec.EllipticCurvePrivateKey:
+        key = serialization.load_pem_private_key(self._ca.private_key_pem.bytes(), None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        return key
+
+    def _written(self, stem: str, chain: bytes, key: PrivateKeyTypes) -> Pair:
         pair = Pair(self.directory / f"{stem}.pem", self.directory / f"{stem}.key")
-        pair.cert.write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
+        pair.cert.write_bytes(chain)
         # The only form that Java reads.
-        key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         pair.key.touch(0o600)
         pair.key.write_bytes(key.private_bytes(*form))
@@ -58,7 +91,6 @@ class Signer:
 
     def revoke(self, revoked: Sequence[Pair | Signer]) -> Path:
         """A revocation list with these certificates."""
-        key = serialization.load_pem_private_key(self._ca.private_key_pem.bytes(), None)
         authority = x509.load_pem_x509_certificate(self.ca.read_bytes())
         builder = x509.CertificateRevocationListBuilder().issuer_name(authority.subject)
         builder = builder.last_update(NOW - datetime.timedelta(days=1)).next_update(NOW + datetime.timedelta(days=1))
@@ -68,7 +100,7 @@ class Signer:
             gone = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(NOW).build()
             builder = builder.add_revoked_certificate(gone)
         file = self.directory / "crl.pem"
-        signed = builder.sign(key, hashes.SHA256())  # type: ignore[arg-type]  # an ECDSA key
+        signed = builder.sign(self._key(), hashes.SHA256())
         file.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
         return file
 

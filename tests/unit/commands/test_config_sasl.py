@@ -118,13 +118,40 @@ def test_certificate_name_rules_belong_to_a_listener(tmp_path: Path, signer: Sig
     for given in (f'["{rule}", "DEFAULT"]', f'"{rule},DEFAULT"'):
         config = load(tmp_path, f"[tls]\n{mutual}principal_mapping_rules = {given}\n")
         assert config.listeners[0].tls is not None
-        assert [each.case for each in config.listeners[0].tls.principal_rules] == ["L", ""]
+        assert [each.case for each in config.listeners[0].tls.principals.rules] == ["L", ""]
     for text, word in (
         (f"{mutual}principal_mapping_rules = 'x'\n", "'x' is no rule"),
         (f"{tls}principal_mapping_rules = 'DEFAULT'\n", "it is about clients' certificates"),
     ):
         with pytest.raises(StartupError, match=word):
             load(tmp_path, f"[tls]\n{text}")
+
+
+def test_kinds_of_names_belong_to_listener(tmp_path: Path, signer: Signer) -> None:
+    pair = signer.issue("server", "localhost")
+    tls = f'tls.cert = "{pair.cert}"\ntls.key = "{pair.key}"\n'
+    mutual = tls + f'tls.client_ca = "{signer.ca}"\n'
+
+    def kinds(first: str, second: str) -> list[tuple[str, ...]]:
+        config = load(tmp_path, TWO.format(mutual + first, mutual + second))
+        return [each.tls.principals.kinds for each in config.listeners if each.tls is not None]
+
+    assert kinds("", 'tls.principal_from = "uri, dns"') == [("subject",), ("uri", "dns")]
+    assert kinds('tls.principal_from = ["dns", "subject", "dns"]', 'tls.principal_from = "uri"') == [
+        ("dns", "subject"),
+        ("uri",),
+    ]
+    for text, words in (
+        (mutual + 'tls.principal_from = ["uri", "email"]', ["'email' is no kind of name", "subject, uri, dns"]),
+        (mutual + 'tls.principal_from = "URI"', ["'URI' is no kind of name", "subject, uri, dns"]),
+        (mutual + "tls.principal_from = []", ["it is empty"]),
+        (mutual + "tls.principal_from = 7", ["tls.principal_from"]),
+        (tls + 'tls.principal_from = "uri"', ["it is about clients' certificates"]),
+    ):
+        with pytest.raises(StartupError) as raised:
+            load(tmp_path, TWO.format(text, ""))
+        said = str(raised.value)
+        assert all(word in said for word in (*words, "principal_from", "listener 'in'")), said
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from kproxy.config.access import AccessOptions
-from kproxy.config.principal_rules import parse_rules
+from kproxy.config.principal_rules import PrincipalMapping, parse_rules
 from kproxy.config.quotas import QuotaOptions
 from kproxy.config.security import PLAIN, SaslOptions
 from kproxy.errors import StartupError
 from kproxy.security.acls import Operation, Resource
 from kproxy.security.files import SecurityFiles
-from kproxy.security.principals import Principal, distinguished_name, map_name, principal_of
+from kproxy.security.principals import NoPrincipal, Principal, distinguished_name, map_name, principal_of
 from kproxy.security.reloading import Reloads
 from kproxy.security.tokens import LATEST_S, InvalidToken, TokenOptions, read_verifier
 from kproxy.security.users import Users, make_credential, parse_credential, read_users, write_users
@@ -390,8 +390,7 @@ def test_invalid_rule_is_refused(rule: str) -> None:
 
 
 def test_a_certificate_has_groups() -> None:
-    principal = principal_of({"subject": SUBJECT}, parse_rules(["RULE:^CN=([^,]+),.*$/$1/"]))
-    assert principal is not None
+    principal = principal_of({"subject": SUBJECT}, PrincipalMapping(parse_rules(["RULE:^CN=([^,]+),.*$/$1/"])))
     assert (str(principal), principal.groups) == ("User:app-1.example.org", frozenset({"writers"}))
-    assert principal_of(None, parse_rules(["DEFAULT"])) is None
-    assert principal_of({}, parse_rules(["DEFAULT"])) is None
+    with pytest.raises(NoPrincipal):
+        principal_of({}, PrincipalMapping())
