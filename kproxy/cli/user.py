@@ -170,7 +170,8 @@ async def _list_in_etcd(place: EtcdPlace) -> int:
 def remove(name: str, file: Path | None, etcd: str | None, prefix: str, **etcd_access: str | None) -> int:
     """Remove a user.
 
-    A session that it has goes on until it ends (sasl.session_lifetime_s).
+    Its connections are closed, after the answers that are due. A changed password closes none: where one was stolen,
+    remove the user, and add it again once the proxies have read the file (`reloaded` in their logs), in etcd at once.
     """
     from kproxy.security.users import write_users
 

@@ -12,6 +12,7 @@ States of a gate
 Transitions
   closed -> open     the exchange is authenticated, or a certificate is enough
   open   -> closed   the client renews its session, or its session has ended: the next request must renew it
+  open   -> ended    the client's user was removed
   any    -> ended    a failure, the end of the time to authenticate, the end of the connection
 
 Invariants
@@ -42,6 +43,7 @@ from kproxy.security.principals import ANONYMOUS, NoPrincipal, Principal, princi
 from kproxy.security.quotas import Quotas, digest_of
 from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State, Times, illegal_state
 from kproxy.security.sasl_client import Credential
+from kproxy.security.users import Users
 from kproxy_codec.framing import parse_request_header
 
 log = structlog.get_logger(__name__)
@@ -89,6 +91,10 @@ class Guarded(Protocol):
         """Close the connection after the answers that are due."""
         ...
 
+    def dismiss(self, reason: str) -> None:
+        """Do so within a bounded time; `reason` is for the log."""
+        ...
+
 
 class OpenConnections:
     """The clients' connections of a process, by address and by principal, as far as these are limited.
@@ -129,10 +135,11 @@ def _key_of(kind: str, name: str) -> bytes:
 class Admission:
     """A listener's requirements for clients: SASL by `servers`, or without these the certificate that TLS asks for.
 
-    `timeout_s` is the time to authenticate, `mapping` turns a certificate's names into a principal's. `quotas` returns
-    the quotas that were read last; an address has at most `most_of_an_address` connections, 0: any number. The
-    listeners of a process share `connections`. `carries`: clients' identities are carried on to brokers. `allows_v0`:
-    SaslHandshake v0 is taken.
+    `users` returns those that were read last: a client's connection ends when its user is removed. `timeout_s` is the
+    time to authenticate, `mapping` turns a certificate's names into a principal's. `quotas` returns the quotas that
+    were read last; an address has at most `most_of_an_address` connections, 0: any number. The listeners of a process
+    share `connections`. `carries`: clients' identities are carried on to brokers. `allows_v0`: SaslHandshake v0 is
+    taken.
     """
 
     def __init__(
@@ -143,6 +150,7 @@ class Admission:
         timeout_s: float = 10.0,
         mapping: PrincipalMapping = DEFAULT_MAPPING,
         counters: Counter[str],
+        users: Callable[[], Users | None] = lambda: None,
         quotas: Callable[[], Quotas] | None = None,
         most_of_an_address: int = 0,
         connections: OpenConnections | None = None,
@@ -156,6 +164,7 @@ class Admission:
         self.timeout_s = timeout_s
         self.mapping = mapping
         self.counters = counters
+        self.users = users
         self.quotas = quotas
         self.most_of_an_address = most_of_an_address
         self.connections = connections or OpenConnections()
@@ -180,6 +189,7 @@ class Gate:
         self._task: asyncio.Task[None] | None = None
         self._address = ""
         self._counted_as = ""
+        self._known_users: Users | None = None
 
     def connected(self, certificate: Any, address: str) -> None:
         """Begin; `certificate` is the client's, as `getpeercert` returns it, if it has shown one."""
@@ -318,7 +328,10 @@ class Gate:
         self._admission.counters[f"sasl.{outcome}.{self._exchange.mechanism}"] += 1
 
     def look(self, now: float) -> None:
-        """Close the connection of a client that takes too long; have it authenticate again if its session has ended."""
+        """Close the connection of a client that takes too long or whose user was removed.
+
+        Have it authenticate again if its session has ended.
+        """
         if not self._is_open:
             is_renewal = self._exchange.state is State.AUTHENTICATED
             if now - self._began_at > self._admission.timeout_s and not is_renewal:
@@ -330,6 +343,14 @@ class Gate:
         ends_at = self._exchange.session_ends_at
         if ends_at is not None and now >= ends_at:
             self._shut()
+        elif (users := self._admission.users()) is not self._known_users:
+            self._known_users = users
+            if users is not None and self._is_removed(users):
+                self._client.dismiss("its user was removed")
+
+    def _is_removed(self, users: Users) -> bool:
+        creation, principal = self._exchange.user_creation, self._exchange.principal
+        return creation is not None and principal is not None and users.creation(principal.name) != creation
 
     async def close(self) -> None:
         """End with the connection."""

@@ -263,9 +263,13 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
 
     def _identity_refused(self, error: IdentityRefused) -> None:
         """Have the client authenticate again: a broker does not take its identity any more."""
+        self.dismiss(f"a broker says of its identity: {error}")
+
+    def dismiss(self, reason: str) -> None:
+        """Close once the answers that are due are sent, after FLUSH_S at the latest."""
         if self.closed or self._draining:
             return
-        log.warning("client connection drained", reason=f"a broker says of its identity: {error}", client=self.peer)
+        log.warning("client connection drained", reason=reason, client=self.peer)
         self._drained_by = self._clock() + FLUSH_S
         self.drain()
 

@@ -314,6 +314,7 @@ class _Proxy:
             timeout_s=sasl.timeout_s if sasl is not None else 0.0,
             mapping=listener.tls.principals if listener.tls is not None else DEFAULT_MAPPING,
             counters=self._counters,
+            users=lambda: security.users,
             quotas=(lambda: security.quotas) if config.quotas is not None else None,
             most_of_an_address=config.limits.max_connections_per_address,
             connections=self._connections,

@@ -164,11 +164,13 @@ class _Kept(Generic[Value]):
     def __init__(self, kind: _Kind[Value], refused: Callable[[_Kind[Value], KeyValue, str, bool], None]) -> None:
         self.kind = kind
         self.by_name: dict[str, Value] = {}
+        # The revision in which each was created.
+        self.created: dict[str, int] = {}
         self._refused = refused
 
     def put(self, kv: KeyValue) -> bool:
         """Take a value; return whether it counts."""
-        return self._put(kv, self.by_name, self.by_name)
+        return self._put(kv, self.by_name, self.created)
 
     def delete(self, key: str) -> bool:
         """Drop the value of a key; return whether there was one."""
@@ -177,20 +179,22 @@ class _Kept(Generic[Value]):
         except ValueError:
             # It never had a value.
             return False
+        self.created.pop(name, None)
         return self.by_name.pop(name, None) is not None
 
     async def replace(self, kvs: Iterable[KeyValue]) -> None:
         """Take a snapshot."""
         fresh: dict[str, Value] = {}
+        created: dict[str, int] = {}
         for ordinal, kv in enumerate(kvs, 1):
             if kv.key.startswith(self.kind.prefix):
-                self._put(kv, fresh, self.by_name)
+                self._put(kv, fresh, created)
             if ordinal % SLICE == 0:
                 await asyncio.sleep(0)
-        self.by_name = fresh
+        self.by_name, self.created = fresh, created
 
-    def _put(self, kv: KeyValue, values: dict[str, Value], before: dict[str, Value]) -> bool:
-        kind, name = self.kind, None
+    def _put(self, kv: KeyValue, values: dict[str, Value], created: dict[str, int]) -> bool:
+        kind, name, before = self.kind, None, self.by_name
         try:
             name = kind.parse_key(kv.key.removeprefix(kind.prefix))
             value = kind.parse(kv.value)
@@ -199,10 +203,10 @@ class _Kept(Generic[Value]):
         except ValueError as error:
             is_kept = name is not None and name in before and (name in values or len(values) < kind.most)
             if name is not None and is_kept:
-                values[name] = before[name]
+                values[name], created[name] = before[name], self.created[name]
             self._refused(kind, kv, str(error), is_kept)
             return False
-        values[name] = value
+        values[name], created[name] = value, kv.create_revision
         return True
 
 
@@ -306,7 +310,7 @@ class AccessInEtcd:
         return [*([self._users] if self.has_users else []), *([self._acls] if self.has_acls else [])]
 
     def _take_users(self) -> None:
-        self.users = Users(self._users.by_name)
+        self.users = Users(self._users.by_name, self._users.created)
 
     def _changed(self, what: str) -> None:
         self._counters["tls.reloads.done"] += 1

@@ -36,13 +36,15 @@ class Step(NamedTuple):
     """The answer to one message; `principal` is set once the exchange is done.
 
     `expires_at`: seconds since the epoch, where the credential has an end. `lifetime_s`: how long the brokers that it
-    was carried on to accept it, in seconds, where they report that.
+    was carried on to accept it, in seconds, where they report that. `user_creation`: see `Users.creation`; None where
+    the client is no user of these.
     """
 
     token: bytes
     principal: Principal | None = None
     expires_at: float | None = None
     lifetime_s: float | None = None
+    user_creation: int | None = None
 
 
 class Mechanism(Protocol):
@@ -81,7 +83,8 @@ class Plain:
                 f"the user {name[:100]!r} or its password is wrong",
                 "Authentication failed: Invalid username or password",
             )
-        return Step(b"", Principal(name))
+        creation = self._users.creation(name) if self._users is not None else None
+        return Step(b"", Principal(name), user_creation=creation)
 
 
 class Scram:
@@ -118,7 +121,7 @@ class Scram:
             raise self._refused() from error
         if not self._is_known:
             raise self._refused()
-        return Step(final, Principal(self._name))
+        return Step(final, Principal(self._name), user_creation=self._users.creation(self._name))
 
     def _refused(self) -> Refused:
         return Refused(

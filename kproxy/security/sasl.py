@@ -121,6 +121,7 @@ class SaslExchange:
         self.principal: Principal | None = None
         self.mechanism = ""
         self.session_ends_at: float | None = None
+        self.user_creation: int | None = None
         self._server: Mechanism | None = None
         # The request whose outcome is not known; None as a value for a raw token.
         self._header: RequestHeader | None = None
@@ -225,6 +226,7 @@ class SaslExchange:
         now = times.clock()
         self.state = State.AUTHENTICATED
         self.principal = principal
+        self.user_creation = outcome.user_creation
         self._server = None
         self._renewable_at = now + RENEWAL_PAUSE_S
         lifetimes = [times.lifetime_s] if times.lifetime_s else []

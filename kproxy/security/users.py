@@ -107,12 +107,16 @@ class Users:
     An exchange does not show which users exist. An unknown one gets a salt, and a password is checked with as much work
     whoever it is for.
 
+    `created` has a number for each user that was removed and added again, so that it is another user. etcd has such
+    numbers, the file has none.
+
     Compromise: the key of the salts is derived from one credential, so that it is the same on all proxies that have
     read the same users, and nothing is stored for it. When that credential goes, the salts of all unknown users change.
     """
 
-    def __init__(self, by_name: Mapping[str, Credentials]) -> None:
+    def __init__(self, by_name: Mapping[str, Credentials], created: Mapping[str, int] = MappingProxyType({})) -> None:
         self.by_name = MappingProxyType(dict(by_name))
+        self._created = dict(created)
 
     @functools.cached_property
     def _source(self) -> Credential:
@@ -131,6 +135,10 @@ class Users:
 
     def find(self, name: str, mechanism: str) -> Credential | None:
         return self.by_name.get(name, {}).get(mechanism)
+
+    def creation(self, name: str) -> int | None:
+        """The number of a user, which stays while it is not removed; None for one that is not there."""
+        return self._created.get(name, 0) if name in self.by_name else None
 
     def stand_in(self, name: str, mechanism: str) -> Credential:
         """A credential that no password matches."""

@@ -19,13 +19,15 @@ import pytest
 from kproxy.config.access import parse_acls
 from kproxy.config.quotas import parse_quotas
 from kproxy.plain import compiled
+from kproxy.proxy import server
 from kproxy.proxy.access import AccessControl
 from kproxy.security.acls import Rules, acls_of
 from kproxy.security.mechanisms import Servers, servers
 from kproxy.security.quotas import Quotas
+from kproxy.security.users import Users
 from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import ILLEGAL_SASL_STATE, NONE, SASL_AUTHENTICATION_FAILED
-from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
+from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame, raw_frame
 from tests.support.processes.running_proxy import RunningProxy, both_loops, in_one_go, running_proxy
 from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
@@ -183,6 +185,53 @@ async def test_client_idle_past_its_session_may_renew() -> None:
         assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
         assert await client.is_closed()
         assert proxy.counters["sasl.timed_out.PLAIN"] == 1
+
+
+@both_loops
+async def test_session_ends_with_its_user() -> None:
+    """A removed user's session went on for ever; its last answer is still sent."""
+    known = [Users({name: sasl.credentials_of(name) for name in sasl.USERS}, {"alice": 7})]
+    offered = servers(("PLAIN", "SCRAM-SHA-256"), lambda: known[0], lambda: None)
+    held: list[Asked] = []
+    upstream = ScriptedUpstream(1, held.append)
+    async with running_proxy(upstream, mechanisms=offered) as proxy:
+        proxy.admissions[""].users = lambda: known[0]
+        proxy.own(1)
+        alice, bob = await proxy.client(), await proxy.client()
+        await authenticate(alice)
+        await authenticate(bob, "bob")
+        # A changed password, or another user, ends no session.
+        known[0] = Users({"alice": sasl.credentials_of("bob"), "bob": sasl.credentials_of("bob")}, {"alice": 7})
+        await asyncio.sleep(3 * server.DEADLINE_TICK_S)
+        alice.send(produce_frame())
+        await eventually(lambda: len(held) == 1)
+        # Removed and added again.
+        known[0] = sasl.users()
+        await asyncio.sleep(3 * server.DEADLINE_TICK_S)
+        answers_everything(held[0])
+        assert (await alice.answer()).codes == {T0: NONE}
+        assert await alice.is_closed()
+        bob.send(produce_frame())
+        await eventually(lambda: len(held) == 2)
+        answers_everything(held[1])
+        assert (await bob.answer()).codes == {T0: NONE}
+        known[0] = sasl.users("alice")
+        assert await bob.is_closed()
+
+
+@both_loops
+async def test_exchange_of_removed_user_ends() -> None:
+    """It began with the users of before: the session ends at the next look."""
+    known = [sasl.users()]
+    begun = sasl.users()
+    offered = servers(("PLAIN",), lambda: begun, lambda: None)
+    upstream = ScriptedUpstream(1, answers_everything)
+    async with running_proxy(upstream, mechanisms=offered) as proxy:
+        proxy.admissions[""].users = lambda: known[0]
+        known[0] = sasl.users("bob")
+        client = await proxy.client()
+        await authenticate(client)
+        assert await client.is_closed()
 
 
 @both_loops

@@ -17,10 +17,10 @@ import pytest_asyncio
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from kproxy.security.in_etcd import AccessKeys, encode_user
-from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.api_keys import API_VERSIONS, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import NONE, TOPIC_AUTHORIZATION_FAILED
 from tests.support.brokers.scripted_upstream import answers_everything
-from tests.support.clients.raw_client import RawClient, batch, produce_frame
+from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
 from tests.support.etcd.embedded import own_etcd
 from tests.support.processes.dev import Ended, KproxyProcess, run_kproxy, serving
 from tests.support.processes.ports import free_port
@@ -108,6 +108,26 @@ async def test_etcd_user_logs_in_at_once_until_removed(site: Site) -> None:
     await eventually(lambda: is_refused(site, "alice", "second-secret"))
     assert (await site.kproxy("user", "remove", "alice")).status == 2
     assert "secret" not in site.proxy.stderr()
+
+
+async def test_connections_end_with_their_user(site: Site) -> None:
+    """Also where it is added again at once, but not with another password."""
+    await site.add_user("erin")
+    await site.allow("erin")
+    await eventually(lambda: logs_in(site, "erin"))
+    client = await RawClient().connect(int(site.proxy.kafka.rpartition(":")[2]))
+    client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("erin", PASSWORD)))
+    await client.answer(SASL_HANDSHAKE, 1)
+    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+    await site.add_user("erin", "second-secret")
+    await eventually(lambda: is_refused(site, "erin"))
+    client.send(control_frame(API_VERSIONS, 0))
+    assert (await client.answer(API_VERSIONS, 0)).message.error_code == NONE
+    await site.done("user", "remove", "erin")
+    await site.add_user("erin", "second-secret")
+    assert await client.is_closed()
+    await eventually(lambda: logs_in(site, "erin", "second-secret"))
+    assert site.proxy.stderr().count("its user was removed") == 1
 
 
 async def logs_in(site: Site, name: str, password: str = PASSWORD) -> bool:

@@ -1,4 +1,4 @@
-"""A user who is removed: no new connection, but open ones go on until a rule stops them."""
+"""A user who is to be stopped: by its removal, and by a rule, which leaves its connection open."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def written(client: RawClient) -> int:
     [(True, OTHERS), (True, DENIED), (False, OTHERS)],
     ids=["taken-by-sighup", "denied-by-sighup", "taken-by-itself"],
 )
-async def test_rule_stops_removed_user_and_removal_does_not(tmp_path: Path, told: bool, rules: str) -> None:
+async def test_rule_stops_user_on_open_connection(tmp_path: Path, told: bool, rules: str) -> None:
     broker = ServedBroker(1, answers_everything)
     await broker.start()
     users = sasl.users_file(tmp_path)
@@ -56,11 +56,6 @@ async def test_rule_stops_removed_user_and_removal_does_not(tmp_path: Path, told
     async with beside(static_proxy(tmp_path, {1: broker.port}, rooms=rooms + ALLOWED)) as proxy:
         client = await logged_in(port_of(proxy))
         assert client is not None
-        assert await written(client) == NONE
-        sasl.users_file(tmp_path, "bob")
-        if told:
-            proxy.signal(signal.SIGHUP)
-        await eventually(lambda: is_refused(port_of(proxy)))
         assert await written(client) == NONE
         config = tmp_path / "kproxy.toml"
         config.write_text(config.read_text().replace(ALLOWED, rules))
@@ -72,4 +67,22 @@ async def test_rule_stops_removed_user_and_removal_does_not(tmp_path: Path, told
 
         await eventually(is_stopped)
         client.abort()
+    await broker.stop()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by-sighup", "by-itself"])
+async def test_removal_closes_connections_of_user(tmp_path: Path, told: bool) -> None:
+    broker = ServedBroker(1, answers_everything)
+    await broker.start()
+    users = sasl.users_file(tmp_path)
+    rooms = f'[sasl]\nmechanisms = "PLAIN"\nusers = "{users}"\nwithout_tls = true\n'
+    async with beside(static_proxy(tmp_path, {1: broker.port}, rooms=rooms + ALLOWED)) as proxy:
+        client = await logged_in(port_of(proxy))
+        assert client is not None
+        assert await written(client) == NONE
+        sasl.users_file(tmp_path, "bob")
+        if told:
+            proxy.signal(signal.SIGHUP)
+        assert await client.is_closed()
+        assert await is_refused(port_of(proxy))
     await broker.stop()

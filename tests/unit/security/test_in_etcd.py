@@ -167,6 +167,25 @@ async def test_last_valid_value_of_a_key_stays() -> None:
     assert site.names == {"dave"}
 
 
+async def test_user_added_again_is_another() -> None:
+    site = Copy()
+    await site.snapshot(alice=ALICE)
+    before = site.copy.users.creation("alice")
+    assert before is not None
+    site.put(KEYS.user("alice"), encode_user(sasl.credentials_of("bob")))
+    site.put(KEYS.user("alice"), b"SECRET")
+    assert site.copy.users.creation("alice") == before
+    key = KEYS.user("alice")
+    removed, added = KeyValue(key, b"", 0, 11, 0, 0), KeyValue(key, ALICE, 12, 12, 1, 0)
+    site.copy.on_events([WatchEvent(True, removed), WatchEvent(False, added)], 12)
+    assert site.copy.users.creation("alice") == 12
+    # Its last good value is that of before.
+    await site.take([KeyValue(key, b"SECRET", 14, 15, 2, 0)])
+    assert site.copy.users.creation("alice") == 12
+    site.delete(KEYS.user("alice"))
+    assert site.copy.users.creation("alice") is None
+
+
 async def test_each_rule_change_is_reported() -> None:
     site, seen = Copy(), list[bool]()
 
