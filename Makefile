@@ -20,7 +20,7 @@ FRAMES ?= 50000000
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all chaos storm sim sim-rules worlds worlds-rules own-histories mutants fuzz check docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
+.PHONY: help install demo test test-all chaos storm sim sim-rules worlds worlds-rules own-histories mutants fuzz check budgets docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -75,14 +75,18 @@ fuzz: install  ## put FRAMES=50000000 sound and broken frames through the compil
 mutants: install  ## put MUTANTS=60 small faults into routing, one at a time, and see which the tests notice; SEED=7 draws the same again
 	@$(BIN)/python -m scripts.mutants --mutants $(MUTANTS) $(if $(filter file,$(origin SEED)),,--seed $(SEED)) $(ARGS)
 
-check: install  ## lint, types, dependency direction, generated files; runs no tests
+check: install  ## lint, types, dependency direction, budgets of lines, generated files; runs no tests
 	@echo "ruff";         $(BIN)/ruff check .
 	@echo "ruff format";  $(BIN)/ruff format --check .
 	@echo "mypy";         $(BIN)/mypy
 	@echo "import-linter"; $(BIN)/lint-imports
+	@echo "budgets";      $(BIN)/python scripts/budgets.py
 	@echo "generated";    $(BIN)/python scripts/etcd_messages.py --check && $(BIN)/python scripts/man_pages.py --check && \
 		$(BIN)/python scripts/protocol_support.py --check && $(BIN)/python scripts/chart.py --check && \
 		$(BIN)/python scripts/figures.py --check
+
+budgets: install  ## lower the numbers in budgets.toml to the sizes of today; none is raised
+	@$(BIN)/python scripts/budgets.py --lower
 
 docs: install  ## write the generated pages: docs/man, docs/protocol-support.md, figures of docs/deploy.md, the chart's table and schema
 	@$(BIN)/python scripts/man_pages.py && $(BIN)/python scripts/protocol_support.py && $(BIN)/python scripts/chart.py && \
