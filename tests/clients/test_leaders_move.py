@@ -56,7 +56,8 @@ def test_leader_moves_keep_records_complete_and_in_order(
 ) -> None:
     topic = real_kafka.create_topic(f"moving-{uuid.uuid4().hex[:10]}", partitions)
     settings = {"bootstrap.servers": proxy.kafka, "enable.idempotence": "true", "acks": "all", "linger.ms": 2}
-    settings |= {"max.in.flight.requests.per.connection": 5, **batches}
+    # On a busy machine the last records wait for minutes behind the others.
+    settings |= {"max.in.flight.requests.per.connection": 5, "delivery.timeout.ms": 600_000, **batches}
     retried, out_of_order = counted(proxy.admin, RETRIES), counted(proxy.admin, OUT_OF_ORDER)
     with moving_leaders(real_kafka, topic) as moves:
         endless = paced(numbered(1 << 40, partitions), RECORDS_PER_S)
