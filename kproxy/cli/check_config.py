@@ -73,14 +73,20 @@ def command(config: Path | None, as_json: bool) -> None:
 
 
 def _try_files(config: ProxyConfig) -> list[str]:
-    """Check the files of users, tokens and the trail as a start does; return its warnings. Raises StartupError."""
+    """Check the files of users, tokens, events and the trail as a start does; return its warnings.
+
+    Raises StartupError.
+    """
     # Imported here: only a configuration with SASL needs what verifies tokens and passwords.
+    from kproxy.security.events import check_events_file
     from kproxy.security.files import SecurityFiles
     from kproxy.security.reloading import Reloads
     from kproxy.trail.file_sinks import check_directory
 
     if config.audit.directory is not None:
         check_directory(config.audit.directory)
+    if config.events is not None:
+        check_events_file(config.events)
 
     async def read() -> SecurityFiles:
         # Keys from a URL belong to an event loop; nothing is fetched.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from kproxy.config.parsing import parse_entry, read_toml
 from kproxy.errors import StartupError
@@ -48,10 +48,11 @@ _TAKES: Final = {
 
 
 class AccessSection(msgspec.Struct, kw_only=True):
-    """`[access]`."""
+    """`[access]`. `events` is the file of kproxy.security.events; it is there without rules, too."""
 
     dry_run: bool = False
     acls_in_etcd: bool = False
+    events: str | UnsetType = UNSET
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ _INNER_SECTIONS = {path.rpartition(".")[0] for path in _KEYS} - SECTIONS.keys()
 _LIMITS_WITH_FLAGS = ("limits.drain_delay",)
 _SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth", "access", "admin")
 # An empty text in these would be a file, a name or a secret without a letter.
-_NEVER_EMPTY = ("sasl", "oauth", "admin")
+_NEVER_EMPTY = ("sasl", "oauth", "access", "admin")
 # Options that have no flag and are never shown.
 SECRETS = ETCD_SECRETS | BROKER_SECRETS | ADMIN_SECRETS
 # Sections without keys of their own: the static table, several listeners, the rules of access, and quotas.
@@ -295,7 +295,8 @@ class ProxyConfig:
     `writer_groups`: for each topic that only owners may write to, the group in which they own; these need an `etcd`.
     The bounds of `audit` hold for each process by itself. `broker_tls` None: brokers are accessed in plain text;
     `broker_sasl` None: without authentication. `sasl` None: clients need not authenticate. `access` None: all of them
-    may do anything. `quotas` None: there are no quotas. `given` None: the options come from no file or command.
+    may do anything. `quotas` None: there are no quotas. `events` None: security events go to no file. `given` None: the
+    options come from no file or command.
     """
 
     listeners: tuple[ListenerConfig, ...]
@@ -319,6 +320,7 @@ class ProxyConfig:
     sasl: SaslOptions | None = None
     access: AccessOptions | None = None
     quotas: QuotaOptions | None = None
+    events: Path | None = None
     admin_options: AdminOptions = field(default_factory=AdminOptions)
     given: Given | None = field(default=None, repr=False, compare=False)
 
@@ -439,6 +441,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         sasl=sasl,
         access=_access(given, settings, sources, with_sasl=sasl is not None),
         quotas=_quotas(settings),
+        events=None if given.access.events is UNSET else Path(given.access.events),
         admin_options=admin_options(given.admin, sources, has_page=admin is not None),
     )
 

@@ -43,6 +43,7 @@ from kproxy.errors import StartupError
 from kproxy.observe.page_guard import Handler, PageGuard
 from kproxy.runtime.sockets import accept_from, bind, bound_port
 from kproxy.security.entrance import Entrance
+from kproxy.security.events import NO_EVENTS
 from kproxy.security.tls_errors import ListenerWords
 from kproxy_codec.foreign import http_answer
 
@@ -105,6 +106,7 @@ class HttpPage:
         self._paths = [route.path for route in routes if route.method == "GET"]
         self._visitors = _Visitors()
         guards = [guard.middleware] if guard is not None else []
+        self._events = guard.events if guard is not None else NO_EVENTS
         application = web.Application(middlewares=[self._visitors.middleware, *guards, _read_whole])
         application.add_routes([web.get("/", self._index), *routes])
         self._runner = web.AppRunner(
@@ -148,6 +150,7 @@ class HttpPage:
             counted_as="page.handshakes.",
             words=_WORDS,
             answer_to_http=http_answer(f"{SPEAKS_TLS}\n".encode()),
+            events=self._events,
         )
         try:
             entrance.open(bound)

@@ -322,6 +322,12 @@ def reloads(counters: Mapping[str, int]) -> Metric:
     return _by("outcome", _OUTCOMES, "kproxy_tls_reloads", text, counters, "tls.reloads.")
 
 
+def events_lost(counters: Mapping[str, int]) -> Metric:
+    """The counter of lost security events."""
+    text = "Security events that could not be written to access.events."
+    return counter("kproxy_security_events_lost", text, counters.get("security.events_lost", 0))
+
+
 def page_connections(counters: Mapping[str, int]) -> Iterable[Metric]:
     """The counters of the admin page's handshakes, and of connections that it has closed without an answer."""
     text = "Ended TLS handshakes of connections to the admin page, by outcome."
@@ -433,6 +439,7 @@ def _security(counters: Mapping[str, int]) -> Iterable[Metric]:
             _, outcome, operation, resource = parts
             denials.add_metric([resource, operation, str(outcome == "denied").lower()], count)
     yield denials
+    yield events_lost(counters)
     yield counter(
         "kproxy_throttled_requests",
         "Requests that exceeded a quota: their clients were not read for a while.",

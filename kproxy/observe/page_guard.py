@@ -19,6 +19,8 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from kproxy.security.events import NO_EVENTS, SecurityEvents
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = structlog.get_logger(__name__)
 
@@ -35,8 +37,14 @@ class PageGuard:
     """
 
     def __init__(
-        self, token: Callable[[], str] = lambda: "", hosts: Collection[str] = (), *, token_for_all: bool = False
+        self,
+        token: Callable[[], str] = lambda: "",
+        hosts: Collection[str] = (),
+        *,
+        token_for_all: bool = False,
+        events: SecurityEvents = NO_EVENTS,
     ) -> None:
+        self.events = events
         self._token = token
         self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
         self._open = frozenset() if token_for_all else VITAL_PATHS
@@ -58,9 +66,9 @@ class PageGuard:
             if refusal is None:
                 return await handler(request)
             status, reason = refusal
-            log.warning(
-                "admin page refused a request", client=str(request.remote), path=request.path[:100], reason=reason
-            )
+            client, path = str(request.remote), request.path[:100]
+            log.warning("admin page refused a request", client=client, path=path, reason=reason)
+            self.events.tell("admin_refused", client=client, path=path, status=status, reason=reason)
             headers = {"WWW-Authenticate": 'Bearer realm="kproxy"'} if status == 401 else {}
             return web.Response(status=status, text=f"{reason}\n", headers=headers)
 

@@ -4,21 +4,25 @@
 with the rules that they follow, so that new rules count at once; routes of the compiled plain path, which were proven
 under earlier ones, are forgotten at the next check (`has_changed`). Long requests are checked on other threads.
 
-Each refusal is counted, and logged a few times a minute for each principal; of the many that one request may have, the
-first alone is logged. With `dry_run` refusals are counted and logged but not enforced.
+The permissions of one request are asked for by a `RequestAccess`. Each refusal is counted, and logged a few times a
+minute for each principal; of the many that one request may have of a kind, the first alone is logged. The security
+events have all of them, in one event for each operation and kind of resource, at the end of the request's check. With
+`dry_run` refusals are counted, logged and told but not enforced.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Final, Self
 
 import structlog
 
 from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy.security.acls import CLUSTER_NAME, Operation, Permissions, Resource, Rules
+from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.principals import ANONYMOUS, Principal
 from kproxy_codec.error_codes import (
     CLUSTER_AUTHORIZATION_FAILED,
@@ -26,6 +30,7 @@ from kproxy_codec.error_codes import (
     TOPIC_AUTHORIZATION_FAILED,
     TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
     UNKNOWN_TOPIC_ID,
+    name_of,
 )
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.primitives import skip_string
@@ -44,7 +49,15 @@ _LOGGED_A_MINUTE: Final = 5
 class AccessControl:
     """The rules of a process; `rules` returns those that were read last."""
 
-    def __init__(self, rules: Callable[[], Rules], counters: Counter[str], *, dry_run: bool = False) -> None:
+    def __init__(
+        self,
+        rules: Callable[[], Rules],
+        counters: Counter[str],
+        *,
+        dry_run: bool = False,
+        events: SecurityEvents = NO_EVENTS,
+    ) -> None:
+        self._events = events
         self._rules = rules
         self._counters = counters
         self._dry_run = dry_run
@@ -94,6 +107,21 @@ class AccessControl:
         log.warning("access denied", **told)
         return True
 
+    def tell_denied(
+        self, principal: Principal, peer: str, operation: Operation, resource: Resource, names: Iterable[str]
+    ) -> None:
+        """Append the refusals of a request to the security events."""
+        self._events.tell(
+            "denied",
+            client=peer,
+            principal=str(principal),
+            operation=operation.value,
+            resource=resource.value,
+            names=list(names),
+            error=name_of(ERRORS[resource]),
+            dry_run=self._dry_run,
+        )
+
     @property
     def is_enforced(self) -> bool:
         return not self._dry_run
@@ -115,14 +143,15 @@ class ClientAccess:
     def authenticated(self, principal: Principal) -> None:
         """Set the client's principal."""
         self.principal = principal
-        self._looked_at = self._current()
+        self._looked_at = self.current()
 
     @property
     def turn(self) -> asyncio.Lock:
         """That of the process: see AccessControl."""
         return self._control.turn
 
-    def _current(self) -> Permissions:
+    def current(self) -> Permissions:
+        """The permissions by the rules that were read last."""
         rules, principal = self._control.rules, self.principal
         of_rules, of_principal, permissions = self._found
         if rules is not of_rules or principal is not of_principal:
@@ -132,71 +161,38 @@ class ClientAccess:
 
     def has_changed(self) -> bool:
         """Whether the client's permissions have changed since the last check."""
-        permissions = self._current()
+        permissions = self.current()
         changed, self._looked_at = permissions is not self._looked_at, permissions
         return changed
 
+    def request(self) -> RequestAccess:
+        """The view of one request."""
+        return RequestAccess(self, self._control)
+
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
-        """Whether the client may do this; a refusal is counted and logged."""
-        if self._current().allows(operation, resource, name):
-            return True
-        return not self._control.denied(self.principal, self.peer, operation, resource, name)
-
-    def each(self, operation: Operation, resource: Resource) -> Callable[[str], bool]:
-        """Return `allows` for the names of one request: the first refusal is logged, all are counted."""
-        is_logged = True
-
-        def allows(name: str) -> bool:
-            nonlocal is_logged
-            if self._current().allows(operation, resource, name):
-                return True
-            logs, is_logged = is_logged, False
-            return not self._control.denied(self.principal, self.peer, operation, resource, name, is_logged=logs)
-
-        return allows
-
-    def permits(self, operation: Operation, resource: Resource, name: str) -> bool:
-        """The same for something that the client has not asked for by name: nothing is counted."""
-        return self._current().allows(operation, resource, name) or not self._control.is_enforced
-
-    @property
-    def is_enforced(self) -> bool:
-        """Whether refusals count; see AccessControl."""
-        return self._control.is_enforced
-
-    def may_create(self, topic: str) -> bool:
-        """Whether the client may create a topic: by a permission for it, or for the cluster."""
-        if self.permits(Operation.CREATE, Resource.CLUSTER, CLUSTER_NAME):
-            return True
-        return self.permits(Operation.CREATE, Resource.TOPIC, topic)
-
-    def may_write_some_topic(self) -> bool:
-        """Whether the client may be an idempotent producer, as in Kafka: it may write to the cluster or some topic."""
-        permissions = self._current()
-        if permissions.allows(Operation.WRITE, Resource.CLUSTER, CLUSTER_NAME):
-            return True
-        if permissions.allows_any(Operation.WRITE, Resource.TOPIC):
-            return True
-        return not self._control.denied(self.principal, self.peer, Operation.WRITE, Resource.CLUSTER, CLUSTER_NAME)
+        """The same as of a request, for the only permission that it needs."""
+        with self.request() as access:
+            return access.allows(operation, resource, name)
 
     def may_write(self, topic: bytes) -> bool:
         """Whether a route of the compiled path may lead to a topic; otherwise its requests are checked one by one."""
-        return self._current().allows(Operation.WRITE, Resource.TOPIC, text(topic))
+        return self.current().allows(Operation.WRITE, Resource.TOPIC, text(topic))
 
     # Requests with partitions
 
     def refused(self, operation: Operation, request: PartitionedRequest) -> Mapping[Entry, int]:
         """The entries of a request that its client may not have, each with its error code."""
         refused: dict[Entry, int] = {}
-        allows = self.each(operation, Resource.TOPIC)
-        for place, topic in enumerate(request.topics):
-            if request.is_nameless(topic):
-                # It may be any topic; by the time when the client asks again, its name is known.
-                code = UNKNOWN_TOPIC_ID if self._control.is_enforced else 0
-            else:
-                code = 0 if allows(text(topic.name)) else TOPIC_AUTHORIZATION_FAILED
-            if code:
-                refused |= {(place, ordinal): code for ordinal in range(len(topic.partitions))}
+        with self.request() as access:
+            for place, topic in enumerate(request.topics):
+                if request.is_nameless(topic):
+                    # It may be any topic; by the time when the client asks again, its name is known.
+                    code = UNKNOWN_TOPIC_ID if access.is_enforced else 0
+                else:
+                    is_allowed = access.allows(operation, Resource.TOPIC, text(topic.name))
+                    code = 0 if is_allowed else TOPIC_AUTHORIZATION_FAILED
+                if code:
+                    refused |= {(place, ordinal): code for ordinal in range(len(topic.partitions))}
         return refused or NOTHING_REFUSED
 
     def refused_writes(self, request: PartitionedRequest) -> Mapping[Entry, int]:
@@ -214,6 +210,70 @@ class ClientAccess:
                     for ordinal in range(len(topic.partitions))
                 }
         return self.refused(Operation.WRITE, request)
+
+
+class RequestAccess:
+    """The permissions of one request's client. `end`, or the end of `with`, tells its refusals since the last one.
+
+    One thread at a time uses it.
+    """
+
+    __slots__ = ("_client", "_control", "_denied")
+
+    def __init__(self, client: ClientAccess, control: AccessControl) -> None:
+        self._client = client
+        self._control = control
+        # The names, each once, in order.
+        self._denied: dict[tuple[Operation, Resource], dict[str, None]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Tell the refusals."""
+        denied, self._denied = self._denied, {}
+        for (operation, resource), names in denied.items():
+            self._control.tell_denied(self._client.principal, self._client.peer, operation, resource, names)
+
+    def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
+        """Whether the client may do this; a refusal is counted, told, and logged if it is the first of its kind."""
+        return self._client.current().allows(operation, resource, name) or not self._refuse(operation, resource, name)
+
+    def each(self, operation: Operation, resource: Resource) -> Callable[[str], bool]:
+        """Return `allows` for names."""
+        return partial(self.allows, operation, resource)
+
+    def _refuse(self, operation: Operation, resource: Resource, name: str) -> bool:
+        names = self._denied.setdefault((operation, resource), {})
+        is_first = not names
+        names[name] = None
+        client = self._client
+        return self._control.denied(client.principal, client.peer, operation, resource, name, is_logged=is_first)
+
+    def permits(self, operation: Operation, resource: Resource, name: str) -> bool:
+        """The same for something that the client has not asked for by name: nothing is counted."""
+        return self._client.current().allows(operation, resource, name) or not self._control.is_enforced
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether refusals count; see AccessControl."""
+        return self._control.is_enforced
+
+    def may_create(self, topic: str) -> bool:
+        """Whether the client may create a topic: by a permission for it, or for the cluster."""
+        if self.permits(Operation.CREATE, Resource.CLUSTER, CLUSTER_NAME):
+            return True
+        return self.permits(Operation.CREATE, Resource.TOPIC, topic)
+
+    def may_write_some_topic(self) -> bool:
+        """Whether the client may be an idempotent producer, as in Kafka: it may write to the cluster or some topic."""
+        permissions = self._client.current()
+        if permissions.allows_any(Operation.WRITE, Resource.TOPIC):
+            return True
+        return self.allows(Operation.WRITE, Resource.CLUSTER, CLUSTER_NAME)
 
 
 def text(name: bytes) -> str:

@@ -38,8 +38,9 @@ from kproxy.config.principal_rules import DEFAULT_MAPPING, PrincipalMapping
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_identity import NotJudged
+from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.mechanisms import Refused, Servers, Step
-from kproxy.security.principals import ANONYMOUS, NoPrincipal, Principal, principal_of
+from kproxy.security.principals import ANONYMOUS, NoPrincipal, Principal, distinguished_name, principal_of
 from kproxy.security.quotas import Quotas, digest_of
 from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State, Times, illegal_state
 from kproxy.security.sasl_client import Credential
@@ -139,7 +140,7 @@ class Admission:
     time to authenticate, `mapping` turns a certificate's names into a principal's. `quotas` returns the quotas that
     were read last; an address has at most `most_of_an_address` connections, 0: any number. The listeners of a process
     share `connections`. `carries`: clients' identities are carried on to brokers. `allows_v0`: SaslHandshake v0 is
-    taken.
+    taken. `listener`: its name in `events`.
     """
 
     def __init__(
@@ -156,7 +157,11 @@ class Admission:
         connections: OpenConnections | None = None,
         carries: bool = False,
         allows_v0: bool = False,
+        listener: str = "",
+        events: SecurityEvents = NO_EVENTS,
     ) -> None:
+        self.listener = listener
+        self.events = events
         self.carries = carries
         self.allows_v0 = allows_v0
         self.servers = servers
@@ -190,6 +195,8 @@ class Gate:
         self._address = ""
         self._counted_as = ""
         self._known_users: Users | None = None
+        # Once it has been admitted.
+        self._principal: Principal | None = None
 
     def connected(self, certificate: Any, address: str) -> None:
         """Begin; `certificate` is the client's, as `getpeercert` returns it, if it has shown one."""
@@ -198,21 +205,32 @@ class Gate:
             self._address = address
             admission.connections.by_address[address] += 1
             if admission.connections.of_address(address) > admission.most_of_an_address:
-                admission.counters["clients.too_many"] += 1
-                self._client.refuse(
-                    NotAdmitted(f"its address has more than {admission.most_of_an_address} connections")
-                )
+                text = f"its address has more than {admission.most_of_an_address} connections"
+                self._refuse_one_more("address_limit", text)
                 return
         if admission.servers is not None:
             return
         try:
             principal = principal_of(certificate, admission.mapping) if certificate else ANONYMOUS
         except NoPrincipal as error:
+            self._tell_failed(str(error), distinguished_name(certificate.get("subject", ())), "certificate")
             self._client.refuse(NotAdmitted(str(error)))
             return
-        self._admit(principal)
+        self._admit(principal, "certificate" if certificate else "none")
 
-    def _admit(self, principal: Principal) -> None:
+    def _refuse_one_more(self, outcome: str, reason: str) -> None:
+        self._admission.counters["clients.too_many"] += 1
+        self._tell("connection_refused", outcome=outcome, reason=reason)
+        self._client.refuse(NotAdmitted(reason))
+
+    def _tell(self, event: str, **fields: object) -> None:
+        self._admission.events.tell(event, client=self._client.peer, listener=self._admission.listener, **fields)
+
+    def _tell_failed(self, reason: str, user: str, mechanism: str) -> None:
+        is_renewal = self._principal is not None
+        self._tell("login_failed", user=user, mechanism=mechanism, renewal=is_renewal, reason=reason)
+
+    def _admit(self, principal: Principal, mechanism: str) -> None:
         """Let the client in, unless it has too many connections."""
         admission = self._admission
         if not self._counted_as and admission.quotas is not None:
@@ -220,11 +238,15 @@ class Gate:
             admission.connections.by_principal[principal.name] += 1
             most = admission.quotas().connections(principal)
             if most is not None and admission.connections.of_principal(principal.name) > most:
-                admission.counters["clients.too_many"] += 1
                 self._exchange.time_is_over()
-                self._client.refuse(NotAdmitted(f"{principal} has more than {most} connections"))
+                self._refuse_one_more("principal_limit", f"{principal} has more than {most} connections")
                 return
         self._is_open = True
+        is_renewal, self._principal = self._principal is not None, principal
+        ends_at = self._exchange.session_ends_at
+        session_s = None if ends_at is None else round(ends_at - admission.times.clock(), 3)
+        told = str(principal)
+        self._tell("login", principal=told, mechanism=mechanism, renewal=is_renewal, session_s=session_s)
         self._client.admit(principal)
 
     def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
@@ -259,6 +281,7 @@ class Gate:
             self._on_pressure(True)
             self._task = asyncio.get_running_loop().create_task(self._finish(outcome, slot))
         elif isinstance(outcome, Failure):
+            self._count_failure(outcome.reason)
             self._fail(outcome, slot)
         else:
             slot.fill([outcome.frame])
@@ -273,6 +296,8 @@ class Gate:
             except NotJudged as error:
                 outcome = self._exchange.give_up(str(error))
             if isinstance(outcome, Failure):
+                # Before the delay: the connection may be closed during it.
+                self._count_failure(outcome.reason)
                 if outcome.is_refusal:
                     await asyncio.sleep(REFUSAL_DELAY_S)
                 self._fail(outcome, slot)
@@ -283,8 +308,10 @@ class Gate:
                 self._open(self._exchange.principal)
         except Exception:  # the boundary: nobody is admitted by an error
             log.exception("authentication failed by an error", client=self._client.peer)
+            reason = "an error here, see the log"
+            self._tell_failed(reason, self._exchange.user, self._exchange.mechanism)
             self._exchange.time_is_over()
-            self._client.refuse(NotAdmitted("an error here, see the log"))
+            self._client.refuse(NotAdmitted(reason))
         finally:
             self._on_pressure(False)
 
@@ -307,16 +334,19 @@ class Gate:
             principal=str(principal),
             mechanism=self._exchange.mechanism,
         )
-        self._admit(principal)
+        self._admit(principal, self._exchange.mechanism)
 
-    def _fail(self, failure: Failure, slot: Slot) -> None:
+    def _count_failure(self, reason: str) -> None:
         self._count("failed")
+        self._tell_failed(reason, self._exchange.user, self._exchange.mechanism)
         log.warning(
             "client not authenticated",
             client=self._client.peer,
             mechanism=self._exchange.mechanism or "none",
-            reason=failure.reason,
+            reason=reason,
         )
+
+    def _fail(self, failure: Failure, slot: Slot) -> None:
         if failure.frame:
             # The session closes behind this answer.
             self._client.drain()
@@ -335,13 +365,16 @@ class Gate:
         if not self._is_open:
             is_renewal = self._exchange.state is State.AUTHENTICATED
             if now - self._began_at > self._admission.timeout_s and not is_renewal:
+                reason = f"it has not authenticated within {self._admission.timeout_s:g} s"
                 if self._exchange.state is not State.FAILED:
                     self._count("timed_out")
+                    self._tell_failed(reason, self._exchange.user, self._exchange.mechanism)
                 self._exchange.time_is_over()
-                self._client.refuse(NotAdmitted(f"it has not authenticated within {self._admission.timeout_s:g} s"))
+                self._client.refuse(NotAdmitted(reason))
             return
         ends_at = self._exchange.session_ends_at
         if ends_at is not None and now >= ends_at:
+            self.tell_session_ended("it must authenticate again")
             self._shut()
         elif (users := self._admission.users()) is not self._known_users:
             self._known_users = users
@@ -352,8 +385,14 @@ class Gate:
         creation, principal = self._exchange.user_creation, self._exchange.principal
         return creation is not None and principal is not None and users.creation(principal.name) != creation
 
+    def tell_session_ended(self, reason: str) -> None:
+        """Append it to the security events."""
+        self._tell("session_ended", principal=str(self._principal), reason=reason)
+
     async def close(self) -> None:
         """End with the connection."""
+        if self._exchange.state is State.AUTHENTICATE:
+            self._tell_failed("its connection has ended before", self._exchange.user, self._exchange.mechanism)
         self._exchange.time_is_over()
         for counts, name in (
             (self._admission.connections.by_address, self._address),

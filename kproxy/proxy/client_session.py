@@ -270,6 +270,8 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         if self.closed or self._draining:
             return
         log.warning("client connection drained", reason=reason, client=self.peer)
+        if self._gate is not None:
+            self._gate.tell_session_ended(reason)
         self._drained_by = self._clock() + FLUSH_S
         self.drain()
 

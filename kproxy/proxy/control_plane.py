@@ -45,7 +45,7 @@ from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.dialling import reason_of
-from kproxy.proxy.screening import Screen
+from kproxy.proxy.screening import Screen, Screened
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.rendezvous import preferred
@@ -279,13 +279,13 @@ class ControlPlane:
     """
 
     __slots__ = (
+        "_access",
         "_client",
         "_connections",
         "_context",
         "_doubted",
         "_fleet",
         "_key",
-        "_screen",
         "_shares_answers",
         "_to_coordinators",
         "places",
@@ -302,7 +302,7 @@ class ControlPlane:
         self._context = context
         self._client = client
         self._fleet = fleet
-        self._screen = Screen(access, context.topology) if access is not None else None
+        self._access = access
         # Brokers answer each client as they know it; as the proxy, all alike.
         self._shares_answers = to_brokers is None
         self._connections = Connections(context, client, access=to_brokers)
@@ -330,9 +330,17 @@ class ControlPlane:
         if header.api_key == keys.API_VERSIONS:
             body = frame[header.body_offset :]
             return _framed(header, encode_response(await self._api_versions(header, body)))
-        if self._screen is None:
+        if self._access is None:
             return await self._answer(frame, header)
-        screened = await self._screen.screen(frame, header)
+        screen = Screen(self._access, self._context.topology)
+        screened = await screen.screen(frame, header)
+        try:
+            return await self._answer_screened(screen, screened, header)
+        finally:
+            screen.end()
+
+    async def _answer_screened(self, screen: Screen, screened: Screened, header: RequestHeader) -> list[Buffer]:
+        """Raises as `answer`."""
         if screened.answer is not None:
             return _framed(header, screened.answer)
         answer = await self._answer(screened.frame, header, screened.verdict)
@@ -340,7 +348,7 @@ class ControlPlane:
             return answer
         whole = memoryview(b"".join(answer))
         body = whole[response_body_offset(whole, header.api_key, header.api_version) :]
-        return _framed(header, await self._screen.amend(screened, header, body))
+        return _framed(header, await screen.amend(screened, header, body))
 
     async def _answer(self, frame: memoryview, header: RequestHeader, verdict: Verdict | None = None) -> list[Buffer]:
         """Answer a request that its client may send, with topics as `verdict` decides. Raises as `answer`."""

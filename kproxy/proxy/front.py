@@ -28,6 +28,7 @@ from kproxy.observe.tally import Tally
 from kproxy.proxy.admission import OpenConnections
 from kproxy.runtime.notify import say_ready, say_stopping, say_waiting
 from kproxy.security.entrance import load_for_entrance
+from kproxy.security.events import SecurityEvents
 from kproxy.security.quotas import Accounts
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.trail.shipper import ShipperVitals
@@ -174,7 +175,14 @@ class AdminSite:
     `reloads` follows the files of its TLS and its token. Raises StartupError if one cannot be used.
     """
 
-    def __init__(self, config: ProxyConfig, address: Address, reloads: Reloads, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        config: ProxyConfig,
+        address: Address,
+        reloads: Reloads,
+        counters: Counter[str],
+        events: SecurityEvents,
+    ) -> None:
         self._address = address
         self._counters = counters
         options = config.admin_options
@@ -194,7 +202,7 @@ class AdminSite:
                 Reloading("TLS of the admin page", tls.files, lambda: load_for_entrance(tls), counters=counters)
             )
         hosts = [*options.hosts, *(each.host for each in (address, config.advertise) if each is not None)]
-        self.guard = PageGuard(self._present_token, hosts, token_for_all=options.token_for_all)
+        self.guard = PageGuard(self._present_token, hosts, token_for_all=options.token_for_all, events=events)
 
     @property
     def certificates(self) -> dict[tuple[str, str], float]:

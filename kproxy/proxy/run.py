@@ -55,6 +55,7 @@ from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.security.broker_access import BrokerAccess
 from kproxy.security.entrance import load_for_entrance
+from kproxy.security.events import SecurityEvents
 from kproxy.security.files import SecurityFiles
 from kproxy.security.in_etcd import AccessInEtcd
 from kproxy.security.mechanisms import servers
@@ -97,9 +98,10 @@ class _Proxy:
         self._audit: Audit | None = None
         self._tally = Tally()
         self._counters = Counter[str]()
+        self._events = SecurityEvents(config.events, self._counters, worker=front.worker)
         self._reminders = Reminders(time.monotonic)
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
-        self._reloads = Reloads(config.given if front.worker is None else None)
+        self._reloads = Reloads(config.given if front.worker is None else None, self._events)
         self._connections = OpenConnections()
         self._site: AdminSite | None = None
         self._audit_access = self._open_audit_access()
@@ -112,6 +114,7 @@ class _Proxy:
         async with contextlib.AsyncExitStack() as stack:
             ports = await self._bind()
             port = ports[0]
+            await stack.enter_async_context(self._events)
             # Before any wait, so that an unusable file or sink is reported at once.
             in_etcd = self._access_in_etcd()
             security = self._open_security(in_etcd)
@@ -186,7 +189,11 @@ class _Proxy:
                 tls = self._reloads.add(self._reloading(listener, listener.tls))
             ports.append(
                 await self._listener.bind_for(
-                    listener, tls, counters=self._counters, shared=self._front.worker is not None
+                    listener,
+                    tls,
+                    counters=self._counters,
+                    shared=self._front.worker is not None,
+                    events=self._events,
                 )
             )
         return ports
@@ -229,7 +236,7 @@ class _Proxy:
     def _open_site(self) -> AdminSite | None:
         """Where the admin page is; None if there is none, or another process has it. Raises StartupError."""
         admin = self._config.admin
-        return None if admin is None else AdminSite(self._config, admin, self._reloads, self._counters)
+        return None if admin is None else AdminSite(self._config, admin, self._reloads, self._counters, self._events)
 
     async def _vitals(self) -> Vitals:
         vitals = await self._listener.vitals()
@@ -272,6 +279,7 @@ class _Proxy:
             has_acls=has_acls,
             counters=self._counters,
             tells=self._front.worker in (None, 1),
+            events=self._events,
         )
 
     def _open_security(self, in_etcd: AccessInEtcd | None) -> SecurityFiles:
@@ -285,6 +293,7 @@ class _Proxy:
             counters=self._counters,
             tells=self._front.worker in (None, 1),
             in_etcd=in_etcd,
+            events=self._events,
         )
 
     def _admissions(self, security: SecurityFiles) -> dict[str, Admission]:
@@ -320,6 +329,8 @@ class _Proxy:
             connections=self._connections,
             carries=carries,
             allows_v0=sasl is not None and sasl.handshake_v0,
+            listener=listener.name,
+            events=self._events,
         )
 
     def _access_control(self, security: SecurityFiles) -> AccessControl | None:
@@ -331,7 +342,7 @@ class _Proxy:
             if access.acls_in_etcd:
                 advice = "add rules with `kproxy acl add --etcd`"
             log.warning("no ACLs", consequence="nothing is allowed", advice=advice)
-        return AccessControl(lambda: security.rules, self._counters, dry_run=access.dry_run)
+        return AccessControl(lambda: security.rules, self._counters, dry_run=access.dry_run, events=self._events)
 
     def _context(
         self,

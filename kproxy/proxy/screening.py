@@ -106,13 +106,18 @@ class Screened(NamedTuple):
 
 
 class Screen:
-    """Screens the requests of one client."""
+    """Screens a request of a client. Call `end` once it is answered: a verdict may have refused something, too."""
 
     def __init__(self, access: ClientAccess, topology: Topology) -> None:
-        self._access = access
+        self._turn = access.turn
+        self._access = access.request()
         self._topology = topology
-        # The topics that are known when a request is screened; threads do not read the topology's own.
+        # The topics that are known when the request is screened; threads do not read the topology's own.
         self._names: Sequence[bytes] = ()
+
+    def end(self) -> None:
+        """Tell of refusals since the request was screened."""
+        self._access.end()
 
     async def screen(self, frame: memoryview, header: RequestHeader) -> Screened:
         """Decide about a request. Raises CodecError."""
@@ -128,7 +133,7 @@ class Screen:
             return read()
         if size <= _LONG_BYTES:
             return await asyncio.to_thread(read)
-        async with self._access.turn:
+        async with self._turn:
             return await asyncio.to_thread(read)
 
     def _screen(self, frame: memoryview, header: RequestHeader) -> Screened:
@@ -137,7 +142,9 @@ class Screen:
         if decide is None:
             return Screened(frame)
         request = decode_request(key, version, frame[header.body_offset :])
-        return decide(self, frame, header, request)
+        # On the thread that decides: the connection may have ended meanwhile.
+        with self._access:
+            return decide(self, frame, header, request)
 
     async def amend(self, screened: Screened, header: RequestHeader, body: Buffer) -> Buffer:
         """Return the answer's body with the results of the parts that were cut out. Raises CodecError."""

@@ -49,6 +49,7 @@ from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.sockets import accept_from, bind, bound_port
 from kproxy.runtime.tasks import TURN_S, cancel
 from kproxy.security.entrance import Entrance
+from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.proxy_protocol import Source
 from kproxy.security.reloading import Reloading
 
@@ -157,7 +158,13 @@ class Listener:
         return bound_port(server)
 
     async def bind_for(
-        self, config: ListenerConfig, tls: Reloading[Loaded] | None, *, counters: Counter[str], shared: bool = False
+        self,
+        config: ListenerConfig,
+        tls: Reloading[Loaded] | None,
+        *,
+        counters: Counter[str],
+        shared: bool = False,
+        events: SecurityEvents = NO_EVENTS,
     ) -> int:
         """Like `bind`, for a listener as configured; `tls` if it has TLS."""
         if config.is_plain:
@@ -177,6 +184,7 @@ class Listener:
             session=lambda source: self._session_inside(config.name, source),
             welcome=self._welcome,
             counters=counters,
+            events=events,
         )
         self._entrances.append((entrance, server))
         return bound_port(server)

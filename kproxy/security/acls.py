@@ -68,6 +68,13 @@ class Acl(NamedTuple):
     name: str
     is_prefix: bool
 
+    def __str__(self) -> str:
+        effect, operations = (
+            "deny" if self.is_denial else "allow",
+            ",".join(sorted(each.value for each in self.operations)),
+        )
+        return f"{effect} {self.subject} {operations} {self.resource.value} {self.name}{'*' if self.is_prefix else ''}"
+
     def grants(self, operation: Operation) -> bool:
         """Whether its operations include this one."""
         if operation in self.operations or Operation.ADMIN in self.operations:

@@ -51,6 +51,7 @@ from kproxy.config.tls import ListenerTls, Loaded, load_listener_tls
 from kproxy.errors import StartupError
 from kproxy.runtime.sockets import BACKLOG
 from kproxy.runtime.tasks import cancel
+from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.proxy_protocol import ProxyHeader, ProxyHeaderError, Source
 from kproxy.security.tls_errors import EXPIRED, UNSPECIFIED, Failure, ListenerWords, client_failure
 from kproxy_codec.errors import FrameTooLarge
@@ -276,6 +277,7 @@ class Entrance(Generic[Session]):
         words: ListenerWords = ListenerWords(),  # noqa: B008 -- it does not change
         answer_to_http: bytes = ANSWER_TO_HTTP,
         counted_as: str = HANDSHAKES,
+        events: SecurityEvents = NO_EVENTS,
     ) -> None:
         self.name = name
         self._tls = tls
@@ -290,11 +292,12 @@ class Entrance(Generic[Session]):
         self._words = words
         self._answer_to_http = answer_to_http
         self._counted_as = counted_as
+        self._events = events
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        # The oldest first.
-        self._half_open: dict[asyncio.Task[None], None] = {}
-        self._evicted: set[asyncio.Task[None]] = set()
+        # The oldest first, each with the address that it connects from.
+        self._half_open: dict[asyncio.Task[None], str] = {}
+        self._evicted: dict[asyncio.Task[None], str] = {}
         self._queue = asyncio.Lock()
 
     @property
@@ -366,18 +369,18 @@ class Entrance(Generic[Session]):
     def _begin(self, connection: socket.socket, peer: str) -> None:
         if len(self._half_open) >= self._max_half_open:
             oldest = next(iter(self._half_open))
-            del self._half_open[oldest]
-            self._evicted.add(oldest)
+            self._evicted[oldest] = self._half_open.pop(oldest)
             oldest.cancel()
         task = asyncio.get_running_loop().create_task(self._let_in(connection, peer))
-        self._half_open[task] = None
+        self._half_open[task] = peer
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._half_open.pop(task, None)
-        if task in self._evicted:
-            self._evicted.discard(task)
-            self._refused(Failure("crowded", "too many connections are in their handshake, and it was the oldest"), "?")
+        evicted = self._evicted.pop(task, None)
+        if evicted is not None:
+            text = "too many connections are in their handshake, and it was the oldest"
+            self._refused(Failure("crowded", text), evicted)
 
     async def _let_in(self, connection: socket.socket, peer: str) -> None:
         try:
@@ -472,6 +475,9 @@ class Entrance(Generic[Session]):
             listener=self.name,
             client=peer,
             reason=failure.text,
+        )
+        self._events.tell(
+            "connection_refused", client=peer, listener=self.name, outcome=failure.word, reason=failure.text
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -13,6 +13,7 @@ from kproxy.config.access import AccessOptions, read_acls
 from kproxy.config.quotas import QuotaOptions, read_quotas
 from kproxy.config.security import OauthOptions, SaslOptions
 from kproxy.security.acls import Acl, Rules, acls_of
+from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.in_etcd import AccessInEtcd
 from kproxy.security.key_server import KeyServer
 from kproxy.security.quotas import Accounts, Quotas
@@ -43,6 +44,7 @@ class SecurityFiles:
         counters: Counter[str],
         tells: bool = True,
         in_etcd: AccessInEtcd | None = None,
+        events: SecurityEvents = NO_EVENTS,
     ) -> None:
         self._users = self._tokens = self._acls = self._quotas = None
         self._in_etcd = in_etcd
@@ -57,19 +59,35 @@ class SecurityFiles:
             file: Path,
             read: Callable[[Path], Content],
             on_change: Callable[[Content], None] = lambda content: None,
+            entries: Callable[[Content], Mapping[str, object]] = lambda content: {},
         ) -> Reloading[Content]:
             return reloads.add(
-                Reloading(named, [file], lambda: read(file), counters=counters, tells=tells, on_change=on_change)
+                Reloading(
+                    named,
+                    [file],
+                    lambda: read(file),
+                    counters=counters,
+                    tells=tells,
+                    on_change=on_change,
+                    entries=entries,
+                )
             )
 
         if sasl is not None and sasl.users is not None:
             self._add_users = f"add one with `kproxy user add --users {sasl.users} NAME`"
-            self._users = follow("users", sasl.users, read_users, lambda users: self.tell_of_no_users())
+            self._users = follow(
+                "users", sasl.users, read_users, lambda users: self.tell_of_no_users(), lambda users: users.by_name
+            )
         if sasl is not None and sasl.oauth is not None:
             token_options = _token_options(sasl.oauth)
             if isinstance(sasl.oauth.jwks, str):
                 self.key_server = KeyServer(
-                    sasl.oauth.jwks, token_options, sasl.oauth.jwks_refresh_s, counters=counters, tells=tells
+                    sasl.oauth.jwks,
+                    token_options,
+                    sasl.oauth.jwks_refresh_s,
+                    counters=counters,
+                    tells=tells,
+                    events=events,
                 )
             else:
                 self._tokens = follow(
@@ -77,7 +95,11 @@ class SecurityFiles:
                 )
         if access is not None and access.file is not None:
             self._acls = follow(
-                "acls", access.file, lambda file: acls_of(read_acls(file)), lambda acls: self._combine()
+                "acls",
+                access.file,
+                lambda file: acls_of(read_acls(file)),
+                lambda acls: self._combine(),
+                lambda acls: {str(acl): acl for acl in acls},
             )
         if in_etcd is not None:
             in_etcd.on_acls = self._combine

@@ -31,8 +31,8 @@ import contextlib
 import hashlib
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Final, Generic, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -44,6 +44,7 @@ from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, KeyValue, PrefixMirror, Snapshot, WatchEvent, connect
 from kproxy.runtime.tasks import cancel, in_time
 from kproxy.security.acls import Acl, acls_of
+from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.users import MOST_USERS, Credentials, Users, check_name, parse_credentials
 
 MOST_USER_BYTES: Final = 4 << 10
@@ -172,6 +173,11 @@ class _Kept(Generic[Value]):
         """Take a value; return whether it counts."""
         return self._put(kv, self.by_name, self.created)
 
+    def of(self, events: Iterable[WatchEvent]) -> dict[str, Value]:
+        """The good values of these keys."""
+        names = {unquote(event.kv.key.removeprefix(self.kind.prefix)) for event in events}
+        return {name: self.by_name[name] for name in names if name in self.by_name}
+
     def delete(self, key: str) -> bool:
         """Drop the value of a key; return whether there was one."""
         try:
@@ -227,6 +233,7 @@ class AccessInEtcd:
         has_acls: bool,
         counters: Counter[str],
         tells: bool = True,
+        events: SecurityEvents = NO_EVENTS,
     ) -> None:
         keys = AccessKeys(prefix)
         self.has_users = has_users
@@ -235,6 +242,7 @@ class AccessInEtcd:
         self._client = EtcdClient(endpoints, options)
         self._counters = counters
         self._tells = tells
+        self._events = events if tells else NO_EVENTS
         self._users = _Kept(
             _Kind("user", "users", keys.users, parse_user_key, decode_user, MOST_USERS), self._value_refused
         )
@@ -282,6 +290,7 @@ class AccessInEtcd:
         self._told.clear()
 
     async def on_snapshot(self, snapshot: Snapshot) -> None:
+        before = [(kept, kept.by_name) for kept in self._kinds()]
         if self.has_users:
             await self._users.replace(snapshot.kvs)
             self._take_users()
@@ -290,21 +299,22 @@ class AccessInEtcd:
             self.on_acls()
         if self._is_read:
             self._changed("users and rules" if self.has_users and self.has_acls else self._kinds()[0].kind.many)
+            for kept, values in before:
+                await asyncio.to_thread(self._tell_changes, kept, values, kept.by_name)
         self._is_read = True
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
         for kept in self._kinds():
-            changes = [
-                kept.delete(event.kv.key) if event.deleted else kept.put(event.kv)
-                for event in events
-                if event.kv.key.startswith(kept.kind.prefix)
-            ]
+            ours = [event for event in events if event.kv.key.startswith(kept.kind.prefix)]
+            before = kept.of(ours)
+            changes = [kept.delete(event.kv.key) if event.deleted else kept.put(event.kv) for event in ours]
             if any(changes):
                 if kept is self._users:
                     self._take_users()
                 else:
                     self.on_acls()
                 self._changed(kept.kind.many)
+                self._tell_changes(kept, before, kept.of(ours))
 
     def _kinds(self) -> list[_Kept[Credentials] | _Kept[list[Acl]]]:
         return [*([self._users] if self.has_users else []), *([self._acls] if self.has_acls else [])]
@@ -316,6 +326,14 @@ class AccessInEtcd:
         self._counters["tls.reloads.done"] += 1
         if self._tells:
             log.info("reloaded", what=f"{what} in etcd")
+
+    def _tell_changes(self, kept: _Kept[Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        if kept is self._acls:
+            before, after = (
+                {f"{acl_id}: {acl}": acl for acl_id, acls in values.items() for acl in acls}
+                for values in (before, after)
+            )
+        self._events.tell_changes(f"{kept.kind.many} in etcd", before, after)
 
     def _value_refused(self, kind: _Kind[Value], kv: KeyValue, reason: str, is_kept: bool) -> None:
         key = kv.key[:_MOST_SHOWN]
@@ -333,3 +351,4 @@ class AccessInEtcd:
                 key=key,
                 reason=reason,
             )
+        self._events.tell("not_reloaded", what=f"{kind.one} in etcd: {key}", reason=reason)

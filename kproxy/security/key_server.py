@@ -27,6 +27,7 @@ import aiohttp
 import structlog
 
 from kproxy.errors import StartupError
+from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.tokens import MOST_FILE_BYTES, TokenOptions, TokenVerifier, parse_verifier, require_jwt
 
 log = structlog.get_logger(__name__)
@@ -34,6 +35,7 @@ log = structlog.get_logger(__name__)
 FETCH_S: Final = 10.0
 RETRY_S: Final = 5.0
 _OK: Final = 200
+_NAMED: Final = "keys of tokens"
 _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity"}
 
 
@@ -56,6 +58,7 @@ class KeyServer:
         *,
         counters: Counter[str],
         tells: bool = True,
+        events: SecurityEvents = NO_EVENTS,
         fetch: Callable[[str], Awaitable[bytes]] | None = None,
     ) -> None:
         require_jwt()
@@ -64,6 +67,7 @@ class KeyServer:
         self._refresh_s = refresh_s
         self._counters = counters
         self._tells = tells
+        self._events = events if tells else NO_EVENTS
         self._fetch = fetch or fetch_keys
         self._is_failing = False
         self._content = b""
@@ -96,6 +100,7 @@ class KeyServer:
                 self._content = content
                 if self._tells:
                     log.info("keys of tokens fetched", url=self._url)
+                self._events.tell("reloaded", what=_NAMED)
         except (FetchFailed, StartupError) as error:
             self._failed(str(error))
             return False
@@ -112,6 +117,7 @@ class KeyServer:
         if not self._is_failing and self._tells:
             what = "the keys fetched last stay in use" if self._content else "no token is accepted"
             log.error("keys of tokens not fetched", consequence=what, url=self._url, reason=reason)
+            self._events.tell("not_reloaded", what=_NAMED, reason=reason)
         self._is_failing = True
 
 

@@ -48,9 +48,10 @@ class Step(NamedTuple):
 
 
 class Mechanism(Protocol):
-    """`is_slow`: a step may take milliseconds of hashing."""
+    """`is_slow`: a step may take milliseconds of hashing. `user`: the name that the client has given, if known."""
 
     is_slow: bool
+    user: str
 
     def step(self, token: bytes) -> Step:
         """Take a message of the client. Raises Refused."""
@@ -63,6 +64,7 @@ class Plain:
     def __init__(self, users: Users | None) -> None:
         self._users = users
         self.is_slow = users is not None
+        self.user = ""
 
     def step(self, token: bytes) -> Step:
         try:
@@ -70,6 +72,7 @@ class Plain:
         except ValueError:
             # Not chained: the cause has the message in it.
             raise Refused("its PLAIN message is malformed", "Invalid SASL/PLAIN response") from None
+        self.user = name
         if not name or not password:
             missing = "username" if not name else "password"
             raise Refused(f"its {missing} is empty", f"Authentication failed: {missing} not specified")
@@ -95,13 +98,13 @@ class Scram:
     def __init__(self, mechanism: str, users: Users) -> None:
         self._mechanism = mechanism
         self._users = users
-        self._name = ""
+        self.user = ""
         self._is_known = False
         self._server = ScramMechanism(mechanism).make_server(self._find)
         self._has_begun = False
 
     def _find(self, name: str) -> tuple[bytes, bytes, bytes, int]:
-        self._name = name
+        self.user = name
         credential = self._users.find(name, self._mechanism)
         self._is_known = credential is not None
         return (credential or self._users.stand_in(name, self._mechanism))[1:]
@@ -121,11 +124,11 @@ class Scram:
             raise self._refused() from error
         if not self._is_known:
             raise self._refused()
-        return Step(final, Principal(self._name), user_creation=self._users.creation(self._name))
+        return Step(final, Principal(self.user), user_creation=self._users.creation(self.user))
 
     def _refused(self) -> Refused:
         return Refused(
-            f"the user {self._name[:100]!r}, its password or its message is wrong",
+            f"the user {self.user[:100]!r}, its password or its message is wrong",
             "Authentication failed during authentication due to invalid credentials with SASL mechanism "
             + self._mechanism,
         )
@@ -161,6 +164,7 @@ class Oauthbearer:
         self._verify = verify
         self._failure = ""
         self.is_slow = is_slow
+        self.user = ""
 
     def step(self, token: bytes) -> Step:
         if self._failure:
@@ -175,6 +179,7 @@ class Oauthbearer:
         except InvalidToken as error:
             self._failure = str(error)
             return Step(_INVALID_TOKEN)
+        self.user = principal.name
         if wanted is not None and wanted.replace("=2C", ",").replace("=3D", "=") != principal.name:
             raise Refused(
                 "it asks for the rights of another user",

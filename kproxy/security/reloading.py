@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -29,6 +29,7 @@ import structlog
 
 from kproxy.config.proxy import Given
 from kproxy.errors import StartupError
+from kproxy.security.events import NO_EVENTS, SecurityEvents
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +43,8 @@ _Print = tuple[tuple[int, int, int] | None, ...]
 class Reloading(Generic[T]):
     """The value that `load` makes of `files`; `named` is its name in the log.
 
-    `load` raises StartupError. `tells`: whether this process logs, and not another worker.
+    `load` raises StartupError. `tells`: whether this process logs, and not another worker. `entries` are the parts of a
+    value by name: security events have which were added, removed and changed.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Reloading(Generic[T]):
         counters: Counter[str],
         tells: bool = True,
         on_change: Callable[[T], None] = lambda value: None,
+        entries: Callable[[T], Mapping[str, object]] = lambda value: {},
     ) -> None:
         self.named = named
         self._files = tuple(files)
@@ -61,39 +64,46 @@ class Reloading(Generic[T]):
         self._counters = counters
         self._tells = tells
         self._on_change = on_change
+        self._entries = entries
         self._attempted = self._seen = _print_of(self._files)
         self.current = load()
 
-    async def look(self) -> None:
+    async def look(self, events: SecurityEvents = NO_EVENTS) -> None:
         """Load the files if they have changed and the last look found them so already."""
         seen = await asyncio.to_thread(_print_of, self._files)
         before, self._seen = self._seen, seen
         if seen != self._attempted and seen == before:
-            await self.reload()
+            await self.reload(events)
 
-    async def reload(self) -> bool:
-        """Load the files now; return whether they could be loaded."""
+    async def reload(self, events: SecurityEvents = NO_EVENTS) -> bool:
+        """Load the files now, and tell `events`; return whether they could be loaded."""
         self._attempted = self._seen = await asyncio.to_thread(_print_of, self._files)
         try:
             value = await asyncio.to_thread(self._load)
         except StartupError as error:
-            self._failed(str(error))
+            self._failed(str(error), events)
             return False
         except Exception:  # the boundary: whatever the files hold, the process continues to serve
             log.exception("files not loaded", what=self.named)
-            self._failed("an internal error")
+            self._failed("an internal error", events)
             return False
-        self.current = value
+        before, self.current = self.current, value
         self._counters["tls.reloads.done"] += 1
         if self._tells:
             log.info("reloaded", what=self.named)
         self._on_change(value)
+        if self._tells:
+            events.tell("reloaded", what=self.named)
+            # Users may be many.
+            entries = self._entries
+            await asyncio.to_thread(lambda: events.tell_changes(self.named, entries(before), entries(value)))
         return True
 
-    def _failed(self, reason: str) -> None:
+    def _failed(self, reason: str, events: SecurityEvents) -> None:
         self._counters["tls.reloads.failed"] += 1
         if self._tells:
             log.error("not reloaded", consequence="what was loaded before stays", what=self.named, reason=reason)
+            events.tell("not_reloaded", what=self.named, reason=reason)
 
 
 class Reloads:
@@ -102,8 +112,9 @@ class Reloads:
     `given`: the options as given, for `report_options`; None: another process reports.
     """
 
-    def __init__(self, given: Given | None = None) -> None:
+    def __init__(self, given: Given | None = None, events: SecurityEvents = NO_EVENTS) -> None:
         self._given = given
+        self._events = events
         self._values: list[Reloading[Any]] = []
         self._turn = asyncio.Lock()
 
@@ -117,13 +128,13 @@ class Reloads:
             await asyncio.sleep(LOOK_S)
             async with self._turn:
                 for value in self._values:
-                    await value.look()
+                    await value.look(self._events)
 
     async def reload(self) -> None:
         """Load all files now."""
         async with self._turn:
             for value in self._values:
-                await value.reload()
+                await value.reload(self._events)
 
     async def report_options(self, reported: str = "") -> None:
         """Log which options have changed that only a new start applies, or why it would fail, if not for `reported`."""

@@ -211,6 +211,12 @@ class SaslExchange:
             return self._refuse(header, f"{before} renews its session as another", text)
         return Answer(self._admit(header, outcome, outcome.principal))
 
+    @property
+    def user(self) -> str:
+        """The name that the client has given, for this attempt or the one before; empty if none is known."""
+        given = self._server.user if self._server is not None else ""
+        return given or (self.principal.name if self.principal is not None else "")
+
     def may_become(self, principal: Principal) -> bool:
         """Whether this client may be that principal: it had no principal before, or the same."""
         return self.principal is None or self.principal.name == principal.name

@@ -24,7 +24,15 @@ from aiohttp import web
 from kproxy.observe.admin import TableLike, replication_route
 from kproxy.observe.exposition import Families, merge, render
 from kproxy.observe.http_page import HttpPage, Readiness
-from kproxy.observe.metrics import ProcessesCollector, WorkersCollector, expiry, page_connections, registered, reloads
+from kproxy.observe.metrics import (
+    ProcessesCollector,
+    WorkersCollector,
+    events_lost,
+    expiry,
+    page_connections,
+    registered,
+    reloads,
+)
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import TablePage
 from kproxy.workers.process import NoAnswer, Order, Slot
@@ -70,7 +78,7 @@ class WorkerPages:
         for slot, answers in zip(asked, await asyncio.gather(*(slot.ask_counts() for slot in asked)), strict=True):
             up[slot.number] = answers
         ours = [registered(self._registration()), expiry(self._certificates())]
-        ours += [reloads(self._counters), *page_connections(self._counters)]
+        ours += [reloads(self._counters), events_lost(self._counters), *page_connections(self._counters)]
         families = merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours])
         pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
         restarts = sum(slot.restarts for slot in self._slots)

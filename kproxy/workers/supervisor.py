@@ -44,6 +44,7 @@ from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waitin
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.sockets import bind, bound_port
 from kproxy.runtime.tasks import cancel, unless_failed
+from kproxy.security.events import SecurityEvents
 from kproxy.security.reloading import Reloads
 from kproxy.workers.admin import WorkerPages
 from kproxy.workers.channel import Assignment, Shares
@@ -73,7 +74,9 @@ class _Supervisor:
         self._ledger = Ledger(config.workers) if config.counts_use else None
         self._reminders = Reminders(time.monotonic)
         # Those of the admin page; each worker follows the others.
-        self._reloads = Reloads(config.given)
+        self._counters = Counter[str]()
+        self._events = SecurityEvents(config.events, self._counters)
+        self._reloads = Reloads(config.given, self._events)
 
     async def serve(self) -> None:
         """Serve until cancelled; then drain the workers."""
@@ -85,20 +88,21 @@ class _Supervisor:
                 stack.callback(held.close)
                 ports.append(bound_port(held))
             self._slots = self._make_slots(ports)
+            await stack.enter_async_context(self._events)
             membership = Membership(
                 config,
                 *config.listeners[0].advertised(ports[0]),
                 counters=Counter(),
                 listeners=advertised_listeners(config.listeners, ports),
             )
-            counters, site = Counter[str](), None
+            site = None
             if config.admin is not None:
-                site = AdminSite(config, config.admin, self._reloads, counters)
+                site = AdminSite(config, config.admin, self._reloads, self._counters, self._events)
             pages = WorkerPages(
                 self._slots,
                 lambda: membership.registration,
                 certificates=lambda: site.certificates if site is not None else {},
-                counters=counters,
+                counters=self._counters,
             )
             admin = ""
             if site is not None:

@@ -20,6 +20,7 @@ from kproxy.proxy.access import AccessControl, ClientAccess
 from kproxy.proxy.screening import Screen, Screened
 from kproxy.routing.topology import Topology
 from kproxy.security.acls import Acl, Operation, Permissions, Resource, Rules
+from kproxy.security.events import SecurityEvents
 from kproxy.security.principals import Principal
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import (
@@ -35,6 +36,7 @@ from kproxy_codec.partitioned import with_length
 from kproxy_codec.produce import parse_produce
 from tests.support.clients.raw_client import produce_frame
 from tests.support.processes.served import static_proxy
+from tests.support.waiting import eventually
 
 
 def request(api_key: int, version: int, **fields: object) -> memoryview:
@@ -269,6 +271,76 @@ async def test_a_topic_is_named_or_has_an_id() -> None:
     assert response.error_code == 42
 
 
+class Told(SecurityEvents):
+    """Keeps the denials that it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__(None, Counter())
+        self.denials: list[dict[str, Any]] = []
+
+    def tell(self, event: str, **fields: Any) -> None:
+        assert event == "denied"
+        self.denials.append(fields)
+
+
+def told_to(events: Told, *, dry_run: bool = False) -> ClientAccess:
+    rules = Rules([])
+    return AccessControl(lambda: rules, Counter(), dry_run=dry_run, events=events).client()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_denials_of_request_are_one_event(dry_run: bool) -> None:
+    """Of a dry run each name is decided about twice: before a broker is asked, and in its answer."""
+    events = Told()
+    screen = Screen(told_to(events, dry_run=dry_run), Topology())
+    names = [f"topic-{number}" for number in range(200)]
+    frame = request(keys.METADATA, 5, topics=[{"name": name} for name in names])
+    await screen.screen(frame, parse_request_header(frame))
+    screen.end()
+    (denied,) = events.denials
+    assert denied["names"] == names
+    assert (denied["operation"], denied["resource"], denied["dry_run"]) == ("describe", "topic", dry_run)
+    assert (denied["principal"], denied["error"]) == ("User:ANONYMOUS", "TOPIC_AUTHORIZATION_FAILED")
+
+
+async def test_denials_in_answer_are_told_at_its_end() -> None:
+    events = Told()
+    screen = Screen(told_to(events), Topology())
+    frame = request(keys.METADATA, 12, topics=[{"topic_id": SECRET, "name": None}])
+    screened = await screen.screen(frame, parse_request_header(frame))
+    assert screened.verdict is not None
+    for _ in range(2):
+        screened.verdict(b"secret-1", SECRET.bytes, 0)
+    assert events.denials == []
+    screen.end()
+    assert [denied["names"] for denied in events.denials] == [["secret-1"]]
+
+
+async def test_denials_are_told_when_client_leaves_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, events, may_end = screening.decode_request, Told(), threading.Event()
+
+    def slowly(*given: Any) -> object:
+        may_end.wait(60)
+        return decode(*given)
+
+    monkeypatch.setattr(screening, "decode_request", slowly)
+    frame = request(keys.DELETE_TOPICS, 5, topic_names=[f"topic-{n}" for n in range(300)], timeout_ms=1)
+    screening_it = asyncio.create_task(Screen(told_to(events), Topology()).screen(frame, parse_request_header(frame)))
+    await asyncio.sleep(0.1)
+    screening_it.cancel()
+    await asyncio.gather(screening_it, return_exceptions=True)
+    may_end.set()
+    await eventually(lambda: events.denials)
+    assert len(events.denials[0]["names"]) == 300
+
+
+async def test_denials_of_partitions_are_one_event() -> None:
+    events = Told()
+    frame = memoryview(bytearray(produce_frame({f"t{n}": [0, 1] for n in range(3)})))
+    told_to(events).refused_writes(parse_produce(frame, parse_request_header(frame)))
+    assert [denied["names"] for denied in events.denials] == [["t0", "t1", "t2"]]
+
+
 async def test_long_requests_are_read_singly_beside_short_ones(
     access: ClientAccess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,14 +358,13 @@ async def test_long_requests_are_read_singly_beside_short_ones(
         return decode(api_key, version, body)
 
     monkeypatch.setattr(screening, "decode_request", slowly)
-    screen = Screen(access, Topology())
     names = [{"name": f"topic-{number}"} for number in range(3_000)]
     long, medium, short = (request(keys.METADATA, 5, topics=names[:count]) for count in (3_000, 500, 1))
     header = parse_request_header(long)
-    waiting = [asyncio.create_task(screen.screen(long, header)) for _ in range(40)]
+    waiting = [asyncio.create_task(Screen(access, Topology()).screen(long, header)) for _ in range(40)]
     for frame in (medium, short):
         async with asyncio.timeout(10):
-            assert (await screen.screen(frame, header)).verdict is not None
+            assert (await Screen(access, Topology()).screen(frame, header)).verdict is not None
     assert not any(each.done() for each in waiting)
     may_end.set()
     await asyncio.gather(*waiting)

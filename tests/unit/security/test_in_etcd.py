@@ -14,6 +14,7 @@ from kproxy.config.etcd import EtcdOptions
 from kproxy.etcd import KeyValue, Snapshot, WatchEvent
 from kproxy.security import in_etcd
 from kproxy.security.acls import Operation, Resource, Rules
+from kproxy.security.events import SecurityEvents
 from kproxy.security.in_etcd import (
     MOST_ACL_BYTES,
     MOST_USER_BYTES,
@@ -231,3 +232,30 @@ async def test_a_restored_etcd_is_read_as_it_is() -> None:
     # Revisions of another history say nothing: the same one may belong to another value.
     await site.take([KeyValue(KEYS.user("alice"), b"OTHER", 1, 1, 1, 0)])
     assert (site.names, site.failed) == (set(), 2)
+
+
+async def test_changes_are_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of changes and of a later snapshot, not of the first one, and without a user's value."""
+    told: list[tuple[str, list[str], list[str], list[str]]] = []
+
+    def tell(_: object, event: str, **fields: Any) -> None:
+        if event == "changed":
+            told.append((fields["what"], fields["added"], fields["removed"], fields["changed"]))
+        else:
+            assert (event, fields["what"]) == ("not_reloaded", "user in etcd: /kafscale/kproxy/users/bob")
+
+    monkeypatch.setattr(SecurityEvents, "tell", tell)
+    watched = Copy()
+    await watched.snapshot(alice=ALICE)
+    watched.put(KEYS.user("bob"), ALICE)
+    watched.put(KEYS.user("bob"), encode_user(sasl.credentials_of("bob")))
+    watched.put(KEYS.user("bob"), b"invalid")
+    watched.put(KEYS.acl("one"), b'{"principal": "User:a", "operations": ["read"], "topics": ["t*"]}')
+    await watched.snapshot(alice=ALICE)
+    assert told == [
+        ("users in etcd", ["bob"], [], []),
+        ("users in etcd", [], [], ["bob"]),
+        ("rules in etcd", ["one: allow User:a read topic t*"], [], []),
+        ("users in etcd", [], ["bob"], []),
+        ("rules in etcd", [], ["one: allow User:a read topic t*"], []),
+    ]
