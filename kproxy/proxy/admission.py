@@ -38,6 +38,7 @@ from kproxy.config.principal_rules import DEFAULT_MAPPING, PrincipalMapping
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_identity import NotJudged
+from kproxy.runtime.cpu_limit import TookTooLong, within
 from kproxy.security.mechanisms import Refused, Servers, Step
 from kproxy.security.principals import ANONYMOUS, NoPrincipal, Principal, principal_of
 from kproxy.security.quotas import Quotas, digest_of
@@ -52,6 +53,8 @@ log = structlog.get_logger(__name__)
 REFUSAL_DELAY_S: Final = 0.1
 # The part of the time to authenticate in which a broker has to judge a client, so that the log can give the reason.
 JUDGED_WITHIN: Final = 0.9
+# CPU time of all rules for a certificate, on the event loop, in seconds.
+MOST_RULES_S: Final = 0.02
 # Kept keys of addresses and principals for other workers.
 MOST_KEYS: Final = 4_096
 _ADDRESS: Final = "address"
@@ -206,9 +209,14 @@ class Gate:
         if admission.servers is not None:
             return
         try:
-            principal = principal_of(certificate, admission.mapping) if certificate else ANONYMOUS
+            principal = (
+                within(MOST_RULES_S, lambda: principal_of(certificate, admission.mapping)) if certificate else ANONYMOUS
+            )
         except NoPrincipal as error:
             self._client.refuse(NotAdmitted(str(error)))
+            return
+        except TookTooLong:
+            self._client.refuse(NotAdmitted(f"its certificate's names take the rules more than {MOST_RULES_S:g} s"))
             return
         self._admit(principal)
 
