@@ -38,6 +38,7 @@ from kproxy.config.principal_rules import DEFAULT_MAPPING, PrincipalMapping
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_identity import NotJudged
+from kproxy.runtime.cpu_limit import TookTooLong, within
 from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.mechanisms import Refused, Servers, Step
 from kproxy.security.principals import ANONYMOUS, NoPrincipal, Principal, distinguished_name, principal_of
@@ -53,6 +54,8 @@ log = structlog.get_logger(__name__)
 REFUSAL_DELAY_S: Final = 0.1
 # The part of the time to authenticate in which a broker has to judge a client, so that the log can give the reason.
 JUDGED_WITHIN: Final = 0.9
+# CPU time of all rules for a certificate, on the event loop, in seconds.
+MOST_RULES_S: Final = 0.02
 # Kept keys of addresses and principals for other workers.
 MOST_KEYS: Final = 4_096
 _ADDRESS: Final = "address"
@@ -211,12 +214,17 @@ class Gate:
         if admission.servers is not None:
             return
         try:
-            principal = principal_of(certificate, admission.mapping) if certificate else ANONYMOUS
-        except NoPrincipal as error:
-            self._tell_failed(str(error), distinguished_name(certificate.get("subject", ())), "certificate")
-            self._client.refuse(NotAdmitted(str(error)))
+            principal = within(MOST_RULES_S, lambda: self._named_by(certificate))
+        except (NoPrincipal, TookTooLong) as error:
+            reason = str(error) or f"its certificate's names take the rules more than {MOST_RULES_S:g} s"
+            self._tell_failed(reason, distinguished_name(certificate.get("subject", ())), "certificate")
+            self._client.refuse(NotAdmitted(reason))
             return
         self._admit(principal, "certificate" if certificate else "none")
+
+    def _named_by(self, certificate: Any) -> Principal:
+        """Raises NoPrincipal."""
+        return principal_of(certificate, self._admission.mapping) if certificate else ANONYMOUS
 
     def _refuse_one_more(self, outcome: str, reason: str) -> None:
         self._admission.counters["clients.too_many"] += 1

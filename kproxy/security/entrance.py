@@ -20,8 +20,9 @@ Transitions
 Invariants
 1. Exactly the PROXY protocol's header is consumed, and the first byte after it is left in the socket. The event loop's
    TLS begins with an untouched socket.
-2. At most `max_half_open` connections are not inside, each for at most HANDSHAKE_S. Where there are more, the oldest is
-   refused: an ordinary client finishes within a few round trips of its turn, so those that do not finish are older.
+2. At most `max_half_open` connections are not inside, each for at most HANDSHAKE_S, and TLS reads at most
+   MOST_HELLO_BYTES before it answers. Where there are more, the oldest is refused: an ordinary client finishes within a
+   few round trips of its turn, so those that do not finish are older.
 3. Nothing is read from a connection whose sender may send no header of the PROXY protocol.
 4. Each connection that is not inside is one task, which owns its socket until the event loop has it.
 5. Handshakes begin one after another: those of a listener in the order in which clients asked for them, those of
@@ -71,6 +72,9 @@ MOST_STEP_S: Final = 0.005
 MOST_WORK_S: Final = 0.02
 # The end of a session takes about as long as its beginning, and is not measured.
 _BOTH_ENDS: Final = 2
+# The longest beginning of a handshake. Clients send up to 2 KiB, with keys for post-quantum groups; OpenSSL takes 128
+# KiB, and a time that grows with the square: it looks for the group of each of a hello's keys in its list of groups.
+MOST_HELLO_BYTES: Final = 8 << 10
 # To end TLS, in seconds.
 SHUTDOWN_S: Final = 5.0
 # For a refused client to read the reason, in seconds.
@@ -180,13 +184,25 @@ class EntranceContext(ssl.SSLContext):
         handshake = _handshake.get(None)
         if handshake is not None:
             handshake.outgoing = outgoing
-        return super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+        made = super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+        cast(_Object, made).bytes_in, cast(_Object, made).bytes_out = incoming, outgoing
+        return made
 
 
 class _Object(ssl.SSLObject):
+    bytes_in: ssl.MemoryBIO
+    bytes_out: ssl.MemoryBIO
+    # What TLS may still read before it answers for the first time; None once it has.
+    _hello_left: int | None = MOST_HELLO_BYTES
+
     def do_handshake(self) -> None:
         handshake = _handshake.get(None)
         began = time.monotonic()
+        if self._hello_left is not None:
+            # Until it answers it reads all that there is.
+            self._hello_left -= self.bytes_in.pending
+            if self._hello_left < 0:
+                raise ssl.SSLError(ssl.SSL_ERROR_SSL, f"its first message has more than {MOST_HELLO_BYTES} bytes")
         try:
             super().do_handshake()
             if self.session_reused:
@@ -198,6 +214,8 @@ class _Object(ssl.SSLObject):
                 handshake.send_alert()
             raise
         finally:
+            if self.bytes_out.pending:
+                self._hello_left = None
             if handshake is not None:
                 handshake.pace.worked(time.monotonic() - began)
 

@@ -21,8 +21,8 @@ GROUP: Final = "Group:"
 # A certificate's names are at most as long as the certificate that a TLS handshake admits; those in logs and rules are
 # not.
 MOST_NAME_CHARACTERS: Final = 1_000
-# Patterns of rules may take a time that grows faster than the names, on the event loop. Both bounds are for the names
-# of one kind together.
+# Patterns of rules may take a time that grows much faster than the names: kproxy.proxy.admission limits that too. Both
+# bounds are for the names of one kind together.
 MOST_NAMES_CHARACTERS: Final = 4_000
 MOST_NAMES: Final = 100
 # Strict: characters that are not ASCII, or not visible, are no part of such names. So no URI looks like a subject.

@@ -2,29 +2,42 @@
 
 Everything that is read before a client is authenticated gets inputs of up to 64 KiB: repeated pieces that are known to
 be dear (combining marks, near matches of a pattern, nested and repeated fields), and random ones from a seed that is
-printed. An input that is eight times as long may not cost much more than eight times as much.
+printed. An input that is eight times as long may not cost much more than eight times as much. TLS gets each two
+extensions of a ClientHello, filled up; the admin page gets first lines, headers and bodies.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import product
+from functools import partial
+from itertools import combinations, product
 from random import Random
-from typing import Final
+from typing import Final, cast
 
 import pytest
 
 from kproxy.broker.replication.authentication import AuthenticationFailed, ListenerHandshake, Secret
+from kproxy.config.tls import ListenerTls
+from kproxy.observe import http_page
+from kproxy.observe.admin import AdminPage, Pages
+from kproxy.observe.exposition import render
+from kproxy.observe.http_page import Readiness
+from kproxy.observe.page_guard import PageGuard
+from kproxy.security.entrance import MOST_HELLO_BYTES, load_for_entrance
 from kproxy.security.proxy_protocol import MAX_BYTES, SIGNATURE, ProxyHeader, ProxyHeaderError
 from kproxy.security.sasl import MOST_FRAME_BYTES, Pending, SaslExchange
 from kproxy_codec.api_keys import API_VERSIONS, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.framing import request_header
 from tests.support.clients.raw_client import raw_frame
 from tests.support.rules import examples
+from tests.support.security import client_hello as hello
 from tests.support.security import sasl_client as client
+from tests.support.security.tls_files import Signer
 
 TIMES: Final = 8
 # Linear work takes TIMES as long; the rest is noise. Quadratic work takes TIMES * TIMES.
@@ -131,12 +144,181 @@ def of_length(message: tuple[str, str, str], size: int) -> bytes:
     return beginning + piece * ((size - len(beginning) - len(end)) // len(piece)) + end
 
 
+def check(take: Taker, message: Callable[[int], bytes], longest: int, told: str) -> None:
+    """Fail if the message costs more than its length explains."""
+    long_s = cpu_s(take, message(longest))
+    if long_s > SHORT_S:
+        short_s = cpu_s(take, message(longest // TIMES))
+        assert long_s / short_s < MOST_RATIO, f"{told}: {long_s * 1e3:.1f} ms"
+
+
 @pytest.mark.parametrize("taker", TAKERS)
 def test_cost_grows_with_length_alone(taker: str) -> None:
     seed = secrets.randbelow(1 << 32)
-    take, longest = TAKERS[taker], MOST_FRAME_BYTES - 100
     for message in messages(Random(seed)):
-        long_s = cpu_s(take, of_length(message, longest))
-        if long_s > SHORT_S:
-            short_s = cpu_s(take, of_length(message, longest // TIMES))
-            assert long_s / short_s < MOST_RATIO, f"{message!r}: {long_s * 1e3:.1f} ms; seed {seed}"
+        check(TAKERS[taker], partial(of_length, message), MOST_FRAME_BYTES - 100, f"{message!r}; seed {seed}")
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
+    pair = Signer(tmp_path_factory.mktemp("signer") / "ca").issue("server", "localhost")
+    return load_for_entrance(ListenerTls(pair.cert, pair.key)).context
+
+
+def test_hello_costs_with_its_length_alone(tls: ssl.SSLContext) -> None:
+    """Each two extensions share the bytes, and each has them alone; with TLS 1.3 and without."""
+
+    def take(message: bytes) -> None:
+        incoming = ssl.MemoryBIO()
+        incoming.write(message)
+        with suppress(ssl.SSLError):
+            tls.wrap_bio(incoming, ssl.MemoryBIO(), server_side=True).do_handshake()
+
+    every = [*hello.CIPHERS_FILL, *hello.FILLS]
+    honest_s = cpu_s(take, hello.client_hello(hello.EXTENSIONS))
+    for names in [*combinations(every, 2), *((name,) for name in every)]:
+        for kinds in (tuple(hello.EXTENSIONS), (hello.SIGNATURES, hello.GROUPS)):
+            check(take, partial(filled, names, kinds), LONGEST_HELLO, f"{names} {kinds}")
+            # The longest that is looked at.
+            assert cpu_s(take, filled(names, kinds, MOST_HELLO_BYTES)) < MOST_RATIO * honest_s, f"{names} {kinds}"
+    for kinds in (range(0x5000, 0x10000), [0x5000] * 0x8000):
+        check(take, partial(with_kinds, kinds), LONGEST_HELLO, f"extensions {kinds[:2]}")
+
+
+LONGEST_HELLO: Final = 65_000
+
+
+def filled(names: Sequence[str], kinds: Sequence[int], size: int) -> bytes:
+    """A ClientHello whose extensions of these names are filled up; `kinds` are those that it has besides."""
+    room = (size - 300) // len(names)
+    fields = {kind: hello.EXTENSIONS[kind] for kind in kinds}
+    fields |= {kind: fill(room) for kind, fill in (hello.FILLS[name] for name in names if name in hello.FILLS)}
+    ciphers = [hello.CIPHERS_FILL[name](room)[2:] for name in names if name in hello.CIPHERS_FILL]
+    return hello.client_hello(fields, ciphers[0] if ciphers else hello.CIPHERS)
+
+
+def with_kinds(kinds: Sequence[int], size: int) -> bytes:
+    """A ClientHello with empty extensions of these kinds."""
+    empty = b"".join(hello.number(kind) + bytes(2) for kind in kinds[: (size - 300) // 4])
+    return hello.client_hello(hello.EXTENSIONS, more=empty)
+
+
+class _Pages:
+    """What the page shows does not matter here."""
+
+    async def metrics(self, accept: str) -> tuple[bytes, str]:
+        return render((), accept)
+
+    async def readiness(self) -> Readiness:
+        return Readiness(True, "ready")
+
+    liveness = readiness
+
+    async def summary(self) -> str:
+        return "here"
+
+    async def table(self, query: object, worker: int | None = None) -> bytes:
+        return b"{}"
+
+    async def claims(self, query: object) -> bytes:
+        return b"{}"
+
+    free = claims
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["open", "token"])
+def ask(request: pytest.FixtureRequest) -> Iterator[Taker]:
+    """Ask a page for something, and wait until it has closed the connection."""
+    guard = PageGuard((lambda: "0123456789abcdef") if request.param else (lambda: ""))
+    pages = _Pages()
+    page = AdminPage(cast(Pages, pages), pages.table, guard)
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        # aiohttp answers nothing to a host that is no name of IDNA: the page closes the connection.
+        patch.setattr(http_page, "REQUEST_S", 0.2)
+        port = runner.run(page.start("127.0.0.1", 0))
+
+        async def take(message: bytes) -> bytes:
+            async with asyncio.timeout(60):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(message)
+                answer = b""
+                with suppress(ConnectionError):
+                    answer = await reader.read()
+                writer.close()
+                return answer
+
+        yield lambda message: runner.run(take(message))
+        runner.run(page.stop())
+
+
+HEADERS: Final = b"Host: 127.0.0.1\r\nConnection: close\r\n"
+TO_PAGE: Final[dict[str, tuple[bytes, bytes]]] = {
+    "method": (b"", b" / HTTP/1.1\r\n" + HEADERS + b"\r\n"),
+    "path": (b"GET /", b" HTTP/1.1\r\n" + HEADERS + b"\r\n"),
+    "query": (b"GET /table?", b" HTTP/1.1\r\n" + HEADERS + b"\r\n"),
+    "authority": (b"GET http://", b"/ HTTP/1.1\r\n" + HEADERS + b"\r\n"),
+    "version": (b"GET / HTTP/1.1", b"\r\n" + HEADERS + b"\r\n"),
+    "host": (b"GET /table HTTP/1.1\r\nConnection: close\r\nHost: ", b"\r\n\r\n"),
+    "headers": (b"GET /table HTTP/1.1\r\n" + HEADERS, b"\r\n\r\n"),
+    **{
+        name: (f"GET {path} HTTP/1.1\r\n".encode() + HEADERS + f"{name}: ".encode(), b"\r\n\r\n")
+        for name, path in (
+            ("Authorization", "/table"),
+            ("Authorization: Bearer", "/table"),
+            ("Accept", "/metrics"),
+            ("Cookie", "/table"),
+            ("Content-Type", "/own/free"),
+            ("Expect", "/table"),
+        )
+    },
+    "Origin": (b"POST /own/free HTTP/1.1\r\n" + HEADERS + b"Content-Length: 0\r\nOrigin: ", b"\r\n\r\n"),
+    "chunks": (
+        b"POST /own/free HTTP/1.1\r\n"
+        + HEADERS
+        + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"0\r\n\r\n",
+    ),
+    "order": (b"POST /own/free HTTP/1.1\r\n" + HEADERS + b"Content-Type: application/json\r\n", b""),
+}
+PAGE_PIECES: Final = (
+    "a",
+    ":",
+    "%41",
+    "%",
+    "/../",
+    "a=b&",
+    "a:1.",
+    "[::",
+    ".xn--a",
+    "\u0300",
+    "a, ",
+    "application/openmetrics-text;q=0.5,",
+    " \t",
+    "a: b\r\n",
+    "a: b\r\n c\r\n",
+    "1\r\na\r\n",
+    "1;a=b\r\na\r\n",
+    '{"group": [',
+)
+
+
+def test_page_costs_with_length_alone(ask: Taker, request: pytest.FixtureRequest) -> None:
+    has_token = "token" in request.node.name
+    places = {name: ends for name, ends in TO_PAGE.items() if not has_token or name.startswith("Authorization")}
+    seed = secrets.randbelow(1 << 32)
+    random = Random(seed)
+    pieces = [*PAGE_PIECES, *("".join(random.choices(PAGE_PIECES, k=3)) for _ in range(examples(6)))]
+    for (place, ends), piece, longest in product(places.items(), pieces, (LONGEST_LINE, LONGEST_REQUEST)):
+        check(ask, partial(request_of, ends, piece.encode()), longest, f"{place} {piece!r}; seed {seed}")
+
+
+# A longer line is refused unread.
+LONGEST_LINE: Final = 8_000
+LONGEST_REQUEST: Final = 65_000
+
+
+def request_of(ends: tuple[bytes, bytes], piece: bytes, size: int) -> bytes:
+    """The piece, repeated, between the ends; without a second end it is the body."""
+    beginning, end = ends
+    body = piece * ((size - len(beginning) - len(end)) // len(piece))
+    return beginning + (b"" if end else b"Content-Length: %d\r\n\r\n" % len(body)) + body + end

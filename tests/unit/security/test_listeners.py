@@ -16,8 +16,9 @@ from kproxy.config import Address, ProxyConfig, load_proxy_config
 from kproxy.config.certificates import meet
 from kproxy.config.tls import ListenerTls, load_broker_tls, load_listener_tls
 from kproxy.errors import StartupError
-from kproxy.security.entrance import is_among, load_for_entrance
+from kproxy.security.entrance import MOST_HELLO_BYTES, is_among, load_for_entrance
 from kproxy.security.tls_errors import client_failure
+from tests.support.security.client_hello import EXTENSIONS, PADDING, client_hello
 from tests.support.security.tls_files import Pair, Signer, client_context
 
 ETCD = '[ownership]\netcd = "http://a:1"\n'
@@ -365,3 +366,46 @@ def talk(
     here.write(b"x")
     assert there.read(1) == b"x"
     return here, there
+
+
+def test_hello_longer_than_any_clients_is_refused(signer: Signer) -> None:
+    """However it comes in; one of a length that clients may need some day is answered."""
+    context = load_for_entrance(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key")).context
+    for padding, is_refused in ((MOST_HELLO_BYTES - 300, False), (MOST_HELLO_BYTES, True)):
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server = context.wrap_bio(incoming, outgoing, server_side=True)
+        hello = client_hello({**EXTENSIONS, PADDING: bytes(padding)})
+        errors = []
+        for at in range(0, len(hello), 1_000):
+            incoming.write(hello[at : at + 1_000])
+            try:
+                server.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError as error:
+                errors.append(str(error))
+                break
+        assert bool(errors) == is_refused
+        assert bool(outgoing.pending) != is_refused
+        assert not errors or errors == [f"its first message has more than {MOST_HELLO_BYTES} bytes"]
+
+
+def test_chain_of_certificates_may_be_longer_than_hello(signer: Signer, tmp_path: Path) -> None:
+    server_pair = Pair(signer.directory / "server.pem", signer.directory / "server.key")
+    options = ListenerTls(*server_pair, client_ca=signer.ca, client_auth="required")
+    issued = signer.issue("client", "app")
+    chain = tmp_path / "chain.pem"
+    chain.write_bytes(issued.cert.read_bytes() + signer.ca.read_bytes() * 40)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = load_for_entrance(options).context.wrap_bio(to_server, to_client, server_side=True)
+    dialling = client_context(signer.ca, Pair(chain, issued.key))
+    client = dialling.wrap_bio(to_client, to_server, server_hostname="localhost")
+    sent = 0
+    for _ in range(3):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            client.do_handshake()
+        sent = max(sent, to_server.pending)
+        with contextlib.suppress(ssl.SSLWantReadError):
+            server.do_handshake()
+    assert sent > MOST_HELLO_BYTES
+    assert server.getpeercert()
