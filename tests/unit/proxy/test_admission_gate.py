@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from kproxy.config.principal_rules import parse_rules
+from kproxy.config.principal_rules import PrincipalMapping, parse_rules
 from kproxy.config.quotas import QuotaSection
 from kproxy.proxy import admission as admissions
 from kproxy.proxy.admission import Admission, Gate, NotAdmitted, OpenConnections
@@ -177,6 +177,7 @@ async def test_error_of_mechanism_admits_nobody() -> None:
 
     class Broken:
         is_slow = False
+        user = ""
 
         def step(self, token: bytes) -> Step:
             raise RuntimeError("a bug")
@@ -280,7 +281,7 @@ async def test_sasl_is_no_matter_where_certificates_are() -> None:
 
 
 def test_certificate_names_principal() -> None:
-    site = Site(by_certificate=True, rules=parse_rules("RULE:^CN=(a.*)$/$1/U"))
+    site = Site(by_certificate=True, mapping=PrincipalMapping(parse_rules("RULE:^CN=(a.*)$/$1/U")))
     _, session, _ = site.enter(ALICE)
     assert session.principal == Principal("ALICE")
     _, session, _ = site.enter({"subject": ((("commonName", "bob"),),)})
@@ -315,14 +316,14 @@ EXPLODING: Final[dict[str, list[tuple[str, str]]]] = {
 
 @pytest.mark.parametrize("rule", EXPLODING)
 def test_rule_that_explodes_lets_nobody_in(rule: str) -> None:
-    site = Site(by_certificate=True, rules=parse_rules([rule, "DEFAULT"]))
+    site = Site(by_certificate=True, mapping=PrincipalMapping(parse_rules([rule, "DEFAULT"])))
     honest = subject_of([("commonName", "banana"), *EXPLODING[KAFKAS][1:5], ("countryName", "DE")])
     for _ in range(2):
         _, session, _ = site.enter(honest)
         assert session.principal is not None
         assert not session.principal.name.startswith("CN=")
         _, session, _ = site.enter(subject_of(EXPLODING[rule]))
-        assert session.refusals == ["its certificate's name takes the rules more than 0.02 s"]
+        assert session.refusals == ["its certificate's names take the rules more than 0.02 s"]
         assert session.done == []
 
 
