@@ -61,6 +61,7 @@ from kproxy_codec.error_codes import (
     UNKNOWN_TOPIC_ID,
     UNKNOWN_TOPIC_OR_PARTITION,
 )
+from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import RequestHeader, frame_message
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.walk import at_once
@@ -138,9 +139,10 @@ class Screen:
 
     def _screen(self, frame: memoryview, header: RequestHeader) -> Screened:
         key, version = header.api_key, header.api_version
-        decide = _DECISIONS.get(key)
+        decide = DECISIONS.get(key)
         if decide is None:
-            return Screened(frame)
+            # Never a way around the rules: brokers would take it for the proxy's own request.
+            raise CodecError(f"no rules of access are known for {keys.name_of(key)}, so that it is refused")
         request = decode_request(key, version, frame[header.body_offset :])
         # On the thread that decides: the connection may have ended meanwhile.
         with self._access:
@@ -511,7 +513,7 @@ _TOPIC_CHANGES: Final[Mapping[int, tuple[Operation, str, str | None]]] = {
     keys.CREATE_PARTITIONS: (Operation.ALTER, "results", None),
     keys.DELETE_TOPICS: (Operation.DELETE, "responses", _MESSAGES[TOPIC_AUTHORIZATION_FAILED]),
 }
-_DECISIONS: Final[Mapping[int, Callable[[Screen, memoryview, RequestHeader, Message], Screened]]] = {
+DECISIONS: Final[Mapping[int, Callable[[Screen, memoryview, RequestHeader, Message], Screened]]] = {
     keys.JOIN_GROUP: Screen._group,
     keys.SYNC_GROUP: Screen._group,
     keys.HEARTBEAT: Screen._group,

@@ -31,6 +31,7 @@ from kproxy_codec.control import (
     encode_request,
     encode_response,
 )
+from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import parse_request_header, request_header
 from kproxy_codec.partitioned import with_length
 from kproxy_codec.produce import parse_produce
@@ -75,6 +76,16 @@ def test_first_denial_is_logged_and_all_are_counted(is_enforced: bool) -> None:
     assert len(refused) == (4_096 if is_enforced else 0)
     assert [line["name"] for line in lines] == ["t0"]
     assert counters == {f"access.{'denied' if is_enforced else 'dry_run'}.write.topic": 4_096}
+
+
+async def test_api_without_decision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was forwarded unscreened, with the proxy's own identity."""
+    monkeypatch.delitem(screening.DECISIONS, keys.CREATE_TOPICS)  # type: ignore[arg-type]
+    rules = Rules([])
+    screen = Screen(AccessControl(lambda: rules, Counter()).client(), Topology())
+    frame = request(keys.CREATE_TOPICS, 5, topics=[], timeout_ms=1, validate_only=False)
+    with pytest.raises(CodecError, match="no rules of access are known for CREATE_TOPICS"):
+        await screen.screen(frame, parse_request_header(frame))
 
 
 async def test_first_denial_of_control_request_is_logged() -> None:
