@@ -1,8 +1,8 @@
 """Carry out the decisions about the Produce, Fetch and ListOffsets requests of one client connection.
 
 The core (kproxy.routing.fanout) decides. Events reach it one after another: events caused by the actions of one wait
-until these are carried out. Before any event except a success on the plain path (kproxy.proxy.plain_path) all requests
-in flight there enter the core. kproxy.proxy.requests checks requests and begins them here.
+until these are carried out. Requests in flight on the plain path (kproxy.proxy.plain_path) enter the core before an
+event that may concern them. kproxy.proxy.requests checks requests and begins them here.
 
 Invariants
 1. If the topology has changed, that is the next event.

@@ -5,8 +5,8 @@ in as method calls, and actions go out as values (kproxy.routing.actions). An ev
 and a `jitter` in [0, 1). The caller carries out all actions of an event, in order, before it brings the next one. If
 the topology has changed, that is the next event.
 
-A request whose routes are all proven is not brought here while it meets only success: the shell (kproxy.proxy.fanout)
-sends it by a `plan` and answers it in turn (the plain path). Before any other event such requests enter by `adopt`.
+The shell (kproxy.proxy.fanout) sends a request by a `plan` while all its routes are proven, and answers success (the
+plain path). It enters by `adopt` before events other than `submitted`, `left`, `woken`, reads' answers and success.
 
 The states are those of the core's parts: kproxy.routing.merge has those of an exchange, kproxy.routing.lanes of a lane,
 kproxy.routing.in_flight of a connection to a broker, kproxy.routing.client_end of the client. kproxy.routing.routes
@@ -30,7 +30,7 @@ Invariants
    while it has found too little. What the late broker answers is discarded.
 11. Batches of claimed partitions are sent with the fences in force at that moment. Whether the claims are live is not
    decided here: the caller checks it when it writes.
-11. An event judges at most MOST_AT_ONCE entries that have no broker, and sends as many from lanes that are due. The
+12. An event judges at most MOST_AT_ONCE entries that have no broker, and sends as many from lanes that are due. The
    others wait in their lanes for the next wake.
 """
 

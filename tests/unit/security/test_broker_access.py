@@ -205,7 +205,7 @@ def test_access_knows_what_its_connections_have() -> None:
     assert BrokerAccess.once(None, OWN).sasl == OWN
 
 
-def test_error_of_plain_dial_is_left_as_it_is() -> None:
+def test_error_of_plain_dial_is_unchanged() -> None:
     for error in (ConnectionResetError("reset"), ConnectionRefusedError("refused")):
         assert BrokerAccess(sasl=OWN).explain(error, "b") is error
     with_tls = BrokerAccess.once(BrokerTls(), None)
