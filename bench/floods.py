@@ -1,4 +1,4 @@
-"""`make bench SECTION=floods`: what floods of a listener with TLS and SASL do to a client that behaves; three minutes.
+"""`make bench SECTION=floods`: what floods of a listener with TLS and SASL do to a client that behaves; four minutes.
 
 An authenticated client sends RATE requests a second. Its latency is taken without a flood and then under one, for each
 flood in turn, and with it the proxy's memory and the metrics that count the flood. A flood is a process of the lowest
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import socket
@@ -22,9 +23,12 @@ import tempfile
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from cryptography.hazmat.primitives.asymmetric import rsa
+from jwt.algorithms import RSAAlgorithm
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +41,9 @@ from bench.processes import child, first_line, resident_bytes
 from bench.quick import BROKERS, serving, write_table
 from bench.tls import NAME, make_certificates
 from kproxy.security.users import make_credential, write_users
+from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.framing import request_header
+from kproxy_codec.primitives import INT16, INT32
 
 LOCAL: Final = "127.0.0.1"
 RATE: Final = 500
@@ -111,12 +118,16 @@ def _proxy(table: Path, *flags: str) -> Iterator[tuple[int, int, str]]:
 
 def _configure(directory: Path) -> Path:
     kind = "SCRAM-SHA-256"
+    public = rsa.generate_private_key(public_exponent=65_537, key_size=2_048).public_key()
+    keys = directory / "keys.json"
+    keys.write_text(json.dumps({"keys": [{**RSAAlgorithm.to_jwk(public, as_dict=True), "kid": "bench"}]}))
     users = directory / "users.toml"
     write_users(users, {USER: {kind: make_credential(kind, PASSWORD, 4_096, os.urandom(18))}})
     config = directory / "kproxy.toml"
     config.write_text(
         f'[tls]\ncert = "{directory / "cert.pem"}"\nkey = "{directory / "key.pem"}"\n'
-        f'[sasl]\nmechanisms = ["PLAIN"]\nusers = "{users}"\n'
+        f'[sasl]\nmechanisms = ["PLAIN", "{kind}", "OAUTHBEARER"]\nusers = "{users}"\n'
+        f'[oauth]\njwks = "{keys}"\nissuer = "https://bench.test/"\naudience = "bench"\n'
         f'[[acls]]\nprincipal = "User:{USER}"\noperations = ["write"]\ntopics = ["*"]\n'
     )
     return config
@@ -217,6 +228,27 @@ async def _pipeline(port: int, context: ssl.SSLContext) -> None:
     await asyncio.sleep(1.0)
 
 
+async def _message(mechanism: bytes, token: bytes, port: int, context: ssl.SSLContext) -> None:
+    """A first message of a mechanism, before authentication."""
+    reader, writer = await asyncio.open_connection(LOCAL, port, ssl=context, server_hostname=NAME)
+    try:
+        for key, body in (
+            (SASL_HANDSHAKE, INT16.pack(len(mechanism)) + mechanism),
+            (SASL_AUTHENTICATE, INT32.pack(len(token)) + token),
+        ):
+            message = request_header(key, 1, 0, b"bench") + body
+            writer.write(INT32.pack(len(message)) + message)
+        while await reader.read(1 << 16):
+            pass
+    finally:
+        writer.close()
+
+
+# Names and pairs of which SCRAM's library, and a pattern, took more than a second.
+_MARKS: Final = ("n,,n=" + "a" + "\u0301\u0316" * 15_000 + ",r=nonce").encode()
+_PAIRS: Final = b"n,,\x01" + b"auth=bearer x\x01" * 4_100
+
+
 FLOODS: Final[dict[str, tuple[int, Flood]]] = {
     "2,000 slow handshakes": (2_000, _slow),
     "500 announce 2 GiB": (500, _huge),
@@ -225,6 +257,8 @@ FLOODS: Final[dict[str, tuple[int, Flood]]] = {
     "2,000 half-open handshakes": (2_000, _half_open),
     "10,000 requests, answers unread": (1, _pipeline),
     "handshakes without end": (20, _handshakes),
+    "8 SCRAM messages of 60 KB, again and again": (8, partial(_message, b"SCRAM-SHA-256", _MARKS)),
+    "8 OAUTHBEARER messages of 57 KB, again and again": (8, partial(_message, b"OAUTHBEARER", _PAIRS)),
 }
 
 

@@ -36,6 +36,11 @@ class Exposed(NamedTuple):
         )
 
 
+def is_in_read_only_mount(file: Path) -> bool:
+    """Raises OSError."""
+    return bool(os.statvfs(file).f_flag & os.ST_RDONLY)
+
+
 def exposed(secrets: Iterable[tuple[str, Path | None]]) -> list[Exposed]:
     """Those of the files that others can read or change, once each. Raises StartupError if one is gone."""
     found: dict[Path, Exposed] = {}
@@ -44,7 +49,7 @@ def exposed(secrets: Iterable[tuple[str, Path | None]]) -> list[Exposed]:
             continue
         try:
             mode = stat.S_IMODE(file.stat().st_mode)
-            is_fixed = bool(os.statvfs(file).f_flag & os.ST_RDONLY)
+            is_fixed = is_in_read_only_mount(file)
         except OSError as error:
             raise unreadable(what, file, error) from error
         if mode & _OTHERS and not is_fixed:

@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 
 from scramp import ScramException, ScramMechanism
 
+from kproxy.config.exposure import Exposed, is_in_read_only_mount
 from kproxy.config.parsing import read_file, read_toml, unreadable
 from kproxy.config.security import SCRAM_256, SCRAM_512
 from kproxy.errors import StartupError
@@ -211,18 +212,16 @@ def _parse(given: Mapping[str, object], file: Path) -> dict[str, Credentials]:
 
 
 def check_mode(file: Path, key: str) -> None:
-    """Raise StartupError for a file with secrets that everybody can read, or others write."""
+    """Raise StartupError for a file with secrets that everybody can read, or others write; see config.exposure."""
     try:
         mode = file.stat().st_mode
+        is_fixed = is_in_read_only_mount(file)
     except (OSError, ValueError) as error:
         raise unreadable(key, file, error, f"make it with `kproxy user add --users {file} NAME`") from error
     if not stat.S_ISREG(mode):
         raise StartupError(f"{key} {file} is no file: name one that `kproxy user add` has written.")
-    if mode & _FORBIDDEN_MODE:
-        raise StartupError(
-            f"{key} {file} has the mode {stat.S_IMODE(mode):04o}, so that others can read or change it: run "
-            f"`chmod 600 {file}` (640 lets its group read)."
-        )
+    if mode & _FORBIDDEN_MODE and not is_fixed:
+        raise StartupError(str(Exposed(key, file, stat.S_IMODE(mode))))
 
 
 def write_users(file: Path, users: Mapping[str, Credentials]) -> None:

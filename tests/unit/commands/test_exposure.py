@@ -13,6 +13,8 @@ import pytest
 from kproxy.config import build_proxy_config, load_settings
 from kproxy.config.exposure import exposed
 from kproxy.config.proxy import secret_files
+from kproxy.errors import StartupError
+from kproxy.security.users import read_users
 from tests.support.security.tls_files import Signer
 
 
@@ -109,6 +111,15 @@ def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
 
 def _run(*command: str | Path) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_users_in_read_only_mount_are_read(mounted: tuple[Path, Callable[[], object]]) -> None:
+    mount, make_read_only = mounted
+    (mount / "token").write_text("[users]\n")
+    with pytest.raises(StartupError, match=r"sasl\.users: its file .*token has the mode 0644"):
+        read_users(mount / "token")
+    make_read_only()
+    assert read_users(mount / "token").by_name == {}
 
 
 def test_file_in_read_only_mount_is_let_be(mounted: tuple[Path, Callable[[], object]]) -> None:
