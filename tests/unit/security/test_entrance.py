@@ -189,6 +189,27 @@ def test_valid_certificate_resumes_its_session(signer: Signer) -> None:
             server.unwrap()
 
 
+async def test_handshake_waits_for_its_turn(
+    begin: Begin, loaded: Loaded, signer: Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins = asyncio.Event()
+
+    class Pace:
+        async def turn(self) -> None:
+            await begins.wait()
+
+        def worked(self, seconds: float) -> None:
+            assert seconds >= 0
+
+    monkeypatch.setattr(entrances, "_pace_of_loop", Pace)
+    site = await begin(loaded)
+    answer = asyncio.create_task(site.tell(b"ping", client_context(signer.ca)))
+    await asyncio.sleep(0.1)
+    assert (site.entrance.half_open, site.welcomed) == (1, 0)
+    begins.set()
+    assert await answer == b"ping"
+
+
 async def test_oldest_of_too_many_is_refused(begin: Begin, loaded: Loaded, signer: Signer) -> None:
     site = await begin(loaded, max_half_open=2)
     idle = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(2)]
