@@ -202,7 +202,9 @@ class _Object(ssl.SSLObject):
             # Until it answers it reads all that there is.
             self._hello_left -= self.bytes_in.pending
             if self._hello_left < 0:
-                raise ssl.SSLError(ssl.SSL_ERROR_SSL, f"its first message has more than {MOST_HELLO_BYTES} bytes")
+                error = ssl.SSLError(ssl.SSL_ERROR_SSL, f"its first message has more than {MOST_HELLO_BYTES} bytes")
+                error.reason = "HELLO_TOO_LONG"
+                raise error
         try:
             super().do_handshake()
             if self.session_reused:
@@ -344,8 +346,8 @@ class Entrance(Generic[Session]):
             try:
                 listening.listen(BACKLOG)
             except OSError as error:
-                self.close_sockets()
                 address = ":".join(map(str, listening.getsockname()[:2]))
+                self.close_sockets()
                 raise StartupError(
                     f"cannot listen on {address} ({error.strerror or error}): choose another address, or stop what "
                     f"uses this one."

@@ -19,6 +19,7 @@ from kproxy.security.principals import ANONYMOUS, Principal
 from kproxy.security.quotas import Quotas
 from kproxy.security.sasl import Times
 from kproxy.security.sasl_client import Credential
+from kproxy.security.users import Users
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import decode_response
 from kproxy_codec.framing import parse_request_header, response_body_offset
@@ -71,6 +72,9 @@ class Session:
 
     def drain(self) -> None:
         self.done.append("drain")
+
+    def dismiss(self, reason: str) -> None:
+        self.done.append(reason)
 
 
 class Site:
@@ -445,6 +449,23 @@ async def test_credential_that_fails_here_reaches_no_broker() -> None:
     assert session.carried == []
 
 
+async def test_removed_user_is_dismissed() -> None:
+    present = [client.users()]
+    site = Site(users=lambda: present[-1])
+    gates = {name: site.enter() for name in ("alice", "bob")}
+    for name, (gate, _, _) in gates.items():
+        await log_in(gate, name, f"{name}-secret")
+    present.append(client.users("alice"))
+    for _ in range(2):
+        for gate, _, _ in gates.values():
+            gate.look(site.clock.now)
+    assert [session.done for _, session, _ in gates.values()] == [["admit"], ["admit", "its user was removed"]]
+    # One that was added again is another user.
+    present.append(Users({"alice": client.credentials_of("alice")}, {"alice": 7}))
+    gates["alice"][0].look(site.clock.now)
+    assert gates["alice"][1].done == ["admit", "its user was removed"]
+
+
 async def test_step_ends_with_its_connection() -> None:
     site = Site(carries=True)
     gate, session, _ = site.enter()
@@ -462,3 +483,10 @@ async def test_step_ends_with_its_connection() -> None:
     assert gate._task is not None
     assert gate._task.done()
     assert session.principal is None
+
+
+async def test_handshake_v0_is_refused_unless_allowed() -> None:
+    for site, is_refused in ((Site(), True), (Site(allows_v0=True), False)):
+        gate, session, _ = site.enter()
+        await take(gate, client.handshake("PLAIN", 0))
+        assert bool(session.refusals) == is_refused

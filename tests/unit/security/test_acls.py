@@ -14,6 +14,7 @@ from kproxy.cli import cli
 from kproxy.config import load_proxy_config
 from kproxy.config.access import AclSection, parse_acls, read_acls
 from kproxy.errors import StartupError
+from kproxy.security import acls
 from kproxy.security.acls import Acl, Operation, Permissions, Resource, Rules, acls_of
 from kproxy.security.principals import Principal
 
@@ -27,6 +28,18 @@ def rules(*given: dict[str, object]) -> Rules:
 
 def allows(permissions: Permissions, operation: str, name: str, resource: Resource = Resource.TOPIC) -> bool:
     return permissions.allows(Operation(operation), resource, name)
+
+
+def test_permissions_of_some_principals_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ones make a client forget its routes."""
+    monkeypatch.setattr(acls, "MOST_PRINCIPALS", 3)
+    some = rules({"principal": "User:*", "operations": ["read"], "topics": ["t"]})
+    kept = some.of(ALICE)
+    for name in ("a", "b"):
+        some.of(Principal(name))
+        assert some.of(ALICE) is kept
+    some.of(Principal("c"))
+    assert some.of(ALICE) is not kept
 
 
 def test_missing_rules_deny_everything() -> None:

@@ -185,6 +185,7 @@ async def test_user_added_again_is_another() -> None:
     assert site.copy.users.creation("alice") == 12
     site.delete(KEYS.user("alice"))
     assert site.copy.users.creation("alice") is None
+    assert not site.copy._users.created
 
 
 async def test_each_rule_change_is_reported() -> None:

@@ -132,6 +132,22 @@ def test_escaped_character_may_match_a_pattern() -> None:
     assert named_by({"subject": ((("commonName", "a\ufdd0"),),)}, parse_rules("RULE:^CN=(.*)$/$1/")) is None
 
 
+def test_parts_of_a_name_have_their_short_forms() -> None:
+    short = {
+        "commonName": "CN",
+        "countryName": "C",
+        "domainComponent": "DC",
+        "localityName": "L",
+        "organizationName": "O",
+        "organizationalUnitName": "OU",
+        "stateOrProvinceName": "ST",
+        "streetAddress": "STREET",
+        "userId": "UID",
+        "serialNumber": "serialNumber",
+    }
+    assert [distinguished_name((((name, "x"),),)) for name in short] == [f"{each}=x" for each in short.values()]
+
+
 def test_comma_in_a_name_does_not_end_it() -> None:
     assert distinguished_name((((("commonName", "a,O=b")),),)) == "CN=a\\,O=b"
 

@@ -14,6 +14,7 @@ from scramp import ScramClient
 from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal
 from kproxy.security.sasl import Answer, Failure, Outcome, PassOn, Pending, SaslExchange, State
+from kproxy.security.users import Users
 from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import (
     ILLEGAL_SASL_STATE,
@@ -119,6 +120,14 @@ def test_scram_refuses_unknown_user_as_wrong_password(name: str, password: str) 
     assert exchange.principal is None
 
 
+def test_stand_in_authenticates_no_unknown_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if somebody knew its password."""
+    monkeypatch.setattr(Users, "stand_in", lambda users, name, mechanism: client.credentials_of("bob")[mechanism])
+    exchange = client.exchange()
+    answer = read(scram(exchange, "SCRAM-SHA-256", "nobody", "bob-secret"), SASL_AUTHENTICATE, 2)
+    assert (answer.error_code, exchange.principal) == (SASL_AUTHENTICATION_FAILED, None)
+
+
 def test_unknown_user_has_the_same_salt_always() -> None:
     salts = set()
     for _ in range(2):
@@ -193,6 +202,17 @@ def test_a_token_names_the_principal_and_its_groups(tmp_path: Path) -> None:
     message = client.authenticate(client.bearer(client.token(groups=["team"])))
     assert read(receive(exchange, message), SASL_AUTHENTICATE, 2).error_code == NONE
     assert exchange.principal == Principal("alice", frozenset({"team"}))
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_read"),
+    [("team", True), (["g"] * 1_000, True), (["g"] * 1_001, False), ([1], False), ({"a": 1}, False)],
+)
+def test_token_with_odd_groups_is_refused(tmp_path: Path, groups: object, is_read: bool) -> None:
+    exchange = client.exchange("OAUTHBEARER", tokens=client.verifier(tmp_path, groups_claim="groups"))
+    receive(exchange, client.handshake("OAUTHBEARER"))
+    receive(exchange, client.authenticate(client.bearer(client.token(groups=groups))))
+    assert (exchange.principal is not None) == is_read
 
 
 def test_refused_token_fails_with_the_next_message(tmp_path: Path) -> None:

@@ -115,6 +115,12 @@ def test_only_a_verdict_reaches_the_client(error_code: int, is_judged: bool) -> 
     assert (raised.value.to_client is not None) == is_judged
 
 
+def test_brokers_long_message_is_cut() -> None:
+    with pytest.raises(SaslRefused) as raised:
+        carried("PLAIN", b"\0alice\0x").receive(answer(error_code=58, error_message="y" * 1_000))
+    assert raised.value.to_client == "y" * 300
+
+
 def scram_server(name: str, password: str, iterations: int = 4_096) -> Any:
     kind = ScramMechanism(name)
     info = kind.make_auth_info(password, iteration_count=iterations)

@@ -118,6 +118,12 @@ def test_a_password_that_sasl_forbids_is_refused(password: str) -> None:
         make_credential("SCRAM-SHA-256", password, 4_096, bytes(18))
 
 
+def test_password_has_at_most_1024_bytes() -> None:
+    assert make_credential("SCRAM-SHA-256", "x" * 1_024, 4_096, bytes(18))
+    with pytest.raises(ValueError, match="from 1 to 1024 bytes"):
+        make_credential("SCRAM-SHA-256", "x" * 1_025, 4_096, bytes(18))
+
+
 def test_stand_in_salts_agree_and_outlast_changes() -> None:
     """An unknown user had a salt of each worker, and after a restart another one."""
     one, other = client.users(), client.users()

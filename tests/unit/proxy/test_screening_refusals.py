@@ -1,0 +1,292 @@
+"""What each control request needs, and its answer where that is missing: the table of kproxy.proxy.screening."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from kproxy.proxy.access import AccessControl
+from kproxy.proxy.screening import Screen, Screened
+from kproxy.routing.topology import Topology
+from kproxy.security.acls import CLUSTER_NAME, Acl, Operation, Resource, Rules
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import build_request, decode_request, decode_response, encode_request
+from kproxy_codec.framing import parse_request_header, request_header
+from kproxy_codec.partitioned import with_length
+
+GROUP, TRANSACTION, TOPIC, CLUSTER = Resource.GROUP, Resource.TRANSACTIONAL_ID, Resource.TOPIC, Resource.CLUSTER
+READ, WRITE, DESCRIBE = Operation.READ, Operation.WRITE, Operation.DESCRIBE
+Need = tuple[Operation, Resource, str]
+
+
+async def screen(needs: Iterable[Need], api_key: int, version: int, **fields: object) -> tuple[Screened, Any]:
+    """The decision for a client with these rights, and what a broker gets."""
+    rules = Rules([Acl("User:*", False, frozenset({each}), kind, name, False) for each, kind, name in needs])
+    access = AccessControl(lambda: rules, Counter()).client()
+    body = encode_request(build_request(api_key, version, **fields))
+    frame = memoryview(bytearray(b"".join(with_length([request_header(api_key, version, 1, b"c"), body]))))
+    header = parse_request_header(frame)
+    screened = await Screen(access, Topology()).screen(frame, header)
+    if screened.answer is not None:
+        return screened, None
+    rest = parse_request_header(screened.frame)
+    return screened, decode_request(api_key, version, screened.frame[rest.body_offset :])
+
+
+# Of requests that are refused or pass as a whole: what each needs, and the error without it.
+WHOLE: dict[str, tuple[int, int, dict[str, object], list[tuple[Need, int]]]] = {
+    "Heartbeat": (
+        keys.HEARTBEAT,
+        3,
+        {"group_id": "g", "generation_id": 1, "member_id": "m"},
+        [((READ, GROUP, "g"), 30)],
+    ),
+    "LeaveGroup": (keys.LEAVE_GROUP, 1, {"group_id": "g", "member_id": "m"}, [((READ, GROUP, "g"), 30)]),
+    "InitProducerId": (
+        keys.INIT_PRODUCER_ID,
+        1,
+        {"transactional_id": "x", "transaction_timeout_ms": 1},
+        [((WRITE, TRANSACTION, "x"), 53)],
+    ),
+    "InitProducerId of an idempotent producer": (
+        keys.INIT_PRODUCER_ID,
+        1,
+        {"transactional_id": None, "transaction_timeout_ms": 1},
+        [((WRITE, TOPIC, "any"), 31)],
+    ),
+    "InitProducerId by the cluster": (
+        keys.INIT_PRODUCER_ID,
+        1,
+        {"transactional_id": None, "transaction_timeout_ms": 1},
+        [((WRITE, CLUSTER, CLUSTER_NAME), 31)],
+    ),
+    "EndTxn": (
+        keys.END_TXN,
+        1,
+        {"transactional_id": "x", "producer_id": 1, "producer_epoch": 1, "committed": True},
+        [((WRITE, TRANSACTION, "x"), 53)],
+    ),
+    "AddOffsetsToTxn": (
+        keys.ADD_OFFSETS_TO_TXN,
+        1,
+        {"transactional_id": "x", "producer_id": 1, "producer_epoch": 1, "group_id": "g"},
+        [((WRITE, TRANSACTION, "x"), 53), ((READ, GROUP, "g"), 30)],
+    ),
+    "FindCoordinator of a group": (
+        keys.FIND_COORDINATOR,
+        1,
+        {"key": "g", "key_type": 0},
+        [((DESCRIBE, GROUP, "g"), 30)],
+    ),
+    "FindCoordinator of a group, without types": (
+        keys.FIND_COORDINATOR,
+        0,
+        {"key": "g"},
+        [((DESCRIBE, GROUP, "g"), 30)],
+    ),
+    "FindCoordinator of a transaction": (
+        keys.FIND_COORDINATOR,
+        2,
+        {"key": "x", "key_type": 1},
+        [((DESCRIBE, TRANSACTION, "x"), 53)],
+    ),
+    "FindCoordinator of a share group": (
+        keys.FIND_COORDINATOR,
+        2,
+        {"key": "x", "key_type": 2},
+        [((Operation.ADMIN, CLUSTER, CLUSTER_NAME), 31)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+async def test_request_passes_with_all_its_rights_alone(name: str) -> None:
+    api_key, version, fields, needs = WHOLE[name]
+    every = [need for need, _ in needs]
+    screened, sent = await screen(every, api_key, version, **fields)
+    assert sent is not None
+    assert screened.amend is None
+    for missing, error_code in needs:
+        rights = [need for need in every if need != missing]
+        # The same right to another resource, and another right to this one, are no help.
+        operation, kind, resource = missing
+        rights += [(operation, kind, resource + "-2")] if name != "InitProducerId of an idempotent producer" else []
+        rights += [(Operation.CREATE, kind, resource)]
+        screened, sent = await screen(rights, api_key, version, **fields)
+        assert screened.answer is not None
+        assert decode_response(api_key, version, screened.answer).error_code == error_code
+
+
+async def test_refused_producer_gets_no_id() -> None:
+    screened, _ = await screen([], keys.INIT_PRODUCER_ID, 1, transactional_id="x", transaction_timeout_ms=1)
+    assert screened.answer is not None
+    answer = decode_response(keys.INIT_PRODUCER_ID, 1, screened.answer)
+    assert (answer.producer_id, answer.producer_epoch) == (-1, -1)
+
+
+def partitions(*names: str) -> list[dict[str, object]]:
+    each = {"partition_index": 3, "committed_offset": 1, "committed_leader_epoch": -1, "committed_metadata": ""}
+    return [{"name": name, "partitions": [each]} for name in names]
+
+
+@pytest.mark.parametrize("api_key", [keys.OFFSET_COMMIT, keys.TXN_OFFSET_COMMIT, keys.OFFSET_FETCH])
+async def test_offsets_need_group_and_each_topic(api_key: int) -> None:
+    version = 3 if api_key == keys.TXN_OFFSET_COMMIT else 5
+    operation = DESCRIBE if api_key == keys.OFFSET_FETCH else READ
+    fields: dict[str, object] = {"group_id": "g", "topics": partitions("a", "b")}
+    if api_key == keys.OFFSET_FETCH:
+        fields["topics"] = [{"name": name, "partition_indexes": [3]} for name in ("a", "b")]
+    if api_key == keys.TXN_OFFSET_COMMIT:
+        fields |= {"transactional_id": "x", "producer_id": 1, "producer_epoch": 1}
+    needs = [(operation, GROUP, "g"), (WRITE, TRANSACTION, "x"), (operation, TOPIC, "a")]
+    screened, sent = await screen(needs, api_key, version, **fields)
+    assert [each.name for each in sent.topics] == ["a"]
+    assert screened.amend is not None
+    screened, sent = await screen([*needs, (operation, TOPIC, "b")], api_key, version, **fields)
+    assert ([each.name for each in sent.topics], screened.amend) == (["a", "b"], None)
+    # Without any topic there is nothing to ask a broker for.
+    screened, _ = await screen(needs[:2], api_key, version, **fields)
+    assert screened.answer is not None
+    topics = decode_response(api_key, version, screened.answer).topics
+    assert [(each.name, each.partitions[0].partition_index) for each in topics] == [("a", 3), ("b", 3)]
+    assert {each.partitions[0].error_code for each in topics} == {29}
+    screened, _ = await screen(needs[1:], api_key, version, **fields)
+    assert screened.answer is not None
+    refused = decode_response(api_key, version, screened.answer)
+    codes = {each.error_code for topic in refused.topics for each in topic.partitions}
+    assert codes == ({30} if api_key != keys.OFFSET_FETCH else set())
+    assert api_key != keys.OFFSET_FETCH or refused.error_code == 30
+    if api_key == keys.TXN_OFFSET_COMMIT:
+        screened, _ = await screen([needs[0], needs[2]], api_key, version, **fields)
+        assert screened.answer is not None
+        refused = decode_response(api_key, version, screened.answer)
+        assert {each.error_code for topic in refused.topics for each in topic.partitions} == {53}
+
+
+async def test_offsets_of_unnamed_topics_are_hidden() -> None:
+    needs = [(DESCRIBE, GROUP, "g"), (DESCRIBE, TOPIC, "a")]
+    screened, sent = await screen(needs, keys.OFFSET_FETCH, 5, group_id="g", topics=None)
+    assert sent.topics is None
+    assert screened.amend is not None
+
+    class Answer:
+        def __init__(self) -> None:
+            self.topics = [type("Topic", (), {"name": name}) for name in ("a", "b")]
+
+    answer = Answer()
+    screened.amend(answer)
+    assert [each.name for each in answer.topics] == ["a"]
+
+
+async def test_partitions_are_added_together_or_not_at_all() -> None:
+    topics = [{"name": name, "partitions": [1, 2]} for name in ("a", "b")]
+    fields: dict[str, object] = {
+        "v3_and_below_transactional_id": "x",
+        "v3_and_below_producer_id": 1,
+        "v3_and_below_producer_epoch": 1,
+        "v3_and_below_topics": topics,
+    }
+    needs = [(WRITE, TRANSACTION, "x"), (WRITE, TOPIC, "a"), (WRITE, TOPIC, "b")]
+    screened, sent = await screen(needs, keys.ADD_PARTITIONS_TO_TXN, 1, **fields)
+    assert sent is not None
+    for rights, codes in ((needs[:2], {"a": 55, "b": 29}), (needs[1:], {"a": 53, "b": 53})):
+        screened, _ = await screen(rights, keys.ADD_PARTITIONS_TO_TXN, 1, **fields)
+        assert screened.answer is not None
+        results = decode_response(keys.ADD_PARTITIONS_TO_TXN, 1, screened.answer).results_by_topic_v3_and_below
+        told = {each.name: {one.partition_error_code for one in each.results_by_partition} for each in results}
+        assert told == {name: {code} for name, code in codes.items()}
+        assert [len(each.results_by_partition) for each in results] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("api_key", "version", "asked", "answered", "operation", "message"),
+    [
+        (keys.CREATE_TOPICS, 4, "topics", "topics", Operation.CREATE, "Authorization failed."),
+        (keys.CREATE_PARTITIONS, 1, "topics", "results", Operation.ALTER, None),
+        (keys.DELETE_TOPICS, 5, "topic_names", "responses", Operation.DELETE, "Topic authorization failed."),
+        (keys.DELETE_TOPICS, 4, "topic_names", "responses", Operation.DELETE, None),
+        (keys.DELETE_TOPICS, 6, "topics", "responses", Operation.DELETE, "Topic authorization failed."),
+    ],
+)
+async def test_each_topic_is_changed_by_its_right(
+    api_key: int, version: int, asked: str, answered: str, operation: Operation, message: str | None
+) -> None:
+    def fields(*names: str) -> dict[str, object]:
+        more: dict[str, object] = {}
+        if api_key == keys.CREATE_TOPICS:
+            more = {"num_partitions": 1, "replication_factor": 1, "assignments": [], "configs": []}
+        if api_key == keys.CREATE_PARTITIONS:
+            more = {"count": 2, "assignments": None}
+        if asked == "topic_names":
+            return {"topic_names": list(names), "timeout_ms": 1}
+        return {"topics": [{"name": name, **more} for name in names], "timeout_ms": 1}
+
+    screened, sent = await screen([(operation, TOPIC, "a")], api_key, version, **fields("a", "b"))
+    assert [each if isinstance(each, str) else each.name for each in getattr(sent, asked)] == ["a"]
+    assert screened.amend is not None
+    screened, sent = await screen([(operation, TOPIC, "a")], api_key, version, **fields("a"))
+    assert screened.amend is None
+    screened, _ = await screen([(operation, TOPIC, "c"), (DESCRIBE, TOPIC, "b")], api_key, version, **fields("b"))
+    assert screened.answer is not None
+    (refused,) = getattr(decode_response(api_key, version, screened.answer), answered)
+    assert (refused.name, refused.error_code) == ("b", 29)
+    assert message is None or refused.error_message == message
+
+
+async def test_topic_is_deleted_by_known_id_alone() -> None:
+    topics = [{"name": None, "topic_id": UUID(int=9)}]
+    screened, _ = await screen([(Operation.DELETE, TOPIC, "a")], keys.DELETE_TOPICS, 6, topics=topics, timeout_ms=1)
+    assert screened.answer is not None
+    (refused,) = decode_response(keys.DELETE_TOPICS, 6, screened.answer).responses
+    assert (refused.error_code, refused.topic_id) == (100, UUID(int=9))
+
+
+async def test_cluster_may_create_every_topic() -> None:
+    new = {"num_partitions": 1, "replication_factor": 1, "assignments": [], "configs": []}
+    rights = [(Operation.CREATE, CLUSTER, CLUSTER_NAME)]
+    topics = [{"name": "a", **new}]
+    _, sent = await screen(rights, keys.CREATE_TOPICS, 4, topics=topics, timeout_ms=1)
+    assert [each.name for each in sent.topics] == ["a"]
+
+
+async def test_configs_are_described_by_kind() -> None:
+    resources = [{"resource_type": kind, "resource_name": name} for kind, name in ((2, "a"), (2, "b"), (4, "1"))]
+    for rights, kept, refused in (
+        ([(DESCRIBE, TOPIC, "a")], ["a"], {"b": 29, "1": 31}),
+        ([(DESCRIBE, CLUSTER, CLUSTER_NAME)], ["1"], {"a": 29, "b": 29}),
+    ):
+        screened, sent = await screen(rights, keys.DESCRIBE_CONFIGS, 1, resources=resources)
+        assert [each.resource_name for each in sent.resources] == kept
+        screened, _ = await screen(
+            rights,
+            keys.DESCRIBE_CONFIGS,
+            1,
+            resources=[each for each in resources if each["resource_name"] not in kept],
+        )
+        assert screened.answer is not None
+        results = decode_response(keys.DESCRIBE_CONFIGS, 1, screened.answer).results
+        assert {each.resource_name: each.error_code for each in results} == refused
+
+
+@pytest.mark.parametrize("asks_to_create", [True, False])
+async def test_metadata_creates_for_those_who_may_alone(asks_to_create: bool) -> None:
+    fields: dict[str, object] = {"topics": [{"name": "a"}], "allow_auto_topic_creation": asks_to_create}
+    sees = [(DESCRIBE, TOPIC, "a")]
+    _, sent = await screen(sees, keys.METADATA, 4, **fields)
+    assert not sent.allow_auto_topic_creation or not asks_to_create
+    screened, sent = await screen([*sees, (Operation.CREATE, TOPIC, "a")], keys.METADATA, 4, **fields)
+    assert sent.allow_auto_topic_creation == asks_to_create
+    # An unknown topic is unknown to those who would not create it.
+    screened, _ = await screen(sees, keys.METADATA, 4, **fields)
+    assert screened.verdict is not None
+    assert screened.verdict(b"a", bytes(16), 3) == (29 if asks_to_create else 3, True)
+    assert screened.verdict(b"a", bytes(16), 0) == (0, True)
+    assert screened.verdict(b"b", bytes(16), 0) == (29, True)
+    # Of all topics those are left out that it may not see.
+    screened, _ = await screen(sees, keys.METADATA, 4, topics=None, allow_auto_topic_creation=False)
+    assert screened.verdict is not None
+    assert (screened.verdict(b"a", bytes(16), 0), screened.verdict(b"b", bytes(16), 0)) == ((0, True), None)

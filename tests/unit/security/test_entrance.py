@@ -1,0 +1,308 @@
+"""One listener's entrance on this event loop: who is let in, who is not, and how often that is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import ssl
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.config.tls import ListenerTls, Loaded
+from kproxy.errors import StartupError
+from kproxy.runtime.sockets import bind, bound_port
+from kproxy.security import entrance as entrances
+from kproxy.security.entrance import Entrance, is_among, load_for_entrance
+from kproxy.security.proxy_protocol import SIGNATURE, Source
+from kproxy_codec.foreign import ANSWER_TO_HTTP
+from tests.support.security.client_hello import EXTENSIONS, client_hello
+from tests.support.security.tls_files import Signer, client_context
+
+Begin = Callable[..., Awaitable["Site"]]
+HEADER = SIGNATURE + b"\x21\x11\x00\x0c" + bytes([192, 0, 2, 9, 127, 0, 0, 1]) + struct.pack(">HH", 1234, 9092)
+
+
+class Session(asyncio.Protocol):
+    """Sends back what it gets."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
+
+
+class Site:
+    """An entrance, and what it has let in."""
+
+    def __init__(self, tls: Loaded | None, **options: Any) -> None:
+        self.counters = Counter[str]()
+        self.sources: list[Source | None] = []
+        self.welcomed = 0
+        self.entrance: Entrance[Session] = Entrance(
+            "test",
+            (lambda: tls) if tls is not None else None,
+            session=self.make,
+            welcome=self.welcome,
+            counters=self.counters,
+            **{"max_half_open": 10, **options},
+        )
+        self.port = 0
+
+    def make(self, source: Source | None) -> Session | None:
+        self.sources.append(source)
+        return Session()
+
+    def welcome(self, session: Session) -> None:
+        self.welcomed += 1
+
+    async def tell(self, data: bytes, context: ssl.SSLContext | None = None) -> bytes:
+        """What a client gets for this until the connection ends, or as much as it has sent."""
+        async with asyncio.timeout(60):
+            name = "localhost" if context is not None else None
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=context, server_hostname=name)
+            try:
+                writer.write(data)
+                return await reader.read(1 << 16)
+            finally:
+                writer.close()
+
+    async def settled(self) -> None:
+        """Wait until nothing is half open."""
+        async with asyncio.timeout(60):
+            while self.entrance.half_open:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def begin() -> AsyncIterator[Begin]:
+    sites: list[Site] = []
+
+    async def begun(tls: Loaded | None = None, **options: Any) -> Site:
+        site = Site(tls, **options)
+        server = await bind(asyncio.Protocol, "127.0.0.1", 0)
+        site.port = bound_port(server)
+        site.entrance.open(server)
+        sites.append(site)
+        return site
+
+    yield begun
+    for site in sites:
+        await site.entrance.close()
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
+    signer = Signer(tmp_path_factory.mktemp("signer") / "ca")
+    signer.issue("server", "localhost")
+    return signer
+
+
+@pytest.fixture
+def loaded(signer: Signer) -> Loaded:
+    return load_for_entrance(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key"))
+
+
+async def test_plain_client_is_let_in_and_not_counted(begin: Begin) -> None:
+    site = await begin()
+    assert await site.tell(b"ping") == b"ping"
+    assert (site.sources, site.welcomed, site.counters) == ([None], 1, {})
+
+
+async def test_tls_client_is_let_in_and_counted_once(begin: Begin, loaded: Loaded, signer: Signer) -> None:
+    site = await begin(loaded)
+    assert site.entrance.expires_at is not None
+    assert await site.tell(b"ping", client_context(signer.ca)) == b"ping"
+    assert (site.welcomed, site.counters) == (1, {"tls.handshakes.done": 1})
+
+
+@pytest.mark.parametrize("admits", [False, True])
+async def test_plain_text_is_let_in_where_admitted(begin: Begin, loaded: Loaded, admits: bool) -> None:
+    site = await begin(loaded, admits_plain_text=admits)
+    assert await site.tell(b"ping") == (b"ping" if admits else b"")
+    assert site.counters == ({} if admits else {"tls.handshakes.failed.plain_text": 1})
+    assert site.welcomed == int(admits)
+
+
+async def test_http_is_answered_in_http_alone(begin: Begin, loaded: Loaded) -> None:
+    site = await begin(loaded)
+    assert await site.tell(b"GET / HTTP/1.1\r\n\r\n") == ANSWER_TO_HTTP
+    assert await site.tell(b"SSH-2.0-x\r\n") == b""
+    assert site.counters == {"tls.handshakes.failed.plain_text": 2}
+
+
+async def test_refused_client_reads_the_end_at_once(
+    begin: Begin, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may go on sending; the connection lingers for it, but says at once that nothing follows."""
+    monkeypatch.setattr(entrances, "LINGER_S", 1_000.0)
+    site = await begin(loaded)
+    assert await site.tell(b"ping") == b""
+    await site.settled()
+
+
+async def test_too_long_hello_is_told_and_counted(begin: Begin, loaded: Loaded) -> None:
+    site = await begin(loaded)
+    assert await site.tell(client_hello({**EXTENSIONS, 21: bytes(9_000)})) == b""
+    await site.settled()
+    assert (site.welcomed, site.counters) == (0, {"tls.handshakes.failed.other": 1})
+
+
+async def test_failed_handshake_gets_an_alert(begin: Begin, signer: Signer) -> None:
+    pair = [signer.directory / f"server.{end}" for end in ("pem", "key")]
+    site = await begin(load_for_entrance(ListenerTls(pair[0], pair[1], client_ca=signer.ca, client_auth="required")))
+    context = client_context(signer.ca)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError, match="ALERT"):
+        await site.tell(b"ping", context)
+    await site.settled()
+    assert site.counters == {"tls.handshakes.failed.no_certificate": 1}
+    assert site.welcomed == 0
+
+
+def test_valid_certificate_resumes_its_session(signer: Signer) -> None:
+    pair = [signer.directory / f"server.{end}" for end in ("pem", "key")]
+    loaded = load_for_entrance(ListenerTls(pair[0], pair[1], client_ca=signer.ca, client_auth="required"))
+    # Sessions by their ids, as a client of TLS 1.2 may have them.
+    client = client_context(signer.ca, signer.issue("client", "app"))
+    client.maximum_version = ssl.TLSVersion.TLSv1_2
+    session: ssl.SSLSession | None = None
+    for reused in (False, True):
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server = loaded.context.wrap_bio(to_server, to_client, server_side=True)
+        dialling = client.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
+        for _ in range(4):
+            for side in (dialling, server):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+        session = dialling.session
+        assert server.getpeercert()
+        assert server.session_reused == reused
+        # Otherwise OpenSSL forgets the session.
+        with contextlib.suppress(ssl.SSLWantReadError):
+            server.unwrap()
+
+
+async def test_handshake_waits_for_its_turn(
+    begin: Begin, loaded: Loaded, signer: Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins = asyncio.Event()
+
+    class Pace:
+        async def turn(self) -> None:
+            await begins.wait()
+
+        def worked(self, seconds: float) -> None:
+            assert seconds >= 0
+
+    monkeypatch.setattr(entrances, "_pace_of_loop", Pace)
+    site = await begin(loaded)
+    answer = asyncio.create_task(site.tell(b"ping", client_context(signer.ca)))
+    await asyncio.sleep(0.1)
+    assert (site.entrance.half_open, site.welcomed) == (1, 0)
+    begins.set()
+    assert await answer == b"ping"
+
+
+async def test_oldest_of_too_many_is_refused(begin: Begin, loaded: Loaded, signer: Signer) -> None:
+    site = await begin(loaded, max_half_open=2)
+    idle = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(2)]
+    async with asyncio.timeout(60):
+        while site.entrance.half_open < 2:
+            await asyncio.sleep(0.01)
+        assert await site.tell(b"ping", client_context(signer.ca)) == b"ping"
+        assert await idle[0][0].read() == b""
+    assert site.counters == {"tls.handshakes.failed.crowded": 1, "tls.handshakes.done": 1}
+    assert site.entrance.half_open == 1
+    # What was refused is not remembered.
+    assert not site.entrance._evicted
+    for _, writer in idle:
+        writer.close()
+
+
+async def test_balancer_names_the_source(begin: Begin) -> None:
+    site = await begin(proxy_protocol=True)
+    assert await site.tell(HEADER + b"ping") == b"ping"
+    assert site.sources == [Source("192.0.2.9", 1234)]
+    assert await site.tell(b"ping" * 8) == b""
+    await site.settled()
+    assert site.counters == {"tls.handshakes.failed.proxy_header": 1}
+
+
+@pytest.mark.parametrize(("network", "is_let_in"), [("127.0.0.0/8", True), ("192.0.2.0/24", False)])
+async def test_header_is_read_from_balancers_alone(begin: Begin, network: str, is_let_in: bool) -> None:
+    site = await begin(proxy_protocol=True, proxy_senders=[ipaddress.ip_network(network)])
+    try:
+        assert await site.tell(HEADER + b"ping") == (b"ping" if is_let_in else b"")
+    except ConnectionError:
+        assert not is_let_in
+    assert site.counters == ({} if is_let_in else {"tls.handshakes.failed.proxy_sender": 1})
+
+
+async def test_client_beyond_the_limit_is_not_let_in(begin: Begin) -> None:
+    site = await begin(refuses=lambda: True)
+    with contextlib.suppress(ConnectionError):
+        assert await site.tell(b"ping") == b""
+    assert (site.welcomed, site.sources) == (0, [])
+
+
+async def test_listener_in_use_is_named(begin: Begin) -> None:
+    one, other = Site(None), Site(None)
+    first = await bind(asyncio.Protocol, "127.0.0.1", 0)
+    port = bound_port(first)
+    second = await bind(asyncio.Protocol, "127.0.0.1", port)
+    one.entrance.open(first)
+    with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{port} "):
+        other.entrance.open(second)
+    await other.entrance.close()
+    await one.entrance.close()
+
+
+async def test_longest_header_has_4_kib(begin: Begin) -> None:
+    # The balancer's own connection: what follows its beginning has no meaning.
+    for length, is_let_in in ((4_080, True), (4_081, False)):
+        site = await begin(proxy_protocol=True)
+        header = SIGNATURE + b"\x20\x00" + struct.pack(">H", length) + bytes(length)
+        with contextlib.suppress(ConnectionError):
+            assert await site.tell(header + b"ping") == (b"ping" if is_let_in else b"")
+        assert site.sources == ([None] if is_let_in else [])
+
+
+def test_mapped_address_is_of_its_network() -> None:
+    networks = [ipaddress.ip_network("192.0.2.0/24"), ipaddress.ip_network("fe80::/10")]
+    for host, is_there in (
+        ("192.0.2.7", True),
+        ("::ffff:192.0.2.7", True),
+        ("::ffff:192.0.3.7", False),
+        ("fe80::1%eth0", True),
+        ("2001:db8::1", False),
+    ):
+        assert is_among(host, networks) == is_there
+
+
+async def test_handshake_has_an_end(begin: Begin, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrances, "HANDSHAKE_S", 0.1)
+    site = await begin(loaded)
+    assert await site.tell(b"") == b""
+    await site.settled()
+    assert site.counters == {"tls.handshakes.failed.timeout": 1}
+
+
+async def test_entrance_closes_those_outside(begin: Begin, loaded: Loaded, tmp_path: Path) -> None:
+    site = await begin(loaded)
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    async with asyncio.timeout(60):
+        while not site.entrance.half_open:
+            await asyncio.sleep(0.01)
+        await site.entrance.close()
+        assert await reader.read() == b""
+    assert site.entrance.half_open == 0
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", site.port)
+    writer.close()
