@@ -1,6 +1,6 @@
 """A broker's data directory: lock, identity, and the logs' places.
 
-  broker.json                 the node id that the directory belongs to, its log id, and the version of this layout
+  broker.json                 the node id that the directory belongs to, its log id, and the version of this layout, 2
   .lock                       held by a running broker, against a second one
   {topic}-{partition}/        one log each; partition.json names the topic and its id
   log-ids/{topic id}-{partition}
@@ -10,8 +10,7 @@
 
 A log id names the contents of one disk (ReplicaKey). It is made with the data directory, so that a broker whose disk
 was replaced is another replica than before. A single log that is gone, or that lacks committed records, gets an id of
-its own when it is opened. Version 1, of the first release, has no log ids: `log_id_of_version_1` stands for its
-directory, as in etcd.
+its own when it is opened.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ import structlog
 from kproxy.broker.config import LogOptions
 from kproxy.broker.disk import disk_error, probe_disk, read_json, remove_scratch_files, sync_directory, write_json
 from kproxy.broker.disk_threads import DiskThreads
-from kproxy.broker.keys import log_id_of_version_1
 from kproxy.broker.log import Log
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
@@ -158,7 +156,8 @@ class DataDir:
             if lacks_some:
                 self._keep_id(topic_id, partition_index, uuid.uuid4())
             elif not is_new and not was_here:
-                self._keep_id(topic_id, partition_index, self._id_of_version_1(directory))
+                # Its file was damaged, and removed as the error about that advises.
+                self._keep_id(topic_id, partition_index, self.log_id)
         except BaseException:
             log.close()
             raise
@@ -182,11 +181,6 @@ class DataDir:
 
     def _id_file(self, topic_id: uuid.UUID, partition_index: int) -> Path:
         return self.path / _LOG_IDS / f"{topic_id}-{partition_index}"
-
-    def _id_of_version_1(self, directory: Path) -> uuid.UUID:
-        """Return the id of a log that version 1 left; its checkpoint says whether it had lost something."""
-        checkpoint = read_json(directory / "checkpoint.json") or {}
-        return uuid.uuid4() if checkpoint.get("is_whole") == 0 else self.log_id
 
     def _set_up(self, directory: Path, identity: dict[str, object]) -> None:
         """Set up the directory for this partition, whichever partition had it before. Raises OSError, LogFailed."""
@@ -285,7 +279,7 @@ def _claim(path: Path, node_id: int) -> uuid.UUID:
         raise StartupError(f"{error}: {way_out}") from error
     if found is not None:
         damaged = StartupError(f"{file} is damaged, it says {found}: {way_out}")
-        owner, version = found.get("node_id"), found.get("version", 1)
+        owner, version = found.get("node_id"), found.get("version")
         if not isinstance(owner, int) or not isinstance(version, int):
             raise damaged
         if owner != node_id:
@@ -293,17 +287,16 @@ def _claim(path: Path, node_id: int) -> uuid.UUID:
                 f"the data directory {path} belongs to broker {owner}, not {node_id}; "
                 f"give its --node-id or another --data-dir"
             )
-        if version not in (1, VERSION):
+        if version != VERSION:
             raise StartupError(
-                f"the data directory {path} is of version {version}, which a later release has made; "
-                f"this one reads up to {VERSION}: start that release, or give another --data-dir"
+                f"the data directory {path} is of version {version}, which another release has made; "
+                f"this one reads {VERSION}: start that release, or give another --data-dir"
             )
-        if version == VERSION:
-            try:
-                return uuid.UUID(str(found.get("log_id")))
-            except ValueError as error:
-                raise damaged from error
-    log_id = uuid.uuid4() if found is None else log_id_of_version_1(node_id)
+        try:
+            return uuid.UUID(str(found.get("log_id")))
+        except ValueError as error:
+            raise damaged from error
+    log_id = uuid.uuid4()
     write_json(file, {"node_id": node_id, "log_id": str(log_id), "version": VERSION})
     sync_directory(path)
     return log_id

@@ -20,23 +20,19 @@ topic_id belongs to an earlier topic of the same name and counts as absent. Unre
 The states of a topic are created with it (`topics`), in leader epoch -1, which nobody has led in. Topics of earlier
 releases lack `has_states`: there a state is created when the partition is first taken.
 
-A log id names the contents of one disk (KIP-858's directory ids, KIP-853's replica keys). The first release had none:
-its states, version 1, list broker ids as the ISR, and each stands for the data directory that the broker had then
-(`log_id_of_version_1`). That release cannot read a state of version 2, and so takes no partition that has one.
+A log id names the contents of one disk (KIP-858's directory ids, KIP-853's replica keys).
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 MAX_PARTITIONS_PER_TOPIC = 10_000
 STATE_VERSION = 2
-_VERSION_1 = uuid.UUID("5ad1fe4b-4f2e-4a64-9d0e-3f4b8e2f8d11")
 
 
 class TopicValue(msgspec.Struct, frozen=True):
@@ -90,16 +86,6 @@ class StateValue(msgspec.Struct, frozen=True):
     version: int = STATE_VERSION
 
 
-class _StateValue1(msgspec.Struct, frozen=True):
-    """Version 1, whose ISR has broker ids."""
-
-    leader_epoch: int
-    isr: list[int]
-    topic_id: uuid.UUID | None = None
-    replicas: list[int] | None = None
-    version: int = 1
-
-
 class FenceValue(msgspec.Struct, frozen=True):
     """The fence of a partition's writers (`writer_fence`). Absent: the partition was never claimed."""
 
@@ -111,8 +97,8 @@ class FenceValue(msgspec.Struct, frozen=True):
 class BrokerValue(msgspec.Struct, frozen=True):
     """The addresses of a live broker for clients and for followers.
 
-    A port is 0 if the broker does not listen on it. `log_id` is that of its data directory, None if its release has
-    none. `replication_tls`: the mode of TLS between brokers, empty without TLS; earlier releases ignore it.
+    A port is 0 if the broker does not listen on it. `log_id` is that of its data directory. `replication_tls`: the mode
+    of TLS between brokers, empty without TLS.
     """
 
     node_id: int
@@ -131,23 +117,10 @@ def decode_value(data: bytes, kind: type[_Value]) -> _Value:
     try:
         value = msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as error:
-        if kind is StateValue:
-            with suppress(msgspec.MsgspecError):
-                return _upgraded(msgspec.json.decode(data, type=_StateValue1))
         raise ValueError(str(error)) from error
     if isinstance(value, StateValue) and value.version > STATE_VERSION:
         raise ValueError(f"a later release wrote it, in version {value.version}")
     return value
-
-
-def _upgraded(value: _StateValue1) -> StateValue:
-    isr = [ReplicaKey(node_id, log_id_of_version_1(node_id)) for node_id in value.isr]
-    return StateValue(value.leader_epoch, isr, value.topic_id, value.replicas)
-
-
-def log_id_of_version_1(node_id: int) -> uuid.UUID:
-    """Return the log id that stands for a data directory made before log ids existed."""
-    return uuid.uuid5(_VERSION_1, str(node_id))
 
 
 def encode_value(value: TopicValue | StateValue | FenceValue | BrokerValue) -> bytes:

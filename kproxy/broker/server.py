@@ -231,7 +231,6 @@ class _Server:
             mirroring = asyncio.create_task(self._mirror.run())
             self._tasks += [asyncio.create_task(self._hold(lease)), mirroring]
             await self._synced(mirroring)
-            self._refuse_earlier_release()
             self._broker = self._assemble(await self._when_etcd_answers(self._cluster_id))
             await self._when_etcd_answers(self._secret.load)
         except IdInUse as error:
@@ -291,16 +290,6 @@ class _Server:
                     self._wait(f"What {where} holds of the cluster could not be read yet{why}.")
         finally:
             await _cancel([synced])
-
-    def _refuse_earlier_release(self) -> None:
-        """Raise StartupError if a live broker has no log id: an ISR that it writes could not be relied on."""
-        earlier = [each for each in self._view.brokers.values() if each.log_id is None]
-        if earlier:
-            brokers = ", ".join(f"{each.node_id} ({Address(each.host, each.port)})" for each in earlier)
-            raise StartupError(
-                f"brokers of an earlier release are alive, which know no log ids: {brokers}. "
-                "Stop all brokers of this cluster, then start them all with this release; what they have stays"
-            )
 
     def _wait(self, sentence: str) -> None:
         self._not_serving = f"starting: {sentence}"

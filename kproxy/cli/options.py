@@ -100,17 +100,15 @@ class EtcdPlace(NamedTuple):
     prefix: str
 
 
-def bootstrap_option(
-    text: str, *, default: str | None = DEFAULT_LISTEN, otherwise: str = DEFAULT_LISTEN, old_names: Sequence[str] = ()
-) -> Decorator:
+def bootstrap_option(text: str, *, default: str | None = DEFAULT_LISTEN, otherwise: str = DEFAULT_LISTEN) -> Decorator:
     """Add --bootstrap: the parameter `bootstrap`, an Asked.
 
     None if it is not given and `default` is None.
 
-    `text` is the help, `otherwise` the behaviour without it. `old_names`: former names of the flag, for one release.
+    `text` is the help, `otherwise` the behaviour without it.
     """
     shown = f"{text} [${BOOTSTRAP_VARIABLE}, else {otherwise}]"
-    return _asking("--bootstrap", "H:P[,H:P...]", BOOTSTRAP_VARIABLE, shown, default, old_names)
+    return _asking("--bootstrap", "H:P[,H:P...]", BOOTSTRAP_VARIABLE, shown, default)
 
 
 def admin_option(text: str, *, default: str | None = DEFAULT_ADMIN, otherwise: str = DEFAULT_ADMIN) -> Decorator:
@@ -121,7 +119,6 @@ def admin_option(text: str, *, default: str | None = DEFAULT_ADMIN, otherwise: s
         ADMIN_VARIABLE,
         f"{text} A page with TLS is https://H:P. [${ADMIN_VARIABLE}, else {otherwise}]",
         default,
-        (),
     )
     return lambda command: _with(command, (asking, *_ADMIN_FLAGS))
 
@@ -171,36 +168,15 @@ def admin_place(asked: Asked, flags: Mapping[str, object], environ: Mapping[str,
     return AdminPlace(address, tls, None if tls is None else load_broker_tls(tls).context)
 
 
-def _asking(
-    flag: str, metavar: str, variable: str, text: str, default: str | None, old_names: Sequence[str]
-) -> Decorator:
-    key = f"{__name__}.{flag}"
-
-    def note(context: click.Context, option: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            click.echo(f"kproxy: {option.opts[0]} is called {flag} now; the next release drops the old name.", err=True)
-            context.meta[key] = (option.opts[0], value)
-
+def _asking(flag: str, metavar: str, variable: str, text: str, default: str | None) -> Decorator:
     def asked(context: click.Context, option: click.Parameter, value: str | None) -> Asked | None:
-        source = context.get_parameter_source(option.name or "")
-        old, old_value = context.meta.get(key, (None, None))
-        if old is not None and source is ParameterSource.COMMANDLINE:
-            raise StartupError(f"{old} is the old name of {flag}: give {flag} alone.")
-        if old is not None:
-            return Asked(old_value, old)
         if value is None:
             return None if default is None else Asked(default, flag, ParameterSource.DEFAULT)
-        if source is ParameterSource.ENVIRONMENT:
+        if context.get_parameter_source(option.name or "") is ParameterSource.ENVIRONMENT:
             return Asked(value, variable, ParameterSource.ENVIRONMENT)
         return Asked(value, flag)
 
-    def add(command: Command) -> Command:
-        for old in old_names:
-            # Eager: parsed before the option's present name.
-            command = click.option(old, hidden=True, expose_value=False, is_eager=True, callback=note)(command)
-        return click.option(flag, metavar=metavar, envvar=variable, help=text, callback=asked)(command)
-
-    return add
+    return click.option(flag, metavar=metavar, envvar=variable, help=text, callback=asked)
 
 
 # No flag for the password: every user of the machine can read command lines.

@@ -68,7 +68,7 @@ def list_command(context: click.Context, /, group: str | None, as_json: bool, **
 @click.argument("group")
 @click.argument("resources", metavar="[RESOURCE[=GENERATION]]...", nargs=-1)
 @click.option("--all", "whole", is_flag=True, help="Claim the whole group.")
-@bootstrap_option("The proxy to claim at; of several the first that answers.", old_names=["--proxy"])
+@bootstrap_option("The proxy to claim at; of several the first that answers.")
 @click.option("--client-id", metavar="NAME", default="kproxy-own", show_default=True, help="The name shown to others.")
 @asks_proxy_or_etcd
 @click.pass_context

@@ -186,8 +186,8 @@ def ask_replication(place: AdminPlace, topic: str | None = None) -> list[Replica
         status, body = ask(place, "/replication", {"topic": topic, "after": pages[-1].next if pages else None})
         if status == 503:
             raise ReplicasUnknown(body.decode(errors="replace").strip())
-        if status in (501, 404):
-            # The proxy has no reference brokers, or is of an earlier release.
+        if status == 501:
+            # The proxy has no reference brokers.
             return []
         if status != 200:
             raise not_ours(place, f"status {status}")

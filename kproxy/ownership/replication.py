@@ -43,14 +43,14 @@ class _Topic(msgspec.Struct, frozen=True):
 
 class _State(msgspec.Struct, frozen=True):
     leader_epoch: int
-    isr: list[int | _Member]
+    isr: list[_Member]
     topic_id: UUID | None = None
     replicas: list[int] | None = None
 
 
-def _node_ids(isr: Sequence[int | _Member]) -> list[int]:
-    """The brokers in an ISR; members are broker and log id, or broker ids in states of version 1."""
-    return sorted({each if isinstance(each, int) else each[0] for each in isr})
+def _node_ids(isr: Sequence[_Member]) -> list[int]:
+    """The brokers in an ISR."""
+    return sorted({node_id for node_id, _ in isr})
 
 
 def _min_insync_replicas(topic: _Topic, replicas: int) -> int:

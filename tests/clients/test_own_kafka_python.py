@@ -1,4 +1,4 @@
-"""Unchanged kafka-python clients own what they write and read, through two proxies: `own_sync` of fencing.clients."""
+"""Unchanged kafka-python clients own what they write and read, through two proxies with `own_sync`."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ Each broker has a mode (`--replication-tls-mode`), and its key in etcd names it 
 | optional | plain text    | TLS             | TLS             |
 | required | refused       | TLS             | TLS             |
 
-So a cluster changes without a stop by (none) -> optional -> required, one broker at a time. Brokers of earlier releases
-ignore the mode in others' keys, and have none themselves.
+So a cluster changes without a stop by (none) -> optional -> required, one broker at a time.
 
 Invariants
 1. A broker in mode required neither sends nor accepts a byte of replication outside TLS, whatever etcd or the other

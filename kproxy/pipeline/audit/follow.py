@@ -521,17 +521,14 @@ class FollowInputs:
 
     def _newest_of_log(self, batches: list[int]) -> DataFrame:
         """Return the headers; where a log was read twice, those of the later reading."""
-        there = self._there("log", batches)
+        there = [batch for batch in batches if self._place.has(self._place.below(f"log/batch={batch}"))]
         if not there:
             return self._session.createDataFrame([], LOG_SCHEMA)
-        log = self._kept("log", there)
-        # Checkpoints of earlier releases have no `starts`.
-        if begun := self._there("starts", there):
-            on = ["topic", "partition", "batch"]
-            later = Window.partitionBy("topic", "partition").orderBy("batch").rowsBetween(1, Window.unboundedFollowing)
-            again = self._kept("starts", begun).select(*on, F.min("read_from").over(later).alias("read_again_from"))
-            log = log.join(F.broadcast(again), on, "left")
-            log = log.where("read_again_from is null or base_offset < read_again_from")
+        on = ["topic", "partition", "batch"]
+        later = Window.partitionBy("topic", "partition").orderBy("batch").rowsBetween(1, Window.unboundedFollowing)
+        again = self._kept("starts", there).select(*on, F.min("read_from").over(later).alias("read_again_from"))
+        log = self._kept("log", there).join(F.broadcast(again), on, "left")
+        log = log.where("read_again_from is null or base_offset < read_again_from")
         # A record batch that spans the start of a later reading is in both.
         header = F.max_by(F.struct(*LOG_SCHEMA.names), "batch").alias("header")
         return log.groupBy("topic", "partition", "base_offset").agg(header).select("header.*")
@@ -554,10 +551,6 @@ class FollowInputs:
         place = self._place.below(f"work/{self._landings}-{name}")
         frame.write.mode("overwrite").parquet(place)
         return self._session.read.schema(frame.schema).parquet(place)
-
-    def _there(self, name: str, batches: list[int]) -> list[int]:
-        """Return those micro-batches that have a directory `name`."""
-        return [batch for batch in batches if self._place.has(self._place.below(f"{name}/batch={batch}"))]
 
     def _kept(self, name: str, batches: list[int]) -> DataFrame:
         places = [self._place.below(f"{name}/batch={batch}") for batch in batches]

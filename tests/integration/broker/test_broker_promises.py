@@ -118,7 +118,7 @@ async def in_sync(client: EtcdClient, keys: Keys, wanted: set[int], topic: str =
     while True:
         found = await client.get(keys.state(topic, 0))
         seen_at = time.monotonic()
-        isr = {each if isinstance(each, int) else each[0] for each in json.loads(found.value)["isr"]} if found else None
+        isr = {each[0] for each in json.loads(found.value)["isr"]} if found else None
         if isr == wanted:
             return seen_at
         assert seen_at < deadline, f"the ISR is {isr}, not {wanted}"

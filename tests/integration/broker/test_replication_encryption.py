@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey, decode_value, encode_value
+from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey, decode_value
 from kproxy.broker.replication import fetchers
 from kproxy.broker.replication.authentication import FollowerHandshake
 from kproxy.broker.replication.encryption import NO_ENCRYPTION, Encryption
@@ -231,14 +231,6 @@ def test_unacceptable_certificate_is_a_startup_error(site: Site) -> None:
         _encryption(site, Pair(site.pair.cert, site.ours.issue("other", HOST).key))
     with pytest.raises(StartupError, match=r"--replication-tls-ca .* holds no certificates"):
         _encryption(site, site.pair, ca=site.pair.key)
-
-
-def test_earlier_release_reads_key_of_tls_broker() -> None:
-    """It ignores fields that it does not know, as this one does."""
-    value = encode_value(BrokerValue(1, "h", 9, 10, NO_DIRECTORY, "required"))
-    assert decode_value(value.replace(b"replication_tls", b"what_comes_later"), BrokerValue) == BrokerValue(
-        1, "h", 9, 10, NO_DIRECTORY
-    )
 
 
 # Brokers as processes

@@ -20,6 +20,7 @@ These compares of transactions are not included.
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from kproxy.broker.cluster import ClusterView, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.election import LeaderRebalance
 from kproxy.broker.fence_keeper import FenceKeeper
-from kproxy.broker.keys import ReplicaKey, log_id_of_version_1
+from kproxy.broker.keys import ReplicaKey
 from kproxy.broker.log import Log
 from kproxy.broker.partition import AppendResult, Partition, ReadResult, Reconciliation
 from kproxy.broker.producer_state import BatchVerdict, Judgement, ProducerStates
@@ -165,7 +166,7 @@ def _anybody_may_take_over(patch: pytest.MonkeyPatch) -> None:
 def _a_broker_is_its_disk(patch: pytest.MonkeyPatch) -> None:
     keep_id = DataDir._keep_id
     patch.setattr(DataDir, "_keep_id", lambda made, topic_id, index, _: keep_id(made, topic_id, index, made.log_id))
-    patch.setattr(data_dir, "_claim", lambda _, node_id: log_id_of_version_1(node_id))
+    patch.setattr(data_dir, "_claim", lambda _, node_id: uuid.UUID(int=node_id))
 
 
 def _all_is_committed_at_take_over(patch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_late_echo_does_not_undo_newer_deletion() -> None:
 
 
 def test_state_of_earlier_topic_counts_as_absent() -> None:
-    state = kv(KEYS.state("t", 0), {"leader_epoch": 3, "isr": [1], "topic_id": str(uuid.UUID(int=9))}, 4)
+    state = kv(KEYS.state("t", 0), {"leader_epoch": 3, "isr": [[1, str(LOG_ID)]], "topic_id": str(uuid.UUID(int=9))}, 4)
     view = Observed(topic(), state).view
     assert view.state(view.topics["t"], 0) is None
     assert view.stored_state("t", 0) is not None

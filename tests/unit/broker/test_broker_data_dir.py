@@ -17,7 +17,6 @@ from structlog.testing import capture_logs
 from kproxy.broker.config import LogOptions
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.disk import DiskError, read_json
-from kproxy.broker.keys import ReplicaKey, StateValue, decode_value
 from kproxy.broker.leader_epochs import NO_LEADERSHIP
 from kproxy.broker.log import LogCorrupt
 from kproxy.broker.segment import LogFailed
@@ -163,32 +162,9 @@ def test_only_log_without_committed_records_stays_closed(tmp_path: Path, lost: s
     data_dir.close()
 
 
-@pytest.mark.parametrize("is_whole", [1, 0])
-def test_first_release_directory_keeps_its_isr_place(tmp_path: Path, is_whole: int) -> None:
-    """That had no log ids: in etcd, too, its broker's id stands for what is here. A log that it knew to lack something
-    does not count."""
-    data_dir = DataDir.open(tmp_path, 1)
-    data_dir.open_log("t", 0, FIRST).close()
-    data_dir.close()
-    (tmp_path / "broker.json").write_text('{"node_id": 1}')
-    shutil.rmtree(tmp_path / "log-ids")
-    (tmp_path / "t-0" / "checkpoint.json").write_text(
-        '{"high_watermark": 0, "obeyed_epoch": 0, "fencing_token": 7, "log_end_offset": 0, "leader_epoch": -1,'
-        f' "is_whole": {is_whole}}}'
-    )
-    for _ in range(2):
-        data_dir = DataDir.open(tmp_path, 1)
-        data_dir.open_log("t", 0, FIRST).close()
-        state = decode_value(f'{{"leader_epoch": 3, "isr": [2, 1], "topic_id": "{FIRST}"}}'.encode(), StateValue)
-        log_id = data_dir.log_id_of(FIRST, 0)
-        assert log_id is not None
-        assert (ReplicaKey(1, log_id) in state.isr) is bool(is_whole)
-        data_dir.close()
-
-
-def test_a_directory_of_a_later_release_is_refused(tmp_path: Path) -> None:
+def test_directory_of_another_release_is_refused(tmp_path: Path) -> None:
     tmp_path.joinpath("broker.json").write_text('{"node_id": 1, "version": 3}')
-    with pytest.raises(StartupError, match="is of version 3, which a later release has made"):
+    with pytest.raises(StartupError, match="is of version 3, which another release has made"):
         DataDir.open(tmp_path, 1)
 
 

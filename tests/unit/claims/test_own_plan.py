@@ -89,7 +89,6 @@ def test_refusal_names_the_resource_and_reason(error_code: int, beginning: str) 
     ("module", "library"),
     [
         ("kproxy.claims.client", ""),
-        ("kproxy.fencing.clients", ""),
         ("kproxy.claims.client.aiokafka", "aiokafka"),
         ("kproxy.claims.client.kafka_python", "kafka"),
     ],

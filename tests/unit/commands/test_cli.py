@@ -213,16 +213,6 @@ def test_help_uses_the_same_words_everywhere(name: str, capsys: pytest.CaptureFi
     assert "--proxy" not in said
 
 
-def test_old_flag_works_with_a_notice(asks: Callable[..., str]) -> None:
-    said = asks(["own", "claim", "g", "a", "--proxy", BY_FLAG], KPROXY_BOOTSTRAP=BY_VARIABLE).splitlines()
-    assert said[0] == "kproxy: --proxy is called --bootstrap now; the next release drops the old name."
-    assert said[1].startswith(f"kproxy: {BY_FLAG} cannot be reached")
-    assert len(said) == 2
-    said = asks(["own", "claim", "g", "a", "--proxy", BY_FLAG, "--bootstrap", BY_VARIABLE]).splitlines()
-    assert said[-1] == "kproxy: --proxy is the old name of --bootstrap: give --bootstrap alone."
-    assert "--proxy" not in asks(["own", "claim", "g", "a", "--bootstrap", BY_FLAG])
-
-
 def test_claim_is_made_through_any_of_several_proxies(asks: Callable[..., str]) -> None:
     said = asks(["own", "claim", "g", "a"], KPROXY_BOOTSTRAP=f"{BY_FLAG},{BY_VARIABLE}")
     assert f"{BY_FLAG} cannot be reached" in said
