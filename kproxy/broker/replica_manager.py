@@ -36,9 +36,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -46,7 +45,6 @@ from typing import Any
 import structlog
 
 from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, Topic
-from kproxy.broker.config import LogOptions
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.disk_watch import DiskWatch
 from kproxy.broker.election import (
@@ -60,163 +58,17 @@ from kproxy.broker.election import (
     keeps_replica,
     was_led,
 )
+from kproxy.broker.hosted_replicas import HostedReplicas
 from kproxy.broker.keys import PartitionKey, ReplicaKey, StateValue, node_ids
-from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
+from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.lease_txn import LeaseReleases, TakeOver
-from kproxy.broker.log import Log
-from kproxy.broker.partition import Inconsistent, Partition, ReplicaSettings, Unreadable
-from kproxy.broker.replication.partition_replication import NO_LEADER, Isr, Role
+from kproxy.broker.partition import Inconsistent, Partition, ReplicaSettings
+from kproxy.broker.replication.partition_replication import Isr, Role
 from kproxy.broker.segment import LogFailed
 from kproxy.etcd import EtcdClient, EtcdError
 from kproxy.etcd.lease import LeaseFence
 
-# Stop the broker first: a starting broker knows that a log is missing, and does not lead without it.
-_WAY_OUT = "stop the broker, move the directory elsewhere, start it: what other replicas have is fetched from them"
-_ONLY_REPLICA_WAY_OUT = (
-    "stop the broker, put back what is damaged or missing, start it; or, to accept the loss, stop the broker, remove "
-    "checkpoint.json in the directory, and any file that cannot be read, start it: the log then ends before what is "
-    "lost, and offsets from there on are given out again"
-)
-_ONLY_WAY_OUT = "stop the broker, put the data directory back that was here, start it; or delete the topic"
 _logger = structlog.get_logger(__name__)
-
-
-class HostedReplicas:
-    """The open replicas, by (topic name as bytes, partition index): open, close, point at their leaders.
-
-    A follower follows the holder of the lease key, in the epoch of the stored state; nobody while the key is absent or
-    this broker's own.
-
-    `on_leaders_changed` is called when a follower gets another leader, and when a replica is opened or closed.
-    """
-
-    def __init__(
-        self,
-        view: ClusterView,
-        data_dir: DataDir,
-        node_id: int,
-        settings_of: Callable[[Topic, int], ReplicaSettings],
-        on_leaders_changed: Callable[[PartitionKey], None] = lambda _: None,
-    ) -> None:
-        self.hosted: dict[tuple[bytes, int], Partition] = {}
-        # Leaderships of closed replicas that are not on the disk yet.
-        self._obeyed: dict[tuple[uuid.UUID, int], Leadership] = {}
-        self._unreadable: dict[tuple[uuid.UUID, int], Unreadable] = {}
-        # The reason, as logged.
-        self._not_opened: dict[tuple[uuid.UUID, int], str] = {}
-        self.on_leaders_changed = on_leaders_changed
-        self._view = view
-        self._data_dir = data_dir
-        self._node_id = node_id
-        self._settings_of = settings_of
-
-    def get(self, key: PartitionKey) -> Partition | None:
-        return self.hosted.get((key.topic.encode(), key.partition_index))
-
-    @property
-    def not_opened(self) -> int:
-        """Count the replicas whose last attempt to open failed."""
-        return len(self._not_opened)
-
-    def hosted_keys(self) -> Iterator[PartitionKey]:
-        """Iterate over the replicas open now; they may be closed meanwhile."""
-        for topic, partition_index in list(self.hosted):
-            yield PartitionKey(topic.decode(), partition_index)
-
-    async def open(self, key: PartitionKey, topic: Topic) -> Partition | None:
-        """Return the replica, opened if it is not; None where its log cannot be opened."""
-        partition = self.get(key)
-        if partition is not None:
-            return partition
-        settings = self._settings_of(topic, key.partition_index)
-        try:
-            log, log_id = await self._data_dir.in_thread(partial(self._open_log, key, topic, settings.log_options))
-        except (OSError, LogFailed) as error:
-            self._log_not_opened(key, topic, str(error))
-            return None
-        self._not_opened.pop((topic.topic_id, key.partition_index), None)
-        partition = Partition(
-            topic.name,
-            key.partition_index,
-            topic.topic_id,
-            log,
-            settings,
-            log_id,
-            obeyed=self._obeyed.pop((topic.topic_id, key.partition_index), NO_LEADERSHIP),
-            unreadable=self._unreadable.pop((topic.topic_id, key.partition_index), None),
-        )
-        self._log_if_replaced(key, topic, partition)
-        self.hosted[topic.name.encode(), key.partition_index] = partition
-        self.point_at_leader(key)
-        return partition
-
-    def _log_not_opened(self, key: PartitionKey, topic: Topic, reason: str) -> None:
-        """Log each reason once: every sweep tries again."""
-        identity = topic.topic_id, key.partition_index
-        if self._not_opened.get(identity) != reason:
-            self._not_opened[identity] = reason
-            directory = self._data_dir.partition_path(topic.name, key.partition_index)
-            advice = _ONLY_REPLICA_WAY_OUT if len(topic.replicas[key.partition_index]) == 1 else _WAY_OUT
-            _logger.error("log not opened", **key._asdict(), directory=str(directory), reason=reason, advice=advice)
-
-    def _open_log(self, key: PartitionKey, topic: Topic, options: LogOptions | None) -> tuple[Log, uuid.UUID]:
-        """Open the log; blocks, so it runs in a thread. Raises OSError, LogFailed."""
-        is_only_replica = len(topic.replicas[key.partition_index]) == 1
-        log = self._data_dir.open_log(*key, topic.topic_id, options, is_only_replica=is_only_replica)
-        try:
-            log_id = self._data_dir.log_id_of(topic.topic_id, key.partition_index)
-            if log_id is None:
-                raise LogFailed(f"the log id of {log.directory} has been removed")
-        except BaseException:
-            log.close()
-            raise
-        return log, log_id
-
-    def _log_if_replaced(self, key: PartitionKey, topic: Topic, partition: Partition) -> None:
-        """Log that etcd lists another log of this broker as in sync: the records of that log are not here."""
-        state = self._view.state(topic, key.partition_index)
-        if state is not None and self._node_id in state.in_sync and partition.replica not in state.isr:
-            others = sorted(set(state.in_sync) - {self._node_id})
-            advice = "it is fetched from them" if others else _ONLY_WAY_OUT
-            _logger.error("in-sync log lost", **key._asdict(), others_in_sync=others, advice=advice)
-
-    def close(self, key: PartitionKey) -> None:
-        """Close the replica, if it is open."""
-        partition = self.hosted.pop((key.topic.encode(), key.partition_index), None)
-        if partition is not None:
-            partition.close()
-            if partition.unreadable is not None:
-                self._unreadable[partition.topic_id, partition.partition_index] = partition.unreadable
-            if partition.leadership > partition.log.leadership:
-                self._obeyed[partition.topic_id, partition.partition_index] = partition.leadership
-            self.on_leaders_changed(key)
-
-    def forget(self, topic: Topic) -> None:
-        """Forget a deleted topic."""
-        for partition_index in range(len(topic.replicas)):
-            self._obeyed.pop((topic.topic_id, partition_index), None)
-            self._unreadable.pop((topic.topic_id, partition_index), None)
-            self._not_opened.pop((topic.topic_id, partition_index), None)
-
-    def point_at_leader(self, key: PartitionKey) -> None:
-        """Make a follower follow the leader that etcd names."""
-        partition = self.get(key)
-        if partition is None or partition.role is not Role.FOLLOWER:
-            return
-        before = (partition.leader_id, partition.leader_epoch)
-        topic = self._view.topics.get(key.topic)
-        ownership = self._view.ownership(*key)
-        state = self._view.state(topic, key.partition_index) if topic is not None else None
-        leader_id = self._view.owner(*key)
-        if state is None or ownership is None or leader_id in (NO_LEADER, self._node_id):
-            partition.follow_nobody()
-        else:
-            try:
-                partition.become_follower(leader_id, Leadership(state.leader_epoch, ownership.mod_revision))
-            except (OSError, LogFailed) as error:
-                _logger.error("leader not followed", topic=key.topic, partition=key.partition_index, reason=str(error))
-        if (partition.leader_id, partition.leader_epoch) != before:
-            self.on_leaders_changed(key)
 
 
 CONCURRENT_WORKS = 16

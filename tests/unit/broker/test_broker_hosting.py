@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.data_dir import DataDir
+from kproxy.broker.hosted_replicas import HostedReplicas
 from kproxy.broker.keys import Keys, PartitionKey, TopicValue, encode_value
 from kproxy.broker.partition import ReplicaSettings
-from kproxy.broker.replica_manager import HostedReplicas
 
 KEYS = Keys("/test")
 KEY = PartitionKey("t", 0)
