@@ -10,7 +10,7 @@ plain path). It enters by `adopt` before events other than `submitted`, `left`, 
 
 The states are those of the core's parts: kproxy.routing.merge has those of an exchange, kproxy.routing.lanes of a lane,
 kproxy.routing.in_flight of a connection to a broker, kproxy.routing.client_end of the client. kproxy.routing.routes
-decides where batches may be pipelined, kproxy.routing.failures decides about failed attempts.
+decides where batches may be pipelined, kproxy.routing.outcomes decides about failed attempts.
 
 Invariants
 1. A partition's entry is in one place at any time: a piece in flight, a lane, or done.
@@ -36,7 +36,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import groupby
 from math import inf
 from typing import Any, Final
@@ -52,22 +52,20 @@ from kproxy.routing.actions import (
     Loss,
     Note,
     NoteLost,
-    Reread,
-    Retried,
     Send,
     Unconfirmed,
     View,
     WakeAt,
 )
 from kproxy.routing.client_end import ClientEnd, ClientState
-from kproxy.routing.failures import Failure, Failures
 from kproxy.routing.identity import LaneKey, TopicNames, lane_key
-from kproxy.routing.in_flight import BrokerConnection, ConnectionState, InFlight, Piece, entries_of
+from kproxy.routing.in_flight import BrokerConnection, ConnectionState, InFlight, Piece
 from kproxy.routing.lanes import Item, Lanes
 from kproxy.routing.merge import Exchange, Matched, answers_in_order, match_results
 from kproxy.routing.open_exchanges import OpenExchanges
+from kproxy.routing.outcomes import Outcomes
 from kproxy.routing.routes import Routes
-from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection, add_entry, split
+from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection, add_entry, entries_of, split
 from kproxy.routing.topology import NO_OWNER
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, UNKNOWN_TOPIC_ID
@@ -93,11 +91,9 @@ class Fanout:
         "_client",
         "_exchanges",
         "_in_flight",
-        "_jitter",
         "_left_to_judge",
         "_names",
-        "_now",
-        "_released",
+        "_outcomes",
         "_topology",
         "_view",
         "_wakes_at",
@@ -115,19 +111,13 @@ class Fanout:
         self._in_flight = InFlight(self._actions)
         self._exchanges = OpenExchanges(self._actions, view.topology)
         self._client = ClientEnd(view, self._actions)
+        self._outcomes = Outcomes(view, self._actions, self.lanes, self._in_flight, self._exchanges, self._client)
         self._names = TopicNames(view)
         # The last version of the topology that `_follow` has handled.
         self.version = view.topology.version
         self._wakes_at: float | None = None
         # Valid during the current event.
-        self._now = 0.0
-        self._jitter = 0.0
         self._left_to_judge = 0
-        self._released: list[Item] = []
-
-    @property
-    def _failures(self) -> Failures:
-        return Failures(self._view, self.lanes, self._exchanges, self._client)
 
     # Queries of the shell and the plain path; none of them changes anything
 
@@ -202,7 +192,7 @@ class Fanout:
         """Drop a piece that was not written because its client is about to be severed."""
         piece = self._in_flight.pieces[number]
         self._in_flight.remove(piece)
-        self._settle(piece.exchange, piece.entries(), appended=False)
+        self._outcomes.settle(piece.exchange, piece.entries(), appended=False)
 
     def take_out(self, since: int, up_to: int) -> None:
         """Copy requests out of receive buffers, so that these can be reused.
@@ -232,16 +222,16 @@ class Fanout:
         if not exchange.is_silent and exchange.is_late(now):
             # Its deadline passed before it began: no broker gets any of it.
             self._actions.add(Counted("deadlines", 1))
-            self._expire_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
+            self._outcomes.expire_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
             return self._finish()
         self._dispatch(exchange, refused)
         for entry, error_code in refused.items():
             if error_code == UNKNOWN_TOPIC_ID:
                 # Its client asks again, and the name decides whether it may have the topic.
-                self._ask_for_owner(*exchange.partition(entry), self._topology.version)
+                self._outcomes.ask_for_owner(*exchange.partition(entry), self._topology.version)
             self._exchanges.conclude(exchange, entry, error_code)
         if refused:
-            self._exchanges.finish_if_complete(exchange, self._now)
+            self._exchanges.finish_if_complete(exchange, self._outcomes.now)
         return self._finish()
 
     # Events: brokers
@@ -277,7 +267,7 @@ class Fanout:
         self._in_flight.remove(piece)
         if piece.is_late:
             for entry, code, *_ in matched:
-                self._doubt(exchange, entry, code, piece.routed_at)
+                self._outcomes.doubt(exchange, entry, code, piece.routed_at)
             return self._finish()
         self._note(piece, frame, matched)
         if passes:
@@ -311,7 +301,7 @@ class Fanout:
         if is_unconfirmed:
             for (topic, partition_index), (batches, routed_at) in ended.take_unconfirmed(now).items():
                 self._actions.add(Unconfirmed(self._topology.name_of(topic) or topic, batches))
-                self._ask_for_owner(topic, partition_index, routed_at)
+                self._outcomes.ask_for_owner(topic, partition_index, routed_at)
         del self._in_flight.connections[connection]
         return self._finish(*pieces)
 
@@ -335,7 +325,7 @@ class Fanout:
         self._send_released()
         for piece in self._in_flight.overdue(receiving, now):
             if piece.exchange in self._exchanges:
-                self._leave_out(piece.exchange, piece.selection)
+                piece.exchange.leave_out(piece.selection)
                 self._exchanges.finish_if_complete(piece.exchange, now)
         for exchange in self._exchanges.look(now):
             self._dispatch(exchange)
@@ -352,7 +342,7 @@ class Fanout:
         due = [exchange for exchange in self._exchanges if exchange.is_late(now)]
         if due:
             self._actions.add(Counted("deadlines", len(due)))
-            self._expire(due)
+            self._outcomes.expire(due)
         for number in oldest.values():
             piece = self._in_flight.pieces.get(number)
             if piece is not None and piece.exchange.deadline + HUNG_AFTER_S <= now:
@@ -369,7 +359,7 @@ class Fanout:
         """Answer the batches that wait to be sent again, and those behind them."""
         self._begin(now, jitter)
         waiting = self.lanes.waiting()
-        self._give_up_lanes({key for key, item in waiting if item.exchange.attempts(item.entry).in_all})
+        self._outcomes.give_up_lanes({key for key, item in waiting if item.exchange.attempts(item.entry).in_all})
         return self._finish()
 
     def give_up_unwritten(self, now: float, jitter: float) -> list[Action]:
@@ -378,15 +368,10 @@ class Fanout:
         withdrawn = self._in_flight.withdraw(lambda piece: self._client.forbids_again(piece.exchange))
         for piece in withdrawn:
             items = [Item(piece.exchange, entry, NOT_LEADER_OR_FOLLOWER) for entry in piece.entries()]
-            self._give_up(item for item in items if piece.exchange.is_open(item.entry))
-            self._give_up_lanes({lane_key(piece.exchange, item.entry) for item in items})
-        self._settle_pieces(withdrawn)
+            self._outcomes.give_up(item for item in items if piece.exchange.is_open(item.entry))
+            self._outcomes.give_up_lanes({lane_key(piece.exchange, item.entry) for item in items})
+        self._outcomes.settle_pieces(withdrawn)
         return self._finish()
-
-    def _give_up_lanes(self, keys: Iterable[LaneKey]) -> None:
-        """Answer what waits in these lanes, except for acks=0."""
-        for key in keys:
-            self._give_up(self.lanes.take_away(key, lambda item: self._client.forbids_again(item.exchange)))
 
     def severed(self, now: float, jitter: float) -> list[Action]:
         """Note that another client has its claims: send nothing more for any topic."""
@@ -402,20 +387,20 @@ class Fanout:
             if not exchange.is_silent:
                 self._exchanges.drop(exchange)
         self.lanes.drop(lambda exchange: not exchange.is_silent)
-        self._settle_pieces(self._in_flight.withdraw(lambda piece: not piece.exchange.is_silent))
+        self._outcomes.settle_pieces(self._in_flight.withdraw(lambda piece: not piece.exchange.is_silent))
         return self._finish()
 
     def ended(self, now: float, jitter: float) -> list[Action]:
         """Stop waiting for the remaining requests."""
         self._begin(now, jitter)
-        self._expire(list(self._exchanges))
+        self._outcomes.expire(list(self._exchanges))
         return self._finish()
 
     # One event
 
     def _begin(self, now: float, jitter: float) -> None:
-        self._now = now
-        self._jitter = jitter
+        self._outcomes.now = now
+        self._outcomes.jitter = jitter
         self._left_to_judge = MOST_AT_ONCE
 
     def _finish(self, *pieces: Piece) -> list[Action]:
@@ -433,7 +418,7 @@ class Fanout:
     def _next_wake(self) -> float | None:
         due = self.lanes.next_due() if self.lanes.table else None
         if due is not None:
-            due = max(due, self._now) + TIMER_STEP_S
+            due = max(due, self._outcomes.now) + TIMER_STEP_S
         for other in (self._exchanges.next_look(), self._in_flight.next_check):
             if other is not None and (due is None or other < due):
                 due = other
@@ -451,7 +436,7 @@ class Fanout:
         whole = len(pieces) == 1 and not held
         for owner, selection in pieces.items():
             self._send(exchange, owner, selection, shares=len(pieces), whole=whole)
-        self._exchanges.finish_if_complete(exchange, self._now)
+        self._exchanges.finish_if_complete(exchange, self._outcomes.now)
 
     def _hold_back(self, exchange: Exchange, refused: Mapping[Entry, int]) -> set[Entry]:
         """Put entries that must wait into their lanes; return these, and the refused ones, which do not wait."""
@@ -487,7 +472,7 @@ class Fanout:
             return
         connection = self._in_flight.connection_to(owner)
         if exchange.look_until and connection.late:
-            self._leave_out(exchange, selection)
+            exchange.leave_out(selection)
             return
         if exchange.is_ordered:
             self._probe_new_routes(exchange, connection, selection)
@@ -495,14 +480,9 @@ class Fanout:
         piece = self._in_flight.add(exchange, connection, part, self._topology.version)
         if exchange.look_until and shares > 1:
             # Alone a broker waits for data, and nobody waits for others; beside others it answers at once.
-            self._in_flight.expect(piece, self._now)
+            self._in_flight.expect(piece, self._outcomes.now)
         fences = self._fences(exchange, selection) if self._view.has_claims else ()
         self._actions.add(Send(connection.number, owner, piece.number, exchange, part, shares, fences))
-
-    def _leave_out(self, exchange: Exchange, selection: Selection) -> None:
-        for entry in entries_of(selection):
-            if exchange.is_open(entry):
-                exchange.leave_out(entry)
 
     def _puts_off(self, exchange: Exchange, entry: Entry) -> bool:
         """Let an entry without a broker wait for the next wake, if this event has judged enough of them."""
@@ -511,7 +491,7 @@ class Fanout:
             # It came from there a moment ago, or something else is unresolved: judge it now.
             return False
         later = [each for each in self._in_flight.of(key) if each > exchange.sequence]
-        self.lanes.put_off(key, Item(exchange, entry, NOT_LEADER_OR_FOLLOWER), self._now, later)
+        self.lanes.put_off(key, Item(exchange, entry, NOT_LEADER_OR_FOLLOWER), self._outcomes.now, later)
         return True
 
     def _fences(self, exchange: Exchange, selection: Selection) -> list[Fenced]:
@@ -528,8 +508,8 @@ class Fanout:
                 self.lanes.probe(lane_key(exchange, (topic_place, ordinal)), exchange.sequence)
 
     def _send_released(self) -> None:
-        while self._released:
-            released, self._released = self._released, []
+        while self._outcomes.released:
+            released, self._outcomes.released = self._outcomes.released, []
             self._send_items(released)
 
     def _send_items(self, items: list[Item]) -> None:
@@ -542,11 +522,11 @@ class Fanout:
                 exchange = item.exchange
                 key = lane_key(exchange, item.entry)
                 if exchange not in self._exchanges or not exchange.is_open(item.entry):
-                    self._settle(exchange, (item.entry,), appended=False)
-                elif key in given_up or exchange.is_late(self._now):
+                    self._outcomes.settle(exchange, (item.entry,), appended=False)
+                elif key in given_up or exchange.is_late(self._outcomes.now):
                     # It, or one before it, has reached its deadline.
                     given_up.add(key)
-                    self._give_up_late(item)
+                    self._outcomes.give_up_late(item)
                 elif key in self.lanes.table and not self.lanes.is_probing(key, sequence):
                     # One before it found its route new, or found no route.
                     self.lanes.queue(key, item)
@@ -561,7 +541,7 @@ class Fanout:
             exchange.shares = max(exchange.shares, shares)
             for owner, selection in pieces.items():
                 self._send(exchange, owner, selection, shares=shares, whole=whole)
-            self._exchanges.finish_if_complete(exchange, self._now)
+            self._exchanges.finish_if_complete(exchange, self._outcomes.now)
 
     # Following the topology
 
@@ -593,7 +573,7 @@ class Fanout:
         if renamed:
             self._in_flight.forget()
         for key, new_key in renamed:
-            self._give_up(self.lanes.rename(key, new_key))
+            self._outcomes.give_up(self.lanes.rename(key, new_key))
 
     def _has_moved(self, item: Item, routed_at: int) -> bool:
         """Whether the partition has another owner since, one that can be sent to."""
@@ -645,7 +625,7 @@ class Fanout:
                     # Not for a read: the plain path is not adopted for its answer, and counts on this route.
                     self.routes.refuted(*exchange.partition(entry), piece.connection.number)
             self._failed(exchange, entry, error_code, piece.routed_at, result)
-        self._exchanges.finish_if_complete(exchange, self._now)
+        self._exchanges.finish_if_complete(exchange, self._outcomes.now)
 
     def _succeeded(self, piece: Piece, entry: Entry) -> None:
         if not self.lanes.table:
@@ -656,16 +636,16 @@ class Fanout:
         is_probing = exchange.is_ordered and self.lanes.is_probing(key, exchange.sequence)
         if is_probing and connection.state is ConnectionState.OPEN:
             self.routes.prove(*exchange.partition(entry), connection.number, piece.routed_at)
-        self._settle_lane(key, exchange.sequence, appended=True)
+        self._outcomes.settle_lane(key, exchange.sequence, appended=True)
 
     def _left(self, piece: Piece) -> None:
         exchange, connection = piece.exchange, piece.connection
         self._in_flight.remove(piece)
         for entry in piece.entries():
             exchange.take(entry, b"")
-            connection.note_unconfirmed(exchange.partition(entry), piece.routed_at, self._now)
-        self._settle(exchange, piece.entries(), appended=True)
-        self._exchanges.finish_if_complete(exchange, self._now)
+            connection.note_unconfirmed(exchange.partition(entry), piece.routed_at, self._outcomes.now)
+        self._outcomes.settle(exchange, piece.entries(), appended=True)
+        self._exchanges.finish_if_complete(exchange, self._outcomes.now)
 
     def _fail_piece(self, piece: Piece, event: int) -> None:
         """Apply the same event (kproxy.routing.retry) to every entry of a piece."""
@@ -676,116 +656,18 @@ class Fanout:
         for entry in piece.entries():
             if piece.is_late:
                 # It is answered, or was sent elsewhere since.
-                self._doubt(exchange, entry, event, piece.routed_at)
+                self._outcomes.doubt(exchange, entry, event, piece.routed_at)
                 continue
             exchange.note_sent(entry, piece.connection.broker)
             self._failed(exchange, entry, event, piece.routed_at)
         if not piece.is_late:
-            self._exchanges.finish_if_complete(exchange, self._now)
-
-    # Failures
+            self._exchanges.finish_if_complete(exchange, self._outcomes.now)
 
     def _failed(
         self, exchange: Exchange, entry: Entry, event: int, routed_at: int, result: Buffer | None = None
     ) -> None:
         """Retry or fail an entry after an attempt that was sent at the topology's version `routed_at`."""
-        self._doubt(exchange, entry, event, routed_at)
-        if not exchange.is_open(entry) or exchange not in self._exchanges:
-            # It was answered at its deadline, or its client is gone; only the lane still needs the outcome.
-            self._settle(exchange, (entry,), appended=False)
-            return
-        failure = Failure(exchange, entry, event, routed_at, result)
-        outcome = self._failures.judge(failure, self._route(exchange, entry), self._now, self._jitter)
-        key, sequence, error_code = lane_key(exchange, entry), exchange.sequence, outcome.error_code
-        if outcome.sends_again:
-            self._actions.add(Retried(event, exchange.sent_to(entry)))
-            later = () if key in self.lanes else [each for each in self._in_flight.of(key) if each > sequence]
-            self.lanes.refused(key, Item(exchange, entry, error_code), outcome.pause, later)
-            return
-        self._exchanges.conclude(exchange, entry, error_code, result if error_code == event else None)
-        if outcome.gives_up and exchange.is_ordered and (behind_it := self._in_flight.of(key)):
-            # Its client sends it again. Batches that the client sent behind it without knowing must not come first.
-            self._give_up(self.lanes.give_up(key, sequence, self._exchanges.newest, behind_it))
-        self._settle(exchange, (entry,), appended=False, given_up=outcome.gives_up)
-
-    def _doubt(self, exchange: Exchange, entry: Entry, event: int, routed_at: int) -> None:
-        """Have the owner looked up after an event that casts doubt on it.
-
-        Even if nothing is sent again from here: the client's own next attempt needs the new owner.
-        """
-        if retry.doubts_the_owner(event):
-            self._ask_for_owner(*exchange.partition(entry), routed_at)
-
-    def _ask_for_owner(self, topic: bytes, partition_index: int, routed_at: int) -> None:
-        """Have the owner looked up, unless the topology has news of it since `routed_at`."""
-        if self._topology.owner_version(topic, partition_index) <= routed_at:
-            self._actions.add(Reread(topic, partition_index, routed_at))
-
-    # Lanes
-
-    def _settle(self, exchange: Exchange, entries: Iterable[Entry], *, appended: bool, given_up: bool = False) -> None:
-        """Report an outcome to the lanes, if there are any; items they release are sent at the end of the event."""
-        if not self.lanes.table:
-            return
-        for entry in entries:
-            self._settle_lane(lane_key(exchange, entry), exchange.sequence, appended=appended, given_up=given_up)
-
-    def _settle_lane(self, key: LaneKey, sequence: int, *, appended: bool, given_up: bool = False) -> None:
-        release = self.lanes.settled(key, sequence, appended=appended, given_up=given_up)
-        if release.send:
-            self._released += release.send
-        if release.give_up:
-            self._give_up(release.give_up)
-
-    def _settle_pieces(self, withdrawn: Iterable[Piece]) -> None:
-        """Settle the entries of pieces that no broker gets."""
-        for piece in withdrawn:
-            self._settle(piece.exchange, piece.entries(), appended=False)
-
-    def _give_up(self, items: Iterable[Item]) -> None:
-        """Answer each item with its `give_up_code`."""
-        for item in items:
-            self._exchanges.conclude(item.exchange, item.entry, item.give_up_code)
-            self._exchanges.finish_if_complete(item.exchange, self._now)
-
-    def _give_up_late(self, item: Item) -> None:
-        """Give up an item whose deadline has passed, or that of one before it in its lane."""
-        exchange = item.exchange
-        self._give_up([item])
-        if exchange.is_late(self._now) and exchange not in self._exchanges:
-            self._actions.add(Counted("deadlines", 1))
-        self._settle(exchange, (item.entry,), appended=False, given_up=True)
-
-    # Deadlines
-
-    def _expire(self, due: list[Exchange]) -> None:
-        """Answer the open entries of these exchanges and take back their pieces that no broker has seen."""
-        sequences = {exchange.sequence for exchange in due}
-        withdrawn = self._in_flight.withdraw(lambda piece: piece.exchange.sequence in sequences)
-        written = [piece for piece in self._in_flight.pieces.values() if piece.exchange.sequence in sequences]
-        for piece in (*withdrawn, *written):
-            for entry in piece.entries():
-                piece.exchange.note_sent(entry, piece.connection.broker)
-        unwritten = {(piece.exchange.sequence, entry) for piece in withdrawn for entry in piece.entries()}
-        for exchange in due:
-            # It may have been answered by the expiry of another one, which gave up the entries waiting behind it.
-            if exchange in self._exchanges:
-                self._expire_one(exchange, unwritten)
-        self._settle_pieces(withdrawn)
-
-    def _expire_one(self, exchange: Exchange, unwritten: set[tuple[int, Entry]]) -> None:
-        exchange.stop_looking()
-        written = self._failures.rows(exchange, None)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
-        for entry in exchange.open_entries():
-            key = lane_key(exchange, entry)
-            self._give_up(self.lanes.give_up(key, exchange.sequence, self._exchanges.newest, self._in_flight.of(key)))
-            if exchange.is_open(entry):
-                never_written = (exchange.sequence, entry) in unwritten
-                self._exchanges.conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if never_written else written)
-        self._exchanges.finish_if_complete(exchange, self._now)
-        if exchange not in self._exchanges:
-            # Its pieces may stay in flight for long; they are kept only for order.
-            exchange.request.let_go()
+        self._outcomes.failed(exchange, entry, event, routed_at, result, broker=self._route(exchange, entry))
 
     # The client's end
 
@@ -801,7 +683,7 @@ class Fanout:
             # A read that waits to be asked again has no open entry, but would send all of them again.
             if is_severed or any(self._client.forbids(exchange, entry) for entry in exchange.open_entries()):
                 self._part_from(exchange, sent)
-        self._settle_pieces(withdrawn)
+        self._outcomes.settle_pieces(withdrawn)
         # Items that these release have ended as well; the next event notices it.
         return self._actions.take()
 
@@ -813,4 +695,4 @@ class Fanout:
         for entry in exchange.open_entries():
             if (exchange.sequence, entry) not in sent:
                 self._exchanges.conclude(exchange, entry, POLICY_VIOLATION)
-        self._exchanges.finish_if_complete(exchange, self._now)
+        self._exchanges.finish_if_complete(exchange, self._outcomes.now)

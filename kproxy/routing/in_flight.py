@@ -32,7 +32,7 @@ from typing import Final, TypeAlias
 from kproxy.routing.actions import Actions, Close, Withdraw
 from kproxy.routing.identity import LaneKey, lane_key
 from kproxy.routing.merge import Exchange, Partition
-from kproxy.routing.split import Entry, Selection
+from kproxy.routing.split import Entry, Selection, entries_of
 
 # acks=0 batches that left within this time before a connection's end, or up to twice as long, are in doubt; in seconds.
 WINDOW_S: Final = 1.0
@@ -132,12 +132,6 @@ class Piece:
 
     def entries(self) -> Iterable[Entry]:
         return entries_of(self.selection)
-
-
-def entries_of(selection: Selection) -> Iterable[Entry]:
-    for topic_place, ordinals in selection:
-        for ordinal in ordinals:
-            yield topic_place, ordinal
 
 
 class InFlight:

@@ -34,7 +34,7 @@ from struct import Struct
 from typing import Final, TypeAlias, cast
 
 from kproxy.routing.retry import Attempts
-from kproxy.routing.split import Entry, Selection, route, split_whole
+from kproxy.routing.split import Entry, Selection, entries_of, route, split_whole
 from kproxy.routing.topology import NO_OWNER, Topology
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.error_codes import NONE
@@ -237,11 +237,12 @@ class Exchange:
         self.has_errors = True
         self.take(entry, self.api.error_entry(self.request.header.api_version, partition_index, error_code))
 
-    def leave_out(self, entry: Entry) -> None:
-        """Answer an entry of a read as a partition without records; clients take offsets of -1 for unknown."""
-        _, partition_index = self.partition(entry)
-        self.is_partial = True
-        self.take(entry, self.api.error_entry(self.request.header.api_version, partition_index, NONE))
+    def leave_out(self, selection: Selection) -> None:
+        """Answer the open entries of these as partitions without records; clients take offsets of -1 for unknown."""
+        for entry in filter(self.is_open, entries_of(selection)):
+            _, partition_index = self.partition(entry)
+            self.is_partial = True
+            self.take(entry, self.api.error_entry(self.request.header.api_version, partition_index, NONE))
 
     def note(self, response: PartitionedResponse) -> None:
         """Take the fields of an answer that are not of one partition."""

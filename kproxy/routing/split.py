@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -89,3 +89,10 @@ def add_entry(selection: Selection, topic_place: int, ordinal: int) -> None:
         selection[-1][1].append(ordinal)
     else:
         selection.append((topic_place, [ordinal]))
+
+
+def entries_of(selection: Selection) -> Iterator[Entry]:
+    """The entries of a selection, in order."""
+    for topic_place, ordinals in selection:
+        for ordinal in ordinals:
+            yield topic_place, ordinal

@@ -25,10 +25,10 @@ from kproxy.routing.actions import Action
 from kproxy.routing.client_end import ClientState
 from kproxy.routing.fanout import TIMER_STEP_S, Fanout
 from kproxy.routing.identity import lane_key
-from kproxy.routing.in_flight import Piece, entries_of
+from kproxy.routing.in_flight import Piece
 from kproxy.routing.lanes import Item, LaneState
 from kproxy.routing.merge import Exchange, ExchangeState
-from kproxy.routing.split import Entry, split_whole
+from kproxy.routing.split import Entry, entries_of, split_whole
 from kproxy.routing.topology import NO_OWNER
 from kproxy_codec.produce import base_offset_of
 from tests.support.models.playbook_words import entry_text, read, read_answer
@@ -142,7 +142,7 @@ class Rules:
         assert all(count == 1 for count in places.values()), f"under way twice: {places}"
         for lane in core.lanes.table.values():
             places.update((item.exchange.sequence, item.entry) for item in lane.waiting)
-        places.update((item.exchange.sequence, item.entry) for item in core._released)
+        places.update((item.exchange.sequence, item.entry) for item in core._outcomes.released)
         for exchange in core._exchanges:
             entries = exchange.open_entries()
             assert exchange.open_count == len(entries), f"request {exchange.sequence} miscounts what is open"
@@ -195,7 +195,7 @@ class Rules:
         assert core.is_idle
         if core._client._state is ClientState.PRESENT:
             assert not core.lanes.table, f"nothing is open, and lanes are left: {list(core.lanes.table)}"
-            assert not core._released
+            assert not core._outcomes.released
 
 
 def _is_open(core: Fanout, item: Item) -> bool:

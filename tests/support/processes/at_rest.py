@@ -24,7 +24,7 @@ def _left_in(session: ClientSession) -> list[str]:
         "events": len(fanout._events) + len(fanout.connections._losses) + len(fanout.connections._doubted),
         "pieces": len(fanout.core._in_flight.pieces) + len(fanout.core._in_flight._sequences or ()),
         "lanes": len(fanout.core.lanes),
-        "released": len(fanout.core._released) + len(fanout.core._actions),
+        "released": len(fanout.core._outcomes.released) + len(fanout.core._actions),
         "looks": len(fanout.core._exchanges._looking),
         "refreshes": len(fanout.lookups._tasks),
         "tasks": len(session._control.tasks),

@@ -17,11 +17,11 @@ from kproxy.routing import fanout, in_flight, lanes, refused, retry
 from kproxy.routing.actions import Action, Actions, Failed, Fenced
 from kproxy.routing.client_end import ClientEnd
 from kproxy.routing.fanout import Fanout
-from kproxy.routing.identity import LaneKey
 from kproxy.routing.in_flight import BrokerConnection, InFlight, Piece
 from kproxy.routing.lanes import Item, Lanes, LaneState
 from kproxy.routing.merge import Exchange, Matched
 from kproxy.routing.open_exchanges import OpenExchanges
+from kproxy.routing.outcomes import Outcomes
 from kproxy.routing.routes import Routes
 from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import NO_OWNER, Topology
@@ -55,7 +55,7 @@ def replaced(owner: object, name: str, other: object) -> Patch:
 # What is more than a call left out
 
 _hold_back = Fanout._hold_back
-_settle_lane = Fanout._settle_lane
+_succeeded = Fanout._succeeded
 _note = Fanout._note
 _failed = Fanout._failed
 _fences = Fanout._fences
@@ -71,9 +71,9 @@ def held_and_sent(core: Fanout, exchange: Exchange, refused: Mapping[Entry, int]
     return set()
 
 
-def send_in_the_midst(core: Fanout, key: LaneKey, sequence: int, **options: bool) -> None:
-    """What an outcome releases is sent at once."""
-    _settle_lane(core, key, sequence, appended=options["appended"], given_up=options.get("given_up", False))
+def send_in_the_midst(core: Fanout, piece: Piece, entry: Entry) -> None:
+    """What a success releases is sent at once."""
+    _succeeded(core, piece, entry)
     core._send_released()
 
 
@@ -230,7 +230,7 @@ SWITCHES: dict[str, Switch] = {
         test_fanout_ends.test_batch_behind_a_piece_taken_back_is_failed,
     ),
     "fanout 5: what is taken back is settled": Switch(
-        replaced(Fanout, "_settle_pieces", nothing),
+        replaced(Outcomes, "settle_pieces", nothing),
         test_fanout_ends.test_piece_waiting_for_dial_is_taken_back,
     ),
     "fanout 5: what is not written is taken back": Switch(
@@ -258,7 +258,7 @@ SWITCHES: dict[str, Switch] = {
         test_fanout_clients.test_lost_held_batch_is_reported_before_release,
     ),
     "fanout 7: all lanes first": Switch(
-        replaced(Fanout, "_settle_lane", send_in_the_midst),
+        replaced(Fanout, "_succeeded", send_in_the_midst),
         test_fanout_lanes.test_batches_released_together_share_a_piece_per_broker,
     ),
     "fanout 8: a request is answered once": Switch(
@@ -284,7 +284,7 @@ SWITCHES: dict[str, Switch] = {
             87,
         ),
     ),
-    "fanout 10: a fence is that of the moment of sending": Switch(
+    "fanout 11: a fence is that of the moment of sending": Switch(
         replaced(Fanout, "_fences", fences_of_the_first_time),
         test_fanout_clients.test_retry_carries_the_current_fence,
     ),
