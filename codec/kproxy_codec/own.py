@@ -173,9 +173,9 @@ def parse_bind_fences_request(frame: Buffer, header: RequestHeader) -> tuple[Fen
     return bindings or ()
 
 
-def encode_bind_fences_response(bound: Sequence[BoundFence], throttle_time_ms: int = 0) -> bytes:
-    """The body."""
-    return INT32.pack(throttle_time_ms) + _array(bound, _bound_fence) + _NO_TAGS
+def encode_bind_fences_response(bound: Sequence[BoundFence]) -> bytes:
+    """The body, with a throttle_time_ms of 0."""
+    return INT32.pack(0) + _array(bound, _bound_fence) + _NO_TAGS
 
 
 def parse_bind_fences_response(frame: Buffer) -> tuple[BoundFence, ...]:

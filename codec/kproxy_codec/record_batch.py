@@ -134,9 +134,9 @@ def iterate_batches(buffer: Buffer, position: int = 0) -> Iterator[RecordBatch]:
         position = batch.end
 
 
-def leader_epoch_of(buffer: Buffer, position: int = 0) -> int:
-    """The leader epoch of the batch at `position`, in a buffer that is known to hold its header."""
-    leader_epoch: int = INT32.unpack_from(buffer, position + _LEADER_EPOCH_OFFSET)[0]
+def leader_epoch_of(buffer: Buffer) -> int:
+    """The leader epoch of the batch that a buffer begins with; it is known to hold the header."""
+    leader_epoch: int = INT32.unpack_from(buffer, _LEADER_EPOCH_OFFSET)[0]
     return leader_epoch
 
 

@@ -14,10 +14,7 @@ Transitions
 
 Invariants
 1. Answers leave in the order of their requests (kproxy.proxy.answer_order).
-2. In-flight bytes and open requests are bounded: past a bound, or while the client or a broker reads too slowly,
-   nothing more is begun or read. Requests that one read brings beyond a bound wait in `_backlog`. So do requests that
-   cannot be begun within TURN_S: other connections have their turn first. So they do after a read that brought
-   MANY_REQUESTS and LARGE_READ_BYTES.
+2. In-flight bytes and open requests are bounded (kproxy.proxy.paced_reader).
 3. Nothing is begun during an answer or a failure: the fan-out finishes one event before the next.
 4. The bytes that all connections hold together are bounded as well (kproxy.proxy.memory_budget). When this connection
    ends, its bytes are taken off that sum, and the brokers' answers that it holds off theirs (kproxy.proxy.answer_room).
@@ -32,6 +29,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from typing import Final, cast
@@ -39,6 +37,7 @@ from typing import Final, cast
 import structlog
 
 from kproxy.observe.tally import VERSION_BITS
+from kproxy.proxy.admission import Admission
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.answer_room import Share
 from kproxy.proxy.api_versions import check_served, covers
@@ -52,21 +51,21 @@ from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot
 from kproxy.proxy.outbox import PacedOutbox, flushes_of
-from kproxy.proxy.reception import Reception
-from kproxy.proxy.request_reader import RequestReader
+from kproxy.proxy.paced_reader import PacedReader
 from kproxy.proxy.requests import DataRequests, NoRoom, plain_path
+from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy.runtime.tasks import TURN_S
 from kproxy.security.broker_access import IdentityRefused
 from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal
+from kproxy.security.proxy_protocol import Source
 from kproxy.security.quotas import Quotas
 from kproxy.security.sasl import MOST_FRAME_BYTES
 from kproxy.security.sasl_client import Credential
 from kproxy_codec import api_keys
 from kproxy_codec.api_keys import PRODUCE
-from kproxy_codec.errors import CodecError
 from kproxy_codec.foreign import foreign_protocol
 from kproxy_codec.framing import parse_request_header
 
@@ -79,21 +78,30 @@ _PARTITIONED: Final = {
 }
 
 
-class ClientSession(RequestReader, asyncio.BufferedProtocol):
-    """A client's connection; `on_closed` is called once when it has ended. `reception` None: by the first listener."""
+@dataclass(frozen=True, slots=True)
+class ClientOrigin:
+    """How a client connected, and how it has to authenticate.
+
+    `fleet`: the proxies as clients of its listener reach them. `source`: the client's address as a load balancer
+    reports it; None: that of the connection. `admission` None: the client needs no proof of who it is.
+    """
+
+    fleet: Fleet
+    source: Source | None = None
+    admission: Admission | None = None
+
+
+class ClientSession(PacedReader, asyncio.BufferedProtocol):
+    """A client's connection; `on_closed` is called once when it has ended. `origin` None: from within this process."""
 
     __slots__ = (
         "_access",
         "_arrival",
-        "_broker_pressure",
-        "_client_pressure",
         "_clock",
         "_compiled",
         "_connections",
         "_context",
-        "_control",
         "_drained_by",
-        "_draining",
         "_fanout",
         "_gate",
         "_gone",
@@ -103,47 +111,33 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         "_meter",
         "_negotiated",
         "_on_closed",
-        "_pauses",
+        "_origin",
         "_principal",
-        "_reception",
-        "_requests",
-        "_rests",
         "_share",
-        "_takes_backlog",
         "_tally",
-        "_transport",
         "_waiting",
-        "_wanted_partitions",
         "_wanted_throttle_ms",
         "peer",
     )
 
     def __init__(
-        self, context: ProxyContext, on_closed: Callable[[ClientSession], None], reception: Reception | None = None
+        self, context: ProxyContext, on_closed: Callable[[ClientSession], None], origin: ClientOrigin | None = None
     ) -> None:
         super().__init__(context)
         self._context = context
-        self._reception = reception or Reception("", context.fleet)
+        self._origin = origin or ClientOrigin(context.fleet)
         self._clock = context.clock
         # It may be asked whether it is idle before it has its connection.
         self._first_byte_at = context.clock()
         self._tally = context.tally
         self._on_closed = on_closed
-        self._transport: asyncio.Transport | None = None
         self.peer = "?"
         self._answers = AnswerOrder(context, self)
-        self._takes_backlog = False
-        # The number of partitions of the backlog's first request, if it waits for room for them; and for how long its
-        # client is throttled: its account is charged once.
-        self._wanted_partitions = 0
+        # For how long the client of the request that was put back is throttled: its account is charged once.
         self._wanted_throttle_ms = 0
-        # Whether other connections have their turn of the event loop before more is begun.
-        self._rests = False
-        # How often reading was stopped.
-        self._pauses = 0
         self._arrival = Arrival()
         self._share = Share(context.answer_room, self)
-        admission = self._reception.admission
+        admission = self._origin.admission
         # The identity that its broker connections authenticate with; None: the proxy's.
         self._identity: ClientIdentity | None = None
         if admission is not None and admission.carries:
@@ -154,9 +148,6 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
                 self._identity_refused,
             )
         to_brokers = self._identity.access if self._identity is not None else None
-        self._broker_pressure = 0
-        self._client_pressure = False
-        self._draining = False
         # The time by which a connection that drains by itself is closed.
         self._drained_by = inf
         # Done when the transport is gone; None: nobody waits for that.
@@ -181,7 +172,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             context,
             self,
             self._fanout.claims,
-            self._reception.fleet,
+            self._origin.fleet,
             self._gate,
             self._access,
             to_brokers,
@@ -203,7 +194,7 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         keep_alive(transport)
         loop = asyncio.get_running_loop()
         self._answers.outbox = PacedOutbox(loop, self._transport, flushes_of(loop), self._share)
-        peer = self._reception.source or transport.get_extra_info("peername")
+        peer = self._origin.source or transport.get_extra_info("peername")
         self.peer = str(Address(*peer[:2]) if isinstance(peer, tuple) else peer)
         if self._fanout.acks is not None:
             self._fanout.acks.peer = self.peer
@@ -345,34 +336,6 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
         else:
             self._begin(frame, first_byte_at)
 
-    def _rest(self) -> None:
-        """Begin no more in this turn of the event loop."""
-        self._rests = True
-        self.adjust_reading()
-        asyncio.get_running_loop().call_soon(self._rest_is_over)
-
-    def _rest_is_over(self) -> None:
-        self._rests = False
-        self.go_on()
-
-    def _take_backlog(self) -> None:
-        """Begin waiting requests while there is room; an event of its own."""
-        began = self._clock()
-        try:
-            while not self.closed and self._backlog and self._has_room() and self._clock() - began <= TURN_S:
-                frame, first_byte_at = self._backlog.popleft()
-                self._budget.held -= len(frame)
-                if self._wanted_partitions:
-                    self._begin_again(frame, first_byte_at)
-                else:
-                    self._begin(frame, first_byte_at)
-        except CodecError as error:
-            self.refuse(error)
-        if not self._backlog:
-            self._backlog = None
-        self._takes_backlog = False
-        self.go_on()
-
     # Versions
 
     def offered(self, ranges: Ranges) -> None:
@@ -390,72 +353,6 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             )
             self._lingers = True
             self.drain()
-
-    # Back-pressure
-
-    def pause_writing(self) -> None:
-        self._client_pressure = True
-        if self._answers.outbox is not None:
-            self._answers.outbox.pause()
-        self.adjust_reading()
-
-    def resume_writing(self) -> None:
-        self._client_pressure = False
-        if self._answers.outbox is not None:
-            self._answers.outbox.resume()
-        self.adjust_reading()
-
-    def broker_presses(self, slow: bool) -> None:
-        """Stop reading while a broker takes no more, and begin again."""
-        self._broker_pressure += 1 if slow else -1
-        self.adjust_reading()
-
-    def _has_room(self) -> bool:
-        return (
-            self._answers.in_flight_bytes < self._max_bytes
-            and self._answers.open_count < self._max_requests
-            and not self._client_pressure
-            and not self._broker_pressure
-            and not self._control.is_claiming
-            and not self._rests
-            and not (self._wanted_partitions and not self._requests.has_room_for(self._wanted_partitions))
-        )
-
-    def go_on(self) -> None:
-        """Read or end after a request is done: there may be room for more, or nothing left to answer."""
-        if not self.closed:
-            self.adjust_reading()
-            self._end_if_drained()
-
-    def adjust_reading(self) -> None:
-        """Read while there is room, and only then; waiting requests come first."""
-        if self._transport is None or self.closed:
-            return
-        has_room = self._has_room()
-        if has_room and self._backlog and not self._takes_backlog:
-            self._takes_backlog = True
-            asyncio.get_running_loop().call_soon(self._take_backlog)
-        may_read = has_room and not self._backlog and not self._draining
-        if may_read and self._budget.held >= self._budget.limit and self._budget.passing is not self:
-            may_read = False
-            self._budget.wait(self, again=self._is_let_go)
-        if may_read is self._reading:
-            return
-        self._reading = may_read
-        self._answers.is_waited_for = not may_read
-        if may_read:
-            self._transport.resume_reading()
-        else:
-            self._pauses += 1
-            self._transport.pause_reading()
-
-    def read_on(self) -> None:
-        """Resume reading: the budget has room again, or this session may pass."""
-        self._is_let_go = True
-        self.adjust_reading()
-        if not self._reading:
-            # There is another reason not to read.
-            self._budget.leave(self)
 
     # Brokers
 
@@ -693,14 +590,6 @@ class ClientSession(RequestReader, asyncio.BufferedProtocol):
             return False
         transport.resume_reading()
         return True
-
-    def _let_go(self) -> None:
-        """Release everything except requests with acks=0, which are kept until they are settled."""
-        self._budget.arriving -= self._arriving_bytes
-        held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog or ()) + self._answers.let_go()
-        self._arriving_bytes = 0
-        self._budget.held -= held
-        self._budget.leave(self)
 
     async def _count_lost(self) -> None:
         """Count acks=0 batches in the backlog as lost: they are not begun, but their client assumes they are sent."""

@@ -39,10 +39,9 @@ from kproxy.config.tls import Loaded
 from kproxy.observe.metrics import Vitals
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.apis import Ranges
-from kproxy.proxy.client_session import ClientSession
+from kproxy.proxy.client_session import ClientOrigin, ClientSession
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.descriptors import Descriptors, in_use
-from kproxy.proxy.reception import Reception
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.process import open_file_limit
@@ -269,21 +268,21 @@ class Listener:
     def _session(self, listener: str = "") -> asyncio.BaseProtocol:
         if self._refuses():
             return _Refusal()
-        return self._admit(self._reception(listener))
+        return self._admit(self._origin(listener))
 
     def _fleet_of(self, listener: str) -> Fleet:
         if self._context is None:
             raise RuntimeError("serve comes first")
         return self._fleets.get(listener, self._context.fleet)
 
-    def _reception(self, listener: str, source: Source | None = None) -> Reception:
-        return Reception(listener, self._fleet_of(listener), source, self._admissions.get(listener))
+    def _origin(self, listener: str, source: Source | None = None) -> ClientOrigin:
+        return ClientOrigin(self._fleet_of(listener), source, self._admissions.get(listener))
 
     def _session_inside(self, listener: str, source: Source | None) -> ClientSession | None:
         """The session of a client that was not refused at first; None if others have come inside meanwhile."""
         if self._client_count >= self._limits.max_connections and self._refuses():
             return None
-        return self._admit(self._reception(listener, source))
+        return self._admit(self._origin(listener, source))
 
     def _refuses(self) -> bool:
         """Whether one more client is not admitted; it is logged and counted."""
@@ -308,12 +307,12 @@ class Listener:
             return True
         return False
 
-    def _admit(self, reception: Reception) -> ClientSession:
+    def _admit(self, origin: ClientOrigin) -> ClientSession:
         """The session of a client that is admitted."""
         if self._context is None:
             raise RuntimeError("serve comes first")
         self._context.counters["clients.accepted"] += 1
-        session = ClientSession(self._context, self._session_closed, reception)
+        session = ClientSession(self._context, self._session_closed, origin)
         self._sessions.add(session)
         self._empty.clear()
         return session

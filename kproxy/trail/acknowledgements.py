@@ -349,20 +349,9 @@ class ConnectionAcks:
         self._acked: dict[tuple[bytes, int], Acked] = {}
 
     def part(
-        self,
-        connection: Connection,
-        request: PartitionedRequest,
-        selection: Selection,
-        plain: PlainAnswer | None,
-        routed_at: int = _NOW,
+        self, connection: Connection, request: PartitionedRequest, selection: Selection, plain: PlainAnswer | None
     ) -> Noted | None:
-        """Make a `Noted` for this part of every request of this form.
-
-        None if there is nothing to note.
-
-        `routed_at` is the table's version when the part was sent. The revision of the ownership is the owner's own
-        unless the partition has moved since; then it is the last one before that.
-        """
+        """Make a `Noted` for this part of every request of this form; None if there is nothing to note."""
         if plain is None:
             return None
         entries = []
@@ -372,7 +361,7 @@ class ConnectionAcks:
             for ordinal in ordinals:
                 place = next(following)
                 partition = topic.partitions[ordinal]
-                acked = self._find(request.frame, topic.name, partition, connection.owner, routed_at)
+                acked = self._find(request.frame, topic.name, partition, connection.owner, _NOW)
                 if acked is not None:
                     entries.append(NotedEntry(acked, topic_place, ordinal, place))
         if len(entries) == 1:
@@ -382,7 +371,8 @@ class ConnectionAcks:
     def note(self, exchange: Exchange, entry: Entry, owner: int, routed_at: int, result: Buffer) -> None:
         """Note one acknowledged entry.
 
-        `result` is its part of the answer, `routed_at` as in `part`.
+        `result` is its part of the answer, `routed_at` the table's version when it was sent. The revision of the
+        ownership is the owner's own unless the partition has moved since; then it is the last one before that.
         """
         request = exchange.request
         acked = self._find(request.frame, *exchange.partition(entry), owner, routed_at)

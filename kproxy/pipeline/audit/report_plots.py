@@ -122,6 +122,7 @@ WIDE_IN: Final = 10.4
 NARROW_IN: Final = 5.2
 # Room for half of the last tick label.
 RIGHT_IN: Final = 0.3
+_BOTTOM_IN = 0.5
 DAY_MS: Final = 86_400_000
 # Later times are beyond matplotlib's calendar.
 LAST_DATE_MS: Final = 253_000_000_000_000
@@ -146,14 +147,14 @@ def drawn_twice(name: str, height_in: float, paint: Callable[[Figure, bool], Non
     return wide, draw(f"{name}-narrow", NARROW_IN, height_in, lambda figure: paint(figure, False))
 
 
-def axes_on(figure: Figure, *, left_in: float, top_in: float = 0.15, bottom_in: float = 0.5) -> Axes:
+def axes_on(figure: Figure, *, left_in: float, top_in: float = 0.15) -> Axes:
     width, height = figure.get_size_inches()
     return figure.add_axes(
         (
             left_in / width,
-            bottom_in / height,
+            _BOTTOM_IN / height,
             (width - left_in - RIGHT_IN) / width,
-            (height - top_in - bottom_in) / height,
+            (height - top_in - _BOTTOM_IN) / height,
         )
     )
 

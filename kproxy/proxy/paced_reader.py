@@ -1,0 +1,167 @@
+"""Read one client and begin its requests only while there is room.
+
+Room has many bounds: the connection's own bytes in flight and open requests, the memory of all connections
+(kproxy.proxy.memory_budget), partitions (`DataRequests.has_room_for`), the pace of the client and of the brokers, the
+time in this turn of the event loop, a claim that is being served.
+
+Invariants
+1. Past a bound nothing more is begun or read. Requests that one read brings beyond it wait in `_backlog`, and nothing
+   is read before they are begun. So do requests that cannot be begun within TURN_S, and those after a read that brought
+   MANY_REQUESTS and LARGE_READ_BYTES: other connections have their turn first.
+2. Waiting requests are begun in an event of their own, never during an answer.
+3. Who stops reading adjusts it again when the bound is met: each bound that changes calls `adjust_reading` or `go_on`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.control_plane import ControlRequests
+from kproxy.proxy.request_reader import RequestReader
+from kproxy.proxy.requests import DataRequests
+from kproxy.runtime.tasks import TURN_S
+from kproxy_codec.errors import CodecError
+
+
+class PacedReader(RequestReader):
+    """The part of a client session that decides when more is read and begun."""
+
+    __slots__ = (
+        "_broker_pressure",
+        "_client_pressure",
+        "_control",
+        "_draining",
+        "_pauses",
+        "_requests",
+        "_rests",
+        "_takes_backlog",
+        "_transport",
+        "_wanted_partitions",
+    )
+
+    _control: ControlRequests
+    _requests: DataRequests
+
+    def __init__(self, context: ProxyContext) -> None:
+        super().__init__(context)
+        self._transport: asyncio.Transport | None = None
+        # Whether no more is read for good.
+        self._draining = False
+        self._broker_pressure = 0
+        self._client_pressure = False
+        self._takes_backlog = False
+        # The number of partitions of the backlog's first request, if it waits for room for them.
+        self._wanted_partitions = 0
+        # Whether other connections have their turn of the event loop before more is begun.
+        self._rests = False
+        # How often reading was stopped.
+        self._pauses = 0
+
+    def pause_writing(self) -> None:
+        self._client_pressure = True
+        if self._answers.outbox is not None:
+            self._answers.outbox.pause()
+        self.adjust_reading()
+
+    def resume_writing(self) -> None:
+        self._client_pressure = False
+        if self._answers.outbox is not None:
+            self._answers.outbox.resume()
+        self.adjust_reading()
+
+    def broker_presses(self, slow: bool) -> None:
+        """Stop reading while a broker takes no more, and begin again."""
+        self._broker_pressure += 1 if slow else -1
+        self.adjust_reading()
+
+    def _has_room(self) -> bool:
+        return (
+            self._answers.in_flight_bytes < self._max_bytes
+            and self._answers.open_count < self._max_requests
+            and not self._client_pressure
+            and not self._broker_pressure
+            and not self._control.is_claiming
+            and not self._rests
+            and not (self._wanted_partitions and not self._requests.has_room_for(self._wanted_partitions))
+        )
+
+    def go_on(self) -> None:
+        """Read or end after a request is done: there may be room for more, or nothing left to answer."""
+        if not self.closed:
+            self.adjust_reading()
+            self._end_if_drained()
+
+    def adjust_reading(self) -> None:
+        """Read while there is room, and only then; waiting requests come first."""
+        if self._transport is None or self.closed:
+            return
+        has_room = self._has_room()
+        if has_room and self._backlog and not self._takes_backlog:
+            self._takes_backlog = True
+            asyncio.get_running_loop().call_soon(self._take_backlog)
+        may_read = has_room and not self._backlog and not self._draining
+        if may_read and self._budget.held >= self._budget.limit and self._budget.passing is not self:
+            may_read = False
+            self._budget.wait(self, again=self._is_let_go)
+        if may_read is self._reading:
+            return
+        self._reading = may_read
+        self._answers.is_waited_for = not may_read
+        if may_read:
+            self._transport.resume_reading()
+        else:
+            self._pauses += 1
+            self._transport.pause_reading()
+
+    def read_on(self) -> None:
+        """Resume reading: the budget has room again, or this session may pass."""
+        self._is_let_go = True
+        self.adjust_reading()
+        if not self._reading:
+            # There is another reason not to read.
+            self._budget.leave(self)
+
+    def _rest(self) -> None:
+        """Begin no more in this turn of the event loop."""
+        self._rests = True
+        self.adjust_reading()
+        asyncio.get_running_loop().call_soon(self._rest_is_over)
+
+    def _rest_is_over(self) -> None:
+        self._rests = False
+        self.go_on()
+
+    def _take_backlog(self) -> None:
+        """Begin waiting requests while there is room; an event of its own."""
+        began = self._clock()
+        try:
+            while not self.closed and self._backlog and self._has_room() and self._clock() - began <= TURN_S:
+                frame, first_byte_at = self._backlog.popleft()
+                self._budget.held -= len(frame)
+                if self._wanted_partitions:
+                    self._begin_again(frame, first_byte_at)
+                else:
+                    self._begin(frame, first_byte_at)
+        except CodecError as error:
+            self.refuse(error)
+        if not self._backlog:
+            self._backlog = None
+        self._takes_backlog = False
+        self.go_on()
+
+    def _let_go(self) -> None:
+        """Release everything except requests with acks=0, which are kept until they are settled."""
+        self._budget.arriving -= self._arriving_bytes
+        held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog or ()) + self._answers.let_go()
+        self._arriving_bytes = 0
+        self._budget.held -= held
+        self._budget.leave(self)
+
+    def _begin_again(self, frame: memoryview, first_byte_at: float) -> None:
+        """Begin the request that waited for room for its partitions. Raises CodecError."""
+        raise NotImplementedError
+
+    def _end_if_drained(self) -> None:
+        """Close if nothing is read any more and all is answered."""
+        raise NotImplementedError
