@@ -30,7 +30,7 @@ import structlog
 
 from kproxy.broker.keys import BrokerValue, Keys, encode_value
 from kproxy.etcd import EtcdClient, EtcdError, KeyValue, LeaseLost, key_absent, put_op
-from kproxy.etcd.lease import Clock, LeaseFence
+from kproxy.etcd.lease import Clock, LeaseFence, lease_keep_alive
 
 CLAIM_PAUSE_S = 0.2
 _logger = structlog.get_logger(__name__)
@@ -115,7 +115,7 @@ class BrokerLease:
         if fence is None:
             return "there is no lease"
         keeper = asyncio.create_task(
-            self._client.lease_keep_alive(fence.lease_id, clock=self._clock, on_renewed=fence.renew)
+            lease_keep_alive(self._client, fence.lease_id, clock=self._clock, on_renewed=fence.renew)
         )
         lost = asyncio.create_task(self._lost.wait())
         try:

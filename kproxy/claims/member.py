@@ -34,7 +34,7 @@ from kproxy.claims.keys import MemberValue, OwnKeys, encode_value
 from kproxy.claims.table import OwnTable
 from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient, EtcdError, LeaseLost, delete_op, mod_revision_is, prefix_unchanged_since
-from kproxy.etcd.lease import Clock, LeaseFence
+from kproxy.etcd.lease import Clock, LeaseFence, lease_keep_alive
 
 RETRY_PAUSE_S: Final = 0.5
 # How often the fence is checked: it must be found dead well within the margin that it keeps of the TTL.
@@ -137,7 +137,7 @@ class OwnMember:
         if fence is None:
             return
         keeper = asyncio.create_task(
-            self._client.lease_keep_alive(fence.lease_id, clock=self._clock, on_renewed=fence.renew)
+            lease_keep_alive(self._client, fence.lease_id, clock=self._clock, on_renewed=fence.renew)
         )
         tasks = [keeper, *map(asyncio.create_task, (self._watch(fence), self._publish_all(fence), self._ended.wait()))]
         try:

@@ -38,7 +38,6 @@ from kproxy.etcd.errors import (
     LeaseLost,
     TooLarge,
 )
-from kproxy.etcd.lease import lease_keep_alive
 from kproxy.etcd.members import CONNECT_TIMEOUT_S, CallFailed, Members
 from kproxy.etcd.messages import (
     EtcdStatus,
@@ -290,15 +289,6 @@ class EtcdClient:
             await self._call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease_id), write=True)
         except LeaseLost:
             return
-
-    async def lease_keep_alive(
-        self, lease_id: int, *, clock: Callable[[], float], on_renewed: Callable[[float, int], None]
-    ) -> None:
-        """Renew the lease until cancelled, as `lease.lease_keep_alive`.
-
-        Raises LeaseLost when it is gone.
-        """
-        await lease_keep_alive(self, lease_id, clock=clock, on_renewed=on_renewed)
 
     # Used by the rest of this package
 

@@ -21,16 +21,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import structlog
 
+from kproxy.etcd.client import EtcdClient
 from kproxy.etcd.errors import EtcdError, EtcdUnavailable, LeaseLost
 from kproxy.etcd.messages import rpc
 from kproxy.etcd.stream import EtcdStream
-
-if TYPE_CHECKING:
-    from kproxy.etcd.client import EtcdClient
 
 Clock = Callable[[], float]
 

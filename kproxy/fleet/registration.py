@@ -50,6 +50,7 @@ from kproxy.etcd import (
     LeaseLost,
     TxnCompare,
     key_absent,
+    lease_keep_alive,
     mod_revision_is,
     put_op,
 )
@@ -264,7 +265,7 @@ class Registrar:
     async def _hold(self) -> bool:
         """Wait until the entry is not ours any more; return whether it may be taken over from its owner."""
         keeper = asyncio.create_task(
-            self._client.lease_keep_alive(self._lease_id, clock=self._clock, on_renewed=lambda *_: None)
+            lease_keep_alive(self._client, self._lease_id, clock=self._clock, on_renewed=lambda *_: None)
         )
         looker = asyncio.create_task(self._until_another_is_seen())
         try:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Self
 
-from kproxy.proxy.virtual_brokers import Portions
+from kproxy.proxy.long_answers import Portions
 from kproxy_codec.configs import rename_in_answer, rename_in_request
 from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.partitioned import with_length

@@ -19,8 +19,8 @@ from kproxy.proxy.apis import APIS, NO_RANGES, Range
 from kproxy.proxy.broker_health import BrokerHealth
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.proxy.dialling import Dialler
+from kproxy.proxy.long_answers import Portions, Shared
 from kproxy.proxy.memory_budget import Budget
-from kproxy.proxy.virtual_brokers import Portions, Shared
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, Conduct
 from kproxy.routing.topology import Topology

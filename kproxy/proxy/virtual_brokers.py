@@ -5,25 +5,16 @@ which is also its only replica; a claimed partition (the Own API) is led by its 
 always -1, so that no client compares one with a broker's (KIP-320). Racks are left out. The cluster's id, topics,
 partitions, ids, configurations and error codes stay as the broker says, so all proxies of one upstream say the same.
 
-An answer may be megabytes long, and one step of that length would delay all other clients. `Portions` works on it in
-portions of about a millisecond (`kproxy_codec.walk`), one in a turn of the event loop. An answer names the proxies that
-were in the fleet when it was begun.
-
-Invariants
-1. In a turn of the event loop at most one portion of one long message is worked on; several messages alternate.
-2. Short messages, up to SHORT_BYTES, do not wait.
-3. The answer that `Shared` returns for a request was asked for after that request had come: a client that has created
-   a topic and asks then sees it.
-4. `Shared` keeps the latest answer to a question, and only while somebody waits for that question.
+An answer may be megabytes long (kproxy.proxy.long_answers). It names the proxies that were in the fleet when it was
+begun.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from collections.abc import Sequence
 
 from kproxy.claims.service import OwnService
+from kproxy.proxy.context import ProxyContext
 from kproxy.routing.fleet import Fleet, Proxy
 from kproxy_codec import api_keys as keys
 from kproxy_codec import cluster
@@ -38,16 +29,6 @@ from kproxy_codec.coordination import (
 from kproxy_codec.error_codes import INVALID_REQUEST, NONE
 from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.primitives import Buffer
-from kproxy_codec.walk import Work, at_once
-
-if TYPE_CHECKING:
-    # It holds objects of this module.
-    from kproxy.proxy.context import ProxyContext
-
-Result = TypeVar("Result")
-
-# Some hundred partitions: a fraction of a portion.
-SHORT_BYTES: Final = 4 << 10
 
 
 class AskAnother(Exception):
@@ -141,75 +122,3 @@ def partition_leaders(
         if member is not None:
             leaders[place] = by_address.get((member.host, member.port), leaders[place])
     return leaders
-
-
-# Long answers
-
-
-class Portions:
-    """Work on the long messages of all connections, a portion at a time."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-
-    async def of(self, work: Work[Result], size: int) -> Result:
-        """Return the result of `work` on a message of `size` bytes.
-
-        Raises the errors of the work.
-        """
-        if size <= SHORT_BYTES:
-            return at_once(work)
-        while True:
-            async with self._turn:
-                try:
-                    next(work)
-                except StopIteration as end:
-                    result: Result = end.value
-                    return result
-                # Hold the lock until the next turn of the event loop, so that no other portion runs in this one.
-                await asyncio.sleep(0)
-
-
-class _Question(Generic[Result]):
-    """One question while anybody waits for it.
-
-    `asked` counts the attempts, `answered` is the number of the latest that ended.
-    """
-
-    def __init__(self) -> None:
-        self.turn = asyncio.Lock()
-        self.waiting = 0
-        self.asked = 0
-        self.answered = 0
-        self.answer: Result
-
-
-class Shared(Generic[Result]):
-    """Ask a question once for all callers that came before it was asked.
-
-    Later callers wait until it is answered, and ask again, once for all. If the caller that asks is cancelled or fails,
-    another asks.
-    """
-
-    def __init__(self) -> None:
-        self._questions: dict[Hashable, _Question[Result]] = {}
-
-    async def ask(self, key: Hashable, ask: Callable[[], Awaitable[Result]]) -> Result:
-        """Return the answer to the question `key`, by `ask` or another caller's."""
-        question = self._questions.get(key)
-        if question is None:
-            question = self._questions[key] = _Question()
-        asked_before = question.asked
-        question.waiting += 1
-        try:
-            async with question.turn:
-                if question.answered <= asked_before:
-                    question.asked += 1
-                    number = question.asked
-                    question.answer = await ask()
-                    question.answered = number
-                return question.answer
-        finally:
-            question.waiting -= 1
-            if not question.waiting:
-                del self._questions[key]

@@ -10,7 +10,16 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
-from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent, get_op, put_op
+from kproxy.etcd import (
+    EtcdClient,
+    EtcdUnavailable,
+    PrefixMirror,
+    Snapshot,
+    WatchEvent,
+    get_op,
+    lease_keep_alive,
+    put_op,
+)
 from kproxy.etcd import members as members_module
 from tests.support.etcd.embedded import Relay, running
 from tests.support.etcd.etcd_cluster import EtcdCluster
@@ -102,8 +111,8 @@ async def test_calls_renewals_and_watches_survive_a_member(
         lease = await client.lease_grant(24)
         await client.put(f"{etcd_prefix}/leased", b"", lease_id=lease.lease_id)
         renewed: list[float] = []
-        keeping = client.lease_keep_alive(
-            lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, _: renewed.append(sent_at)
+        keeping = lease_keep_alive(
+            client, lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, _: renewed.append(sent_at)
         )
         copy = Copy()
         mirror = PrefixMirror(client, [f"{etcd_prefix}/"], copy)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.etcd import EtcdClient, LeaseLost
+from kproxy.etcd import EtcdClient, LeaseLost, lease_keep_alive
 from kproxy.etcd import lease as lease_module
 from tests.support.etcd.embedded import Relay, freeze, kill, own_etcd, running
 from tests.support.waiting import PATIENCE_S, eventually
@@ -63,7 +63,7 @@ async def are_in_time(client: EtcdClient) -> bool:
     started = ended = time.monotonic()
     is_kept = False
     with contextlib.suppress(LeaseLost):
-        async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
+        async with running(lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
             while await client.get("/left-alone") is not None:
                 assert time.monotonic() < started + PATIENCE_S
                 await asyncio.sleep(0.05)
@@ -87,7 +87,7 @@ async def test_silently_dead_connection_does_not_cost_the_lease(tmp_path: Path) 
         lease = await client.lease_grant(16)
         await direct.put("/kept", b"", lease_id=lease.lease_id)
         renewals = Renewals()
-        async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
+        async with running(lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
             await renewals.next()
             relay.freeze()
             frozen = time.monotonic()
@@ -101,7 +101,7 @@ async def test_send_time_precedes_the_request(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         lease = await client.lease_grant(12)
         renewals = Renewals()
-        async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
+        async with running(lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
             await renewals.next()
             # etcd sleeps over the next question; its answer comes late, and is worth no more for that.
             await freeze(server)
@@ -119,7 +119,7 @@ async def test_a_revoked_lease_ends_the_renewals(etcd_client: EtcdClient, etcd_p
     await etcd_client.put(f"{etcd_prefix}/a", b"", lease_id=lease.lease_id)
     renewals = Renewals()
     keep_alive = asyncio.ensure_future(
-        etcd_client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)
+        lease_keep_alive(etcd_client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)
     )
     await renewals.next()
     await etcd_client.lease_revoke(lease.lease_id)
@@ -135,7 +135,7 @@ async def test_renewals_continue_after_etcd_restart(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         lease = await client.lease_grant(20)
         renewals = Renewals()
-        async with running(client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)) as task:
+        async with running(lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)) as task:
             await renewals.next()
             await kill(server)
             during = len(renewals.sent_at)
@@ -153,7 +153,7 @@ async def test_lease_that_ended_during_outage_is_lost(etcd: EmbeddedEtcd) -> Non
     await client.lease_revoke(lease.lease_id)
     renewals = Renewals()
     with pytest.raises(LeaseLost):
-        await client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)
+        await lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)
     assert renewals.sent_at == []
     await client.close()
 
@@ -162,7 +162,7 @@ async def test_cancelled_renewals_let_the_lease_expire(etcd_client: EtcdClient) 
     lease = await etcd_client.lease_grant(60)
     renewals = Renewals()
     task = asyncio.ensure_future(
-        etcd_client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=renewals)
+        lease_keep_alive(etcd_client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)
     )
     await renewals.next()
     task.cancel()

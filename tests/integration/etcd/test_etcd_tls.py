@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.etcd import EtcdClient, EtcdMisused
+from kproxy.etcd import EtcdClient, EtcdMisused, lease_keep_alive
 from tests.support.etcd.embedded import running, written
 from tests.support.etcd.etcd_cluster import etcd_binaries
 from tests.support.etcd.etcd_secured import Authority, Pair, TlsCluster, tls_etcd
@@ -41,7 +41,7 @@ async def test_both_sides_show_their_certificates(secured: Secured) -> None:
     assert await client.put("/a", b"1") > 0
     lease = await client.lease_grant(5)
     renewed = asyncio.Event()
-    keeping = client.lease_keep_alive(lease.lease_id, clock=lambda: 0.0, on_renewed=lambda *_: renewed.set())
+    keeping = lease_keep_alive(client, lease.lease_id, clock=lambda: 0.0, on_renewed=lambda *_: renewed.set())
     async with running(keeping):
         await asyncio.wait_for(renewed.wait(), 30)
     await client.close()

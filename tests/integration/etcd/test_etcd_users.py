@@ -20,6 +20,7 @@ from kproxy.etcd import (
     EtcdUnavailable,
     PrefixMirror,
     get_op,
+    lease_keep_alive,
     put_op,
 )
 from kproxy.etcd.lease import RENEWALS_PER_TTL
@@ -96,7 +97,7 @@ async def test_renewals_and_watches_survive_expiring_tokens(guarded: EmbeddedEtc
     await client.put("/kproxy/leased", b"", lease_id=lease.lease_id)
     changes = Changes()
     mirror = PrefixMirror(client, ["/kproxy/seen/"], changes)
-    keeping = client.lease_keep_alive(lease.lease_id, clock=time.monotonic, on_renewed=lambda *_: None)
+    keeping = lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=lambda *_: None)
     async with running(keeping), running(mirror.run()):
         await asyncio.wait_for(mirror.wait_synced(), PATIENCE_S)
         for n in range(3):
@@ -220,8 +221,8 @@ async def test_renewals_survive_token_expiry_between_them(etcd_users: EtcdCluste
     # So rare that nothing keeps the token alive.
     lease = await client.lease_grant(round((TOKEN_TTL_S + 2) * RENEWALS_PER_TTL))
     renewed: list[float] = []
-    keeping = client.lease_keep_alive(
-        lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, _: renewed.append(sent_at)
+    keeping = lease_keep_alive(
+        client, lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, _: renewed.append(sent_at)
     )
     async with running(keeping):
         await eventually(lambda: len(renewed) >= 2)

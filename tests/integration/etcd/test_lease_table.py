@@ -28,6 +28,7 @@ from kproxy.etcd import (
     TxnOp,
     TxnResult,
     key_absent,
+    lease_keep_alive,
     put_op,
 )
 from kproxy.observe.table import TablePage
@@ -365,8 +366,8 @@ def test_leases_and_table_work_on_both_event_loops(
         await client.connect()
         lease = await client.lease_grant(8)
         renewed: list[float] = []
-        keep_alive = client.lease_keep_alive(
-            lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, ttl_s: renewed.append(sent_at)
+        keep_alive = lease_keep_alive(
+            client, lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, ttl_s: renewed.append(sent_at)
         )
         renewing = asyncio.ensure_future(keep_alive)
         async with table_of(client, etcd_prefix) as (_, topology):
