@@ -156,7 +156,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         super().__init__(FrameReader(max_answer_bytes, arena, most_shared=most_shared), share, clock)
         self.owner = owner
         self.address = address
-        # Given by kproxy.proxy.numbered_connections; 0: none.
+        # Given by kproxy.proxy.connections; 0: none.
         self.number = 0
         # Fences bound on this connection (kproxy.proxy.claims), by topic and partition index.
         self.fences: dict[tuple[bytes, int], int] = {}

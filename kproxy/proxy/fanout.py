@@ -23,8 +23,8 @@ from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.answer_room import Share
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
 from kproxy.proxy.claims import ClientClaims, Respond
+from kproxy.proxy.connections import NumberedConnections, PieceTicket
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.numbered_connections import NumberedConnections, PieceTicket
 from kproxy.proxy.plain_path import PlainPath, PlainPiece
 from kproxy.proxy.sources import OwnerLookups
 from kproxy.routing import actions

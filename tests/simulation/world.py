@@ -22,7 +22,7 @@ import structlog
 from kproxy.config import Limits
 from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.client_session import ClientSession
-from kproxy.proxy.numbered_connections import NumberedConnections
+from kproxy.proxy.connections import NumberedConnections
 from kproxy.routing.topology import Address, Topology
 from kproxy.trail.rows import Range, decode_page
 from tests.simulation.claimants import KINDS
