@@ -33,13 +33,13 @@ MODULES: Final = tuple(
     f"kproxy/routing/{name}.py"
     for name in (
         "client_end",
-        "failures",
         "fanout",
         "identity",
         "in_flight",
         "lanes",
         "merge",
         "open_exchanges",
+        "outcomes",
         "refused",
         "retry",
         "routes",

@@ -43,17 +43,8 @@ import structlog
 from msgspec import Meta
 
 from kproxy.address import Address
-from kproxy.etcd import (
-    EtcdClient,
-    EtcdError,
-    KeyValue,
-    LeaseLost,
-    TxnCompare,
-    key_absent,
-    lease_keep_alive,
-    mod_revision_is,
-    put_op,
-)
+from kproxy.etcd import EtcdClient, EtcdError, KeyValue, LeaseLost, TxnCompare, key_absent, mod_revision_is, put_op
+from kproxy.etcd.lease import lease_keep_alive
 from kproxy.ownership.lease_keys import InvalidEntry, parse_address, parse_broker_key
 from kproxy.routing.fleet import FIRST_NODE_ID, Proxy
 

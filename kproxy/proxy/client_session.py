@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import inf
 from typing import Final, cast
@@ -45,8 +46,9 @@ from kproxy.proxy.apis import NOT_SERVED, Ranges
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
 from kproxy.proxy.broker_health import Waiting
 from kproxy.proxy.client_identity import ClientIdentity
+from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.control_plane import ControlRequests, Unanswerable
+from kproxy.proxy.control_plane import ControlPlane, ControlRequests, Unanswerable
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot
@@ -172,10 +174,9 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             context,
             self,
             self._fanout.claims,
-            self._origin.fleet,
             self._gate,
             self._access,
-            to_brokers,
+            partial(ControlPlane, context, self, self._origin.fleet, self._access, to_brokers),
         )
         self._waiting = Waiting(context.health)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
@@ -362,8 +363,8 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
 
     def give_up_broker(self, address: Address) -> None:
         """Answer requests that wait for a hung broker now, and refuse to send it more."""
-        self._connections.give_up_at(address)
-        self._control.give_up_broker(address)
+        for each in self._all_connections:
+            each.give_up_at(address)
 
     def undeliverable(self, topic: bytes, error_code: int) -> None:
         """Count a lost acks=0 part and, as Kafka does, close the connection so that the client notices it."""
@@ -387,14 +388,18 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         return 0 if self._answers.outbox is None else self._answers.outbox.written_bytes
 
     @property
+    def _all_connections(self) -> Sequence[Connections]:
+        return self._connections, *self._control.connections
+
+    @property
     def _upstreams(self) -> Iterable[Upstream]:
         """Connections to brokers, open or closed."""
-        return chain(self._connections.by_broker.values(), self._control.upstreams)
+        return chain.from_iterable(each.by_broker.values() for each in self._all_connections)
 
     @property
     def upstream_count(self) -> int:
         """Open connections to brokers."""
-        return self._connections.open_count + self._control.upstream_count
+        return sum(each.open_count for each in self._all_connections)
 
     @property
     def _waits(self) -> bool:

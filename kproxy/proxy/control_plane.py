@@ -23,9 +23,8 @@ Where brokers leave it to the proxy (`Api.ends_here`), it also answers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import Final, Protocol, TypeVar
 
 import structlog
@@ -49,7 +48,6 @@ from kproxy.proxy.screening import Screen, Screened
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.rendezvous import preferred
-from kproxy.routing.topology import Address
 from kproxy.security.acls import Operation, Resource
 from kproxy.security.broker_access import BrokerAccess, IdentityRefused, Session
 from kproxy.security.sasl import SASL_APIS, illegal_state
@@ -129,8 +127,8 @@ class Client(Protocol):
 class ControlRequests:
     """Run the control requests of `client`.
 
-    Its Own requests go to `claims`, its SASL requests to `gate`, and answers name the proxies of `fleet`. `access`
-    None: it may do anything. Its requests go to brokers by `to_brokers`, with its own identity if that is given.
+    Its Own requests go to `claims`, its SASL requests to `gate`, others to a plane that `make_plane` makes. `access`
+    None: it may do anything.
     """
 
     __slots__ = (
@@ -138,10 +136,9 @@ class ControlRequests:
         "_claims",
         "_client",
         "_context",
-        "_fleet",
         "_gate",
         "_made",
-        "_to_brokers",
+        "_make_plane",
         "is_claiming",
         "tasks",
     )
@@ -151,18 +148,16 @@ class ControlRequests:
         context: ProxyContext,
         client: Client,
         claims: ClientClaims,
-        fleet: Fleet,
-        gate: Gate | None = None,
-        access: ClientAccess | None = None,
-        to_brokers: BrokerAccess | None = None,
+        gate: Gate | None,
+        access: ClientAccess | None,
+        make_plane: Callable[[], ControlPlane],
     ) -> None:
         self._context = context
         self._client = client
         self._claims = claims
-        self._fleet = fleet
         self._gate = gate
         self._access = access
-        self._to_brokers = to_brokers
+        self._make_plane = make_plane
         # None before the first request and after the last one, unless it has connections to brokers.
         self._made: ControlPlane | None = None
         # Whether a claim is being served: one at a time, and requests behind it must see its result.
@@ -173,7 +168,7 @@ class ControlRequests:
     @property
     def _plane(self) -> ControlPlane:
         if self._made is None:
-            self._made = ControlPlane(self._context, self._client, self._fleet, self._access, self._to_brokers)
+            self._made = self._make_plane()
         return self._made
 
     def start(self, frame: memoryview, header: RequestHeader, slot: Slot, ranges: Ranges) -> None:
@@ -205,7 +200,7 @@ class ControlRequests:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         del self.tasks[task]
-        if not self.tasks and self._made is not None and not self._made.is_connected:
+        if not self.tasks and not any(each.by_broker for each in self.connections):
             self._made = None
 
     async def _answer(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
@@ -243,20 +238,10 @@ class ControlRequests:
         """Have a broker take the client's identity. Raises IdentityRefused, NotJudged."""
         return await self._plane.authenticate()
 
-    def give_up_broker(self, address: Address) -> None:
-        """Give up the connections to a broker that hangs."""
-        if self._made is not None:
-            self._made.give_up_broker(address)
-
     @property
-    def upstreams(self) -> Iterable[Upstream]:
-        """Connections to brokers, open or closed."""
-        return () if self._made is None else self._made.upstreams
-
-    @property
-    def upstream_count(self) -> int:
-        """Open connections to brokers."""
-        return 0 if self._made is None else self._made.upstream_count
+    def connections(self) -> Sequence[Connections]:
+        """Its connections to brokers."""
+        return () if self._made is None else self._made.connections
 
     def end(self) -> None:
         """Free the client's claims: it is gone."""
@@ -267,15 +252,14 @@ class ControlRequests:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        if self._made is not None:
-            await self._made.close()
+        await asyncio.gather(*(each.close() for each in self.connections))
 
 
 class ControlPlane:
     """Answer control requests of `client`, AT_ONCE of them in `places`.
 
-    Answers name the proxies of `fleet`. `access` None: the client may do anything. `to_brokers`: as in
-    `ControlRequests`.
+    Answers name the proxies of `fleet`. `access` None: the client may do anything. Its requests go to brokers by
+    `to_brokers`, with its own identity if that is given.
     """
 
     __slots__ = (
@@ -551,33 +535,14 @@ class ControlPlane:
         fields = {"error_code": error_code, "producer_id": producer_id, "producer_epoch": epoch}
         return encode_response(build_response(keys.INIT_PRODUCER_ID, header.api_version, **fields))
 
-    # Connections
+    @property
+    def connections(self) -> Sequence[Connections]:
+        """Its connections to brokers.
 
-    def give_up_broker(self, address: Address) -> None:
-        """Give up the connections to a broker that hangs.
-
-        Requests to it are sent to other brokers, or, to a coordinator, answered so that the client asks again.
+        Requests to one that hangs are sent to other brokers, or, to a coordinator, answered so that the client asks
+        again.
         """
-        self._connections.give_up_at(address)
-        self._to_coordinators.give_up_at(address)
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether it has connections to brokers, open or closed."""
-        return bool(self._connections.by_broker or self._to_coordinators.by_broker)
-
-    @property
-    def upstreams(self) -> Iterable[Upstream]:
-        """Connections to brokers, open or closed."""
-        return chain(self._connections.by_broker.values(), self._to_coordinators.by_broker.values())
-
-    @property
-    def upstream_count(self) -> int:
-        """Open connections to brokers."""
-        return self._connections.open_count + self._to_coordinators.open_count
-
-    async def close(self) -> None:
-        await asyncio.gather(self._connections.close(), self._to_coordinators.close())
+        return self._connections, self._to_coordinators
 
 
 def _framed(header: RequestHeader, body: Buffer) -> list[Buffer]:

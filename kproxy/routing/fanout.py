@@ -129,7 +129,7 @@ class Fanout:
     @property
     def awaits(self) -> bool:
         """Whether requests of the plain path must be reported to `arrived`."""
-        return self._exchanges.awaits
+        return bool(self._exchanges.refused_lanes)
 
     @property
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges]:
@@ -630,13 +630,11 @@ class Fanout:
     def _succeeded(self, piece: Piece, entry: Entry) -> None:
         if not self.lanes.table:
             return
-        exchange = piece.exchange
-        key = lane_key(exchange, entry)
-        connection = piece.connection
-        is_probing = exchange.is_ordered and self.lanes.is_probing(key, exchange.sequence)
+        exchange, connection = piece.exchange, piece.connection
+        is_probing = exchange.is_ordered and self.lanes.is_probing(lane_key(exchange, entry), exchange.sequence)
         if is_probing and connection.state is ConnectionState.OPEN:
             self.routes.prove(*exchange.partition(entry), connection.number, piece.routed_at)
-        self._outcomes.settle_lane(key, exchange.sequence, appended=True)
+        self._outcomes.settle(exchange, (entry,), appended=True)
 
     def _left(self, piece: Piece) -> None:
         exchange, connection = piece.exchange, piece.connection

@@ -240,9 +240,9 @@ class Exchange:
     def leave_out(self, selection: Selection) -> None:
         """Answer the open entries of these as partitions without records; clients take offsets of -1 for unknown."""
         for entry in filter(self.is_open, entries_of(selection)):
-            _, partition_index = self.partition(entry)
             self.is_partial = True
-            self.take(entry, self.api.error_entry(self.request.header.api_version, partition_index, NONE))
+            version, (_, partition_index) = self.request.header.api_version, self.partition(entry)
+            self.take(entry, self.api.error_entry(version, partition_index, NONE))
 
     def note(self, response: PartitionedResponse) -> None:
         """Take the fields of an answer that are not of one partition."""

@@ -69,7 +69,7 @@ class OpenExchanges:
         """Add a new request."""
         self.newest = exchange.sequence
         self._open(exchange)
-        if self.awaits and exchange.is_ordered:
+        if self._refused.lanes and exchange.is_ordered:
             self.arrived(exchange)
 
     def adopt(self, exchanges: Iterable[Exchange]) -> None:
@@ -97,13 +97,8 @@ class OpenExchanges:
 
     @property
     def refused_lanes(self) -> Mapping[Hashable, Any]:
-        """Not empty while new requests must be reported to `arrived`."""
+        """Not empty while new requests must be reported to `arrived`: a refused batch may come again."""
         return self._refused.lanes
-
-    @property
-    def awaits(self) -> bool:
-        """Whether new requests must be reported to `arrived`: a refused batch may come again."""
-        return bool(self._refused.lanes)
 
     def arrived(self, exchange: Exchange) -> None:
         """Note a request from the client."""

@@ -10,7 +10,6 @@ Rules
 2. A batch behind a refused one is sent again behind it, and spends no attempt of its own.
 3. If an attempt may have been appended, the batch is sent again only where brokers recognise it.
 4. An out-of-order error behind a refused batch is not the batch's own outcome: producers stop at that code.
-5. Every outcome reaches the entry's lane, also that of an entry that was answered before.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ class Outcomes:
         "_exchanges",
         "_in_flight",
         "_lanes",
-        "_topology",
         "_view",
         "jitter",
         "now",
@@ -73,7 +71,6 @@ class Outcomes:
         client: ClientEnd,
     ) -> None:
         self._view = view
-        self._topology = view.topology
         self._actions = actions
         self._lanes = lanes
         self._in_flight = in_flight
@@ -125,7 +122,7 @@ class Outcomes:
         # If a refusal may follow an append, sending again is not safe just because it was behind another batch.
         behind = key in self._lanes and retry.is_held_back(event) and not is_probing and (safe or not is_ambiguous)
         attempts = exchange.attempts(entry)
-        owner_version = self._topology.owner_version(*exchange.partition(entry))
+        owner_version = self._view.topology.owner_version(*exchange.partition(entry))
         if not behind:
             attempts.add(routed_at, owner_version, self.now)
         decision = retry.decide(rows, event, exhausted=attempts.exhausted, resend_is_safe=safe)
@@ -149,7 +146,7 @@ class Outcomes:
     ) -> bool:
         """Whether a retry may succeed before the deadline: it would wait behind a broker that hangs."""
         latest = min(exchange.deadline, attempts.first_failed_at + decision.wait_s)
-        return pause.due < latest and not self._view.is_hung(self._topology.address(broker))
+        return pause.due < latest and not self._view.is_hung(self._view.topology.address(broker))
 
     def _rows(self, exchange: Exchange, result: Buffer | None) -> dict[int, retry.Row]:
         """The rules for an exchange; `result` is the broker's answer to the entry, if there is one."""
@@ -167,7 +164,7 @@ class Outcomes:
 
     def ask_for_owner(self, topic: bytes, partition_index: int, routed_at: int) -> None:
         """Have the owner looked up, unless the topology has news of it since `routed_at`."""
-        if self._topology.owner_version(topic, partition_index) <= routed_at:
+        if self._view.topology.owner_version(topic, partition_index) <= routed_at:
             self._actions.add(Reread(topic, partition_index, routed_at))
 
     # Lanes
@@ -177,15 +174,12 @@ class Outcomes:
         if not self._lanes.table:
             return
         for entry in entries:
-            self.settle_lane(lane_key(exchange, entry), exchange.sequence, appended=appended, given_up=given_up)
-
-    def settle_lane(self, key: LaneKey, sequence: int, *, appended: bool, given_up: bool = False) -> None:
-        """Report an outcome to one lane."""
-        release = self._lanes.settled(key, sequence, appended=appended, given_up=given_up)
-        if release.send:
-            self.released += release.send
-        if release.give_up:
-            self.give_up(release.give_up)
+            key = lane_key(exchange, entry)
+            release = self._lanes.settled(key, exchange.sequence, appended=appended, given_up=given_up)
+            if release.send:
+                self.released += release.send
+            if release.give_up:
+                self.give_up(release.give_up)
 
     def settle_pieces(self, withdrawn: Iterable[Piece]) -> None:
         """Settle the entries of pieces that no broker gets."""

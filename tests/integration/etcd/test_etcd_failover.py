@@ -10,17 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
-from kproxy.etcd import (
-    EtcdClient,
-    EtcdUnavailable,
-    PrefixMirror,
-    Snapshot,
-    WatchEvent,
-    get_op,
-    lease_keep_alive,
-    put_op,
-)
+from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent, get_op, put_op
 from kproxy.etcd import members as members_module
+from kproxy.etcd.lease import lease_keep_alive
 from tests.support.etcd.embedded import Relay, running
 from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.waiting import PATIENCE_S, eventually

@@ -118,8 +118,7 @@ class Rules:
             assert owner in (send.broker, NO_OWNER), f"{what} goes to {send.broker} and not to {owner}"
             if not exchange.is_ordered:
                 continue
-            key = lane_key(exchange, entry)
-            if key in play.core.lanes:
+            if (key := lane_key(exchange, entry)) in play.core.lanes:
                 assert play.core.lanes.is_probing(key, exchange.sequence), f"{what} is sent beside its lane"
             self._check_nothing_elsewhere(piece, entry, what)
 
