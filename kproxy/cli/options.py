@@ -11,24 +11,20 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import click
-import msgspec
 from click.core import ParameterSource
 
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_PREFIX, Address, parse_address, split_list
-from kproxy.config.broker_sasl import BrokerSaslSection, broker_sasl
+from kproxy.config.broker_sasl import BrokerSasl
 from kproxy.config.etcd import EtcdOptions, etcd_options_from
+from kproxy.config.parsing import keys_of, parse_section, parse_value
 from kproxy.config.tls import (
     BrokerTls,
-    BrokerTlsSection,
     ListenerTls,
     ReplicationTls,
     ReplicationTlsSection,
-    TlsSection,
-    broker_tls,
-    listener_tls,
     load_broker_tls,
     replication_tls,
 )
@@ -46,7 +42,6 @@ ADMIN_VARIABLES = "KPROXY_ADMIN_"
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
-Section = TypeVar("Section", BrokerTlsSection, BrokerSaslSection, ReplicationTlsSection, TlsSection)
 Entry = TypeVar("Entry")
 
 _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE)
@@ -74,6 +69,12 @@ class Asked(NamedTuple):
     def addresses(self) -> tuple[Address, ...]:
         """Parse one or several addresses. Raises StartupError."""
         return tuple(parse_address(part, self.source) for part in split_list(self.text, self.source))
+
+
+class _PageAccess(BrokerTls, frozen=True):
+    """The flags `--admin-...`: access to a page with TLS."""
+
+    prefix: ClassVar[str] = ADMIN_FLAGS
 
 
 class AdminPlace(NamedTuple):
@@ -161,13 +162,14 @@ def admin_place(asked: Asked, flags: Mapping[str, object], environ: Mapping[str,
             flag = f"{ADMIN_FLAGS}{first}".replace("_", "-")
             raise StartupError(f"{flag}: it is for a page with TLS: give --admin https://{address}.")
         return AdminPlace(address)
-    sources, values = dict[str, str](), dict[str, object]()
+    sources, values = dict[str, str](), dict[str, Any]()
     for key, value in given.items():
         variable = f"{ADMIN_VARIABLES}{key.upper()}"
         sources[key] = variable if value is None else f"{ADMIN_FLAGS}{key}".replace("_", "-")
         if value is not None or variable in environ:
-            values[key] = environ[variable] if value is None else value
-    tls = broker_tls(msgspec.convert({**values, "enabled": True}, BrokerTlsSection), sources, ADMIN_FLAGS)
+            text = environ[variable] if value is None else value
+            values[key] = parse_value(keys_of(_PageAccess)[key][0], text, sources[key], strict=False)
+    tls = _PageAccess(enabled=True, **values).checked(sources)
     return AdminPlace(address, tls, None if tls is None else load_broker_tls(tls).context)
 
 
@@ -401,10 +403,10 @@ def broker_access(flags: Mapping[str, str | bool | None], environ: Mapping[str, 
     """
     from kproxy.security.broker_access import BrokerAccess
 
-    tls_sources, sasl_sources = dict[str, str](), dict[str, str]()
-    tls = broker_tls(_section(BrokerTlsSection, "broker_tls", flags, environ, tls_sources), tls_sources)
-    given = _section(BrokerSaslSection, "broker_sasl", flags, environ, sasl_sources)
-    return BrokerAccess.once(tls, broker_sasl(given, sasl_sources, with_tls=tls is not None))
+    given_tls, tls_sources = parse_section(BrokerTls, "broker_tls", flags, environ)
+    given_sasl, sasl_sources = parse_section(BrokerSasl, "broker_sasl", flags, environ)
+    tls = given_tls.checked(tls_sources)
+    return BrokerAccess.once(tls, given_sasl.checked(sasl_sources, with_tls=tls is not None))
 
 
 def listener_tls_from(flags: Mapping[str, str | None]) -> ListenerTls | None:
@@ -412,8 +414,8 @@ def listener_tls_from(flags: Mapping[str, str | None]) -> ListenerTls | None:
 
     The environment is that of `kproxy serve`, often on the same machine, and does not count. Raises StartupError.
     """
-    sources = dict[str, str]()
-    return listener_tls(_section(TlsSection, "tls", flags, {}, sources), sources)
+    given, sources = parse_section(ListenerTls, "tls", flags, {})
+    return given.checked(sources)
 
 
 def replication_tls_from(
@@ -423,30 +425,7 @@ def replication_tls_from(
 
     `flags` as `replication_tls_ca` win over the environment, as KPROXY_REPLICATION_TLS__CA. Raises StartupError.
     """
-    sources = dict[str, str]()
-    return replication_tls(_section(ReplicationTlsSection, "replication_tls", flags, environ, sources), sources)
-
-
-def _section(
-    kind: type[Section],
-    name: str,
-    flags: Mapping[str, str | bool | None],
-    environ: Mapping[str, str],
-    sources: dict[str, str],
-) -> Section:
-    """The options of a section from flags and environment; fills `sources`. Raises StartupError."""
-    values: dict[str, object] = {}
-    for key in kind.__struct_fields__:
-        variable, flag = f"KPROXY_{name.upper()}__{key.upper()}", flags.get(f"{name}_{key}")
-        value = flag if flag is not None else environ.get(variable)
-        sources[key] = variable if flag is None else f"--{name}-{key}".replace("_", "-")
-        if value is not None:
-            values[key] = value
-    try:
-        return msgspec.convert(values, kind, strict=False)
-    except msgspec.ValidationError as error:
-        where = str(error).partition("$.")[2].rstrip("`")
-        raise StartupError(f"{sources.get(where, name)}: {str(error).partition(' - at')[0].lower()}.") from error
+    return replication_tls(*parse_section(ReplicationTlsSection, "replication_tls", flags, environ))
 
 
 def _with(command: Command, flags: Sequence[Decorator]) -> Command:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kproxy.config import (
@@ -376,6 +375,6 @@ def test_every_option_is_documented_with_its_default() -> None:
     wrong = {
         path: (documented[path], setting.value)
         for path, setting in settings.items()
-        if setting.value is not msgspec.UNSET and documented[path].lower() != str(setting.value).lower()
+        if setting.value is not None and documented[path].lower() != str(setting.value).lower()
     }
     assert wrong == {}
