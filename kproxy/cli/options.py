@@ -1,4 +1,4 @@
-"""Options of several commands: addresses, etcd, writer groups, audit.
+"""Options of several commands: addresses, etcd, access to brokers.
 
 `--bootstrap` names Kafka addresses and `--admin` a proxy's admin page, in every command that asks one. Without the flag
 the variables KPROXY_BOOTSTRAP and KPROXY_ADMIN count, then the default. They are not configuration of `kproxy serve`,
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
+from kproxy.cli.config_flags import config_flags
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_PREFIX, Address, parse_address, split_list
 from kproxy.config.broker_sasl import BrokerSasl
 from kproxy.config.etcd import EtcdOptions, etcd_options_from
@@ -205,26 +206,6 @@ def _asking(
     return add
 
 
-# No flag for the password: every user of the machine can read command lines.
-_ETCD_FLAGS = (
-    click.option(
-        "--etcd-ca", metavar="FILE", help="For https: the CA certificates that sign etcd's certificate. [the machine's]"
-    ),
-    click.option("--etcd-cert", metavar="FILE", help="For https: the client certificate for etcd, with its chain."),
-    click.option("--etcd-key", metavar="FILE", help="The private key of --etcd-cert."),
-    click.option("--etcd-server-name", metavar="NAME", help="The name in etcd's certificates. [the host in each URL]"),
-    click.option("--etcd-username", metavar="NAME", help="The etcd user. [none, or the name in --etcd-cert]"),
-    click.option(
-        "--etcd-password-file", metavar="FILE", help="The file with the password, or set KPROXY_ETCD__PASSWORD."
-    ),
-)
-
-
-def etcd_flags(command: Command) -> Command:
-    """Add the flags of connections to etcd, for `etcd_options_from`."""
-    return _with(command, _ETCD_FLAGS)
-
-
 def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, str | None]) -> EtcdPlace | None:
     """The etcd of --etcd, if given. Raises StartupError."""
     if etcd is not None:
@@ -238,7 +219,7 @@ def etcd_place_flags(text: str, *, required: bool = False) -> Decorator:
     """Add the parameters of `etcd_place`: --etcd with the help `text`, --etcd-…, --prefix."""
     flags = (
         click.option("--etcd", metavar="URL[,URL...]", required=required, help=text),
-        etcd_flags,
+        config_flags("etcd"),
         click.option(
             "--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the prefix of the keys."
         ),
@@ -295,105 +276,6 @@ def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **access: st
     if admin.given_by is ParameterSource.COMMANDLINE or any(value is not None for value in of_page.values()):
         raise StartupError("--admin asks a proxy and --etcd asks etcd: give one of them.")
     return place
-
-
-def _given(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
-    """None if not given, as with every other flag."""
-    return list(values) or None
-
-
-writer_group_flag = click.option(
-    "--writer-group",
-    metavar="TOPIC=GROUP",
-    multiple=True,
-    callback=_given,
-    help="Allow only claimants in this group (the Own API) to write to the topic. May be repeated. [any client writes]",
-)
-
-_AUDIT_FLAGS = (
-    click.option(
-        "--audit-sink",
-        metavar="none|topic[:NAME]|json:DIR|parquet:DIR",
-        help="Where to ship the trail of acknowledged records, for `kproxy pipeline audit`. [none]",
-    ),
-    click.option(
-        "--audit-bootstrap",
-        metavar="H:P[,H:P...]",
-        help="For --audit-sink topic: some brokers of another cluster to ship to. [through this proxy itself]",
-    ),
-    click.option(
-        "--audit-interval-s",
-        metavar="SECONDS",
-        type=float,
-        help="The longest time until an acknowledgement is in the trail. [5]",
-    ),
-)
-
-
-def audit_flags(command: Command) -> Command:
-    """Add the flags of the audit trail of `kproxy serve`."""
-    return _with(command, _AUDIT_FLAGS)
-
-
-_LISTENER_TLS_FLAGS = (
-    click.option(
-        "--tls-cert", metavar="FILE", help="TLS for clients: the listener's certificate, with its chain. [none]"
-    ),
-    click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert."),
-    click.option("--tls-client-ca", metavar="FILE", help="The CA certificates that sign clients' certificates. [none]"),
-    click.option(
-        "--tls-client-auth",
-        metavar="none|optional|required",
-        help="Whether clients show a certificate. [required with --tls-client-ca]",
-    ),
-    click.option("--tls-client-crl", metavar="FILE", help="The revocation list of clients' certificates. [none]"),
-)
-
-_PROXY_PROTOCOL_FLAG = click.option(
-    "--proxy-protocol",
-    is_flag=True,
-    default=None,
-    help="Expect the PROXY protocol, version 2, from a load balancer on every connection.",
-)
-
-
-_BROKER_FLAGS = (
-    click.option("--broker-tls-enabled", is_flag=True, default=None, help="Speak TLS to the brokers."),
-    click.option(
-        "--broker-tls-ca", metavar="FILE", help="The CA certificates that sign brokers' certificates. [the machine's]"
-    ),
-    click.option(
-        "--broker-tls-cert", metavar="FILE", help="The client certificate for brokers, with its chain. [none]"
-    ),
-    click.option("--broker-tls-key", metavar="FILE", help="The private key of --broker-tls-cert."),
-    click.option(
-        "--broker-sasl-mechanism",
-        metavar="PLAIN|SCRAM-SHA-256|SCRAM-SHA-512|OAUTHBEARER",
-        help="Authenticate to brokers as the proxy itself. [none]",
-    ),
-    click.option("--broker-sasl-username", metavar="NAME", help="The proxy's user at the brokers."),
-    click.option(
-        "--broker-sasl-password-file",
-        metavar="FILE",
-        help="The file with its password, or set KPROXY_BROKER_SASL__PASSWORD.",
-    ),
-    click.option("--broker-sasl-token-file", metavar="FILE", help="For OAUTHBEARER: the file with the token."),
-)
-
-
-def security_flags(command: Command) -> Command:
-    """Add the flags of listeners' TLS and of access to brokers of `kproxy serve`."""
-    return _with(command, (*_LISTENER_TLS_FLAGS, _PROXY_PROTOCOL_FLAG, *_BROKER_FLAGS))
-
-
-def listener_tls_flags(command: Command) -> Command:
-    """Add the flags of a listener's TLS, for `listener_tls_from`."""
-    return _with(command, _LISTENER_TLS_FLAGS)
-
-
-def broker_flags(command: Command) -> Command:
-    """Add the flags of access to brokers, for `broker_access`."""
-    return _with(command, _BROKER_FLAGS)
 
 
 def broker_access(flags: Mapping[str, str | bool | None], environ: Mapping[str, str] = os.environ) -> BrokerAccess:

@@ -1,10 +1,11 @@
 """The configuration of `kproxy serve`: flags, environment, a TOML file.
 
-`Options` is the configuration as given, one struct for each section of the file; `ProxyConfig` is the same checked. A
-key is the long flag with underscores: `--listen` is `listen` in the section `[listen]` and `KPROXY_LISTEN__LISTEN` in
-the environment. Flags win over the environment, which wins over the file. An unknown key is an error that names the
-nearest known one: otherwise a misspelt limit would silently not hold. Environment variables without a double underscore
-(`KPROXY_DEBUG`) are not configuration.
+`Options` has one struct for each section of the file, whose fields are its keys (kproxy.config.parsing);
+`build_proxy_config` checks them against each other and makes the `ProxyConfig`. A key is the long flag with
+underscores: `--listen` is `listen` in the section `[listen]` and `KPROXY_LISTEN__LISTEN` in the environment. Flags win
+over the environment, which wins over the file. An unknown key is an error that names the nearest known one: otherwise a
+misspelt limit would silently not hold. Environment variables without a double underscore (`KPROXY_DEBUG`) are not
+configuration.
 
 Every error is a StartupError of one sentence that names the value's source.
 """
@@ -189,8 +190,8 @@ class Options(msgspec.Struct, kw_only=True):
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {each.name: each.type for each in msgspec.structs.fields(Options)}
-# The flags of these sections begin with the section's name: their keys alone are ambiguous.
-_SECTIONS_IN_FLAGS = ("etcd", "audit", "tls", "broker_tls", "broker_sasl")
+# The flags of other keys begin with the section's name: their keys alone are ambiguous.
+_NOT_IN_FLAGS = ("listen", "ownership", "fleet", "produce", "own", "limits")
 # Keys that belong to one source of owners.
 OF_ONE_SOURCE = {"ownership.bootstrap": "kafka", "ownership.refresh_s": "kafka", "ownership.table": "static"}
 
@@ -205,39 +206,30 @@ def _keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[tuple[str, 
 
 
 # key path -> (type, default); None: it is not given.
-_KEYS = {path: key for section, struct in SECTIONS.items() for path, key in _keys_of(section, struct)}
+KEYS = {path: key for section, struct in SECTIONS.items() for path, key in _keys_of(section, struct)}
 # Keys that belong to a configuration without [[listeners]].
 OF_ONE_LISTENER = (
     "listen.listen",
     "listen.proxy_protocol",
     "listen.proxy_protocol_from",
-    *(path for path in _KEYS if path.startswith("tls.")),
+    *(path for path in KEYS if path.startswith("tls.")),
 )
 # Sections within a section, such as `admin.tls`: their keys have no flags.
-_INNER_SECTIONS = {path.rpartition(".")[0] for path in _KEYS} - SECTIONS.keys()
-# The only limits with a flag.
-_LIMITS_WITH_FLAGS = ("limits.drain_delay",)
-_SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth", "access", "admin")
+_INNER_SECTIONS = {path.rpartition(".")[0] for path in KEYS} - SECTIONS.keys()
 # Options that have no flag and are never shown.
-SECRETS = frozenset(path for path, (kind, _) in _KEYS.items() if kind is Secret)
+SECRETS = frozenset(path for path, (kind, _) in KEYS.items() if kind is Secret)
 # Sections without keys of their own: the static table, several listeners, the rules of access, and quotas.
 TABLES = (*STATIC_TABLE_SECTIONS, LISTENERS, ACLS, QUOTAS)
 _READ_AGAIN = (*STATIC_TABLE_SECTIONS, ACLS, QUOTAS)
 
 
-def _flag_of(path: str) -> str:
-    """An option's long flag, with underscores."""
+def flag_of(path: str) -> str:
+    """An option's long flag, with underscores; kproxy.cli.config_flags has those that there are."""
     section, _, key = path.partition(".")
-    return f"{section}_{key}" if section in _SECTIONS_IN_FLAGS else key
+    return key if section in _NOT_IN_FLAGS else path.replace(".", "_")
 
 
-_FLAG_PATHS = {
-    _flag_of(path): path
-    for path in _KEYS
-    if (path.partition(".")[0] not in _SECTIONS_WITHOUT_FLAGS or path in _LIMITS_WITH_FLAGS)
-    and path not in SECRETS
-    and path.rpartition(".")[0] not in _INNER_SECTIONS
-}
+_FLAG_PATHS = {flag_of(path): path for path in KEYS}
 
 
 @dataclass(frozen=True)
@@ -362,7 +354,7 @@ def load_settings(
 
     Raises StartupError.
     """
-    settings = {path: Setting(path, default, "default") for path, (_, default) in _KEYS.items()}
+    settings = {path: Setting(path, default, "default") for path, (_, default) in KEYS.items()}
     for path, value in _file_values(file).items():
         source = f"{path} in {file}"
         is_table = path in TABLES
@@ -379,7 +371,7 @@ def load_settings(
 def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     """Check the options against each other. Raises StartupError."""
     sections: dict[str, Any] = {}
-    for path in _KEYS:
+    for path in KEYS:
         if settings[path].value is not None:
             *outer, key = path.split(".")
             section = sections
@@ -579,7 +571,7 @@ def _address(value: str | None, source: str) -> Address | None:
 
 
 def _setting(path: str, value: object, source: str, *, strict: bool) -> Setting:
-    taken = parse_value(_KEYS[path][0], value, source, strict=strict)
+    taken = parse_value(KEYS[path][0], value, source, strict=strict)
     # These are shown, and compared, as they were given.
     return Setting(path, value if isinstance(taken, Path | Secret | Texts) else taken, source)
 
@@ -596,8 +588,8 @@ def _file_values(file: Path | None) -> dict[str, object]:
             known = {**SECTIONS, **dict.fromkeys(TABLES)}
             unknown(section, f"in {file}", f"[{nearest(section, known)}]", isinstance(content, dict))
         for path, value in _with_inner(section, content):
-            if path not in _KEYS:
-                unknown(path, f"in {file}", nearest(path, _KEYS), False)
+            if path not in KEYS:
+                unknown(path, f"in {file}", nearest(path, KEYS), False)
             values[path] = value
     return values
 
@@ -613,7 +605,7 @@ def _with_inner(section: str, content: Mapping[str, object]) -> Iterator[tuple[s
 
 
 def _environment_values(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    known = {f"{ENV_PREFIX}{path.replace('.', '__').upper()}": path for path in _KEYS}
+    known = {f"{ENV_PREFIX}{path.replace('.', '__').upper()}": path for path in KEYS}
     values: dict[str, tuple[str, str]] = {}
     for name, text in environ.items():
         if name.startswith(ENV_PREFIX) and "__" in name:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.cli.serve import command as serve
 from kproxy.config import (
     Address,
     AuditOptions,
@@ -21,6 +22,7 @@ from kproxy.config import (
 )
 from kproxy.config.etcd import EtcdOptions
 from kproxy.config.listeners import ListenerConfig
+from kproxy.config.proxy import KEYS, flag_of
 from kproxy.errors import StartupError
 
 ETCD = {"etcd": "http://127.0.0.1:2379"}
@@ -367,9 +369,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_proxy_config(tmp_path / "latin.toml", environ={})
 
 
-def test_every_option_is_documented_with_its_default() -> None:
+def test_option_is_documented_with_flag_and_default() -> None:
     text = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
-    documented = dict(re.findall(r"^\| `(\w+(?:\.\w+)+)` \| [^|]*\| `?([^|`]+?)`? \|", text, re.MULTILINE))
+    rows = re.findall(r"^\| `(\w+(?:\.\w+)+)` \| ([^|]*)\| `?([^|`]+?)`? \|", text, re.MULTILINE)
+    documented = {path: default for path, _, default in rows}
+    options = {each.name: ", ".join(f"`{name}`" for name in each.opts + each.secondary_opts) for each in serve.params}
+    assert {path: flag.strip() for path, flag, _ in rows} == {path: options.get(flag_of(path), "") for path in KEYS}
+    assert {flag_of(path) for path in KEYS} >= options.keys() - {"config"}
     settings = load_settings(environ={})
     assert documented.keys() == settings.keys()
     wrong = {
