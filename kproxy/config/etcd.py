@@ -11,16 +11,13 @@ import os
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
 
-from kproxy.config.certificates import missing_half
-from kproxy.config.parsing import Secret, parse_section, read_file, unreadable
+from kproxy.config.parsing import Secret, parse_section, read_file
+from kproxy.config.tls import MAX_FILE_BYTES, load_authorities, load_pair
 from kproxy.errors import StartupError
-
-# Larger than any chain of certificates. A file named by mistake, a log or a device, must not be read whole.
-MAX_FILE_BYTES = 1 << 20
 
 
 class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,50 +100,23 @@ def etcd_options_from(flags: Mapping[str, object], environ: Mapping[str, str] = 
 
 
 def read_tls(options: EtcdOptions) -> TlsFiles:
-    """Read and check the files.
-
-    Raises StartupError that names a file that cannot be used.
-    """
-    files = TlsFiles(
+    """Check and read the files. Raises StartupError naming an unusable file."""
+    tls_context(options)
+    return TlsFiles(
         None if options.ca is None else _read(options.ca, "ca"),
         None if options.cert is None else _read(options.cert, "cert"),
         None if options.key is None else _read(options.key, "key"),
     )
-    if files.cert is not None and files.key is not None:
-        wrong = missing_half(files.cert, files.key, f"etcd's cert {options.cert}", f"etcd's key {options.key}")
-        if wrong is not None:
-            raise StartupError(wrong)
-    tls_context(options)
-    return files
 
 
 def tls_context(options: EtcdOptions) -> ssl.SSLContext:
     """The options as a context of Python's own TLS. Raises StartupError."""
-    context = ssl.create_default_context()
+    context = ssl.create_default_context() if options.ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if options.ca is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            context.load_verify_locations(options.ca)
-        except (ssl.SSLError, OSError) as error:
-            raise StartupError(f"etcd's ca {options.ca} holds no certificates: give a file in PEM.") from error
-    if options.cert is not None:
-        try:
-            context.load_cert_chain(options.cert, options.key, password=_no_passphrase)
-        except ssl.SSLError as error:
-            raise StartupError(_why_no_pair(options, error)) from error
-        except OSError as error:
-            raise unreadable("etcd's cert", options.cert, error) from error
+        load_authorities(context, options.ca, "etcd's ca")
+    if options.cert is not None and options.key is not None:
+        load_pair(context, options.cert, options.key, "etcd's ")
     return context
-
-
-def _no_passphrase() -> NoReturn:
-    raise StartupError("etcd's key is encrypted, and nobody is there to be asked for its passphrase: store it without.")
-
-
-def _why_no_pair(options: EtcdOptions, error: ssl.SSLError) -> str:
-    if "KEY_VALUES_MISMATCH" in str(error):
-        return f"etcd's cert {options.cert} and key {options.key} do not belong together: give the two of one pair."
-    return f"etcd's cert {options.cert} with key {options.key} cannot be used: both have to be PEM."
 
 
 def _read(file: Path, key: str) -> bytes:

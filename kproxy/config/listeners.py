@@ -172,7 +172,7 @@ def _parse_one(given: Mapping[str, object], number: int, where: str, told: Mappi
         section.proxy_protocol,
         section.tls.checked(sources),
         sasl,
-        None if section.identity is None else section.identity,
+        section.identity,
         proxy_senders(section.proxy_protocol_from, section.proxy_protocol, f"proxy_protocol_from of {title}"),
     )
 

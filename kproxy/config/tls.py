@@ -20,7 +20,8 @@ from kproxy.config.parsing import Texts, given_keys, read_file, unreadable
 from kproxy.config.principal_rules import DEFAULT_MAPPING, PrincipalMapping, parse_kinds, parse_rules
 from kproxy.errors import StartupError
 
-# Larger than any chain of certificates; a revocation list may be long.
+# Larger than any chain of certificates; a revocation list may be long. A file named by mistake, a log or a device, must
+# not be read whole.
 MAX_FILE_BYTES = 1 << 20
 MAX_CRL_BYTES = 64 << 20
 
@@ -235,9 +236,9 @@ def load_listener_tls(options: PageTls, kind: type[ssl.SSLContext] = ssl.SSLCont
         raise StartupError(f"TLS needs {options.prefix}cert and {options.prefix}key: set both.")
     context = kind(ssl.PROTOCOL_TLS_SERVER)
     _set_common(context, options.min_version)
-    _load_pair(context, options.cert, options.key, options.prefix)
+    load_pair(context, options.cert, options.key, options.prefix)
     if options.client_ca is not None:
-        _load_authorities(context, options.client_ca, f"{options.prefix}client_ca")
+        load_authorities(context, options.client_ca, f"{options.prefix}client_ca")
         context.verify_mode = ssl.CERT_OPTIONAL if options.client_auth == "optional" else ssl.CERT_REQUIRED
         _give_no_tickets(context)
     _load_crl(context, options.client_crl, options.client_crl_check, f"{options.prefix}client_crl")
@@ -249,11 +250,11 @@ def load_broker_tls(options: BrokerTls) -> Loaded:
     context = ssl.create_default_context() if options.ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     _set_common(context, options.min_version)
     if options.ca is not None:
-        _load_authorities(context, options.ca, f"{options.prefix}ca")
+        load_authorities(context, options.ca, f"{options.prefix}ca")
     _load_crl(context, options.crl, options.crl_check, f"{options.prefix}crl")
     if options.cert is None or options.key is None:
         return Loaded(context, None)
-    _load_pair(context, options.cert, options.key, options.prefix)
+    load_pair(context, options.cert, options.key, options.prefix)
     return Loaded(context, _rehearsed(options.cert, options.key, f"{options.prefix}cert", server_side=False))
 
 
@@ -268,8 +269,8 @@ def load_replication_tls(
     listener, dial = kind(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (listener, dial):
         _set_common(context, "1.2")
-        _load_pair(context, options.cert, options.key, REPLICATION_FLAGS)
-        _load_authorities(context, options.ca, f"{REPLICATION_FLAGS}ca")
+        load_pair(context, options.cert, options.key, REPLICATION_FLAGS)
+        load_authorities(context, options.ca, f"{REPLICATION_FLAGS}ca")
         context.verify_mode = ssl.CERT_REQUIRED
     _give_no_tickets(listener)
     named = f"{REPLICATION_FLAGS}cert"
@@ -302,7 +303,8 @@ def _give_no_tickets(context: ssl.SSLContext) -> None:
     context.options |= ssl.OP_NO_TICKET
 
 
-def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, prefix: str) -> None:
+def load_pair(context: ssl.SSLContext, cert: Path, key: Path, prefix: str) -> None:
+    """Load a certificate and its key, which errors call `prefix`cert and `prefix`key. Raises StartupError."""
     of_cert, of_key = (
         read_file(file, f"{prefix}{kind}", MAX_FILE_BYTES, "that is another file")
         for file, kind in ((cert, "cert"), (key, "key"))
@@ -323,10 +325,11 @@ def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, prefix: str) -> N
 
 
 def _no_passphrase(prefix: str) -> NoReturn:
-    raise StartupError(f"{prefix}key is encrypted, and nobody can be asked for its passphrase: store it without.")
+    raise StartupError(f"{prefix}key is encrypted: store it without a passphrase.")
 
 
-def _load_authorities(context: ssl.SSLContext, file: Path, named: str) -> None:
+def load_authorities(context: ssl.SSLContext, file: Path, named: str) -> None:
+    """Trust the certificates of a file, which errors call `named`. Raises StartupError."""
     read_file(file, named, MAX_FILE_BYTES, "that is another file")
     try:
         context.load_verify_locations(file)
