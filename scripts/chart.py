@@ -19,6 +19,7 @@ import msgspec
 from kproxy.config.access import ACLS, AclSection
 from kproxy.config.listeners import SECTION as LISTENERS
 from kproxy.config.listeners import ListenerSection
+from kproxy.config.parsing import Texts
 from kproxy.config.proxy import SECTIONS
 from kproxy.config.quotas import QUOTAS, QuotaSection
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS, TopicOwners
@@ -33,11 +34,8 @@ TABLE_KINDS: dict[str, Any] = {
     BROKERS: dict[str, str],
     TOPICS: list[TopicOwners],
 }
-# Keys that name a file, which may be in a Secret: the value is then its name and key.
-FILES = (
-    *("cert", "key", "ca", "client_ca", "crl", "client_crl", "password_file", "token_file"),
-    *("users", "jwks", "table"),
-)
+# A key that names a file takes the name and key of a Secret as well; `jwks` may be a URL, too.
+_FILE = {"$ref": "#/definitions/file"}
 _IN_SECRET = {
     "type": "object",
     "additionalProperties": False,
@@ -100,25 +98,33 @@ def schema(before: str) -> str:
     whole: dict[str, Any] = json.loads(before)
     config = {}
     for name, kind in {**SECTIONS, **TABLE_KINDS}.items():
-        found = msgspec.json.schema(kind)
+        found = msgspec.json.schema(kind, schema_hook=_schema_of)
         config[name] = _inlined("", found, found.get("$defs", {}))
     whole["definitions"] = {"file": {"anyOf": [{"type": "string"}, _IN_SECRET]}}
     whole["properties"]["config"] = {"type": "object", "additionalProperties": False, "properties": config}
     return json.dumps(whole, indent=2) + "\n"
 
 
+def _schema_of(kind: type) -> dict[str, Any]:
+    if issubclass(kind, Path):
+        return _FILE
+    text = {"type": "string"}
+    return {"anyOf": [text, {"type": "array", "items": text}]} if issubclass(kind, Texts) else text
+
+
 def _inlined(name: str, found: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of a key with what it refers to in its place. TOML has no null."""
-    if name in FILES and found.get("type") == "string":
-        return {"$ref": "#/definitions/file"}
+    kinds = [each for each in found.get("anyOf", ()) if each != {"type": "null"}]
+    if kinds:
+        found = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    if name == "jwks" or found == _FILE:
+        return _FILE
     if "$ref" in found:
         found = definitions[found["$ref"].rpartition("/")[2]]
     if "properties" in found:
         properties = {key: _inlined(key, each, definitions) for key, each in found["properties"].items()}
         required = {"required": found["required"]} if found["required"] else {}
         return {"type": "object", "additionalProperties": False, **required, "properties": properties}
-    if {"type": "null"} in found.get("anyOf", ()):
-        (found,) = (each for each in found["anyOf"] if each != {"type": "null"})
     items = {"items": _inlined("", found["items"], definitions)} if "items" in found else {}
     return {**{key: value for key, value in found.items() if key != "$defs"}, **items}
 

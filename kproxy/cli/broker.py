@@ -9,7 +9,8 @@ import click
 
 from kproxy.broker.config import FLUSH_POLICIES
 from kproxy.cli import run_async, start_logging, tell_of_exposed
-from kproxy.cli.options import etcd_flags, listener_tls_flags, listener_tls_from, replication_tls_from
+from kproxy.cli.config_flags import config_flags
+from kproxy.cli.options import listener_tls_from, replication_tls_from
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
 from kproxy.runtime.process import end_with_parent
@@ -22,7 +23,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 @click.option("--node-id", metavar="N", type=int, required=True, help="The broker id, unique among live brokers.")
 @click.option("--listen", metavar="H:P", default="127.0.0.1:0", show_default=True, help="Where clients connect.")
 @click.option("--advertise", metavar="H:P", help="The address announced to clients. [as --listen]")
-@listener_tls_flags
+@config_flags("tls")
 @click.option(
     "--replication-listen",
     metavar="H:P",
@@ -46,7 +47,7 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
     "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="The directory of its logs."
 )
 @click.option("--etcd", metavar="URL[,URL...]", required=True, help="The etcd that holds the partition leases.")
-@etcd_flags
+@config_flags("etcd")
 @click.option(
     "--admin",
     metavar="H:P",

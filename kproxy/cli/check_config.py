@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 import msgspec
-from msgspec import UNSET
 
 from kproxy.config import Owners, Setting, build_proxy_config, load_settings
 from kproxy.config.access import ACLS, shown
@@ -101,7 +100,7 @@ def _try_files(config: ProxyConfig) -> list[str]:
 
 
 def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:
-    if setting.value is UNSET:
+    if setting.value is None:
         return NOT_SET
     if setting.path in SECRETS:
         return NOT_SHOWN
@@ -164,7 +163,11 @@ def _listener_as_json(listener: ListenerConfig) -> dict[str, object]:
         else [str(network) for network in listener.proxy_protocol_from],
         "tls": None
         if tls is None
-        else {"cert": str(tls.cert), "client_auth": tls.client_auth, "min_version": tls.min_version},
+        else {
+            "cert": str(tls.cert),
+            "client_auth": tls.client_auth or ("none" if tls.client_ca is None else "required"),
+            "min_version": tls.min_version,
+        },
     }
 
 

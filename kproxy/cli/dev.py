@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.options import writer_group_flag
+from kproxy.cli.config_flags import config_flags
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, Limits
 from kproxy.runtime.process import end_with_parent, raise_open_file_limit
 from kproxy.runtime.signals import stop_signals
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="How long a dead broker keeps its partitions.",
 )
-@writer_group_flag
+@config_flags("own")
 @click.option("--no-restart", is_flag=True, help="Do not restart brokers or etcd when they end; end with the proxy.")
 @click.option("--no-audit", is_flag=True, help="Write no audit trail to the topic __kproxy_audit.")
 @click.pass_context

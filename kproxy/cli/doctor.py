@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kproxy.cli import run_async
+from kproxy.cli.config_flags import config_flags
 from kproxy.cli.options import (
     ADMIN_VARIABLE,
     AdminPlace,
@@ -18,8 +19,6 @@ from kproxy.cli.options import (
     admin_place,
     bootstrap_option,
     broker_access,
-    broker_flags,
-    etcd_flags,
     etcd_place,
 )
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_PREFIX, Address
@@ -45,8 +44,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
     "Check the proxy with this admin page.", default=None, otherwise=f"{DEFAULT_ADMIN} if nothing else is checked"
 )
 @click.option("--etcd", metavar="URL[,URL...]", help="Check each member of this etcd.")
-@etcd_flags
-@broker_flags
+@config_flags("etcd", "broker_tls", "broker_sasl")
 @click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the prefix of the keys.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(

@@ -1,4 +1,4 @@
-"""Options of several commands: addresses, etcd, writer groups, audit.
+"""Options of several commands: addresses, etcd, access to brokers.
 
 `--bootstrap` names Kafka addresses and `--admin` a proxy's admin page, in every command that asks one. Without the flag
 the variables KPROXY_BOOTSTRAP and KPROXY_ADMIN count, then the default. They are not configuration of `kproxy serve`,
@@ -11,24 +11,21 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import click
-import msgspec
 from click.core import ParameterSource
 
+from kproxy.cli.config_flags import config_flags
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_PREFIX, Address, parse_address, split_list
-from kproxy.config.broker_sasl import BrokerSaslSection, broker_sasl
+from kproxy.config.broker_sasl import BrokerSasl
 from kproxy.config.etcd import EtcdOptions, etcd_options_from
+from kproxy.config.parsing import keys_of, parse_section, parse_value
 from kproxy.config.tls import (
     BrokerTls,
-    BrokerTlsSection,
     ListenerTls,
     ReplicationTls,
     ReplicationTlsSection,
-    TlsSection,
-    broker_tls,
-    listener_tls,
     load_broker_tls,
     replication_tls,
 )
@@ -46,7 +43,6 @@ ADMIN_VARIABLES = "KPROXY_ADMIN_"
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
-Section = TypeVar("Section", BrokerTlsSection, BrokerSaslSection, ReplicationTlsSection, TlsSection)
 Entry = TypeVar("Entry")
 
 _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE)
@@ -74,6 +70,12 @@ class Asked(NamedTuple):
     def addresses(self) -> tuple[Address, ...]:
         """Parse one or several addresses. Raises StartupError."""
         return tuple(parse_address(part, self.source) for part in split_list(self.text, self.source))
+
+
+class _PageAccess(BrokerTls, frozen=True):
+    """The flags `--admin-...`: access to a page with TLS."""
+
+    prefix: ClassVar[str] = ADMIN_FLAGS
 
 
 class AdminPlace(NamedTuple):
@@ -158,13 +160,14 @@ def admin_place(asked: Asked, flags: Mapping[str, object], environ: Mapping[str,
             flag = f"{ADMIN_FLAGS}{first}".replace("_", "-")
             raise StartupError(f"{flag}: it is for a page with TLS: give --admin https://{address}.")
         return AdminPlace(address)
-    sources, values = dict[str, str](), dict[str, object]()
+    sources, values = dict[str, str](), dict[str, Any]()
     for key, value in given.items():
         variable = f"{ADMIN_VARIABLES}{key.upper()}"
         sources[key] = variable if value is None else f"{ADMIN_FLAGS}{key}".replace("_", "-")
         if value is not None or variable in environ:
-            values[key] = environ[variable] if value is None else value
-    tls = broker_tls(msgspec.convert({**values, "enabled": True}, BrokerTlsSection), sources, ADMIN_FLAGS)
+            text = environ[variable] if value is None else value
+            values[key] = parse_value(keys_of(_PageAccess)[key][0], text, sources[key], strict=False)
+    tls = _PageAccess(enabled=True, **values).checked(sources)
     return AdminPlace(address, tls, None if tls is None else load_broker_tls(tls).context)
 
 
@@ -177,26 +180,6 @@ def _asking(flag: str, metavar: str, variable: str, text: str, default: str | No
         return Asked(value, flag)
 
     return click.option(flag, metavar=metavar, envvar=variable, help=text, callback=asked)
-
-
-# No flag for the password: every user of the machine can read command lines.
-_ETCD_FLAGS = (
-    click.option(
-        "--etcd-ca", metavar="FILE", help="For https: the CA certificates that sign etcd's certificate. [the machine's]"
-    ),
-    click.option("--etcd-cert", metavar="FILE", help="For https: the client certificate for etcd, with its chain."),
-    click.option("--etcd-key", metavar="FILE", help="The private key of --etcd-cert."),
-    click.option("--etcd-server-name", metavar="NAME", help="The name in etcd's certificates. [the host in each URL]"),
-    click.option("--etcd-username", metavar="NAME", help="The etcd user. [none, or the name in --etcd-cert]"),
-    click.option(
-        "--etcd-password-file", metavar="FILE", help="The file with the password, or set KPROXY_ETCD__PASSWORD."
-    ),
-)
-
-
-def etcd_flags(command: Command) -> Command:
-    """Add the flags of connections to etcd, for `etcd_options_from`."""
-    return _with(command, _ETCD_FLAGS)
 
 
 def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, str | None]) -> EtcdPlace | None:
@@ -212,7 +195,7 @@ def etcd_place_flags(text: str, *, required: bool = False) -> Decorator:
     """Add the parameters of `etcd_place`: --etcd with the help `text`, --etcd-…, --prefix."""
     flags = (
         click.option("--etcd", metavar="URL[,URL...]", required=required, help=text),
-        etcd_flags,
+        config_flags("etcd"),
         click.option(
             "--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the prefix of the keys."
         ),
@@ -271,105 +254,6 @@ def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **access: st
     return place
 
 
-def _given(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
-    """None if not given, as with every other flag."""
-    return list(values) or None
-
-
-writer_group_flag = click.option(
-    "--writer-group",
-    metavar="TOPIC=GROUP",
-    multiple=True,
-    callback=_given,
-    help="Allow only claimants in this group (the Own API) to write to the topic. May be repeated. [any client writes]",
-)
-
-_AUDIT_FLAGS = (
-    click.option(
-        "--audit-sink",
-        metavar="none|topic[:NAME]|json:DIR|parquet:DIR",
-        help="Where to ship the trail of acknowledged records, for `kproxy pipeline audit`. [none]",
-    ),
-    click.option(
-        "--audit-bootstrap",
-        metavar="H:P[,H:P...]",
-        help="For --audit-sink topic: some brokers of another cluster to ship to. [through this proxy itself]",
-    ),
-    click.option(
-        "--audit-interval-s",
-        metavar="SECONDS",
-        type=float,
-        help="The longest time until an acknowledgement is in the trail. [5]",
-    ),
-)
-
-
-def audit_flags(command: Command) -> Command:
-    """Add the flags of the audit trail of `kproxy serve`."""
-    return _with(command, _AUDIT_FLAGS)
-
-
-_LISTENER_TLS_FLAGS = (
-    click.option(
-        "--tls-cert", metavar="FILE", help="TLS for clients: the listener's certificate, with its chain. [none]"
-    ),
-    click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert."),
-    click.option("--tls-client-ca", metavar="FILE", help="The CA certificates that sign clients' certificates. [none]"),
-    click.option(
-        "--tls-client-auth",
-        metavar="none|optional|required",
-        help="Whether clients show a certificate. [required with --tls-client-ca]",
-    ),
-    click.option("--tls-client-crl", metavar="FILE", help="The revocation list of clients' certificates. [none]"),
-)
-
-_PROXY_PROTOCOL_FLAG = click.option(
-    "--proxy-protocol",
-    is_flag=True,
-    default=None,
-    help="Expect the PROXY protocol, version 2, from a load balancer on every connection.",
-)
-
-
-_BROKER_FLAGS = (
-    click.option("--broker-tls-enabled", is_flag=True, default=None, help="Speak TLS to the brokers."),
-    click.option(
-        "--broker-tls-ca", metavar="FILE", help="The CA certificates that sign brokers' certificates. [the machine's]"
-    ),
-    click.option(
-        "--broker-tls-cert", metavar="FILE", help="The client certificate for brokers, with its chain. [none]"
-    ),
-    click.option("--broker-tls-key", metavar="FILE", help="The private key of --broker-tls-cert."),
-    click.option(
-        "--broker-sasl-mechanism",
-        metavar="PLAIN|SCRAM-SHA-256|SCRAM-SHA-512|OAUTHBEARER",
-        help="Authenticate to brokers as the proxy itself. [none]",
-    ),
-    click.option("--broker-sasl-username", metavar="NAME", help="The proxy's user at the brokers."),
-    click.option(
-        "--broker-sasl-password-file",
-        metavar="FILE",
-        help="The file with its password, or set KPROXY_BROKER_SASL__PASSWORD.",
-    ),
-    click.option("--broker-sasl-token-file", metavar="FILE", help="For OAUTHBEARER: the file with the token."),
-)
-
-
-def security_flags(command: Command) -> Command:
-    """Add the flags of listeners' TLS and of access to brokers of `kproxy serve`."""
-    return _with(command, (*_LISTENER_TLS_FLAGS, _PROXY_PROTOCOL_FLAG, *_BROKER_FLAGS))
-
-
-def listener_tls_flags(command: Command) -> Command:
-    """Add the flags of a listener's TLS, for `listener_tls_from`."""
-    return _with(command, _LISTENER_TLS_FLAGS)
-
-
-def broker_flags(command: Command) -> Command:
-    """Add the flags of access to brokers, for `broker_access`."""
-    return _with(command, _BROKER_FLAGS)
-
-
 def broker_access(flags: Mapping[str, str | bool | None], environ: Mapping[str, str] = os.environ) -> BrokerAccess:
     """The access to brokers of commands without a configuration file.
 
@@ -377,10 +261,10 @@ def broker_access(flags: Mapping[str, str | bool | None], environ: Mapping[str, 
     """
     from kproxy.security.broker_access import BrokerAccess
 
-    tls_sources, sasl_sources = dict[str, str](), dict[str, str]()
-    tls = broker_tls(_section(BrokerTlsSection, "broker_tls", flags, environ, tls_sources), tls_sources)
-    given = _section(BrokerSaslSection, "broker_sasl", flags, environ, sasl_sources)
-    return BrokerAccess.once(tls, broker_sasl(given, sasl_sources, with_tls=tls is not None))
+    given_tls, tls_sources = parse_section(BrokerTls, "broker_tls", flags, environ)
+    given_sasl, sasl_sources = parse_section(BrokerSasl, "broker_sasl", flags, environ)
+    tls = given_tls.checked(tls_sources)
+    return BrokerAccess.once(tls, given_sasl.checked(sasl_sources, with_tls=tls is not None))
 
 
 def listener_tls_from(flags: Mapping[str, str | None]) -> ListenerTls | None:
@@ -388,8 +272,8 @@ def listener_tls_from(flags: Mapping[str, str | None]) -> ListenerTls | None:
 
     The environment is that of `kproxy serve`, often on the same machine, and does not count. Raises StartupError.
     """
-    sources = dict[str, str]()
-    return listener_tls(_section(TlsSection, "tls", flags, {}, sources), sources)
+    given, sources = parse_section(ListenerTls, "tls", flags, {})
+    return given.checked(sources)
 
 
 def replication_tls_from(
@@ -399,30 +283,7 @@ def replication_tls_from(
 
     `flags` as `replication_tls_ca` win over the environment, as KPROXY_REPLICATION_TLS__CA. Raises StartupError.
     """
-    sources = dict[str, str]()
-    return replication_tls(_section(ReplicationTlsSection, "replication_tls", flags, environ, sources), sources)
-
-
-def _section(
-    kind: type[Section],
-    name: str,
-    flags: Mapping[str, str | bool | None],
-    environ: Mapping[str, str],
-    sources: dict[str, str],
-) -> Section:
-    """The options of a section from flags and environment; fills `sources`. Raises StartupError."""
-    values: dict[str, object] = {}
-    for key in kind.__struct_fields__:
-        variable, flag = f"KPROXY_{name.upper()}__{key.upper()}", flags.get(f"{name}_{key}")
-        value = flag if flag is not None else environ.get(variable)
-        sources[key] = variable if flag is None else f"--{name}-{key}".replace("_", "-")
-        if value is not None:
-            values[key] = value
-    try:
-        return msgspec.convert(values, kind, strict=False)
-    except msgspec.ValidationError as error:
-        where = str(error).partition("$.")[2].rstrip("`")
-        raise StartupError(f"{sources.get(where, name)}: {str(error).partition(' - at')[0].lower()}.") from error
+    return replication_tls(*parse_section(ReplicationTlsSection, "replication_tls", flags, environ))
 
 
 def _with(command: Command, flags: Sequence[Decorator]) -> Command:

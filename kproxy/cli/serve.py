@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 
 from kproxy.cli import run_async, start_logging, tell_of_exposed
-from kproxy.cli.options import audit_flags, etcd_flags, security_flags, writer_group_flag
-from kproxy.config import DEFAULT_LISTEN, DEFAULT_PREFIX, ProxyConfig, load_proxy_config
+from kproxy.cli.config_flags import config_flags
+from kproxy.config import ProxyConfig, load_proxy_config
 from kproxy.config.proxy import secret_files
 from kproxy.errors import StartupError
 from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise_open_file_limit
@@ -26,44 +26,7 @@ from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise
     "what it has read and ends; with --drain-delay it serves on for that long before, unless it is told twice.",
 )
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The TOML file with options.")
-@click.option("--listen", metavar="H:P", help=f"Where clients connect; port 0: any free one. [{DEFAULT_LISTEN}]")
-@click.option(
-    "--advertise",
-    metavar="H:P",
-    help="The address announced to clients; of several listeners NAME=H:P[,NAME=H:P...]. [as --listen]",
-)
-@click.option("--ownership", metavar="etcd|kafka|static", help="The ownership source. [etcd]")
-@click.option(
-    "--etcd",
-    metavar="URL[,URL...]",
-    help="The etcd with the partition leases and the list of proxies.",
-)
-@etcd_flags
-@click.option("--prefix", help=f"The prefix of the keys in etcd. [{DEFAULT_PREFIX}]")
-@click.option("--bootstrap", metavar="H:P[,H:P...]", help="For --ownership kafka: some of the cluster's brokers.")
-@click.option("--table", metavar="FILE", help="For --ownership static: a TOML file with [brokers] and [[topics]].")
-@click.option(
-    "--alone", is_flag=True, default=None, help="Name only this proxy to clients, not the others on the same etcd."
-)
-@click.option(
-    "--lease-ttl", metavar="SECONDS", type=int, help="How long clients are still told of a proxy that died. [10]"
-)
-@click.option("--admin", metavar="H:P", help="Where to serve the admin page: /table, /metrics, /livez, /readyz. [none]")
-@click.option(
-    "--confirm-acks0/--no-confirm-acks0",
-    default=None,
-    help="Send acks=0 to brokers as acks=1, so that none is lost when owners change; clients still get no answer. [on]",
-)
-@click.option(
-    "--drain-delay",
-    metavar="SECONDS",
-    type=float,
-    help="How long to keep serving after SIGTERM, while /readyz returns 503 and metadata names other proxies. [0]",
-)
-@writer_group_flag
-@audit_flags
-@security_flags
-@click.option("--workers", metavar="N", type=int, help="Processes that share the port; 0: one for each CPU. [1]")
+@config_flags()
 @click.pass_context
 def command(
     context: click.Context, /, config: Path | None, **flags: str | int | float | bool | list[str] | None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from kproxy.config.parsing import parse_entry, read_toml
 from kproxy.errors import StartupError
@@ -52,7 +52,7 @@ class AccessSection(msgspec.Struct, kw_only=True):
 
     dry_run: bool = False
     acls_in_etcd: bool = False
-    events: str | UnsetType = UNSET
+    events: str | None = None
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from kproxy.config.parsing import Address, parse_address, read_file, split_list
-from kproxy.config.tls import ListenerTls, PageTlsSection, listener_tls
+from kproxy.config.parsing import Address, Secret, Texts, of_section, parse_address, read_file
+from kproxy.config.tls import PageTls
 from kproxy.errors import StartupError
 
 LOOPBACK = "127.0.0.1"
@@ -18,64 +16,45 @@ LEAST_TOKEN_CHARACTERS = 16
 # The answer of a page with TLS to HTTP in plain text.
 SPEAKS_TLS = "this page speaks TLS: ask https:// instead of http://"
 _MOST_TOKEN_BYTES = 4_096
-# Options that have no flag and are never shown.
-SECRETS = frozenset({"admin.token"})
 
 
-class AdminSection(msgspec.Struct, kw_only=True):
-    """`[admin]` as given."""
+class AdminOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`[admin]`.
 
-    token: str | UnsetType = UNSET
-    token_file: str | UnsetType = UNSET
-    token_for_all: bool = False
-    hosts: str | list[str] | UnsetType = UNSET
-    tls: PageTlsSection = msgspec.field(default_factory=PageTlsSection)
-
-
-@dataclass(frozen=True)
-class AdminOptions:
-    """`[admin]`, checked.
-
-    `token` empty: none is asked for. `token_file`: the file that has it, which is read again when it changes.
+    `token` None: none is asked for, unless `token_file` has it, which is read again when it changes.
     `token_for_all`: the token is asked for also by `/livez`, `/readyz` and `/metrics`. `hosts`: names under which the
-    page is called, beside addresses and this machine's own name. `tls` None: the page is in plain text.
+    page is called, beside addresses and this machine's own name. `tls` without `cert`: the page is in plain text.
     """
 
-    token: str = field(default="", repr=False)
+    token: Secret | None = None
     token_file: Path | None = None
     token_for_all: bool = False
-    hosts: tuple[str, ...] = ()
-    tls: ListenerTls | None = None
+    hosts: Texts | None = None
+    tls: PageTls = msgspec.field(default_factory=PageTls)
+
+    def check(self, sources: Mapping[str, str], *, has_page: bool) -> None:
+        """Raises StartupError, which never has the token in it."""
+        if self.token is not None and self.token_file is not None:
+            raise StartupError(
+                f"the admin page's token stands twice: {sources['token']} has one and {sources['token_file']} names a "
+                f"file; keep one of them."
+            )
+        self.tls.checked(of_section(sources, "tls"))
+        for key in ("token_file", "token", "tls.cert"):
+            if sources[key] != "default" and not has_page:
+                raise StartupError(f"{sources[key]}: there is no admin page: give its address with --admin H:P.")
+        if self.token_file is not None:
+            read_page_token(self.token_file, sources["token_file"])
+        elif self.token is not None:
+            _checked_token(self.token, sources["token"])
+        elif self.token_for_all:
+            raise StartupError(f"{sources['token_for_all']}: there is no token: name its file in admin.token_file.")
 
 
 def parse_admin(text: str, source: str) -> Address:
     """Parse the page's address; without a host it is this machine's loopback. Raises StartupError."""
     port = text.strip().removeprefix(":")
     return parse_address(f"{LOOPBACK}:{port}" if port.isascii() and port.isdigit() else text, source)
-
-
-def admin_options(given: AdminSection, sources: Mapping[str, str], *, has_page: bool) -> AdminOptions:
-    """Check the options. Raises StartupError, which never has the token in it."""
-    if given.token is not UNSET and given.token_file is not UNSET:
-        raise StartupError(
-            f"the admin page's token stands twice: {sources['admin.token']} has one and {sources['admin.token_file']} "
-            f"names a file; keep one of them."
-        )
-    token, token_file = "", None
-    tls_sources = {key: sources[f"admin.tls.{key}"] for key in PageTlsSection.__struct_fields__}
-    tls = listener_tls(given.tls, tls_sources, "admin.tls.")
-    for key in ("token_file", "token", "tls.cert"):
-        if sources[f"admin.{key}"] != "default" and not has_page:
-            raise StartupError(f"{sources[f'admin.{key}']}: there is no admin page: give its address with --admin H:P.")
-    if given.token_file is not UNSET:
-        token_file = Path(given.token_file)
-        token = read_page_token(token_file, sources["admin.token_file"])
-    elif given.token is not UNSET:
-        token = _checked_token(given.token, sources["admin.token"])
-    if given.token_for_all and not token:
-        raise StartupError(f"{sources['admin.token_for_all']}: there is no token: name its file in admin.token_file.")
-    hosts = split_list(given.hosts, sources["admin.hosts"]) if given.hosts is not UNSET else ()
-    return AdminOptions(token, token_file, given.token_for_all, tuple(host.lower() for host in hosts), tls)
 
 
 def read_page_token(file: Path, source: str) -> str:

@@ -12,12 +12,20 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
-from kproxy.config.broker_sasl import BrokerSasl, BrokerSaslSection, broker_sasl
-from kproxy.config.parsing import TOPIC_NAME_RULE, Address, broker_addresses, is_topic_name, of_section
+from kproxy.config.broker_sasl import AuditSasl
+from kproxy.config.parsing import (
+    TOPIC_NAME_RULE,
+    Address,
+    Texts,
+    broker_addresses,
+    given_keys,
+    is_topic_name,
+    of_section,
+)
 from kproxy.config.static_table import Owners
-from kproxy.config.tls import BrokerTls, BrokerTlsSection, broker_tls
+from kproxy.config.tls import AuditTls
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
 
@@ -29,11 +37,11 @@ class AuditSection(msgspec.Struct, kw_only=True):
     """`[audit]`: `interval_s` in seconds, `max_bytes` in bytes; `tls` and `sasl` are about `bootstrap`."""
 
     sink: str = "none"
-    bootstrap: str | list[str] | UnsetType = UNSET
+    bootstrap: Texts | None = None
     interval_s: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
     max_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 30)] = 16 << 20
-    tls: BrokerTlsSection = msgspec.field(default_factory=BrokerTlsSection)
-    sasl: BrokerSaslSection = msgspec.field(default_factory=BrokerSaslSection)
+    tls: AuditTls = msgspec.field(default_factory=AuditTls)
+    sasl: AuditSasl = msgspec.field(default_factory=AuditSasl)
 
 
 @dataclass(frozen=True)
@@ -53,32 +61,23 @@ class AuditOptions:
     bootstrap: tuple[Address, ...] = ()
     interval_s: float = 5.0
     max_bytes: int = 16 << 20
-    tls: BrokerTls | None = None
-    sasl: BrokerSasl | None = None
+    tls: AuditTls | None = None
+    sasl: AuditSasl | None = None
 
 
 def _audit_access(
     given: AuditSection, sources: Mapping[str, str], *, is_elsewhere: bool
-) -> tuple[BrokerTls | None, BrokerSasl | None]:
-    # What check-config prints has the defaults.
-    first = next(
-        (
-            sources[f"audit.{name}.{key}"]
-            for name, section in (("tls", given.tls), ("sasl", given.sasl))
-            for key in section.__struct_fields__
-            if getattr(section, key) != getattr(type(section)(), key)
-        ),
-        None,
-    )
-    if first is not None and not is_elsewhere:
+) -> tuple[AuditTls | None, AuditSasl | None]:
+    of_access = [f"{section.prefix}{key}" for section in (given.tls, given.sasl) for key in given_keys(section)]
+    if of_access and not is_elsewhere:
         raise StartupError(
-            f"{first}: it is about another cluster for the trail: name that in audit.bootstrap. Through the proxy "
-            f"itself the trail has the access of broker_tls and broker_sasl."
+            f"{sources[of_access[0]]}: it is about another cluster for the trail: name that in audit.bootstrap. "
+            f"Through the proxy itself the trail has the access of broker_tls and broker_sasl."
         )
-    tls = broker_tls(given.tls, of_section(sources, "audit.tls"), "audit.tls.")
+    tls = given.tls.checked(of_section(sources, "audit.tls"))
     of_sasl = of_section(sources, "audit.sasl")
-    sasl = broker_sasl(given.sasl, of_sasl, "audit.sasl.", "audit.tls.", with_tls=tls is not None)
-    if sasl is not None and sasl.mechanism.startswith("SCRAM") and set(sasl.username) & set(",="):
+    sasl = given.sasl.checked(of_sasl, with_tls=tls is not None)
+    if sasl is not None and (sasl.mechanism or "").startswith("SCRAM") and set(sasl.username or "") & set(",="):
         # kafka-python, which ships the trail, does not escape them (RFC 5802, section 5.1).
         raise StartupError(f"{of_sasl['username']}: a user with ',' or '=' cannot ship the trail: name another one.")
     return tls, sasl

@@ -10,38 +10,18 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from kproxy.config.certificates import missing_half
-from kproxy.config.parsing import read_file, unreadable
+from kproxy.config.parsing import Secret, parse_section, read_file
+from kproxy.config.tls import MAX_FILE_BYTES, load_authorities, load_pair
 from kproxy.errors import StartupError
 
-# Larger than any chain of certificates. A file named by mistake, a log or a device, must not be read whole.
-MAX_FILE_BYTES = 1 << 20
-# Options that have no flag and are never shown.
-SECRETS = frozenset({"etcd.password"})
 
-
-class EtcdSection(msgspec.Struct, kw_only=True):
-    """`[etcd]` as given."""
-
-    ca: str | UnsetType = UNSET
-    cert: str | UnsetType = UNSET
-    key: str | UnsetType = UNSET
-    server_name: str | UnsetType = UNSET
-    username: str | UnsetType = UNSET
-    password: str | UnsetType = UNSET
-    password_file: str | UnsetType = UNSET
-
-
-@dataclass(frozen=True)
-class EtcdOptions:
-    """`[etcd]`, checked.
+class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`[etcd]`.
 
     `ca` None: the authorities that this machine trusts. `server_name`: the name in every member's certificate, if that
     is not the host in its URL.
@@ -50,10 +30,38 @@ class EtcdOptions:
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
-    server_name: str = ""
-    username: str = ""
-    password: str = field(default="", repr=False)
+    server_name: str | None = None
+    username: str | None = None
+    password: Secret | None = None
     password_file: Path | None = None
+
+    def check(self, sources: Mapping[str, str]) -> None:
+        """Refuse options that do not fit together, and files that cannot be used, with StartupError.
+
+        `sources` has the source of each key that is given.
+        """
+        values = {key for key in self.__struct_fields__ if getattr(self, key) is not None}
+
+        def needs(key: str, other: str, way_out: str) -> None:
+            if key in values and other not in values:
+                raise StartupError(f"{sources[key]}: etcd's {key} is of no use without its {other}: {way_out}.")
+
+        needs("cert", "key", "give the certificate's private key with --etcd-key FILE")
+        needs("key", "cert", "give the key's certificate with --etcd-cert FILE")
+        for key in ("password", "password_file"):
+            needs(key, "username", "give the user's name with --etcd-username NAME")
+        if values >= {"password", "password_file"}:
+            raise StartupError(
+                f"etcd's password stands twice: {sources['password']} has one and {sources['password_file']} names a "
+                f"file; keep one of them."
+            )
+        if "username" in values and not values & {"password", "password_file"}:
+            raise StartupError(
+                f"{sources['username']}: etcd's user needs a password: name a file that holds it with "
+                f"--etcd-password-file FILE, or set KPROXY_ETCD__PASSWORD."
+            )
+        read_tls(self)
+        self.read_password()
 
     @property
     def wants_tls(self) -> bool:
@@ -63,7 +71,7 @@ class EtcdOptions:
     def read_password(self) -> str:
         """The present password: a file may change. Raises StartupError."""
         if self.password_file is None:
-            return self.password
+            return self.password or ""
         try:
             password = _read(self.password_file, "password_file").decode().rstrip("\r\n")
         except UnicodeDecodeError:
@@ -84,105 +92,31 @@ class TlsFiles(NamedTuple):
     key: bytes | None
 
 
-def etcd_options(given: EtcdSection, sources: Mapping[str, str]) -> EtcdOptions:
-    """Check the options.
-
-    `sources` has the source of each that is given, by key.
-
-    Raises StartupError if they do not fit together or a file cannot be used.
-    """
-    values = {key: value for key, value in msgspec.structs.asdict(given).items() if value is not UNSET}
-
-    def needs(key: str, other: str, way_out: str) -> None:
-        if key in values and other not in values:
-            raise StartupError(f"{sources[key]}: etcd's {key} is of no use without its {other}: {way_out}.")
-
-    needs("cert", "key", "give the certificate's private key with --etcd-key FILE")
-    needs("key", "cert", "give the key's certificate with --etcd-cert FILE")
-    for key in ("password", "password_file"):
-        needs(key, "username", "give the user's name with --etcd-username NAME")
-    if "password" in values and "password_file" in values:
-        raise StartupError(
-            f"etcd's password stands twice: {sources['password']} has one and {sources['password_file']} names a file; "
-            f"keep one of them."
-        )
-    if "username" in values and not ("password" in values or "password_file" in values):
-        raise StartupError(
-            f"{sources['username']}: etcd's user needs a password: name a file that holds it with "
-            f"--etcd-password-file FILE, or set KPROXY_ETCD__PASSWORD."
-        )
-    for key, value in values.items():
-        if not value:
-            raise StartupError(f"{sources[key]}: etcd's {key} is empty: give one, or leave it out.")
-    files = {key: Path(str(values[key])) for key in ("ca", "cert", "key", "password_file") if key in values}
-    texts = {key: str(values[key]) for key in ("server_name", "username", "password") if key in values}
-    options = EtcdOptions(**texts, **files)  # type: ignore[arg-type]  # each key has its own type
-    read_tls(options)
-    options.read_password()
+def etcd_options_from(flags: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EtcdOptions:
+    """The options of a command without a configuration file, as `parse_section`. Raises StartupError."""
+    options, sources = parse_section(EtcdOptions, "etcd", flags, environ)
+    options.check(sources)
     return options
 
 
-def etcd_options_from(flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ) -> EtcdOptions:
-    """The options of commands without a configuration file.
-
-    `flags` as `etcd_ca` win over the environment, as KPROXY_ETCD__CA. Raises StartupError.
-    """
-    values: dict[str, str] = {}
-    sources: dict[str, str] = {}
-    for each in msgspec.structs.fields(EtcdSection):
-        variable, flag = f"KPROXY_ETCD__{each.name.upper()}", flags.get(f"etcd_{each.name}")
-        value = flag if flag is not None else environ.get(variable)
-        if value is not None:
-            values[each.name] = value
-            sources[each.name] = variable if flag is None else f"--etcd-{each.name.replace('_', '-')}"
-    return etcd_options(EtcdSection(**values), sources)
-
-
 def read_tls(options: EtcdOptions) -> TlsFiles:
-    """Read and check the files.
-
-    Raises StartupError that names a file that cannot be used.
-    """
-    files = TlsFiles(
+    """Check and read the files. Raises StartupError naming an unusable file."""
+    tls_context(options)
+    return TlsFiles(
         None if options.ca is None else _read(options.ca, "ca"),
         None if options.cert is None else _read(options.cert, "cert"),
         None if options.key is None else _read(options.key, "key"),
     )
-    if files.cert is not None and files.key is not None:
-        wrong = missing_half(files.cert, files.key, f"etcd's cert {options.cert}", f"etcd's key {options.key}")
-        if wrong is not None:
-            raise StartupError(wrong)
-    tls_context(options)
-    return files
 
 
 def tls_context(options: EtcdOptions) -> ssl.SSLContext:
     """The options as a context of Python's own TLS. Raises StartupError."""
-    context = ssl.create_default_context()
+    context = ssl.create_default_context() if options.ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if options.ca is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            context.load_verify_locations(options.ca)
-        except (ssl.SSLError, OSError) as error:
-            raise StartupError(f"etcd's ca {options.ca} holds no certificates: give a file in PEM.") from error
-    if options.cert is not None:
-        try:
-            context.load_cert_chain(options.cert, options.key, password=_no_passphrase)
-        except ssl.SSLError as error:
-            raise StartupError(_why_no_pair(options, error)) from error
-        except OSError as error:
-            raise unreadable("etcd's cert", options.cert, error) from error
+        load_authorities(context, options.ca, "etcd's ca")
+    if options.cert is not None and options.key is not None:
+        load_pair(context, options.cert, options.key, "etcd's ")
     return context
-
-
-def _no_passphrase() -> NoReturn:
-    raise StartupError("etcd's key is encrypted, and nobody is there to be asked for its passphrase: store it without.")
-
-
-def _why_no_pair(options: EtcdOptions, error: ssl.SSLError) -> str:
-    if "KEY_VALUES_MISMATCH" in str(error):
-        return f"etcd's cert {options.cert} and key {options.key} do not belong together: give the two of one pair."
-    return f"etcd's cert {options.cert} with key {options.key} cannot be used: both have to be PEM."
 
 
 def _read(file: Path, key: str) -> bytes:

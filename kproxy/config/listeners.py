@@ -6,13 +6,23 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal, cast
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from kproxy.config.parsing import WILDCARDS, Address, nearest, parse_address, split_list, unknown
-from kproxy.config.tls import ListenerTls, TlsSection, listener_tls
+from kproxy.config.parsing import (
+    WILDCARDS,
+    Address,
+    Texts,
+    keys_of,
+    nearest,
+    of_section,
+    parse_address,
+    parse_value,
+    split_list,
+    unknown,
+)
+from kproxy.config.tls import ListenerTls
 from kproxy.errors import StartupError
 
 # Their addresses fit into the proxy's entry in etcd.
@@ -30,14 +40,14 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 class ListenerSection(msgspec.Struct, kw_only=True):
     """One of `[[listeners]]` as given."""
 
-    name: str | UnsetType = UNSET
-    listen: str | UnsetType = UNSET
-    advertise: str | UnsetType = UNSET
+    name: str | None = None
+    listen: str | None = None
+    advertise: str | None = None
     proxy_protocol: bool = False
-    proxy_protocol_from: str | list[str] | UnsetType = UNSET
-    tls: TlsSection = msgspec.field(default_factory=TlsSection)
-    sasl: str | list[str] | UnsetType = UNSET
-    identity: Identity | UnsetType = UNSET
+    proxy_protocol_from: Texts | None = None
+    tls: ListenerTls = msgspec.field(default_factory=ListenerTls)
+    sasl: str | list[str] | None = None
+    identity: Identity | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class ListenerConfig:
         return self.tls is None and not self.proxy_protocol
 
 
-def parse_listeners(given: object, where: str, advertise: str | UnsetType, source: str) -> tuple[ListenerConfig, ...]:
+def parse_listeners(given: object, where: str, advertise: str | None, source: str) -> tuple[ListenerConfig, ...]:
     """Parse the array `[[listeners]]` of a file, which `where` names.
 
     The option `advertise`, from `source`, has addresses by the names of listeners, which win over the file's. The file
@@ -87,7 +97,7 @@ def parse_listeners(given: object, where: str, advertise: str | UnsetType, sourc
         raise StartupError(f"listeners in {where}: write each one as a table, [[listeners]].")
     if len(given) > MAX_LISTENERS:
         raise StartupError(f"listeners in {where}: there are {len(given)}, and at most {MAX_LISTENERS} can be.")
-    told = {} if advertise is UNSET else _addresses_by_name(advertise, source)
+    told = {} if advertise is None else _addresses_by_name(advertise, source)
     listeners = tuple(_parse_one(each, number, where, told) for number, each in enumerate(given, 1))
     for name in told.keys() - {each.name for each in listeners}:
         raise StartupError(f"{source}: there is no listener {name[:60]!r} in {where}.")
@@ -133,63 +143,62 @@ def _addresses_by_name(text: str, source: str) -> dict[str, Address]:
 
 def _parse_one(given: Mapping[str, object], number: int, where: str, told: Mapping[str, Address]) -> ListenerConfig:
     title = f"listener {given['name']!r}"[:60] if "name" in given else f"listener {number}"
-    _refuse_unknown(given, ListenerSection, "listeners", where)
-    tls = given.get("tls", {})
-    if isinstance(tls, dict):
-        _refuse_unknown(tls, TlsSection, "listeners.tls", where)
-    try:
-        section = msgspec.convert(given, ListenerSection)
-    except msgspec.ValidationError as error:
-        raise StartupError(f"{title} in {where}: {str(error)[:200].lower()}.") from error
-    if section.name is UNSET or _NAME.fullmatch(section.name) is None:
+    title += f" in {where}"
+    section: ListenerSection = _parse_table(ListenerSection, given, "", title, where)
+    if section.name is None or _NAME.fullmatch(section.name) is None:
         raise StartupError(
-            f"{title} in {where}: it needs a name of ASCII letters, digits, '_' and '-', at most 32, for example "
+            f"{title}: it needs a name of ASCII letters, digits, '_' and '-', at most 32, for example "
             f'name = "external".'
         )
-    if section.listen is UNSET:
-        raise StartupError(f'{title} in {where}: it needs an address, for example listen = "0.0.0.0:9093".')
-    listen = parse_address(section.listen, f"listen of {title} in {where}")
+    if section.listen is None:
+        raise StartupError(f'{title}: it needs an address, for example listen = "0.0.0.0:9093".')
+    listen = parse_address(section.listen, f"listen of {title}")
     advertise = told.get(section.name)
-    if advertise is None and section.advertise is not UNSET:
-        advertise = parse_address(section.advertise, f"advertise of {title} in {where}")
+    if advertise is None and section.advertise is not None:
+        advertise = parse_address(section.advertise, f"advertise of {title}")
     for address in (advertise,) if advertise is not None else (listen,):
         if address.host in WILDCARDS:
             raise StartupError(
-                f"{title} in {where}: clients cannot connect to {address.host}: set its advertise to an address that "
-                f"they reach."
+                f"{title}: clients cannot connect to {address.host}: set its advertise to an address that they reach."
             )
-    sources = {key: f"tls.{key} of {title} in {where}" for key in TlsSection.__struct_fields__}
+    sources = {key: f"tls.{key} of {title}" for key in ListenerTls.__struct_fields__}
     sasl = None
-    if section.sasl is not UNSET:
-        sasl = split_list(section.sasl, f"sasl of {title} in {where}") if section.sasl else ()
+    if section.sasl is not None:
+        sasl = split_list(section.sasl, f"sasl of {title}") if section.sasl else ()
     return ListenerConfig(
         section.name,
         listen,
         advertise,
         section.proxy_protocol,
-        listener_tls(section.tls, sources),
+        section.tls.checked(sources),
         sasl,
-        None if section.identity is UNSET else section.identity,
-        proxy_senders(
-            section.proxy_protocol_from, section.proxy_protocol, f"proxy_protocol_from of {title} in {where}"
-        ),
+        section.identity,
+        proxy_senders(section.proxy_protocol_from, section.proxy_protocol, f"proxy_protocol_from of {title}"),
     )
 
 
-def _refuse_unknown(given: Mapping[str, object], kind: type[msgspec.Struct], path: str, where: str) -> None:
-    known = {f"{path}.{key}": None for key in kind.__struct_fields__}
-    for key in given:
-        if f"{path}.{key}" not in known:
-            unknown(f"{path}.{key}", f"in {where}", nearest(f"{path}.{key}", known), False)
+def _parse_table(kind: type[msgspec.Struct], given: Mapping[str, object], within: str, title: str, where: str) -> Any:
+    """The struct of a listener, or of a table `within` it. Raises StartupError."""
+    known = {f"{SECTION}.{within}{key}": takes for key, (takes, _) in keys_of(kind).items()}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        takes = known.get(f"{SECTION}.{within}{key}")
+        if takes is None:
+            path = f"{SECTION}.{within}{key}"
+            unknown(path, f"in {where}", nearest(path, known), False)
+        if takes is ListenerTls and isinstance(value, dict):
+            values[key] = _parse_table(takes, value, f"{key}.", title, where)
+        else:
+            values[key] = parse_value(takes, value, f"{within}{key} of {title}", strict=True)
+    return cast(Any, kind)(**values)
 
 
-def proxy_senders(given: str | list[str] | UnsetType, proxy_protocol: bool, source: str) -> tuple[Network, ...] | None:
+def proxy_senders(texts: Texts | None, proxy_protocol: bool, source: str) -> tuple[Network, ...] | None:
     """The networks from which headers of the PROXY protocol are taken; None: from everywhere. Raises StartupError."""
-    if given is UNSET:
+    if texts is None:
         return None
     if not proxy_protocol:
         raise StartupError(f"{source}: it is about the PROXY protocol: set proxy_protocol = true as well.")
-    texts = split_list(given, source)
     if len(texts) > MAX_SENDERS:
         raise StartupError(f"{source}: there are {len(texts)}, and at most {MAX_SENDERS} can be: name networks.")
     networks: list[Network] = []
@@ -208,16 +217,14 @@ def one_listener(
     listen: Address,
     advertise: Address | None,
     proxy_protocol: bool,
-    tls: TlsSection,
+    tls: ListenerTls,
     sources: Mapping[str, str],
     *,
     senders: tuple[Network, ...] | None = None,
 ) -> ListenerConfig:
     """The listener of `[listen]` and `[tls]`. Raises StartupError."""
-    of_keys = {key: sources[f"tls.{key}"] for key in TlsSection.__struct_fields__}
-    return ListenerConfig(
-        "", listen, advertise, proxy_protocol, listener_tls(tls, of_keys), proxy_protocol_from=senders
-    )
+    checked = tls.checked(of_section(sources, "tls"))
+    return ListenerConfig("", listen, advertise, proxy_protocol, checked, proxy_protocol_from=senders)
 
 
 def advertised_listeners(listeners: Sequence[ListenerConfig], ports: Sequence[int]) -> dict[str, Address]:

@@ -1,4 +1,8 @@
-"""Parse addresses, topics, writer groups and times; read TOML files.
+"""Parse the values of keys, addresses, topics, writer groups and times; read TOML files.
+
+A section of the configuration is a struct whose fields are its keys. The type of a field says what the key takes: a
+Path is the name of a file, a Secret is never shown, and Texts are a list or one text with commas. A key that is not
+given is None.
 
 Every error is a StartupError with the flag or key of the value, its `source`, as the subject.
 """
@@ -13,10 +17,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from types import NoneType
+from typing import Any, Final, NoReturn, TypeVar, Union, cast, get_args
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from kproxy.address import Address as Address
 from kproxy.errors import StartupError
@@ -51,19 +55,24 @@ def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
 
     Raises StartupError if it or a part of it is empty.
     """
+    try:
+        return _parts(value)
+    except ValueError as error:
+        raise StartupError(f"{source}: {error}.") from error
+
+
+def _parts(value: str | Sequence[str]) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in (value.split(",") if isinstance(value, str) else value))
     if not any(parts):
-        raise StartupError(f"{source}: it is empty: give a value, or several with commas between, or leave it out.")
+        raise ValueError("it is empty: give a value, or several with commas between, or leave it out")
     if not all(parts):
-        raise StartupError(f"{source}: {str(value)[:200]!r} has an empty part: write values with commas between.")
+        raise ValueError(f"{str(value)[:200]!r} has an empty part: write values with commas between")
     return parts
 
 
-def broker_addresses(value: str | Sequence[str] | UnsetType, source: str) -> tuple[Address, ...]:
-    """The addresses of brokers; none if the value is unset. Raises StartupError."""
-    if value is UNSET:
-        return ()
-    addresses = tuple(parse_address(part, source) for part in split_list(value, source))
+def broker_addresses(texts: Sequence[str] | None, source: str) -> tuple[Address, ...]:
+    """The addresses of brokers; none if none is given. Raises StartupError."""
+    addresses = tuple(parse_address(each, source) for each in texts or ())
     for address in addresses:
         if address.port == 0:
             raise StartupError(f"{source}: nobody listens on {address}: write a broker's own port.")
@@ -212,6 +221,92 @@ def read_toml(file: Path, flag: str = "--config") -> dict[str, Any]:
         raise StartupError(f"{flag} {file} is not TOML: {str(error)[:200]}.") from error
 
 
+class Secret(str):
+    """A text that is never shown, not even in an error."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "Secret()"
+
+
+class Texts(tuple[str, ...]):
+    """Texts, given as a list or as one text with commas between."""
+
+    __slots__ = ()
+
+
+def decode(kind: type[Any], given: object) -> Any:
+    """Make one of the types above, or a Path, from what is given; msgspec's `dec_hook`."""
+    if issubclass(kind, Texts):
+        return Texts(_parts(msgspec.convert(given, str | list[str])))
+    text = msgspec.convert(given, str)
+    if not text:
+        raise ValueError(_EMPTY)
+    return kind(text)
+
+
+_EMPTY: Final = "it is empty: give a value, or leave it out"
+
+
+def keys_of(section: type[msgspec.Struct]) -> dict[str, tuple[Any, object]]:
+    """The type of what each key takes, without None, and its default, None without one."""
+    return {
+        each.name: (_without_none(each.type), None if each.default is msgspec.NODEFAULT else each.default)
+        for each in msgspec.structs.fields(section)
+    }
+
+
+def _without_none(kind: Any) -> Any:
+    kinds = get_args(kind)
+    return Union[tuple(each for each in kinds if each is not NoneType)] if NoneType in kinds else kind  # noqa: UP007
+
+
+def parse_value(kind: Any, given: object, source: str, *, strict: bool) -> Any:
+    """Convert the value of a key; texts are numbers too unless it is `strict`. Raises StartupError."""
+    if given == "" and list[str] not in get_args(kind):
+        raise StartupError(f"{source}: {_EMPTY}.")
+    if isinstance(given, str) and "\0" in given:
+        # No file has one in its name, and PLAIN ends names with it.
+        raise StartupError(f"{source}: it has a NUL (U+0000) in it: write the value without.")
+    try:
+        return msgspec.convert(given, kind, strict=strict, dec_hook=decode)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ValueError):
+            raise StartupError(f"{source}: {error.__cause__}.") from error
+        # msgspec does not know the key here: it converts the value alone.
+        shown = "this" if kind is Secret else repr(str(given)[:80])
+        reason = str(error)
+        reason = f"{reason[:1].lower()}{reason[1:]}"
+        raise StartupError(f"{source}: {shown} will not do ({reason}): give {taken(kind)}.") from error
+
+
+def given_keys(section: msgspec.Struct) -> list[str]:
+    """The keys whose values are not the defaults: what check-config prints has the defaults."""
+    return [key for key, (_, default) in keys_of(type(section)).items() if getattr(section, key) != default]
+
+
+Section = TypeVar("Section", bound=msgspec.Struct)
+
+
+def parse_section(
+    kind: type[Section], name: str, flags: Mapping[str, object], environ: Mapping[str, str]
+) -> tuple[Section, dict[str, str]]:
+    """The section of a command without a configuration file, and the sources of its keys.
+
+    `flags` as `etcd_ca` win over the environment, as KPROXY_ETCD__CA. Raises StartupError.
+    """
+    values, sources = dict[str, Any](), dict[str, str]()
+    for key, (takes, _) in keys_of(kind).items():
+        variable, flag = f"KPROXY_{name}__{key}".upper(), flags.get(f"{name}_{key}")
+        sources[key] = variable if flag is None else f"--{name}-{key}".replace("_", "-")
+        given = environ.get(variable) if flag is None else flag
+        if given is not None:
+            values[key] = parse_value(takes, given, sources[key], strict=False)
+    # The values have the types of the fields.
+    return cast(Any, kind)(**values), sources
+
+
 Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 
@@ -254,6 +349,12 @@ def _words(info: msgspec.inspect.Type) -> str:
         bounds = {"above": info.gt, "from": info.ge, "below": info.lt, "to": info.le}
         number = "a whole number" if isinstance(info, msgspec.inspect.IntType) else "a number"
         return " ".join([number, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
+    if isinstance(info, msgspec.inspect.StructType):
+        return "a table"
+    if isinstance(info, msgspec.inspect.StructType):
+        return "a table"
+    if isinstance(info, msgspec.inspect.CustomType) and info.cls is Texts:
+        return "a text or a list of texts"
     return "a list of texts" if isinstance(info, msgspec.inspect.ListType) else "a text"
 
 

@@ -13,9 +13,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from kproxy.config.parsing import split_list
-from kproxy.errors import StartupError
-
 SUBJECT: Final = "subject"
 KINDS: Final = (SUBJECT, "uri", "dns")
 MOST_RULES: Final = 100
@@ -42,12 +39,12 @@ class PrincipalMapping(NamedTuple):
 DEFAULT_MAPPING: Final = PrincipalMapping()
 
 
-def parse_kinds(given: str | list[str], source: str) -> tuple[str, ...]:
-    """Parse kinds of names, in order. Raises StartupError."""
-    kinds = tuple(dict.fromkeys(split_list(given, source)))
+def parse_kinds(given: Iterable[str]) -> tuple[str, ...]:
+    """Return kinds of names, in order, once each. Raises ValueError for a text that is none, as `parse_rules`."""
+    kinds = tuple(dict.fromkeys(given))
     for kind in kinds:
         if kind not in KINDS:
-            raise StartupError(f"{source}: {kind[:80]!r} is no kind of name: give some of {', '.join(KINDS)}.")
+            raise ValueError(f"{kind[:80]!r} is no kind of name: give some of {', '.join(KINDS)}")
     return kinds
 
 

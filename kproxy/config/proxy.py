@@ -1,10 +1,11 @@
 """The configuration of `kproxy serve`: flags, environment, a TOML file.
 
-`Options` is the configuration as given, one struct for each section of the file; `ProxyConfig` is the same checked. A
-key is the long flag with underscores: `--listen` is `listen` in the section `[listen]` and `KPROXY_LISTEN__LISTEN` in
-the environment. Flags win over the environment, which wins over the file. An unknown key is an error that names the
-nearest known one: otherwise a misspelt limit would silently not hold. Environment variables without a double underscore
-(`KPROXY_DEBUG`) are not configuration.
+`Options` has one struct for each section of the file, whose fields are its keys (kproxy.config.parsing);
+`build_proxy_config` checks them against each other and makes the `ProxyConfig`. A key is the long flag with
+underscores: `--listen` is `listen` in the section `[listen]` and `KPROXY_LISTEN__LISTEN` in the environment. Flags win
+over the environment, which wins over the file. An unknown key is an error that names the nearest known one: otherwise a
+misspelt limit would silently not hold. Environment variables without a double underscore (`KPROXY_DEBUG`) are not
+configuration.
 
 Every error is a StartupError of one sentence that names the value's source.
 """
@@ -19,37 +20,37 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from kproxy.config.access import ACLS, AccessOptions, AccessSection, access_options
-from kproxy.config.admin import SECRETS as ADMIN_SECRETS
-from kproxy.config.admin import AdminOptions, AdminSection, admin_options, parse_admin
+from kproxy.config.admin import AdminOptions, parse_admin
 from kproxy.config.audit import AuditOptions, AuditSection, audit_options, refuse_unwritable_trail
-from kproxy.config.broker_sasl import SECRETS as BROKER_SECRETS
-from kproxy.config.broker_sasl import BrokerSasl, BrokerSaslSection, broker_sasl
-from kproxy.config.etcd import SECRETS as ETCD_SECRETS
-from kproxy.config.etcd import EtcdOptions, EtcdSection, etcd_options
+from kproxy.config.broker_sasl import BrokerSasl
+from kproxy.config.etcd import EtcdOptions
 from kproxy.config.listeners import SECTION as LISTENERS
 from kproxy.config.listeners import ListenerConfig, one_listener, parse_listeners, proxy_senders
 from kproxy.config.parsing import (
     DEFAULT_LISTEN,
     Address,
+    Secret,
+    Texts,
     advertised,
     broker_addresses,
     check_prefix,
+    decode,
+    keys_of,
     nearest,
     of_section,
     parse_address,
+    parse_value,
     parse_writer_groups,
     read_toml,
-    split_list,
-    taken,
     unknown,
 )
 from kproxy.config.quotas import QUOTAS, QuotaOptions, parse_quotas
-from kproxy.config.security import OauthSection, SaslOptions, SaslSection, refuse_unsafe_identity, sasl_options
+from kproxy.config.security import OauthOptions, SaslOptions, SaslSection, refuse_unsafe_identity, sasl_options
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS, Owners, parse_owners, read_table
-from kproxy.config.tls import BrokerTls, BrokerTlsSection, TlsSection, broker_tls
+from kproxy.config.tls import BrokerTls, ListenerTls
 from kproxy.errors import StartupError
 
 _Count = Annotated[int, Meta(ge=1)]
@@ -131,10 +132,10 @@ class ListenSection(msgspec.Struct, kw_only=True):
     """`[listen]`: `workers` 0 is one for each CPU."""
 
     listen: str = DEFAULT_LISTEN
-    advertise: str | UnsetType = UNSET
+    advertise: str | None = None
     proxy_protocol: bool = False
-    proxy_protocol_from: str | list[str] | UnsetType = UNSET
-    admin: str | UnsetType = UNSET
+    proxy_protocol_from: Texts | None = None
+    admin: str | None = None
     workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] = 1
 
 
@@ -142,11 +143,11 @@ class OwnershipSection(msgspec.Struct, kw_only=True):
     """`[ownership]`: the source of owners, and its options."""
 
     ownership: str = "etcd"
-    etcd: str | list[str] | UnsetType = UNSET
+    etcd: Texts | None = None
     prefix: str = DEFAULT_PREFIX
-    bootstrap: str | list[str] | UnsetType = UNSET
+    bootstrap: Texts | None = None
     refresh_s: Seconds = 30.0
-    table: str | UnsetType = UNSET
+    table: Path | None = None
 
 
 class FleetSection(msgspec.Struct, kw_only=True):
@@ -165,81 +166,70 @@ class ProduceSection(msgspec.Struct, kw_only=True):
 class OwnSection(msgspec.Struct, kw_only=True):
     """`[own]`: the Own API."""
 
-    writer_group: str | list[str] | UnsetType = UNSET
+    writer_group: str | list[str] | None = None
 
 
 class Options(msgspec.Struct, kw_only=True):
     """The configuration as given: sections with types and defaults."""
 
     listen: ListenSection = msgspec.field(default_factory=ListenSection)
-    tls: TlsSection = msgspec.field(default_factory=TlsSection)
+    tls: ListenerTls = msgspec.field(default_factory=ListenerTls)
     ownership: OwnershipSection = msgspec.field(default_factory=OwnershipSection)
-    etcd: EtcdSection = msgspec.field(default_factory=EtcdSection)
-    broker_tls: BrokerTlsSection = msgspec.field(default_factory=BrokerTlsSection)
-    broker_sasl: BrokerSaslSection = msgspec.field(default_factory=BrokerSaslSection)
+    etcd: EtcdOptions = msgspec.field(default_factory=EtcdOptions)
+    broker_tls: BrokerTls = msgspec.field(default_factory=BrokerTls)
+    broker_sasl: BrokerSasl = msgspec.field(default_factory=BrokerSasl)
     fleet: FleetSection = msgspec.field(default_factory=FleetSection)
     produce: ProduceSection = msgspec.field(default_factory=ProduceSection)
     own: OwnSection = msgspec.field(default_factory=OwnSection)
     audit: AuditSection = msgspec.field(default_factory=AuditSection)
     sasl: SaslSection = msgspec.field(default_factory=SaslSection)
-    oauth: OauthSection = msgspec.field(default_factory=OauthSection)
+    oauth: OauthOptions = msgspec.field(default_factory=OauthOptions)
     access: AccessSection = msgspec.field(default_factory=AccessSection)
-    admin: AdminSection = msgspec.field(default_factory=AdminSection)
+    admin: AdminOptions = msgspec.field(default_factory=AdminOptions)
     limits: Limits = msgspec.field(default_factory=Limits)
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {each.name: each.type for each in msgspec.structs.fields(Options)}
-# The flags of these sections begin with the section's name: their keys alone are ambiguous.
-_SECTIONS_IN_FLAGS = ("etcd", "audit", "tls", "broker_tls", "broker_sasl")
+# The flags of other keys begin with the section's name: their keys alone are ambiguous.
+_NOT_IN_FLAGS = ("listen", "ownership", "fleet", "produce", "own", "limits")
 # Keys that belong to one source of owners.
 OF_ONE_SOURCE = {"ownership.bootstrap": "kafka", "ownership.refresh_s": "kafka", "ownership.table": "static"}
 
 
 def _keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[tuple[str, tuple[Any, object]]]:
-    for each in msgspec.structs.fields(struct):
-        path = f"{section}.{each.name}"
-        if isinstance(each.type, type) and issubclass(each.type, msgspec.Struct):
-            yield from _keys_of(path, each.type)
+    for name, (kind, default) in keys_of(struct).items():
+        path = f"{section}.{name}"
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield from _keys_of(path, kind)
         else:
-            yield path, (each.type, each.default)
+            yield path, (kind, default)
 
 
-# key path -> (type, default)
-_KEYS = {path: key for section, struct in SECTIONS.items() for path, key in _keys_of(section, struct)}
+# key path -> (type, default); None: it is not given.
+KEYS = {path: key for section, struct in SECTIONS.items() for path, key in _keys_of(section, struct)}
 # Keys that belong to a configuration without [[listeners]].
 OF_ONE_LISTENER = (
     "listen.listen",
     "listen.proxy_protocol",
     "listen.proxy_protocol_from",
-    *(path for path in _KEYS if path.startswith("tls.")),
+    *(path for path in KEYS if path.startswith("tls.")),
 )
 # Sections within a section, such as `admin.tls`: their keys have no flags.
-_INNER_SECTIONS = {path.rpartition(".")[0] for path in _KEYS} - SECTIONS.keys()
-# The only limits with a flag.
-_LIMITS_WITH_FLAGS = ("limits.drain_delay",)
-_SECTIONS_WITHOUT_FLAGS = ("limits", "sasl", "oauth", "access", "admin")
-# An empty text in these would be a file, a name or a secret without a letter.
-_NEVER_EMPTY = ("sasl", "oauth", "access", "admin")
+_INNER_SECTIONS = {path.rpartition(".")[0] for path in KEYS} - SECTIONS.keys()
 # Options that have no flag and are never shown.
-SECRETS = ETCD_SECRETS | BROKER_SECRETS | ADMIN_SECRETS
+SECRETS = frozenset(path for path, (kind, _) in KEYS.items() if kind is Secret)
 # Sections without keys of their own: the static table, several listeners, the rules of access, and quotas.
 TABLES = (*STATIC_TABLE_SECTIONS, LISTENERS, ACLS, QUOTAS)
 _READ_AGAIN = (*STATIC_TABLE_SECTIONS, ACLS, QUOTAS)
 
 
-def _flag_of(path: str) -> str:
-    """An option's long flag, with underscores."""
+def flag_of(path: str) -> str:
+    """An option's long flag, with underscores; kproxy.cli.config_flags has those that there are."""
     section, _, key = path.partition(".")
-    return f"{section}_{key}" if section in _SECTIONS_IN_FLAGS else key
+    return key if section in _NOT_IN_FLAGS else path.replace(".", "_")
 
 
-_FLAG_PATHS = {
-    _flag_of(path): path
-    for path in _KEYS
-    if (path.partition(".")[0] not in _SECTIONS_WITHOUT_FLAGS or path in _LIMITS_WITH_FLAGS)
-    and path not in SECRETS
-    and path.rpartition(".")[0] not in _INNER_SECTIONS
-}
+_FLAG_PATHS = {flag_of(path): path for path in KEYS}
 
 
 @dataclass(frozen=True)
@@ -364,42 +354,43 @@ def load_settings(
 
     Raises StartupError.
     """
-    settings = {path: Setting(path, default, "default") for path, (_, default) in _KEYS.items()}
+    settings = {path: Setting(path, default, "default") for path, (_, default) in KEYS.items()}
     for path, value in _file_values(file).items():
         source = f"{path} in {file}"
         is_table = path in TABLES
-        settings[path] = Setting(path, value, source) if is_table else _converted(path, value, source, strict=True)
+        settings[path] = Setting(path, value, source) if is_table else _setting(path, value, source, strict=True)
     for path, (name, text) in _environment_values(environ).items():
-        settings[path] = _converted(path, text, name, strict=False)
+        settings[path] = _setting(path, text, name, strict=False)
     for name, value in (flags or {}).items():
         if value is not None:
             path = _FLAG_PATHS[name]
-            settings[path] = _converted(path, value, f"--{name.replace('_', '-')}", strict=False)
+            settings[path] = _setting(path, value, f"--{name.replace('_', '-')}", strict=False)
     return settings
 
 
 def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     """Check the options against each other. Raises StartupError."""
     sections: dict[str, Any] = {}
-    for path in _KEYS:
-        if settings[path].value is not UNSET:
+    for path in KEYS:
+        if settings[path].value is not None:
             *outer, key = path.split(".")
             section = sections
             for name in outer:
                 section = section.setdefault(name, {})
             section[key] = settings[path].value
-    given = msgspec.convert(sections, Options)
+    given = msgspec.convert(sections, Options, dec_hook=decode)
     sources = {path: setting.source for path, setting in settings.items()}
     source_of_owners = given.ownership.ownership
     _refuse_what_does_not_fit(source_of_owners, sources)
     admin = None
-    if given.listen.admin is not UNSET:
+    if given.listen.admin is not None:
         admin = parse_admin(given.listen.admin, sources["listen.admin"])
+    given.admin.check(of_section(sources, "admin"), has_page=admin is not None)
     prefix = check_prefix(given.ownership.prefix, sources["ownership.prefix"])
     workers = worker_count(given.listen.workers)
     share_limits(given.limits, workers)
     audit = audit_options(given.audit, sources)
-    tls_to_brokers = broker_tls(given.broker_tls, of_section(sources, "broker_tls"))
+    tls_to_brokers = given.broker_tls.checked(of_section(sources, "broker_tls"))
     owners = _owners(given.ownership.table, sources) if source_of_owners == "static" else None
     writer_groups = _writer_groups(given, sources["own.writer_group"])
     refuse_unwritable_trail(audit, sources["audit.sink"], owners, writer_groups)
@@ -407,11 +398,11 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         ("sasl.users_in_etcd", given.sasl.users_in_etcd),
         ("access.acls_in_etcd", given.access.acls_in_etcd),
     ):
-        if is_set and given.ownership.etcd is UNSET:
+        if is_set and given.ownership.etcd is None:
             raise StartupError(f"{sources[path]}: no etcd is named: give --etcd URL[,URL...] as well.")
     listeners = _listeners(given, settings, sources)
     sasl = sasl_options(given.sasl, given.oauth, sources, listeners)
-    to_brokers = broker_sasl(given.broker_sasl, of_section(sources, "broker_sasl"), with_tls=tls_to_brokers is not None)
+    to_brokers = given.broker_sasl.checked(of_section(sources, "broker_sasl"), with_tls=tls_to_brokers is not None)
     refuse_unsafe_identity(
         sasl,
         listeners,
@@ -423,8 +414,8 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         listeners=listeners,
         admin=admin,
         ownership=source_of_owners,
-        etcd=_etcd(given.ownership, sources["ownership.etcd"]),
-        etcd_options=_etcd_options(given, sources),
+        etcd=_etcd(given, sources),
+        etcd_options=given.etcd,
         prefix=prefix,
         bootstrap=_bootstrap(given.ownership, sources["ownership.bootstrap"]),
         refresh_s=given.ownership.refresh_s,
@@ -441,12 +432,12 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         sasl=sasl,
         access=_access(given, settings, sources, with_sasl=sasl is not None),
         quotas=_quotas(settings),
-        events=None if given.access.events is UNSET else Path(given.access.events),
-        admin_options=admin_options(given.admin, sources, has_page=admin is not None),
+        events=None if given.access.events is None else Path(given.access.events),
+        admin_options=given.admin,
     )
 
 
-def secret_files(config: ProxyConfig, settings: Mapping[str, Setting]) -> Iterator[tuple[str, Path]]:
+def secret_files(config: ProxyConfig, settings: Mapping[str, Setting]) -> Iterator[tuple[str, Path | None]]:
     """The files with secrets, with what each has; users are left out, which are refused if others can read them."""
     for path, setting in settings.items():
         # `tls.key` and its like; files of passwords and tokens.
@@ -498,10 +489,16 @@ def _listeners(
     return parse_listeners(several.value, where, given.listen.advertise, sources["listen.advertise"])
 
 
-def _etcd(given: OwnershipSection, source: str) -> tuple[str, ...]:
-    if given.etcd is not UNSET:
-        return split_list(given.etcd, source)
-    if given.ownership == "etcd":
+def _etcd(given: Options, sources: Mapping[str, str]) -> tuple[str, ...]:
+    if given.ownership.etcd is not None:
+        given.etcd.check(of_section(sources, "etcd"))
+        return given.ownership.etcd
+    first = next((key for key in given.etcd.__struct_fields__ if getattr(given.etcd, key) is not None), None)
+    if first is not None:
+        raise StartupError(
+            f"{sources[f'etcd.{first}']}: it is about an etcd, and none is named: give --etcd URL[,URL...]."
+        )
+    if given.ownership.ownership == "etcd":
         raise StartupError(
             "kproxy serve learns the owners from etcd: give its address with --etcd URL[,URL...], for example "
             "--etcd http://127.0.0.1:2379 (or try `kproxy dev`, which brings its own)."
@@ -509,19 +506,11 @@ def _etcd(given: OwnershipSection, source: str) -> tuple[str, ...]:
     return ()
 
 
-def _etcd_options(given: Options, sources: Mapping[str, str]) -> EtcdOptions:
-    of_keys = {key: sources[f"etcd.{key}"] for key in given.etcd.__struct_fields__}
-    first = next((key for key in of_keys if getattr(given.etcd, key) is not UNSET), None)
-    if first is not None and given.ownership.etcd is UNSET:
-        raise StartupError(f"{of_keys[first]}: it is about an etcd, and none is named: give --etcd URL[,URL...].")
-    return etcd_options(given.etcd, of_keys)
-
-
 def _writer_groups(given: Options, source: str) -> Mapping[str, str]:
-    if given.own.writer_group is UNSET:
+    if given.own.writer_group is None:
         return {}
     groups = parse_writer_groups(given.own.writer_group, source)
-    if groups and given.ownership.etcd is UNSET:
+    if groups and given.ownership.etcd is None:
         raise StartupError(
             f"{source}: who may write is settled in etcd, and none is named: give --etcd URL[,URL...] as well."
         )
@@ -531,7 +520,7 @@ def _writer_groups(given: Options, source: str) -> Mapping[str, str]:
 def _bootstrap(given: OwnershipSection, source: str) -> tuple[Address, ...]:
     if given.ownership != "kafka":
         return ()
-    if given.bootstrap is UNSET:
+    if given.bootstrap is None:
         raise StartupError(
             "--ownership kafka learns the owners from a Kafka cluster: give some of its brokers with "
             "--bootstrap HOST:PORT[,HOST:PORT...]."
@@ -539,15 +528,15 @@ def _bootstrap(given: OwnershipSection, source: str) -> tuple[Address, ...]:
     return broker_addresses(given.bootstrap, source)
 
 
-def _owners(table: str | UnsetType, sources: Mapping[str, str]) -> Owners:
+def _owners(table: Path | None, sources: Mapping[str, str]) -> Owners:
     inline = [section for section in STATIC_TABLE_SECTIONS if section in sources]
-    if table is not UNSET and inline:
+    if table is not None and inline:
         raise StartupError(
             f"the static table stands twice: {sources['ownership.table']} names a file and {sources[inline[0]]} has "
             f"one; keep one of them."
         )
-    if table is not UNSET:
-        return read_table(Path(table))
+    if table is not None:
+        return read_table(table)
     if not inline:
         raise StartupError(
             "--ownership static needs its table: name a file with --table, or write [brokers] and [[topics]] into the "
@@ -577,25 +566,14 @@ def _refuse_what_does_not_fit(ownership: str, sources: Mapping[str, str]) -> Non
             raise StartupError(f"{sources[section]}: it belongs to --ownership static; this is {ownership}.")
 
 
-def _address(value: str | UnsetType, source: str) -> Address | None:
-    return None if value is UNSET else parse_address(value, source)
+def _address(value: str | None, source: str) -> Address | None:
+    return None if value is None else parse_address(value, source)
 
 
-def _converted(path: str, value: object, source: str, *, strict: bool) -> Setting:
-    kind, _ = _KEYS[path]
-    if value == "" and path.partition(".")[0] in _NEVER_EMPTY:
-        raise StartupError(f"{source}: it is empty: give a value, or leave it out.")
-    if isinstance(value, str) and "\0" in value:
-        # No file has one in its name, and PLAIN ends names with it.
-        raise StartupError(f"{source}: it has a NUL (U+0000) in it: write the value without.")
-    try:
-        return Setting(path, msgspec.convert(value, kind, strict=strict), source)
-    except msgspec.ValidationError as error:
-        # msgspec does not know the key here: it converts the value alone.
-        shown = "this" if path in SECRETS else repr(str(value)[:80])
-        reason = str(error)
-        reason = f"{reason[:1].lower()}{reason[1:]}"
-        raise StartupError(f"{source}: {shown} will not do ({reason}): give {taken(kind)}.") from error
+def _setting(path: str, value: object, source: str, *, strict: bool) -> Setting:
+    taken = parse_value(KEYS[path][0], value, source, strict=strict)
+    # These are shown, and compared, as they were given.
+    return Setting(path, value if isinstance(taken, Path | Secret | Texts) else taken, source)
 
 
 def _file_values(file: Path | None) -> dict[str, object]:
@@ -610,8 +588,8 @@ def _file_values(file: Path | None) -> dict[str, object]:
             known = {**SECTIONS, **dict.fromkeys(TABLES)}
             unknown(section, f"in {file}", f"[{nearest(section, known)}]", isinstance(content, dict))
         for path, value in _with_inner(section, content):
-            if path not in _KEYS:
-                unknown(path, f"in {file}", nearest(path, _KEYS), False)
+            if path not in KEYS:
+                unknown(path, f"in {file}", nearest(path, KEYS), False)
             values[path] = value
     return values
 
@@ -627,7 +605,7 @@ def _with_inner(section: str, content: Mapping[str, object]) -> Iterator[tuple[s
 
 
 def _environment_values(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    known = {f"{ENV_PREFIX}{path.replace('.', '__').upper()}": path for path in _KEYS}
+    known = {f"{ENV_PREFIX}{path.replace('.', '__').upper()}": path for path in KEYS}
     values: dict[str, tuple[str, str]] = {}
     for name, text in environ.items():
         if name.startswith(ENV_PREFIX) and "__" in name:

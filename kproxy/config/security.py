@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from kproxy.config.listeners import Identity, ListenerConfig
-from kproxy.config.parsing import split_list
+from kproxy.config.parsing import Texts, given_keys
 from kproxy.errors import StartupError
 
 PLAIN: Final = "PLAIN"
@@ -34,11 +33,26 @@ NEED_TLS: Final = frozenset({PLAIN, OAUTHBEARER})
 CARRIED: Final = frozenset({PLAIN, OAUTHBEARER})
 
 
-class SaslSection(msgspec.Struct, kw_only=True):
+class OauthOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`[oauth]`: the checks of an OAUTHBEARER token, and the claims that name its principal and groups.
+
+    `jwks` is a file or a URL; of a URL the keys are fetched again after `jwks_refresh_s`.
+    """
+
+    jwks: str | None = None
+    jwks_refresh_s: Annotated[float, Meta(ge=10, le=86_400)] = 300.0
+    issuer: str | None = None
+    audience: Texts | None = None
+    principal_claim: str = "sub"
+    groups_claim: str | None = None
+    clock_skew_s: Annotated[float, Meta(ge=0, le=600)] = 30.0
+
+
+class SaslSection(msgspec.Struct, frozen=True, kw_only=True):
     """`[sasl]`: times in seconds; `session_lifetime_s` 0: sessions do not end by themselves."""
 
-    mechanisms: str | list[str] | UnsetType = UNSET
-    users: str | UnsetType = UNSET
+    mechanisms: Texts | None = None
+    users: Path | None = None
     users_in_etcd: bool = False
     identity: Identity = "proxy"
     without_tls: bool = False
@@ -47,50 +61,17 @@ class SaslSection(msgspec.Struct, kw_only=True):
     session_lifetime_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 0.0
 
 
-class OauthSection(msgspec.Struct, kw_only=True):
-    """`[oauth]`: the checks of an OAUTHBEARER token, and the claims that name its principal and groups."""
-
-    jwks: str | UnsetType = UNSET
-    jwks_refresh_s: Annotated[float, Meta(ge=10, le=86_400)] = 300.0
-    issuer: str | UnsetType = UNSET
-    audience: str | list[str] | UnsetType = UNSET
-    principal_claim: str = "sub"
-    groups_claim: str | UnsetType = UNSET
-    clock_skew_s: Annotated[float, Meta(ge=0, le=600)] = 30.0
-
-
-@dataclass(frozen=True)
-class OauthOptions:
-    """`[oauth]`, checked. `jwks` is a file or a URL; of a URL the keys are fetched again after `jwks_refresh_s`."""
-
-    jwks: Path | str
-    jwks_refresh_s: float
-    issuer: str
-    audience: tuple[str, ...]
-    principal_claim: str
-    groups_claim: str | None
-    clock_skew_s: float
-
-
-@dataclass(frozen=True)
-class SaslOptions:
+class SaslOptions(SaslSection, frozen=True, kw_only=True):
     """`[sasl]` and `[oauth]`, checked.
 
-    `users`, a file, or `users_in_etcd`, and `oauth` are set if a mechanism needs them. Identities that are carried on
-    to brokers need neither: then brokers alone judge them, and `principal_claim` names the principal of a token that a
+    `users`, or `users_in_etcd`, and `oauth` are set if a mechanism needs them. Identities that are carried on to
+    brokers need neither: then brokers alone judge them, and `principal_claim` names the principal of a token that a
     broker has accepted.
     """
 
-    mechanisms: tuple[str, ...]
-    users: Path | None
-    oauth: OauthOptions | None
-    without_tls: bool
-    timeout_s: float
-    session_lifetime_s: float
-    identity: Identity = "proxy"
+    mechanisms: Texts
+    oauth: OauthOptions | None = None
     principal_claim: str = "sub"
-    users_in_etcd: bool = False
-    handshake_v0: bool = False
 
     def carries(self, listener: ListenerConfig) -> bool:
         """Whether its clients' broker connections have the client's identity."""
@@ -111,10 +92,10 @@ class SaslOptions:
 
 
 def sasl_options(
-    given: SaslSection, oauth: OauthSection, sources: Mapping[str, str], listeners: Sequence[ListenerConfig]
+    given: SaslSection, oauth: OauthOptions, sources: Mapping[str, str], listeners: Sequence[ListenerConfig]
 ) -> SaslOptions | None:
     """Check the options; None without SASL. Raises StartupError."""
-    if given.mechanisms is UNSET:
+    if given.mechanisms is None:
         for listener in listeners:
             if listener.identity == "client":
                 raise StartupError(f"{_named(listener)} has {_NOTHING_TO_CARRY}")
@@ -123,29 +104,19 @@ def sasl_options(
                     f"{_named(listener)} is to offer {listener.sasl[0][:80]!r}, and there is no SASL: name mechanisms "
                     f"in sasl.mechanisms ({', '.join(MECHANISMS)})."
                 )
-        for path in (*_changed("sasl", given), *_changed("oauth", oauth)):
+        for path in [f"sasl.{key}" for key in given_keys(given)] + [f"oauth.{key}" for key in given_keys(oauth)]:
             raise StartupError(
                 f"{sources[path]}: it is of no use without SASL: name mechanisms in sasl.mechanisms "
                 f"({', '.join(MECHANISMS)})."
             )
         return None
     source = sources["sasl.mechanisms"]
-    mechanisms = tuple(dict.fromkeys(split_list(given.mechanisms, source)))
+    mechanisms = Texts(dict.fromkeys(given.mechanisms))
     for name in mechanisms:
         if name not in MECHANISMS:
             raise StartupError(f"{source}: {name[:80]!r} is no mechanism: there are {', '.join(MECHANISMS)}.")
-    options = SaslOptions(
-        mechanisms=mechanisms,
-        users=Path(given.users) if given.users is not UNSET else None,
-        oauth=None,
-        without_tls=given.without_tls,
-        timeout_s=given.timeout_s,
-        session_lifetime_s=given.session_lifetime_s,
-        identity=given.identity,
-        principal_claim=oauth.principal_claim,
-        users_in_etcd=given.users_in_etcd,
-        handshake_v0=given.handshake_v0,
-    )
+    values = {**msgspec.structs.asdict(given), "mechanisms": mechanisms}
+    options = SaslOptions(**values, principal_claim=oauth.principal_claim)
     for listener in listeners:
         _refuse_what_is_not_carried(options, listener, source)
         _refuse_what_does_not_fit(options, listener, source)
@@ -153,17 +124,21 @@ def sasl_options(
     judged = {name for each in listeners if not options.carries(each) for name in options.wanted(each)}
     judged |= {name for name in mechanisms if name not in CARRIED}
     _refuse_missing_or_useless_users(given, mechanisms, judged - {OAUTHBEARER}, sources)
-    is_judged = OAUTHBEARER in judged or any(each is not UNSET for each in (oauth.jwks, oauth.issuer, oauth.audience))
-    if OAUTHBEARER in mechanisms and not is_judged:
-        return options
-    return replace(options, oauth=_oauth(oauth, OAUTHBEARER in mechanisms, sources))
+    is_judged = OAUTHBEARER in judged or any(each is not None for each in (oauth.jwks, oauth.issuer, oauth.audience))
+    if OAUTHBEARER not in mechanisms:
+        for key in given_keys(oauth):
+            raise StartupError(f"{sources[f'oauth.{key}']}: it belongs to {OAUTHBEARER}, which is not offered.")
+    elif is_judged:
+        _refuse_incomplete_oauth(oauth, sources)
+        return msgspec.structs.replace(options, oauth=oauth)
+    return options
 
 
 def _refuse_missing_or_useless_users(
     given: SaslSection, mechanisms: tuple[str, ...], judged: set[str], sources: Mapping[str, str]
 ) -> None:
     """`judged`: the mechanisms that need users here."""
-    of_users = {"sasl.users": given.users is not UNSET, "sasl.users_in_etcd": given.users_in_etcd}
+    of_users = {"sasl.users": given.users is not None, "sasl.users_in_etcd": given.users_in_etcd}
     named = [sources[path] for path, is_set in of_users.items() if is_set]
     if len(named) > 1:
         raise StartupError(f"{named[1]}: users are in a file as well ({named[0]}): keep one of them.")
@@ -252,16 +227,13 @@ def _named(listener: ListenerConfig) -> str:
     return f"the listener {listener.name}" if listener.name else "the listener"
 
 
-def _changed(section: str, given: msgspec.Struct) -> list[str]:
-    """The keys whose values are not the defaults."""
-    fields = msgspec.structs.fields(given)
-    return [f"{section}.{field.name}" for field in fields if getattr(given, field.name) != field.default]
+def is_url(jwks: str) -> bool:
+    """Whether the keys are at a URL, and not in a file."""
+    return "://" in jwks
 
 
-def _jwks(given: str, source: str) -> Path | str:
-    """A file, or a URL. Anybody who could answer for the issuer could make tokens: the connection must be secured."""
-    if "://" not in given:
-        return Path(given)
+def _refuse_unsafe_url(given: str, source: str) -> None:
+    """Anybody who could answer for the issuer could make tokens: the connection must be secured."""
     try:
         parts = urlsplit(given)
         is_safe = parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(parts.hostname))
@@ -272,7 +244,6 @@ def _jwks(given: str, source: str) -> Path | str:
         raise StartupError(f"{source}: a URL of public keys has no password in it.")
     if not is_safe or not is_whole:
         raise StartupError(f"{source}: {given[:300]!r} will not do: give a file, or a URL that begins with https://.")
-    return given
 
 
 def _is_loopback(host: str | None) -> bool:
@@ -284,23 +255,11 @@ def _is_loopback(host: str | None) -> bool:
         return False
 
 
-def _oauth(given: OauthSection, is_on: bool, sources: Mapping[str, str]) -> OauthOptions | None:
-    if not is_on:
-        for path in _changed("oauth", given):
-            raise StartupError(f"{sources[path]}: it belongs to {OAUTHBEARER}, which is not offered.")
-        return None
-    jwks, issuer, audience = given.jwks, given.issuer, given.audience
-    if jwks is UNSET or issuer is UNSET or audience is UNSET or not issuer:
+def _refuse_incomplete_oauth(given: OauthOptions, sources: Mapping[str, str]) -> None:
+    if given.jwks is None or given.issuer is None or given.audience is None:
         raise StartupError(
             f"{sources['sasl.mechanisms']}: {OAUTHBEARER} needs oauth.jwks (the issuer's keys, a file or a URL), "
             f"oauth.issuer and oauth.audience: without these a token that was made for others would do."
         )
-    return OauthOptions(
-        jwks=_jwks(jwks, sources["oauth.jwks"]),
-        jwks_refresh_s=given.jwks_refresh_s,
-        issuer=issuer,
-        audience=split_list(audience, sources["oauth.audience"]),
-        principal_claim=given.principal_claim,
-        groups_claim=given.groups_claim if given.groups_claim is not UNSET else None,
-        clock_skew_s=given.clock_skew_s,
-    )
+    if is_url(given.jwks):
+        _refuse_unsafe_url(given.jwks, sources["oauth.jwks"])

@@ -11,17 +11,17 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar
+from typing import ClassVar, Literal, NoReturn, Self
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from kproxy.config.certificates import Certificate, meet, missing_half, rehearse
-from kproxy.config.parsing import read_file, unreadable
+from kproxy.config.parsing import Texts, given_keys, read_file, unreadable
 from kproxy.config.principal_rules import DEFAULT_MAPPING, PrincipalMapping, parse_kinds, parse_rules
 from kproxy.errors import StartupError
 
-# Larger than any chain of certificates; a revocation list may be long.
+# Larger than any chain of certificates; a revocation list may be long. A file named by mistake, a log or a device, must
+# not be read whole.
 MAX_FILE_BYTES = 1 << 20
 MAX_CRL_BYTES = 64 << 20
 
@@ -34,96 +34,153 @@ REPLICATION_FLAGS = "--replication-tls-"
 _VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 
 
-class PageTlsSection(msgspec.Struct, kw_only=True):
-    """`tls` of `[admin]` as given."""
+class PageTls(msgspec.Struct, frozen=True):
+    """`tls` of `[admin]`.
 
-    cert: str | UnsetType = UNSET
-    key: str | UnsetType = UNSET
-    client_ca: str | UnsetType = UNSET
-    client_auth: ClientAuth | UnsetType = UNSET
-    client_crl: str | UnsetType = UNSET
-    client_crl_check: CrlCheck | UnsetType = UNSET
-    min_version: MinVersion = "1.2"
-
-
-class TlsSection(PageTlsSection, kw_only=True):
-    """`[tls]` as given, or `tls` of one of `[[listeners]]`."""
-
-    principal_from: str | list[str] | UnsetType = UNSET
-    principal_mapping_rules: str | list[str] | UnsetType = UNSET
-    strict_server_name: bool = False
-
-
-class BrokerTlsSection(msgspec.Struct, kw_only=True):
-    """`[broker_tls]` as given, or `tls` of `[audit]`."""
-
-    enabled: bool | UnsetType = UNSET
-    ca: str | UnsetType = UNSET
-    cert: str | UnsetType = UNSET
-    key: str | UnsetType = UNSET
-    crl: str | UnsetType = UNSET
-    crl_check: CrlCheck | UnsetType = UNSET
-    server_name: str | UnsetType = UNSET
-    min_version: MinVersion = "1.2"
-
-
-class ReplicationTlsSection(msgspec.Struct, kw_only=True):
-    """The flags `--replication-tls-...` as given."""
-
-    cert: str | UnsetType = UNSET
-    key: str | UnsetType = UNSET
-    ca: str | UnsetType = UNSET
-    mode: ReplicationTlsMode | UnsetType = UNSET
-
-
-@dataclass(frozen=True)
-class ListenerTls:
-    """TLS of one listener, or of the admin page, checked.
-
-    `client_ca` is set unless `client_auth` is `none`. `principals` turns the names in a client's certificate into
-    that of its principal. `strict_server_name`: refuse clients that ask for a name that the certificate does not have.
-    `client_crl_check`: `chain` needs the lists of all authorities from the client's to the root; `leaf` needs the one
-    of the authority that signed the client's certificate, and does not notice that an authority is revoked.
-    Errors name the options with `prefix`.
+    Clients show a certificate if `client_ca` is set, unless `client_auth` is `optional`.
+    `client_crl_check`: `chain`, the default, needs the lists of all authorities from the client's to the root; `leaf`
+    needs the one of the authority that signed the client's certificate, and does not notice that an authority is
+    revoked. Errors name the options with `prefix`.
     """
 
-    cert: Path
-    key: Path
+    prefix: ClassVar[str] = "admin.tls."
+
+    cert: Path | None = None
+    key: Path | None = None
     client_ca: Path | None = None
-    client_auth: ClientAuth = "none"
+    client_auth: ClientAuth | None = None
     client_crl: Path | None = None
-    client_crl_check: CrlCheck = "chain"
+    client_crl_check: CrlCheck | None = None
     min_version: MinVersion = "1.2"
-    strict_server_name: bool = False
-    principals: PrincipalMapping = DEFAULT_MAPPING
-    prefix: str = "tls."
 
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(file for file in (self.cert, self.key, self.client_ca, self.client_crl) if file is not None)
 
+    def checked(self, sources: Mapping[str, str]) -> Self | None:
+        """Return itself, or None if no option is given; `sources` has the source of each key.
 
-@dataclass(frozen=True)
-class BrokerTls:
-    """`[broker_tls]` or `tls` of `[audit]`, checked.
+        Raises StartupError if the options do not fit together or a file cannot be used.
+        """
+        given = given_keys(self)
+        if not given:
+            return None
+        if self.cert is None:
+            raise StartupError(
+                f"{sources[given[0]]}: TLS needs the listener's certificate: name its file with {self.prefix}cert, and "
+                f"the file of its private key with {self.prefix}key."
+            )
+        if self.key is None:
+            raise StartupError(
+                f"{sources['cert']}: the certificate is of no use without its private key: set {self.prefix}key."
+            )
+        if self.client_auth in ("optional", "required") and self.client_ca is None:
+            raise StartupError(
+                f"{sources['client_auth']}: clients' certificates need the authorities that sign them: set "
+                f"{self.prefix}client_ca."
+            )
+        for key in ("client_ca", "client_crl", "client_crl_check", "principal_from", "principal_mapping_rules"):
+            if key in given and (self.client_ca is None or self.client_auth == "none"):
+                raise StartupError(
+                    f"{sources[key]}: it is about clients' certificates, and {self.prefix}client_auth is none."
+                )
+        if self.client_crl is None and self.client_crl_check is not None:
+            raise StartupError(
+                f"{sources['client_crl_check']}: there is no list to check with: set {self.prefix}client_crl."
+            )
+        load_listener_tls(self)
+        return self
 
-    `ca` None: the authorities that this machine trusts. `server_name`: the name in every broker's certificate, if that
-    is not the host that the broker advertises. `crl_check` is as in ListenerTls.
-    Errors name the options with `prefix`.
+
+class ListenerTls(PageTls, frozen=True):
+    """`[tls]`, or `tls` of one of `[[listeners]]`.
+
+    `principal_...` turn the names in a client's certificate into that of its principal. `strict_server_name`: refuse
+    clients that ask for a name that the certificate does not have.
     """
 
+    prefix: ClassVar[str] = "tls."
+
+    principal_from: Texts | None = None
+    principal_mapping_rules: str | list[str] | None = None
+    strict_server_name: bool = False
+
+    @property
+    def principals(self) -> PrincipalMapping:
+        """Raises ValueError if the options are not checked."""
+        rules, kinds = self.principal_mapping_rules, self.principal_from
+        return PrincipalMapping(
+            DEFAULT_MAPPING.rules if rules is None else parse_rules(rules),
+            DEFAULT_MAPPING.kinds if kinds is None else parse_kinds(kinds),
+        )
+
+    def checked(self, sources: Mapping[str, str]) -> Self | None:
+        checked = super().checked(sources)
+        for key, option, parse in (
+            ("principal_from", self.principal_from, parse_kinds),
+            ("principal_mapping_rules", self.principal_mapping_rules, parse_rules),
+        ):
+            try:
+                if option is not None:
+                    parse(option)
+            except ValueError as error:
+                raise StartupError(f"{sources[key]}: {error}.") from error
+        return checked
+
+
+class BrokerTls(msgspec.Struct, frozen=True, kw_only=True):
+    """`[broker_tls]`.
+
+    `ca` None: the authorities that this machine trusts. `server_name`: the name in every broker's certificate, if that
+    is not the host that the broker advertises. `crl_check` is as in PageTls. Errors name the options with `prefix`.
+    """
+
+    prefix: ClassVar[str] = "broker_tls."
+
+    enabled: bool | None = None
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
     crl: Path | None = None
-    crl_check: CrlCheck = "chain"
-    server_name: str = ""
+    crl_check: CrlCheck | None = None
+    server_name: str | None = None
     min_version: MinVersion = "1.2"
-    prefix: str = "broker_tls."
 
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(file for file in (self.ca, self.cert, self.key, self.crl) if file is not None)
+
+    def checked(self, sources: Mapping[str, str]) -> Self | None:
+        """Return itself, or None if brokers are accessed in plain text. Raises StartupError as PageTls."""
+        is_on = self.enabled
+        if is_on is None:
+            is_on = given_keys(self) not in ([], ["min_version"])
+        if not is_on:
+            return None
+        if (self.cert is None) is not (self.key is None):
+            alone, other = ("cert", "key") if self.key is None else ("key", "cert")
+            raise StartupError(
+                f"{sources[alone]}: it is of no use without its other half: set {self.prefix}{other} as well."
+            )
+        if self.crl is None and self.crl_check is not None:
+            raise StartupError(f"{sources['crl_check']}: there is no list to check with: set {self.prefix}crl.")
+        load_broker_tls(self)
+        return self
+
+
+class AuditTls(BrokerTls, frozen=True):
+    """`tls` of `[audit]`."""
+
+    prefix: ClassVar[str] = "audit.tls."
+
+
+class ReplicationTlsSection(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags `--replication-tls-...` as given."""
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+    mode: ReplicationTlsMode | None = None
 
 
 @dataclass(frozen=True)
@@ -143,9 +200,6 @@ class ReplicationTls:
         return self.cert, self.key, self.ca
 
 
-Options = TypeVar("Options", ListenerTls, BrokerTls)
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A context, and the certificate that it shows; None if it shows none."""
@@ -162,153 +216,61 @@ class LoadedReplication:
     dial: ssl.SSLContext
 
 
-def listener_tls(given: PageTlsSection, sources: Mapping[str, str], prefix: str = "tls.") -> ListenerTls | None:
-    """Check the options; None if none is given. `sources` has the source of each key; errors name keys with `prefix`.
-
-    Raises StartupError if they do not fit together or a file cannot be used.
-    """
-    values = _given(given, sources)
-    rest = given if isinstance(given, TlsSection) else TlsSection()
-    if given.cert is UNSET:
-        first = next(iter(values), None)
-        if first is None and given.min_version == "1.2" and not rest.strict_server_name:
-            return None
-        raise StartupError(
-            f"{sources[first or 'cert']}: TLS needs the listener's certificate: name its file with {prefix}cert, and "
-            f"the file of its private key with {prefix}key."
-        )
-    if given.key is UNSET:
-        raise StartupError(f"{sources['cert']}: the certificate is of no use without its private key: set {prefix}key.")
-    client_auth: ClientAuth = given.client_auth or ("none" if given.client_ca is UNSET else "required")
-    if client_auth != "none" and given.client_ca is UNSET:
-        raise StartupError(
-            f"{sources['client_auth']}: clients' certificates need the authorities that sign them: set "
-            f"{prefix}client_ca."
-        )
-    for key in ("client_ca", "client_crl", "client_crl_check", "principal_from", "principal_mapping_rules"):
-        if client_auth == "none" and key in values:
-            raise StartupError(f"{sources[key]}: it is about clients' certificates, and {prefix}client_auth is none.")
-    if given.client_crl is UNSET and given.client_crl_check is not UNSET:
-        raise StartupError(f"{sources['client_crl_check']}: there is no list to check with: set {prefix}client_crl.")
-    options = ListenerTls(
-        cert=Path(given.cert),
-        key=Path(given.key),
-        client_ca=_path(given.client_ca),
-        client_auth=client_auth,
-        client_crl=_path(given.client_crl),
-        client_crl_check=given.client_crl_check or "chain",
-        min_version=given.min_version,
-        strict_server_name=rest.strict_server_name,
-        principals=_principals(rest, sources),
-        prefix=prefix,
-    )
-    load_listener_tls(options)
-    return options
-
-
-def _principals(given: TlsSection, sources: Mapping[str, str]) -> PrincipalMapping:
-    mapping = DEFAULT_MAPPING
-    if given.principal_from is not UNSET:
-        mapping = mapping._replace(kinds=parse_kinds(given.principal_from, sources["principal_from"]))
-    if given.principal_mapping_rules is not UNSET:
-        try:
-            mapping = mapping._replace(rules=parse_rules(given.principal_mapping_rules))
-        except ValueError as error:
-            raise StartupError(f"{sources['principal_mapping_rules']}: {error}.") from error
-    return mapping
-
-
-def broker_tls(given: BrokerTlsSection, sources: Mapping[str, str], prefix: str = "broker_tls.") -> BrokerTls | None:
-    """Check the options; None if brokers are accessed in plain text. Raises StartupError as `listener_tls`."""
-    values = _given(given, sources)
-    if not (bool(values) if given.enabled is UNSET else given.enabled):
-        return None
-    if (given.cert is UNSET) is not (given.key is UNSET):
-        alone, other = ("cert", "key") if given.key is UNSET else ("key", "cert")
-        raise StartupError(f"{sources[alone]}: it is of no use without its other half: set {prefix}{other} as well.")
-    if given.crl is UNSET and given.crl_check is not UNSET:
-        raise StartupError(f"{sources['crl_check']}: there is no list to check with: set {prefix}crl.")
-    options = BrokerTls(
-        ca=_path(given.ca),
-        cert=_path(given.cert),
-        key=_path(given.key),
-        crl=_path(given.crl),
-        crl_check=given.crl_check or "chain",
-        server_name=given.server_name or "",
-        min_version=given.min_version,
-        prefix=prefix,
-    )
-    load_broker_tls(options)
-    return options
-
-
 def replication_tls(given: ReplicationTlsSection, sources: Mapping[str, str]) -> ReplicationTls | None:
     """Check the options; None if none is given. The files are read by `load_replication_tls`. Raises StartupError."""
-    values = _given(given, sources)
+    values = given_keys(given)
     if not values:
         return None
     missing = [f"{REPLICATION_FLAGS}{key}" for key in ("cert", "key", "ca") if key not in values]
-    if given.cert is UNSET or given.key is UNSET or given.ca is UNSET:
+    if given.cert is None or given.key is None or given.ca is None:
         raise StartupError(
-            f"{sources[next(iter(values))]}: TLS between brokers needs a certificate, its key and the authorities that "
+            f"{sources[values[0]]}: TLS between brokers needs a certificate, its key and the authorities that "
             f"sign brokers' certificates: give {' and '.join(missing)} as well."
         )
-    return ReplicationTls(Path(given.cert), Path(given.key), Path(given.ca), given.mode or "required")
+    return ReplicationTls(given.cert, given.key, given.ca, given.mode or "required")
 
 
-def _given(
-    given: PageTlsSection | BrokerTlsSection | ReplicationTlsSection, sources: Mapping[str, str]
-) -> dict[str, object]:
-    values = {key: value for key, value in msgspec.structs.asdict(given).items() if value is not UNSET}
-    for key, value in values.items():
-        if value == "":
-            raise StartupError(f"{sources[key]}: it is empty: give a value, or leave it out.")
-    return {key: value for key, value in values.items() if key not in ("min_version", "strict_server_name", "enabled")}
-
-
-def _path(value: str | UnsetType) -> Path | None:
-    return None if value is UNSET else Path(value)
-
-
-def load_listener_tls(options: ListenerTls, kind: type[ssl.SSLContext] = ssl.SSLContext) -> Loaded:
-    """Read the files into a context of that kind. Raises StartupError that names one that cannot be used."""
+def load_listener_tls(options: PageTls, kind: type[ssl.SSLContext] = ssl.SSLContext) -> Loaded:
+    """Load the files into a context of that kind. Raises StartupError naming an unusable file."""
+    if options.cert is None or options.key is None:
+        raise StartupError(f"TLS needs {options.prefix}cert and {options.prefix}key: set both.")
     context = kind(ssl.PROTOCOL_TLS_SERVER)
     _set_common(context, options.min_version)
-    _load_pair(context, options.cert, options.key, options.prefix)
+    load_pair(context, options.cert, options.key, options.prefix)
     if options.client_ca is not None:
-        _load_authorities(context, options.client_ca, f"{options.prefix}client_ca")
-        context.verify_mode = ssl.CERT_REQUIRED if options.client_auth == "required" else ssl.CERT_OPTIONAL
+        load_authorities(context, options.client_ca, f"{options.prefix}client_ca")
+        context.verify_mode = ssl.CERT_OPTIONAL if options.client_auth == "optional" else ssl.CERT_REQUIRED
         _give_no_tickets(context)
     _load_crl(context, options.client_crl, options.client_crl_check, f"{options.prefix}client_crl")
     return Loaded(context, _rehearsed(options.cert, options.key, f"{options.prefix}cert", server_side=True))
 
 
 def load_broker_tls(options: BrokerTls) -> Loaded:
-    """Read the files. Raises StartupError that names one that cannot be used."""
+    """Load the files. Raises StartupError naming an unusable file."""
     context = ssl.create_default_context() if options.ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     _set_common(context, options.min_version)
     if options.ca is not None:
-        _load_authorities(context, options.ca, f"{options.prefix}ca")
+        load_authorities(context, options.ca, f"{options.prefix}ca")
     _load_crl(context, options.crl, options.crl_check, f"{options.prefix}crl")
     if options.cert is None or options.key is None:
         return Loaded(context, None)
-    _load_pair(context, options.cert, options.key, options.prefix)
+    load_pair(context, options.cert, options.key, options.prefix)
     return Loaded(context, _rehearsed(options.cert, options.key, f"{options.prefix}cert", server_side=False))
 
 
 def load_replication_tls(
     options: ReplicationTls, host: str, kind: type[ssl.SSLContext] = ssl.SSLContext
 ) -> LoadedReplication:
-    """Read the files into contexts, the listener's of that kind, and have them meet each other.
+    """Load the files into contexts, the listener's of that kind, and test a handshake between them.
 
-    `host` is the name that the broker advertises. Raises StartupError that names a file that cannot be used, also where
-    brokers with the same authorities would refuse the certificate, or look for another name in it.
+    `host` is the name that the broker advertises. Raises StartupError naming an unusable file, also where brokers with
+    the same authorities would refuse the certificate, or look for another name in it.
     """
     listener, dial = kind(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (listener, dial):
         _set_common(context, "1.2")
-        _load_pair(context, options.cert, options.key, REPLICATION_FLAGS)
-        _load_authorities(context, options.ca, f"{REPLICATION_FLAGS}ca")
+        load_pair(context, options.cert, options.key, REPLICATION_FLAGS)
+        load_authorities(context, options.ca, f"{REPLICATION_FLAGS}ca")
         context.verify_mode = ssl.CERT_REQUIRED
     _give_no_tickets(listener)
     named = f"{REPLICATION_FLAGS}cert"
@@ -341,7 +303,8 @@ def _give_no_tickets(context: ssl.SSLContext) -> None:
     context.options |= ssl.OP_NO_TICKET
 
 
-def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, prefix: str) -> None:
+def load_pair(context: ssl.SSLContext, cert: Path, key: Path, prefix: str) -> None:
+    """Load a certificate and its key, which errors call `prefix`cert and `prefix`key. Raises StartupError."""
     of_cert, of_key = (
         read_file(file, f"{prefix}{kind}", MAX_FILE_BYTES, "that is another file")
         for file, kind in ((cert, "cert"), (key, "key"))
@@ -362,10 +325,11 @@ def _load_pair(context: ssl.SSLContext, cert: Path, key: Path, prefix: str) -> N
 
 
 def _no_passphrase(prefix: str) -> NoReturn:
-    raise StartupError(f"{prefix}key is encrypted, and nobody can be asked for its passphrase: store it without.")
+    raise StartupError(f"{prefix}key is encrypted: store it without a passphrase.")
 
 
-def _load_authorities(context: ssl.SSLContext, file: Path, named: str) -> None:
+def load_authorities(context: ssl.SSLContext, file: Path, named: str) -> None:
+    """Trust the certificates of a file, which errors call `named`. Raises StartupError."""
     read_file(file, named, MAX_FILE_BYTES, "that is another file")
     try:
         context.load_verify_locations(file)
@@ -373,7 +337,7 @@ def _load_authorities(context: ssl.SSLContext, file: Path, named: str) -> None:
         raise StartupError(f"{named} {file} holds no certificates: give a file in PEM.") from error
 
 
-def _load_crl(context: ssl.SSLContext, file: Path | None, check: CrlCheck, named: str) -> None:
+def _load_crl(context: ssl.SSLContext, file: Path | None, check: CrlCheck | None, named: str) -> None:
     if file is None:
         return
     if b"-----BEGIN X509 CRL-----" not in read_file(file, named, MAX_CRL_BYTES, "that is another file"):
@@ -387,7 +351,7 @@ def _load_crl(context: ssl.SSLContext, file: Path | None, check: CrlCheck, named
         # OpenSSL trusts every certificate in it as an authority; lists are often fetched by HTTP.
         raise StartupError(f"{named} {file} holds a certificate, which would be trusted: give a file of lists alone.")
     # OpenSSL checks the root as well; where it signed the leaf itself, its one list serves both.
-    context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN if check == "chain" else ssl.VERIFY_CRL_CHECK_LEAF
+    context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF if check == "leaf" else ssl.VERIFY_CRL_CHECK_CHAIN
 
 
 def _rehearsed(cert: Path, key: Path, named: str, *, server_side: bool) -> Certificate:

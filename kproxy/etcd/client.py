@@ -128,7 +128,7 @@ class EtcdClient:
             self._parsed,
             credentials,
             named=self.endpoints,
-            server_name=self._options.server_name,
+            server_name=self._options.server_name or "",
             max_message_bytes=self._max_message_bytes,
         )
 

@@ -126,7 +126,7 @@ class Token:
             raise EtcdMisused(self._refusal)
         try:
             password = await asyncio.to_thread(self._options.read_password)
-            self._token = await self._authenticate(self._options.username, password)
+            self._token = await self._authenticate(self._options.username or "", password)
         except StartupError as error:
             raise self._put_off(EtcdMisused(str(error))) from error
         except EtcdMisused as error:

@@ -187,7 +187,7 @@ class AdminSite:
         self._counters = counters
         options = config.admin_options
         self._tls: Reloading[Loaded] | None = None
-        self._fixed_token = options.token
+        self._fixed_token = options.token or ""
         self._token: Reloading[str] | None = None
         if options.token_file is not None:
             file = options.token_file
@@ -196,12 +196,13 @@ class AdminSite:
                     "token of the admin page", [file], lambda: read_page_token(file, str(file)), counters=counters
                 )
             )
-        if options.tls is not None:
-            tls = options.tls
+        tls = options.tls
+        if tls.cert is not None:
             self._tls = reloads.add(
                 Reloading("TLS of the admin page", tls.files, lambda: load_for_entrance(tls), counters=counters)
             )
-        hosts = [*options.hosts, *(each.host for each in (address, config.advertise) if each is not None)]
+        addresses = [each.host for each in (address, config.advertise) if each is not None]
+        hosts = [*map(str.lower, options.hosts or ()), *addresses]
         self.guard = PageGuard(self._present_token, hosts, token_for_all=options.token_for_all, events=events)
 
     @property

@@ -303,7 +303,7 @@ class _Proxy:
         admissions = {}
         for listener in config.listeners:
             mechanisms = config.sasl.offered(listener) if config.sasl is not None else ()
-            shows_certificates = listener.tls is not None and listener.tls.client_auth != "none"
+            shows_certificates = listener.tls is not None and listener.tls.client_ca is not None
             if mechanisms or shows_certificates or for_all:
                 admissions[listener.name] = self._admission(listener, mechanisms, security)
         return admissions

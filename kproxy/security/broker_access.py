@@ -256,7 +256,7 @@ class BrokerAccess:
             return Session()
         try:
             secret = await asyncio.to_thread(self._sasl.read_secret)
-            client = SaslClient(mechanism(self._sasl.mechanism, self._sasl.username, secret), version)
+            client = SaslClient(mechanism(str(self._sasl.mechanism), self._sasl.username or "", secret), version)
             lifetime_s = await _converse(client, exchange)
         except (SaslRefused, StartupError) as error:
             raise AccessRefused(str(error)) from error

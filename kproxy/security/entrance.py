@@ -48,7 +48,7 @@ import structlog
 
 from kproxy.address import Address
 from kproxy.config.listeners import Network
-from kproxy.config.tls import ListenerTls, Loaded, load_listener_tls
+from kproxy.config.tls import ListenerTls, Loaded, PageTls, load_listener_tls
 from kproxy.errors import StartupError
 from kproxy.runtime.sockets import BACKLOG
 from kproxy.runtime.tasks import cancel
@@ -244,16 +244,17 @@ def _not_accepted(message: str, code: int) -> ssl.SSLCertVerificationError:
 EntranceContext.sslobject_class = _Object
 
 
-def load_for_entrance(options: ListenerTls) -> Loaded:
+def load_for_entrance(options: PageTls) -> Loaded:
     """Load a listener's context that fills in the `_Handshake`. Raises StartupError."""
     loaded = load_listener_tls(options, EntranceContext)
     certificate = loaded.certificate
+    is_strict = isinstance(options, ListenerTls) and options.strict_server_name
 
     def on_server_name(_: ssl.SSLObject | ssl.SSLSocket, name: str | None, __: ssl.SSLContext) -> int | None:
         handshake = _handshake.get(None)
         if handshake is not None:
             handshake.server_name = (name or "")[:255]
-        if options.strict_server_name and name and certificate is not None and not certificate.is_for(name):
+        if is_strict and name and certificate is not None and not certificate.is_for(name):
             return ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
         return None
 

@@ -11,7 +11,7 @@ import structlog
 
 from kproxy.config.access import AccessOptions, read_acls
 from kproxy.config.quotas import QuotaOptions, read_quotas
-from kproxy.config.security import OauthOptions, SaslOptions
+from kproxy.config.security import OauthOptions, SaslOptions, is_url
 from kproxy.security.acls import Acl, Rules, acls_of
 from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.in_etcd import AccessInEtcd
@@ -79,10 +79,10 @@ class SecurityFiles:
                 "users", sasl.users, read_users, lambda users: self.tell_of_no_users(), lambda users: users.by_name
             )
         if sasl is not None and sasl.oauth is not None:
-            token_options = _token_options(sasl.oauth)
-            if isinstance(sasl.oauth.jwks, str):
+            token_options, jwks = _token_options(sasl.oauth), str(sasl.oauth.jwks)
+            if is_url(jwks):
                 self.key_server = KeyServer(
-                    sasl.oauth.jwks,
+                    jwks,
                     token_options,
                     sasl.oauth.jwks_refresh_s,
                     counters=counters,
@@ -90,9 +90,7 @@ class SecurityFiles:
                     events=events,
                 )
             else:
-                self._tokens = follow(
-                    "keys of tokens", sasl.oauth.jwks, lambda file: read_verifier(file, token_options)
-                )
+                self._tokens = follow("keys of tokens", Path(jwks), lambda file: read_verifier(file, token_options))
         if access is not None and access.file is not None:
             self._acls = follow(
                 "acls",
@@ -147,4 +145,5 @@ class SecurityFiles:
 
 
 def _token_options(oauth: OauthOptions) -> TokenOptions:
-    return TokenOptions(oauth.issuer, oauth.audience, oauth.principal_claim, oauth.groups_claim, oauth.clock_skew_s)
+    issuer, audience = str(oauth.issuer), oauth.audience or ()
+    return TokenOptions(issuer, audience, oauth.principal_claim, oauth.groups_claim, oauth.clock_skew_s)

@@ -15,7 +15,7 @@ import confluent_kafka
 import pytest
 
 from kproxy.config import load_proxy_config
-from kproxy.config.tls import BrokerTls
+from kproxy.config.tls import AuditTls
 from kproxy.security.broker_access import BrokerAccess
 from kproxy.trail.sink import SinkFailed
 from kproxy.trail.topic_sink import TopicSink
@@ -300,7 +300,7 @@ async def test_cluster_refusing_the_trail_is_reported_with_reason(
 
 @pytest.mark.long
 async def test_cluster_without_tls_is_given_up_after_seconds(secured: TlsKafka, tmp_path: Path) -> None:
-    access = BrokerAccess.once(BrokerTls(ca=secured.signer.ca, prefix="audit.tls."), None)
+    access = BrokerAccess.once(AuditTls(ca=secured.signer.ca), None)
     sink = TopicSink("trail", "0" * 16, bootstrap=[secured.plain.bootstrap], access=access)
     sink._client["bootstrap_timeout_ms"] = 500
     with pytest.raises(SinkFailed, match=r"audit\.tls|closed the connection"):

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from kproxy.config.etcd import EtcdOptions
+from kproxy.config.parsing import Secret
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import (
     EtcdClient,
@@ -32,7 +33,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 TOKEN_TTL_S = 1
 # The last: what a password costs, 4 being etcd's least.
 USERS = ("--auth-token", "simple", "--auth-token-ttl", str(TOKEN_TTL_S), "--bcrypt-cost", "4")
-OPTIONS = EtcdOptions(username="kproxy", password=PASSWORD)
+OPTIONS = EtcdOptions(username="kproxy", password=Secret(PASSWORD))
 
 
 class Asked(EtcdClient):
@@ -128,8 +129,8 @@ async def test_user_change_makes_client_fetch_new_tokens(tmp_path: Path) -> None
     ("options", "says"),
     [
         (EtcdOptions(), "does not take this user .*empty.*: give the name with --etcd-username"),
-        (EtcdOptions(username="kproxy", password="hunter2"), "does not take this user .*authentication failed"),
-        (EtcdOptions(username="nobody", password="hunter2"), "does not take this user .*authentication failed"),
+        (EtcdOptions(username="kproxy", password=Secret("hunter2")), "does not take this user .*authentication failed"),
+        (EtcdOptions(username="nobody", password=Secret("hunter2")), "does not take this user .*authentication failed"),
         (EtcdOptions(username="kproxy", password_file=Path("/nowhere/hunter2")), "password_file .* cannot be read"),
     ],
 )

@@ -15,7 +15,7 @@ from kproxy.cli import cli
 from kproxy.cli.check_config import _try_files
 from kproxy.config import build_proxy_config, load_settings
 from kproxy.config.parsing import unreadable
-from kproxy.config.proxy import _KEYS
+from kproxy.config.proxy import KEYS
 from kproxy.errors import StartupError
 from tests.support.processes.dev import run_kproxy
 from tests.support.security.sasl_client import jwks, users_file
@@ -93,7 +93,7 @@ def error_of(file: Path) -> str:
 
 FILES = sorted(
     path
-    for path in _KEYS
+    for path in KEYS
     if path.startswith(tuple(f"{section}." for section in SECTIONS))
     and path.rpartition(".")[2]
     in ("cert", "key", "ca", "client_ca", "crl", "client_crl", "users", "jwks", "password_file", "token_file")
@@ -128,7 +128,7 @@ def test_unusable_file_is_named_with_the_remedy(site: Site, path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for path in _KEYS if path.startswith(tuple(f"{each}." for each in SECTIONS)) and path not in FILES),
+    sorted(path for path in KEYS if path.startswith(tuple(f"{each}." for each in SECTIONS)) and path not in FILES),
 )
 def test_wrong_value_type_is_reported_with_accepted_ones(site: Site, path: str) -> None:
     values = [{"a": 1}, [1], "a\0b"]

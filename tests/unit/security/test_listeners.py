@@ -64,7 +64,7 @@ def test_file_may_define_several_listeners(signer: Signer, tmp_path: Path) -> No
     )
     assert (external.advertise, external.proxy_protocol) == (Address("kafka.example.org", 9093), True)
     assert external.tls is not None
-    assert (external.tls.client_auth, external.tls.client_ca) == ("required", signer.ca)
+    assert (external.tls.client_auth, external.tls.client_ca) == (None, signer.ca)
     assert config.listen == internal.listen
 
 
@@ -117,7 +117,7 @@ REFUSED = {
     "a bad name": ('[[listeners]]\nname = "a b"\nlisten = "h:1"\n', "needs a name"),
     "no address": ('[[listeners]]\nname = "a"\n', "needs an address"),
     "a wildcard": ('[[listeners]]\nname = "a"\nlisten = "0.0.0.0:1"\n', "set its advertise"),
-    "a number": (ONE + "advertise = 5\n", "listener 'a' in .*: expected `str`"),
+    "a number": (ONE + "advertise = 5\n", "advertise of listener 'a' in .* will not do .expected `str`"),
     "two of a name": (ONE + '[[listeners]]\nname = "a"\nlisten = "127.0.0.1:2"\n', "two of them have the name a"),
     "two of an address": (ONE + '[[listeners]]\nname = "b"\nlisten = "127.0.0.1:1"\n', "have the address 127.0.0.1:1"),
     "no table": ('listeners = "a"\n', "listeners in|unknown key"),
@@ -280,7 +280,7 @@ def test_one_listener_is_for_flags_and_environment_too(signer: Signer, tmp_path:
     }
     (listener,) = load("", tmp_path, **environ).listeners
     assert listener.tls is not None
-    assert (listener.name, listener.proxy_protocol, listener.tls.client_auth) == ("", True, "none")
+    assert (listener.name, listener.proxy_protocol, listener.tls.client_ca) == ("", True, None)
 
 
 def test_broker_key_with_tls_means_tls(signer: Signer, tmp_path: Path) -> None:

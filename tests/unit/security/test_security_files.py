@@ -16,6 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kproxy.config.access import AccessOptions
+from kproxy.config.parsing import Texts
 from kproxy.config.principal_rules import PrincipalMapping, parse_rules
 from kproxy.config.quotas import QuotaOptions
 from kproxy.config.security import PLAIN, SaslOptions
@@ -86,7 +87,7 @@ async def test_a_file_without_users_is_warned_of(tmp_path: Path) -> None:
     """At the start, and when it has become empty; nobody is kept from starting so."""
     file = tmp_path / "users.toml"
     write_users(file, {})
-    sasl, reloads = SaslOptions(("SCRAM-SHA-512",), file, None, False, 10.0, 0.0), Reloads()
+    sasl, reloads = SaslOptions(mechanisms=Texts(["SCRAM-SHA-512"]), users=file), Reloads()
     files = SecurityFiles(sasl, None, None, reloads, counters=Counter())
     with capture_logs() as lines:
         files.tell_of_no_users()
@@ -174,7 +175,7 @@ async def test_files_are_read_again_and_survive_bad_ones(tmp_path: Path) -> None
     config = tmp_path / "kproxy.toml"
     config.write_text('[[acls]]\nprincipal = "User:alice"\noperations = ["read"]\ntopics = ["a"]\n')
     config_text = config.read_text()
-    sasl = SaslOptions((PLAIN,), users_file, None, without_tls=True, timeout_s=10, session_lifetime_s=0)
+    sasl = SaslOptions(mechanisms=Texts([PLAIN]), users=users_file, without_tls=True)
     access = AccessOptions(file=config)
     reloads, counters = Reloads(), Counter[str]()
     files = SecurityFiles(sasl, access, QuotaOptions(config, share=0.5), reloads, counters=counters)
