@@ -19,7 +19,7 @@ import msgspec
 from kproxy.config.access import ACLS, AclSection
 from kproxy.config.listeners import SECTION as LISTENERS
 from kproxy.config.listeners import ListenerSection
-from kproxy.config.parsing import Texts
+from kproxy.config.parsing import Secret, Texts
 from kproxy.config.proxy import SECTIONS
 from kproxy.config.quotas import QUOTAS, QuotaSection
 from kproxy.config.static_table import STATIC_TABLE_SECTIONS, TopicOwners
@@ -36,6 +36,8 @@ TABLE_KINDS: dict[str, Any] = {
 }
 # A key that names a file takes the name and key of a Secret as well; `jwks` may be a URL, too.
 _FILE = {"$ref": "#/definitions/file"}
+_TEXT = {"type": "string"}
+_SCHEMAS = {Path: _FILE, Secret: _TEXT, Texts: {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}}
 _IN_SECRET = {
     "type": "object",
     "additionalProperties": False,
@@ -98,25 +100,17 @@ def schema(before: str) -> str:
     whole: dict[str, Any] = json.loads(before)
     config = {}
     for name, kind in {**SECTIONS, **TABLE_KINDS}.items():
-        found = msgspec.json.schema(kind, schema_hook=_schema_of)
+        found = msgspec.json.schema(kind, schema_hook=_SCHEMAS.__getitem__)
         config[name] = _inlined("", found, found.get("$defs", {}))
     whole["definitions"] = {"file": {"anyOf": [{"type": "string"}, _IN_SECRET]}}
     whole["properties"]["config"] = {"type": "object", "additionalProperties": False, "properties": config}
     return json.dumps(whole, indent=2) + "\n"
 
 
-def _schema_of(kind: type) -> dict[str, Any]:
-    if issubclass(kind, Path):
-        return _FILE
-    text = {"type": "string"}
-    return {"anyOf": [text, {"type": "array", "items": text}]} if issubclass(kind, Texts) else text
-
-
 def _inlined(name: str, found: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of a key with what it refers to in its place. TOML has no null."""
     kinds = [each for each in found.get("anyOf", ()) if each != {"type": "null"}]
-    if kinds:
-        found = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    found = kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else found
     if name == "jwks" or found == _FILE:
         return _FILE
     if "$ref" in found:

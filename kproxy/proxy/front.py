@@ -201,8 +201,7 @@ class AdminSite:
             self._tls = reloads.add(
                 Reloading("TLS of the admin page", tls.files, lambda: load_for_entrance(tls), counters=counters)
             )
-        addresses = [each.host for each in (address, config.advertise) if each is not None]
-        hosts = [*map(str.lower, options.hosts or ()), *addresses]
+        hosts = [*(options.hosts or ()), *(each.host for each in (address, config.advertise) if each is not None)]
         self.guard = PageGuard(self._present_token, hosts, token_for_all=options.token_for_all, events=events)
 
     @property

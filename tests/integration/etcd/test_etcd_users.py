@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kproxy.config.etcd import EtcdOptions
-from kproxy.config.parsing import Secret
+from kproxy.config.etcd import EtcdOptions, Secret
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import (
     EtcdClient,

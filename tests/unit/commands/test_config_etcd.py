@@ -10,11 +10,10 @@ import trustme
 
 from kproxy.cli import main
 from kproxy.config import load_proxy_config
-from kproxy.config.etcd import EtcdOptions, etcd_options_from
-from kproxy.config.parsing import Secret
+from kproxy.config.etcd import EtcdOptions, Secret, etcd_options_from
 from kproxy.errors import StartupError
 
-SECRET = "hunter2 and more"
+SECRET = Secret("hunter2 and more")
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +49,13 @@ def test_flags_win_over_the_environment_over_the_file(files: dict[str, Path]) ->
     toml = f'[etcd]\nca = "{files["ca"]}"\nusername = "from the file"\npassword = "{SECRET}"\nserver_name = "a"\n'
     environ = {"KPROXY_ETCD__SERVER_NAME": "b", "KPROXY_ETCD__USERNAME": "from the environment"}
     options = load(files, toml, **environ)
-    assert options == EtcdOptions(
-        ca=files["ca"], server_name="b", username="from the environment", password=Secret(SECRET)
-    )
+    assert options == EtcdOptions(ca=files["ca"], server_name="b", username="from the environment", password=SECRET)
     file = files["ca"].with_name("kproxy.toml")
     flags = {"etcd": "https://localhost:2379", "etcd_username": "from a flag"}
     assert load_proxy_config(file, flags=flags, environ=environ).etcd_options.username == "from a flag"
     # The same for commands without a file.
-    options = etcd_options_from({"etcd_username": "from a flag"}, {**environ, "KPROXY_ETCD__PASSWORD": SECRET})
-    assert options == EtcdOptions(server_name="b", username="from a flag", password=Secret(SECRET))
+    options = etcd_options_from({"etcd_username": "from a flag"}, {**environ, "KPROXY_ETCD__PASSWORD": f"{SECRET}"})
+    assert options == EtcdOptions(server_name="b", username="from a flag", password=SECRET)
 
 
 def test_password_file_is_read_anew_without_line_end(files: dict[str, Path]) -> None:
@@ -117,7 +114,7 @@ def test_etcd_options_without_etcd_are_refused() -> None:
 def test_a_password_is_shown_nowhere(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert SECRET not in repr(EtcdOptions(username="u", password=Secret(SECRET)))
+    assert SECRET not in repr(EtcdOptions(username="u", password=SECRET))
     monkeypatch.setenv("KPROXY_OWNERSHIP__ETCD", "http://localhost:2379")
     monkeypatch.setenv("KPROXY_ETCD__USERNAME", "u")
     monkeypatch.setenv("KPROXY_ETCD__PASSWORD", SECRET)

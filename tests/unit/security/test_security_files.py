@@ -16,10 +16,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from kproxy.config.access import AccessOptions
-from kproxy.config.parsing import Texts
 from kproxy.config.principal_rules import PrincipalMapping, parse_rules
 from kproxy.config.quotas import QuotaOptions
-from kproxy.config.security import PLAIN, SaslOptions
+from kproxy.config.security import PLAIN, SaslOptions, Texts
 from kproxy.errors import StartupError
 from kproxy.security.acls import Operation, Resource
 from kproxy.security.files import SecurityFiles
