@@ -307,9 +307,9 @@ def put(file: Path, content: bytes) -> None:
     beside.replace(file)
 
 
-def give_users(file: Path, *names: str) -> None:
-    """Their passwords are their names and "-secret", as those of USERS are."""
-    kinds = {name: f"{name}-secret" for name in names}
+def give_users(file: Path, *names: str, **passwords: str) -> None:
+    """Without one of their own, passwords are the names and "-secret", as those of USERS are."""
+    kinds = {name: f"{name}-secret" for name in names} | passwords
     write_users(
         file,
         {
@@ -469,14 +469,15 @@ def change_the_listeners_certificate(loaded: Loaded, site: Site) -> None:
 
 
 def change_the_users(loaded: Loaded, site: Site, topic: str) -> float:
-    """Dave may log in then, and bob may no longer; return how many attempts have failed until then.
+    """Dave may log in then, and bob with another password alone; return how many attempts have failed until then.
 
+    Bob's connections stay, as with Kafka: only the removal of a user closes them (test_removed_users).
     The proxy notices the file by itself.
     """
     assert log_in(site, "dave", topic) == "_AUTHENTICATION"
     assert log_in(site, "bob", topic) == "ok"
     before = site.process.stderr().count("what=users")
-    give_users(loaded.users, "alice", "carol", "dave")
+    give_users(loaded.users, "alice", "carol", "dave", bob="another-secret")
     wait_for(lambda: site.process.stderr().count("what=users") > before, TIMEOUT_S, site.process.stderr)
     wait_for(lambda: log_in(site, "bob", topic) == "_AUTHENTICATION", TIMEOUT_S, site.process.stderr)
     wait_for(lambda: log_in(site, "dave", topic) == "ok", TIMEOUT_S, site.process.stderr)
