@@ -152,9 +152,7 @@ class BrokerTls(msgspec.Struct, frozen=True, kw_only=True):
 
     def checked(self, sources: Mapping[str, str]) -> Self | None:
         """Return itself, or None if brokers are accessed in plain text. Raises StartupError as PageTls."""
-        is_on = self.enabled
-        if is_on is None:
-            is_on = given_keys(self) not in ([], ["min_version"])
+        is_on = bool(given_keys(self)) if self.enabled is None else self.enabled
         if not is_on:
             return None
         if (self.cert is None) is not (self.key is None):

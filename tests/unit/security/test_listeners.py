@@ -286,7 +286,12 @@ def test_one_listener_is_for_flags_and_environment_too(signer: Signer, tmp_path:
 def test_broker_key_with_tls_means_tls(signer: Signer, tmp_path: Path) -> None:
     assert load("", tmp_path).broker_tls is None
     assert load(f'[broker_tls]\nca = "{signer.ca}"\nenabled = false\n', tmp_path).broker_tls is None
-    for text in (f'[broker_tls]\nca = "{signer.ca}"\n', "[broker_tls]\nenabled = true\n"):
+    on = (
+        f'[broker_tls]\nca = "{signer.ca}"\n',
+        "[broker_tls]\nenabled = true\n",
+        '[broker_tls]\nmin_version = "1.3"\n',
+    )
+    for text in on:
         assert load(text, tmp_path).broker_tls is not None
 
 
