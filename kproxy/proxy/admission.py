@@ -158,7 +158,7 @@ class Admission:
         quotas: Callable[[], Quotas] | None = None,
         most_of_an_address: int = 0,
         connections: OpenConnections | None = None,
-        carries: bool = False,
+        carries: bool,
         allows_v0: bool = False,
         listener: str = "",
         events: SecurityEvents = NO_EVENTS,

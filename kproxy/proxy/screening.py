@@ -358,13 +358,10 @@ class Screen:
                 # A version without that field: topics that are not known here, and that might be created, are cut out.
                 denied.update(name for name in missing if not self._is_known(name))
         refused = [
-            {"error_code": TOPIC_AUTHORIZATION_FAILED, "name": each.name, "is_internal": False, "partitions": []}
+            {"error_code": TOPIC_AUTHORIZATION_FAILED, "name": each.name}
             for each in asked
             if each.name in denied and not _is_by_id(each)
         ]
-        if header.api_version == 0:
-            for each in refused:
-                del each["is_internal"]
         request.topics = [each for each in asked if each.name not in denied or _is_by_id(each)]
         # In version 0 no topic would mean all of them; in later versions the answer names the brokers as well.
         is_any_left = bool(request.topics) or header.api_version > 0

@@ -45,7 +45,10 @@ async def test_keys_are_fetched_at_start_and_on_change(tmp_path: Path, monkeypat
     await broker.start()
     answers = [web.Response(status=503)]
 
+    is_asked = asyncio.Event()
+
     async def handle(_: web.Request) -> web.Response:
+        is_asked.set()
         text = answers[-1].text if answers[-1].status == 200 else None
         return web.Response(status=answers[-1].status, text=text)
 
@@ -60,6 +63,8 @@ async def test_keys_are_fetched_at_start_and_on_change(tmp_path: Path, monkeypat
     try:
         async with beside(static_proxy(tmp_path, {1: broker.port}, rooms=rooms)) as process:
             assert not await is_let_in(process, 0)
+            async with asyncio.timeout(60):
+                await is_asked.wait()
             answers.append(web.Response(text=sasl.jwks(0)))
             await until_let_in(process, 0)
             # The proxy would ask again after five minutes; a token that it does not know has it ask sooner.

@@ -78,6 +78,17 @@ def test_first_denial_is_logged_and_all_are_counted(is_enforced: bool) -> None:
     assert counters == {f"access.{'denied' if is_enforced else 'dry_run'}.write.topic": 4_096}
 
 
+@pytest.mark.parametrize(("owned", "code"), [("x", None), ("y", 53)])
+def test_transactional_writes_need_right_to_id(owned: str, code: int | None) -> None:
+    write = frozenset({Operation.WRITE})
+    kinds = ((Resource.TOPIC, "t"), (Resource.TRANSACTIONAL_ID, owned))
+    rules = Rules(Acl("User:*", False, write, kind, name, False) for kind, name in kinds)
+    frame = memoryview(bytearray(produce_frame({"t": [0, 1]}, transactional_id="x")))
+    client = AccessControl(lambda: rules, Counter()).client()
+    refused = client.refused_writes(parse_produce(frame, parse_request_header(frame)))
+    assert refused == ({} if code is None else {(0, 0): code, (0, 1): code})
+
+
 async def test_api_without_decision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was forwarded unscreened, with the proxy's own identity."""
     monkeypatch.delitem(screening.DECISIONS, keys.CREATE_TOPICS)  # type: ignore[arg-type]

@@ -280,6 +280,10 @@ async def test_metadata_creates_for_those_who_may_alone(asks_to_create: bool) ->
     assert not sent.allow_auto_topic_creation or not asks_to_create
     screened, sent = await screen([*sees, (Operation.CREATE, TOPIC, "a")], keys.METADATA, 4, **fields)
     assert sent.allow_auto_topic_creation == asks_to_create
+    # A topic without a name is not created.
+    by_id = {"topics": [{"name": "a"}, {"name": None, "topic_id": UUID(int=9)}]}
+    _, sent = await screen([*sees, (Operation.CREATE, TOPIC, "a")], keys.METADATA, 12, **fields | by_id)
+    assert sent.allow_auto_topic_creation == asks_to_create
     # An unknown topic is unknown to those who would not create it.
     screened, _ = await screen(sees, keys.METADATA, 4, **fields)
     assert screened.verdict is not None

@@ -163,6 +163,8 @@ def test_random_rules_decide_as_the_model_does() -> None:
                     for name in names:
                         expected = _model(acls, principal, operation, resource, name)
                         assert some.of(principal).allows(operation, resource, name) is expected
+                        reasons = some.of(principal).reasons(operation, resource, name)
+                        assert (bool(reasons["allow"]) and not reasons["deny"]) is expected
                     if any(_model(acls, principal, operation, resource, name) for name in names):
                         assert some.of(principal).allows_any(operation, resource)
 

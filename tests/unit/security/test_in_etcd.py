@@ -17,7 +17,6 @@ from kproxy.security.acls import Operation, Resource, Rules
 from kproxy.security.events import SecurityEvents
 from kproxy.security.in_etcd import (
     MOST_ACL_BYTES,
-    MOST_USER_BYTES,
     AccessInEtcd,
     AccessKeys,
     check_acl_id,
@@ -62,6 +61,16 @@ def test_values_are_read_as_they_are_written() -> None:
     assert decode_acl(encode_acl(rule)) == rule
     assert make_acl_id(rule) == make_acl_id(decode_acl(encode_acl(rule)))
     assert check_acl_id(make_acl_id(rule))
+    # Another text of it would be another id.
+    assert encode_acl(rule) == (
+        b'{"cluster":true,"effect":"deny","operations":["read"],"principal":"User:a","topics":["t*"]}'
+    )
+
+
+def test_user_value_has_at_most_4_kib() -> None:
+    assert decode_user(ALICE.ljust(4_096)) == sasl.credentials_of("alice")
+    with pytest.raises(ValueError, match="at most 4096"):
+        decode_user(ALICE.ljust(4_097))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,6 @@ def test_values_are_read_as_they_are_written() -> None:
         b'{"SECRET": 1}',
         json.dumps({"credentials": [CREDENTIAL], "enabled": False}).encode(),
         json.dumps({"credentials": [CREDENTIAL, CREDENTIAL]}).encode(),
-        b" " * MOST_USER_BYTES + ALICE,
     ],
 )
 def test_an_invalid_user_is_refused_without_showing_it(value: bytes) -> None:

@@ -167,6 +167,11 @@ async def test_compressed_answer_is_not_expanded() -> None:
         assert await fetch_keys(url) == packed
 
 
+async def _leaves(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+
+
 async def test_absent_or_silent_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
@@ -176,3 +181,6 @@ async def test_absent_or_silent_server_is_reported(monkeypatch: pytest.MonkeyPat
             await fetch_keys(f"http://127.0.0.1:{port}/")
     with pytest.raises(FetchFailed, match="Connect"):
         await fetch_keys(f"http://127.0.0.1:{port}/")
+    async with await asyncio.start_server(_leaves, "127.0.0.1", port):
+        with pytest.raises(FetchFailed, match="Disconnected"):
+            await fetch_keys(f"http://127.0.0.1:{port}/")

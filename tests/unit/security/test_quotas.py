@@ -141,12 +141,13 @@ def test_later_account_has_the_share() -> None:
     accounts = Accounts(0.5)
     given = parse_quotas([{"produce_bytes_per_s": 1_000, "requests_per_s": 1_000}], "here")
     some = Quotas(given, accounts)
-    for n in range(5):
+    # Nine tenths of a share are nearly all of it.
+    for n, produced in enumerate((0, 100, 200, 440, 450)):
         account = some.account(Principal(f"user-{n}"), "")
         assert account is not None
-        account.use(0.0, produced=100 * n, fetched=0)
+        account.use(0.0, produced=produced, fetched=0)
     uses = accounts.uses(1.0, 3)
-    assert [(used, is_short) for _, used, is_short in uses] == [(800, False), (600, False), (400, False)]
+    assert [(used, is_short) for _, used, is_short in uses] == [(900, True), (880, False), (400, False)]
     assert len({key for key, _, _ in uses}) == 3
     # Another process knows the account by the same key before it is opened there.
     elsewhere = Accounts(0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
@@ -25,7 +26,7 @@ from kproxy.security.files import SecurityFiles
 from kproxy.security.principals import NoPrincipal, Principal, distinguished_name, map_name, principal_of
 from kproxy.security.reloading import Reloads
 from kproxy.security.tokens import LATEST_S, InvalidToken, TokenOptions, read_verifier
-from kproxy.security.users import Users, make_credential, parse_credential, read_users, write_users
+from kproxy.security.users import Credential, Users, make_credential, parse_credential, read_users, write_users
 from tests.support.security import sasl_client as client
 
 # Users
@@ -80,6 +81,13 @@ def test_a_broken_file_is_refused_without_showing_it(tmp_path: Path, text: str) 
     with pytest.raises(StartupError) as raised:
         read_users(file)
     assert "SECRET" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("iterations", "is_taken"), [(4_095, False), (4_096, True), (100_000, True), (100_001, False)])
+def test_credential_has_4096_to_100000_iterations(iterations: int, is_taken: bool) -> None:
+    credential = Credential("SCRAM-SHA-256", bytes(12), bytes(32), bytes(32), iterations)
+    with contextlib.nullcontext() if is_taken else pytest.raises(ValueError, match="from 4096 to 100000"):
+        assert parse_credential(str(credential)) == credential
 
 
 async def test_a_file_without_users_is_warned_of(tmp_path: Path) -> None:
