@@ -29,12 +29,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import structlog
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
 from aiohttp.typedefs import Middleware
 from aiohttp.web_protocol import RequestHandler
+from yarl import URL
 
 from kproxy.address import Address
 from kproxy.config.admin import SPEAKS_TLS
@@ -58,6 +60,7 @@ SHUTDOWN_TIMEOUT_S = 1.0
 # Connections that have not finished their TLS handshake.
 MAX_HALF_OPEN: Final = 50
 _WORDS: Final = ListenerWords("admin.tls.client_ca", "admin.tls.client_auth", "admin.tls.min_version", "ask https://")
+_UNREADABLE: Final = URL("*")
 _REMEDY: Final = "another --admin, or stop what uses this one"
 
 
@@ -128,7 +131,7 @@ class HttpPage:
         if tls is not None:
             return await self._start_with_tls(host, port, tls)
 
-        await self._runner.setup()
+        await self._set_up()
         try:
             self._server = await bind(self._visitor, host, port, choose=_REMEDY)
             await accept_from(self._server)
@@ -137,10 +140,24 @@ class HttpPage:
             raise
         return bound_port(self._server)
 
+    async def _set_up(self) -> None:
+        await self._runner.setup()
+        server = cast(web.Server, self._runner.server)
+        make = server.request_factory
+
+        def make_any(message: RawRequestMessage, *given: Any) -> web.BaseRequest:
+            try:
+                return make(message, *given)
+            except ValueError:
+                # The URL's host is no name. It would end aiohttp's task, without an answer.
+                return make(message._replace(url=_UNREADABLE), *given)
+
+        server.request_factory = make_any
+
     async def _start_with_tls(self, host: str, port: int, tls: Callable[[], Loaded]) -> int:
         bound = await bind(asyncio.Protocol, host, port, choose=_REMEDY)
         real_port = bound_port(bound)
-        await self._runner.setup()
+        await self._set_up()
         entrance = self._entrance = Entrance(
             "admin page",
             tls,
@@ -165,7 +182,7 @@ class HttpPage:
 
     async def start_unix(self, path: Path) -> None:
         """Listen on a unix socket, in the place of one that another process left. Raises StartupError as `start`."""
-        await self._runner.setup()
+        await self._set_up()
         try:
             await web.UnixSite(self._runner, path).start()
         except OSError as error:
@@ -258,6 +275,8 @@ class _Visitors:
         @web.middleware
         async def visited(request: web.Request, handler: Handler) -> web.StreamResponse:
             with self._answer(request.protocol):
+                if request.rel_url is _UNREADABLE:
+                    return web.Response(status=400, text="the host in the request's URL is no name\n")
                 return await handler(request)
 
         return visited

@@ -117,6 +117,14 @@ async def test_missing_request_body_is_not_waited_for(site: Site, monkeypatch: p
     assert b"200" in await answer(await site.connect(), head + b"12345")
 
 
+@pytest.mark.parametrize("target", ["GET http://xn--a/livez", "CONNECT xn--a:80"])
+async def test_url_without_host_name_is_refused(site: Site, target: str) -> None:
+    """aiohttp's task ended with an error, and the client waited until it was cut."""
+    stream = await site.connect()
+    assert b"400" in await answer(stream, f"{target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+    assert site.cut == {}
+
+
 async def test_idle_visitors_do_not_block_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_page, "MAX_CONNECTIONS", 5)
     first = await site.connect()
