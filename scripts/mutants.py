@@ -1,5 +1,7 @@
 """Put small faults into modules, one at a time, and see which of them tests notice: `make mutants MUTANTS=60 SEED=7`.
 
+The modules and the tests are those of a set: `SET=security`, by default routing.
+
 A seed draws the faults (scripts/mutation.py); without one a new seed is drawn and printed. `--patch` also runs faults
 that are unified diffs; a survivor is printed as such a diff.
 
@@ -22,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from scripts.mutation import Mutant, diff, draw
@@ -51,6 +54,63 @@ TESTS: Final = (
     *(f"{FOLDER}/test_{name}.py" for name in ("identity", "lanes", "routes", "retry", "refused", "topology")),
     *(f"{FOLDER}/test_fanout_{name}.py" for name in ("answers", "clients", "ends", "lanes", "retries", "topology")),
 )
+
+
+def _tests(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
+
+
+_GATE: Final = _tests("unit/proxy", "admission_gate")
+_SASL: Final = (*_tests("unit/security", "sasl"), *_GATE, *_tests("property", "sasl_machine"))
+_SCREENING: Final = _tests("unit/proxy", "screening_refusals", "screening")
+_ADMISSION: Final = _tests("integration/proxy", "admission")
+_CARRIED: Final = _tests("integration/security", "carried_identity")
+_ENTRANCE: Final = _tests("integration/security", "tls_listener", "half_open", "several_listeners", "proxy_header")
+_IN_ETCD: Final = _tests("integration/security", "access_in_etcd")
+_BY_URL: Final = _tests("integration/security", "tokens_by_url")
+# The tests of each module: the fast ones, and those that are run where these notice nothing.
+SECURITY: Final[Mapping[str, Sequence[Sequence[str]]]] = {
+    "kproxy/proxy/access.py": (_SCREENING, _ADMISSION),
+    "kproxy/proxy/admission.py": (_GATE, _ADMISSION),
+    "kproxy/proxy/screening.py": (_SCREENING, _ADMISSION),
+    "kproxy/security/acls.py": ((*_tests("unit/security", "acls"), *_SCREENING), _IN_ETCD),
+    "kproxy/security/broker_access.py": (_tests("unit/security", "broker_access"), _CARRIED),
+    "kproxy/security/entrance.py": (_tests("unit/security", "entrance", "handshake_pace", "listeners"), _ENTRANCE),
+    "kproxy/security/events.py": (
+        _tests("unit/security", "security_events"),
+        _tests("integration/security", "security_stream"),
+    ),
+    "kproxy/security/files.py": (_tests("unit/security", "security_files", "key_server"), _IN_ETCD),
+    "kproxy/security/in_etcd.py": (_tests("unit/security", "in_etcd"), _IN_ETCD),
+    "kproxy/security/key_server.py": (_tests("unit/security", "key_server"), _BY_URL),
+    "kproxy/security/mechanisms.py": (_SASL, _ADMISSION),
+    "kproxy/security/principals.py": (
+        _tests("unit/security", "principals", "security_files"),
+        _tests("integration/security", "listener_identity"),
+    ),
+    "kproxy/security/proxy_protocol.py": (
+        (*_tests("property", "proxy_protocol"), *_tests("unit/security", "entrance")),
+        _tests("integration/security", "proxy_header"),
+    ),
+    "kproxy/security/quotas.py": (
+        (*_tests("unit/security", "quotas"), *_tests("property", "quota_shares_model")),
+        _tests("integration/proxy", "quotas_enforced"),
+    ),
+    "kproxy/security/reloading.py": (_tests("unit/security", "reloading"), _ENTRANCE),
+    "kproxy/security/sasl.py": (_SASL, (*_ADMISSION, *_CARRIED)),
+    "kproxy/security/sasl_client.py": (_tests("unit/security", "sasl_client", "broker_access"), _CARRIED),
+    "kproxy/security/tls_errors.py": (_tests("unit/security", "tls_errors", "listeners"), _ENTRANCE),
+    "kproxy/security/tokens.py": (_tests("unit/security", "sasl", "security_files", "key_server"), _BY_URL),
+    "kproxy/security/users.py": (
+        _tests("unit/security", "security_files", "sasl"),
+        (*_tests("unit/commands", "config_sasl"), *_IN_ETCD),
+    ),
+}
+# Of each set: the tests of each module, in stages; a fault that one stage notices is not tried with the next.
+SETS: Final[Mapping[str, Mapping[str, Sequence[Sequence[str]]]]] = {
+    "routing": dict.fromkeys(MODULES, (TESTS,)),
+    "security": SECURITY,
+}
 MUTANTS: Final = 60
 PASS_SHARE: Final = 0.9
 # The time limit of the tests without a fault.
@@ -133,12 +193,23 @@ def limit_of(baseline_s: float) -> float:
 
 
 class Runner:
-    """Runs the tests in copies of a tree, one copy for each job."""
+    """Runs the tests in copies of a tree, one copy for each job.
 
-    def __init__(self, repository: Path, directory: Path, command: Sequence[str], jobs: int) -> None:
+    `command` runs all of them. `stages` has other commands by the file that has a fault: the first that fails decides.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        directory: Path,
+        command: Sequence[str],
+        jobs: int,
+        stages: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType({}),
+    ) -> None:
         self._repository = repository
         self._directory = directory
         self._command = command
+        self._stages = stages
         self._jobs = jobs
         self.timeout_s = BASELINE_TIMEOUT_S
 
@@ -146,7 +217,7 @@ class Runner:
         """Run the tests without a fault; their time sets the limit for mutants. Raises ValueError if they fail."""
         tree = self._copy("unchanged")
         began = time.monotonic()
-        killed_by = await self._run(tree)
+        killed_by = await self._run(tree, self._command)
         if killed_by:
             output = (tree.parent / "unchanged.out").read_text()
             raise ValueError(f"without a fault: {killed_by}\n{output[-4000:]}")
@@ -161,7 +232,7 @@ class Runner:
             for place, fault in waiting:
                 fault.put(tree)
                 try:
-                    outcomes[place] = Outcome(fault, await self._run(tree))
+                    outcomes[place] = Outcome(fault, await self._judge(tree, fault))
                 finally:
                     for path in fault.paths:
                         self._restore(tree, path)
@@ -187,10 +258,17 @@ class Runner:
         else:
             (tree / path).unlink(missing_ok=True)
 
-    async def _run(self, tree: Path) -> str:
+    async def _judge(self, tree: Path, fault: Fault) -> str:
+        killed_by = ""
+        for path in fault.paths:
+            for command in self._stages.get(path, [self._command]):
+                killed_by = killed_by or await self._run(tree, command)
+        return killed_by
+
+    async def _run(self, tree: Path, command: Sequence[str]) -> str:
         """How the tests failed; empty if they passed."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "codec")])}
-        bounded = ("sh", "-c", f'ulimit -d {MAX_MEMORY_KIB}; exec "$@"', "sh", *self._command)
+        bounded = ("sh", "-c", f'ulimit -d {MAX_MEMORY_KIB}; exec "$@"', "sh", *command)
         with (tree.parent / f"{tree.name}.out").open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *bounded, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -236,10 +314,12 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-async def judge(faults: Sequence[Fault], command: Sequence[str], jobs: int) -> list[Outcome]:
+async def judge(
+    faults: Sequence[Fault], command: Sequence[str], jobs: int, stages: Mapping[str, Sequence[Sequence[str]]]
+) -> list[Outcome]:
     """Every fault's outcome, and a line for each as it comes. Raises ValueError if the tests fail without a fault."""
     with tempfile.TemporaryDirectory(prefix="kproxy-mutants-") as directory:
-        runner = Runner(REPOSITORY, Path(directory), command, jobs)
+        runner = Runner(REPOSITORY, Path(directory), command, jobs, stages)
         await runner.check()
         return await runner.run(
             faults, lambda outcome: _say(f"{outcome.killed_by or 'SURVIVED'}: {outcome.fault.name}\n")
@@ -251,8 +331,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--mutants", type=int, default=MUTANTS, metavar="N", help="how many are drawn; 0 for patches alone")
     add("--seed", type=int, help="of the draw; a new one where none is given")
-    add("--modules", nargs="+", default=MODULES, metavar="FILE", help="from the repository's root")
-    add("--tests", nargs="+", default=TESTS, metavar="FILE", help="what pytest runs")
+    add("--set", choices=SETS, default="routing", help="of modules, and of the tests that pytest runs")
+    add("--modules", nargs="+", metavar="FILE", help="others, from the repository's root")
+    add("--tests", nargs="+", metavar="FILE", help="others, all at once")
     add("--command", help="what runs in a copy of the tree in place of pytest, and fails where it notices a fault")
     add("--patch", nargs="+", default=(), type=Path, metavar="FILE", help="unified diffs, tried too")
     add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="how many are tried side by side")
@@ -262,9 +343,14 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = _parser().parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments.tests]
-    command = shlex.split(arguments.command) if arguments.command else pytest
-    sources = {path: (REPOSITORY / path).read_bytes() for path in arguments.modules}
+    chosen = SETS[arguments.set]
+    every = dict.fromkeys(test for stages in chosen.values() for tests in stages for test in tests)
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command = shlex.split(arguments.command) if arguments.command else [*pytest, *(arguments.tests or every)]
+    stages = {path: [[*pytest, *tests] for tests in of_path] for path, of_path in chosen.items()}
+    if arguments.command or arguments.tests:
+        stages = {}
+    sources = {path: (REPOSITORY / path).read_bytes() for path in arguments.modules or chosen}
     drawn = draw(sources, arguments.mutants, seed)
     _say(f"SEED={seed}: {len(drawn)} mutants of {len(sources)} modules, {len(arguments.patch)} patches\n")
     try:
@@ -272,7 +358,7 @@ def main() -> int:
         faults += [drawn_fault(mutant, sources[mutant.path]) for mutant in drawn]
         if not faults:
             raise ValueError("there is nothing to run")
-        outcomes = asyncio.run(judge(faults, command, arguments.jobs))
+        outcomes = asyncio.run(judge(faults, command, arguments.jobs, stages))
     except ValueError as error:
         sys.stderr.write(f"mutants: {error}\n")
         return 2

@@ -12,7 +12,7 @@ import pytest
 from scripts.mutants import (
     MODULES,
     REPOSITORY,
-    TESTS,
+    SETS,
     Fault,
     Outcome,
     Runner,
@@ -139,8 +139,15 @@ def test_every_module_is_drawn_from() -> None:
     assert {each.path for each in draw(sources, 20, 7)} == set(sources)
 
 
-def test_the_tests_that_are_named_are_there() -> None:
-    assert all((REPOSITORY / test).is_file() for test in TESTS)
+@pytest.mark.parametrize("name", SETS)
+def test_named_modules_and_tests_exist(name: str) -> None:
+    named = {*SETS[name], *(test for stages in SETS[name].values() for tests in stages for test in tests)}
+    assert [path for path in named if not (REPOSITORY / path).is_file()] == []
+
+
+def test_set_has_every_module_of_security() -> None:
+    modules = {f"kproxy/security/{path.name}" for path in (REPOSITORY / "kproxy/security").glob("*.py")}
+    assert modules - set(SETS["security"]) == {"kproxy/security/__init__.py"}
 
 
 @pytest.fixture
@@ -189,6 +196,18 @@ async def test_fault_is_removed_before_the_next(checkout: Path) -> None:
     unnoticed = drawn_fault(Mutant("unused.py", 2, 27, 28, "3 to 4", "4"), unused)
     outcomes = await outcomes_of(checkout, [change(checkout, "3", "4"), unnoticed], jobs=1)
     assert [bool(each.killed_by) for each in outcomes] == [True, False]
+
+
+async def test_stages_end_with_first_failure(checkout: Path) -> None:
+    copies = checkout.parent / "copies"
+    copies.mkdir()
+    # The second one never ends with the first fault, and notices the second.
+    second = (sys.executable, "-c", "import module\nwhile module.f() == 4: pass\nassert module.f() is not True")
+    first = (sys.executable, "-c", "import module; assert module.f() != 4")
+    runner = Runner(checkout, copies, COMMAND, 1, {"module.py": (first, second)})
+    await runner.check()
+    outcomes = await runner.run([change(checkout, "3", new) for new in ("4", "True", "5")], lambda _: None)
+    assert [each.killed_by for each in outcomes] == ["tests failed with status 1"] * 2 + [""]
 
 
 async def test_endless_mutant_is_killed_by_timeout(checkout: Path) -> None:
