@@ -15,7 +15,7 @@ import pytest
 from kproxy.broker.broker_lease import BrokerLease
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.data_dir import DataDir
-from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, StateValue, encode_value
+from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, ReplicaKey, StateValue, encode_value
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.etcd import EtcdClient, Snapshot
@@ -127,7 +127,9 @@ async def test_partition_changed_behind_our_back_is_not_taken(join: Join, topic_
     """It may have been written meanwhile, by the broker that is now the only one in its ISR."""
     member = await join(1)
     await member.begin()
-    await member.client.put(member.keys.state(TOPIC, 0), encode_value(StateValue(0, [2], topic_id)))
+    await member.client.put(
+        member.keys.state(TOPIC, 0), encode_value(StateValue(0, [ReplicaKey(2, topic_id)], topic_id))
+    )
     assert await member.take(0, 1) == [1]
 
 
@@ -143,7 +145,8 @@ async def test_lost_answer_to_a_take_over_is_resolved(join: Join, topic_id: uuid
     member = await join(1)
     fence = member.lease.fence
     assert fence is not None
-    await member.client.put(member.keys.state(TOPIC, 0), encode_value(StateValue(4, [1], topic_id)))
+    state = StateValue(4, [ReplicaKey(1, member.data_dir.log_id)], topic_id)
+    await member.client.put(member.keys.state(TOPIC, 0), encode_value(state))
     await member.client.put(member.keys.lease(TOPIC, 0), b"1", lease_id=fence.lease_id)
     await member.begin()
     assert await member.take(0) == [0]
