@@ -338,14 +338,17 @@ async def test_broker_cut_off_from_etcd_stops_and_recovers(keys: Keys, tmp_path:
             taken = 0
             while True:
                 sent_at = time.monotonic()
-                if produce(broker)[0] != 0:
+                if (code := produce(broker)[0]) != error_codes.NONE:
                     break
                 taken += 1
                 assert sent_at - silent_since < TTL_S + 0.5, "it went on past its lease"
             os.kill(server.pid, signal.SIGCONT)
             wait_for(lambda: produce(broker)[0] == 0, what="etcd is back")
             offsets = wait_for(lambda: values_read(broker))
-            assert offsets == list(range(taken + 2)), "an acknowledged record is gone, or a refused one is there"
+            # The lease may end between the write and its answer: then the answer says that the outcome is unknown.
+            may_be_there = code == error_codes.REQUEST_TIMED_OUT and len(offsets) > taken + 2
+            expected = list(range(taken + 2 + may_be_there))
+            assert offsets == expected, f"an acknowledged record is gone, or one that was refused with {code} is there"
 
 
 # Two of one kind
