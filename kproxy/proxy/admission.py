@@ -213,18 +213,17 @@ class Gate:
                 return
         if admission.servers is not None:
             return
+        if not certificate:
+            self._admit(ANONYMOUS, "none")
+            return
         try:
-            principal = within(MOST_RULES_S, lambda: self._named_by(certificate))
+            principal = within(MOST_RULES_S, lambda: principal_of(certificate, admission.mapping))
         except (NoPrincipal, TookTooLong) as error:
             reason = str(error) or f"its certificate's names take the rules more than {MOST_RULES_S:g} s"
             self._tell_failed(reason, distinguished_name(certificate.get("subject", ())), "certificate")
             self._client.refuse(NotAdmitted(reason))
             return
-        self._admit(principal, "certificate" if certificate else "none")
-
-    def _named_by(self, certificate: Any) -> Principal:
-        """Raises NoPrincipal."""
-        return principal_of(certificate, self._admission.mapping) if certificate else ANONYMOUS
+        self._admit(principal, "certificate")
 
     def _refuse_one_more(self, outcome: str, reason: str) -> None:
         self._admission.counters["clients.too_many"] += 1
@@ -235,8 +234,11 @@ class Gate:
         self._admission.events.tell(event, client=self._client.peer, listener=self._admission.listener, **fields)
 
     def _tell_failed(self, reason: str, user: str, mechanism: str) -> None:
-        is_renewal = self._principal is not None
-        self._tell("login_failed", user=user, mechanism=mechanism, renewal=is_renewal, reason=reason)
+        renewal = self._principal is not None
+        self._tell("login_failed", user=user, mechanism=mechanism, renewal=renewal, reason=reason)
+
+    def _tell_sasl_failed(self, reason: str) -> None:
+        self._tell_failed(reason, self._exchange.user, self._exchange.mechanism)
 
     def _admit(self, principal: Principal, mechanism: str) -> None:
         """Let the client in, unless it has too many connections."""
@@ -253,8 +255,7 @@ class Gate:
         is_renewal, self._principal = self._principal is not None, principal
         ends_at = self._exchange.session_ends_at
         session_s = None if ends_at is None else round(ends_at - admission.times.clock(), 3)
-        told = str(principal)
-        self._tell("login", principal=told, mechanism=mechanism, renewal=is_renewal, session_s=session_s)
+        self._tell("login", principal=str(principal), mechanism=mechanism, renewal=is_renewal, session_s=session_s)
         self._client.admit(principal)
 
     def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
@@ -317,7 +318,7 @@ class Gate:
         except Exception:  # the boundary: nobody is admitted by an error
             log.exception("authentication failed by an error", client=self._client.peer)
             reason = "an error here, see the log"
-            self._tell_failed(reason, self._exchange.user, self._exchange.mechanism)
+            self._tell_sasl_failed(reason)
             self._exchange.time_is_over()
             self._client.refuse(NotAdmitted(reason))
         finally:
@@ -346,7 +347,7 @@ class Gate:
 
     def _count_failure(self, reason: str) -> None:
         self._count("failed")
-        self._tell_failed(reason, self._exchange.user, self._exchange.mechanism)
+        self._tell_sasl_failed(reason)
         log.warning(
             "client not authenticated",
             client=self._client.peer,
@@ -376,7 +377,7 @@ class Gate:
                 reason = f"it has not authenticated within {self._admission.timeout_s:g} s"
                 if self._exchange.state is not State.FAILED:
                     self._count("timed_out")
-                    self._tell_failed(reason, self._exchange.user, self._exchange.mechanism)
+                    self._tell_sasl_failed(reason)
                 self._exchange.time_is_over()
                 self._client.refuse(NotAdmitted(reason))
             return
@@ -384,14 +385,13 @@ class Gate:
         if ends_at is not None and now >= ends_at:
             self.tell_session_ended("it must authenticate again")
             self._shut()
-        elif (users := self._admission.users()) is not self._known_users:
+        elif self._exchange.user_creation is not None and self._principal is not None:
+            users = self._admission.users()
+            if users is self._known_users:
+                return
             self._known_users = users
-            if users is not None and self._is_removed(users):
+            if users is not None and users.creation(self._principal.name) != self._exchange.user_creation:
                 self._client.dismiss("its user was removed")
-
-    def _is_removed(self, users: Users) -> bool:
-        creation, principal = self._exchange.user_creation, self._exchange.principal
-        return creation is not None and principal is not None and users.creation(principal.name) != creation
 
     def tell_session_ended(self, reason: str) -> None:
         """Append it to the security events."""
@@ -400,7 +400,7 @@ class Gate:
     async def close(self) -> None:
         """End with the connection."""
         if self._exchange.state is State.AUTHENTICATE:
-            self._tell_failed("its connection has ended before", self._exchange.user, self._exchange.mechanism)
+            self._tell_sasl_failed("its connection has ended before")
         self._exchange.time_is_over()
         for counts, name in (
             (self._admission.connections.by_address, self._address),

@@ -147,23 +147,21 @@ def _pace_of_loop() -> _Pace:
 class _Handshake:
     """The data of a handshake that are needed while it runs, and if it fails.
 
-    `server_name` is the name that the client asks for, `outgoing` has the bytes that TLS wants to send; `spare` is a
-    descriptor of the connection that stays open when the event loop closes its own.
+    `server_name` is the name that the client asks for; `spare` is a descriptor of the connection that stays open when
+    the event loop closes its own.
     """
 
-    __slots__ = ("outgoing", "pace", "server_name", "spare")
+    __slots__ = ("pace", "server_name", "spare")
 
     def __init__(self, spare: socket.socket, pace: _Pace) -> None:
         self.server_name = ""
-        self.outgoing: ssl.MemoryBIO | None = None
         self.spare = spare
         self.pace = pace
 
-    def send_alert(self) -> None:
+    def send_alert(self, alert: bytes) -> None:
         """Send the client the reason: event loops drop the last bytes that TLS wants to send (python/cpython#98078)."""
-        if self.outgoing is not None:
-            with contextlib.suppress(OSError):
-                self.spare.send(self.outgoing.read())
+        with contextlib.suppress(OSError):
+            self.spare.send(alert)
 
 
 # The event loop makes the SSL objects; this reaches the handshake that runs in a task's context.
@@ -181,11 +179,8 @@ class EntranceContext(ssl.SSLContext):
         server_hostname: str | bytes | None = None,
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLObject:
-        handshake = _handshake.get(None)
-        if handshake is not None:
-            handshake.outgoing = outgoing
-        made = super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
-        cast(_Object, made).bytes_in, cast(_Object, made).bytes_out = incoming, outgoing
+        made = cast(_Object, super().wrap_bio(incoming, outgoing, server_side, server_hostname, session))
+        made.bytes_in, made.bytes_out = incoming, outgoing
         return made
 
 
@@ -213,7 +208,7 @@ class _Object(ssl.SSLObject):
             raise
         except ssl.SSLError:
             if handshake is not None:
-                handshake.send_alert()
+                handshake.send_alert(self.bytes_out.read())
             raise
         finally:
             if self.bytes_out.pending:

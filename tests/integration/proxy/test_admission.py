@@ -222,13 +222,9 @@ async def test_session_ends_with_its_user() -> None:
 @both_loops
 async def test_exchange_of_removed_user_ends() -> None:
     """It began with the users of before: the session ends at the next look."""
-    known = [sasl.users()]
-    begun = sasl.users()
-    offered = servers(("PLAIN",), lambda: begun, lambda: None)
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream, mechanisms=offered) as proxy:
-        proxy.admissions[""].users = lambda: known[0]
-        known[0] = sasl.users("bob")
+    left = sasl.users("bob")
+    async with guarded() as (proxy, _):
+        proxy.admissions[""].users = lambda: left
         client = await proxy.client()
         await authenticate(client)
         assert await client.is_closed()
