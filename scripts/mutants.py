@@ -62,20 +62,23 @@ def _tests(folder: str, *names: str) -> tuple[str, ...]:
 
 _GATE: Final = _tests("unit/proxy", "admission_gate")
 _SASL: Final = (*_tests("unit/security", "sasl"), *_GATE, *_tests("property", "sasl_machine"))
-_SCREENING: Final = _tests("unit/proxy", "screening_refusals", "screening")
+_ACL_FILTER: Final = _tests("unit/proxy", "acl_filter_refusals", "acl_filter")
 _ADMISSION: Final = _tests("integration/proxy", "admission")
 _CARRIED: Final = _tests("integration/security", "carried_identity")
-_ENTRANCE: Final = _tests("integration/security", "tls_listener", "half_open", "several_listeners", "proxy_header")
+_ACCEPTOR: Final = _tests("integration/security", "tls_listener", "half_open", "several_listeners", "proxy_header")
 _IN_ETCD: Final = _tests("integration/security", "access_in_etcd")
 _BY_URL: Final = _tests("integration/security", "tokens_by_url")
 # The tests of each module: the fast ones, and those that are run where these notice nothing.
 SECURITY: Final[Mapping[str, Sequence[Sequence[str]]]] = {
-    "kproxy/proxy/access.py": (_SCREENING, _ADMISSION),
+    "kproxy/proxy/access.py": (_ACL_FILTER, _ADMISSION),
     "kproxy/proxy/admission.py": (_GATE, _ADMISSION),
-    "kproxy/proxy/screening.py": (_SCREENING, _ADMISSION),
-    "kproxy/security/acls.py": ((*_tests("unit/security", "acls"), *_SCREENING), _IN_ETCD),
-    "kproxy/security/broker_access.py": (_tests("unit/security", "broker_access"), _CARRIED),
-    "kproxy/security/entrance.py": (_tests("unit/security", "entrance", "handshake_pace", "listeners"), _ENTRANCE),
+    "kproxy/proxy/acl_filter.py": (_ACL_FILTER, _ADMISSION),
+    "kproxy/security/acls.py": ((*_tests("unit/security", "acls"), *_ACL_FILTER), _IN_ETCD),
+    "kproxy/security/broker_auth.py": (_tests("unit/security", "broker_auth"), _CARRIED),
+    "kproxy/security/tls_acceptor.py": (
+        _tests("unit/security", "tls_acceptor", "handshake_pace", "listeners"),
+        _ACCEPTOR,
+    ),
     "kproxy/security/events.py": (
         _tests("unit/security", "security_events"),
         _tests("integration/security", "security_stream"),
@@ -89,17 +92,17 @@ SECURITY: Final[Mapping[str, Sequence[Sequence[str]]]] = {
         _tests("integration/security", "listener_identity"),
     ),
     "kproxy/security/proxy_protocol.py": (
-        (*_tests("property", "proxy_protocol"), *_tests("unit/security", "entrance")),
+        (*_tests("property", "proxy_protocol"), *_tests("unit/security", "tls_acceptor")),
         _tests("integration/security", "proxy_header"),
     ),
     "kproxy/security/quotas.py": (
         (*_tests("unit/security", "quotas"), *_tests("property", "quota_shares_model")),
         _tests("integration/proxy", "quotas_enforced"),
     ),
-    "kproxy/security/reloading.py": (_tests("unit/security", "reloading"), _ENTRANCE),
+    "kproxy/security/reloading.py": (_tests("unit/security", "reloading"), _ACCEPTOR),
     "kproxy/security/sasl.py": (_SASL, (*_ADMISSION, *_CARRIED)),
-    "kproxy/security/sasl_client.py": (_tests("unit/security", "sasl_client", "broker_access"), _CARRIED),
-    "kproxy/security/tls_errors.py": (_tests("unit/security", "tls_errors", "listeners"), _ENTRANCE),
+    "kproxy/security/sasl_client.py": (_tests("unit/security", "sasl_client", "broker_auth"), _CARRIED),
+    "kproxy/security/tls_errors.py": (_tests("unit/security", "tls_errors", "listeners"), _ACCEPTOR),
     "kproxy/security/tokens.py": (_tests("unit/security", "sasl", "security_files", "key_server"), _BY_URL),
     "kproxy/security/users.py": (
         _tests("unit/security", "security_files", "sasl"),

@@ -144,7 +144,7 @@ class MaintainedReplica(Protocol):
     def leadership(self) -> Leadership: ...
     @property
     def is_at_rest(self) -> bool: ...
-    def rest(self) -> None: ...
+    def note_at_rest(self) -> None: ...
     def log_shortened(self) -> None: ...
 
 
@@ -219,7 +219,7 @@ class LogMaintenance:
             if state or (high_watermark, leadership) != (log.high_watermark_checkpoint, log.leadership):
                 wanted.append((log, high_watermark, leadership, state))
             elif is_flushed_only_at_end or not log.is_dirty:
-                replica.rest()
+                replica.note_at_rest()
         await self._write_checkpoints(wanted)
 
     async def remove_old_segments(self) -> None:

@@ -564,7 +564,7 @@ class Partition:
         """Whether the last write, read or flush failed."""
         return self._write_fails or self.unreadable is not None or (bool(self.log.failure) and not self.log.is_closed)
 
-    def rest(self) -> None:
+    def note_at_rest(self) -> None:
         """Note that there is nothing to flush or to write beside the log."""
         self.is_at_rest = self.disk_trouble() is None
 

@@ -56,12 +56,12 @@ from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waitin
 from kproxy.runtime.process import raise_open_file_limit
 from kproxy.runtime.signals import Signals
 from kproxy.runtime.sockets import bind, bound_port
-from kproxy.security.entrance import Entrance, handshakes_of, load_for_entrance
 from kproxy.security.reloading import Reloading, Reloads
+from kproxy.security.tls_acceptor import TlsAcceptor, handshakes_of, load_for_acceptor
 from kproxy_codec.framing import ReceiveArena
 
 if TYPE_CHECKING:
-    from kproxy.broker.admin import BrokerStatus
+    from kproxy.broker.page import BrokerStatus
     from kproxy.observe.http_page import HttpPage
 
 __all__ = ["BrokerConfig", "run_broker"]
@@ -151,7 +151,7 @@ class _Server:
         self._reloads = Reloads()
         self._counters = Counter[str]()
         # None: clients speak plain text.
-        self._entrance = self._client_entrance(config.tls)
+        self._acceptor = self._client_acceptor(config.tls)
         self._arena = ReceiveArena()
         self._secret = SharedSecret(client, self._keys)
         self._encryption = Encryption(config.replication_tls, (config.advertise or config.listen)[0], self._reloads)
@@ -255,8 +255,8 @@ class _Server:
         ]
         await self._replica_manager.settle(OWN_PARTITIONS_TIMEOUT_S)
         kafka = Address(self._config.listen[0], bound_port(listener))
-        if self._entrance is not None:
-            self._entrance.open(listener)
+        if self._acceptor is not None:
+            self._acceptor.open(listener)
         else:
             await listener.start_serving()
         self._not_serving = ""
@@ -353,7 +353,7 @@ class _Server:
         if self._config.admin is None:
             return ""
         # Imported here, as in `_status`: brokers without a page do not wait for these imports.
-        from kproxy.broker.admin import BrokerPages
+        from kproxy.broker.page import BrokerPages
         from kproxy.observe.http_page import HttpPage
 
         node_id, replica_manager = self._config.node_id, self._replica_manager
@@ -362,7 +362,7 @@ class _Server:
         return f" admin={Address(host, await self._page.start(host, port))}"
 
     def _status(self) -> BrokerStatus:
-        from kproxy.broker.admin import BrokerStatus
+        from kproxy.broker.page import BrokerStatus
 
         fence = self._lease.fence if self._lease is not None else None
         silent_s = time.monotonic() - self._mirror.last_heard
@@ -383,19 +383,19 @@ class _Server:
 
     def _certificates(self) -> Sequence[tuple[str, float | None]]:
         """By use, when they end."""
-        listener = self._entrance.expires_at if self._entrance is not None else None
+        listener = self._acceptor.expires_at if self._acceptor is not None else None
         return ("listener", listener), ("replication", self._encryption.expires_at)
 
     # Serving
 
-    def _client_entrance(self, tls: ListenerTls | None) -> Entrance[ClientConnection] | None:
+    def _client_acceptor(self, tls: ListenerTls | None) -> TlsAcceptor[ClientConnection] | None:
         """The way in for clients; None without TLS. Raises StartupError."""
         if tls is None:
             return None
         loaded = self._reloads.add(
-            Reloading("TLS of the listener", tls.files, lambda: load_for_entrance(tls), counters=self._counters)
+            Reloading("TLS of the listener", tls.files, lambda: load_for_acceptor(tls), counters=self._counters)
         )
-        return Entrance(
+        return TlsAcceptor(
             "",
             lambda: loaded.current,
             max_half_open=MAX_HALF_OPEN,
@@ -522,8 +522,8 @@ class _Server:
 
     async def _stop_listening(self, listener: asyncio.Server) -> None:
         listener.close()
-        if self._entrance is not None:
-            await self._entrance.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
 
     async def _close_connections(self) -> None:
         """Close client connections, with a moment for clients to read their last answers."""

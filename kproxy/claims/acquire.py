@@ -24,12 +24,12 @@ from typing import Any, Final, NamedTuple
 import structlog
 
 from kproxy.claims.connection import ClaimingConnection, Held
+from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.keys import ClaimValue, OwnKeys, decode_claim, encode_value
 from kproxy.claims.member import AtWorkMark, OwnMember
 from kproxy.claims.release import Brokers, ClaimDeletions, WriterGroups
 from kproxy.claims.rules import Claim, Decision, Owner, decide, decide_whole
 from kproxy.claims.table import MAX_CLAIMS, OwnTable, TableRow
-from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import (
     EtcdClient,
     EtcdError,
@@ -246,7 +246,7 @@ class ClaimGranter:
         self,
         table: OwnTable,
         member: OwnMember,
-        unsettled: UnsettledWrites,
+        unsettled: InflightWrites,
         writer_groups: WriterGroups,
         deletions: ClaimDeletions,
         changes: ChangeSignal,

@@ -21,7 +21,7 @@ from kproxy.claims.table import Member, OwnTable, TableRow
 from kproxy.config import Address
 from kproxy.etcd import EtcdClient, EtcdError, delete_op, get_op, mod_revision_is
 from kproxy.etcd.messages import Pages, Snapshot
-from kproxy.observe.admin import Unanswered
+from kproxy.observe.page import Unanswered
 from kproxy.observe.table import (
     MAX_CLAIM_ROWS,
     MAX_CLIENT_TEXT,

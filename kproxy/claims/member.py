@@ -30,9 +30,9 @@ from typing import Final
 
 import structlog
 
+from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.keys import MemberValue, OwnKeys, encode_value
 from kproxy.claims.table import OwnTable
-from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient, EtcdError, LeaseLost, delete_op, mod_revision_is, prefix_unchanged_since
 from kproxy.etcd.lease import Clock, LeaseFence, lease_keep_alive
 
@@ -198,10 +198,10 @@ class AtWorkMark:
     """The mark in etcd that writers were at work when the last of all proxies died.
 
     It is not known then what they had in flight. This matters only with brokers without fences
-    (kproxy.claims.unsettled). `table` is to be loaded first.
+    (kproxy.claims.inflight_writes). `table` is to be loaded first.
     """
 
-    def __init__(self, client: EtcdClient, table: OwnTable, unsettled: UnsettledWrites) -> None:
+    def __init__(self, client: EtcdClient, table: OwnTable, unsettled: InflightWrites) -> None:
         self._client = client
         self._table = table
         self._unsettled = unsettled

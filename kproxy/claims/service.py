@@ -25,11 +25,11 @@ from kproxy.address import Address
 from kproxy.claims.acquire import Bind, ChangeSignal, ClaimGranter, ClaimOutcome, ClaimWriter
 from kproxy.claims.admin import ClaimsAdmin
 from kproxy.claims.connection import MAX_CLAIMS_PER_CONNECTION, ClaimingConnection
+from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.keys import OwnKeys
 from kproxy.claims.member import AtWorkMark, OwnMember
 from kproxy.claims.release import BrokerAccess, ClaimDeletions, LeaderReleases, WriterGroups
 from kproxy.claims.table import Member, OwnTable, TableRow
-from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient, PrefixMirror
 from kproxy.etcd.lease import Clock, lease_clock
 from kproxy_codec.error_codes import (
@@ -68,7 +68,7 @@ class OwnService:
         ttl_s: int,
         writer_groups: Mapping[str, str],
         timeout_s: float,
-        unsettled: UnsettledWrites,
+        unsettled: InflightWrites,
         counters: Counter[str],
         clock: Clock = lease_clock,
         wall_clock: Callable[[], float] = time.time,

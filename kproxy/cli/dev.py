@@ -139,14 +139,14 @@ async def _run(cluster: DevCluster, *, restart: bool) -> int:
 
 async def _start_and_keep(cluster: DevCluster, *, restart: bool) -> None:
     """Start the cluster and keep it running. Raises ChildEnded when it cannot serve any more."""
-    from kproxy.dev.keeper import Keeper
+    from kproxy.dev.restarter import Restarter
 
     await cluster.start()
     _say(f"Point any Kafka client at {cluster.kafka}. `kproxy table --admin {cluster.admin}` shows who owns what.")
     _say("Ctrl-C stops everything; topics and records stay.")
     sys.stdout.write(f"ready kafka={cluster.kafka} admin={cluster.admin} etcd={cluster.etcd}\n")
     sys.stdout.flush()
-    await Keeper(cluster, lambda line: _say(f"kproxy dev: {line}"), restart=restart).keep()
+    await Restarter(cluster, lambda line: _say(f"kproxy dev: {line}"), restart=restart).keep()
 
 
 def _say(line: str) -> None:

@@ -18,7 +18,7 @@ from kproxy.cli.options import (
     admin_option,
     admin_place,
     bootstrap_option,
-    broker_access,
+    broker_auth,
     etcd_place,
 )
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_PREFIX, Address
@@ -26,7 +26,7 @@ from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
     from kproxy.cli.doctor_checks import Finding
-    from kproxy.security.broker_access import BrokerAccess
+    from kproxy.security.broker_auth import BrokerAuth
 
 PROBE_TOPIC = "kproxy-doctor"
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "bold red"}
@@ -77,7 +77,7 @@ def command(
         raise StartupError(f"{flag} applies only with --bootstrap: give --bootstrap H:P as well.")
     if bootstrap is None and any(value is not None for key, value in more.items() if key.startswith("broker_")):
         raise StartupError("the flags --broker-... apply only with --bootstrap: give --bootstrap H:P as well.")
-    access = broker_access({key: value for key, value in more.items() if key.startswith("broker_")})
+    access = broker_auth({key: value for key, value in more.items() if key.startswith("broker_")})
     of_page = {key: value for key, value in more.items() if key.startswith("admin_")}
     if admin is None and bootstrap is None and place is None:
         admin = Asked(DEFAULT_ADMIN, ADMIN_VARIABLE)
@@ -94,7 +94,7 @@ async def _examine(
     page: AdminPlace | None,
     brokers: Sequence[Address],
     topic: str | None,
-    access: BrokerAccess,
+    access: BrokerAuth,
     as_json: bool,
 ) -> int:
     from kproxy.cli.doctor_checks import (

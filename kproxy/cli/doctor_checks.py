@@ -31,7 +31,7 @@ from kproxy.etcd.endpoints import parse_endpoints
 from kproxy.observe.table import NO_LEADER, ReplicaRow
 from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerUnreachable, KafkaConnection
 from kproxy.ownership.replication import read_replication
-from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.broker_auth import BrokerAuth
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes as codes
 from kproxy_codec.control import Message
@@ -210,7 +210,7 @@ async def _about_page(place: AdminPlace) -> tuple[str, str]:
 
 
 async def examine_kafka(
-    addresses: Sequence[Address], topic: str | None, access: BrokerAccess = PLAIN_ACCESS
+    addresses: Sequence[Address], topic: str | None, access: BrokerAuth = PLAIN_ACCESS
 ) -> list[Finding]:
     """Check Kafka as a client with `addresses` as bootstrap servers sees it.
 
@@ -243,7 +243,7 @@ class _Told(NamedTuple):
     cluster_id: str | None
 
 
-async def _bootstrap(stack: AsyncExitStack, address: Address, access: BrokerAccess) -> tuple[Finding, _Told | None]:
+async def _bootstrap(stack: AsyncExitStack, address: Address, access: BrokerAuth) -> tuple[Finding, _Told | None]:
     began = time.monotonic()
     try:
         told = await _ask_who(stack, address, access)
@@ -262,7 +262,7 @@ async def _bootstrap(stack: AsyncExitStack, address: Address, access: BrokerAcce
     return Finding("ok", text, "kafka.bootstrap", str(address), facts), told
 
 
-async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAccess) -> _Told:
+async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAuth) -> _Told:
     """Connect and ask for metadata. Raises BrokerUnreachable."""
     connection = await KafkaConnection.open(address, STEP_S, CLIENT_ID, access)
     stack.push_async_callback(connection.close)
@@ -271,7 +271,7 @@ async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAccess
     return _Told(address, connection, brokers, getattr(answer, "cluster_id", None))
 
 
-async def _if_tls(address: Address, access: BrokerAccess) -> str:
+async def _if_tls(address: Address, access: BrokerAuth) -> str:
     """The way out if a server was asked in plain text and speaks TLS, whatever its certificate; else empty."""
     if access.context() is not None:
         return ""
@@ -291,7 +291,7 @@ async def _if_tls(address: Address, access: BrokerAccess) -> str:
     )
 
 
-async def _about_named(told: Sequence[_Told], access: BrokerAccess) -> list[Finding]:
+async def _about_named(told: Sequence[_Told], access: BrokerAuth) -> list[Finding]:
     """Check whether clients here reach the named brokers, and find the same cluster there."""
     named: dict[Address, tuple[int, _Told]] = {}
     for each in told:
@@ -305,7 +305,7 @@ async def _about_named(told: Sequence[_Told], access: BrokerAccess) -> list[Find
     return findings
 
 
-async def _about_one(address: Address, number: int, by: _Told, access: BrokerAccess) -> Finding:
+async def _about_one(address: Address, number: int, by: _Told, access: BrokerAuth) -> Finding:
     at = str(address)
     began = time.monotonic()
     try:
@@ -340,7 +340,7 @@ class _Failed(Exception):
 class _Probe:
     """Write one record with acks=all, the default of clients, and read it back."""
 
-    def __init__(self, stack: AsyncExitStack, told: _Told, topic: str, access: BrokerAccess) -> None:
+    def __init__(self, stack: AsyncExitStack, told: _Told, topic: str, access: BrokerAuth) -> None:
         self._access = access
         self._stack = stack
         self._told = told

@@ -33,7 +33,7 @@ from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
     from kproxy.etcd import EtcdClient
-    from kproxy.security.broker_access import BrokerAccess
+    from kproxy.security.broker_auth import BrokerAuth
 
 BOOTSTRAP_VARIABLE = "KPROXY_BOOTSTRAP"
 ADMIN_VARIABLE = "KPROXY_ADMIN"
@@ -254,17 +254,17 @@ def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **access: st
     return place
 
 
-def broker_access(flags: Mapping[str, str | bool | None], environ: Mapping[str, str] = os.environ) -> BrokerAccess:
+def broker_auth(flags: Mapping[str, str | bool | None], environ: Mapping[str, str] = os.environ) -> BrokerAuth:
     """The access to brokers of commands without a configuration file.
 
     `flags` as `broker_tls_ca` win over the environment, as KPROXY_BROKER_TLS__CA. Raises StartupError.
     """
-    from kproxy.security.broker_access import BrokerAccess
+    from kproxy.security.broker_auth import BrokerAuth
 
     given_tls, tls_sources = parse_section(BrokerTls, "broker_tls", flags, environ)
     given_sasl, sasl_sources = parse_section(BrokerSasl, "broker_sasl", flags, environ)
     tls = given_tls.checked(tls_sources)
-    return BrokerAccess.once(tls, given_sasl.checked(sasl_sources, with_tls=tls is not None))
+    return BrokerAuth.once(tls, given_sasl.checked(sasl_sources, with_tls=tls is not None))
 
 
 def listener_tls_from(flags: Mapping[str, str | None]) -> ListenerTls | None:

@@ -59,7 +59,7 @@ def command(
 
 
 def _serve_by_workers(context: click.Context, options: ProxyConfig) -> int:
-    from kproxy.workers.process import Launch
+    from kproxy.workers.process import WorkerCommand
     from kproxy.workers.supervisor import run_workers
 
     given = context.find_root().params
@@ -71,7 +71,7 @@ def _serve_by_workers(context: click.Context, options: ProxyConfig) -> int:
     with contextlib.ExitStack() as stack:
         parent = stack.enter_context(contextlib.closing(ParentPipe()))
         pages = Path(stack.enter_context(_private_directory())) if options.admin is not None else None
-        launch = Launch((*arguments, "worker"), {PARENT_FD: str(parent.read_fd)}, (parent.read_fd,), pages)
+        launch = WorkerCommand((*arguments, "worker"), {PARENT_FD: str(parent.read_fd)}, (parent.read_fd,), pages)
         # asyncio's own loop is fast enough for the supervisor.
         return run_async(lambda: run_workers(options, launch), uvloop_wanted=False)
 

@@ -294,7 +294,7 @@ def _set_common(context: ssl.SSLContext, min_version: MinVersion) -> None:
 def _give_no_tickets(context: ssl.SSLContext) -> None:
     """Keep clients from resuming sessions: OpenSSL does not look at the certificate again, however old a ticket is.
 
-    With TLS 1.2 a client can still resume a session that this context remembers, for two hours at most; the entrance
+    With TLS 1.2 a client can still resume a session that this context remembers, for two hours at most; the acceptor
     looks at the certificate of such a session.
     """
     context.num_tickets = 0

@@ -10,7 +10,7 @@
 States of a page: made --start()--> serving --stop()--> stopped.
 
 States of a connection
-  new        nothing has arrived that is a request; with TLS, its handshake is finished (kproxy.security.entrance)
+  new        nothing has arrived that is a request; with TLS, its handshake is finished (kproxy.security.tls_acceptor)
   answering  a handler has a request of it
   idle       its request is answered; aiohttp closes it unless another one arrives within KEEPALIVE_S
 
@@ -44,8 +44,8 @@ from kproxy.config.tls import Loaded
 from kproxy.errors import StartupError
 from kproxy.observe.page_guard import Handler, PageGuard
 from kproxy.runtime.sockets import accept_from, bind, bound_port
-from kproxy.security.entrance import Entrance
 from kproxy.security.events import NO_EVENTS
+from kproxy.security.tls_acceptor import TlsAcceptor
 from kproxy.security.tls_errors import ListenerWords
 from kproxy_codec.foreign import http_answer
 
@@ -115,7 +115,7 @@ class HttpPage:
         self._runner = web.AppRunner(
             application, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=SHUTDOWN_TIMEOUT_S
         )
-        self._entrance: Entrance[asyncio.BaseProtocol] | None = None
+        self._acceptor: TlsAcceptor[asyncio.BaseProtocol] | None = None
         self._server: asyncio.Server | None = None
 
     async def start(
@@ -158,7 +158,7 @@ class HttpPage:
         bound = await bind(asyncio.Protocol, host, port, choose=_REMEDY)
         real_port = bound_port(bound)
         await self._set_up()
-        entrance = self._entrance = Entrance(
+        acceptor = self._acceptor = TlsAcceptor(
             "admin page",
             tls,
             max_half_open=MAX_HALF_OPEN,
@@ -170,7 +170,7 @@ class HttpPage:
             events=self._events,
         )
         try:
-            entrance.open(bound)
+            acceptor.open(bound)
         except StartupError:
             await self.stop()
             raise
@@ -194,8 +194,8 @@ class HttpPage:
 
     async def stop(self) -> None:
         """Close the listener and its connections."""
-        if self._entrance is not None:
-            await self._entrance.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()

@@ -26,7 +26,7 @@ from kproxy.ownership.kafka_client import BrokerUnreachable, open_any
 from kproxy.ownership.lease_keys import Partition
 from kproxy.ownership.pace import Pace
 from kproxy.routing.topology import Address, Topology
-from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.broker_auth import BrokerAuth
 from kproxy_codec.api_keys import BIND_FENCES
 from kproxy_codec.error_codes import NONE
 from kproxy_codec.metadata import MetadataReader
@@ -44,9 +44,7 @@ log = structlog.get_logger(__name__)
 class BrokerHints:
     """Gives hints to `topology`; brokers are accessed by `access`."""
 
-    def __init__(
-        self, topology: Topology, access: BrokerAccess, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, topology: Topology, access: BrokerAuth, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._topology = topology
         self._access = access
         self._pace = Pace(clock, BURST, RATE_PER_S)

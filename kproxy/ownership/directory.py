@@ -9,7 +9,7 @@ The lease table keeps them current.
 | `metadata/snapshot` | JSON: addresses and ids of all brokers and topics | KafScale's operator and brokers |
 | `group-leases/{group}` | a decimal broker id | the broker of KafScale that coordinates it, on its lease |
 
-A broker or topic may have both a key of its own and an entry in the snapshot (`Layers`). Its own key wins: a broker's
+A broker or topic may have both a key of its own and an entry in the snapshot (`Overlay`). Its own key wins: a broker's
 key is on the broker's lease, so it goes when the broker does. The snapshot was written once by an operator or a broker
 and still lists brokers that are gone. So it counts only for what has no key of its own, and again once that key has
 gone; dialling finds out that an address is dead.
@@ -18,7 +18,7 @@ Invariants
 1. An invalid value is no address, no id and no coordinator. A snapshot has many brokers' addresses: if it is invalid as
    a whole, the last valid one stays in force; a single invalid entry is skipped.
 2. The result of a load and of events is the same, except for an invalid snapshot.
-3. `Layers` reports the present value of a key: that of its own entry, else of the listed one, else None. It reports
+3. `Overlay` reports the present value of a key: that of its own entry, else of the listed one, else None. It reports
    removals before additions, so that an id may pass from one topic to another.
 4. A group's lease changes only upward: a revision at or below the entry's own is ignored. There are at most MAX_GROUPS
    groups; a group beyond is treated like one without a lease.
@@ -49,7 +49,7 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
-class Layers(Generic[Key, Value]):
+class Overlay(Generic[Key, Value]):
     """Values by key from two sources.
 
     `tell` is called with a key and its present value, None for none.
@@ -178,8 +178,8 @@ class Directory:
         self._topics_prefix = f"{prefix}/refbroker/topics/"
         self._groups_prefix = f"{prefix}/group-leases/"
         self._snapshot_key = f"{prefix}/metadata/snapshot"
-        self._addresses: Layers[int, Address] = Layers(self._tell_address)
-        self._topic_ids: Layers[bytes, bytes] = Layers(self._tell_topic_id)
+        self._addresses: Overlay[int, Address] = Overlay(self._tell_address)
+        self._topic_ids: Overlay[bytes, bytes] = Overlay(self._tell_topic_id)
         self.groups = GroupLeases()
 
     @property

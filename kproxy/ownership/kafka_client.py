@@ -11,7 +11,7 @@ from typing import Any
 from kproxy.ownership.kafka_leaders import PORTION
 from kproxy.routing.topology import Address
 from kproxy.runtime.resolver import dial
-from kproxy.security.broker_access import AccessRefused, BrokerAccess, Session
+from kproxy.security.broker_auth import AccessRefused, BrokerAuth, Session
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import Message, build_request, decode_response, encode_request, version_range
 from kproxy_codec.correlation import AwaitedAnswers
@@ -22,7 +22,7 @@ from kproxy_codec.metadata import HIGHEST_VERSION, MetadataReader
 
 MAX_ANSWER_BYTES = 64 << 20
 CLIENT_ID = b"kproxy"
-PLAIN_ACCESS = BrokerAccess()
+PLAIN_ACCESS = BrokerAuth()
 # The time before the next broker is asked as well, in seconds.
 HEAD_START_S = 0.25
 _READ_BYTES = 64 << 10
@@ -49,7 +49,7 @@ class KafkaConnection:
         writer: asyncio.StreamWriter,
         timeout_s: float,
         client_id: bytes = CLIENT_ID,
-        access: BrokerAccess = PLAIN_ACCESS,
+        access: BrokerAuth = PLAIN_ACCESS,
     ):
         self._access = access
         # When the session is to be renewed, in the event loop's time.
@@ -65,7 +65,7 @@ class KafkaConnection:
 
     @classmethod
     async def open(
-        cls, address: Address, timeout_s: float, client_id: bytes = CLIENT_ID, access: BrokerAccess = PLAIN_ACCESS
+        cls, address: Address, timeout_s: float, client_id: bytes = CLIENT_ID, access: BrokerAuth = PLAIN_ACCESS
     ) -> KafkaConnection:
         """Dial, authenticate, and ask for the broker's API versions. Raises BrokerUnreachable."""
         context, name = access.context(), access.server_name(address.host)
@@ -223,7 +223,7 @@ async def open_any(
     addresses: Sequence[Address],
     timeout_s: float,
     client_id: bytes = CLIENT_ID,
-    access: BrokerAccess = PLAIN_ACCESS,
+    access: BrokerAuth = PLAIN_ACCESS,
 ) -> KafkaConnection:
     """Connect to the first of `addresses` that answers.
 

@@ -30,7 +30,7 @@ from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerGone, BrokerUnreac
 from kproxy.ownership.kafka_leaders import KafkaLeaders
 from kproxy.ownership.pace import Pace
 from kproxy.routing.topology import Address, Topology
-from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.broker_auth import BrokerAuth
 from kproxy_codec import api_keys as keys
 from kproxy_codec.metadata import HIGHEST_VERSION, TOPICS_BY_ID_FROM, MetadataReader
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
@@ -62,7 +62,7 @@ class KafkaMetadata:
         interval_s: float = 30.0,
         timeout_s: float = 5.0,
         stale_after_s: float | None = None,
-        access: BrokerAccess = PLAIN_ACCESS,
+        access: BrokerAuth = PLAIN_ACCESS,
     ) -> None:
         """`stale_after_s` None: three intervals. Brokers are accessed by `access`."""
         self._access = access

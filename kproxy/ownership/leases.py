@@ -54,7 +54,7 @@ from kproxy.ownership.lease_keys import (
     parse_owner,
 )
 from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Topology
-from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.broker_auth import BrokerAuth
 
 # etcd's own limit on the operations of one transaction.
 REREAD_KEYS = 128
@@ -141,7 +141,7 @@ class LeaseTable:
         on_change: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         stale_after_s: float = STALE_AFTER_S,
-        access: BrokerAccess | None = None,
+        access: BrokerAuth | None = None,
     ) -> None:
         self._client = client
         self._topology = topology

@@ -3,7 +3,7 @@
 
 cdef extern from *:
     """
-    /* As in kproxy.proxy.answer_room, answer_reader, memory_budget, request_reader; kproxy.runtime.tasks. */
+    /* As in kproxy.proxy.answer_memory, answer_reader, memory_budget, request_reader; kproxy.runtime.tasks. */
     #define LARGE_BYTES (256 << 10)
     #define LEAST_READ_BYTES 512
     #define LAST_READ_BYTES 4096

@@ -43,7 +43,7 @@ from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.mechanisms import Refused, Servers, Step
 from kproxy.security.principals import ANONYMOUS, NoPrincipal, Principal, distinguished_name, principal_of
 from kproxy.security.quotas import Quotas, digest_of
-from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State, Times, illegal_state
+from kproxy.security.sasl import Answer, Failure, ForwardToBroker, Pending, SaslExchange, State, Times, illegal_state
 from kproxy.security.sasl_client import Credential
 from kproxy.security.users import Users
 from kproxy_codec.framing import parse_request_header
@@ -264,7 +264,7 @@ class Gate:
             # Its session has ended, maybe long ago: the time for a renewal counts from here.
             self._began_at = self._admission.times.clock()
         outcome = self._exchange.receive(frame)
-        if isinstance(outcome, PassOn):
+        if isinstance(outcome, ForwardToBroker):
             return False
         self._carry_out(outcome, self._client.place(frame))
         return True
@@ -277,7 +277,7 @@ class Gate:
         outcome = self._exchange.receive(frame)
         if self._exchange.state is State.AUTHENTICATE:
             self._shut()
-        if not isinstance(outcome, PassOn):
+        if not isinstance(outcome, ForwardToBroker):
             self._carry_out(outcome, slot)
 
     def _shut(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kproxy.plain import AwaitedAnswers, FrameReader, compiled
-from kproxy.proxy.answer_room import LARGE_BYTES, Share
+from kproxy.proxy.answer_memory import LARGE_BYTES, ClientMemory
 from kproxy.proxy.outbox import Outbox
 from kproxy.runtime.tasks import TURN_S
 from kproxy_codec.errors import CodecError
@@ -60,7 +60,7 @@ class AnswerReader:
 
     __slots__ = ("_clock", "_in_flight", "_longest_read", "_outbox", "_reader", "_share", "closed")
 
-    def __init__(self, reader: FrameReader, share: Share | None, clock: Callable[[], float]) -> None:
+    def __init__(self, reader: FrameReader, share: ClientMemory | None, clock: Callable[[], float]) -> None:
         self.closed = False
         self._reader = reader
         self._longest_read = reader.most_shared
@@ -132,7 +132,7 @@ class AnswerReader:
         """Close because of the broker's answer."""
         raise NotImplementedError
 
-    def _take_in(self, share: Share, nbytes: int) -> None:
+    def _take_in(self, share: ClientMemory, nbytes: int) -> None:
         """Account for the bytes of a large answer that arrives."""
         raise NotImplementedError
 

@@ -57,7 +57,7 @@ class Api(NamedTuple):
     """One row of the table.
 
     - `needs`: the permissions that ACLs ask for, after Kafka's table of resources and operations by protocol. They are
-      enforced by kproxy.proxy.access and kproxy.proxy.screening.
+      enforced by kproxy.proxy.access and kproxy.proxy.acl_filter.
     - `repeatable`: a request that one broker may have carried out may be sent to another broker.
     - `names_brokers`: the answer names brokers, which the proxy replaces (kproxy.proxy.virtual_brokers).
     - `waits`: the answer may wait for other members of a group, for minutes.

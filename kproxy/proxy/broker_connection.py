@@ -29,8 +29,8 @@ Invariants
    connection ends before. Bytes that left may not have arrived: the last such ticket gets `unconfirmed` when the
    connection ends for a reason other than the client's.
 5. The connection is not read while a large answer waits for room or its client reads too slowly
-   (kproxy.proxy.answer_room), and not for the rest of a turn of the event loop in which its client's answers took long
-   (kproxy.proxy.answer_reader).
+   (kproxy.proxy.answer_memory), and not for the rest of a turn of the event loop in which its client's answers took
+   long (kproxy.proxy.answer_reader).
 
 `AnswerReader` (kproxy.proxy.answer_reader) has the code that every request and answer passes through.
 """
@@ -47,14 +47,14 @@ from typing import NamedTuple, Protocol, cast
 import structlog
 
 from kproxy.plain import FrameReader, ReceiveArena
+from kproxy.proxy.answer_memory import LARGE_BYTES, AnswerBuffer, ClientMemory
 from kproxy.proxy.answer_reader import AnswerReader, Ticket
-from kproxy.proxy.answer_room import LARGE_BYTES, AnswerBuffer, Share
 from kproxy.proxy.dialling import Dialler, Turn, reason_of
 from kproxy.proxy.outbox import Outbox, flushes_of
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
 from kproxy.runtime.tasks import cancel
-from kproxy.security.broker_access import CLIENT_ID, BrokerAccess, Session
+from kproxy.security.broker_auth import CLIENT_ID, BrokerAuth, Session
 from kproxy_codec.framing import CHUNK_BYTES, frame_message, request_header
 from kproxy_codec.primitives import Buffer
 
@@ -76,14 +76,14 @@ class Oldest(NamedTuple):
     written: bool
 
 
-class Keeper(Protocol):
+class ConnectionOwner(Protocol):
     """The connections of one client that a connection belongs to (kproxy.proxy.connections)."""
 
     def press(self, slow: bool) -> None:
         """A connection takes no more for now, or does again."""
         ...
 
-    def rest(self) -> None:
+    def yield_turn(self) -> None:
         """Let all connections of the client rest for this turn of the event loop."""
         ...
 
@@ -148,9 +148,9 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         connect_timeout_s: float,
         turn: Turn = Turn.PACED,
         dials: bool = True,
-        keeper: Keeper | None = None,
-        share: Share | None = None,
-        access: BrokerAccess | None = None,
+        keeper: ConnectionOwner | None = None,
+        share: ClientMemory | None = None,
+        access: BrokerAuth | None = None,
     ) -> None:
         most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
         super().__init__(FrameReader(max_answer_bytes, arena, most_shared=most_shared), share, clock)
@@ -409,7 +409,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     # Receiving
 
-    def _take_in(self, share: Share, nbytes: int) -> None:
+    def _take_in(self, share: ClientMemory, nbytes: int) -> None:
         """Account for a large answer's bytes; at its beginning, take room for it."""
         share.arrived_bytes += nbytes
         if self._reader.has_own:
@@ -439,14 +439,14 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     def _rest(self) -> None:
         if self._keeper is not None:
-            self._keeper.rest()
+            self._keeper.yield_turn()
         else:
-            self.rest(True)
-            asyncio.get_running_loop().call_soon(self.rest, False)
+            self.yield_turn(True)
+            asyncio.get_running_loop().call_soon(self.yield_turn, False)
 
-    def rest(self, rests: bool) -> None:
+    def yield_turn(self, yields: bool) -> None:
         """Stop or resume reading: other clients have their turn of the event loop first."""
-        self._rests = rests
+        self._rests = yields
         self._adjust_reading()
 
     def _adjust_reading(self) -> None:

@@ -34,7 +34,7 @@ Transitions
   watched -> (none)    a probe is answered and nobody suspects the broker in the pause after it; the broker has left the
                        topology; `close`
 
-States of `Brokers`
+States of `ReadinessProbe`
   idle      it keeps the last finding
   asking    one task asks; callers that come meanwhile wait for it
 
@@ -379,7 +379,7 @@ _QUESTION = b"".join(with_length([request_header(api_keys.API_VERSIONS, 0, _CORR
 _ANSWER_HEAD = struct.Struct(">ii")
 
 
-class Brokers:
+class ReadinessProbe:
     """Check whether any of `addresses` answers, in `timeout_s` seconds for each broker; `clock` in seconds."""
 
     def __init__(
@@ -468,7 +468,7 @@ class Brokers:
             await asyncio.gather(self._asking, return_exceptions=True)
 
 
-async def readiness(not_ready: str | None, view: TableView, brokers: Brokers) -> Readiness:
+async def readiness(not_ready: str | None, view: TableView, brokers: ReadinessProbe) -> Readiness:
     """Apply the table at the top of this module; `not_ready` is the listener's own reason."""
     problem = not_ready or await brokers.problem()
     if problem is not None:

@@ -27,9 +27,9 @@ from typing import Final, Protocol
 import structlog
 
 from kproxy.claims.connection import ClaimingConnection
+from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.release import Release
 from kproxy.claims.service import OwnService
-from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdClient, connect
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
@@ -37,7 +37,7 @@ from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.sources import OwnerLookups
 from kproxy.routing.actions import Fenced
-from kproxy.routing.retry import Conduct
+from kproxy.routing.retry import BrokerSemantics
 from kproxy.routing.split import NOTHING_REFUSED, Entry, route
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy.runtime.tasks import cancel, in_time
@@ -135,8 +135,8 @@ class ClientClaims:
     # The view of the core
 
     @property
-    def conduct(self) -> Conduct:
-        return self._context.conduct
+    def semantics(self) -> BrokerSemantics:
+        return self._context.semantics
 
     @property
     def knows_batches_again(self) -> bool:
@@ -482,7 +482,7 @@ async def open_own(
         ttl_s=config.lease_ttl_s,
         writer_groups=config.writer_groups,
         timeout_s=config.limits.own_timeout_s,
-        unsettled=UnsettledWrites(config.writer_groups, time.monotonic, unsettled_s=config.limits.own_unsettled_s),
+        unsettled=InflightWrites(config.writer_groups, time.monotonic, unsettled_s=config.limits.own_unsettled_s),
         counters=counters,
     )
 

@@ -3,7 +3,7 @@
 The gate (kproxy.proxy.admission) presents each credential before it answers the client: one broker has to take it, on
 the connection that the client's control requests use. The client gets that broker's message and session lifetime.
 Further connections authenticate as they are dialled, and open ones renew their sessions with the new credential, all by
-kproxy.security.broker_access. No other client's connections have the identity, and no answer that it got is shared.
+kproxy.security.broker_auth. No other client's connections have the identity, and no answer that it got is shared.
 
 States
   empty       nothing was presented
@@ -32,7 +32,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from kproxy.proxy.broker_connection import Upstream
-from kproxy.security.broker_access import BrokerAccess, IdentityRefused, Session
+from kproxy.security.broker_auth import BrokerAuth, IdentityRefused, Session
 from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.sasl_client import Credential
 
@@ -50,7 +50,7 @@ class ClientIdentity:
 
     def __init__(
         self,
-        access: BrokerAccess,
+        access: BrokerAuth,
         authenticate: Callable[[], Awaitable[Session]],
         upstreams: Callable[[], Iterable[Upstream]],
         on_refused: Callable[[IdentityRefused], None],

@@ -17,7 +17,8 @@ Invariants
 2. In-flight bytes and open requests are bounded (kproxy.proxy.paced_reader).
 3. Nothing is begun during an answer or a failure: the fan-out finishes one event before the next.
 4. The bytes that all connections hold together are bounded as well (kproxy.proxy.memory_budget). When this connection
-   ends, its bytes are taken off that sum, and the brokers' answers that it holds off theirs (kproxy.proxy.answer_room).
+   ends, its bytes are taken off that sum, and the brokers' answers that it holds off theirs
+   (kproxy.proxy.answer_memory).
 5. Any error here closes this connection and no other, with one line in the log.
 6. After `take_apart` the session is in no reference cycle. Python's cycle collector stops the event loop: it took
    20 ms to free the parts of 200 sessions. By then its timers and tasks have ended, and the listener does not know it
@@ -39,8 +40,8 @@ import structlog
 
 from kproxy.observe.tally import VERSION_BITS
 from kproxy.proxy.admission import Admission
+from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_order import AnswerOrder, Slot
-from kproxy.proxy.answer_room import Share
 from kproxy.proxy.api_versions import check_served, covers
 from kproxy.proxy.apis import NOT_SERVED, Ranges
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
@@ -54,12 +55,12 @@ from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot
 from kproxy.proxy.outbox import PacedOutbox, flushes_of
 from kproxy.proxy.paced_reader import PacedReader
-from kproxy.proxy.requests import DataRequests, NoRoom, plain_path
+from kproxy.proxy.partitioned_requests import NoRoom, PartitionedRequests, plain_path
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy.runtime.tasks import TURN_S
-from kproxy.security.broker_access import IdentityRefused
+from kproxy.security.broker_auth import IdentityRefused
 from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal
 from kproxy.security.proxy_protocol import Source
@@ -74,9 +75,9 @@ from kproxy_codec.framing import parse_request_header
 log = structlog.get_logger(__name__)
 
 _PARTITIONED: Final = {
-    api_keys.PRODUCE: DataRequests.produce,
-    api_keys.FETCH: DataRequests.fetch,
-    api_keys.LIST_OFFSETS: DataRequests.list_offsets,
+    api_keys.PRODUCE: PartitionedRequests.produce,
+    api_keys.FETCH: PartitionedRequests.fetch,
+    api_keys.LIST_OFFSETS: PartitionedRequests.list_offsets,
 }
 
 
@@ -138,7 +139,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         # For how long the client of the request that was put back is throttled: its account is charged once.
         self._wanted_throttle_ms = 0
         self._arrival = Arrival()
-        self._share = Share(context.answer_room, self)
+        self._share = ClientMemory(context.answer_memory, self)
         admission = self._origin.admission
         # The identity that its broker connections authenticate with; None: the proxy's.
         self._identity: ClientIdentity | None = None
@@ -159,7 +160,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         may_write = self._access.may_write if self._access is not None else None
         self._fanout = FanoutShell(context, self, self._share, to_brokers, may_write)
         self._connections = self._fanout.connections
-        self._requests = DataRequests(context, self._fanout, self._access)
+        self._requests = PartitionedRequests(context, self._fanout, self._access)
         self._compiled = plain_path(context, self._fanout, self._answers)
         # Begins the requests, or leaves them to `_take`: the gate while the client has to authenticate.
         self._plain = self._compiled

@@ -27,15 +27,15 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_reader import Ticket
-from kproxy.proxy.answer_room import Share
 from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.context import ProxyContext
 from kproxy.routing.actions import Close, Loss, Send, Withdraw
 from kproxy.routing.merge import Exchange
 from kproxy.routing.split import Selection
 from kproxy.routing.topology import Address
-from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.broker_auth import BrokerAuth
 
 
 class NoAddress(Exception):
@@ -63,9 +63,9 @@ class Connections:
         self,
         context: ProxyContext,
         client: Client | None = None,
-        share: Share | None = None,
+        share: ClientMemory | None = None,
         *,
-        access: BrokerAccess | None = None,
+        access: BrokerAuth | None = None,
     ) -> None:
         self._context = context
         self._access = access or context.dialler.access
@@ -121,11 +121,11 @@ class Connections:
         for upstream in self.by_broker.values():
             upstream.hold_back(holds)
 
-    def rest(self) -> None:
+    def yield_turn(self) -> None:
         """Read none of them in this turn of the event loop any more."""
         resting = list(self.by_broker.values())
         for upstream in resting:
-            upstream.rest(True)
+            upstream.yield_turn(True)
         asyncio.get_running_loop().call_soon(_resume, resting)
 
     def give_up_moved(self) -> None:
@@ -159,7 +159,7 @@ class Connections:
 
 def _resume(resting: Iterable[Upstream]) -> None:
     for upstream in resting:
-        upstream.rest(False)
+        upstream.yield_turn(False)
 
 
 def _give_up_unless_at(address: Address, upstream: Upstream) -> None:
@@ -243,7 +243,7 @@ class NumberedConnections(Connections):
     __slots__ = ("_doubted", "_is_closed", "_losses", "shell", "upstreams", "version")
 
     def __init__(
-        self, context: ProxyContext, client: Client, shell: Shell, share: Share, access: BrokerAccess | None
+        self, context: ProxyContext, client: Client, shell: Shell, share: ClientMemory, access: BrokerAuth | None
     ) -> None:
         super().__init__(context, client, share, access=access)
         self.shell = shell

@@ -13,7 +13,7 @@ from kproxy.config import Limits
 from kproxy.observe.tally import Tally
 from kproxy.plain import ReceiveArena
 from kproxy.proxy.access import AccessControl
-from kproxy.proxy.answer_room import AnswerRoom
+from kproxy.proxy.answer_memory import AnswerMemory
 from kproxy.proxy.api_versions import NO_CAPS, BrokerVersions
 from kproxy.proxy.apis import APIS, NO_RANGES, Range
 from kproxy.proxy.broker_health import BrokerHealth
@@ -22,7 +22,7 @@ from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.long_answers import Portions, Shared
 from kproxy.proxy.memory_budget import Budget
 from kproxy.routing.fleet import Fleet
-from kproxy.routing.retry import LEASED, Conduct
+from kproxy.routing.retry import LEASED, BrokerSemantics
 from kproxy.routing.topology import Topology
 from kproxy.runtime.tasks import Turns
 from kproxy.security.quotas import Quotas
@@ -61,7 +61,7 @@ class ProxyContext:
     arena: ReceiveArena = field(default_factory=ReceiveArena)
     counters: Counter[str] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
-    conduct: Conduct = LEASED
+    semantics: BrokerSemantics = LEASED
     # Whether brokers are to confirm acks=0 requests.
     confirm_acks0: bool = False
     # Highest versions by API key that the ownership source allows, if lower than those that the proxy serves.
@@ -87,7 +87,7 @@ class ProxyContext:
     # For what many connections do at once: they end, or their broker does, or the topology changes.
     turns: Turns = field(init=False)
     budget: Budget = field(init=False)
-    answer_room: AnswerRoom = field(init=False)
+    answer_memory: AnswerMemory = field(init=False)
 
     def __post_init__(self) -> None:
         own_means = {
@@ -103,12 +103,12 @@ class ProxyContext:
         )
         self.turns = Turns(self.clock)
         self.budget = Budget(self.limits.max_in_flight_bytes_total)
-        self.answer_room = AnswerRoom(self.budget, self.clock)
+        self.answer_memory = AnswerMemory(self.budget, self.clock)
 
     @property
     def knows_batches_again(self) -> bool:
-        """As in `retry.Conduct`, for brokers that allocate producer ids.
+        """As in `retry.BrokerSemantics`, for brokers that allocate producer ids.
 
         Other brokers ignore the ids, which come from this proxy.
         """
-        return self.conduct.knows_batches_again and self.versions.know_batches_again
+        return self.semantics.knows_batches_again and self.versions.know_batches_again

@@ -32,6 +32,7 @@ import structlog
 from kproxy.etcd import EtcdError
 from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
 from kproxy.proxy.access import ClientAccess
+from kproxy.proxy.acl_filter import AclFilter, Filtered
 from kproxy.proxy.admission import Gate
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.api_versions import check_api_versions_request, offered_response, unsupported_version_response
@@ -44,12 +45,11 @@ from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.dialling import reason_of
-from kproxy.proxy.screening import Screen, Screened
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.rendezvous import preferred
 from kproxy.security.acls import Operation, Resource
-from kproxy.security.broker_access import BrokerAccess, IdentityRefused, Session
+from kproxy.security.broker_auth import BrokerAuth, IdentityRefused, Session
 from kproxy.security.sasl import SASL_APIS, illegal_state
 from kproxy_codec import api_keys as keys
 from kproxy_codec.cluster import Verdict, asks_for_all_topics
@@ -281,7 +281,7 @@ class ControlPlane:
         client: Client,
         fleet: Fleet,
         access: ClientAccess | None = None,
-        to_brokers: BrokerAccess | None = None,
+        to_brokers: BrokerAuth | None = None,
     ) -> None:
         self._context = context
         self._client = client
@@ -316,14 +316,14 @@ class ControlPlane:
             return _framed(header, encode_response(await self._api_versions(header, body)))
         if self._access is None:
             return await self._answer(frame, header)
-        screen = Screen(self._access, self._context.topology)
+        screen = AclFilter(self._access, self._context.topology)
         screened = await screen.screen(frame, header)
         try:
             return await self._answer_screened(screen, screened, header)
         finally:
             screen.end()
 
-    async def _answer_screened(self, screen: Screen, screened: Screened, header: RequestHeader) -> list[Buffer]:
+    async def _answer_screened(self, screen: AclFilter, screened: Filtered, header: RequestHeader) -> list[Buffer]:
         """Raises as `answer`."""
         if screened.answer is not None:
             return _framed(header, screened.answer)

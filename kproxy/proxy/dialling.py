@@ -34,7 +34,7 @@ import structlog
 from kproxy.routing.broker_health import Redial
 from kproxy.routing.topology import Address
 from kproxy.runtime.resolver import Resolver
-from kproxy.security.broker_access import AccessRefused, BrokerAccess
+from kproxy.security.broker_auth import AccessRefused, BrokerAuth
 
 log = structlog.get_logger(__name__)
 
@@ -72,9 +72,9 @@ class _Down:
 class Dialler:
     """The dials of one process, on one event loop; `clock` in seconds. Brokers are accessed by `access`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, access: BrokerAccess | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, access: BrokerAuth | None = None) -> None:
         self._clock = clock
-        self.access = access or BrokerAccess()
+        self.access = access or BrokerAuth()
         self.resolver = Resolver(clock)
         self._down: dict[Address, _Down] = {}
 
@@ -93,7 +93,7 @@ class Dialler:
         return down is not None and down.under_way is None and not down.redial.is_due(self._clock())
 
     def attempt(
-        self, owner: int, address: Address, turn: Turn = Turn.PACED, access: BrokerAccess | None = None
+        self, owner: int, address: Address, turn: Turn = Turn.PACED, access: BrokerAuth | None = None
     ) -> Attempt:
         """One attempt at reaching the broker `owner`, a context manager that notes the result when it is left.
 
@@ -154,7 +154,7 @@ class Dialler:
 class Attempt:
     """See `Dialler.attempt`."""
 
-    def __init__(self, dialler: Dialler, owner: int, address: Address, turn: Turn, access: BrokerAccess) -> None:
+    def __init__(self, dialler: Dialler, owner: int, address: Address, turn: Turn, access: BrokerAuth) -> None:
         self._dialler = dialler
         self._access = access
         self._owner = owner

@@ -2,7 +2,7 @@
 
 The core (kproxy.routing.fanout) decides. Events reach it one after another: events caused by the actions of one wait
 until these are carried out. Requests in flight on the plain path (kproxy.proxy.plain_path) enter the core before an
-event that may concern them. kproxy.proxy.requests checks requests and begins them here.
+event that may concern them. kproxy.proxy.partitioned_requests checks requests and begins them here.
 
 Invariants
 1. If the topology has changed, that is the next event.
@@ -18,9 +18,9 @@ from contextlib import suppress
 from math import inf
 from typing import Any, Final, Protocol
 
-from kproxy.claims.unsettled import LastWrites
+from kproxy.claims.inflight_writes import LastWrites
+from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_reader import Ticket
-from kproxy.proxy.answer_room import Share
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
 from kproxy.proxy.claims import ClientClaims, Respond
 from kproxy.proxy.connections import NumberedConnections, PieceTicket
@@ -34,7 +34,7 @@ from kproxy.routing.identity import LaneKey
 from kproxy.routing.merge import Exchange
 from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.split import NOTHING_REFUSED, Entry
-from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.broker_auth import BrokerAuth
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest
 
@@ -91,8 +91,8 @@ class FanoutShell:
         self,
         context: ProxyContext,
         client: Client,
-        share: Share,
-        to_brokers: BrokerAccess | None = None,
+        share: ClientMemory,
+        to_brokers: BrokerAuth | None = None,
         may_write: Callable[[bytes], bool] | None = None,
     ) -> None:
         # For the compiled plain path: whether a route to a topic may be kept; None: to every one.
@@ -213,7 +213,7 @@ class FanoutShell:
             self._is_running = False
         if core.is_idle:
             self._responds.clear()
-            core.rest()
+            core.shrink()
         if core.lanes.table and not self._is_closed:
             self._topology.on_next_change(self._topology_changed)
         if self._emptied is not None and not core.open_count:

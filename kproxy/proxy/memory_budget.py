@@ -1,6 +1,6 @@
 """Bound the bytes of requests that one process holds, by not reading; cut off frames that arrive too slowly.
 
-`limit` is the part of `total` that brokers' answers leave (kproxy.proxy.answer_room), at least half of it.
+`limit` is the part of `total` that brokers' answers leave (kproxy.proxy.answer_memory), at least half of it.
 
 Counted are the buffers of frames that are arriving, whole frames that wait to be begun, and requests that are not
 answered yet. The sum is one integer that sessions add to. While it is at its limit, sessions only finish the reads that

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 from kproxy.plain import compiled
-from kproxy.proxy.answer_room import Share
+from kproxy.proxy.answer_memory import ClientMemory
 from kproxy_codec.primitives import Buffer
 
 # Up to this size one copy is cheaper than one more buffer for the kernel to gather.
@@ -139,7 +139,7 @@ class PacedOutbox(Outbox):
     __slots__ = ("_is_paused", "_looked_at", "_share", "_untaken")
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, flushes: Flushes, share: Share
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, flushes: Flushes, share: ClientMemory
     ) -> None:
         super().__init__(loop, transport, flushes)
         self._share = share

@@ -1,8 +1,8 @@
 """Read one client and begin its requests only while there is room.
 
 Room has many bounds: the connection's own bytes in flight and open requests, the memory of all connections
-(kproxy.proxy.memory_budget), partitions (`DataRequests.has_room_for`), the pace of the client and of the brokers, the
-time in this turn of the event loop, a claim that is being served.
+(kproxy.proxy.memory_budget), partitions (`PartitionedRequests.has_room_for`), the pace of the client and of the
+brokers, the time in this turn of the event loop, a claim that is being served.
 
 Invariants
 1. Past a bound nothing more is begun or read. Requests that one read brings beyond it wait in `_backlog`, and nothing
@@ -18,8 +18,8 @@ import asyncio
 
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests
+from kproxy.proxy.partitioned_requests import PartitionedRequests
 from kproxy.proxy.request_reader import RequestReader
-from kproxy.proxy.requests import DataRequests
 from kproxy.runtime.tasks import TURN_S
 from kproxy_codec.errors import CodecError
 
@@ -41,7 +41,7 @@ class PacedReader(RequestReader):
     )
 
     _control: ControlRequests
-    _requests: DataRequests
+    _requests: PartitionedRequests
 
     def __init__(self, context: ProxyContext) -> None:
         super().__init__(context)

@@ -32,8 +32,8 @@ from kproxy.config.principal_rules import DEFAULT_MAPPING
 from kproxy.config.tls import BrokerTls, ListenerTls, Loaded, load_broker_tls
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
-from kproxy.observe.admin import Unanswered
 from kproxy.observe.metrics import Vitals
+from kproxy.observe.page import Unanswered
 from kproxy.observe.table import NotOffered, TableView
 from kproxy.observe.tally import Tally
 from kproxy.plain import compiled
@@ -41,11 +41,11 @@ from kproxy.proxy import descriptors
 from kproxy.proxy.access import AccessControl
 from kproxy.proxy.admission import Admission, OpenConnections
 from kproxy.proxy.apis import NO_RANGES
-from kproxy.proxy.broker_health import Brokers, readiness
+from kproxy.proxy.broker_health import ReadinessProbe, readiness
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.dialling import Dialler
-from kproxy.proxy.front import AdminSite, Front, OwnFront, OwnPages
+from kproxy.proxy.process_host import AdminSite, OwnHost, OwnPages, ProcessHost
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
@@ -53,14 +53,14 @@ from kproxy.runtime.notify import Reminders
 from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.tasks import cancel, unless_failed
-from kproxy.security.broker_access import BrokerAccess
-from kproxy.security.entrance import load_for_entrance
+from kproxy.security.broker_auth import BrokerAuth
 from kproxy.security.events import SecurityEvents
 from kproxy.security.files import SecurityFiles
 from kproxy.security.in_etcd import AccessInEtcd
 from kproxy.security.mechanisms import servers
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.sasl import SASL_APIS, SASL_WITHOUT_V0, Times
+from kproxy.security.tls_acceptor import load_for_acceptor
 from kproxy.trail.overlaps import Overlap
 from kproxy.trail.shipper import Shipper, ShipperVitals
 from kproxy.trail.sink import make_sink
@@ -77,19 +77,19 @@ SHIP_REST_S = 5.0
 log = structlog.get_logger(__name__)
 
 
-async def run_proxy(config: ProxyConfig, front: Front | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; without a `front` alone. Raises StartupError."""
-    front = front or OwnFront(config)
-    await until_stopped(lambda signals: _Proxy(config, signals, front).serve())
+async def run_proxy(config: ProxyConfig, host: ProcessHost | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; without a `host` alone. Raises StartupError."""
+    host = host or OwnHost(config)
+    await until_stopped(lambda signals: _Proxy(config, signals, host).serve())
 
 
 class _Proxy:
     """The resources of a process while it serves."""
 
-    def __init__(self, config: ProxyConfig, signals: Signals, front: Front) -> None:
+    def __init__(self, config: ProxyConfig, signals: Signals, host: ProcessHost) -> None:
         self._config = config
         self._signals = signals
-        self._front = front
+        self._host = host
         self._topology = Topology(offers_unowned=config.ownership == "etcd")
         self._listener = Listener(config.limits)
         self._opened: OpenSource | None = None
@@ -98,10 +98,10 @@ class _Proxy:
         self._audit: Audit | None = None
         self._tally = Tally()
         self._counters = Counter[str]()
-        self._events = SecurityEvents(config.events, self._counters, worker=front.worker)
+        self._events = SecurityEvents(config.events, self._counters, worker=host.worker)
         self._reminders = Reminders(time.monotonic)
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
-        self._reloads = Reloads(config.given if front.worker is None else None, self._events)
+        self._reloads = Reloads(config.given if host.worker is None else None, self._events)
         self._connections = OpenConnections()
         self._site: AdminSite | None = None
         self._audit_access = self._open_audit_access()
@@ -122,14 +122,14 @@ class _Proxy:
             if fetching is not None:
                 stack.push_async_callback(cancel, fetching)
             # Before the first client: a process in place of one that ended begins with the shares of that one.
-            sharing = self._front.share(security.accounts, self._connections)
+            sharing = self._host.share(security.accounts, self._connections)
             if sharing is not None:
                 stack.push_async_callback(cancel, sharing)
             audit = self._audit = self._open_audit(port)
             site = self._site = self._open_site()
             pages = self._pages(stack)
-            stack.push_async_callback(self._front.close)
-            await self._front.open(pages, site)
+            stack.push_async_callback(self._host.close)
+            await self._host.open(pages, site)
             opened = self._opened = await stack.enter_async_context(
                 open_source(config, self._topology, self._wait, self._access)
             )
@@ -145,22 +145,22 @@ class _Proxy:
             await stack.enter_async_context(audit.keep())
             stack.push_async_callback(self._listener.drain)
             await self._listener.serve(context, fleets=membership.by_listener, admissions=self._admissions(security))
-            if self._front.worker in (None, 1):
+            if self._host.worker in (None, 1):
                 log.info("plain path chosen", kind="Python" if compiled is None else "compiled")
-                _tell_of_too_few_files(config)
+                _warn_about_fd_limit(config)
             audit.ship()
             stack.push_async_exit(self._linger)
             stack.push_async_callback(membership.leave)
             stack.callback(self._listener.leave)
             await membership.join()
-            _calm_collector()
+            _tune_gc()
             sys.setswitchinterval(SWITCH_S)
             # Also if etcd is used only for the other proxies.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
-            self._front.ready(
+            self._host.ready(
                 f"{Address(config.listen.host, port)}{ready_listeners(config.listeners, ports)}", opened.ready or etcd
             )
-            stack.callback(self._front.stops)
+            stack.callback(self._host.stops)
             failing = asyncio.create_task(membership.failed())
             stack.push_async_callback(cancel, failing)
             looking = asyncio.create_task(self._reloads.run())
@@ -192,7 +192,7 @@ class _Proxy:
                     listener,
                     tls,
                     counters=self._counters,
-                    shared=self._front.worker is not None,
+                    shared=self._host.worker is not None,
                     events=self._events,
                 )
             )
@@ -202,22 +202,22 @@ class _Proxy:
         return Reloading(
             f"TLS of listener {listener.name}" if listener.name else "TLS of the listener",
             tls.files,
-            lambda: load_for_entrance(tls),
+            lambda: load_for_acceptor(tls),
             counters=self._counters,
-            tells=self._front.worker in (None, 1),
+            tells=self._host.worker in (None, 1),
         )
 
-    def _open_access(self) -> BrokerAccess:
+    def _open_access(self) -> BrokerAuth:
         """Raises StartupError."""
         options = self._config.broker_tls
         tls = self._reloading_towards(options, "TLS towards brokers")
-        return BrokerAccess(options, tls, self._config.broker_sasl, random=self._random)
+        return BrokerAuth(options, tls, self._config.broker_sasl, random=self._random)
 
-    def _open_audit_access(self) -> BrokerAccess:
+    def _open_audit_access(self) -> BrokerAuth:
         """The access to the cluster that the audit trail is shipped to. Raises StartupError."""
         options = self._config.audit.tls
         tls = self._reloading_towards(options, "TLS towards the cluster of the audit trail")
-        return BrokerAccess(options, tls, self._config.audit.sasl, random=self._random)
+        return BrokerAuth(options, tls, self._config.audit.sasl, random=self._random)
 
     def _reloading_towards(self, options: BrokerTls | None, named: str) -> Reloading[Loaded] | None:
         """Raises StartupError."""
@@ -229,7 +229,7 @@ class _Proxy:
                 options.files,
                 lambda: load_broker_tls(options),
                 counters=self._counters,
-                tells=self._front.worker in (None, 1),
+                tells=self._host.worker in (None, 1),
             )
         )
 
@@ -248,7 +248,7 @@ class _Proxy:
     def _open_membership(self, ports: Sequence[int]) -> Membership:
         host, advertised_port = self._advertised(ports[0])
         # Workers share an address and have one entry, which their supervisor registers.
-        registers = self._front.worker is None
+        registers = self._host.worker is None
         return Membership(
             self._config,
             host,
@@ -260,7 +260,7 @@ class _Proxy:
 
     def _open_audit(self, port: int) -> Audit:
         """Raises StartupError."""
-        worker = self._front.worker
+        worker = self._host.worker
         name = str(Address(*self._advertised(port))) + ("" if worker is None else f"/{worker}")
         dial = self._listener.connect_inside
         return Audit(self._config, name, self._counters, self._random, dial, self._audit_access)
@@ -278,7 +278,7 @@ class _Proxy:
             has_users=has_users,
             has_acls=has_acls,
             counters=self._counters,
-            tells=self._front.worker in (None, 1),
+            tells=self._host.worker in (None, 1),
             events=self._events,
         )
 
@@ -291,7 +291,7 @@ class _Proxy:
             config.quotas,
             self._reloads,
             counters=self._counters,
-            tells=self._front.worker in (None, 1),
+            tells=self._host.worker in (None, 1),
             in_etcd=in_etcd,
             events=self._events,
         )
@@ -337,7 +337,7 @@ class _Proxy:
         access = self._config.access
         if access is None:
             return None
-        if not security.has_acls and self._front.worker in (None, 1):
+        if not security.has_acls and self._host.worker in (None, 1):
             advice = "write [[acls]] into the configuration file"
             if access.acls_in_etcd:
                 advice = "add rules with `kproxy acl add --etcd`"
@@ -358,7 +358,7 @@ class _Proxy:
         context = ProxyContext(
             topology=self._topology,
             source=opened.source,
-            conduct=opened.conduct,
+            semantics=opened.semantics,
             version_caps=opened.version_caps,
             fleet=membership.fleet,
             producer_ids=opened.producer_ids,
@@ -380,7 +380,7 @@ class _Proxy:
         return context
 
     def _pages(self, stack: contextlib.AsyncExitStack) -> OwnPages:
-        brokers = Brokers(
+        brokers = ReadinessProbe(
             lambda: self._topology.brokers,
             dialler=self._dialler,
             timeout_s=self._config.limits.connect_timeout_s + self._access.extra_s,
@@ -402,7 +402,7 @@ class _Proxy:
         """Report what startup waits for."""
         self._listener.waits_for = sentence
         if self._reminders.is_due(sentence):
-            self._front.waits(sentence)
+            self._host.waits(sentence)
 
     def _claims(self) -> ClaimsAdmin:
         if not self._config.etcd:
@@ -439,7 +439,7 @@ async def _reload_at(hangup: asyncio.Event, source: Source, reloads: Reloads) ->
         await reloads.report_options(reported)
 
 
-def _tell_of_too_few_files(config: ProxyConfig) -> None:
+def _warn_about_fd_limit(config: ProxyConfig) -> None:
     max_connections = config.limits.max_connections
     limit, wanted = open_file_limit(), descriptors.wanted(max_connections)
     if limit is not None and limit < wanted:
@@ -457,7 +457,7 @@ def _tell_of_too_few_files(config: ProxyConfig) -> None:
         )
 
 
-def _calm_collector() -> None:
+def _tune_gc() -> None:
     """Run Python's cycle collector less often.
 
     Objects loaded at the start are exempt. Requests are freed by reference count. With its defaults the collector takes
@@ -484,7 +484,7 @@ class Audit:
         counters: Counter[str],
         random: Random,
         dial: Callable[[], socket.socket],
-        access: BrokerAccess,
+        access: BrokerAuth,
     ) -> None:
         options, incarnation = config.audit, secrets.token_hex(8)
         self._counters = counters

@@ -15,7 +15,8 @@ Invariants
 1. Every session is in `_sessions` until its `close` has been awaited; nothing is left running when `stop` returns.
 2. At most `max_connections` clients are admitted by all listeners together, and none while descriptors run short
    (kproxy.proxy.descriptors); one more is closed at once, with a line in the log.
-3. Clients of a listener with TLS or the PROXY protocol have a session once they are inside (kproxy.security.entrance).
+3. Clients of a listener with TLS or the PROXY protocol have a session once they are accepted
+   (kproxy.security.tls_acceptor).
 4. Sessions close, drain and take news in their turn of the event loop (kproxy.runtime.tasks): there may be thousands.
 5. The sessions in `_inside` are ends of `connect_inside`, no clients: they are neither counted nor drained.
 """
@@ -47,10 +48,10 @@ from kproxy.routing.topology import Address
 from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.sockets import accept_from, bind, bound_port
 from kproxy.runtime.tasks import TURN_S, cancel
-from kproxy.security.entrance import Entrance
 from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.proxy_protocol import Source
 from kproxy.security.reloading import Reloading
+from kproxy.security.tls_acceptor import TlsAcceptor
 
 log = structlog.get_logger(__name__)
 
@@ -83,7 +84,7 @@ class Listener:
         self._fleets: Mapping[str, Fleet] = NO_FLEETS
         self._admissions: Mapping[str, Admission] = NO_ADMISSIONS
         self._servers: list[asyncio.Server] = []
-        self._entrances: list[tuple[Entrance[ClientSession], asyncio.Server]] = []
+        self._acceptors: list[tuple[TlsAcceptor[ClientSession], asyncio.Server]] = []
         self._ticker: asyncio.Task[None] | None = None
 
     @property
@@ -129,11 +130,11 @@ class Listener:
             },
             draining=self._leaving or self._draining,
             certificates={
-                ("listener", entrance.name): entrance.expires_at
-                for entrance, _ in self._entrances
-                if entrance.expires_at is not None
+                ("listener", acceptor.name): acceptor.expires_at
+                for acceptor, _ in self._acceptors
+                if acceptor.expires_at is not None
             },
-            half_open_connections=sum(entrance.half_open for entrance, _ in self._entrances),
+            half_open_connections=sum(acceptor.half_open for acceptor, _ in self._acceptors),
             own_claims=own.held_count if own is not None else 0,
             own_members=len(own.table.members) if own is not None else 0,
             own_unsettled=len(own.unsettled.places()) if own is not None else 0,
@@ -141,7 +142,7 @@ class Listener:
 
     @property
     def _in_flight_bytes(self) -> int:
-        return self._context.budget.held + self._context.answer_room.held if self._context is not None else 0
+        return self._context.budget.held + self._context.answer_memory.held if self._context is not None else 0
 
     @property
     def _client_count(self) -> int:
@@ -173,7 +174,7 @@ class Listener:
             self._servers.append(server)
             return bound_port(server)
         server = await bind(asyncio.Protocol, *config.listen, shared=shared, only_ipv6=config.only_ipv6)
-        entrance = Entrance(
+        acceptor = TlsAcceptor(
             config.name,
             None if tls is None else lambda: tls.current,
             proxy_protocol=config.proxy_protocol,
@@ -185,7 +186,7 @@ class Listener:
             counters=counters,
             events=events,
         )
-        self._entrances.append((entrance, server))
+        self._acceptors.append((acceptor, server))
         return bound_port(server)
 
     async def serve(
@@ -202,7 +203,7 @@ class Listener:
         `admissions`: the requirements for clients, by the name of their listener; by default none.
         `follows_versions`: brokers are asked for their versions as soon as they are known, not only when a client asks.
         """
-        if not self._servers and not self._entrances:
+        if not self._servers and not self._acceptors:
             raise RuntimeError("bind comes first")
         self._context = context
         self._fleets = fleets
@@ -214,8 +215,8 @@ class Listener:
         context.health.on_open = self._give_up_broker
         for server in self._servers:
             await accept_from(server)
-        for entrance, server in self._entrances:
-            entrance.open(server)
+        for acceptor, server in self._acceptors:
+            acceptor.open(server)
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
     @property
@@ -333,7 +334,7 @@ class Listener:
         """An open descriptor."""
         if self._servers:
             return int(self._servers[0].sockets[0].fileno())
-        return self._entrances[0][0].descriptor
+        return self._acceptors[0][0].descriptor
 
     def _session_closed(self, session: ClientSession) -> None:
         if self._context is None:
@@ -401,7 +402,7 @@ class Listener:
                     log.exception("broker API versions not followed")
             now = context.clock()
             context.health.follow()
-            context.answer_room.wake()
+            context.answer_memory.wake()
             context.tally.delayed(max(0.0, now - due))
             async for session in self._in_portions(context):
                 try:
@@ -427,9 +428,9 @@ class Listener:
         self._draining = True
         for server in self._servers:
             server.close()
-        for entrance, bound in self._entrances:
+        for acceptor, bound in self._acceptors:
             bound.close()
-            await entrance.close()
+            await acceptor.close()
         self._each(self._sessions - self._inside, ClientSession.drain, "drain")
         if self._client_count:
             with contextlib.suppress(TimeoutError):

@@ -24,7 +24,7 @@ from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.routing import retry
 from kproxy.routing.topology import Topology
 from kproxy.runtime.tasks import cancel, in_time
-from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.broker_auth import BrokerAuth
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.produce import TOPIC_IDS_FROM
 
@@ -81,7 +81,7 @@ class OpenSource:
     """
 
     source: Source
-    conduct: retry.Conduct
+    semantics: retry.BrokerSemantics
     following: asyncio.Task[None]
     ready: str
     version_caps: Mapping[int, int]
@@ -95,7 +95,7 @@ async def open_source(
     config: ProxyConfig,
     topology: Topology,
     waits: Callable[[str], None] = lambda sentence: None,
-    access: BrokerAccess | None = None,
+    access: BrokerAuth | None = None,
 ) -> AsyncIterator[OpenSource]:
     """Open the source as soon as it answers, however long that takes.
 
@@ -106,9 +106,9 @@ async def open_source(
     """
     async with contextlib.AsyncExitStack() as stack:
         if config.ownership == "etcd":
-            opened = await _open_etcd(config, topology, stack, waits, access or BrokerAccess())
+            opened = await _open_etcd(config, topology, stack, waits, access or BrokerAuth())
         elif config.ownership == "kafka":
-            opened = await _open_kafka(config, topology, stack, waits, access or BrokerAccess())
+            opened = await _open_kafka(config, topology, stack, waits, access or BrokerAuth())
         else:
             opened = await _open_static(config, topology, stack)
         yield opened
@@ -119,7 +119,7 @@ async def _open_etcd(
     topology: Topology,
     stack: contextlib.AsyncExitStack,
     waits: Callable[[str], None],
-    access: BrokerAccess,
+    access: BrokerAuth,
 ) -> OpenSource:
     client = EtcdClient(config.etcd, config.etcd_options)
     stack.push_async_callback(client.close)
@@ -145,7 +145,7 @@ async def _open_kafka(
     topology: Topology,
     stack: contextlib.AsyncExitStack,
     waits: Callable[[str], None],
-    access: BrokerAccess,
+    access: BrokerAuth,
 ) -> OpenSource:
     bootstrap = config.bootstrap
     metadata = KafkaMetadata(bootstrap, topology, interval_s=config.refresh_s, access=access)

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
 from kproxy.routing.merge import Exchange, Partition
-from kproxy.routing.retry import Conduct
+from kproxy.routing.retry import BrokerSemantics
 from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import Address, Topology
 from kproxy_codec.primitives import Buffer
@@ -25,7 +25,7 @@ class View(Protocol):
     def topology(self) -> Topology: ...
 
     @property
-    def conduct(self) -> Conduct: ...
+    def semantics(self) -> BrokerSemantics: ...
 
     @property
     def knows_batches_again(self) -> bool:
@@ -133,7 +133,7 @@ class Note(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """Hold these partitions until the piece is answered or lost: their writer is gone (kproxy.claims.unsettled)."""
+    """Hold these partitions until the piece is answered or lost: their writer is gone (claims.inflight_writes)."""
 
     piece: int
     partitions: list[Partition]

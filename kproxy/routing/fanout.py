@@ -203,11 +203,11 @@ class Fanout:
         if not self.lanes.table:
             self._in_flight.forget()
 
-    def rest(self) -> None:
+    def shrink(self) -> None:
         """Free the room of what has been open; nothing is."""
-        self._exchanges.rest()
-        self._in_flight.rest()
-        self.lanes.rest()
+        self._exchanges.shrink()
+        self._in_flight.shrink()
+        self.lanes.shrink()
 
     def stop_retries(self) -> None:
         """Send no batch a second time from now on, except with acks=0; `give_up_retries` ends those that wait."""

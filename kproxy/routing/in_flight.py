@@ -255,7 +255,7 @@ class InFlight:
                 self._check_by(piece)
         return overdue
 
-    def rest(self) -> None:
+    def shrink(self) -> None:
         """Free the room of what has been in flight; nothing is."""
         self.pieces.clear()
 

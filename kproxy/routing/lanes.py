@@ -148,7 +148,7 @@ class Lanes:
     def __contains__(self, key: LaneKey) -> bool:
         return key in self.table
 
-    def rest(self) -> None:
+    def shrink(self) -> None:
         """Free the room of past lanes, if there are none."""
         if not self.table:
             self.table.clear()

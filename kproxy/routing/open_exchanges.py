@@ -79,7 +79,7 @@ class OpenExchanges:
             self._open(exchange)
         self._table = dict(sorted(self._table.items()))
 
-    def rest(self) -> None:
+    def shrink(self) -> None:
         """Free the room of past exchanges; none is open."""
         self._table.clear()
 

@@ -148,11 +148,11 @@ class Outcomes:
         latest = min(exchange.deadline, attempts.first_failed_at + decision.wait_s)
         return pause.due < latest and not self._view.is_hung(self._view.topology.address(broker))
 
-    def _rows(self, exchange: Exchange, result: Buffer | None) -> dict[int, retry.Row]:
+    def _rows(self, exchange: Exchange, result: Buffer | None) -> dict[int, retry.RetryRule]:
         """The rules for an exchange; `result` is the broker's answer to the entry, if there is one."""
         api_key = exchange.api.api_key
         base_offset = base_offset_of(result) if result is not None and api_key == PRODUCE else None
-        return retry.rows_of(api_key, exchange.request.acks, self._view.conduct, base_offset)
+        return retry.rows_of(api_key, exchange.request.acks, self._view.semantics, base_offset)
 
     def doubt(self, exchange: Exchange, entry: Entry, event: int, routed_at: int) -> None:
         """Have the owner looked up after an event that casts doubt on it.

@@ -111,7 +111,7 @@ class Attempts:
         return 0.0 if self.in_all <= 1 else backoff_s(1, jitter)
 
 
-class Bound(Enum):
+class RetryLimit(Enum):
     """The limit of a row's retries."""
 
     NEVER = "never"
@@ -119,21 +119,21 @@ class Bound(Enum):
     TIME = "until the time for waiting is over"
 
 
-class Row(NamedTuple):
+class RetryRule(NamedTuple):
     """One row: `final` is the client's code when no (further) retry is allowed; None passes the event's own code on."""
 
-    bound: Bound
+    bound: RetryLimit
     final: int | None
     ambiguous: bool = False
 
 
-_HAND_ON = Row(Bound.NEVER, None)
+_PASS_THROUGH = RetryRule(RetryLimit.NEVER, None)
 
 
-class Conduct(NamedTuple):
+class BrokerSemantics(NamedTuple):
     """The behaviour of brokers that sending again depends on.
 
-    Each ownership source has brokers of one conduct. `refuses_before_append`: they answer NOT_LEADER_OR_FOLLOWER only
+    Each ownership source has brokers of one semantics. `refuses_before_append`: they answer NOT_LEADER_OR_FOLLOWER only
     before anything is appended, whatever the acks and the base offset. `knows_batches_again`: they recognise a batch
     with a producer id that was appended before, even on a new owner.
     """
@@ -142,30 +142,30 @@ class Conduct(NamedTuple):
     knows_batches_again: bool
 
 
-LEASED: Final = Conduct(refuses_before_append=True, knows_batches_again=True)
+LEASED: Final = BrokerSemantics(refuses_before_append=True, knows_batches_again=True)
 """Reference brokers: an owner holds a lease and checks it before it appends."""
-KAFKA: Final = Conduct(refuses_before_append=False, knows_batches_again=True)
+KAFKA: Final = BrokerSemantics(refuses_before_append=False, knows_batches_again=True)
 """Apache Kafka: with acks=all a leader that is deposed while it waits for its followers answers so after its append.
 That answer has the base offset; one that refuses before the append has none."""
 
-PRODUCE: Final[dict[int, Row]] = {
-    NOT_WRITTEN: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
-    codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
+PRODUCE: Final[dict[int, RetryRule]] = {
+    NOT_WRITTEN: RetryRule(RetryLimit.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
+    codes.NOT_LEADER_OR_FOLLOWER: RetryRule(RetryLimit.ATTEMPTS, None),
     # Answered before anything is appended. Clients may know a topic sooner than its brokers or the proxy do.
-    codes.UNKNOWN_TOPIC_ID: Row(Bound.ATTEMPTS, None),
-    codes.LEADER_NOT_AVAILABLE: Row(Bound.TIME, None),
-    codes.NOT_ENOUGH_REPLICAS: Row(Bound.TIME, None),
-    codes.REQUEST_TIMED_OUT: Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
-    codes.NETWORK_EXCEPTION: Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
-    codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND: Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
-    CONNECTION_LOST: Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
-    UNREADABLE: Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    codes.UNKNOWN_TOPIC_ID: RetryRule(RetryLimit.ATTEMPTS, None),
+    codes.LEADER_NOT_AVAILABLE: RetryRule(RetryLimit.TIME, None),
+    codes.NOT_ENOUGH_REPLICAS: RetryRule(RetryLimit.TIME, None),
+    codes.REQUEST_TIMED_OUT: RetryRule(RetryLimit.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    codes.NETWORK_EXCEPTION: RetryRule(RetryLimit.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND: RetryRule(RetryLimit.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    CONNECTION_LOST: RetryRule(RetryLimit.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
+    UNREADABLE: RetryRule(RetryLimit.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True),
 }
 
-_UNCLEAR = Row(Bound.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True)
+_UNCLEAR = RetryRule(RetryLimit.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True)
 
 # acks=all, for brokers that may have appended when they answer these.
-PRODUCE_UNCLEAR: Final[dict[int, Row]] = {
+PRODUCE_UNCLEAR: Final[dict[int, RetryRule]] = {
     **PRODUCE,
     codes.NOT_LEADER_OR_FOLLOWER: _UNCLEAR,
     codes.UNKNOWN_TOPIC_OR_PARTITION: _UNCLEAR,
@@ -173,18 +173,18 @@ PRODUCE_UNCLEAR: Final[dict[int, Row]] = {
 }
 # The same for an answer without a base offset: Kafka sets an error after its append without removing the offset
 # (DelayedProduce), so this was refused before. A failed flush (error 56) has no offset either, but after an append.
-PRODUCE_REFUSED: Final[dict[int, Row]] = {
+PRODUCE_REFUSED: Final[dict[int, RetryRule]] = {
     **PRODUCE_UNCLEAR,
-    codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
-    codes.UNKNOWN_TOPIC_OR_PARTITION: Row(Bound.ATTEMPTS, None),
+    codes.NOT_LEADER_OR_FOLLOWER: RetryRule(RetryLimit.ATTEMPTS, None),
+    codes.UNKNOWN_TOPIC_OR_PARTITION: RetryRule(RetryLimit.ATTEMPTS, None),
 }
 
-READ: Final[dict[int, Row]] = {
-    NOT_WRITTEN: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
-    codes.NOT_LEADER_OR_FOLLOWER: Row(Bound.ATTEMPTS, None),
-    codes.LEADER_NOT_AVAILABLE: Row(Bound.ATTEMPTS, None),
-    CONNECTION_LOST: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
-    UNREADABLE: Row(Bound.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
+READ: Final[dict[int, RetryRule]] = {
+    NOT_WRITTEN: RetryRule(RetryLimit.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
+    codes.NOT_LEADER_OR_FOLLOWER: RetryRule(RetryLimit.ATTEMPTS, None),
+    codes.LEADER_NOT_AVAILABLE: RetryRule(RetryLimit.ATTEMPTS, None),
+    CONNECTION_LOST: RetryRule(RetryLimit.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
+    UNREADABLE: RetryRule(RetryLimit.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
 }
 
 
@@ -235,11 +235,13 @@ _DOUBTS_THE_OWNER = frozenset(
 )
 
 
-def rows_of(api_key: int, acks: int, conduct: Conduct, base_offset: int | None = None) -> dict[int, Row]:
+def rows_of(
+    api_key: int, acks: int, semantics: BrokerSemantics, base_offset: int | None = None
+) -> dict[int, RetryRule]:
     """The rows for an entry of a request; `base_offset` is from the broker's answer to it, None without an answer."""
     if api_key != PRODUCE_KEY:
         return READ
-    if conduct.refuses_before_append or acks != ALL_ACKS:
+    if semantics.refuses_before_append or acks != ALL_ACKS:
         return PRODUCE
     return PRODUCE_REFUSED if base_offset == NO_OFFSET else PRODUCE_UNCLEAR
 
@@ -249,9 +251,9 @@ def event_name(event: int) -> str:
     return _EVENT_NAMES.get(event) or codes.name_of(event)
 
 
-def is_ambiguous(rows: dict[int, Row], event: int) -> bool:
+def is_ambiguous(rows: dict[int, RetryRule], event: int) -> bool:
     """Whether the broker may have appended the entry."""
-    return rows.get(event, _HAND_ON).ambiguous
+    return rows.get(event, _PASS_THROUGH).ambiguous
 
 
 class Decision(NamedTuple):
@@ -262,15 +264,15 @@ class Decision(NamedTuple):
     wait_s: float = WAIT_S
 
 
-def decide(rows: dict[int, Row], event: int, *, exhausted: bool, resend_is_safe: bool) -> Decision:
+def decide(rows: dict[int, RetryRule], event: int, *, exhausted: bool, resend_is_safe: bool) -> Decision:
     """Decide about `event`; `exhausted` as in Attempts.
 
     `resend_is_safe`: the broker would recognise the batch as one it has, because the batch carries a producer id and is
     not transactional, and the upstream rebuilds its producer state from its log. Only ambiguous rows need it.
     """
-    row = rows.get(event, _HAND_ON)
+    row = rows.get(event, _PASS_THROUGH)
     final = event if row.final is None else row.final
-    if row.bound is Bound.NEVER or (row.bound is Bound.ATTEMPTS and exhausted):
+    if row.bound is RetryLimit.NEVER or (row.bound is RetryLimit.ATTEMPTS and exhausted):
         return Decision(retry=False, error_code=final)
     wait_s = AMBIGUOUS_WAIT_S if row.ambiguous else WAIT_S
     return Decision(retry=resend_is_safe or not row.ambiguous, error_code=final, wait_s=wait_s)

@@ -143,7 +143,6 @@ class SecurityEvents:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.tell("stopped")
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -183,6 +182,9 @@ class SecurityEvents:
                 waiting += self._queue
                 self._queue.clear()
                 is_last, lost = self._is_closing, self._lost
+            if is_last:
+                # By the thread, so that there is room for it however much waits.
+                waiting.append(self._line("stopped", {}))
             told = [self._line("lost", {"count": lost, "since": self._lost_since})] if lost else []
             try:
                 if waiting or told:

@@ -65,7 +65,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-class PassOn(NamedTuple):
+class ForwardToBroker(NamedTuple):
     """The request is ApiVersions, which is answered as usual."""
 
 
@@ -93,7 +93,7 @@ class Pending(NamedTuple):
     is_slow: bool
 
 
-Outcome: TypeAlias = PassOn | Answer | Failure | Pending
+Outcome: TypeAlias = ForwardToBroker | Answer | Failure | Pending
 
 
 class Times(NamedTuple):
@@ -139,7 +139,7 @@ class SaslExchange:
             header = parse_request_header(frame)
             api_key, version = header.api_key, header.api_version
             if api_key == API_VERSIONS and self.state is State.HANDSHAKE:
-                return PassOn()
+                return ForwardToBroker()
             lowest, highest = SASL_APIS.get(api_key, (1, 0))
             if not lowest <= version <= highest:
                 return self._fail(f"{name_of(api_key)} v{version} comes before it is authenticated")

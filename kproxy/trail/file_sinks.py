@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kproxy.errors import StartupError
-from kproxy.trail.sink import Appetite, SinkFailed, on_thread
+from kproxy.trail.sink import BatchPreference, SinkFailed, on_thread
 
 # The trail shows who wrote where and when: it is not for every user.
 FILE_MODE = 0o640
@@ -106,7 +106,7 @@ class JsonSink:
     """The JSON lines of one process. The directory exists."""
 
     def __init__(self, directory: Path, incarnation: str, began_ms: int, *, file_bytes: int = FILE_BYTES) -> None:
-        self.appetite = Appetite(WRITE_BYTES)
+        self.preference = BatchPreference(WRITE_BYTES)
         self._directory = directory
         self._files = TrailFiles(directory, incarnation, began_ms, "jsonl")
         self._file_bytes = file_bytes

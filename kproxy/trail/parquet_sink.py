@@ -17,7 +17,7 @@ import pyarrow.json
 import pyarrow.parquet
 
 from kproxy.trail.file_sinks import FILE_MODE, UNFINISHED, TrailFiles
-from kproxy.trail.sink import Appetite, SinkFailed, on_thread
+from kproxy.trail.sink import BatchPreference, SinkFailed, on_thread
 
 FILE_BYTES = 8 << 20
 FILE_S = 60.0
@@ -55,7 +55,7 @@ class ParquetSink:
         file_bytes: int = FILE_BYTES,
         file_s: float = FILE_S,
     ) -> None:
-        self.appetite = Appetite(file_bytes, file_s)
+        self.preference = BatchPreference(file_bytes, file_s)
         self._directory = directory
         self._files = TrailFiles(directory, incarnation, began_ms, "parquet")
 

@@ -158,14 +158,14 @@ class Shipper:
 
     async def _wanted(self) -> None:
         """Wait until there is something to write; return with an empty queue only when closing."""
-        appetite = self._sink.appetite
+        preference = self._sink.preference
         while not self._closing:
             self._changed.clear()
             patience_s: float | None = None
             if self._queue:
-                gathering_s = appetite.seconds if self._has_shipped else 0.0
+                gathering_s = preference.seconds if self._has_shipped else 0.0
                 patience_s = self._queue[0].came_at + gathering_s - self._clock()
-                if patience_s <= 0 or self._queued_bytes >= appetite.bytes or self._failures:
+                if patience_s <= 0 or self._queued_bytes >= preference.bytes or self._failures:
                     return
             try:
                 async with asyncio.timeout(patience_s):
@@ -176,7 +176,7 @@ class Shipper:
     def _next_pages(self) -> list[_Page]:
         """The first pages of the queue, as many as the sink takes at once; at least one."""
         pages: list[_Page] = []
-        room = self._sink.appetite.bytes
+        room = self._sink.preference.bytes
         for page in self._queue:
             room -= page.cost
             if pages and room < 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from kproxy.config import AuditOptions
-    from kproxy.security.broker_access import BrokerAccess
+    from kproxy.security.broker_auth import BrokerAuth
 
 _Result = TypeVar("_Result")
 
@@ -20,7 +20,7 @@ class SinkFailed(Exception):
     """Some pages may not be durable: write them again. The text says why."""
 
 
-class Appetite(NamedTuple):
+class BatchPreference(NamedTuple):
     """The preferred batch: pages of `seconds`, at most `bytes` at once."""
 
     bytes: int
@@ -30,7 +30,7 @@ class Appetite(NamedTuple):
 class Sink(Protocol):
     """Takes pages, one call at a time."""
 
-    appetite: Appetite
+    preference: BatchPreference
 
     async def write(self, pages: Sequence[bytes]) -> None:
         """Write pages; return when they are durable.
@@ -86,7 +86,7 @@ def make_sink(
     incarnation: str,
     began_ms: int,
     dial: Callable[[], socket.socket],
-    access: BrokerAccess | None = None,
+    access: BrokerAuth | None = None,
 ) -> Sink | None:
     """The configured sink; None if nothing is shipped. Raises StartupError.
 

@@ -40,10 +40,10 @@ from kafka.net.transport import KafkaSSLTransport, KafkaTCPTransport
 from kproxy.address import Address
 from kproxy.config.broker_sasl import LEAST_SCRAM_ITERATIONS, BrokerSasl
 from kproxy.errors import StartupError
-from kproxy.trail.sink import Appetite, SinkFailed, on_thread
+from kproxy.trail.sink import BatchPreference, SinkFailed, on_thread
 
 if TYPE_CHECKING:
-    from kproxy.security.broker_access import BrokerAccess
+    from kproxy.security.broker_auth import BrokerAuth
 
 CONNECT_S: Final = 3.0
 # The cluster's own default.
@@ -72,7 +72,7 @@ def connected(
     kind: Callable[..., Any],
     connect: Connect = over_the_network,
     *,
-    access: BrokerAccess | None = None,
+    access: BrokerAuth | None = None,
     note: Note = lambda reason: None,
     **configs: Any,
 ) -> Any:
@@ -106,7 +106,7 @@ def create_topic(admin: Any, topic: str, partitions: int) -> None:
     admin.create_topics({topic: settings}, wait_for_metadata=True)
 
 
-def _security(access: BrokerAccess | None) -> dict[str, Any]:
+def _security(access: BrokerAuth | None) -> dict[str, Any]:
     """kafka-python's options of an access. Raises StartupError."""
     if access is None or access.is_plain:
         return {}
@@ -169,7 +169,7 @@ class _NotingTls(_Noting, KafkaSSLTransport):  # type: ignore[misc]
     """The same with TLS."""
 
 
-def _client(connect: Connect, access: BrokerAccess | None, note: Note, **configs: Any) -> Any:
+def _client(connect: Connect, access: BrokerAuth | None, note: Note, **configs: Any) -> Any:
     client = KafkaNetClient(**configs)
 
     async def build_transport(node: Any, timeout_at: float | None = None) -> Any:
@@ -230,9 +230,9 @@ class TopicSink:
         *,
         bootstrap: Sequence[str] = (),
         dial: Callable[[], socket.socket] | None = None,
-        access: BrokerAccess | None = None,
+        access: BrokerAuth | None = None,
     ) -> None:
-        self.appetite = Appetite(WRITE_BYTES)
+        self.preference = BatchPreference(WRITE_BYTES)
         self._topic = topic
         self._key = incarnation.encode()
         self._client: dict[str, Any] = {

@@ -89,7 +89,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Launch:
+class WorkerCommand:
     """The command of a worker: `arguments`, then `--number N --channel FD`; `pass_fds` stay open in it.
 
     `pages`: the directory for the sockets of their admin pages, None if there are to be none.
@@ -131,7 +131,7 @@ class WorkerProcess:
     def __init__(
         self,
         assignment: Assignment,
-        launch: Launch,
+        launch: WorkerCommand,
         on_wait: Callable[[str], None],
         on_use: Callable[[Usage | Applied], None],
     ) -> None:
@@ -289,7 +289,7 @@ class Slot:
     def __init__(
         self,
         assignment: Assignment,
-        launch: Launch,
+        launch: WorkerCommand,
         *,
         clock: Callable[[], float],
         on_wait: Callable[[str], None],

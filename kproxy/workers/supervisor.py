@@ -38,17 +38,17 @@ from kproxy.config import Address, ProxyConfig, share_limits
 from kproxy.config.listeners import ListenerConfig, advertised_listeners, ready_listeners
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
-from kproxy.observe.admin import ReplicaPages
-from kproxy.proxy.front import AdminSite
+from kproxy.observe.page import ReplicaPages
+from kproxy.proxy.process_host import AdminSite
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.sockets import bind, bound_port
 from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.security.events import SecurityEvents
 from kproxy.security.reloading import Reloads
-from kproxy.workers.admin import WorkerPages
 from kproxy.workers.channel import Assignment, Shares
-from kproxy.workers.process import Launch, Slot
+from kproxy.workers.pages import WorkerPages
+from kproxy.workers.process import Slot, WorkerCommand
 from kproxy.workers.shares import ROUND_S, Ledger
 
 # The time of a worker beside its drain: last bytes for slow clients, the rest of its audit trail, and the end of its
@@ -58,7 +58,7 @@ STOP_MARGIN_S = 15.0
 log = structlog.get_logger(__name__)
 
 
-async def run_workers(config: ProxyConfig, launch: Launch) -> None:
+async def run_workers(config: ProxyConfig, launch: WorkerCommand) -> None:
     """Run workers until SIGTERM or SIGINT. Raises StartupError."""
     if not hasattr(socket, "SO_REUSEPORT"):
         raise StartupError(f"--workers {config.workers}: this system has no ports for several processes: run 1.")
@@ -66,7 +66,7 @@ async def run_workers(config: ProxyConfig, launch: Launch) -> None:
 
 
 class _Supervisor:
-    def __init__(self, config: ProxyConfig, launch: Launch, signals: Signals) -> None:
+    def __init__(self, config: ProxyConfig, launch: WorkerCommand, signals: Signals) -> None:
         self._config = config
         self._launch = launch
         self._signals = signals

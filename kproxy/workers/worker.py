@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kproxy.errors import StartupError
-from kproxy.observe.admin import AdminPage
+from kproxy.observe.page import AdminPage
 from kproxy.proxy.admission import OpenConnections
-from kproxy.proxy.front import AdminSite, OwnFront, OwnPages
+from kproxy.proxy.process_host import AdminSite, OwnHost, OwnPages
 from kproxy.proxy.run import run_proxy
 from kproxy.runtime.tasks import cancel
 from kproxy.security.quotas import Accounts
@@ -50,7 +50,7 @@ async def run_worker(channel_fd: int, page: Path | None) -> int:
     channel = await Channel.over(socket.socket(fileno=channel_fd))
     try:
         assignment = await next_assignment(channel)
-        await run_proxy(assignment.config, WorkerFront(assignment, channel, page))
+        await run_proxy(assignment.config, WorkerHost(assignment, channel, page))
     except ChannelClosed:
         # The supervisor has gone before it sent the assignment: nobody reads a message.
         return NOT_STARTED
@@ -62,7 +62,7 @@ async def run_worker(channel_fd: int, page: Path | None) -> int:
     return 0
 
 
-class WorkerFront(OwnFront):
+class WorkerHost(OwnHost):
     """Reports to the supervisor."""
 
     def __init__(self, assignment: Assignment, channel: Channel, page: Path | None) -> None:

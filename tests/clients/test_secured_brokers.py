@@ -16,7 +16,7 @@ import pytest
 
 from kproxy.config import load_proxy_config
 from kproxy.config.tls import AuditTls
-from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.broker_auth import BrokerAuth
 from kproxy.trail.sink import SinkFailed
 from kproxy.trail.topic_sink import TopicSink
 from tests.support.audit.audit_trails import is_whole, trails_in_topic
@@ -289,7 +289,7 @@ async def test_cluster_refusing_the_trail_is_reported_with_reason(
     file.write_text(f'[ownership]\netcd = "http://127.0.0.1:1"\n{audit}')
     configured = load_proxy_config(file, environ={}).audit
     (tmp_path / "lost-secret").unlink()
-    access = BrokerAccess.once(configured.tls, configured.sasl)
+    access = BrokerAuth.once(configured.tls, configured.sasl)
     sink = TopicSink("trail", "0" * 16, bootstrap=[bootstrap], access=access)
     sink._client["bootstrap_timeout_ms"] = 1_500
     with pytest.raises(SinkFailed, match=says) as raised:
@@ -300,7 +300,7 @@ async def test_cluster_refusing_the_trail_is_reported_with_reason(
 
 @pytest.mark.long
 async def test_cluster_without_tls_is_given_up_after_seconds(secured: TlsKafka, tmp_path: Path) -> None:
-    access = BrokerAccess.once(AuditTls(ca=secured.signer.ca), None)
+    access = BrokerAuth.once(AuditTls(ca=secured.signer.ca), None)
     sink = TopicSink("trail", "0" * 16, bootstrap=[secured.plain.bootstrap], access=access)
     sink._client["bootstrap_timeout_ms"] = 500
     with pytest.raises(SinkFailed, match=r"audit\.tls|closed the connection"):

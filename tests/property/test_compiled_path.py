@@ -18,7 +18,7 @@ import pytest
 
 from kproxy.plain import compiled
 from kproxy.proxy import client_session
-from kproxy.proxy.requests import plain_path
+from kproxy.proxy.partitioned_requests import plain_path
 from tests.simulation.digests import run
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")

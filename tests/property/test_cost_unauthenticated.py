@@ -24,13 +24,13 @@ import pytest
 from kproxy.broker.replication.authentication import AuthenticationFailed, ListenerHandshake, Secret
 from kproxy.config.tls import ListenerTls
 from kproxy.observe import http_page
-from kproxy.observe.admin import AdminPage, Pages
 from kproxy.observe.exposition import render
 from kproxy.observe.http_page import Readiness
+from kproxy.observe.page import AdminPage, Pages
 from kproxy.observe.page_guard import PageGuard
-from kproxy.security.entrance import MOST_HELLO_BYTES, load_for_entrance
 from kproxy.security.proxy_protocol import MAX_BYTES, SIGNATURE, ProxyHeader, ProxyHeaderError
 from kproxy.security.sasl import MOST_FRAME_BYTES, Pending, SaslExchange
+from kproxy.security.tls_acceptor import MOST_HELLO_BYTES, load_for_acceptor
 from kproxy_codec.api_keys import API_VERSIONS, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.framing import request_header
 from tests.support.clients.raw_client import raw_frame
@@ -162,7 +162,7 @@ def test_cost_grows_with_length_alone(taker: str) -> None:
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
     pair = Signer(tmp_path_factory.mktemp("signer") / "ca").issue("server", "localhost")
-    return load_for_entrance(ListenerTls(pair.cert, pair.key)).context
+    return load_for_acceptor(ListenerTls(pair.cert, pair.key)).context
 
 
 def test_hello_costs_with_its_length_alone(tls: ssl.SSLContext) -> None:

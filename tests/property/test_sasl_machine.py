@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scramp import ScramClient
 
 from kproxy.security.principals import Principal
-from kproxy.security.sasl import Answer, Failure, PassOn, Pending, SaslExchange, State
+from kproxy.security.sasl import Answer, Failure, ForwardToBroker, Pending, SaslExchange, State
 from kproxy_codec.api_keys import API_VERSIONS, METADATA
 from tests.support.clients.raw_client import control_frame, produce_frame, raw_frame
 from tests.support.rules import examples
@@ -33,7 +33,7 @@ _FRAMES = st.one_of(
 )
 
 
-def step(exchange: SaslExchange, frame: bytes) -> Answer | Failure | PassOn:
+def step(exchange: SaslExchange, frame: bytes) -> Answer | Failure | ForwardToBroker:
     outcome = exchange.receive(memoryview(bytearray(frame)))
     return exchange.resume(outcome.step()) if isinstance(outcome, Pending) else outcome
 
@@ -50,7 +50,7 @@ def test_client_without_proof_is_not_authenticated(frames: list[bytes]) -> None:
         if was is State.FAILED:
             assert isinstance(outcome, Failure)
             assert outcome.frame == b""
-        if isinstance(outcome, PassOn):
+        if isinstance(outcome, ForwardToBroker):
             assert was is State.HANDSHAKE
         assert isinstance(outcome, Failure) == (exchange.state is State.FAILED)
 

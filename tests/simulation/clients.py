@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Final
 
 from kproxy.proxy.client_session import ClientSession
-from kproxy.proxy.requests import READ_GRACE_S
+from kproxy.proxy.partitioned_requests import READ_GRACE_S
 from tests.simulation import wire
 from tests.simulation.dice import What
 from tests.simulation.network import SimulatedTransport

@@ -483,7 +483,7 @@ class Cluster:
     def _append(self, connection: BrokerConnection, partition: Partition, batch: Batch, acks: int) -> tuple[int, int]:
         """Append one partition's batch or refuse it: the code and the base offset of its entry."""
         node_id = connection.broker.node_id
-        may_be_late = acks == -1 and not self.setting.conduct.refuses_before_append
+        may_be_late = acks == -1 and not self.setting.semantics.refuses_before_append
         if partition.serving != node_id and not self._takes_over(node_id, partition):
             self.happened["not the owner"] += 1
             is_deposed = not partition.serving and partition.latest == node_id
@@ -504,7 +504,7 @@ class Cluster:
 
     def _takes_over(self, node_id: int, partition: Partition) -> bool:
         """A broker takes an unowned partition that is offered to it, if brokers do so in this world."""
-        if partition.owner != NO_OWNER or not self.setting.conduct.refuses_before_append:
+        if partition.owner != NO_OWNER or not self.setting.semantics.refuses_before_append:
             return False
         if not self.setting.knows_again:
             return False

@@ -11,8 +11,8 @@ import asyncio
 from collections import Counter
 from typing import Final
 
+from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.service import OwnService
-from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.config import Limits
 from kproxy.proxy.claims import attach
 from kproxy.proxy.context import OwnershipSource, ProxyContext
@@ -79,7 +79,7 @@ class SimulatedProxy:
             TimeRandom(dice, clock),
             dialler=Dialler(clock),
             counters=counters,
-            conduct=setting.conduct,
+            semantics=setting.semantics,
             confirm_acks0=setting.confirm_acks0,
             own=self.own,
             trail=self.trail,
@@ -100,7 +100,7 @@ class SimulatedProxy:
             ttl_s=claims.ttl_s,
             writer_groups=groups,
             timeout_s=limits.own_timeout_s,
-            unsettled=UnsettledWrites(groups, self._loop.time, unsettled_s=limits.own_unsettled_s),
+            unsettled=InflightWrites(groups, self._loop.time, unsettled_s=limits.own_unsettled_s),
             counters=counters,
             clock=lambda: self._loop.now + self._suspended_s,
             wall_clock=lambda: self._wall_ms() / 1000,

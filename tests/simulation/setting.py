@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
-from kproxy.routing.retry import KAFKA, LEASED, Conduct
+from kproxy.routing.retry import KAFKA, LEASED, BrokerSemantics
 
 KINDS: Final = ("plain", "idempotent", "transactional", "silent")
 # The writer group of the gated topic.
@@ -103,7 +103,7 @@ class Setting:
     """
 
     seed: int
-    conduct: Conduct
+    semantics: BrokerSemantics
     knows_again: bool
     confirm_acks0: bool
     brokers: int
@@ -149,7 +149,7 @@ def _draw(seed: int, *, forgets: bool) -> Setting:
     late_ids = {topic: random.random() * trouble_s for topic in range(len(topics)) if random.random() < 0.1}
     return Setting(
         seed=seed,
-        conduct=random.choice((LEASED, LEASED, KAFKA)),
+        semantics=random.choice((LEASED, LEASED, KAFKA)),
         knows_again=knows_again,
         confirm_acks0=random.random() < 0.25,
         brokers=brokers,
@@ -206,7 +206,7 @@ def _with_claims(setting: Setting, random: Random) -> Setting:
             topic=f"topic-{len(setting.topics)}",
             proxies=proxies,
             # Apache Kafka's brokers keep no fences.
-            fenced=setting.conduct is LEASED and random.random() < 0.4,
+            fenced=setting.semantics is LEASED and random.random() < 0.4,
             ttl_s=ttl_s,
             etcd_way_s=etcd_way_s,
             lapses=random.choice((0.0, 0.05, 0.2)),
@@ -233,7 +233,7 @@ def _with_slow_rereads(setting: Setting, random: Random) -> Setting:
     ]
     return replace(
         setting,
-        conduct=KAFKA,
+        semantics=KAFKA,
         knows_again=True,
         trouble_s=CLAIMS_S,
         fates=0.0,

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import pytest
 
-from kproxy.claims.unsettled import Hold, UnsettledWrites
+from kproxy.claims.inflight_writes import Hold, InflightWrites
 from kproxy.proxy.claims import ClientClaims, FenceBinder, refused_writes
 from kproxy.proxy.fanout import _CARRY_OUT
 from kproxy.routing import lanes, merge, retry
@@ -25,7 +25,7 @@ from kproxy.routing.fanout import Fanout
 from kproxy.routing.lanes import Lanes
 from kproxy.routing.merge import Exchange
 from kproxy.routing.refused import Refused
-from kproxy.routing.retry import CONNECTION_LOST, UNREADABLE, Bound, Row
+from kproxy.routing.retry import CONNECTION_LOST, UNREADABLE, RetryLimit, RetryRule
 from kproxy.routing.routes import Routes
 from kproxy_codec import error_codes as codes
 from tests.simulation.setting import draw
@@ -76,7 +76,9 @@ def _in_module(module: object, name: str, new: object) -> Callable[[Patch], None
 _TABLES: Final = (retry.PRODUCE, retry.PRODUCE_UNCLEAR, retry.PRODUCE_REFUSED)
 
 
-def _rows(events: Iterable[int], row: Row, tables: Iterable[dict[int, Row]] = _TABLES) -> Callable[[Patch], None]:
+def _rows(
+    events: Iterable[int], row: RetryRule, tables: Iterable[dict[int, RetryRule]] = _TABLES
+) -> Callable[[Patch], None]:
     def off(patch: Patch) -> None:
         for table in tables:
             for event in events:
@@ -127,7 +129,7 @@ def _have_lapsed_at_a_write(self: ClientClaims) -> bool:
     return sys._getframe(1).f_code.co_name != "before_open" and _have_lapsed(self)
 
 
-def _hold_in_vain(self: UnsettledWrites, topic: str, partition_index: int) -> Hold:
+def _hold_in_vain(self: InflightWrites, topic: str, partition_index: int) -> Hold:
     return Hold((topic, partition_index), 0.0)
 
 
@@ -247,17 +249,17 @@ SWITCHES: Final = (
     Switch(
         "what may have been appended is sent again, recognisable or not",
         "retry: ambiguous rows",
-        _rows((CONNECTION_LOST, UNREADABLE), Row(Bound.TIME, codes.REQUEST_TIMED_OUT)),
+        _rows((CONNECTION_LOST, UNREADABLE), RetryRule(RetryLimit.TIME, codes.REQUEST_TIMED_OUT)),
     ),
     Switch(
         "what too few replicas have is sent again, recognisable or not",
         "retry: 20 comes after the append",
-        _rows((codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND,), Row(Bound.TIME, codes.REQUEST_TIMED_OUT)),
+        _rows((codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND,), RetryRule(RetryLimit.TIME, codes.REQUEST_TIMED_OUT)),
     ),
     Switch(
         "a deposed leader's refusal after its append is sent again",
         "retry, PRODUCE_UNCLEAR: acks=all before brokers that may have appended when they say these",
-        _rows((codes.NOT_LEADER_OR_FOLLOWER,), Row(Bound.ATTEMPTS, None), (retry.PRODUCE_UNCLEAR,)),
+        _rows((codes.NOT_LEADER_OR_FOLLOWER,), RetryRule(RetryLimit.ATTEMPTS, None), (retry.PRODUCE_UNCLEAR,)),
     ),
     Switch(
         "no code says that the batch comes again",
@@ -378,17 +380,17 @@ SWITCHES: Final = (
         _code(refused_writes, _no_codes),
         claims=True,
     ),
-    # kproxy.claims.unsettled
+    # kproxy.claims.inflight_writes
     Switch(
         "what is held is settled",
         "unsettled, settled -> held: the connection of a writer ends with something unanswered",
-        _method(UnsettledWrites, "begin", _hold_in_vain),
+        _method(InflightWrites, "begin", _hold_in_vain),
         claims=True,
     ),
     Switch(
         "claims are given on whatever is unsettled",
         "claims/acquire 3: a claim is granted when nothing of its earlier writers is under way",
-        _method(UnsettledWrites, "blocks", _no),
+        _method(InflightWrites, "blocks", _no),
         claims=True,
     ),
 )

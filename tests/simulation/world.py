@@ -114,7 +114,7 @@ class World:
         self.faults_amid = 0
         claims = setting.claims
         # A partition of a Kafka cluster without a leader must not be taken by a broker.
-        offers_unowned = setting.conduct.refuses_before_append
+        offers_unowned = setting.semantics.refuses_before_append
         topologies = [Topology(offers_unowned=offers_unowned) for _ in range(claims.proxies if claims else 1)]
         self.cluster = Cluster(self.loop, self.dice, setting, topologies, self.fault, self.found)
         etcd = WorldEtcd(self.loop)
@@ -216,8 +216,8 @@ class World:
             budget = context.budget
             if (budget.held, budget.arriving, len(budget.waiting)) != (0, 0, 0) or budget.passing is not None:
                 self.found.append(f"the budget is not given back: {budget.held} held, {budget.arriving} arriving")
-            if context.answer_room.held:
-                self.found.append(f"{context.answer_room.held} bytes of answers are still held")
+            if context.answer_memory.held:
+                self.found.append(f"{context.answer_memory.held} bytes of answers are still held")
         self.found += [f"a task does not end: {task}" for task in self.loop.open_tasks]
         self.found += [f"escaped into the event loop: {_told(error)}" for error in self.loop.errors]
         self.found += [f"an error was logged: {error}" for error in _Logger.errors]
@@ -230,7 +230,7 @@ class World:
         self.loop.call_later(TICK_S, self._tick)
         for proxy in self.proxies:
             proxy.context.versions.look()
-            proxy.context.answer_room.wake()
+            proxy.context.answer_memory.wake()
         self.etcd.expire_leases()
         for session in list(self._sessions):
             session.expire(now)

@@ -18,7 +18,7 @@ Invariants
    side says. No registration is read for that decision (`speaks_tls`).
 2. A dial by TLS that fails is never repeated in plain text.
 3. Both certificates are signed by an authority of `--replication-tls-ca`. The fetcher's leader has the name that it
-   advertises; the listener's follower has the name that the broker of its proved id advertises (`stranger`).
+   advertises; the listener's follower has the name that the broker of its proved id advertises (`identity_error`).
 4. TLS replaces nothing of the authentication inside it (kproxy.broker.replication.authentication).
 """
 
@@ -33,8 +33,8 @@ from kproxy.broker.cluster import LiveBroker
 from kproxy.broker.connection import ClientConnection
 from kproxy.config.certificates import is_among
 from kproxy.config.tls import LoadedReplication, ReplicationTls, load_replication_tls
-from kproxy.security.entrance import Entrance, EntranceContext, handshakes_of
 from kproxy.security.reloading import Reloading, Reloads
+from kproxy.security.tls_acceptor import EntranceContext, TlsAcceptor, handshakes_of
 from kproxy.security.tls_errors import DialWords, ListenerWords, broker_failure
 from kproxy_codec.foreign import foreign_protocol
 
@@ -69,7 +69,7 @@ def speaks_tls(ours: str, leaders: str) -> bool:
     return ours == REQUIRED or bool(ours and leaders)
 
 
-def stranger(names: tuple[str, ...], node_id: int, live: LiveBroker | None) -> str:
+def identity_error(names: tuple[str, ...], node_id: int, live: LiveBroker | None) -> str:
     """The reason why a certificate with these names is not that of broker `node_id`, empty if it is.
 
     `live` is that broker according to etcd.
@@ -138,12 +138,12 @@ class Encryption:
         tls = self._tls if speaks_tls(self.mode, leader.replication_tls) else None
         return TowardsLeader(None if tls is None else tls.current.dial, leader.host, leader.replication_tls)
 
-    def entrance(self, session: Callable[[], ClientConnection]) -> Entrance[ClientConnection] | None:
+    def acceptor(self, session: Callable[[], ClientConnection]) -> TlsAcceptor[ClientConnection] | None:
         """The way into the replication listener; None if it speaks plain text alone."""
         tls = self._tls
         if tls is None:
             return None
-        return Entrance(
+        return TlsAcceptor(
             "replication",
             lambda: tls.current.listener,
             admits_plain_text=self.mode != REQUIRED,

@@ -1,6 +1,6 @@
 """The replication listener, for the followers on other brokers.
 
-States of a connection, with TLS once its handshake is finished (kproxy.security.entrance)
+States of a connection, with TLS once its handshake is finished (kproxy.security.tls_acceptor)
   new             ApiVersions and SaslHandshake are answered
   handshaking     the mechanism is agreed on: SaslAuthenticate is answered
   authenticated   the other side has proved to be one of the cluster's brokers: Fetch is answered
@@ -36,7 +36,7 @@ from kproxy.broker.apis.registry import API_VERSIONS_MAX, answer_api_versions
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
-from kproxy.broker.replication.encryption import NO_ENCRYPTION, Encryption, stranger, without_tls
+from kproxy.broker.replication.encryption import NO_ENCRYPTION, Encryption, identity_error, without_tls
 from kproxy.broker.replication.isr_keeper import FollowerPresence
 from kproxy.broker.replication.open_fetches import OpenFetches
 from kproxy.config.certificates import names_of
@@ -82,7 +82,7 @@ class ReplicationListener:
         """
         self.clock = clock
         self._secret = secret
-        self._entrance = encryption.entrance(self._connection)
+        self._acceptor = encryption.acceptor(self._connection)
         self._presence = presence
         self._arena = arena
         self._server: asyncio.Server | None = None
@@ -105,8 +105,8 @@ class ReplicationListener:
         if self._server is None:
             raise RuntimeError("the replication listener is started before it is bound")
         self._broker = broker
-        if self._entrance is not None:
-            self._entrance.open(self._server)
+        if self._acceptor is not None:
+            self._acceptor.open(self._server)
         else:
             await self._server.start_serving()
 
@@ -114,8 +114,8 @@ class ReplicationListener:
         """Stop accepting, close every connection, and wait for the requests being served."""
         if self._server is not None:
             self._server.close()
-        if self._entrance is not None:
-            await self._entrance.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
         self._presence.close()
         connections = [each.connection for each in (*self._unauthenticated, *self._authenticated.values())]
         working = [each.task for each in connections if each.task is not None]
@@ -255,7 +255,7 @@ class _Session:
                     _authentication_failed(request),
                 )
             certificate = self.connection.certificate
-            reason = "" if certificate is None else stranger(names_of(certificate), follower.node_id, live)
+            reason = "" if certificate is None else identity_error(names_of(certificate), follower.node_id, live)
             if reason:
                 # The other side has proved that it knows the secret, so it may know this as well.
                 raise CloseConnection(reason, _authentication_failed(request, reason))

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
+from kproxy.pipeline.audit.intervals import BUCKET, log_id
 from kproxy.pipeline.audit.schemas import LOST, OVERLAP
-from kproxy.pipeline.audit.spans import BUCKET, log_id
 
 # Stores a named table, and returns it so that it can be read several times without being computed again.
 Land = Callable[[str, DataFrame], DataFrame]

@@ -7,6 +7,7 @@ from functools import reduce
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
+from kproxy.pipeline.audit.intervals import BUCKET, PARTITION, in_buckets, log_id
 from kproxy.pipeline.audit.schemas import (
     CORRUPT,
     DELETED,
@@ -17,7 +18,6 @@ from kproxy.pipeline.audit.schemas import (
     OVERLAP,
     UNCHECKED,
 )
-from kproxy.pipeline.audit.spans import BUCKET, PARTITION, in_buckets, log_id
 
 # A producer's sequence numbers repeat after this many records; batches further apart are not duplicates.
 _LAP = (1 << 31) - 1

@@ -11,7 +11,7 @@ from typing import Final
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.pipeline.audit.spans import PARTITION, in_buckets, window_ms
+from kproxy.pipeline.audit.intervals import PARTITION, in_buckets, window_ms
 
 _OWNERSHIP: Final = (*PARTITION, "owner", "revision")
 _WINDOW: Final = (*PARTITION, "window_ms")

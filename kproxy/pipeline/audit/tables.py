@@ -18,6 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit import coverage, findings, measures, proof
 from kproxy.pipeline.audit.coverage import Land
+from kproxy.pipeline.audit.intervals import BUCKET_BITS, PARTITION, claims, held, log_id
 from kproxy.pipeline.audit.schemas import (
     DELETED,
     FINDINGS_SCHEMA,
@@ -29,7 +30,6 @@ from kproxy.pipeline.audit.schemas import (
     THROUGHPUT_SCHEMA,
     WINDOWS_SCHEMA,
 )
-from kproxy.pipeline.audit.spans import BUCKET_BITS, PARTITION, claims, held, log_id
 from kproxy.pipeline.audit.trail import SHIPPING_MS
 from kproxy.pipeline.spark import as_spark_failure
 

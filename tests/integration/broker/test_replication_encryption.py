@@ -149,13 +149,13 @@ async def test_required_follower_never_sends_plain_text(site: Site, tmp_path: Pa
     """Whoever writes the leader's key, or stands at its address, gets the first message of TLS and nothing else."""
     first_bytes: list[bytes] = []
 
-    async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def identity_error(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first_bytes.append(await reader.read(1 << 16))
         # An answer of Kafka's protocol, in case that somebody would go on with that.
         writer.write(bytes(100))
         writer.close()
 
-    server = await asyncio.start_server(stranger, HOST, 0)
+    server = await asyncio.start_server(identity_error, HOST, 0)
     async with server:
         follower = FollowerSide(tmp_path, encryption=site.encryption("required"))
         async with fetching(follower):

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.service import OwnService
-from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient
 from kproxy.proxy.claims import attach
 from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
@@ -64,7 +64,7 @@ class Site:
                 ttl_s=60,
                 writer_groups={"t": GROUP},
                 timeout_s=OWN_TIMEOUT_S,
-                unsettled=UnsettledWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=UNSETTLED_S),
+                unsettled=InflightWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=UNSETTLED_S),
                 counters=Counter(),
             )
             await self._stack.enter_async_context(running(own.run()))

@@ -11,8 +11,8 @@ from unittest import mock
 
 from kproxy.claims import acquire, service
 from kproxy.claims.connection import ClaimingConnection
+from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.service import OwnService
-from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE, THROTTLING_QUOTA_EXCEEDED
@@ -27,7 +27,7 @@ MOST = 5
 async def claims(etcd: EmbeddedEtcd, prefix: str) -> AsyncIterator[OwnService]:
     client = EtcdClient([etcd.endpoint])
     await client.connect()
-    unsettled = UnsettledWrites({}, time.monotonic, unsettled_s=1.0)
+    unsettled = InflightWrites({}, time.monotonic, unsettled_s=1.0)
     own = OwnService(
         client,
         prefix,

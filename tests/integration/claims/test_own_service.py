@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest_asyncio
 
+from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.keys import ClaimValue, OwnKeys, encode_value
 from kproxy.claims.release import Release
 from kproxy.claims.service import OwnService
-from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, put_op
 from kproxy.etcd.mirror import CHUNK_EVENTS
@@ -65,7 +65,7 @@ class Site:
             ttl_s=TTL_S,
             writer_groups={"t": GROUP},
             timeout_s=TTL_S,
-            unsettled=UnsettledWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=60.0),
+            unsettled=InflightWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=60.0),
             counters=Counter(),
         )
         own.brokers.attach(FencedBrokers())

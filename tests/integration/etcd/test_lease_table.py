@@ -35,7 +35,7 @@ from kproxy.observe.table import TablePage
 from kproxy.ownership.lease_keys import MAX_TOPIC_VALUE_BYTES
 from kproxy.ownership.leases import REREAD_KEYS, LeaseTable
 from kproxy.routing.topology import NO_OWNER, Address, Topology
-from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.broker_auth import BrokerAuth
 from tests.support.etcd.embedded import Relay, compact, kill, own_etcd, put_many, running
 from tests.support.etcd.leases import lease_key, owners
 from tests.support.waiting import PATIENCE_S, eventually
@@ -215,7 +215,7 @@ async def test_hints_end_when_etcd_returns(tmp_path: Path) -> None:
         await client.put("/k/brokers/9", json.dumps(address).encode())
         late_s = 0.0
         topology = Topology()
-        table = LeaseTable(client, "/k", topology, clock=lambda: time.monotonic() + late_s, access=BrokerAccess())
+        table = LeaseTable(client, "/k", topology, clock=lambda: time.monotonic() + late_s, access=BrokerAuth())
         async with running(table.run()):
             await table.wait_synced()
             await table.refresh(b"t", 0, topology.revision)

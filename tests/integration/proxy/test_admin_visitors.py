@@ -15,7 +15,7 @@ from aiohttp import web
 from kproxy.config.tls import ListenerTls
 from kproxy.observe import http_page
 from kproxy.observe.http_page import HttpPage, Readiness
-from kproxy.security.entrance import load_for_entrance
+from kproxy.security.tls_acceptor import load_for_acceptor
 from tests.support.security.tls_files import Pair, Signer, client_context
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -67,7 +67,7 @@ class Site:
 
 @pytest.fixture(params=[False, True], ids=["plain", "tls"])
 async def site(request: pytest.FixtureRequest, signer: Signer, pair: Pair) -> AsyncIterator[Site]:
-    loaded = load_for_entrance(ListenerTls(Path(pair.cert), Path(pair.key)))
+    loaded = load_for_acceptor(ListenerTls(Path(pair.cert), Path(pair.key)))
     counters = Counter[str]()
 
     async def echo(asked: web.Request) -> web.Response:

@@ -36,7 +36,7 @@ from tests.support.waiting import eventually
 
 T0 = ("t", 0)
 # What decides who may do what, and how much; and what a request passes beside that.
-SECURITY = ("/security/", "/proxy/access.py", "/proxy/admission.py", "/proxy/metering.py", "/proxy/screening.py")
+SECURITY = ("/security/", "/proxy/access.py", "/proxy/admission.py", "/proxy/metering.py", "/proxy/acl_filter.py")
 PASSED = ("/proxy/client_session.py", "/proxy/context.py", "/proxy/fanout.py", "/routing/fanout.py", "/proxy/run.py")
 
 

@@ -28,9 +28,9 @@ from kproxy.proxy import server
 from kproxy.proxy.access import AccessControl
 from kproxy.routing.topology import Address
 from kproxy.security.acls import Rules, acls_of
-from kproxy.security.entrance import load_for_entrance
 from kproxy.security.mechanisms import servers
 from kproxy.security.quotas import Quotas
+from kproxy.security.tls_acceptor import load_for_acceptor
 from kproxy_codec.api_keys import API_VERSIONS, METADATA, PRODUCE
 from tests.support.brokers.scripted_upstream import HOST, Asked, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, control_frame, fetch_frame, produce_frame
@@ -223,7 +223,7 @@ async def test_sessions_end_at_any_moment_of_anything(
     if with_tls:
         signer = Signer(tmp_path / "ca")
         pair = signer.issue("server", "localhost")
-        tls = load_for_entrance(ListenerTls(Path(pair.cert), Path(pair.key)))
+        tls = load_for_acceptor(ListenerTls(Path(pair.cert), Path(pair.key)))
         context = client_context(signer.ca)
     known = sasl.users()
     offered = servers(("PLAIN", "SCRAM-SHA-256"), lambda: known, lambda: None)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from kproxy.proxy import server
-from kproxy.proxy.answer_room import AnswerBuffer, AnswerRoom, Share
+from kproxy.proxy.answer_memory import AnswerBuffer, AnswerMemory, ClientMemory
 from kproxy.proxy.memory_budget import USUAL, Budget
 from kproxy.routing import in_flight
 from kproxy_codec.api_keys import FETCH
@@ -320,8 +320,8 @@ class Waits:
 @both_loops
 async def test_memory_freed_on_another_thread_is_reused() -> None:
     """Python's cycle collector runs on whichever thread makes an object, that of a timer or of a name's lookup."""
-    room = AnswerRoom(Budget(4 * MIB), time.monotonic)
-    first, second = (Share(room, None) for _ in range(2))
+    room = AnswerMemory(Budget(4 * MIB), time.monotonic)
+    first, second = (ClientMemory(room, None) for _ in range(2))
     held, waiter = [room.take(Waits(), first, 3 * MIB)], Waits()
     assert room.take(waiter, second, 3 * MIB) is None
     await asyncio.sleep(0.01)

@@ -66,10 +66,10 @@ def explain(error: BaseException, producers: list[Producer], cluster: ModelClust
 async def produce_in_trouble(seed: int) -> None:
     random = Random(seed)
     partitions = [(topic, index) for topic in ("t", "u") for index in range(3)][: random.randint(1, 6)]
-    conduct = random.choice((LEASED, KAFKA))
-    cluster = ModelCluster(partitions, seed, conduct=conduct, trouble=random.choice((0.0, 0.02, 0.1, 0.3)))
+    semantics = random.choice((LEASED, KAFKA))
+    cluster = ModelCluster(partitions, seed, semantics=semantics, trouble=random.choice((0.0, 0.02, 0.1, 0.3)))
     async with running_proxy(*cluster.brokers) as proxy:
-        proxy.context.conduct = conduct
+        proxy.context.semantics = semantics
         for (topic, index), owner in cluster.owners.items():
             proxy.own(owner, topic, [index])
         producers = some_producers(random, partitions, proxy)

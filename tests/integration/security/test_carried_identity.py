@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kproxy.security import broker_access
+from kproxy.security import broker_auth
 from kproxy.security.mechanisms import servers
 from kproxy.security.sasl_client import Credential
 from kproxy_codec.api_keys import METADATA, PRODUCE, SASL_AUTHENTICATE, SASL_HANDSHAKE
@@ -61,7 +61,7 @@ async def produced(client: RawClient, n: int = 0, partitions: tuple[int, ...] = 
 
 
 def judge_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_access, "JUDGE_S", 1.5)
+    monkeypatch.setattr(broker_auth, "JUDGE_S", 1.5)
 
 
 @both_loops
@@ -322,7 +322,7 @@ async def test_broker_without_verdict_affects_no_other_client(
 
 async def test_returned_broker_serves_all_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dials to a broker that was down go out one at a time, until it is known to be there."""
-    monkeypatch.setattr(broker_access, "JUDGE_S", 60.0)
+    monkeypatch.setattr(broker_auth, "JUDGE_S", 60.0)
     back, other = JudgingBroker(1), JudgingBroker(2)
     held: list[Asked] = []
 

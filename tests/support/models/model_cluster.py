@@ -18,7 +18,7 @@ from collections import Counter, deque
 from enum import Enum
 from random import Random
 
-from kproxy.routing.retry import Conduct
+from kproxy.routing.retry import BrokerSemantics
 from kproxy_codec.record_batch import parse_header
 from tests.support.brokers.scripted_upstream import Asked, Partition, ScriptedUpstream, UpstreamConnection
 from tests.support.processes.running_proxy import RunningProxy
@@ -67,9 +67,9 @@ FAULTS = [fate for fate in Fate if fate is not Fate.SERVED]
 class ModelCluster:
     """`trouble` in [0, 1] is the share of requests with a fault; `seed` decides which."""
 
-    def __init__(self, partitions: list[Partition], seed: int, *, conduct: Conduct, trouble: float) -> None:
+    def __init__(self, partitions: list[Partition], seed: int, *, semantics: BrokerSemantics, trouble: float) -> None:
         self.random = Random(seed)
-        self.conduct = conduct
+        self.semantics = semantics
         self.trouble = trouble
         self.brokers = [ScriptedUpstream(node_id, self._enqueue) for node_id in (1, 2, 3)]
         self.logs: dict[Partition, list[bytes]] = {partition: [] for partition in partitions}
@@ -214,7 +214,7 @@ class ModelCluster:
         return self.random.choice(REFUSED_FOR_GOOD), False
 
     def _may_refuse_late(self, asked: Asked) -> bool:
-        return not self.conduct.refuses_before_append and asked.fields["acks"] == -1
+        return not self.semantics.refuses_before_append and asked.fields["acks"] == -1
 
     def _append_batch(self, partition: Partition, records: bytes) -> dict[str, int]:
         log = self.logs[partition]

@@ -31,7 +31,7 @@ from kproxy.routing.actions import Action, Loss
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.in_flight import ConnectionState, Piece
 from kproxy.routing.merge import Exchange
-from kproxy.routing.retry import LEASED, Conduct
+from kproxy.routing.retry import LEASED, BrokerSemantics
 from kproxy.routing.split import Entry, split_whole
 from kproxy.routing.topology import NO_OWNER, Address
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
@@ -72,7 +72,7 @@ class Playbook:
     def __init__(
         self,
         owners: Mapping[str, Sequence[int | None]] | None = None,
-        conduct: Conduct = LEASED,
+        semantics: BrokerSemantics = LEASED,
         *,
         knows_batches_again: bool = True,
         gated: Collection[str] = (),
@@ -83,7 +83,7 @@ class Playbook:
         jitter: float = 0.0,
     ) -> None:
         self.topology = topology_of(owners or {"t": [1, 2, 3]}, offers_unowned=offers_unowned)
-        self.view = View(self.topology, conduct)
+        self.view = View(self.topology, semantics)
         self.view.knows_batches_again = knows_batches_again
         self.view.gated = frozenset(topic.encode() for topic in gated)
         self.view.fenced = fenced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from kproxy.routing.retry import Conduct
+from kproxy.routing.retry import BrokerSemantics
 from kproxy.routing.topology import Address, Topology
 
 BROKERS = (1, 2, 3, 4)
@@ -15,9 +15,9 @@ class View:
 
     max_nameless = 100
 
-    def __init__(self, topology: Topology, conduct: Conduct) -> None:
+    def __init__(self, topology: Topology, semantics: BrokerSemantics) -> None:
         self.topology = topology
-        self.conduct = conduct
+        self.semantics = semantics
         self.knows_batches_again = True
         self.gated: Collection[bytes] = ()
         self.fenced = False

@@ -42,7 +42,7 @@ class Hosted:
     partition_index: int = 0
     is_at_rest: bool = False
 
-    def rest(self) -> None:
+    def note_at_rest(self) -> None:
         self.is_at_rest = True
 
     def log_shortened(self) -> None:

@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from kproxy.broker import admin
-from kproxy.broker.admin import BrokerPages, BrokerStatus
+from kproxy.broker import page as broker_page
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.disk import FLUSH_BOUNDS_S, FLUSHES, FlushTimes
 from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
+from kproxy.broker.page import BrokerPages, BrokerStatus
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.etcd.lease import LeaseFence
 from tests.support.brokers.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, on_disk
@@ -225,7 +225,7 @@ async def test_failed_flushes_are_timed_too(tmp_path: Path, group: Group, page: 
 async def test_partition_series_are_bounded_and_totals_complete(
     group: Group, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admin, "MAX_PARTITION_SERIES", 2)
+    monkeypatch.setattr(broker_page, "MAX_PARTITION_SERIES", 2)
     others = []
     for index in range(1, 5):
         settings = ReplicaSettings(1, group.clock)

@@ -12,7 +12,7 @@ from kproxy.claims.admin import ClaimsAdmin, claims_page, whole_page
 from kproxy.claims.keys import ClaimValue, MemberValue, OwnKeys, encode_value
 from kproxy.claims.table import OwnTable
 from kproxy.etcd import EtcdClient, KeyValue, Snapshot
-from kproxy.observe.admin import Unanswered
+from kproxy.observe.page import Unanswered
 from kproxy.observe.table import (
     MAX_CLAIM_ROWS,
     MAX_CLIENT_TEXT,

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.service import OwnService
-from kproxy.claims.unsettled import UnsettledWrites
 from kproxy.etcd import EtcdClient
 from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST
 from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
@@ -40,7 +40,7 @@ async def test_wholly_refused_claim_is_counted_per_resource(
             ttl_s=10,
             writer_groups={},
             timeout_s=0.01,
-            unsettled=UnsettledWrites({}, time.monotonic, unsettled_s=60),
+            unsettled=InflightWrites({}, time.monotonic, unsettled_s=60),
             counters=counters,
         )
         connection = own.connection("client", lambda reason: None)

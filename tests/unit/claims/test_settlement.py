@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kproxy.claims.unsettled import ALL, EVERYTHING, MAX_PARTITIONS, LastWrites, Place, UnsettledWrites, covers
+from kproxy.claims.inflight_writes import ALL, EVERYTHING, MAX_PARTITIONS, InflightWrites, LastWrites, Place, covers
 from kproxy_codec.own import WHOLE_GROUP
 
 PATIENCE_S = 60.0
@@ -19,7 +19,7 @@ class Situation:
 
     def __init__(self) -> None:
         self.now = 1_000.0
-        self.unsettled = UnsettledWrites({"t": "writers", "u": "others"}, lambda: self.now, unsettled_s=PATIENCE_S)
+        self.unsettled = InflightWrites({"t": "writers", "u": "others"}, lambda: self.now, unsettled_s=PATIENCE_S)
         self.told: list[list[Place]] = []
         self.unsettled.on_change = lambda: self.told.append(self.unsettled.places())
 
@@ -34,38 +34,38 @@ def situation() -> Situation:
     return Situation()
 
 
-def lose(unsettled: UnsettledWrites) -> None:
+def lose(unsettled: InflightWrites) -> None:
     unsettled.note_written_lost(*A)
 
 
-def begin(unsettled: UnsettledWrites) -> None:
+def begin(unsettled: InflightWrites) -> None:
     unsettled.begin(*A)
 
 
-def die(unsettled: UnsettledWrites) -> None:
+def die(unsettled: InflightWrites) -> None:
     unsettled.note_member_gone("m", [("writers", "t/0")])
 
 
-def die_before_saying_so(unsettled: UnsettledWrites) -> None:
+def die_before_saying_so(unsettled: InflightWrites) -> None:
     unsettled.note_member("m", 7, [A])
     unsettled.note_member_gone("m", [])
 
 
-def die_before_seeing_it(unsettled: UnsettledWrites) -> None:
+def die_before_seeing_it(unsettled: InflightWrites) -> None:
     unsettled.note_member("m", 7, [])
     unsettled.note_taken("m", "writers", "t/0", 8)
     unsettled.note_member("m", 7, [])
     unsettled.note_member_gone("m", [])
 
 
-def restore(unsettled: UnsettledWrites) -> None:
+def restore(unsettled: InflightWrites) -> None:
     unsettled.note_member("m", 7, [A])
     unsettled.note_restored()
 
 
 @pytest.mark.parametrize("event", [lose, begin, die, die_before_saying_so, die_before_seeing_it, restore])
 def test_partition_is_unsettled_only_for_its_time(
-    situation: Situation, event: Callable[[UnsettledWrites], None]
+    situation: Situation, event: Callable[[InflightWrites], None]
 ) -> None:
     event(situation.unsettled)
     assert situation.unsettled.places() == [A]
@@ -196,7 +196,7 @@ def test_claim_covers_partitions_only_its_group_writes(
 def test_writes_beyond_the_bound_unsettle_more(situation: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
     unsettled, most = situation.unsettled, 100
     # Each change is told with all places: with the bound of the product that takes half a minute.
-    monkeypatch.setattr("kproxy.claims.unsettled.MAX_PARTITIONS", most)
+    monkeypatch.setattr("kproxy.claims.inflight_writes.MAX_PARTITIONS", most)
     places = [(f"topic-{number}", index) for number in range(2 * most) for index in (0, 1)]
     holds = [unsettled.begin(*place) for place in places]
     listed = unsettled.places()
@@ -227,7 +227,7 @@ def test_many_resources_taken_from_member_are_remembered(situation: Situation) -
 
 
 async def test_end_of_connection_waits_for_last_write() -> None:
-    last_writes = LastWrites(UnsettledWrites({"t": "g"}, lambda: 0.0, unsettled_s=10.0))
+    last_writes = LastWrites(InflightWrites({"t": "g"}, lambda: 0.0, unsettled_s=10.0))
     last_writes.hold(1, [(b"t", 0)])
     last_writes.let_go(1)
     last_writes.hold(2, [(b"t", 0)])
@@ -240,7 +240,7 @@ async def test_end_of_connection_waits_for_last_write() -> None:
 
 
 async def test_hurried_end_of_connection_waits_for_no_write() -> None:
-    last_writes = LastWrites(UnsettledWrites({"t": "g"}, lambda: 0.0, unsettled_s=10.0))
+    last_writes = LastWrites(InflightWrites({"t": "g"}, lambda: 0.0, unsettled_s=10.0))
     last_writes.hold(1, [(b"t", 0)])
     waiting = asyncio.create_task(last_writes.wait(60.0))
     await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from kproxy.ownership import broker_hints
 from kproxy.ownership.broker_hints import BURST, RATE_PER_S, BrokerHints
 from kproxy.ownership.lease_keys import Partition
 from kproxy.routing.topology import NO_OWNER, Address, Topology
-from kproxy.security.broker_access import BrokerAccess
+from kproxy.security.broker_auth import BrokerAuth
 from kproxy_codec.error_codes import LEADER_NOT_AVAILABLE
 from tests.unit.ownership.test_kafka_metadata import BROKERS, PORT, ScriptedBroker, partition, topic
 
@@ -35,7 +35,7 @@ async def hints_of(*brokers: ScriptedBroker) -> AsyncIterator[tuple[BrokerHints,
             topology.set_broker(number, Address("127.0.0.1", broker.port))
         for index in (0, 1):
             topology.set_owner(b"t", index, 1, 5)
-        yield BrokerHints(topology, BrokerAccess()), topology
+        yield BrokerHints(topology, BrokerAuth()), topology
 
 
 def leads(*leaders: int) -> ScriptedBroker:

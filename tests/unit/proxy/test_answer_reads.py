@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kproxy.plain import FrameReader
+from kproxy.proxy.answer_memory import LARGE_BYTES
 from kproxy.proxy.answer_reader import LEAST_READ_BYTES, AnswerReader
-from kproxy.proxy.answer_room import LARGE_BYTES
 from kproxy.runtime.tasks import TURN_S
 from kproxy_codec.primitives import INT32
 

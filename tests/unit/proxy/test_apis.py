@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.proxy.acl_filter import DECISIONS
 from kproxy.proxy.api_versions import BrokerApis, offer
 from kproxy.proxy.apis import APIS, KEY_TYPES, NOT_SERVED, SERVED, Handling, proxy_ranges
 from kproxy.proxy.client_session import _PARTITIONED
-from kproxy.proxy.screening import DECISIONS
 from kproxy_codec import api_keys as keys
 from kproxy_codec import cluster, coordination, fetch, list_offsets, produce
 from kproxy_codec.control import version_range

@@ -37,7 +37,7 @@ class Transport:
         self.written.append(b"".join(buffers))
 
 
-class Share:
+class ClientMemory:
     """What a paced outbox needs of one."""
 
     def leave_untaken(self, nbytes: int) -> None:
@@ -84,7 +84,9 @@ def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mod
 async def test_outbox_writes_beyond_flush_bytes_at_once(twin: ModuleType, paced: bool, size: int) -> None:
     loop, transport = asyncio.get_running_loop(), Transport()
     flushes = twin.flushes_of(loop)
-    outbox = twin.PacedOutbox(loop, transport, flushes, Share()) if paced else twin.Outbox(loop, transport, flushes)
+    outbox = (
+        twin.PacedOutbox(loop, transport, flushes, ClientMemory()) if paced else twin.Outbox(loop, transport, flushes)
+    )
     for put in range(1, 2 * FLUSH_BYTES // size + 3):
         outbox.put_one(bytes(size))
         written = sum(map(len, transport.written))

@@ -24,7 +24,6 @@ from kproxy.observe.tally import OTHER_TOPICS, Tally
 from kproxy.routing.topology import Topology
 from kproxy.security.quotas import DIGEST_BYTES, PARTS
 from kproxy.trail.shipper import ShipperVitals
-from kproxy.workers.admin import combine_readiness
 from kproxy.workers.channel import (
     Assignment,
     Channel,
@@ -36,6 +35,7 @@ from kproxy.workers.channel import (
     next_message,
     next_shares,
 )
+from kproxy.workers.pages import combine_readiness
 from kproxy.workers.shares import MOST_CHANGES
 
 

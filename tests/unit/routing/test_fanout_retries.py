@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from kproxy.routing import retry
-from kproxy.routing.retry import CONNECTION_LOST, KAFKA, LEASED, NOT_WRITTEN, UNREADABLE, Conduct
+from kproxy.routing.retry import CONNECTION_LOST, KAFKA, LEASED, NOT_WRITTEN, UNREADABLE, BrokerSemantics
 from tests.support.models.playbook import Playbook
 from tests.support.models.playbook_words import Producer
 from tests.support.wire.messages import frame_of
@@ -38,8 +38,8 @@ REFUSED = {
 UNKNOWN = dict.fromkeys((7, 13, 20, CONNECTION_LOST, UNREADABLE), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
 UNCLEAR = dict.fromkeys((3, 6, 56), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
 HANDED_ON = {code: Expected(1, code, NONE) for code in (-1, 2, 3, 10, 17, 29, 45, 46, 47, 56, 87, 999)}
-# Of brokers of this conduct, to requests with these acks, in answers with this base offset.
-TABLES: dict[str, tuple[Conduct, int, int, dict[int, Expected]]] = {
+# Of brokers of this semantics, to requests with these acks, in answers with this base offset.
+TABLES: dict[str, tuple[BrokerSemantics, int, int, dict[int, Expected]]] = {
     "leased, all": (LEASED, -1, 5, HANDED_ON | REFUSED | UNKNOWN),
     "leased, one": (LEASED, 1, -1, HANDED_ON | REFUSED | UNKNOWN),
     "kafka, one": (KAFKA, 1, 5, HANDED_ON | REFUSED | UNKNOWN),
@@ -52,7 +52,7 @@ TABLES: dict[str, tuple[Conduct, int, int, dict[int, Expected]]] = {
     ),
 }
 ROWS = [(table, event) for table, (_, _, _, rows) in TABLES.items() for event in rows]
-# Of reads, whatever the conduct: what the client gets in the end, after three attempts.
+# Of reads, whatever the semantics: what the client gets in the end, after three attempts.
 READS = {NOT_WRITTEN: 6, 6: 6, 5: 5, CONNECTION_LOST: 6, UNREADABLE: 6}
 DOUBTS_THE_OWNER = {NOT_WRITTEN, CONNECTION_LOST, UNREADABLE, 3, 5, 6, 9, 13, 56, 74, 75, 100}
 
@@ -62,7 +62,7 @@ def test_every_row_of_every_table_is_tested() -> None:
     found = {
         name: set(value)
         for name, value in vars(retry).items()
-        if isinstance(value, dict) and value and all(isinstance(row, retry.Row) for row in value.values())
+        if isinstance(value, dict) and value and all(isinstance(row, retry.RetryRule) for row in value.values())
     }
     assert found == {
         "PRODUCE": set(REFUSED | UNKNOWN),
@@ -102,8 +102,8 @@ def until_answered(play: Playbook, event: int, offset: int = -1) -> tuple[int, i
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("table", "event"), ROWS)
 def test_every_row_is_followed(table: str, event: int, kind: str) -> None:
-    conduct, acks, offset, rows = TABLES[table]
-    play = Playbook(conduct=conduct)
+    semantics, acks, offset, rows = TABLES[table]
+    play = Playbook(semantics=semantics)
     play.submits(
         1, "t-0", producer=PLAIN if kind == "plain" else IDEMPOTENT, is_transactional=kind == "transactional", acks=acks
     )
@@ -114,9 +114,9 @@ def test_every_row_is_followed(table: str, event: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("event", [*READS, 1, 3, 29])
-@pytest.mark.parametrize("conduct", [LEASED, KAFKA], ids=["leased", "kafka"])
-def test_every_row_of_reads_is_followed(event: int, conduct: Conduct) -> None:
-    play = Playbook(conduct=conduct)
+@pytest.mark.parametrize("semantics", [LEASED, KAFKA], ids=["leased", "kafka"])
+def test_every_row_of_reads_is_followed(event: int, semantics: BrokerSemantics) -> None:
+    play = Playbook(semantics=semantics)
     play.lists_offsets(1, "t-0")
     assert until_answered(play, event) == ((THRICE, READS[event]) if event in READS else (1, event))
 
@@ -217,7 +217,7 @@ def test_endlessly_moving_partition_is_followed_boundedly(event: int, tried: int
 
 def test_attempts_during_a_reread_do_not_count() -> None:
     """The table cannot have corrected them. The back-off grows, and the bound in time stays."""
-    play = Playbook(conduct=KAFKA)
+    play = Playbook(semantics=KAFKA)
     play.submits(1, "t-0")
     play.view.rereads.add((b"t", 0))
     assert play.answers(1, "t-0=6") == []
@@ -231,7 +231,7 @@ def test_attempts_during_a_reread_do_not_count() -> None:
 
 
 def test_attempts_after_a_reread_count() -> None:
-    play = Playbook(conduct=KAFKA)
+    play = Playbook(semantics=KAFKA)
     play.submits(1, "t-0")
     play.view.rereads.add((b"t", 0))
     play.answers(1, "t-0=6")
@@ -247,7 +247,7 @@ def test_attempts_after_a_reread_count() -> None:
 
 def test_attempts_at_new_owner_count_during_reread() -> None:
     """The table has changed since the refusal."""
-    play = Playbook(conduct=KAFKA)
+    play = Playbook(semantics=KAFKA)
     play.submits(1, "t-0")
     play.view.rereads.add((b"t", 0))
     play.answers(1, "t-0=6")
@@ -263,7 +263,7 @@ def test_attempts_at_new_owner_count_during_reread() -> None:
 
 
 def test_reads_during_a_reread_do_not_count() -> None:
-    play = Playbook(conduct=KAFKA)
+    play = Playbook(semantics=KAFKA)
     play.lists_offsets(1, "t-0")
     play.view.rereads.add((b"t", 0))
     for piece in (1, 2, 3):
@@ -509,7 +509,7 @@ def test_non_refusal_is_passed_on_after_unknown_outcome() -> None:
 @pytest.mark.parametrize(("producer", "sent_again"), [(PLAIN, False), (IDEMPOTENT, True)])
 def test_possible_append_forbids_a_resend(producer: Producer, sent_again: bool) -> None:
     """Real Kafka's NOT_LEADER_OR_FOLLOWER to acks=all with an offset means that the batch is in its log."""
-    play = Playbook(conduct=KAFKA)
+    play = Playbook(semantics=KAFKA)
     play.submits(1, "t-0", producer=producer)
     play.answers(1, "t-0")
     play.submits(2, "t-0", producer=producer)
@@ -528,7 +528,7 @@ def test_possible_append_forbids_a_resend(producer: Producer, sent_again: bool) 
 @pytest.mark.parametrize("kind", ["plain", "transactional"])
 def test_batch_behind_uncertain_batch_is_clients_too(kind: str) -> None:
     """A leader is deposed with the first in its log and has refused the others: sent on, they would come before it."""
-    play = Playbook(conduct=KAFKA)
+    play = Playbook(semantics=KAFKA)
     producer = PLAIN if kind == "plain" else IDEMPOTENT
     for n in (1, 2, 3, 4):
         play.submits(n, "t-0", producer=producer, is_transactional=kind == "transactional")

@@ -8,7 +8,15 @@ from collections import Counter
 
 import pytest
 
-from kproxy.security.entrance import MOST_STEP_S, MOST_WORK_S, PACE, Entrance, _Pace, _pace_of_loop, _Threshold
+from kproxy.security.tls_acceptor import (
+    MOST_STEP_S,
+    MOST_WORK_S,
+    PACE,
+    TlsAcceptor,
+    _HandshakeProtocol,
+    _Pace,
+    _pace_of_loop,
+)
 from tests.support.security.sasl_client import Clock
 
 
@@ -65,14 +73,16 @@ async def test_many_continuing_clients_delay_next_handshake_boundedly() -> None:
 
 async def test_listeners_take_turns_and_share_one_pace() -> None:
     flooded, quiet = (
-        Entrance[asyncio.BufferedProtocol](name, None, max_half_open=1, session=lambda source: None, counters=Counter())
+        TlsAcceptor[asyncio.BufferedProtocol](
+            name, None, max_half_open=1, session=lambda source: None, counters=Counter()
+        )
         for name in ("flooded", "quiet")
     )
     began, order = time.monotonic(), []
 
-    async def handshake(entrance: Entrance[asyncio.BufferedProtocol]) -> None:
-        await entrance._turn()
-        order.append(entrance.name)
+    async def handshake(acceptor: TlsAcceptor[asyncio.BufferedProtocol]) -> None:
+        await acceptor._turn()
+        order.append(acceptor.name)
         _pace_of_loop().worked(MOST_STEP_S)
 
     await asyncio.gather(*(handshake(flooded) for _ in range(20)), *(handshake(quiet) for _ in range(3)))
@@ -86,6 +96,6 @@ def test_the_session_of_a_connection_counts_as_work() -> None:
             """The session has it."""
 
     worked: list[float] = []
-    _Threshold(asyncio.Protocol, worked.append).connection_made(Transport())
+    _HandshakeProtocol(asyncio.Protocol, worked.append).connection_made(Transport())
     assert len(worked) == 1
     assert worked[0] > 0

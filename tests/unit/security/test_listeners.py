@@ -16,7 +16,7 @@ from kproxy.config import Address, ProxyConfig, load_proxy_config
 from kproxy.config.certificates import meet
 from kproxy.config.tls import ListenerTls, load_broker_tls, load_listener_tls
 from kproxy.errors import StartupError
-from kproxy.security.entrance import MOST_HELLO_BYTES, is_among, load_for_entrance
+from kproxy.security.tls_acceptor import MOST_HELLO_BYTES, is_among, load_for_acceptor
 from kproxy.security.tls_errors import client_failure
 from tests.support.security.client_hello import EXTENSIONS, PADDING, client_hello
 from tests.support.security.tls_files import Pair, Signer, client_context
@@ -347,8 +347,8 @@ def test_tls_disables_renegotiation_compression_and_old_versions(signer: Signer,
 def test_session_is_not_resumed_at_another_listener(signer: Signer, version: ssl.TLSVersion) -> None:
     """As CVE-2025-23419: no session from a listener without client certificates comes in where one is required."""
     pair = Pair(signer.directory / "server.pem", signer.directory / "server.key")
-    open_one = load_for_entrance(ListenerTls(*pair)).context
-    closed_one = load_for_entrance(ListenerTls(*pair, client_ca=signer.ca, client_auth="required")).context
+    open_one = load_for_acceptor(ListenerTls(*pair)).context
+    closed_one = load_for_acceptor(ListenerTls(*pair, client_ca=signer.ca, client_auth="required")).context
     stranger = client_context(signer.ca)
     stranger.minimum_version = stranger.maximum_version = version
     session = talk(open_one, stranger, None)[1].session
@@ -375,7 +375,7 @@ def talk(
 
 def test_hello_longer_than_any_clients_is_refused(signer: Signer) -> None:
     """However it comes in; one of a length that clients may need some day is answered."""
-    context = load_for_entrance(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key")).context
+    context = load_for_acceptor(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key")).context
     for padding, is_refused in ((7_800, False), (8_192, True)):
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         server = context.wrap_bio(incoming, outgoing, server_side=True)
@@ -402,7 +402,7 @@ def test_chain_of_certificates_may_be_longer_than_hello(signer: Signer, tmp_path
     chain = tmp_path / "chain.pem"
     chain.write_bytes(issued.cert.read_bytes() + signer.ca.read_bytes() * 40)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = load_for_entrance(options).context.wrap_bio(to_server, to_client, server_side=True)
+    server = load_for_acceptor(options).context.wrap_bio(to_server, to_client, server_side=True)
     dialling = client_context(signer.ca, Pair(chain, issued.key))
     client = dialling.wrap_bio(to_client, to_server, server_hostname="localhost")
     sent = 0

@@ -13,7 +13,7 @@ from scramp import ScramClient
 
 from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal
-from kproxy.security.sasl import Answer, Failure, Outcome, PassOn, Pending, SaslExchange, State
+from kproxy.security.sasl import Answer, Failure, ForwardToBroker, Outcome, Pending, SaslExchange, State
 from kproxy.security.users import Users
 from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import (
@@ -48,7 +48,7 @@ def authenticated(exchange: SaslExchange, version: int = 2) -> Any:
 def test_api_versions_is_passed_on_before_the_handshake() -> None:
     exchange = client.exchange()
     for version in (0, 3, 4):
-        assert receive(exchange, control_frame(API_VERSIONS, version)) == PassOn()
+        assert receive(exchange, control_frame(API_VERSIONS, version)) == ForwardToBroker()
     assert exchange.state is State.HANDSHAKE
 
 

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from kproxy.trail.shipper import PAGE_OVERHEAD_BYTES, Shipper
-from kproxy.trail.sink import Appetite, SinkFailed
+from kproxy.trail.sink import BatchPreference, SinkFailed
 from tests.support.waiting import eventually
 
 PAGE = bytes(1000)
@@ -22,8 +22,8 @@ COST = len(PAGE) + PAGE_OVERHEAD_BYTES
 class Scripted:
     """A sink that a test holds up, and lets fail."""
 
-    def __init__(self, appetite: Appetite = Appetite(10 * COST)) -> None:  # noqa: B008 - it is a constant
-        self.appetite = appetite
+    def __init__(self, preference: BatchPreference = BatchPreference(10 * COST)) -> None:  # noqa: B008 - it is a constant
+        self.preference = preference
         self.tried: list[list[bytes]] = []
         self.taken: list[bytes] = []
         self.failures: list[Exception] = []
@@ -105,7 +105,7 @@ async def test_hung_sink_does_not_delay_offers(number: int) -> None:
 
 
 async def test_first_page_is_not_held_back() -> None:
-    sink = Scripted(Appetite(4 * COST, seconds=600))
+    sink = Scripted(BatchPreference(4 * COST, seconds=600))
     async with shipping(sink) as (shipper, _):
         shipper.offer(page(0), 0, 0)
         await eventually(lambda: sink.taken == [page(0)])
@@ -123,7 +123,7 @@ async def under_way(sink: Scripted) -> AsyncIterator[Shipper]:
 
 
 async def test_pages_are_gathered_for_a_batching_sink() -> None:
-    sink = Scripted(Appetite(4 * COST, seconds=60))
+    sink = Scripted(BatchPreference(4 * COST, seconds=60))
     async with under_way(sink) as shipper:
         for number in range(3):
             shipper.offer(page(number), number, number)
@@ -139,7 +139,7 @@ async def test_pages_are_gathered_for_a_batching_sink() -> None:
 
 
 async def test_pages_are_gathered_no_longer_than_wanted() -> None:
-    sink = Scripted(Appetite(100 * COST, seconds=2))
+    sink = Scripted(BatchPreference(100 * COST, seconds=2))
     async with under_way(sink) as shipper:
         began = time.monotonic()
         shipper.offer(page(0), 0, 0)

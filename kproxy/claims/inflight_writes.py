@@ -63,7 +63,7 @@ class Hold:
 
 
 class _Unsettled:
-    """The reasons why a place is unsettled, and the time until then, by the clock of UnsettledWrites."""
+    """The reasons why a place is unsettled, and the time until then, by the clock of InflightWrites."""
 
     __slots__ = ("holds", "uncertain_until")
 
@@ -87,7 +87,7 @@ class _MemberState:
         self.taken: dict[Place, int] = {}
 
 
-class UnsettledWrites:
+class InflightWrites:
     """The unsettled partitions that one process knows of, of the topics in `writer_groups` alone.
 
     `writer_groups`: by topic, the group whose claimants alone write to it. `clock` is monotonic, in seconds, and so is
@@ -201,7 +201,7 @@ class LastWrites:
 
     __slots__ = ("_holds", "_is_hurried", "_over", "_unsettled")
 
-    def __init__(self, unsettled: UnsettledWrites | None) -> None:
+    def __init__(self, unsettled: InflightWrites | None) -> None:
         self._unsettled = unsettled
         self._holds: dict[int, list[Hold]] = {}
         # Exists while `wait` waits.

@@ -77,7 +77,7 @@ class AnswerBuffer(bytearray):
 
     __slots__ = ("_finishes", "_kind", "_share", "_waiter")
 
-    def __init__(self, size: int, share: Share, waiter: Waiter, *, finishes: bool = False) -> None:
+    def __init__(self, size: int, share: ClientMemory, waiter: Waiter, *, finishes: bool = False) -> None:
         super().__init__(size)
         self._share = share
         self._waiter = waiter
@@ -93,7 +93,7 @@ class AnswerBuffer(bytearray):
                 share.room.on_its_thread(share.room.finished)
 
 
-class AnswerRoom:
+class AnswerMemory:
     """The answers held for all clients of one process; `clock` in seconds."""
 
     __slots__ = (
@@ -119,11 +119,11 @@ class AnswerRoom:
         # By whether the client is proven.
         self._held = {False: 0, True: 0}
         # In the order of arrival: the client's share, the answer's size, and since when it waits.
-        self._waiting: dict[Waiter, tuple[Share, int, float]] = {}
+        self._waiting: dict[Waiter, tuple[ClientMemory, int, float]] = {}
         self._is_waking = False
         self._takes_last = False
         # The client that finishes, the number of its answers let in for that, and the connections that get no more.
-        self._finisher: Share | None = None
+        self._finisher: ClientMemory | None = None
         self._finishing = 0
         self._served = set[Waiter]()
         # The event loop that takes answers; known from the first of them on.
@@ -149,7 +149,7 @@ class AnswerRoom:
                 return self._clock() - since
         return None
 
-    def take(self, waiter: Waiter, share: Share, size: int) -> AnswerBuffer | None:
+    def take(self, waiter: Waiter, share: ClientMemory, size: int) -> AnswerBuffer | None:
         """Return room for an answer of `size` bytes; None if `waiter` must wait for `give_room`."""
         if self._loop is None:
             self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
@@ -194,7 +194,7 @@ class AnswerRoom:
         """Give room to one waiter; other events run before the next one."""
         self._is_waking = False
         kinds = {kind for kind in (True, False) if self._has_room(kind)}
-        in_order: Iterable[tuple[Waiter, tuple[Share, int, float]]] = self._waiting.items()
+        in_order: Iterable[tuple[Waiter, tuple[ClientMemory, int, float]]] = self._waiting.items()
         if self._takes_last and (self.waited_s((True, False)) or 0.0) >= LONG_S:
             in_order = reversed(self._waiting.items())
         for waiter, (share, _, _) in in_order:
@@ -205,7 +205,7 @@ class AnswerRoom:
                 self._let_go(waiter, finishes=True)
                 return
 
-    def _may_finish(self, waiter: Waiter, share: Share) -> bool:
+    def _may_finish(self, waiter: Waiter, share: ClientMemory) -> bool:
         if self._finisher is None:
             return share.may_finish and waiter not in share.sources
         return self._finisher is share and share.may_finish and waiter not in self._served
@@ -233,7 +233,7 @@ class AnswerRoom:
             self.wake()
 
 
-class Share:
+class ClientMemory:
     """One client's part of the room."""
 
     __slots__ = (
@@ -248,7 +248,7 @@ class Share:
         "sources",
     )
 
-    def __init__(self, room: AnswerRoom, client: Client) -> None:
+    def __init__(self, room: AnswerMemory, client: Client) -> None:
         self.room = room
         self._client = client
         # Bytes with room, by whether this client was proven then; and other bytes that it does not take.

@@ -61,7 +61,7 @@ class BackOff:
         return self._last_s
 
 
-class Keeper:
+class Restarter:
     """Keeps a started `cluster` running; `say` gets a line at a time.
 
     `clock` is in seconds.

@@ -1,4 +1,4 @@
-"""One listener's entrance on this event loop: who is let in, who is not, and how often that is counted."""
+"""One listener's acceptor on this event loop: who is let in, who is not, and how often that is counted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 from kproxy.config.tls import ListenerTls, Loaded
 from kproxy.errors import StartupError
 from kproxy.runtime.sockets import bind, bound_port
-from kproxy.security import entrance as entrances
-from kproxy.security.entrance import Entrance, is_among, load_for_entrance
+from kproxy.security import tls_acceptor
 from kproxy.security.proxy_protocol import SIGNATURE, Source
+from kproxy.security.tls_acceptor import TlsAcceptor, is_among, load_for_acceptor
 from kproxy_codec.foreign import ANSWER_TO_HTTP
 from tests.support.security.client_hello import EXTENSIONS, client_hello
 from tests.support.security.tls_files import Signer, client_context
@@ -39,13 +39,13 @@ class Session(asyncio.Protocol):
 
 
 class Site:
-    """An entrance, and what it has let in."""
+    """An acceptor, and what it has let in."""
 
     def __init__(self, tls: Loaded | None, **options: Any) -> None:
         self.counters = Counter[str]()
         self.sources: list[Source | None] = []
         self.welcomed = 0
-        self.entrance: Entrance[Session] = Entrance(
+        self.acceptor: TlsAcceptor[Session] = TlsAcceptor(
             "test",
             (lambda: tls) if tls is not None else None,
             session=self.make,
@@ -76,7 +76,7 @@ class Site:
     async def settled(self) -> None:
         """Wait until nothing is half open."""
         async with asyncio.timeout(60):
-            while self.entrance.half_open:
+            while self.acceptor.half_open:
                 await asyncio.sleep(0.01)
 
 
@@ -88,13 +88,13 @@ async def begin() -> AsyncIterator[Begin]:
         site = Site(tls, **options)
         server = await bind(asyncio.Protocol, "127.0.0.1", 0)
         site.port = bound_port(server)
-        site.entrance.open(server)
+        site.acceptor.open(server)
         sites.append(site)
         return site
 
     yield begun
     for site in sites:
-        await site.entrance.close()
+        await site.acceptor.close()
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
 
 @pytest.fixture
 def loaded(signer: Signer) -> Loaded:
-    return load_for_entrance(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key"))
+    return load_for_acceptor(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key"))
 
 
 async def test_plain_client_is_let_in_and_not_counted(begin: Begin) -> None:
@@ -117,7 +117,7 @@ async def test_plain_client_is_let_in_and_not_counted(begin: Begin) -> None:
 
 async def test_tls_client_is_let_in_and_counted_once(begin: Begin, loaded: Loaded, signer: Signer) -> None:
     site = await begin(loaded)
-    assert site.entrance.expires_at is not None
+    assert site.acceptor.expires_at is not None
     assert await site.tell(b"ping", client_context(signer.ca)) == b"ping"
     assert (site.welcomed, site.counters) == (1, {"tls.handshakes.done": 1})
 
@@ -141,7 +141,7 @@ async def test_refused_client_reads_the_end_at_once(
     begin: Begin, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may go on sending; the connection lingers for it, but says at once that nothing follows."""
-    monkeypatch.setattr(entrances, "LINGER_S", 1_000.0)
+    monkeypatch.setattr(tls_acceptor, "LINGER_S", 1_000.0)
     site = await begin(loaded)
     assert await site.tell(b"ping") == b""
     await site.settled()
@@ -156,7 +156,7 @@ async def test_too_long_hello_is_told_and_counted(begin: Begin, loaded: Loaded) 
 
 async def test_failed_handshake_gets_an_alert(begin: Begin, signer: Signer) -> None:
     pair = [signer.directory / f"server.{end}" for end in ("pem", "key")]
-    site = await begin(load_for_entrance(ListenerTls(pair[0], pair[1], client_ca=signer.ca, client_auth="required")))
+    site = await begin(load_for_acceptor(ListenerTls(pair[0], pair[1], client_ca=signer.ca, client_auth="required")))
     context = client_context(signer.ca)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError, match="ALERT"):
@@ -168,7 +168,7 @@ async def test_failed_handshake_gets_an_alert(begin: Begin, signer: Signer) -> N
 
 def test_valid_certificate_resumes_its_session(signer: Signer) -> None:
     pair = [signer.directory / f"server.{end}" for end in ("pem", "key")]
-    loaded = load_for_entrance(ListenerTls(pair[0], pair[1], client_ca=signer.ca, client_auth="required"))
+    loaded = load_for_acceptor(ListenerTls(pair[0], pair[1], client_ca=signer.ca, client_auth="required"))
     # Sessions by their ids, as a client of TLS 1.2 may have them.
     client = client_context(signer.ca, signer.issue("client", "app"))
     client.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -201,11 +201,11 @@ async def test_handshake_waits_for_its_turn(
         def worked(self, seconds: float) -> None:
             assert seconds >= 0
 
-    monkeypatch.setattr(entrances, "_pace_of_loop", Pace)
+    monkeypatch.setattr(tls_acceptor, "_pace_of_loop", Pace)
     site = await begin(loaded)
     answer = asyncio.create_task(site.tell(b"ping", client_context(signer.ca)))
     await asyncio.sleep(0.1)
-    assert (site.entrance.half_open, site.welcomed) == (1, 0)
+    assert (site.acceptor.half_open, site.welcomed) == (1, 0)
     begins.set()
     assert await answer == b"ping"
 
@@ -214,14 +214,14 @@ async def test_oldest_of_too_many_is_refused(begin: Begin, loaded: Loaded, signe
     site = await begin(loaded, max_half_open=2)
     idle = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(2)]
     async with asyncio.timeout(60):
-        while site.entrance.half_open < 2:
+        while site.acceptor.half_open < 2:
             await asyncio.sleep(0.01)
         assert await site.tell(b"ping", client_context(signer.ca)) == b"ping"
         assert await idle[0][0].read() == b""
     assert site.counters == {"tls.handshakes.failed.crowded": 1, "tls.handshakes.done": 1}
-    assert site.entrance.half_open == 1
+    assert site.acceptor.half_open == 1
     # What was refused is not remembered.
-    assert not site.entrance._evicted
+    assert not site.acceptor._evicted
     for _, writer in idle:
         writer.close()
 
@@ -257,11 +257,11 @@ async def test_listener_in_use_is_named(begin: Begin) -> None:
     first = await bind(asyncio.Protocol, "127.0.0.1", 0)
     port = bound_port(first)
     second = await bind(asyncio.Protocol, "127.0.0.1", port)
-    one.entrance.open(first)
+    one.acceptor.open(first)
     with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{port} "):
-        other.entrance.open(second)
-    await other.entrance.close()
-    await one.entrance.close()
+        other.acceptor.open(second)
+    await other.acceptor.close()
+    await one.acceptor.close()
 
 
 async def test_longest_header_has_4_kib(begin: Begin) -> None:
@@ -287,22 +287,22 @@ def test_mapped_address_is_of_its_network() -> None:
 
 
 async def test_handshake_has_an_end(begin: Begin, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrances, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(tls_acceptor, "HANDSHAKE_S", 0.1)
     site = await begin(loaded)
     assert await site.tell(b"") == b""
     await site.settled()
     assert site.counters == {"tls.handshakes.failed.timeout": 1}
 
 
-async def test_entrance_closes_those_outside(begin: Begin, loaded: Loaded, tmp_path: Path) -> None:
+async def test_acceptor_closes_those_outside(begin: Begin, loaded: Loaded, tmp_path: Path) -> None:
     site = await begin(loaded)
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
     async with asyncio.timeout(60):
-        while not site.entrance.half_open:
+        while not site.acceptor.half_open:
             await asyncio.sleep(0.01)
-        await site.entrance.close()
+        await site.acceptor.close()
         assert await reader.read() == b""
-    assert site.entrance.half_open == 0
+    assert site.acceptor.half_open == 0
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", site.port)
     writer.close()

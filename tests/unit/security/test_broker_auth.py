@@ -9,12 +9,12 @@ import pytest
 
 from kproxy.config.broker_sasl import BrokerSasl
 from kproxy.config.tls import BrokerTls
-from kproxy.security import broker_access
-from kproxy.security.broker_access import (
+from kproxy.security import broker_auth
+from kproxy.security.broker_auth import (
     EXTRA_S,
     JUDGE_S,
     AccessRefused,
-    BrokerAccess,
+    BrokerAuth,
     IdentityRefused,
     Session,
 )
@@ -74,7 +74,7 @@ class Client:
 
 async def test_session_is_renewed_before_broker_ends_it() -> None:
     for seed in range(20):
-        access = BrokerAccess(sasl=OWN, random=Random(seed))
+        access = BrokerAuth(sasl=OWN, random=Random(seed))
         session = await access.introduce(Broker(lifetime_ms=10_000).exchange)
         assert (session.lifetime_s, session.authenticate_version) == (10.0, 2)
         assert session.renew_after_s is not None
@@ -84,7 +84,7 @@ async def test_session_is_renewed_before_broker_ends_it() -> None:
 
 async def test_client_session_is_as_long_as_brokers() -> None:
     """It is the client that renews it."""
-    access, client = BrokerAccess(), Client()
+    access, client = BrokerAuth(), Client()
     carrying = access.carrying(client)
     client.number = 7
     reached: list[bool] = []
@@ -99,11 +99,11 @@ async def test_client_session_is_as_long_as_brokers() -> None:
 
 async def test_plain_access_asks_once_and_presents_nothing() -> None:
     broker, reached = Broker(), list[bool]()
-    assert await BrokerAccess().introduce(broker.exchange, lambda: reached.append(True)) == Session()
+    assert await BrokerAuth().introduce(broker.exchange, lambda: reached.append(True)) == Session()
     assert broker.asked == [(keys.API_VERSIONS, 0)]
-    assert await BrokerAccess().authenticate(broker.exchange, 1) == Session()
+    assert await BrokerAuth().authenticate(broker.exchange, 1) == Session()
     assert len(broker.asked) == 1
-    await BrokerAccess(sasl=OWN).introduce(Broker().exchange, lambda: reached.append(True))
+    await BrokerAuth(sasl=OWN).introduce(Broker().exchange, lambda: reached.append(True))
     assert not reached
 
 
@@ -111,7 +111,7 @@ async def test_plain_access_asks_once_and_presents_nothing() -> None:
 async def test_broker_without_sasl_gets_no_secret(key: int) -> None:
     apis = tuple((each, most) for each, most in Broker().apis if each != key)
     broker, reached = Broker(apis=apis), list[bool]()
-    for access in (BrokerAccess(sasl=OWN), BrokerAccess().carrying(Client())):
+    for access in (BrokerAuth(sasl=OWN), BrokerAuth().carrying(Client())):
         with pytest.raises(AccessRefused, match="offers no SASL"):
             await access.introduce(broker.exchange, lambda: reached.append(True))
     assert broker.asked == [(keys.API_VERSIONS, 0)] * 2
@@ -120,7 +120,7 @@ async def test_broker_without_sasl_gets_no_secret(key: int) -> None:
 
 async def test_refused_identity_is_told_with_brokers_message() -> None:
     client = Client()
-    access = BrokerAccess().carrying(client)
+    access = BrokerAuth().carrying(client)
     with pytest.raises(IdentityRefused, match="SASL_AUTHENTICATION_FAILED") as refused:
         await access.authenticate(Broker(error_code=58, message="no alice here").exchange, 1)
     assert refused.value.to_client == "no alice here"
@@ -134,7 +134,7 @@ async def test_refused_identity_is_told_with_brokers_message() -> None:
 
 async def test_refusal_of_replaced_credential_is_nobodys() -> None:
     client = Client()
-    access = BrokerAccess().carrying(client)
+    access = BrokerAuth().carrying(client)
     broker = Broker(error_code=58, message="no alice here")
 
     async def replace(api_key: int) -> None:
@@ -151,7 +151,7 @@ async def test_identity_of_gone_client_is_not_presented() -> None:
     client, broker = Client(), Broker()
     client.credential = None
     with pytest.raises(IdentityRefused, match="gone"):
-        await BrokerAccess().carrying(client).authenticate(broker.exchange, 1)
+        await BrokerAuth().carrying(client).authenticate(broker.exchange, 1)
     assert not broker.asked
     assert not client.refusals
 
@@ -168,47 +168,47 @@ async def test_broker_that_fails_has_judged_nothing(error: OSError | None, says:
         return (await broker.exchange(api_key, version, body))[:-1]
 
     with pytest.raises(IdentityRefused, match=says) as refused:
-        await BrokerAccess().carrying(client).authenticate(fail, 1)
+        await BrokerAuth().carrying(client).authenticate(fail, 1)
     assert refused.value.to_client is None
     assert client.refusals == [refused.value]
 
 
 async def test_broker_is_waited_for_no_longer_than_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_access, "JUDGE_S", 0.05)
+    monkeypatch.setattr(broker_auth, "JUDGE_S", 0.05)
     client, broker = Client(), Broker()
 
     async def hang(api_key: int) -> None:
-        await broker_access.asyncio.sleep(60)
+        await broker_auth.asyncio.sleep(60)
 
     broker.before_answer = hang
     with pytest.raises(IdentityRefused, match="does not judge"):
-        await BrokerAccess().carrying(client).authenticate(broker.exchange, 1)
+        await BrokerAuth().carrying(client).authenticate(broker.exchange, 1)
 
 
 async def test_proxys_own_refusal_is_no_clients() -> None:
     with pytest.raises(AccessRefused, match="not you") as refused:
-        await BrokerAccess(sasl=OWN).introduce(Broker(error_code=58, message="not you").exchange)
+        await BrokerAuth(sasl=OWN).introduce(Broker(error_code=58, message="not you").exchange)
     assert not isinstance(refused.value, IdentityRefused)
 
 
 def test_access_knows_what_its_connections_have() -> None:
-    plain, own, carrying = BrokerAccess(), BrokerAccess(sasl=OWN), BrokerAccess().carrying(Client())
+    plain, own, carrying = BrokerAuth(), BrokerAuth(sasl=OWN), BrokerAuth().carrying(Client())
     assert [each.is_plain for each in (plain, own, carrying)] == [True, False, False]
     assert [each.extra_s for each in (plain, own, carrying)] == [0.0, EXTRA_S, EXTRA_S + JUDGE_S]
     assert [each.sasl for each in (plain, own, carrying)] == [None, OWN, None]
     assert (plain.context(), plain.server_name("b"), plain.expires_at) == (None, None, None)
-    named = BrokerAccess.once(BrokerTls(server_name="brokers.test"), None)
+    named = BrokerAuth.once(BrokerTls(server_name="brokers.test"), None)
     assert (named.is_plain, named.server_name("b"), named.extra_s) == (False, "brokers.test", EXTRA_S)
     assert named.expires_at is None
     assert named.context() is not None
-    assert BrokerAccess.once(BrokerTls(), None).server_name("b") == "b"
-    assert BrokerAccess.once(None, OWN).sasl == OWN
+    assert BrokerAuth.once(BrokerTls(), None).server_name("b") == "b"
+    assert BrokerAuth.once(None, OWN).sasl == OWN
 
 
 def test_error_of_plain_dial_is_unchanged() -> None:
     for error in (ConnectionResetError("reset"), ConnectionRefusedError("refused")):
-        assert BrokerAccess(sasl=OWN).explain(error, "b") is error
-    with_tls = BrokerAccess.once(BrokerTls(), None)
+        assert BrokerAuth(sasl=OWN).explain(error, "b") is error
+    with_tls = BrokerAuth.once(BrokerTls(), None)
     refused = ConnectionRefusedError("refused")
     # Nothing was connected: it is not about TLS.
     assert with_tls.explain(refused, "b") is refused

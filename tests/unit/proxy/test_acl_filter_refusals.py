@@ -1,4 +1,4 @@
-"""What each control request needs, and its answer where that is missing: the table of kproxy.proxy.screening."""
+"""What each control request needs, and its answer where that is missing: the table of kproxy.proxy.acl_filter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 
 from kproxy.proxy.access import AccessControl
-from kproxy.proxy.screening import Screen, Screened
+from kproxy.proxy.acl_filter import AclFilter, Filtered
 from kproxy.routing.topology import Topology
 from kproxy.security.acls import CLUSTER_NAME, Acl, Operation, Resource, Rules
 from kproxy_codec import api_keys as keys
@@ -23,14 +23,14 @@ READ, WRITE, DESCRIBE = Operation.READ, Operation.WRITE, Operation.DESCRIBE
 Need = tuple[Operation, Resource, str]
 
 
-async def screen(needs: Iterable[Need], api_key: int, version: int, **fields: object) -> tuple[Screened, Any]:
+async def screen(needs: Iterable[Need], api_key: int, version: int, **fields: object) -> tuple[Filtered, Any]:
     """The decision for a client with these rights, and what a broker gets."""
     rules = Rules([Acl("User:*", False, frozenset({each}), kind, name, False) for each, kind, name in needs])
     access = AccessControl(lambda: rules, Counter()).client()
     body = encode_request(build_request(api_key, version, **fields))
     frame = memoryview(bytearray(b"".join(with_length([request_header(api_key, version, 1, b"c"), body]))))
     header = parse_request_header(frame)
-    screened = await Screen(access, Topology()).screen(frame, header)
+    screened = await AclFilter(access, Topology()).screen(frame, header)
     if screened.answer is not None:
         return screened, None
     rest = parse_request_header(screened.frame)

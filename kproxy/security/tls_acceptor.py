@@ -203,7 +203,7 @@ class _Object(ssl.SSLObject):
         try:
             super().do_handshake()
             if self.session_reused:
-                _look_again(self.getpeercert())
+                _reject_expired_session(self.getpeercert())
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise
         except ssl.SSLError:
@@ -224,7 +224,7 @@ class _Object(ssl.SSLObject):
             raise _not_accepted("a name in it is not UTF-8", UNSPECIFIED) from error
 
 
-def _look_again(certificate: Mapping[str, Any] | None) -> None:
+def _reject_expired_session(certificate: Mapping[str, Any] | None) -> None:
     """Raise SSLCertVerificationError for a certificate that has expired: resuming a session does not verify it."""
     if certificate and ssl.cert_time_to_seconds(str(certificate["notAfter"])) < time.time():
         raise _not_accepted("certificate has expired", EXPIRED)
@@ -239,7 +239,7 @@ def _not_accepted(message: str, code: int) -> ssl.SSLCertVerificationError:
 EntranceContext.sslobject_class = _Object
 
 
-def load_for_entrance(options: PageTls) -> Loaded:
+def load_for_acceptor(options: PageTls) -> Loaded:
     """Load a listener's context that fills in the `_Handshake`. Raises StartupError."""
     loaded = load_listener_tls(options, EntranceContext)
     certificate = loaded.certificate
@@ -258,15 +258,15 @@ def load_for_entrance(options: PageTls) -> Loaded:
 
 
 HANDSHAKES: Final = "tls.handshakes."
-"""The counters of ended handshakes begin with this, unless an entrance counts them apart."""
+"""The counters of ended handshakes begin with this, unless an acceptor counts them apart."""
 
 
 def handshakes_of(counters: Counter[str]) -> dict[str, int]:
-    """The ended handshakes that an entrance has counted, by outcome."""
+    """The ended handshakes that an acceptor has counted, by outcome."""
     return {name.rpartition(".")[2]: count for name, count in counters.items() if name.startswith(HANDSHAKES)}
 
 
-class Entrance(Generic[Session]):
+class TlsAcceptor(Generic[Session]):
     """One listener; `name` is empty for the only one. `tls` returns what a handshake uses that begins now.
 
     `proxy_senders`: the networks that may send the PROXY protocol's header; None: all.
@@ -450,7 +450,7 @@ class Entrance(Generic[Session]):
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         worked = _pace_of_loop().worked if context is not None else None
-        threshold = _Threshold(lambda: self._session(source), worked)
+        threshold = _HandshakeProtocol(lambda: self._session(source), worked)
         taken = socket.socket(fileno=connection.detach())
         loop = asyncio.get_running_loop()
         if context is None:
@@ -497,7 +497,7 @@ class Entrance(Generic[Session]):
         )
 
 
-class _Threshold(asyncio.BufferedProtocol, Generic[Session]):
+class _HandshakeProtocol(asyncio.BufferedProtocol, Generic[Session]):
     """The placeholder of a session until the handshake is finished. `worked` gets the seconds that a session takes."""
 
     def __init__(self, make: Callable[[], Session | None], worked: Callable[[float], None] | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kproxy.dev.keeper import MAX_ATTEMPTS, MAX_PAUSE_S, STEADY_S, BackOff
+from kproxy.dev.restarter import MAX_ATTEMPTS, MAX_PAUSE_S, STEADY_S, BackOff
 
 
 def test_pauses_double_to_a_bound_and_attempts_end() -> None:

@@ -1,7 +1,7 @@
 """The interface between a proxy process and its observers.
 
-A process that serves alone has a `Front` of its own: its admin page, stdout and stderr. A worker's front reports to its
-supervisor (kproxy.workers).
+A process that serves alone has a `ProcessHost` of its own: its admin page, stdout and stderr. A worker's host reports
+to its supervisor (kproxy.workers).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kproxy.claims.admin import ClaimsAdmin
 from kproxy.config import ProxyConfig
 from kproxy.config.admin import read_page_token
 from kproxy.config.tls import Loaded
-from kproxy.observe.admin import AdminPage, ReplicaPages
 from kproxy.observe.exposition import Families, render
 from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
+from kproxy.observe.page import AdminPage, ReplicaPages
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
 from kproxy.proxy.admission import OpenConnections
 from kproxy.runtime.notify import say_ready, say_stopping, say_waiting
-from kproxy.security.entrance import load_for_entrance
 from kproxy.security.events import SecurityEvents
 from kproxy.security.quotas import Accounts
 from kproxy.security.reloading import Reloading, Reloads
+from kproxy.security.tls_acceptor import load_for_acceptor
 from kproxy.trail.shipper import ShipperVitals
 
 Page = TypeVar("Page", bound=HttpPage)
@@ -104,7 +104,7 @@ class OwnPages:
         return Readiness(True, "alive")
 
 
-class Front(Protocol):
+class ProcessHost(Protocol):
     """The reports of one process; `worker` is its number if other processes listen on the same port."""
 
     worker: int | None
@@ -137,8 +137,8 @@ class Front(Protocol):
         ...
 
 
-class OwnFront:
-    """The front of a process that serves alone."""
+class OwnHost:
+    """The host of a process that serves alone."""
 
     worker: int | None = None
 
@@ -199,7 +199,7 @@ class AdminSite:
         tls = options.tls
         if tls.cert is not None:
             self._tls = reloads.add(
-                Reloading("TLS of the admin page", tls.files, lambda: load_for_entrance(tls), counters=counters)
+                Reloading("TLS of the admin page", tls.files, lambda: load_for_acceptor(tls), counters=counters)
             )
         hosts = [*(options.hosts or ()), *(each.host for each in (address, config.advertise) if each is not None)]
         self.guard = PageGuard(self._present_token, hosts, token_for_all=options.token_for_all, events=events)

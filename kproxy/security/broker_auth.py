@@ -100,7 +100,7 @@ class Renewable(Protocol):
         ...
 
 
-class BrokerAccess:
+class BrokerAuth:
     """TLS by `options`, with files as in `tls`, and SASL; plain connections without either.
 
     SASL is by `identity`, a client's, or else by `sasl`, the proxy's own.
@@ -129,9 +129,9 @@ class BrokerAccess:
             tls = Reloading("TLS", (), lambda: load_broker_tls(options), counters=Counter())
         return cls(options, tls, sasl)
 
-    def carrying(self, identity: Identity) -> BrokerAccess:
+    def carrying(self, identity: Identity) -> BrokerAuth:
         """Return the same access with a client's identity."""
-        return BrokerAccess(self._options, self._tls, identity=identity, random=self._random)
+        return BrokerAuth(self._options, self._tls, identity=identity, random=self._random)
 
     @property
     def sasl(self) -> BrokerSasl | None:
@@ -322,7 +322,7 @@ def _is_of_tls(error: OSError) -> bool:
 class _Introduction(asyncio.BufferedProtocol):
     """A connection that the broker has not accepted yet: one request at a time."""
 
-    def __init__(self, access: BrokerAccess, host: str) -> None:
+    def __init__(self, access: BrokerAuth, host: str) -> None:
         self._access = access
         self._host = host
         self._transport: asyncio.Transport | None = None

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from aiohttp import web
 
-from kproxy.observe.admin import TableLike, replication_route
 from kproxy.observe.exposition import Families, merge, render
 from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import (
@@ -33,6 +32,7 @@ from kproxy.observe.metrics import (
     registered,
     reloads,
 )
+from kproxy.observe.page import TableLike, replication_route
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import TablePage
 from kproxy.workers.process import NoAnswer, Order, Slot

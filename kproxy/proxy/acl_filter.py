@@ -92,7 +92,7 @@ Amend: TypeAlias = Callable[[Message], None]
 Result = TypeVar("Result")
 
 
-class Screened(NamedTuple):
+class Filtered(NamedTuple):
     """The decision about a request.
 
     `answer`: the whole body of its answer, if it is refused. Otherwise `frame` is sent to the broker, and `amend` adds
@@ -106,7 +106,7 @@ class Screened(NamedTuple):
     verdict: Verdict | None = None
 
 
-class Screen:
+class AclFilter:
     """Screens a request of a client. Call `end` once it is answered: a verdict may have refused something, too."""
 
     def __init__(self, access: ClientAccess, topology: Topology) -> None:
@@ -120,7 +120,7 @@ class Screen:
         """Tell of refusals since the request was screened."""
         self._access.end()
 
-    async def screen(self, frame: memoryview, header: RequestHeader) -> Screened:
+    async def screen(self, frame: memoryview, header: RequestHeader) -> Filtered:
         """Decide about a request. Raises CodecError."""
         size = len(frame)
         if header.api_key == keys.DESCRIBE_TOPIC_PARTITIONS:
@@ -137,7 +137,7 @@ class Screen:
         async with self._turn:
             return await asyncio.to_thread(read)
 
-    def _screen(self, frame: memoryview, header: RequestHeader) -> Screened:
+    def _screen(self, frame: memoryview, header: RequestHeader) -> Filtered:
         key, version = header.api_key, header.api_version
         decide = DECISIONS.get(key)
         if decide is None:
@@ -148,7 +148,7 @@ class Screen:
         with self._access:
             return decide(self, frame, header, request)
 
-    async def amend(self, screened: Screened, header: RequestHeader, body: Buffer) -> Buffer:
+    async def amend(self, screened: Filtered, header: RequestHeader, body: Buffer) -> Buffer:
         """Return the answer's body with the results of the parts that were cut out. Raises CodecError."""
         amend = screened.amend
         if amend is None:
@@ -157,19 +157,19 @@ class Screen:
 
     # Groups and transactions
 
-    def _group(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _group(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         if self._access.allows(Operation.READ, Resource.GROUP, request.group_id):
-            return Screened(frame)
+            return Filtered(frame)
         return _refused(frame, header, error_code=GROUP_AUTHORIZATION_FAILED)
 
-    def _transaction(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _transaction(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         if not self._access.allows(Operation.WRITE, Resource.TRANSACTIONAL_ID, request.transactional_id):
             return _refused(frame, header, error_code=TRANSACTIONAL_ID_AUTHORIZATION_FAILED)
         if header.api_key == keys.ADD_OFFSETS_TO_TXN:
             return self._group(frame, header, request)
-        return Screened(frame)
+        return Filtered(frame)
 
-    def _init_producer_id(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _init_producer_id(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         name = request.transactional_id
         code = 0
         if name is not None:
@@ -179,9 +179,9 @@ class Screen:
             code = CLUSTER_AUTHORIZATION_FAILED
         if code:
             return _refused(frame, header, error_code=code, producer_id=-1, producer_epoch=-1)
-        return Screened(frame)
+        return Filtered(frame)
 
-    def _add_partitions(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _add_partitions(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         name = request.v3_and_below_transactional_id
         if not self._access.allows(Operation.WRITE, Resource.TRANSACTIONAL_ID, name):
             return _refused_everywhere(frame, header, TRANSACTIONAL_ID_AUTHORIZATION_FAILED)
@@ -189,7 +189,7 @@ class Screen:
         may_write = self._access.each(Operation.WRITE, Resource.TOPIC)
         denied = {each.name for each in topics if not may_write(each.name)}
         if not denied:
-            return Screened(frame)
+            return Filtered(frame)
         results = [
             {
                 "name": each.name,
@@ -207,7 +207,7 @@ class Screen:
         ]
         return _refused(frame, header, results_by_topic_v3_and_below=results)
 
-    def _offsets(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _offsets(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         """OffsetCommit, TxnOffsetCommit and OffsetFetch."""
         key, access = header.api_key, self._access
         is_fetch = key == keys.OFFSET_FETCH
@@ -221,7 +221,7 @@ class Screen:
                 return _refused(frame, header, error_code=GROUP_AUTHORIZATION_FAILED)
             return _refused_everywhere(frame, header, GROUP_AUTHORIZATION_FAILED)
         if request.topics is None:
-            return Screened(frame, amend=self._hide_topics)
+            return Filtered(frame, amend=self._hide_topics)
 
         def refused(topic: Any) -> dict[str, object]:
             indexes = topic.partition_indexes if is_fetch else [each.partition_index for each in topic.partitions]
@@ -236,7 +236,7 @@ class Screen:
     def _hide_topics(self, answer: Message) -> None:
         answer.topics = [each for each in answer.topics if self._sees(each.name)]
 
-    def _find_coordinator(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _find_coordinator(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         key_type = getattr(request, "key_type", GROUP)
         kind = _COORDINATED.get(key_type)
         if kind is not None:
@@ -250,7 +250,7 @@ class Screen:
         error = {"error_code": code, "error_message": _MESSAGES.get(code), "node_id": -1, "host": "", "port": -1}
         if header.api_version < BATCHED_FROM:
             if is_allowed(request.key):
-                return Screened(frame)
+                return Filtered(frame)
             if header.api_version == 0:
                 del error["error_message"]
             return _refused(frame, header, **error)
@@ -264,7 +264,7 @@ class Screen:
 
     # Topics
 
-    def _topics(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _topics(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         """CreateTopics, CreatePartitions and DeleteTopics up to version 5."""
         operation, answer, says = _TOPIC_CHANGES[header.api_key]
         error = {"error_code": TOPIC_AUTHORIZATION_FAILED, "error_message": says}
@@ -278,7 +278,7 @@ class Screen:
             cut = _Cut("topics", answer, lambda topic: {"name": topic.name, **error})
         return self._cut(frame, header, request, operation, cut)
 
-    def _delete_by_id(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _delete_by_id(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         kept, refused = [], []
         may_delete = self._access.each(Operation.DELETE, Resource.TOPIC)
         for topic in request.topics:
@@ -303,7 +303,7 @@ class Screen:
         name = self._topology.name_of(topic_id)
         return None if name is None else text(name)
 
-    def _describe_configs(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _describe_configs(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         kept, refused = [], []
         describes = self._access.each(Operation.DESCRIBE, Resource.TOPIC)
         describes_cluster = self._access.each(Operation.DESCRIBE, Resource.CLUSTER)
@@ -322,7 +322,7 @@ class Screen:
 
     def _cut(
         self, frame: memoryview, header: RequestHeader, request: Message, operation: Operation, cut: _Cut
-    ) -> Screened:
+    ) -> Filtered:
         """Cut out the topics that the client may not have."""
         kept, refused = [], []
         allows = self._access.each(operation, Resource.TOPIC)
@@ -340,7 +340,7 @@ class Screen:
 
     # Metadata
 
-    def _metadata(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _metadata(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         """Cut out the topics that the client may not see, whose place in an answer would tell whether they exist.
 
         And keep a client without the right to create a topic from creating it.
@@ -367,10 +367,10 @@ class Screen:
         is_any_left = bool(request.topics) or header.api_version > 0
         return _rest(frame, header, request, "topics", refused, is_any_left)._replace(verdict=verdict)
 
-    def _topic_partitions(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _topic_partitions(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         verdict = self._verdict(header, request)
         if not self._access.is_enforced:
-            return Screened(frame, verdict=verdict)
+            return Filtered(frame, verdict=verdict)
         cursor = request.cursor
         begins_at = cursor.topic_name if cursor is not None else ""
         if request.topics:
@@ -400,7 +400,7 @@ class Screen:
             if answer.next_cursor is None:
                 answer.next_cursor = built
 
-        return Screened(
+        return Filtered(
             _reframed(frame, header, request), amend=amend if len(visible) > len(asked) else None, verdict=verdict
         )
 
@@ -409,9 +409,9 @@ class Screen:
         if cursor is not None and visible and cursor.topic_name != visible[0]:
             cursor.topic_name, cursor.partition_index = visible[0], 0
 
-    def _cluster(self, frame: memoryview, header: RequestHeader, request: Message) -> Screened:
+    def _cluster(self, frame: memoryview, header: RequestHeader, request: Message) -> Filtered:
         # It has no topics; with a verdict the answer leaves out the operations allowed to the proxy's own identity.
-        return Screened(frame, verdict=lambda name, topic_id, error_code: (error_code, True))
+        return Filtered(frame, verdict=lambda name, topic_id, error_code: (error_code, True))
 
     def _is_known(self, topic: str) -> bool:
         return bool(self._topology.partition_indexes(topic.encode())) or self._access.may_create(topic)
@@ -454,14 +454,14 @@ class _Cut(NamedTuple):
     refused: Callable[[Any], dict[str, object]]
 
 
-def _refused(frame: memoryview, header: RequestHeader, **fields: object) -> Screened:
+def _refused(frame: memoryview, header: RequestHeader, **fields: object) -> Filtered:
     response = build_response(header.api_key, header.api_version, **fields)
-    return Screened(frame, answer=encode_response(response))
+    return Filtered(frame, answer=encode_response(response))
 
 
-def _refused_everywhere(frame: memoryview, header: RequestHeader, error_code: int) -> Screened:
+def _refused_everywhere(frame: memoryview, header: RequestHeader, error_code: int) -> Filtered:
     body = frame[header.body_offset :]
-    return Screened(frame, answer=at_once(refuse_partitions(header.api_key, header.api_version, body, error_code)))
+    return Filtered(frame, answer=at_once(refuse_partitions(header.api_key, header.api_version, body, error_code)))
 
 
 def _rest(
@@ -471,10 +471,10 @@ def _rest(
     answered: str,
     refused: Sequence[Mapping[str, object]],
     is_any_left: bool,
-) -> Screened:
+) -> Filtered:
     """Let the rest of a request pass, if there is any; the answer has the results of the refused parts."""
     if not refused:
-        return Screened(frame)
+        return Filtered(frame)
     if not is_any_left:
         return _refused(frame, header, **{answered: refused})
     built = getattr(build_response(header.api_key, header.api_version, **{answered: refused}), answered)
@@ -482,7 +482,7 @@ def _rest(
     def amend(answer: Message) -> None:
         setattr(answer, answered, [*getattr(answer, answered), *built])
 
-    return Screened(_reframed(frame, header, request), amend=amend)
+    return Filtered(_reframed(frame, header, request), amend=amend)
 
 
 def _reframed(frame: memoryview, header: RequestHeader, request: Message) -> memoryview:
@@ -510,24 +510,24 @@ _TOPIC_CHANGES: Final[Mapping[int, tuple[Operation, str, str | None]]] = {
     keys.CREATE_PARTITIONS: (Operation.ALTER, "results", None),
     keys.DELETE_TOPICS: (Operation.DELETE, "responses", _MESSAGES[TOPIC_AUTHORIZATION_FAILED]),
 }
-DECISIONS: Final[Mapping[int, Callable[[Screen, memoryview, RequestHeader, Message], Screened]]] = {
-    keys.JOIN_GROUP: Screen._group,
-    keys.SYNC_GROUP: Screen._group,
-    keys.HEARTBEAT: Screen._group,
-    keys.LEAVE_GROUP: Screen._group,
-    keys.OFFSET_COMMIT: Screen._offsets,
-    keys.OFFSET_FETCH: Screen._offsets,
-    keys.TXN_OFFSET_COMMIT: Screen._offsets,
-    keys.FIND_COORDINATOR: Screen._find_coordinator,
-    keys.INIT_PRODUCER_ID: Screen._init_producer_id,
-    keys.ADD_PARTITIONS_TO_TXN: Screen._add_partitions,
-    keys.ADD_OFFSETS_TO_TXN: Screen._transaction,
-    keys.END_TXN: Screen._transaction,
-    keys.CREATE_TOPICS: Screen._topics,
-    keys.CREATE_PARTITIONS: Screen._topics,
-    keys.DELETE_TOPICS: Screen._topics,
-    keys.DESCRIBE_CONFIGS: Screen._describe_configs,
-    keys.METADATA: Screen._metadata,
-    keys.DESCRIBE_TOPIC_PARTITIONS: Screen._topic_partitions,
-    keys.DESCRIBE_CLUSTER: Screen._cluster,
+DECISIONS: Final[Mapping[int, Callable[[AclFilter, memoryview, RequestHeader, Message], Filtered]]] = {
+    keys.JOIN_GROUP: AclFilter._group,
+    keys.SYNC_GROUP: AclFilter._group,
+    keys.HEARTBEAT: AclFilter._group,
+    keys.LEAVE_GROUP: AclFilter._group,
+    keys.OFFSET_COMMIT: AclFilter._offsets,
+    keys.OFFSET_FETCH: AclFilter._offsets,
+    keys.TXN_OFFSET_COMMIT: AclFilter._offsets,
+    keys.FIND_COORDINATOR: AclFilter._find_coordinator,
+    keys.INIT_PRODUCER_ID: AclFilter._init_producer_id,
+    keys.ADD_PARTITIONS_TO_TXN: AclFilter._add_partitions,
+    keys.ADD_OFFSETS_TO_TXN: AclFilter._transaction,
+    keys.END_TXN: AclFilter._transaction,
+    keys.CREATE_TOPICS: AclFilter._topics,
+    keys.CREATE_PARTITIONS: AclFilter._topics,
+    keys.DELETE_TOPICS: AclFilter._topics,
+    keys.DESCRIBE_CONFIGS: AclFilter._describe_configs,
+    keys.METADATA: AclFilter._metadata,
+    keys.DESCRIBE_TOPIC_PARTITIONS: AclFilter._topic_partitions,
+    keys.DESCRIBE_CLUSTER: AclFilter._cluster,
 }

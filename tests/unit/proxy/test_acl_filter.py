@@ -15,9 +15,9 @@ from uuid import UUID
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.proxy import screening
+from kproxy.proxy import acl_filter
 from kproxy.proxy.access import AccessControl, ClientAccess
-from kproxy.proxy.screening import Screen, Screened
+from kproxy.proxy.acl_filter import AclFilter, Filtered
 from kproxy.routing.topology import Topology
 from kproxy.security.acls import Acl, Operation, Permissions, Resource, Rules
 from kproxy.security.events import SecurityEvents
@@ -56,7 +56,7 @@ async def test_denied_keys_cost_time_linear_in_number(access: ClientAccess) -> N
     """Each key was looked up in the list of all that are denied: 20,000 took six seconds of a CPU."""
     frame = request(keys.FIND_COORDINATOR, 4, key_type=0, coordinator_keys=[f"{number:x}" for number in range(20_000)])
     began = time.process_time()
-    screened = await Screen(access, Topology()).screen(frame, parse_request_header(frame))
+    screened = await AclFilter(access, Topology()).screen(frame, parse_request_header(frame))
     assert time.process_time() - began < 4
     assert screened.answer is not None
     coordinators = decode_response(keys.FIND_COORDINATOR, 4, screened.answer).coordinators
@@ -91,9 +91,9 @@ def test_transactional_writes_need_right_to_id(owned: str, code: int | None) -> 
 
 async def test_api_without_decision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was forwarded unscreened, with the proxy's own identity."""
-    monkeypatch.delitem(screening.DECISIONS, keys.CREATE_TOPICS)  # type: ignore[arg-type]
+    monkeypatch.delitem(acl_filter.DECISIONS, keys.CREATE_TOPICS)  # type: ignore[arg-type]
     rules = Rules([])
-    screen = Screen(AccessControl(lambda: rules, Counter()).client(), Topology())
+    screen = AclFilter(AccessControl(lambda: rules, Counter()).client(), Topology())
     frame = request(keys.CREATE_TOPICS, 5, topics=[], timeout_ms=1, validate_only=False)
     with pytest.raises(CodecError, match="no rules of access are known for CREATE_TOPICS"):
         await screen.screen(frame, parse_request_header(frame))
@@ -102,7 +102,7 @@ async def test_api_without_decision_is_refused(monkeypatch: pytest.MonkeyPatch) 
 async def test_first_denial_of_control_request_is_logged() -> None:
     counters: Counter[str] = Counter()
     rules = Rules([])
-    screen = Screen(AccessControl(lambda: rules, counters).client(), Topology())
+    screen = AclFilter(AccessControl(lambda: rules, counters).client(), Topology())
     frame = request(keys.DELETE_TOPICS, 5, topic_names=[f"t{n}" for n in range(10)], timeout_ms=1)
     with capture_logs() as lines:
         screened = await screen.screen(frame, parse_request_header(frame))
@@ -164,7 +164,7 @@ def test_rule_change_during_permission_lookup_counts() -> None:
 SECRET = UUID(int=7)
 
 
-def seeing(*names: str) -> Screen:
+def seeing(*names: str) -> AclFilter:
     """The screen of a client that may describe and delete these topics, where there are others."""
     operations = frozenset({Operation.DESCRIBE, Operation.DELETE})
     rules = Rules(Acl("User:*", False, operations, Resource.TOPIC, name, False) for name in names)
@@ -172,10 +172,10 @@ def seeing(*names: str) -> Screen:
     for number, name in enumerate(("a", "b", "c", "secret-1", "secret-2", "z")):
         topology.set_owner(name.encode(), 0, 1, number + 1)
     topology.set_topic_id(b"secret-1", SECRET.bytes)
-    return Screen(AccessControl(lambda: rules, Counter()).client(), topology)
+    return AclFilter(AccessControl(lambda: rules, Counter()).client(), topology)
 
 
-async def screened(screen: Screen, api_key: int, version: int, **fields: object) -> tuple[Screened, Any]:
+async def screened(screen: AclFilter, api_key: int, version: int, **fields: object) -> tuple[Filtered, Any]:
     """The decision, and the request that brokers get, if one."""
     frame = request(api_key, version, **fields)
     header = parse_request_header(frame)
@@ -314,7 +314,7 @@ def told_to(events: Told, *, dry_run: bool = False) -> ClientAccess:
 async def test_denials_of_request_are_one_event(dry_run: bool) -> None:
     """Of a dry run each name is decided about twice: before a broker is asked, and in its answer."""
     events = Told()
-    screen = Screen(told_to(events, dry_run=dry_run), Topology())
+    screen = AclFilter(told_to(events, dry_run=dry_run), Topology())
     names = [f"topic-{number}" for number in range(200)]
     frame = request(keys.METADATA, 5, topics=[{"name": name} for name in names])
     await screen.screen(frame, parse_request_header(frame))
@@ -327,7 +327,7 @@ async def test_denials_of_request_are_one_event(dry_run: bool) -> None:
 
 async def test_denials_in_answer_are_told_at_its_end() -> None:
     events = Told()
-    screen = Screen(told_to(events), Topology())
+    screen = AclFilter(told_to(events), Topology())
     frame = request(keys.METADATA, 12, topics=[{"topic_id": SECRET, "name": None}])
     screened = await screen.screen(frame, parse_request_header(frame))
     assert screened.verdict is not None
@@ -339,18 +339,18 @@ async def test_denials_in_answer_are_told_at_its_end() -> None:
 
 
 async def test_denials_are_told_when_client_leaves_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, events, may_end = screening.decode_request, Told(), threading.Event()
+    decode, events, may_end = acl_filter.decode_request, Told(), threading.Event()
 
     def slowly(*given: Any) -> object:
         may_end.wait(60)
         return decode(*given)
 
-    monkeypatch.setattr(screening, "decode_request", slowly)
+    monkeypatch.setattr(acl_filter, "decode_request", slowly)
     frame = request(keys.DELETE_TOPICS, 5, topic_names=[f"topic-{n}" for n in range(300)], timeout_ms=1)
-    screening_it = asyncio.create_task(Screen(told_to(events), Topology()).screen(frame, parse_request_header(frame)))
+    filtering = asyncio.create_task(AclFilter(told_to(events), Topology()).screen(frame, parse_request_header(frame)))
     await asyncio.sleep(0.1)
-    screening_it.cancel()
-    await asyncio.gather(screening_it, return_exceptions=True)
+    filtering.cancel()
+    await asyncio.gather(filtering, return_exceptions=True)
     may_end.set()
     await eventually(lambda: events.denials)
     assert len(events.denials[0]["names"]) == 300
@@ -368,25 +368,25 @@ async def test_long_requests_are_read_singly_beside_short_ones(
 ) -> None:
     """Otherwise those of one client take all threads, and nobody's password is checked."""
     reading, most, may_end = 0, 0, threading.Event()
-    decode = screening.decode_request
+    decode = acl_filter.decode_request
 
     def slowly(api_key: int, version: int, body: memoryview) -> object:
         nonlocal reading, most
-        if len(body) > screening._LONG_BYTES:
+        if len(body) > acl_filter._LONG_BYTES:
             reading += 1
             most = max(most, reading)
             may_end.wait(10)
             reading -= 1
         return decode(api_key, version, body)
 
-    monkeypatch.setattr(screening, "decode_request", slowly)
+    monkeypatch.setattr(acl_filter, "decode_request", slowly)
     names = [{"name": f"topic-{number}"} for number in range(3_000)]
     long, medium, short = (request(keys.METADATA, 5, topics=names[:count]) for count in (3_000, 500, 1))
     header = parse_request_header(long)
-    waiting = [asyncio.create_task(Screen(access, Topology()).screen(long, header)) for _ in range(40)]
+    waiting = [asyncio.create_task(AclFilter(access, Topology()).screen(long, header)) for _ in range(40)]
     for frame in (medium, short):
         async with asyncio.timeout(10):
-            assert (await Screen(access, Topology()).screen(frame, header)).verdict is not None
+            assert (await AclFilter(access, Topology()).screen(frame, header)).verdict is not None
     assert not any(each.done() for each in waiting)
     may_end.set()
     await asyncio.gather(*waiting)

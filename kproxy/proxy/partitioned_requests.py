@@ -74,7 +74,7 @@ class NoRoom(Exception):
         self.partitions = partitions
 
 
-class DataRequests:
+class PartitionedRequests:
     """Begins requests of one client connection; `access` None: it may do anything.
 
     Each method serves one request whose first byte came at `now`. It returns the bytes that the answer may have beyond
