@@ -235,7 +235,7 @@ class ReplicaManager:
                 self._process(key)
 
     def _process(self, key: PartitionKey) -> None:
-        """Do what is due for a partition now."""
+        """Run the next step for a partition."""
         fence, ownership = self._fence, self._view.ownership(*key)
         if fence is not None and ownership is not None and self._is_of_deleted_topic(key, ownership, fence):
             self._start(self._release(key, ownership.mod_revision, fence))

@@ -160,7 +160,7 @@ class ClaimWriter:
                     outcome = await self._attempt(connection, group, resource, generation, view)
                 except EtcdError as error:
                     # The table shows whether the claim stands: it is this connection's then, and asking again finds it.
-                    log.warning("claim not decided", group=group, resource=resource, reason=str(error))
+                    log.warning("claim failed", group=group, resource=resource, reason=str(error))
                     return ClaimOutcome(COORDINATOR_NOT_AVAILABLE)
                 if isinstance(outcome, ClaimOutcome):
                     return outcome
@@ -240,7 +240,7 @@ def _unchanged(key: str, row: TableRow | None) -> TxnCompare:
 
 
 class ClaimGranter:
-    """Grants claims of the process that `member` is."""
+    """Grants the claims of this process, `member`."""
 
     def __init__(
         self,

@@ -194,7 +194,7 @@ async def _read_group(client: EtcdClient, keys: OwnKeys, group: str) -> OwnTable
 
 
 async def _delete(client: EtcdClient, keys: OwnKeys, rows: Sequence[TableRow]) -> set[str]:
-    """Delete all rows or, where one has changed, each by itself. Return the resources that have a new claimant."""
+    """Delete all rows in one transaction, or one by one if one has changed. Return resources with a new claimant."""
     named = [(row, keys.claim(row.group, row.resource)) for row in rows]
     result = await client.txn(
         [mod_revision_is(key, row.fence) for row, key in named],

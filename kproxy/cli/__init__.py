@@ -138,7 +138,7 @@ def cli(context: click.Context, debug: bool, log_level: str | None, log_format: 
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what has SHELL complete kproxy's commands and flags.
+    """Print the completion script for SHELL.
 
     \b
       kproxy completion bash > ~/.local/share/bash-completion/completions/kproxy

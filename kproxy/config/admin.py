@@ -36,8 +36,8 @@ class AdminOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Raises StartupError, which never has the token in it."""
         if self.token is not None and self.token_file is not None:
             raise StartupError(
-                f"the admin page's token stands twice: {sources['token']} has one and {sources['token_file']} names a "
-                f"file; keep one of them."
+                f"the admin page's token is given twice: {sources['token']} has one and {sources['token_file']} names "
+                f"a file; keep one of them."
             )
         self.tls.checked(of_section(sources, "tls"))
         for key in ("token_file", "token", "tls.cert"):

@@ -52,7 +52,7 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
             needs(key, "username", "give the user's name with --etcd-username NAME")
         if values >= {"password", "password_file"}:
             raise StartupError(
-                f"etcd's password stands twice: {sources['password']} has one and {sources['password_file']} names a "
+                f"etcd's password is given twice: {sources['password']} has one and {sources['password_file']} names a "
                 f"file; keep one of them."
             )
         if "username" in values and not values & {"password", "password_file"}:

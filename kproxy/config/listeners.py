@@ -136,7 +136,7 @@ def _addresses_by_name(text: str, source: str) -> dict[str, Address]:
                 f"external=kafka.example.org:9093."
             )
         if name in addresses:
-            raise StartupError(f"{source}: listener {name[:60]!r} stands twice: keep one of its addresses.")
+            raise StartupError(f"{source}: listener {name[:60]!r} is listed twice: keep one of its addresses.")
         addresses[name] = parse_address(address, source)
     return addresses
 

@@ -275,10 +275,10 @@ def parse_value(kind: Any, given: object, source: str, *, strict: bool) -> Any:
         if isinstance(error.__cause__, ValueError):
             raise StartupError(f"{source}: {error.__cause__}.") from error
         # msgspec does not know the key here: it converts the value alone.
-        shown = "this" if kind is Secret else repr(str(given)[:80])
+        shown = "" if kind is Secret else f" {str(given)[:80]!r}"
         reason = str(error)
         reason = f"{reason[:1].lower()}{reason[1:]}"
-        raise StartupError(f"{source}: {shown} will not do ({reason}): give {taken(kind)}.") from error
+        raise StartupError(f"{source}: invalid value{shown} ({reason}): give {taken(kind)}.") from error
 
 
 def given_keys(section: msgspec.Struct) -> list[str]:
@@ -329,9 +329,9 @@ def parse_entry(kind: type[Entry], given: object, named: str, takes: Mapping[str
         reason = f"{reason[:1].lower()}{reason[1:]}"
         place = _PLACE.fullmatch(reason)
         if place is None or place["key"] not in takes:
-            raise StartupError(f"{named} will not do: {reason}.") from error
+            raise StartupError(f"{named} is invalid: {reason}.") from error
         key = place["key"]
-        raise StartupError(f"{named}: {key} will not do ({place['reason']}): give {takes[key]}.") from error
+        raise StartupError(f"{named}: invalid {key} ({place['reason']}): give {takes[key]}.") from error
 
 
 def taken(kind: Any) -> str:

@@ -495,9 +495,7 @@ def _etcd(given: Options, sources: Mapping[str, str]) -> tuple[str, ...]:
         return given.ownership.etcd
     first = next((key for key in given.etcd.__struct_fields__ if getattr(given.etcd, key) is not None), None)
     if first is not None:
-        raise StartupError(
-            f"{sources[f'etcd.{first}']}: it is about an etcd, and none is named: give --etcd URL[,URL...]."
-        )
+        raise StartupError(f"{sources[f'etcd.{first}']}: requires an etcd: give --etcd URL[,URL...].")
     if given.ownership.ownership == "etcd":
         raise StartupError(
             "kproxy serve learns the owners from etcd: give its address with --etcd URL[,URL...], for example "
@@ -512,7 +510,7 @@ def _writer_groups(given: Options, source: str) -> Mapping[str, str]:
     groups = parse_writer_groups(given.own.writer_group, source)
     if groups and given.ownership.etcd is None:
         raise StartupError(
-            f"{source}: who may write is settled in etcd, and none is named: give --etcd URL[,URL...] as well."
+            f"{source}: requires an etcd, which settles who may write: give --etcd URL[,URL...] as well."
         )
     return groups
 
@@ -532,7 +530,7 @@ def _owners(table: Path | None, sources: Mapping[str, str]) -> Owners:
     inline = [section for section in STATIC_TABLE_SECTIONS if section in sources]
     if table is not None and inline:
         raise StartupError(
-            f"the static table stands twice: {sources['ownership.table']} names a file and {sources[inline[0]]} has "
+            f"the static table is given twice: {sources['ownership.table']} names a file and {sources[inline[0]]} has "
             f"one; keep one of them."
         )
     if table is not None:

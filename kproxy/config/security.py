@@ -243,7 +243,7 @@ def _refuse_unsafe_url(given: str, source: str) -> None:
     if parts.username is not None or parts.password is not None:
         raise StartupError(f"{source}: a URL of public keys has no password in it.")
     if not is_safe or not is_whole:
-        raise StartupError(f"{source}: {given[:300]!r} will not do: give a file, or a URL that begins with https://.")
+        raise StartupError(f"{source}: invalid value {given[:300]!r}: give a file, or a URL that begins with https://.")
 
 
 def _is_loopback(host: str | None) -> bool:

@@ -56,7 +56,7 @@ def parse_owners(sections: Mapping[str, object], where: str, read_again: Callabl
         topics = msgspec.convert(sections.get("topics", []), tuple[TopicOwners, ...])
     except msgspec.ValidationError as error:
         reason = str(error)[:200]
-        raise StartupError(f"the static table in {where} will not do: {reason[:1].lower()}{reason[1:]}.") from error
+        raise StartupError(f"the static table in {where} is invalid: {reason[:1].lower()}{reason[1:]}.") from error
     brokers = {number: parse_address(text, f"broker {number} in {where}") for number, text in texts.items()}
     if not brokers:
         raise StartupError(
@@ -68,7 +68,7 @@ def parse_owners(sections: Mapping[str, object], where: str, read_again: Callabl
     names: set[str] = set()
     for topic in topics:
         if topic.name in names:
-            raise StartupError(f"topic {topic.name!r} stands twice in {where}: keep one of them.")
+            raise StartupError(f"topic {topic.name!r} is listed twice in {where}: keep one of them.")
         names.add(topic.name)
         for partition_index, owner in enumerate(topic.owners):
             if owner not in brokers:

@@ -157,9 +157,7 @@ class BrokerTls(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if (self.cert is None) is not (self.key is None):
             alone, other = ("cert", "key") if self.key is None else ("key", "cert")
-            raise StartupError(
-                f"{sources[alone]}: it is of no use without its other half: set {self.prefix}{other} as well."
-            )
+            raise StartupError(f"{sources[alone]}: requires its other half: set {self.prefix}{other} as well.")
         if self.crl is None and self.crl_check is not None:
             raise StartupError(f"{sources['crl_check']}: there is no list to check with: set {self.prefix}crl.")
         load_broker_tls(self)

@@ -121,7 +121,7 @@ class HttpPage:
     async def start(
         self, host: str, port: int, tls: Callable[[], Loaded] | None = None, counters: Counter[str] | None = None
     ) -> int:
-        """Listen; return the real port. `tls` returns what a handshake uses that begins now; None: plain text.
+        """Listen; return the real port. `tls` returns the TLS settings for new handshakes; None: plain text.
 
         `counters` counts handshakes, and connections that are closed without an answer. Raises StartupError, with
         nothing left open.

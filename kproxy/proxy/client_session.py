@@ -227,7 +227,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             self._fanout.acks.principal = str(principal)
 
     def _use_quotas(self) -> None:
-        """Have a meter from now on if a quota applies to the client; it follows later changes itself."""
+        """Attach a meter if a quota applies to the client; it follows later changes itself."""
         context, principal = self._context, self._principal
         if context.quotas is None or principal is None or self._meter is not None:
             return

@@ -457,7 +457,7 @@ class ControlPlane:
                 if isinstance(error, IdentityRefused) and error.to_client is not None:
                     raise IdentityRefused(reason, error.to_client) from None
             self._doubted[upstream.owner] = None
-            log.warning("client's identity not judged", most_a_minute=5, reason=reason)
+            log.warning("identity check failed", most_a_minute=5, reason=reason)
         raise NotJudged(f"no broker judges its identity; {reason}")
 
     def _likeliest(self, untried: set[int]) -> set[int]:

@@ -123,7 +123,7 @@ class PacedReader(RequestReader):
             self._budget.leave(self)
 
     def _rest(self) -> None:
-        """Begin no more in this turn of the event loop."""
+        """Start no more requests in this turn of the event loop."""
         self._rests = True
         self.adjust_reading()
         asyncio.get_running_loop().call_soon(self._rest_is_over)

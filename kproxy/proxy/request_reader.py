@@ -181,7 +181,7 @@ class RequestReader:
         raise NotImplementedError
 
     def _rest(self) -> None:
-        """Begin no more in this turn of the event loop."""
+        """Start no more requests in this turn of the event loop."""
         raise NotImplementedError
 
 

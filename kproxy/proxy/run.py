@@ -406,7 +406,7 @@ class _Proxy:
 
     def _claims(self) -> ClaimsAdmin:
         if not self._config.etcd:
-            raise NotOffered("the Own API is not offered here, for want of an etcd to settle claims in (--etcd URL)")
+            raise NotOffered("the Own API needs etcd to settle claims in (--etcd URL)")
         if self._own is None:
             raise Unanswered("starting: claims are not read yet")
         return self._own.admin

@@ -204,7 +204,7 @@ class Fanout:
             self._in_flight.forget()
 
     def shrink(self) -> None:
-        """Free the room of what has been open; nothing is."""
+        """Shrink the tables. Call only while nothing is open."""
         self._exchanges.shrink()
         self._in_flight.shrink()
         self.lanes.shrink()

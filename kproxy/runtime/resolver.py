@@ -44,7 +44,7 @@ class Resolver:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._under_way: dict[str, asyncio.Future[Sequence[str]]] = {}
-        # With the time until which they are fresh.
+        # Each with its expiry time.
         self._known: dict[str, tuple[Sequence[str], float]] = {}
 
     async def addresses(self, host: str) -> Sequence[str]:

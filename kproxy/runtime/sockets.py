@@ -163,7 +163,7 @@ def _tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
 
 
 def _set_times(sock: socket.socket, idle_s: int, interval_s: int, probes: int) -> None:
-    # A system that lacks one of them keeps its own time.
+    # Systems without an option use their default.
     for name, value in (("TCP_KEEPIDLE", idle_s), ("TCP_KEEPINTVL", interval_s), ("TCP_KEEPCNT", probes)):
         option = getattr(socket, name, None)
         if option is not None:

@@ -345,7 +345,7 @@ class AccessInEtcd:
         self._counters["tls.reloads.failed"] += 1
         if self._tells:
             log.error(
-                "not reloaded",
+                "reload failed",
                 consequence="its last good value stays" if is_kept else f"the {kind.one} is ignored",
                 what=f"a {kind.one} in etcd",
                 key=key,

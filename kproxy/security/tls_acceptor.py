@@ -267,7 +267,7 @@ def handshakes_of(counters: Counter[str]) -> dict[str, int]:
 
 
 class TlsAcceptor(Generic[Session]):
-    """One listener; `name` is empty for the only one. `tls` returns what a handshake uses that begins now.
+    """One listener; `name` is empty for the only one. `tls` returns the TLS settings for new handshakes.
 
     `proxy_senders`: the networks that may send the PROXY protocol's header; None: all.
     `admits_plain_text`: whether a connection whose first byte is not that of TLS comes in as well. `refuses` returns,
@@ -419,7 +419,7 @@ class TlsAcceptor(Generic[Session]):
             # TimeoutError is an OSError.
             self._refused(client_failure(error, names=(), asked_for="", words=self._words), peer)
         except Exception:  # the boundary: an error with one connection must not end the listener
-            log.exception("client connection not let in", client=peer)
+            log.exception("handshake failed by an error", client=peer)
         finally:
             # This does nothing where the event loop has taken the descriptor.
             connection.close()
@@ -481,10 +481,10 @@ class TlsAcceptor(Generic[Session]):
         self._counters[f"{self._counted_as}failed.{failure.word}"] += 1
         if failure.word == "gone":
             # A load balancer's check of the port, or a client that did not wait.
-            log.debug("client not let in", listener=self.name, client=peer, reason=failure.text)
+            log.debug("handshake rejected", listener=self.name, client=peer, reason=failure.text)
             return
         log.warning(
-            "client not let in",
+            "handshake rejected",
             most_a_minute=_MOST_A_MINUTE,
             bounded_by="failure",
             failure=failure.word,

@@ -144,7 +144,7 @@ else:
 
 
 class _LastWrites(Writes):
-    """What is asked of them when offsets come twice, and what is forgotten of them."""
+    """Look up who wrote an offset first, and drop old writes."""
 
     __slots__ = ()
 

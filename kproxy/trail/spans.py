@@ -1,4 +1,4 @@
-"""Spans of acknowledged offsets, the chunks of batches that they are the offsets of, and rows that are still open.
+"""Runs of acknowledged offsets, grouped by producer, and the rows being built from them.
 
 Spans are a first offset and a number of records, alternating, in an array of 64-bit integers. Where many connections
 write to a partition, nearly every batch is a span of its own. The compiled plain path (kproxy.plain) has twins of

@@ -401,7 +401,7 @@ class ReplicaFetchers:
 
 
 def _place(leader: LiveBroker) -> tuple[str, int, str]:
-    """What a dial depends on."""
+    """The parameters of a dial."""
     return leader.host, leader.replication_port, leader.replication_tls
 
 

@@ -423,7 +423,7 @@ _KNOWN: Final = (
     ),
     (
         r"TopicAuthorizationException|SaslAuthenticationException|ClusterAuthorizationException",
-        "{bootstrap} does not let this job in: give what it wants with --kafka-option",
+        "{bootstrap} refused the credentials: set them with --kafka-option",
     ),
     (
         r"Expiring \d+ record|delivery timeout|TimeoutException.*(ms has passed|appending record)",

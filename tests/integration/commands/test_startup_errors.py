@@ -165,7 +165,7 @@ def test_command_environment_does_not_configure_serve() -> None:
         ),
         (
             ["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--replication-tls-mode", "maybe"],
-            "--replication-tls-mode: 'maybe' will not do (invalid enum value 'maybe'): give optional or required.",
+            "--replication-tls-mode: invalid value 'maybe' (invalid enum value 'maybe'): give optional or required.",
         ),
         (
             ["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--tls-key", "FILE"],

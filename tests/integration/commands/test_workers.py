@@ -267,7 +267,7 @@ async def test_reloaded_table_reaches_present_and_later_workers(tmp_path: Path) 
         static_arguments(tmp_path, 1, owners="[1, 1, 1]")
         process.signal(signal.SIGHUP)
         await until(lambda: [partitions(process, number) for number in (1, 2)] == [3, 3], process.stderr)
-        # One that will not do is said once, and reaches nobody.
+        # An invalid one is reported once, and reaches no worker.
         static_arguments(tmp_path, 1, owners="[1, 7]")
         process.signal(signal.SIGHUP)
         await until(lambda: "not in [brokers]" in process.stderr(), process.stderr)

@@ -98,7 +98,7 @@ def test_admin_page_uses_tls_and_reloads_files(tmp_path: Path, workers: int) -> 
             token.write_text("short\n")
             signer.issue("page", "127.0.0.1")
             wait_for(lambda: shown(process, context) != before)
-            wait_for(lambda: "not reloaded" in process.stderr())
+            wait_for(lambda: "reload failed" in process.stderr())
             assert ask(old, "/table", Authorization="Bearer the-second-token-of-all")[0] == 200
             told = samples(get(process, context, "/metrics")[1])
             assert told["kproxy_tls_reloads_total", (("outcome", "failed"),)] == 1

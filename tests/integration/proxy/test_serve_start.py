@@ -166,7 +166,7 @@ async def test_a_static_table_is_read_anew_on_sighup(tmp_path: Path) -> None:
         file = tmp_path / "kproxy.toml"
         before = file.read_text()
         assert await produced(process, first, second) == 1
-        # What will not do changes nothing, and is said.
+        # An invalid table changes nothing, and is reported.
         for wrong in ("[brokers]\n1 = ", before.replace("owners = [1]", "owners = [3]"), "[brokres]\n"):
             file.write_text(wrong)
             await reloaded(process, "ownership not reloaded")

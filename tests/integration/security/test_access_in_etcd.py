@@ -195,7 +195,7 @@ async def test_invalid_value_changes_nothing_and_is_logged_once(site: Site, etcd
     await eventually(lambda: logs_in(site, "dave"))
     # Nor does the change of another key have the invalid value taken.
     assert await site.log_in("carol") == OK
-    lines = [line for line in site.proxy.stderr().splitlines() if "not reloaded" in line]
+    lines = [line for line in site.proxy.stderr().splitlines() if "reload failed" in line]
     assert len(lines) == 2, lines
     assert site.keys.user("carol") in lines[0]
     assert "a credential has the form" in lines[0]

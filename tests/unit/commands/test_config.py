@@ -156,7 +156,7 @@ def test_group_name_ends_at_first_equals_sign(tmp_path: Path) -> None:
 def test_writer_groups_work_for_every_source_with_etcd() -> None:
     kafka = {"ownership": "kafka", "bootstrap": "a:1", "writer_group": ["t=g"]}
     assert load(flags=kafka).writer_groups == {"t": "g"}
-    with pytest.raises(StartupError, match=r"^--writer-group: .* in etcd, .* --etcd URL"):
+    with pytest.raises(StartupError, match=r"^--writer-group: requires an etcd, .* --etcd URL"):
         load(flags={**kafka, "etcd": None})
 
 
@@ -241,7 +241,7 @@ WRONG = [
     ("", {}, {"ownership": "static", "bootstrap": "a:1"}, ["--bootstrap", "--ownership kafka", "static"]),
     ("", {}, {"ownership": "static"}, ["--ownership static", "--table", "[brokers]"]),
     ("", {}, {"ownership": "static", "table": "/missing.toml"}, ["--table /missing.toml", "cannot be read"]),
-    ("[brokers]\n1 = 'a:1'", {}, {"ownership": "static", "table": "x"}, ["stands twice", "--table", "brokers in"]),
+    ("[brokers]\n1 = 'a:1'", {}, {"ownership": "static", "table": "x"}, ["is given twice", "--table", "brokers in"]),
     ("[brokers]\none = 'a:1'", {}, {"ownership": "static"}, ["static table in", "expected `int`"]),
     ("[brokers]\n-1 = 'a:1'", {}, {"ownership": "static"}, ["static table in", ">= 0"]),
     ("[brokers]\n1 = 9092", {}, {"ownership": "static"}, ["static table in", "expected `str`"]),

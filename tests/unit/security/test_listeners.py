@@ -95,7 +95,7 @@ def test_option_advertises_listeners_by_name(tmp_path: Path) -> None:
         "h:1": "write NAME=HOST:PORT",
         "in=h": "has no port",
         "in=h:1,inn=h:2": "there is no listener 'inn'",
-        "in=h:1,in=h:2": "listener 'in' stands twice",
+        "in=h:1,in=h:2": "listener 'in' is listed twice",
         "in=h:1,out=h:1": "two of them have the advertised address h:1",
         "in=0.0.0.0:1": "clients cannot connect to 0.0.0.0",
     }.items():
@@ -117,7 +117,7 @@ REFUSED = {
     "a bad name": ('[[listeners]]\nname = "a b"\nlisten = "h:1"\n', "needs a name"),
     "no address": ('[[listeners]]\nname = "a"\n', "needs an address"),
     "a wildcard": ('[[listeners]]\nname = "a"\nlisten = "0.0.0.0:1"\n', "set its advertise"),
-    "a number": (ONE + "advertise = 5\n", "advertise of listener 'a' in .* will not do .expected `str`"),
+    "a number": (ONE + "advertise = 5\n", "invalid value .5. .expected `str`"),
     "two of a name": (ONE + '[[listeners]]\nname = "a"\nlisten = "127.0.0.1:2"\n', "two of them have the name a"),
     "two of an address": (ONE + '[[listeners]]\nname = "b"\nlisten = "127.0.0.1:1"\n', "have the address 127.0.0.1:1"),
     "no table": ('listeners = "a"\n', "listeners in|unknown key"),

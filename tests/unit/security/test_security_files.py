@@ -205,7 +205,7 @@ async def test_files_are_read_again_and_survive_bad_ones(tmp_path: Path) -> None
     with capture_logs() as logs:
         await reloads.reload()
     failed = [(each["event"], each["what"]) for each in logs if each["log_level"] == "error"]
-    assert failed == [("not reloaded", "users"), ("not reloaded", "acls")]
+    assert failed == [("reload failed", "users"), ("reload failed", "acls")]
     assert "SECRET" not in str(logs)
     assert (names(), may_read("b"), counters["tls.reloads.failed"]) == ({"alice", "bob"}, True, 2)
     # The rules are gone with their file's section, and the quotas as well: only users need to be right.
