@@ -42,6 +42,9 @@ class DiskTrouble(NamedTuple):
 class WatchedReplica(Protocol):
     """A replica whose disk is watched."""
 
+    @property
+    def disk_fails(self) -> bool: ...
+
     def disk_trouble(self) -> DiskTrouble | None: ...
 
 
@@ -79,12 +82,15 @@ class DiskWatch:
         """Note the troubles, and begin a probe where one is due."""
         now = asyncio.get_running_loop().time()
         before, self._troubles = self._troubles, {}
+        is_mended = False
         for replica in self._restless():
-            trouble = replica.disk_trouble()
+            failed, trouble = replica.disk_fails, replica.disk_trouble()
             if trouble is not None:
                 known = before.get(replica)
                 self._troubles[replica] = known if known is not None and known[0] == trouble else (trouble, now)
-        if any(replica not in self._troubles and not trouble.flush for replica, (trouble, _) in before.items()):
+            # A replica that was opened again brings a failed read with it, which no look has seen.
+            is_mended |= failed and trouble is None
+        if is_mended or any(each not in self._troubles and not trouble.flush for each, (trouble, _) in before.items()):
             self._on_mended()
         self._given_up = {key: until for key, until in self._given_up.items() if until > now}
         half_s = self._patience_s / 2

@@ -565,8 +565,8 @@ class Partition:
         return self._write_fails or self.unreadable is not None or (bool(self.log.failure) and not self.log.is_closed)
 
     def note_at_rest(self) -> None:
-        """Note that there is nothing to flush or to write beside the log."""
-        self.is_at_rest = self.disk_trouble() is None
+        """Note that there is nothing to flush or to write beside the log; a failed read is not tried again here."""
+        self.is_at_rest = not (self.disk_fails or self.log.flush_under_way)
 
     def disk_trouble(self) -> DiskTrouble | None:
         """Return what is wrong with the disk now; a failed read is tried again."""

@@ -15,6 +15,9 @@ from kproxy.broker.disk import probe_disk
 from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.disk_watch import DiskTrouble, DiskWatch
 from kproxy.broker.keys import PartitionKey
+from kproxy.broker.log_maintenance import LogMaintenance
+from kproxy.broker.partition import Unreadable
+from tests.support.brokers.replica_group import Group
 from tests.support.brokers.small_disk import small_disk
 
 PATIENCE_S = 0.4
@@ -24,6 +27,7 @@ KEY = PartitionKey("t", 0)
 
 class Replica:
     trouble: DiskTrouble | None = None
+    disk_fails = False
 
     def disk_trouble(self) -> DiskTrouble | None:
         return self.trouble
@@ -122,6 +126,27 @@ async def test_broker_stands_back_for_abandoned_partition(stage: Stage) -> None:
     assert stage.watch.stands_back(KEY)
     assert not stage.watch.stands_back(PartitionKey("t", 1))
     await stage.look_until(lambda: stage.probes)
+
+
+async def test_replica_reopened_after_failed_read_is_followed_again(stage: Stage, tmp_path: Path) -> None:
+    """Its fetcher has left it out, and asked for nothing again: it was followed no more, and missing from the ISR."""
+    group = Group(tmp_path)
+    follower = group.replicas[2]
+    follower.become_follower(1, group.leadership)
+    follower.unreadable = Unreadable(0, 100)
+    assert follower.next_fetch() is None
+    keeper = LogMaintenance(lambda: [follower], flush_interval_s=1.0, retention_check_interval_s=1.0)
+    for _ in range(3):
+        await keeper.checkpoint()
+    watch = DiskWatch(lambda: [follower], lambda: None, PATIENCE_S, stage._on_mended)
+    watch.look()
+    assert (stage.mended, follower.unreadable) == (1, None)
+    assert follower.next_fetch() is not None
+    watch.look()
+    assert stage.mended == 1
+    watch.close()
+    keeper.close()
+    group.close()
 
 
 def test_probe_needs_room_for_largest_batch(tmp_path: Path) -> None:
