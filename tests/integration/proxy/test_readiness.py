@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 from kproxy.observe.table import TableView
-from kproxy.proxy.broker_health import AT_ONCE, FRESH_S, Brokers, readiness
+from kproxy.proxy.broker_health import AT_ONCE, FRESH_S, ReadinessProbe, readiness
 from kproxy.proxy.dialling import Dialler
 from kproxy.routing.topology import Address, Topology
 from kproxy_codec.api_keys import API_VERSIONS
@@ -22,9 +22,9 @@ def says_what_it_serves(asked: Asked) -> None:
     asked.answer_message(error_code=0, api_keys=[])
 
 
-def brokers(*addresses: Address, timeout_s: float = 0.5) -> Brokers:
+def brokers(*addresses: Address, timeout_s: float = 0.5) -> ReadinessProbe:
     known = dict(enumerate(addresses))
-    return Brokers(lambda: known, dialler=Dialler(), timeout_s=timeout_s, clock=time.monotonic, random=Random(1))
+    return ReadinessProbe(lambda: known, dialler=Dialler(), timeout_s=timeout_s, clock=time.monotonic, random=Random(1))
 
 
 async def becomes(admin: str, status: int) -> str:
