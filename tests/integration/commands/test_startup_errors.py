@@ -105,7 +105,7 @@ def test_proxy_without_etcd_has_no_claims_and_explains(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: free_port()}, more=["--workers", "2"]) as proxy:
         for command in (["list"], ["watch"], ["free", "g", "a"]):
             sentence = refusal("own", *command, "--admin", proxy.admin)
-            assert f"the proxy with the admin page {proxy.admin} says: the Own API is not offered here" in sentence
+            assert f"the proxy with the admin page {proxy.admin} says: the Own API needs etcd" in sentence
             assert "--etcd" in sentence
         assert page(proxy.admin, "/own")[0] == 501
         sentence = refusal("own", "claim", "g", "a", "--bootstrap", proxy.kafka)

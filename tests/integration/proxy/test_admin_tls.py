@@ -179,7 +179,7 @@ def test_commands_ask_by_tls(signer: Signer, mutual: KproxyProcess, monkeypatch:
     for name, value in {"CA": signer.ca, "CERT": client.cert, "KEY": client.key}.items():
         monkeypatch.setenv(f"KPROXY_ADMIN_{name}", str(value))
     # Without an etcd the page has no claims to show.
-    assert "the Own API is not offered here" in run_kproxy("own", "list").stderr
+    assert "the Own API needs etcd" in run_kproxy("own", "list").stderr
     doctor = run_kproxy("doctor")
     assert f"the proxy at https://{mutual.admin}" in doctor.stdout
 
