@@ -22,7 +22,7 @@ FRAMES ?= 50000000
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all chaos storm sim sim-rules worlds worlds-rules own-histories mutants fuzz check budgets docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
+.PHONY: help install demo test test-all chaos storm sim worlds own-histories mutants fuzz check budgets docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -55,16 +55,8 @@ sim: install  ## put replication through SEEDS=1000 random runs of brokers, link
 	@KPROXY_SIM_SEEDS=$(SEEDS) KPROXY_SIM_FIRST_SEED=$(SEED) \
 		$(BIN)/python -m pytest -q --timeout=0 tests/property/test_replication_model.py -k random_events $(ARGS)
 
-sim-rules: install  ## switch off every rule of replication, the rarest too, and have random runs from SEED=1 find each
-	@KPROXY_SIM_RULES=all KPROXY_SIM_FIRST_SEED=$(SEED) \
-		$(BIN)/python -m pytest -q --timeout=0 tests/property/test_replication_model.py -k random_runs_find $(ARGS)
-
 worlds: install  ## put the proxy's own code through WORLDS=10000 simulated worlds of brokers, clients and time, from SEED=1
 	@$(BIN)/python -m tests.simulation --worlds $(WORLDS) --seed $(SEED) $(ARGS)
-
-worlds-rules: install  ## switch off rules of the produce path, the rarest too, and have simulated worlds from SEED=1 miss each
-	@KPROXY_WORLDS_RULES=all KPROXY_WORLDS_SEED=$(SEED) \
-		$(BIN)/python -m pytest -q -rP --timeout=0 tests/property/test_worlds.py -k switched_off $(ARGS)
 
 own-histories: install  ## HISTORIES=500 random histories of claims, writes and deaths before reference brokers, from SEED=1, judged
 	@KPROXY_OWN_HISTORIES=$(HISTORIES) KPROXY_OWN_SEED=$(SEED) \

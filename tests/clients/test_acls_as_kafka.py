@@ -414,23 +414,14 @@ WITHOUT_REASON = {
     ("librdkafka", "read hidden"),
     ("librdkafka", "commit other both"),
     ("librdkafka", "ends-of hidden"),
-    ("kafka-python", "read hidden"),
-    ("kafka-python", "join mine hidden"),
-    ("aiokafka", "read hidden"),
 }
 # Kafka has them, and the proxy's users are not Kafka's.
 NOT_OFFERED = ("create-token", "describe-tokens", "describe-users alice", "alter-user alice")
 UNSUPPORTED = ("UnsupportedVersion", "UnsupportedFeature", "IncompatibleBrokerVersion")
 
 
-# Those in Python get the same answers as librdkafka.
-@pytest.mark.parametrize(
-    "client",
-    [
-        pytest.param(each, marks=() if each in ("librdkafka", "java") else pytest.mark.long)
-        for each in refused_clients.CLIENTS
-    ],
-)
+# Clients in Python get the same answers as these.
+@pytest.mark.parametrize("client", refused_clients.CLIENTS)
 def test_client_gets_same_exceptions_as_from_kafka(secured: SecuredKafka, proxy: KproxyProcess, client: str) -> None:
     attempts = [each for each in (*ATTEMPTS, *NOT_OFFERED) if (client, each) not in WITHOUT_REASON]
     users = refused_clients.Users("alice", "bob")

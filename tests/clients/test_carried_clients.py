@@ -14,13 +14,10 @@ import pytest
 from confluent_kafka.admin import AclBinding, AclOperation, AclPermissionType, ResourcePatternType, ResourceType
 
 from kproxy.security.users import SCRAM_MECHANISMS, make_credential, write_users
-from tests.support.brokers.kafka_jars import client_classpath
-from tests.support.clients.java_client import run_java_client
-from tests.support.clients.kafka_io import Record, read_values
+from tests.support.clients.kafka_io import read_values
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import counted, page
 from tests.support.security.sasl_client import ALLOW_ALL, USERS
-from tests.support.security.secured_clients import CLIENTS, OK
 from tests.support.security.secured_kafka import PROXY, PROXY_SECRET, SecuredKafka, start_secured_kafka
 from tests.support.security.tls_files import Signer
 from tests.support.security.tls_kafka import PASSWORD, USER, start_tls_kafka, unsecured_token
@@ -44,7 +41,6 @@ password = "{PROXY_SECRET}"
 allow_plain_text = true
 """
 SECRETS = (PROXY_SECRET, *USERS.values())
-WRONG = {"wrong password": ("alice", "wrong"), "unknown user": ("nobody", "alice-secret")}
 
 
 @pytest.fixture(scope="module")
@@ -143,32 +139,6 @@ def test_brokers_tell_clients_apart(kafka: SecuredKafka, proxy: KproxyProcess, w
         assert topics[other] not in seen
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("client", CLIENTS)
-def test_each_client_keeps_its_identity(kafka: SecuredKafka, proxy: KproxyProcess, client: str) -> None:
-    topic = topic_of(kafka, "alice")
-    assert CLIENTS[client](proxy.kafka, topic, "PLAIN", "alice", USERS["alice"]) == OK
-    through = CLIENTS[client](proxy.kafka, topic, "PLAIN", "bob", USERS["bob"])
-    assert through == CLIENTS[client](kafka.secured, topic, "PLAIN", "bob", USERS["bob"]) != OK
-
-
-# What librdkafka tells is compared word by word below.
-@pytest.mark.parametrize("wrong", ["wrong password", pytest.param("unknown user", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "client", [pytest.param(each, marks=() if each in ("aiokafka", "java") else pytest.mark.long) for each in CLIENTS]
-)
-def test_client_reports_same_error_as_from_kafka(
-    kafka: SecuredKafka, proxy: KproxyProcess, client: str, wrong: str
-) -> None:
-    topic = topic_of(kafka, "alice")
-    name, password = WRONG[wrong]
-    direct = CLIENTS[client](kafka.secured, topic, "PLAIN", name, password)
-    through = CLIENTS[client](proxy.kafka, topic, "PLAIN", name, password)
-    print(f"{client}, {wrong}: {direct}")
-    assert direct != OK
-    assert through == direct
-
-
 def errors_of(settings: dict[str, Any], until: str) -> set[tuple[str, str]]:
     """The errors that librdkafka tells, up to one of this name, with the broker's words for that one."""
     seen: list[tuple[str, str]] = []
@@ -184,17 +154,13 @@ def errors_of(settings: dict[str, Any], until: str) -> set[tuple[str, str]]:
     return {(name, text.partition("failed: ")[2].partition(" (after")[0]) for name, text in seen if name == until}
 
 
-def test_client_gets_the_brokers_verdict_on_a_token(kafka: SecuredKafka, proxy: KproxyProcess) -> None:
-    direct = errors_of(bearer(kafka.secured, "alice", valid_s=-30.0), "_AUTHENTICATION")
-    through = errors_of(bearer(proxy.kafka, "alice", valid_s=-30.0), "_AUTHENTICATION")
-    print(direct)
-    assert through == direct
+@pytest.mark.parametrize("way", WAYS)
+def test_client_gets_the_brokers_error_message(kafka: SecuredKafka, proxy: KproxyProcess, way: str) -> None:
+    def settings(bootstrap: str) -> dict[str, Any]:
+        wrong = {"sasl.password": "wrong"}
+        return {**plain(bootstrap, "alice"), **wrong} if way == "PLAIN" else bearer(bootstrap, "alice", valid_s=-30.0)
 
-
-def test_client_gets_the_brokers_error_message(kafka: SecuredKafka, proxy: KproxyProcess) -> None:
-    wrong = {"sasl.password": "wrong"}
-    direct = errors_of({**plain(kafka.secured, "alice"), **wrong}, "_AUTHENTICATION")
-    through = errors_of({**plain(proxy.kafka, "alice"), **wrong}, "_AUTHENTICATION")
+    direct, through = (errors_of(settings(each), "_AUTHENTICATION") for each in (kafka.secured, proxy.kafka))
     print(direct)
     assert through == direct
 
@@ -231,39 +197,6 @@ def test_session_renewals_lose_no_record(kafka: SecuredKafka, proxy: KproxyProce
     assert "client connection closed" not in proxy.stderr()[told:]
     assert "broker connection lost" not in proxy.stderr()[told:]
     assert "broker connection abandoned" not in proxy.stderr()[told:]
-
-
-@pytest.mark.long
-def test_kafkas_own_client_renews_without_a_loss(kafka: SecuredKafka, proxy: KproxyProcess) -> None:
-    topic = topic_of(kafka, "alice")
-    before, told = renewals(proxy), len(proxy.stderr())
-    login = "org.apache.kafka.common.security.plain.PlainLoginModule"
-    settings = {
-        "bootstrap.servers": proxy.kafka,
-        "security.protocol": "SASL_PLAINTEXT",
-        "sasl.mechanism": "PLAIN",
-        "sasl.jaas.config": f'{login} required username="alice" password="{USERS["alice"]}";',
-        "linger.ms": 0,
-    }
-    count = 0
-
-    def records() -> Iterator[Record]:
-        nonlocal count
-        ends_at = time.monotonic() + 3 * SESSION_S
-        latest = ends_at + TIMEOUT_S
-        # A busy machine may take a session's time to start Java.
-        while (now := time.monotonic()) < ends_at or (now < latest and renewals(proxy) - before < 2):
-            # Long enough for the pipe to the client to be flushed each time.
-            yield Record(b"%d" % count, bytes(8_192), count % 3, ())
-            count += 1
-            time.sleep(0.01)
-
-    run = run_java_client(client_classpath("4.3.1"), topic, records(), settings)
-    assert (run.errors, len(run.acknowledged)) == ({}, count)
-    assert len(set(run.acknowledged.values())) == count
-    assert renewals(proxy) - before >= 2
-    assert "client connection closed" not in proxy.stderr()[told:]
-    assert "broker connection lost" not in proxy.stderr()[told:]
 
 
 def test_revoked_client_is_told_and_others_go_on(tmp_path: Path) -> None:

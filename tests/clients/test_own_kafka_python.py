@@ -1,4 +1,7 @@
-"""Unchanged kafka-python clients own what they write and read, through two proxies with `own_sync`."""
+"""Unchanged kafka-python clients own what they write and read, through two proxies with `own_sync`.
+
+What a claimant does after each answer is in test_own_claimant, and with another client library in test_own_clients.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ import pytest
 from kafka.errors import PolicyViolationError
 
 from kproxy.claims.client import OwnNotOffered, OwnRefused, Severed, own_sync
-from kproxy_codec.error_codes import FENCED_INSTANCE_ID
 from tests.support.claims.owned_topics import PARTITIONS, WRITERS, OwnedTopics
 from tests.support.waiting import PATIENCE_S, wait_for
 
@@ -116,36 +118,6 @@ def test_severed_writer_sends_nothing_after_its_successor(
     assert all(knew), "whoever hears of a failure can know why"
     log = owned_topics.log(topic)
     assert log[log.index(b"second 0") :] == [b"second %d" % number for number in range(50)]
-
-
-def test_lower_generation_is_refused_and_leaves_nothing_claimed(owned_topics: OwnedTopics) -> None:
-    topic = owned_topics.topic()
-    resources = [f"{topic}/{each}" for each in range(PARTITIONS)]
-    with producers(owned_topics, 3) as (owner, other, third), own_sync(owner, WRITERS, resources[1:2], 5) as ownership:
-        with pytest.raises(OwnRefused) as refused, own_sync(other, WRITERS, resources, 4):
-            pytest.fail("it is owned")
-        assert (refused.value.error_code, refused.value.resource) == (FENCED_INSTANCE_ID, resources[1])
-        wait_for(lambda: is_free(third, resources[0], *resources[2:]))
-        assert ownership.is_valid
-
-
-def test_standby_waits_for_owner_of_same_generation(owned_topics: OwnedTopics, threads: ThreadPoolExecutor) -> None:
-    topic = owned_topics.topic()
-    resources = [f"{topic}/{each}" for each in range(PARTITIONS)]
-
-    def stand_by() -> None:
-        with own_sync(standby, WRITERS, resources, 2, stand_by=True):
-            write(standby, topic, b"standby")
-
-    with producers(owned_topics) as (active, standby):
-        with own_sync(active, WRITERS, resources, 2, stand_by=True) as ownership:
-            waiting = threads.submit(stand_by)
-            time.sleep(SOME_TIME_S)
-            assert not waiting.done()
-            write(active, topic, b"active")
-            assert ownership.is_valid
-        waiting.result(PATIENCE_S)
-    assert owned_topics.log(topic) == [b"active", b"standby"]
 
 
 def test_reclaim_precedes_any_write_on_new_connection(

@@ -5,7 +5,6 @@ Or client certificates, on both sides. And all files of a proxy exchanged under 
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import time
 import uuid
@@ -14,10 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiokafka  # type: ignore[import-untyped]
 import confluent_kafka
-import kafka
-import kafka.errors
 import psutil
 import pytest
 
@@ -212,56 +208,6 @@ def test_librdkafka_with_wrong_password_is_rejected(site: Site) -> None:
         producer.poll(0.2)
     assert "alice-secret" not in site.process.stderr()
     assert PASSWORD not in site.process.stderr()
-
-
-@pytest.mark.long(but=1)
-def test_aiokafka_does_only_what_is_allowed(each_site: Site) -> None:
-    site = each_site
-    topic, secret = site.topic("open"), site.topic("secret")
-
-    async def run() -> set[bytes]:
-        producer = aiokafka.AIOKafkaProducer(**site.python("alice"), enable_idempotence=True)
-        await producer.start()
-        try:
-            for number in range(RECORDS):
-                await producer.send(topic, b"%d" % number)
-            await producer.flush()
-            with pytest.raises(aiokafka.errors.TopicAuthorizationFailedError):
-                await producer.send_and_wait(secret, b"x")
-        finally:
-            await producer.stop()
-        consumer = aiokafka.AIOKafkaConsumer(
-            topic, **site.python("alice"), group_id=topic, auto_offset_reset="earliest"
-        )
-        await consumer.start()
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                return {(await consumer.getone()).value for _ in range(RECORDS)}
-        finally:
-            await consumer.stop()
-
-    assert asyncio.run(run()) == {b"%d" % number for number in range(RECORDS)}
-
-
-@pytest.mark.long(but=1)
-def test_kafka_python_does_only_what_is_allowed(each_site: Site) -> None:
-    topic, secret = each_site.topic("open"), each_site.topic("secret")
-    alice = each_site.python("alice")
-    producer = kafka.KafkaProducer(**alice, enable_idempotence=True)
-    try:
-        placed = [producer.send(topic, b"%d" % number) for number in range(RECORDS)]
-        producer.flush(TIMEOUT_S)
-        assert len({(each.get(0).partition, each.get(0).offset) for each in placed}) == RECORDS
-        with pytest.raises(kafka.errors.TopicAuthorizationFailedError):
-            producer.send(secret, b"x").get(TIMEOUT_S)
-    finally:
-        producer.close(0)
-    consumer = kafka.KafkaConsumer(
-        topic, **alice, group_id=topic, auto_offset_reset="earliest", consumer_timeout_ms=60_000
-    )
-    read = {next(consumer).value for _ in range(RECORDS)}
-    consumer.close()
-    assert read == {b"%d" % number for number in range(RECORDS)}
 
 
 @pytest.mark.long(but=1)

@@ -1,7 +1,4 @@
-"""Unchanged clients over TLS with client certificates, through `kproxy serve` to the brokers of `kproxy dev`.
-
-And certificates that are exchanged under load, with no failed request.
-"""
+"""Unchanged clients over TLS with client certificates, through `kproxy serve` to the brokers of `kproxy dev`."""
 
 from __future__ import annotations
 
@@ -22,9 +19,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from tests.support.brokers.kafka_jars import kafka_classpath
 from tests.support.clients.java_client import run_java_client
 from tests.support.clients.kafka_io import Record
-from tests.support.clients.steady_writers import IN_PRODUCER, MODES, Writer, writing
 from tests.support.processes.dev import KproxyProcess, serving
-from tests.support.processes.served import counted
 from tests.support.security.tls_files import Pair, Signer, client_context
 
 TIMEOUT_S = 60.0
@@ -210,34 +205,3 @@ def test_client_shows_the_error_to_its_user(dev_cluster: KproxyProcess, tmp_path
         while not any(says in each for each in told):
             assert time.monotonic() < deadline, f"{told}; {site.process.stderr()[-2000:]}"
             producer.poll(0.1)
-
-
-# test_secured_both_sides exchanges this certificate, too, and more.
-@pytest.mark.long
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_certificate_exchange_under_load_fails_no_request(
-    dev_cluster: KproxyProcess, tmp_path: Path, topic: str, workers: str
-) -> None:
-    """One producer after another connects, and none tries again."""
-    with tls_site(dev_cluster.etcd, tmp_path, "--workers", workers) as site:
-        settings = {**site.librdkafka, "retries": 0, "socket.max.fails": 1}
-        writers = [
-            Writer("librdkafka", site.bootstrap, topic, index, MODES["acks-all"], settings, is_renewed=True)
-            for index in range(3)
-        ]
-        with writing(writers) as running:
-            for exchange in range(1, 4):
-                signed = site.signer.issue("next", "localhost", "127.0.0.1")
-                for source, name in ((signed.cert, "server.pem"), (signed.key, "server.key")):
-                    # As one should: whole, by its name.
-                    source.replace(site.signer.directory / name)
-                deadline = time.monotonic() + TIMEOUT_S
-                while counted(site.process.admin, 'kproxy_tls_reloads_total{outcome="done"}') < exchange * int(workers):
-                    assert time.monotonic() < deadline, site.process.stderr()[-2000:]
-                    running.check()
-                    time.sleep(0.1)
-                assert running.all_acknowledged(time.monotonic(), 2 * IN_PRODUCER, deadline)
-        assert [writer.problems for writer in writers] == [[]] * 3
-        assert counted(site.process.admin, 'kproxy_tls_reloads_total{outcome="failed"}') == 0
-        done = counted(site.process.admin, 'kproxy_client_handshakes_total{outcome="done"}')
-        assert done == counted(site.process.admin, "kproxy_client_handshakes_total") > 10

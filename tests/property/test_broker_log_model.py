@@ -1,7 +1,7 @@
 """The log against a model of it in memory: after any operations in any order, both hold the same.
 
-The model is a list of batches. What a killed broker leaves is what was written; what a power cut leaves is, beyond what
-was flushed, any part of it; a write that was torn is cut off.
+The model is a list of batches. What a killed broker leaves is what was written; a write that was torn is cut off. What
+a power cut leaves is tested by test_broker_log_deaths.
 """
 
 from __future__ import annotations
@@ -306,39 +306,6 @@ class LogMachine(RuleBasedStateMachine):
         with self.last_file().open("ab") as file:
             file.write(torn)
         self.open_again(torn=len(torn) > 0)
-
-    @rule(which=st.integers(0, 9), lost=st.integers(0, 3000), zeros=st.integers(0, 100), is_missing=st.booleans())
-    def cut_power(self, which: int, lost: int, zeros: int, is_missing: bool) -> None:
-        """What was flushed stays; of any other file any part may be gone, or its length be there but no bytes, or the
-        file itself."""
-        self.left_open.append(self.log)
-        paths = sorted(self.directory.glob("*.log"))
-        bases = [int(path.stem) for path in paths]
-        ends = [*bases[1:], self.end]
-        unflushed = [place for place, end in enumerate(ends) if end > self.flushed_end] or [len(paths) - 1]
-        place = unflushed[which % len(unflushed)]
-        path, here = paths[place], self.between(bases[place], ends[place])
-        if is_missing and place > 0 and bases[place] >= self.flushed_end:
-            path.unlink()
-        else:
-            safe = sum(len(each.data) for each in here if each.end <= self.flushed_end)
-            os.truncate(path, max(path.stat().st_size - lost, safe))
-            with path.open("ab") as file:
-                file.write(bytes(zeros))
-        found = sum(each.stat().st_size for each in self.directory.glob("*.log"))
-        # A batch that ended in zeros is there again.
-        content, whole = path.read_bytes() if path.exists() else b"", 0
-        for each in here:
-            if content[whole : whole + len(each.data)] != each.data:
-                self.batches = self.between(0, each.header.base_offset)
-                break
-            whole += len(each.data)
-        if len(content) > whole:
-            self.batches = self.between(0, ends[place])
-        self.open_again(torn=found > sum(len(each.data) for each in self.batches))
-
-    def between(self, start: int, end: int) -> list[Written]:
-        return [each for each in self.batches if start <= each.header.base_offset and each.end <= end]
 
     def last_file(self) -> Path:
         return max(self.directory.glob("*.log"))

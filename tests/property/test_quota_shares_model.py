@@ -235,17 +235,6 @@ def test_later_worker_gets_same_share_as_earlier() -> None:
     site.check()
 
 
-def test_a_share_that_moves_brings_no_second_burst() -> None:
-    site = Site(2, 1)
-    for _ in range(5):
-        site.second({0})
-    # Rounds that are not a second apart: nothing of the rate has stayed unused meanwhile.
-    for _ in range(20):
-        site.second({0, 1}, seconds=STEP_S)
-        site.check()
-    assert site.workers[1].bucket.rate == RATE / 2
-
-
 def test_duplicate_message_is_counted_once() -> None:
     ledger = Ledger(2)
     for number in range(2):

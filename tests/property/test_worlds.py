@@ -3,8 +3,7 @@ doubled or reordered, and every request is answered once and in time. In some of
 (the Own API), and a claimant writes nothing more to a partition that it has lost.
 
 `KPROXY_WORLDS` is how many worlds are run and `KPROXY_WORLDS_SEED` the first one's seed; without it each run has new
-ones. `make worlds WORLDS=10000` runs as many as one likes, on all cores. Rules that only many worlds miss are switched
-off with `KPROXY_WORLDS_RULES=all` (`make worlds-rules`).
+ones. `make worlds WORLDS=10000` runs as many as one likes, on all cores.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ import pytest
 from kproxy.proxy.broker_connection import Upstream
 from tests.simulation.__main__ import Summary
 from tests.simulation.setting import draw
-from tests.simulation.switches import SWITCHES, Switch, Worlds, search
 from tests.simulation.world import run_world
 
 WORLDS = int(os.environ.get("KPROXY_WORLDS", "80" if os.environ.get("KPROXY_TEST_ALL") == "1" else "20"))
 SEED = int(os.environ.get("KPROXY_WORLDS_SEED", "0")) or secrets.randbelow(1 << 40)
 TESTS = 4
-EVERY_RULE = os.environ.get("KPROXY_WORLDS_RULES") == "all"
 
 
 @pytest.mark.parametrize("part", range(TESTS))
@@ -80,22 +77,3 @@ def test_world_fails_without_owners_of_connections(keeper: str, monkeypatch: pyt
     monkeypatch.setattr(Upstream, "__init__", begin_without_owner)
     found = run_world(SEED).found
     assert any("belongs to no client session" in each or "unknown owner" in each for each in found)
-
-
-def _searched_for(switch: Switch) -> bool:
-    return switch.takes in (Worlds.FEW, Worlds.SOME) or (EVERY_RULE and switch.takes is Worlds.MANY)
-
-
-@pytest.mark.long(but=8)
-@pytest.mark.parametrize(
-    "switch",
-    [
-        pytest.param(each, id=each.name, marks=pytest.mark.long if each.takes is Worlds.SOME else ())
-        for each in SWITCHES
-        if _searched_for(each)
-    ],
-)
-def test_switched_off_rule_is_detected(switch: Switch) -> None:
-    runs, outcome = search(switch, SEED, switch.takes.value)
-    assert outcome is not None, f"not found in {runs} worlds from KPROXY_WORLDS_SEED={SEED}: {switch.rule}"
-    print(f"{switch.name}: found in {runs} worlds, seed {outcome.seed}: {outcome.found[0]}")

@@ -46,5 +46,5 @@ SETTINGS = [
 
 
 def test_no_writer_gets_through_behind_its_successor() -> None:
-    found = search(range(SEED, SEED + RUNS), SETTINGS, WEIGHTS, steps=STEPS_PER_RUN)
+    found = search(range(SEED, SEED + RUNS), SETTINGS, WEIGHTS, STEPS_PER_RUN)
     assert found is None, str(found)

@@ -123,23 +123,20 @@ class Setting:
     slow_rereads: bool = False
 
 
-def draw(seed: int, *, forgets: bool = False, claims: bool = False, slow_rereads: bool = False) -> Setting:
-    """The setting of the world with this seed.
-
-    On request one whose brokers forget, one with claims, or one with slow re-reads.
-    """
-    setting = _draw(seed, forgets=forgets)
+def draw(seed: int, *, claims: bool = False, slow_rereads: bool = False) -> Setting:
+    """The setting of the world with this seed; on request one with claims, or one with slow re-reads."""
+    setting = _draw(seed)
     random = Random(f"rereads {seed}")
-    if slow_rereads or (random.random() < WITH_SLOW_REREADS and not forgets and not claims):
+    if slow_rereads or (random.random() < WITH_SLOW_REREADS and not claims):
         return _with_slow_rereads(setting, random)
     # Worlds without claims are the same as before claims were added.
     random = Random(f"claims {seed}")
     return _with_claims(setting, random) if random.random() < WITH_CLAIMS or claims else setting
 
 
-def _draw(seed: int, *, forgets: bool) -> Setting:
+def _draw(seed: int) -> Setting:
     random = Random(seed)
-    knows_again = random.random() < 0.8 and not forgets
+    knows_again = random.random() < 0.8
     brokers = random.randint(3, 5)
     topics = tuple(random.randint(1, 4) for _ in range(random.randint(1, 3)))
     partitions = sum(topics)

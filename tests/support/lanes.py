@@ -41,7 +41,7 @@ SHARED_LANES = {
 OWN_SPARK = "own_spark"
 # The table's name for modules that are a lane each; shorter ones are not recorded.
 ALONE = "alone"
-LEAST_RECORDED_S = 1.0
+LEAST_RECORDED_S = 20.0
 # A process may start them again for another lane, so they share no etcd prefix with earlier ones.
 END_WITH_LANE = ("spark_driver", "real_kafka", "etcd_cluster", "owned_topics", "own_site", "dev_cluster")
 # Spark uses much CPU; tests that depend on time must not run beside it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy_codec.api_keys import OWN, SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.api_keys import OWN
 from kproxy_codec.error_codes import GROUP_AUTHORIZATION_FAILED, NONE
 from kproxy_codec.framing import request_header
 from kproxy_codec.own import OwnRequest, encode_own_request, parse_own_response
@@ -34,9 +34,7 @@ async def test_a_claim_needs_its_own_operation(etcd: EmbeddedEtcd, tmp_path: Pat
     )
     with serving(["serve", "--config", config, "--listen", "127.0.0.1:0"], tmp_path / "stderr") as process:
         client = await RawClient().connect(port_of(process))
-        client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("alice", "alice-secret")))
-        await client.answer(SASL_HANDSHAKE, 1)
-        assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+        await sasl.log_in(client)
         for group, code in (("readers", GROUP_AUTHORIZATION_FAILED), ("writers", NONE)):
             # An empty list binds the group to the connection.
             body = encode_own_request(OwnRequest(group, ()))

@@ -1,6 +1,7 @@
 """The Own API's table of cases (semantics §5), on two proxies with two workers each, before reference brokers.
 
 Every case is taken three times: its connections at two proxies, at two workers of one, and at one worker.
+What is decided for all combinations of generations and whole groups is in tests/unit/claims/test_own_rules.py.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from tests.support.claims.own_cases import (
     writes,
 )
 from tests.support.claims.own_client import OwnClient
-from tests.support.claims.own_proxies import OPEN_TOPIC, OwnSite
+from tests.support.claims.own_proxies import OPEN_TOPIC, OwnSite, on_site
 from tests.support.processes.served import ServedBroker, port_of, static_proxy
 
 FENCED, INVALID = Refused(FENCED_INSTANCE_ID), Refused(INVALID_REQUEST)
@@ -150,7 +151,6 @@ CASES = [
             led_by("A", 0),
         ],
     ),
-    Case("nobody owns it, and a higher generation is asked for", [own("A", [("0", 9)], New(1)), writes("A", 0)]),
     Case(
         "another owns it with a higher generation",
         [
@@ -193,18 +193,9 @@ CASES = [
         ],
     ),
     Case(
-        "one owns it oneself with the same generation",
-        [*a_owns(3), *[own("A", [("0", 3)], Same(3))] * 3, served("A"), writes("A", 0)],
-    ),
-    Case(
         "one owns it oneself with a lower generation, and raises it",
         [own("A", [("0", 1)], New(1)), writes("A", 0), own("A", [("0", 4)], New(4)), writes("A", 0), served("A")],
     ),
-    Case(
-        "one owns it oneself with a higher generation",
-        [*a_owns(4), own("A", [("0", 3)], FENCED), served("A"), writes("A", 0), own("A", [("0", 4)], Same(4))],
-    ),
-    Case("generation 0 of what nobody owns", [own("A", [("0", 0)], New(1)), writes("A", 0)]),
     Case(
         "generation 0 of what another owns",
         [
@@ -217,19 +208,6 @@ CASES = [
             severed("B"),
             writes("C", 0),
             holds("C", 0, "A", "B", "C"),
-        ],
-    ),
-    Case(
-        "generation 0 of what one owns oneself",
-        [
-            *a_owns(7),
-            own("A", [("0", 0)], New(1)),
-            own("A", [("0", 0)], New(1)),
-            own("A", [("0", 1)], Same(1)),
-            served("A"),
-            writes("A", 0),
-            own("B", [("0", 2)], New(2)),
-            severed("A"),
         ],
     ),
     Case(
@@ -269,17 +247,6 @@ CASES = [
         ],
     ),
     Case(
-        "the whole group, of which one owns resources oneself",
-        [
-            *a_owns(3),
-            own("A", [("1", 1)], New(1)),
-            own("A", None, New(3)),
-            own("A", [("0", 3), ("1", 3)], Same(3, of=""), Same(3, of="")),
-            served("A"),
-            writes("A", 0, 1),
-        ],
-    ),
-    Case(
         "the whole group, of which others own resources",
         [
             *a_owns(2),
@@ -297,28 +264,6 @@ CASES = [
         ],
     ),
     Case(
-        "the whole group, of which oneself and another own resources",
-        [
-            *a_owns(4),
-            own("B", [("1", 1)], New(1)),
-            own("A", None, New(4)),
-            severed("B"),
-            served("A"),
-            writes("A", 0, 1),
-        ],
-    ),
-    Case(
-        "the whole group, which another owns",
-        [
-            *a_owns(4),
-            own("A", None, New(4)),
-            own("B", None, New(4)),
-            severed("A"),
-            writes("B", 0, 1),
-            led_by("B", 0, 1),
-        ],
-    ),
-    Case(
         "a resource out of another's whole group",
         [
             own("A", None, New(1)),
@@ -331,40 +276,6 @@ CASES = [
             own("C", [("1", 5)], New(1)),
             served("B"),
             writes("C", 1),
-        ],
-    ),
-    Case(
-        "a resource out of another's whole group, which has a higher generation",
-        [
-            *a_owns(5),
-            own("A", None, New(5)),
-            own("B", [("1", 4)], FENCED),
-            served("A", "B"),
-            writes("A", 1),
-            own("B", [("1", 5)], New(5)),
-            severed("A"),
-            writes("B", 1),
-        ],
-    ),
-    Case(
-        "generation 0 of a resource out of another's whole group",
-        [*a_owns(5), own("A", None, New(5)), own("B", [("1", 0)], New(1)), severed("A"), writes("B", 1)],
-    ),
-    Case(
-        "resources of one's own whole group, raised and reset",
-        [
-            *a_owns(5),
-            own("A", None, New(5)),
-            own("A", [("0", 4)], FENCED),
-            own("A", [("0", 0)], New(1)),
-            own("A", [("0", 1)], Same(1)),
-            own("A", [("1", 8)], New(8)),
-            served("A"),
-            writes("A", 0, 1),
-            own("B", [("1", 7)], FENCED),
-            own("B", [("0", 2)], New(2)),
-            severed("A"),
-            writes("B", 0),
         ],
     ),
     Case(
@@ -535,18 +446,6 @@ CASES = [
         ],
     ),
     Case(
-        "readers of one group, and one that has all of it",
-        [
-            own("A", None, New(1), group=READERS),
-            own("B", [], group=READERS),
-            may_not_read("B", 0, 1),
-            reads("A", 0, 1),
-            closes("A"),
-            freed("", group=READERS),
-            reads("C", 0),
-        ],
-    ),
-    Case(
         "a reader loses what it is reading",
         [own("A", [("0", 1)], New(1), group=READERS), claimed_while_it_waits(), severed("A"), reads("B", 0)],
     ),
@@ -582,16 +481,6 @@ PLACES = {
 }
 
 
-async def _take(site: OwnSite, what: str, where: str, steps: list[Step]) -> None:
-    run = CaseRun(site.topic(what), where, PLACES[where], site.pool, site.etcd, site.keys)
-    try:
-        await run.open(*PLACES[where])
-        await take(run, steps)
-    finally:
-        await run.close()
-        await site.until_nothing_is_claimed()
-
-
 # Of each case one place is not long, of neighbouring cases another one.
 IN_PLACES = [
     pytest.param(case, where, id=f"{case.what}-{where}", marks=[pytest.mark.long] * (turn != number % len(PLACES)))
@@ -601,18 +490,22 @@ IN_PLACES = [
 
 
 @pytest.mark.parametrize(("case", "where"), IN_PLACES)
-def test_claim_sequences_give_expected_outcomes(own_site: OwnSite, case: Case, where: str) -> None:
-    own_site.run(_take(own_site, case.what, where, case.steps))
+@on_site
+async def test_claim_sequences_give_expected_outcomes(own_site: OwnSite, case: Case, where: str) -> None:
+    run = CaseRun(own_site.topic(case.what), where, PLACES[where], own_site.pool, own_site.etcd, own_site.keys)
+    try:
+        await run.open(*PLACES[where])
+        await take(run, case.steps)
+    finally:
+        await run.close()
 
 
-def test_own_is_offered_where_there_is_an_etcd(own_site: OwnSite) -> None:
-    async def ask() -> None:
-        for place in (Place(0, 1), Place(0, 2), Place(1, 1)):
-            client = await own_site.pool.connect(place)
-            assert (await client.api_versions())[OWN] == (0, 1)
-            await client.close()
-
-    own_site.run(ask())
+@on_site
+async def test_own_is_offered_where_there_is_an_etcd(own_site: OwnSite) -> None:
+    for place in (Place(0, 1), Place(0, 2), Place(1, 1)):
+        client = await own_site.pool.connect(place)
+        assert (await client.api_versions())[OWN] == (0, 1)
+        await client.close()
 
 
 async def test_own_is_not_offered_without_an_etcd(tmp_path: Path) -> None:

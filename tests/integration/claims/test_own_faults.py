@@ -16,7 +16,7 @@ from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, NONE, POLICY_VIO
 from kproxy_codec.own import OwnedResource
 from tests.support.claims.own_cases import Place, Pool, writers_of
 from tests.support.claims.own_client import OwnClient
-from tests.support.claims.own_proxies import OwnSite
+from tests.support.claims.own_proxies import OwnSite, on_site
 from tests.support.claims.owned_topics import RelayThread
 from tests.support.etcd.embedded import Relay
 from tests.support.processes.dev import KproxyProcess
@@ -116,41 +116,39 @@ async def _claims(client: OwnClient, topic: str, generation: int = 1) -> int:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
-def test_client_claims_resources_of_a_troubled_proxy(own_site: OwnSite, victim: Victim, fault: Fault) -> None:
+@on_site
+async def test_client_claims_resources_of_a_troubled_proxy(own_site: OwnSite, victim: Victim, fault: Fault) -> None:
     topic = own_site.topic(f"fault: {fault.what}")
 
-    async def run() -> None:
-        owner, successor = await victim.connect(), await own_site.pool.connect(Place(0, 1))
-        first = await _claims(owner, topic)
-        assert (await owner.produce(topic, 0, b"A 0")).error_code == NONE
-        writing = asyncio.create_task(_writes_on(owner, topic, 1))
-        await asyncio.sleep(0.1)
-        fault.begin(victim)
-        second = await _claims(successor, topic)
-        assert second > first
-        assert (await successor.produce(topic, 0, b"B 0")).error_code == NONE
-        fault.end(victim)
-        assert await owner.wait_closed(PATIENCE_S), "it has lost its claim, and is served"
-        acknowledged = await asyncio.wait_for(writing, PATIENCE_S)
-        assert (await successor.produce(topic, 0, b"B 1")).error_code == NONE
-        # The victim recovers, and serves as before.
-        owner = await victim.connect()
-        assert await _claims(owner, topic) > second
-        assert await successor.wait_closed(PATIENCE_S)
-        assert (await owner.produce(topic, 0, b"C 0")).error_code == NONE
-        written = [each.value.decode() for each in (await owner.fetch(topic, 0, 0)).records]
-        of_owner = written[: written.index("B 0")]
-        assert of_owner[:acknowledged] == [f"A {number}" for number in range(acknowledged)]
-        # The last record may be in the log without an answer.
-        assert len(of_owner) <= acknowledged + 1
-        assert written[len(of_owner) :] == ["B 0", "B 1", "C 0"]
-        await owner.close()
-        await own_site.until_nothing_is_claimed()
-
-    own_site.run(run())
+    owner, successor = await victim.connect(), await own_site.pool.connect(Place(0, 1))
+    first = await _claims(owner, topic)
+    assert (await owner.produce(topic, 0, b"A 0")).error_code == NONE
+    writing = asyncio.create_task(_writes_on(owner, topic, 1))
+    await asyncio.sleep(0.1)
+    fault.begin(victim)
+    second = await _claims(successor, topic)
+    assert second > first
+    assert (await successor.produce(topic, 0, b"B 0")).error_code == NONE
+    fault.end(victim)
+    assert await owner.wait_closed(PATIENCE_S), "it has lost its claim, and is served"
+    acknowledged = await asyncio.wait_for(writing, PATIENCE_S)
+    assert (await successor.produce(topic, 0, b"B 1")).error_code == NONE
+    # The victim recovers, and serves as before.
+    owner = await victim.connect()
+    assert await _claims(owner, topic) > second
+    assert await successor.wait_closed(PATIENCE_S)
+    assert (await owner.produce(topic, 0, b"C 0")).error_code == NONE
+    written = [each.value.decode() for each in (await owner.fetch(topic, 0, 0)).records]
+    of_owner = written[: written.index("B 0")]
+    assert of_owner[:acknowledged] == [f"A {number}" for number in range(acknowledged)]
+    # The last record may be in the log without an answer.
+    assert len(of_owner) <= acknowledged + 1
+    assert written[len(of_owner) :] == ["B 0", "B 1", "C 0"]
+    await owner.close()
 
 
-def test_stopped_readers_proxy_hands_over_nothing(own_site: OwnSite, victim: Victim) -> None:
+@on_site
+async def test_stopped_readers_proxy_hands_over_nothing(own_site: OwnSite, victim: Victim) -> None:
     """No broker guards reads: the proxy must notice by itself that its lease is over, whatever it does first."""
     topic = own_site.topic("stopped reader")
 
@@ -159,31 +157,28 @@ def test_stopped_readers_proxy_hands_over_nothing(own_site: OwnSite, victim: Vic
         assert found.error_code == NONE
         return (await client.fetch(topic, 0, 0)).error_code
 
-    async def run() -> None:
-        reader, successor = await victim.connect(), await own_site.pool.connect(Place(0, 1))
-        writer = await own_site.pool.connect(Place(1, 1))
-        await _claims(writer, topic)
-        assert (await writer.produce(topic, 0, b"for one reader alone")).error_code == NONE
-        assert await reads(reader) == NONE
-        victim.signal(signal.SIGSTOP)
-        asked = [reader.send_fetch(topic, 0, 0) for _ in range(20)]
-        assert await reads(successor) == NONE
-        victim.signal(signal.SIGCONT)
-        for each in asked:
-            try:
-                assert (await each).error_code == POLICY_VIOLATION
-            except ConnectionError:
-                break
-        assert await reader.wait_closed(PATIENCE_S)
-        assert await reads(successor) == NONE
-        await successor.close()
-        await writer.close()
-        await own_site.until_nothing_is_claimed()
-
-    own_site.run(run())
+    reader, successor = await victim.connect(), await own_site.pool.connect(Place(0, 1))
+    writer = await own_site.pool.connect(Place(1, 1))
+    await _claims(writer, topic)
+    assert (await writer.produce(topic, 0, b"for one reader alone")).error_code == NONE
+    assert await reads(reader) == NONE
+    victim.signal(signal.SIGSTOP)
+    asked = [reader.send_fetch(topic, 0, 0) for _ in range(20)]
+    assert await reads(successor) == NONE
+    victim.signal(signal.SIGCONT)
+    for each in asked:
+        try:
+            assert (await each).error_code == POLICY_VIOLATION
+        except ConnectionError:
+            break
+    assert await reader.wait_closed(PATIENCE_S)
+    assert await reads(successor) == NONE
+    await successor.close()
+    await writer.close()
 
 
-def test_new_reader_waits_until_old_reader_is_severed(own_site: OwnSite, victim: Victim) -> None:
+@on_site
+async def test_new_reader_waits_until_old_reader_is_severed(own_site: OwnSite, victim: Victim) -> None:
     topic = own_site.topic("slow to sever")
 
     async def reads_on(client: OwnClient) -> float:
@@ -198,45 +193,39 @@ def test_new_reader_waits_until_old_reader_is_severed(own_site: OwnSite, victim:
         except ConnectionError:
             return latest
 
-    async def run() -> None:
-        reader, successor = await victim.connect(), await own_site.pool.connect(Place(0, 1))
-        await reader.own("readers", [(f"{topic}/0", 1)])
-        victim.delay(SLOW_S)
-        reading = asyncio.create_task(reads_on(reader))
-        await asyncio.sleep(SLOW_S)
-        (found,) = (await successor.own("readers", [(f"{topic}/0", 1)])).resources
-        granted_at = time.monotonic()
-        assert found.error_code == NONE
-        assert 0 < await asyncio.wait_for(reading, PATIENCE_S) < granted_at
-        victim.delay(0)
-        await successor.close()
-        await own_site.until_nothing_is_claimed()
-
-    own_site.run(run())
+    reader, successor = await victim.connect(), await own_site.pool.connect(Place(0, 1))
+    await reader.own("readers", [(f"{topic}/0", 1)])
+    victim.delay(SLOW_S)
+    reading = asyncio.create_task(reads_on(reader))
+    await asyncio.sleep(SLOW_S)
+    (found,) = (await successor.own("readers", [(f"{topic}/0", 1)])).resources
+    granted_at = time.monotonic()
+    assert found.error_code == NONE
+    assert 0 < await asyncio.wait_for(reading, PATIENCE_S) < granted_at
+    victim.delay(0)
+    await successor.close()
 
 
-def test_claim_interrupted_by_etcd_outage_is_made_later(own_site: OwnSite, victim: Victim) -> None:
+@on_site
+async def test_claim_interrupted_by_etcd_outage_is_made_later(own_site: OwnSite, victim: Victim) -> None:
     topic = own_site.topic("etcd goes")
 
-    async def run() -> None:
-        client = await victim.connect()
-        await client.own(writers_of(topic), [])
-        victim.thread.call(victim.relay.blackhole)
-        claiming = asyncio.create_task(_claims(client, topic))
-        await asyncio.sleep(0.2)
-        victim.thread.run(victim.relay.restore())
-        fence = await asyncio.wait_for(claiming, PATIENCE_S)
-        assert (await client.produce(topic, 0, b"A")).error_code == NONE
-        other = await own_site.pool.connect(Place(1, 1))
-        assert await _claims(other, topic) > fence
-        assert await client.wait_closed(PATIENCE_S)
-        await other.close()
-        await own_site.until_nothing_is_claimed()
-
-    own_site.run(run())
+    client = await victim.connect()
+    await client.own(writers_of(topic), [])
+    victim.thread.call(victim.relay.blackhole)
+    claiming = asyncio.create_task(_claims(client, topic))
+    await asyncio.sleep(0.2)
+    victim.thread.run(victim.relay.restore())
+    fence = await asyncio.wait_for(claiming, PATIENCE_S)
+    assert (await client.produce(topic, 0, b"A")).error_code == NONE
+    other = await own_site.pool.connect(Place(1, 1))
+    assert await _claims(other, topic) > fence
+    assert await client.wait_closed(PATIENCE_S)
+    await other.close()
 
 
-def test_claim_with_lost_etcd_answer_keeps_its_fence(own_site: OwnSite, victim: Victim) -> None:
+@on_site
+async def test_claim_with_lost_etcd_answer_keeps_its_fence(own_site: OwnSite, victim: Victim) -> None:
     """Repeatedly: etcd makes the claim, the proxy gets no answer, and the client requests it again."""
     topic = own_site.topic("lost answers")
     key = own_site.keys.claim(writers_of(topic), f"{topic}/0")
@@ -250,23 +239,19 @@ def test_claim_with_lost_etcd_answer_keeps_its_fence(own_site: OwnSite, victim: 
                     return found.mod_revision
                 await asyncio.sleep(0.005)
 
-    async def run() -> None:
-        client = await victim.connect()
-        await _claims(client, topic)
-        unheard = 0
-        for generation in range(2, 2 + LOST_ANSWERS):
-            victim.thread.call(victim.relay.deafen)
-            answer = client.send_own(writers_of(topic), [(f"{topic}/0", generation)])
-            claimed_at = await revision_of(generation)
-            victim.thread.run(victim.relay.cut())
-            (found,) = (await answer).resources
-            if found.error_code != NONE:
-                unheard += found.error_code == COORDINATOR_NOT_AVAILABLE
-                (found,) = (await client.own(writers_of(topic), [(f"{topic}/0", generation)])).resources
-            assert found == OwnedResource(f"{topic}/0", NONE, generation, claimed_at)
-            assert (await client.produce(topic, 0, b"A")).error_code == NONE
-        assert unheard, "every answer was heard, which shows nothing"
-        await client.close()
-        await own_site.until_nothing_is_claimed()
-
-    own_site.run(run())
+    client = await victim.connect()
+    await _claims(client, topic)
+    unheard = 0
+    for generation in range(2, 2 + LOST_ANSWERS):
+        victim.thread.call(victim.relay.deafen)
+        answer = client.send_own(writers_of(topic), [(f"{topic}/0", generation)])
+        claimed_at = await revision_of(generation)
+        victim.thread.run(victim.relay.cut())
+        (found,) = (await answer).resources
+        if found.error_code != NONE:
+            unheard += found.error_code == COORDINATOR_NOT_AVAILABLE
+            (found,) = (await client.own(writers_of(topic), [(f"{topic}/0", generation)])).resources
+        assert found == OwnedResource(f"{topic}/0", NONE, generation, claimed_at)
+        assert (await client.produce(topic, 0, b"A")).error_code == NONE
+    assert unheard, "every answer was heard, which shows nothing"
+    await client.close()

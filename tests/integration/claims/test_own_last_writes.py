@@ -6,7 +6,6 @@ The brokers are the test's, so that it knows what they have got and when they an
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 
@@ -14,8 +13,6 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from kproxy.claims.inflight_writes import InflightWrites
-from kproxy.claims.service import OwnService
 from kproxy.etcd import EtcdClient
 from kproxy.proxy.claims import attach
 from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, PRODUCE
@@ -32,6 +29,7 @@ from kproxy_codec.partitioned import with_length
 from tests.support.brokers.kafscale import KafScaleBroker
 from tests.support.brokers.scripted_upstream import HOST, Asked, DeafListener, ScriptedUpstream
 from tests.support.claims.own_client import OwnClient
+from tests.support.claims.own_services import own_service
 from tests.support.etcd.embedded import running
 from tests.support.processes.running_proxy import RunningProxy, running_proxy
 from tests.support.processes.served import ServedBroker
@@ -56,17 +54,8 @@ class Site:
 
     async def start(self) -> None:
         for number in range(2):
-            own = OwnService(
-                self._client,
-                self._prefix,
-                "proxy.test",
-                19_092 + number,
-                ttl_s=60,
-                writer_groups={"t": GROUP},
-                timeout_s=OWN_TIMEOUT_S,
-                unsettled=InflightWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=UNSETTLED_S),
-                counters=Counter(),
-            )
+            times = {"timeout_s": OWN_TIMEOUT_S, "unsettled_s": UNSETTLED_S}
+            own = own_service(self._client, self._prefix, port=19_092 + number, writer_groups={"t": GROUP}, **times)
             await self._stack.enter_async_context(running(own.run()))
             # A dial to a deaf broker lasts until that broker hears.
             limits = {"own_unsettled_s": UNSETTLED_S, "connect_timeout_s": PATIENCE_S}

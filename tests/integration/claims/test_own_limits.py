@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from unittest import mock
 
 from kproxy.claims import acquire, service
 from kproxy.claims.connection import ClaimingConnection
-from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.service import OwnService
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE, THROTTLING_QUOTA_EXCEEDED
 from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
+from tests.support.claims.own_services import own_service
+from tests.support.etcd.embedded import running
 from tests.support.waiting import PATIENCE_S
 
 GROUP = "g"
@@ -27,25 +26,12 @@ MOST = 5
 async def claims(etcd: EmbeddedEtcd, prefix: str) -> AsyncIterator[OwnService]:
     client = EtcdClient([etcd.endpoint])
     await client.connect()
-    unsettled = InflightWrites({}, time.monotonic, unsettled_s=1.0)
-    own = OwnService(
-        client,
-        prefix,
-        "127.0.0.1",
-        9092,
-        ttl_s=60,
-        writer_groups={},
-        timeout_s=PATIENCE_S,
-        unsettled=unsettled,
-        counters=Counter(),
-    )
-    running = asyncio.create_task(own.run())
+    own = own_service(client, prefix, timeout_s=PATIENCE_S)
     try:
-        await asyncio.wait_for(own.wait_ready(), PATIENCE_S)
-        yield own
+        async with running(own.run()):
+            await asyncio.wait_for(own.wait_ready(), PATIENCE_S)
+            yield own
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         await client.close()
 
 

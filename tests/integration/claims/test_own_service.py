@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest_asyncio
 
-from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.keys import ClaimValue, OwnKeys, encode_value
 from kproxy.claims.release import Release
 from kproxy.claims.service import OwnService
@@ -20,12 +18,12 @@ from kproxy.etcd import EtcdClient, put_op
 from kproxy.etcd.mirror import CHUNK_EVENTS
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE
 from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
+from tests.support.claims.own_services import own_service
 from tests.support.etcd.embedded import Relay, running
 from tests.support.processes.dev import KproxyProcess
 from tests.support.waiting import eventually
 
 GROUP = "writers"
-TTL_S = 60
 # etcd takes at most 128 operations in a transaction.
 OPERATIONS = 100
 
@@ -57,17 +55,7 @@ class Site:
 
     async def service(self, client: EtcdClient | None = None, *, port: int = 1) -> OwnService:
         """Its brokers know fences, and it is a member."""
-        own = OwnService(
-            client or self.client,
-            self._prefix,
-            "proxy.test",
-            port,
-            ttl_s=TTL_S,
-            writer_groups={"t": GROUP},
-            timeout_s=TTL_S,
-            unsettled=InflightWrites({"t": GROUP}, asyncio.get_running_loop().time, unsettled_s=60.0),
-            counters=Counter(),
-        )
+        own = own_service(client or self.client, self._prefix, port=port, writer_groups={"t": GROUP})
         own.brokers.attach(FencedBrokers())
         await self._stack.enter_async_context(running(own.run()))
         await own.wait_ready()

@@ -1,7 +1,7 @@
 """Order under load: one producer with five requests in flight, while its partitions move from broker to broker.
 
 The last test switches off a rule and shows that the same check then finds what went wrong: it can fail. Rules are
-switched off one by one in scripts (tests/unit/routing/test_fanout_switches.py) and in simulated worlds.
+switched off one by one in scripts (tests/unit/routing/test_fanout_switches.py).
 """
 
 from __future__ import annotations

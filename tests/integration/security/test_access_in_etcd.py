@@ -17,7 +17,7 @@ import pytest_asyncio
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from kproxy.security.in_etcd import AccessKeys, encode_user
-from kproxy_codec.api_keys import API_VERSIONS, SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.api_keys import API_VERSIONS
 from kproxy_codec.error_codes import NONE, TOPIC_AUTHORIZATION_FAILED
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
@@ -116,9 +116,7 @@ async def test_connections_end_with_their_user(site: Site) -> None:
     await site.allow("erin")
     await eventually(lambda: logs_in(site, "erin"))
     client = await RawClient().connect(int(site.proxy.kafka.rpartition(":")[2]))
-    client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("erin", PASSWORD)))
-    await client.answer(SASL_HANDSHAKE, 1)
-    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+    assert (await sasl.present(client, sasl.plain("erin", PASSWORD))).error_code == NONE
     await site.add_user("erin", "second-secret")
     await eventually(lambda: is_refused(site, "erin"))
     client.send(control_frame(API_VERSIONS, 0))
@@ -236,9 +234,7 @@ async def written(port: int, name: str, topic: str) -> int:
     """Log in, write, and return the error code of that; REFUSED if the client is not let in."""
     client = await RawClient().connect(port)
     try:
-        client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain(name, sasl.USERS[name])))
-        await client.answer(SASL_HANDSHAKE, 1)
-        if (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code != NONE:
+        if (await sasl.present(client, sasl.plain(name, sasl.USERS[name]))).error_code != NONE:
             return REFUSED
         client.send(produce_frame({topic: [0]}, records=batch(0)))
         return (await client.answer()).codes[(topic, 0)]
@@ -246,9 +242,7 @@ async def written(port: int, name: str, topic: str) -> int:
         client.abort()
 
 
-async def test_proxy_admits_clients_only_after_etcd_answers(
-    tmp_path: Path,
-) -> None:
+async def test_proxy_admits_clients_only_after_etcd_answers(tmp_path: Path) -> None:
     keys, port = AccessKeys("/kafscale"), free_port()
     broker = ServedBroker(1, answers_everything)
     await broker.start()

@@ -8,9 +8,7 @@ import json
 import os
 import random
 import signal
-import socket
 import ssl
-import struct
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,19 +16,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kproxy_codec.api_keys import API_VERSIONS, METADATA, SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.api_keys import METADATA
 from kproxy_codec.error_codes import NONE, SASL_AUTHENTICATION_FAILED
-from kproxy_codec.framing import request_header
 from tests.support.brokers.scripted_upstream import Asked, answers_everything
-from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame, raw_frame
+from tests.support.clients.blocking_client import connect, is_served
+from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import ServedBroker, beside, counted, port_of, static_proxy
 from tests.support.security import sasl_client as sasl
 from tests.support.security.tls_files import Signer, client_context
-from tests.support.waiting import eventually, wait_for
+from tests.support.waiting import PATIENCE_S, eventually, wait_for
 
-HOST = "127.0.0.1"
-PATIENCE_S = 60.0
 MAX_HALF_OPEN = 50
 # kproxy without Python's cycle collector, which says on SIGUSR2 what a collection would free now.
 UNCOLLECTED = """
@@ -49,14 +45,9 @@ sys.exit(main())
 """
 
 
-def connect(process: KproxyProcess) -> socket.socket:
-    return socket.create_connection((HOST, port_of(process)), timeout=PATIENCE_S)
-
-
 def serves(process: KproxyProcess, context: ssl.SSLContext) -> bool:
     with connect(process) as plain, context.wrap_socket(plain, server_hostname="localhost") as client:
-        client.sendall(raw_frame(request_header(API_VERSIONS, 0, 77, b"c")))
-        return struct.unpack(">i", client.recv(8)[4:8])[0] == 77
+        return is_served(client)
 
 
 def hello() -> bytes:
@@ -137,18 +128,14 @@ async def nothing(client: RawClient) -> None:
 
 def logged_in(then: Ending) -> Ending:
     async def log_in(client: RawClient) -> None:
-        client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("alice", sasl.USERS["alice"])))
-        await client.answer(SASL_HANDSHAKE, 1)
-        assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+        await sasl.log_in(client)
         await then(client)
 
     return log_in
 
 
 async def be_refused(client: RawClient) -> None:
-    client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("alice", "wrong")))
-    await client.answer(SASL_HANDSHAKE, 1)
-    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == SASL_AUTHENTICATION_FAILED
+    assert (await sasl.present(client, sasl.plain("alice", "wrong"))).error_code == SASL_AUTHENTICATION_FAILED
 
 
 ENDINGS: Mapping[str, Sequence[Ending]] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
+from kproxy_codec.api_keys import SASL_HANDSHAKE
 from kproxy_codec.error_codes import ILLEGAL_SASL_STATE, NONE, TOPIC_AUTHORIZATION_FAILED
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
@@ -70,13 +70,6 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-async def authenticate(client: RawClient, name: str) -> None:
-    client.send(sasl.handshake("PLAIN"))
-    assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
-    client.send(sasl.authenticate(sasl.plain(name, sasl.USERS[name])))
-    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
-
-
 async def produced(client: RawClient, n: int = 0) -> int:
     """The error of a write."""
     client.send(produce_frame(records=batch(n, producer_id=-1)))
@@ -99,7 +92,7 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
         assert (await secure.answer(SASL_HANDSHAKE, 1)).message.mechanisms == ["PLAIN"]
         for name, code in (("alice", NONE), ("bob", TOPIC_AUTHORIZATION_FAILED)):
             secure = await site.client("secure")
-            await authenticate(secure, name)
+            await sasl.log_in(secure, name)
             assert await produced(secure) == code
         unknown = await site.client("secure")
         unknown.send(produce_frame())
@@ -195,10 +188,8 @@ async def test_groups_of_a_renewed_session_count(tmp_path: Path) -> None:
     async with site.serving(text):
         client = await site.client("secure")
         for roles, code in ((["writers"], NONE), ([], TOPIC_AUTHORIZATION_FAILED), (["a", "writers"], NONE)):
-            client.send(sasl.handshake("OAUTHBEARER"))
-            assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
-            client.send(sasl.authenticate(sasl.bearer(sasl.token(roles=roles))))
-            assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+            told = await sasl.present(client, sasl.bearer(sasl.token(roles=roles)), "OAUTHBEARER")
+            assert told.error_code == NONE
             assert [await produced(client, n) for n in range(5)] == [code] * 5
             # At the earliest a second after the last success.
             await asyncio.sleep(1.1)

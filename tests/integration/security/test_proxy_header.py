@@ -3,54 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kproxy_codec.api_keys import API_VERSIONS
-from kproxy_codec.framing import request_header
-from tests.support.clients.raw_client import raw_frame
-from tests.support.processes.dev import KproxyProcess
-from tests.support.processes.served import counted, port_of, static_proxy
+from tests.support.clients.blocking_client import QUESTION, connect, is_answered
+from tests.support.processes.served import counted, static_proxy
 from tests.support.security.proxy_header import LOCAL, header
 from tests.support.security.tls_files import Signer, client_context
 from tests.support.waiting import wait_for
-
-HOST = "127.0.0.1"
-PATIENCE_S = 60.0
-QUESTION = raw_frame(request_header(API_VERSIONS, 0, 77, b"c"))
-
-
-@contextlib.contextmanager
-def connected(process: KproxyProcess, source: str = HOST) -> Iterator[socket.socket]:
-    at = (HOST, port_of(process))
-    with socket.create_connection(at, timeout=PATIENCE_S, source_address=(source, 0)) as client:
-        yield client
-
-
-def is_answered(client: socket.socket) -> bool:
-    """Whether the next answer, which is read whole, is one to the question."""
-    (length,) = struct.unpack(">i", _exactly(client, 4))
-    return struct.unpack(">i", _exactly(client, length)[:4])[0] == 77
-
-
-def _exactly(client: socket.socket, size: int) -> bytes:
-    got = b""
-    while len(got) < size:
-        data = client.recv(size - len(got))
-        assert data, "closed"
-        got += data
-    return got
 
 
 def test_the_client_behind_a_balancer_is_named(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, more=["--proxy-protocol"]) as process:
         # All at once, and byte by byte.
         for portion in (1 << 20, 1):
-            with connected(process) as client:
+            with connect(process) as client:
                 data = header(("203.0.113.7", 4711), checksum=True) + QUESTION
                 for at in range(0, len(data), portion):
                     client.sendall(data[at : at + portion])
@@ -58,7 +26,7 @@ def test_the_client_behind_a_balancer_is_named(tmp_path: Path) -> None:
                 client.sendall(b"\x7f\xff\xff\xff")
                 assert client.recv(1) == b""
         wait_for(lambda: process.stderr().count("client=203.0.113.7:4711") == 2)
-        with connected(process) as client:
+        with connect(process) as client:
             client.sendall(header(command=LOCAL) + QUESTION)
             assert is_answered(client)
 
@@ -66,7 +34,7 @@ def test_the_client_behind_a_balancer_is_named(tmp_path: Path) -> None:
 def test_client_without_proxy_header_is_rejected(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, more=["--proxy-protocol"]) as process:
         for data in (QUESTION, b"PROXY TCP4 203.0.113.7 198.51.100.1 1 2\r\n", header(family=0x31)):
-            with connected(process) as client, contextlib.suppress(ConnectionError):
+            with connect(process) as client, contextlib.suppress(ConnectionError):
                 client.sendall(data)
                 assert client.recv(1) == b""
         wait_for(lambda: counted(process.admin, 'kproxy_client_handshakes_total{outcome="proxy_header"}') == 3)
@@ -78,15 +46,15 @@ def test_proxy_header_is_accepted_only_from_balancers(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, rooms="[listen]\n" + senders) as process:
         data = header(("203.0.113.7", 4711)) + QUESTION
         for source in ("127.0.0.2", "127.1.2.3"):
-            with connected(process, source) as client:
+            with connect(process, source=source) as client:
                 client.sendall(data)
                 assert is_answered(client)
-        for source in (HOST, "127.0.0.3"):
-            with connected(process, source) as client, contextlib.suppress(ConnectionError):
+        for source in ("127.0.0.1", "127.0.0.3"):
+            with connect(process, source=source) as client, contextlib.suppress(ConnectionError):
                 client.sendall(data)
                 assert client.recv(1) == b""
         # Closed without a byte from it.
-        with connected(process) as client:
+        with connect(process) as client:
             assert client.recv(1) == b""
         wait_for(lambda: counted(process.admin, 'kproxy_client_handshakes_total{outcome="proxy_sender"}') == 3)
         assert "client=127.0.0.3:" in process.stderr()
@@ -98,14 +66,14 @@ def test_tls_comes_behind_the_header(tmp_path: Path) -> None:
     pair = signer.issue("server", "localhost")
     rooms = f'[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n'
     with static_proxy(tmp_path, {1: 1}, rooms=rooms, more=["--proxy-protocol"]) as process:
-        with connected(process) as plain:
+        with connect(process) as plain:
             plain.sendall(header(("2001:db8::7", 4711), ("2001:db8::1", 9092)))
             with client_context(signer.ca).wrap_socket(plain, server_hostname="localhost") as client:
                 client.sendall(QUESTION)
                 assert is_answered(client)
-        with connected(process) as plain, pytest.raises(OSError):  # noqa: PT011 -- reset or closed
+        with connect(process) as plain, pytest.raises(OSError):  # noqa: PT011 -- reset or closed
             client_context(signer.ca).wrap_socket(plain, server_hostname="localhost")
-        with connected(process) as plain:
+        with connect(process) as plain:
             plain.sendall(header(("2001:db8::8", 4712), ("2001:db8::1", 9092)) + b"GET / HTTP/1.1\r\n\r\n")
             assert plain.recv(12) == b"HTTP/1.1 400"
         wait_for(lambda: "client=[2001:db8::8]:4712" in process.stderr())

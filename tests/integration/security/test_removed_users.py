@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import NONE, TOPIC_AUTHORIZATION_FAILED
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
@@ -26,9 +25,7 @@ DENIED = f'{ALLOWED}effect = "deny"\n'
 async def logged_in(port: int) -> RawClient | None:
     """A client that has logged in as alice; None if it is refused."""
     client = await RawClient().connect(port)
-    client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("alice", sasl.USERS["alice"])))
-    await client.answer(SASL_HANDSHAKE, 1)
-    if (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE:
+    if (await sasl.present(client, sasl.plain("alice", sasl.USERS["alice"]))).error_code == NONE:
         return client
     client.abort()
     return None

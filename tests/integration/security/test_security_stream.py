@@ -55,14 +55,19 @@ async def attempt(port: int, name: str, password: str) -> RawClient:
 
 
 async def fail(port: int, name: str) -> None:
-    client = await attempt(port, name, "wrong-secret")
-    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code != NONE
+    client = await RawClient().connect(port)
+    assert (await sasl.present(client, sasl.plain(name, "wrong-secret"))).error_code != NONE
     client.abort()
 
 
+async def alice(port: int) -> RawClient:
+    client = await RawClient().connect(port)
+    await sasl.log_in(client)
+    return client
+
+
 async def write_denied(port: int, number: int) -> None:
-    client = await attempt(port, "alice", sasl.USERS["alice"])
-    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+    client = await alice(port)
     for n in range(ATTEMPTS // CLIENTS):
         client.send(produce_frame({f"denied-{number}-{n}": [0]}, records=batch(n), correlation_id=n))
         (code,) = (await client.answer()).codes.values()
@@ -121,8 +126,7 @@ async def test_stream_tells_of_sessions_rules_and_page(tmp_path: Path) -> None:
             event_found: dict[str, Any] = found[0]
             return event_found
 
-        client = await attempt(port, "alice", sasl.USERS["alice"])
-        assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+        client = await alice(port)
         login = await told("login")
         assert login["client"] == f"127.0.0.1:{client.own_port}"
         assert (login["principal"], login["mechanism"], login["renewal"]) == ("User:alice", "PLAIN", False)
@@ -173,8 +177,7 @@ async def test_full_disk_does_not_stop_proxy(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.symlink_to("/dev/full")
     async with beside(static_proxy(tmp_path, {1: 1}, rooms=rooms(tmp_path))) as proxy:
-        client = await attempt(port_of(proxy), "alice", sasl.USERS["alice"])
-        assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+        client = await alice(port_of(proxy))
         await eventually(lambda: "security events not written" in proxy.stderr())
         file.unlink()
         await eventually(lambda: file.exists() and of_kind(tmp_path, "login"))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
 from kproxy_codec.error_codes import NONE
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient
@@ -21,9 +20,7 @@ from tests.support.security.tls_files import Signer
 
 async def is_let_in(process: KproxyProcess, number: int) -> bool:
     client = await RawClient().connect(port_of(process))
-    client.send(sasl.handshake("OAUTHBEARER"), sasl.authenticate(sasl.bearer(sasl.token(number))))
-    assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
-    answer = (await client.answer(SASL_AUTHENTICATE, 2)).message
+    answer = await sasl.present(client, sasl.bearer(sasl.token(number)), "OAUTHBEARER")
     client.abort()
     # A refusal is told in JSON.
     return answer.error_code == NONE and not answer.auth_bytes

@@ -7,8 +7,9 @@ group of its own.
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,6 +85,17 @@ class OwnSite:
         async with asyncio.timeout(PATIENCE_S):
             while (await self.etcd.get_prefix(self.keys.claims)).kvs:
                 await asyncio.sleep(0.005)
+
+
+def on_site(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test's coroutine on the event loop of its `own_site`, and wait until it leaves no claims behind."""
+
+    @functools.wraps(test)
+    def run(own_site: OwnSite, **given: object) -> None:
+        own_site.run(test(own_site=own_site, **given))
+        own_site.run(own_site.until_nothing_is_claimed())
+
+    return run
 
 
 @pytest.fixture(scope="session")

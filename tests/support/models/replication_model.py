@@ -118,12 +118,12 @@ def _is_claimed(world: World) -> bool:
 
 
 class World:
-    """Use it as a context manager. Steps raise Violation if a watched rule is broken."""
+    """Use it as a context manager. Steps raise Violation if a rule is broken."""
 
-    def __init__(self, setting: Setting, watched: frozenset[Rule] = frozenset(Rule)) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.now = START_TIME_S
-        self.judge = Judge(watched)
+        self.judge = Judge()
         self.store = EtcdStore(lambda: self.now)
         self.clients = Clients(self.judge, lambda: self.now)
         self.writers = FencedWriters(self.judge, self.clients, self.store)
@@ -654,8 +654,6 @@ class World:
 
     def recover(self) -> None:
         """All faults end: the partition must come back, with all promised records."""
-        if Rule.STUCK not in self.judge.watched:
-            return
         self.is_over = True
         self.trace.append("recover()")
         self.network.mend()
@@ -724,9 +722,9 @@ class World:
         self.judge.violated(Rule.STUCK, f"logs end at {ends}, the consumer is at {self.clients.position}")
 
 
-def broken_by(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> Violation | None:
+def broken_by(setting: Setting, steps: Sequence[Taken]) -> Violation | None:
     """The violation shown by the steps, or by the recovery after them."""
-    with World(setting, watched) as world:
+    with World(setting) as world:
         try:
             world.replay(steps)
             world.recover()
@@ -735,9 +733,9 @@ def broken_by(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule]
     return None
 
 
-def shortened(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule] = frozenset(Rule)) -> list[Taken]:
+def shortened(setting: Setting, steps: Sequence[Taken]) -> list[Taken]:
     """As few of the steps as still break the same rule: no step can be left out, nor any eight."""
-    found = broken_by(setting, steps, watched)
+    found = broken_by(setting, steps)
     if found is None:
         raise ValueError("nothing is broken by these steps")
     left, size = list(steps), 8
@@ -745,7 +743,7 @@ def shortened(setting: Setting, steps: Sequence[Taken], watched: frozenset[Rule]
         position = 0
         while position < len(left):
             fewer = left[:position] + left[position + size :]
-            again = broken_by(setting, fewer, watched)
+            again = broken_by(setting, fewer)
             if again is not None and again.rule is found.rule:
                 left = fewer
             else:

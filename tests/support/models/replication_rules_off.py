@@ -1,8 +1,7 @@
 """The rules of replication, each switched off: the model must find a violation for each, to prove that it can.
 
 Every entry patches product code for as long as a test runs, and has a run that the model found or that a text
-describes: with the rule on nothing happens in it, with the rule off it ends in a Violation. A random search that draws
-from the steps that it names must find the same by itself; if that is rare, it starts from a situation.
+describes: with the rule on nothing happens in it, with the rule off it ends in a Violation.
 
 These compares of transactions are not included.
 - The lease key in an ISR's change, and in `_begin_epoch`: leaving out one alone has no effect. A broker that takes
@@ -21,10 +20,7 @@ These compares of transactions are not included.
 from __future__ import annotations
 
 import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from enum import Enum
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,40 +44,19 @@ from kproxy_codec.fetch import EpochEnd
 from kproxy_codec.own import FenceBinding
 from tests.support.models.replication_checks import Rule
 from tests.support.models.replication_model import LEADER, Setting, Taken
-from tests.support.models.replication_search import STEPS_PER_RUN, Weights
 
 FAST, SLOW, DEAF, CUT = range(4)
 A_WHILE, A_SECOND, SOME_SECONDS, A_LEASE = range(4)
 
 
-class Runs(Enum):
-    """How many random runs it takes to find a violation."""
-
-    FEW = "every run of the tests has time for them"
-    MANY = "hundreds"
-
-
 class RuleOff(NamedTuple):
-    """`off` switches the rule off; `steps` then end in a violation of `found`, and so does one of many random runs.
-
-    These take the steps that `drawn` names, by weight, with any numbers; without it those of `steps`, unchanged, in
-    any order. They continue from `situation`, if any, for `length` steps.
-    """
+    """`off` switches the rule off; `steps` then end in a violation of `found`."""
 
     name: str
     off: Callable[[pytest.MonkeyPatch], None]
     found: Rule
     setting: Setting
     steps: list[Taken]
-    drawn: Weights | None = None
-    takes: Runs = Runs.FEW
-    situation: Sequence[Taken] = ()
-    length: int = STEPS_PER_RUN
-
-    @property
-    def weights(self) -> Weights:
-        """The weights from which random runs are drawn."""
-        return self.drawn if self.drawn is not None else dict(Counter(self.steps))
 
 
 class TruncateToHighWatermark(Reconciliation):
@@ -99,20 +74,27 @@ def truncate_to_high_watermark(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(partition, "Reconciliation", TruncateToHighWatermark)
 
 
-def _count_only_committed_isr(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReplicationManager, "in_sync", property(lambda manager: manager.isr.members))
+def _set(target: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(target, name, value)
 
 
-def _count_proposed_isr(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReplicationManager, "in_sync", property(lambda manager: manager.proposed or manager.isr.members))
-
-
-def _ask_for_no_epoch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Partition, "check_leader_epoch", lambda replica, epoch: error_codes.NONE)
-
-
-def _find_no_divergence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(partition, "leader_end_for", lambda log, leader_epoch: EpochEnd(leader_epoch, 1 << 62))
+_count_only_committed_isr = _set(ReplicationManager, "in_sync", property(lambda manager: manager.isr.members))
+_count_proposed_isr = _set(
+    ReplicationManager, "in_sync", property(lambda manager: manager.proposed or manager.isr.members)
+)
+_ask_for_no_epoch = _set(Partition, "check_leader_epoch", lambda replica, epoch: error_codes.NONE)
+_find_no_divergence = _set(partition, "leader_end_for", lambda log, leader_epoch: EpochEnd(leader_epoch, 1 << 62))
+_no_fence_before_reads = _set(Partition, "serves_reads", lambda replica: replica.replication.is_leading)
+_latest_is_the_high_watermark = _set(Partition, "latest_offset", lambda replica: replica.high_watermark)
+_producers_are_forgotten = _set(ProducerStates, "judge", lambda states, batch: Judgement(BatchVerdict.ACCEPTED))
+_nobody_reads_fences = _set(lease_txn, "kept_fence", lambda kvs, topic_id: KeptFence())
+_a_bind_that_is_refused_says_nothing = _set(
+    bind_fences, "_BINDING", (error_codes.NONE, error_codes.NOT_LEADER_OR_FOLLOWER)
+)
+_who_waits_is_heard_of_for_ever = _set(
+    FollowerContact, "heard_at", property(lambda contact: contact._clock(), lambda contact, at: None)
+)
+_no_margin = _set(lease, "MARGIN_FRACTION", 0.0)
 
 
 class _FenceBelievedOnce:
@@ -128,16 +110,6 @@ class _FenceBelievedOnce:
         return self._first
 
 
-def _no_fence_after_the_write(patch: pytest.MonkeyPatch) -> None:
-    append = Partition.append_as_leader
-
-    def append_without(replica: Partition, *arguments: Any) -> AppendResult:
-        with _fence_of(replica, _FenceBelievedOnce(replica._fence)):
-            return append(replica, *arguments)
-
-    patch.setattr(Partition, "append_as_leader", append_without)
-
-
 def _no_fence_before_the_answer(patch: pytest.MonkeyPatch) -> None:
     async def wait_for_isr(replica: Partition, offset: int, timeout_s: float) -> int:
         error_code = await replica.replication.wait_for_isr(offset, timeout_s)
@@ -145,10 +117,6 @@ def _no_fence_before_the_answer(patch: pytest.MonkeyPatch) -> None:
         return error_code
 
     patch.setattr(Partition, "wait_for_isr", wait_for_isr)
-
-
-def _no_fence_before_reads(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Partition, "serves_reads", lambda replica: replica.replication.is_leading)
 
 
 def _anybody_may_take_over(patch: pytest.MonkeyPatch) -> None:
@@ -197,25 +165,9 @@ def _nothing_exists_above_the_high_watermark(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Partition, "read", read_below)
 
 
-def _latest_is_the_high_watermark(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Partition, "latest_offset", lambda replica: replica.high_watermark)
-
-
-def _producers_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ProducerStates, "judge", lambda states, batch: Judgement(BatchVerdict.ACCEPTED))
-
-
-def _nobody_reads_fences(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lease_txn, "kept_fence", lambda kvs, topic_id: KeptFence())
-
-
 def _older_fences_write(patch: pytest.MonkeyPatch) -> None:
     refusal = WriterFence.refusal
     patch.setattr(WriterFence, "refusal", lambda writers, bound: None if bound else refusal(writers, bound))
-
-
-def _a_bind_that_is_refused_says_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(bind_fences, "_BINDING", (error_codes.NONE, error_codes.NOT_LEADER_OR_FOLLOWER))
 
 
 def _fences_count_before_etcd_keeps_them(patch: pytest.MonkeyPatch) -> None:
@@ -289,14 +241,6 @@ def _everybody_lives(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReplicationManager, "wanted_isr", wanted)
 
 
-def _who_waits_is_heard_of_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FollowerContact, "heard_at", property(lambda contact: contact._clock(), lambda contact, at: None))
-
-
-def _no_margin(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lease, "MARGIN_FRACTION", 0.0)
-
-
 def _deadline_from_the_answer(patch: pytest.MonkeyPatch) -> None:
     renew = LeaseFence.renew
     patch.setattr(LeaseFence, "renew", lambda fence, sent_at, ttl_s: renew(fence, fence._clock(), ttl_s))
@@ -315,23 +259,20 @@ class _FenceNotAskedFirst:
         return now or not was_asked
 
 
-@contextmanager
-def _fence_of(replica: Partition, fence: partition.Fence) -> Iterator[None]:
-    kept, replica._fence = replica._fence, fence
-    try:
-        yield
-    finally:
-        replica._fence = kept
+def _append_with(kind: type[_FenceBelievedOnce | _FenceNotAskedFirst]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Another fence while a leader appends."""
 
+    def off(patch: pytest.MonkeyPatch) -> None:
+        append = Partition.append_as_leader
 
-def _no_fence_before_the_append(patch: pytest.MonkeyPatch) -> None:
-    append = Partition.append_as_leader
+        def append_with(replica: Partition, *arguments: Any) -> AppendResult:
+            with pytest.MonkeyPatch.context() as fence:
+                fence.setattr(replica, "_fence", kind(replica._fence))
+                return append(replica, *arguments)
 
-    def append_without(replica: Partition, *arguments: Any) -> AppendResult:
-        with _fence_of(replica, _FenceNotAskedFirst(replica._fence)):
-            return append(replica, *arguments)
+        patch.setattr(Partition, "append_as_leader", append_with)
 
-    patch.setattr(Partition, "append_as_leader", append_without)
+    return off
 
 
 def _no_fence_where_it_is_committed_already(patch: pytest.MonkeyPatch) -> None:
@@ -373,27 +314,6 @@ THREE_AND_ONE_IN_SYNC = Setting(3, min_insync_replicas=1)
 HANDS_OVER = Setting(3, min_insync_replicas=1, hand_over_after_s=5.0)
 CLOCKS_APART = Setting(3, min_insync_replicas=2, rates=(0.97, 1.03, 1.0, 1.0, 1.0))
 
-# Steps that runs are drawn from.
-_LEADERS_CHANGE = {
-    "advance": 4.0,
-    "produce": 2.0,
-    "produce_idempotent": 3.0,
-    "lag": 2.0,
-    "fetch": 5.0,
-    "crash": 1.5,
-    "restart": 2.0,
-}
-_ETCD_IS_LATE = {"link": 3.0, "etcd_applies": 5.0, "etcd_answers": 4.0, "watch": 2.0, "watch_one": 2.0}
-_WRITERS = {
-    "claim": 6.0,
-    "bind": 4.0,
-    "write_fenced": 12.0,
-    "release": 1.0,
-    "produce": 2.0,
-    "advance": 5.0,
-    "crash": 1.0,
-    "restart": 4.0,
-}
 
 # Broker 1 leads, 2 and 3 follow. Both have what is acknowledged; only 3 knows that the high watermark has passed it.
 _ACKNOWLEDGED: list[Taken] = [
@@ -405,7 +325,6 @@ _ACKNOWLEDGED: list[Taken] = [
     ("fetch", 1),
     ("fetch", 2),
 ]
-_THIRD_LAGS: list[Taken] = [("lag", 2), ("advance", A_LEASE)]
 _THIRD_LEFT_THE_ISR: list[Taken] = [("crash", 2), ("advance", A_LEASE)]
 
 # Broker 1, the first in line, has died and come back while 2 leads; all are in sync.
@@ -462,35 +381,6 @@ KIP_903_LATE_PROPOSAL: list[Taken] = [
 KIP_101: list[Taken] = [*_ACKNOWLEDGED, ("crash", 0), ("advance", A_LEASE)]
 """The leader dies; the follower that has the record, and does not know that it is committed, is elected."""
 
-# Situations.
-# Brokers 1 and 2, the only ones in sync, have died; 1 is back, and 3 lives without the acknowledged batch.
-_ONE_IS_BACK_OF_TWO: list[Taken] = [
-    *_THIRD_LAGS,
-    ("advance", SOME_SECONDS),
-    ("produce_idempotent", LEADER, 0),
-    ("advance", A_SECOND),
-    ("crash", 0),
-    ("crash", 1),
-    ("restart", 0),
-]
-# Broker 2 leads without what 3 has of 1, and does not know yet that 1 is dead. A request of 3's to 1 is under way.
-_NEXT_LEADER_KNOWS_LITTLE: list[Taken] = [
-    ("delay_watch", 1, 0, 3),
-    ("produce", LEADER, 1),
-    ("fetch", 2),
-    ("ask", 2),
-    ("link", 0, CUT),
-    ("advance", SOME_SECONDS),
-    ("advance", SOME_SECONDS),
-    ("advance", A_SECOND),
-]
-_A_FENCE_IS_ON_ITS_WAY: list[Taken] = [
-    ("link", LEADER, SLOW),
-    ("claim", LEADER, 0),
-    ("etcd_applies", LEADER, 0),
-    ("etcd_answers", LEADER, 0),
-]
-
 RULES_OFF = [
     RuleOff(
         "a log is kept, not cut to the high watermark",
@@ -505,7 +395,6 @@ RULES_OFF = [
         Rule.LOST,
         THREE,
         KIP_903_LATE_FETCH,
-        {"produce_idempotent": 3, "advance": 4, "crash": 2, "replace": 2, "restart": 1, "arrive": 3},
     ),
     RuleOff(
         "a late proposal names one disk",
@@ -513,7 +402,6 @@ RULES_OFF = [
         Rule.LOST,
         THREE,
         KIP_903_LATE_PROPOSAL,
-        takes=Runs.MANY,
     ),
     RuleOff(
         "an expansion counts from the moment it is proposed",
@@ -543,7 +431,6 @@ RULES_OFF = [
             ("advance", A_LEASE),
             ("produce", LEADER, 1),
         ],
-        {"advance": 4.0, "lag": 1.0, "link": 1.0, "produce": 1.0, "produce_idempotent": 3.0},
     ),
     RuleOff(
         "a fetch of another leader epoch is refused",
@@ -574,13 +461,6 @@ RULES_OFF = [
             ("advance", A_LEASE),
             ("arrive", 0),
         ],
-        {
-            **dict.fromkeys(["lag", "crash", "arrive", ("link", 0, CUT), ("link", 0, FAST), ("advance", A_WHILE)], 1.0),
-            ("advance", A_LEASE): 2.0,
-        },
-        Runs.MANY,
-        _NEXT_LEADER_KNOWS_LITTLE,
-        15,
     ),
     RuleOff(
         "a follower is told where its log leaves the leader's",
@@ -598,15 +478,13 @@ RULES_OFF = [
             ("advance", A_LEASE),
             ("advance", A_LEASE),
         ],
-        _LEADERS_CHANGE,
     ),
     RuleOff(
         "the fence is looked at after the write",
-        _no_fence_after_the_write,
+        _append_with(_FenceBelievedOnce),
         Rule.ZOMBIE,
         THREE,
         [("freeze_within", LEADER, 1, 1), ("produce", LEADER, 1)],
-        {"freeze_within": 2.0, "produce": 3.0, "advance": 1.0},
     ),
     RuleOff(
         "the fence is looked at before the answer",
@@ -631,7 +509,6 @@ RULES_OFF = [
             ("consume", 1),
             ("consume", 0),
         ],
-        {"advance": 4.0, "produce": 4.0, "link": 1.0, "consume": 4.0},
     ),
     RuleOff(
         "only a member of the ISR may take over",
@@ -649,7 +526,6 @@ RULES_OFF = [
             ("crash", 1),
             ("advance", A_LEASE),
         ],
-        _LEADERS_CHANGE,
     ),
     RuleOff(
         "a new leader waits for the others before it calls its log committed",
@@ -657,7 +533,6 @@ RULES_OFF = [
         Rule.LOST,
         THREE,
         [("lag", 2), ("produce", LEADER, 1), ("advance", A_SECOND), ("crash", 0), ("advance", A_LEASE)],
-        _LEADERS_CHANGE,
     ),
     RuleOff(
         "consumers see nothing above the high watermark",
@@ -665,7 +540,6 @@ RULES_OFF = [
         Rule.LOST,
         THREE,
         [("lag", 1), ("produce", LEADER, 1), ("consume", LEADER)],
-        {**_LEADERS_CHANGE, "consume": 4.0},
     ),
     RuleOff(
         "a consumer above a new leader's high watermark waits",
@@ -687,7 +561,6 @@ RULES_OFF = [
         Rule.DOUBLED,
         THREE,
         [*KIP_101, ("resend", LEADER, 0, 0)],
-        {**_LEADERS_CHANGE, "resend": 4.0},
     ),
     RuleOff(
         "who is bound to an older fence writes nothing",
@@ -695,7 +568,6 @@ RULES_OFF = [
         Rule.FENCED,
         THREE,
         [("claim", LEADER, 0), ("claim", LEADER, 1), ("write_fenced", LEADER, 0, 1)],
-        _WRITERS,
     ),
     RuleOff(
         "a bind that is refused says what is written behind it",
@@ -704,7 +576,6 @@ RULES_OFF = [
         THREE,
         # The batch on the second connection arrives when nobody owns the partition any more.
         [("claim", LEADER, 0), ("hang_up", LEADER, 0), ("release", LEADER, 0), ("write_fenced", LEADER, 0, 1)],
-        {**_WRITERS, "hang_up": 4.0, "release": 4.0},
     ),
     RuleOff(
         "whoever takes over reads the fence",
@@ -712,7 +583,6 @@ RULES_OFF = [
         Rule.FENCED,
         THREE,
         [("claim", LEADER, 0), ("crash", LEADER), ("advance", A_LEASE), ("produce", LEADER, 1)],
-        {**_WRITERS, "claim": 2.0, "bind": 1.0, "write_fenced": 3.0, "produce": 5.0, "crash": 2.0},
     ),
     RuleOff(
         "a fence counts only once etcd keeps it",
@@ -731,14 +601,6 @@ RULES_OFF = [
             ("advance", A_LEASE),
             ("write_fenced", LEADER, 0, 1),
         ],
-        {
-            **dict.fromkeys(
-                [("claim", LEADER, 0), ("claim", LEADER, 1), ("link", LEADER, CUT), ("bind", LEADER, 1)], 1.0
-            ),
-            **dict.fromkeys([("crash", LEADER), ("advance", A_LEASE)], 1.0),
-            **dict.fromkeys([("advance", SOME_SECONDS), ("write_fenced", LEADER, 0, 1)], 2.0),
-        },
-        takes=Runs.MANY,
     ),
     RuleOff(
         "a fence that etcd keeps late changes nothing that came after it",
@@ -762,15 +624,6 @@ RULES_OFF = [
             ("advance", A_LEASE),
             ("produce", LEADER, 1),
         ],
-        {
-            **dict.fromkeys([("claim", LEADER, 1), ("link", LEADER, FAST), ("crash", LEADER)], 1.0),
-            **dict.fromkeys(["etcd_applies", ("advance", SOME_SECONDS), ("advance", A_LEASE)], 2.0),
-            ("bind", LEADER, 0): 2.0,
-            ("write_fenced", LEADER, 0, 1): 3.0,
-        },
-        Runs.MANY,
-        _A_FENCE_IS_ON_ITS_WAY,
-        25,
     ),
     RuleOff(
         "nobody takes a partition that has an owner",
@@ -829,7 +682,6 @@ RULES_OFF = [
             ("advance", A_SECOND),
             ("etcd_applies", LEADER, 0),
         ],
-        takes=Runs.MANY,
     ),
     RuleOff(
         "only the very key that was ours is deleted",
@@ -846,12 +698,6 @@ RULES_OFF = [
             ("delay_watch", 0, 3, 3),
             ("advance", A_LEASE),
         ],
-        {
-            **dict.fromkeys([("stop", 0), ("link", 1, DEAF), ("link", 1, FAST)], 1.0),
-            **dict.fromkeys([("delay_watch", 0, 3, 3), ("delay_watch", 0, 3, 0)], 1.0),
-            ("restart", 0): 2.0,
-            ("advance", SOME_SECONDS): 4.0,
-        },
     ),
     RuleOff(
         "a broker's key is put only where there is none",
@@ -875,12 +721,6 @@ RULES_OFF = [
             ("restart", 2),
             ("etcd_applies", 2, 0),
         ],
-        {
-            **dict.fromkeys([("crash", 2), ("link", 2, SLOW)], 1.0),
-            **dict.fromkeys([("restart", 2), ("advance", A_SECOND), ("advance", SOME_SECONDS)], 2.0),
-            **dict.fromkeys([("etcd_applies", 2, 0), ("etcd_answers", 2, 0)], 4.0),
-        },
-        Runs.MANY,
     ),
     RuleOff(
         "only who lives is in sync",
@@ -888,7 +728,6 @@ RULES_OFF = [
         Rule.LINGERS,
         THREE,
         [("stop", 2), ("advance", SOME_SECONDS)],
-        {**_LEADERS_CHANGE, "stop": 1.0},
     ),
     RuleOff(
         "only who has caught up of late is in sync",
@@ -896,7 +735,6 @@ RULES_OFF = [
         Rule.LINGERS,
         THREE,
         [("lag", 2), ("advance", A_LEASE)],
-        _LEADERS_CHANGE,
     ),
     RuleOff(
         "who waits for more has caught up as of its last request",
@@ -904,7 +742,6 @@ RULES_OFF = [
         Rule.LINGERS,
         THREE,
         [("produce", LEADER, 1), ("advance", A_SECOND), ("lag", 2), ("advance", A_LEASE)],
-        _LEADERS_CHANGE,
     ),
     RuleOff(
         "who joins the ISR has all that is committed",
@@ -924,7 +761,6 @@ RULES_OFF = [
             ("arrive", 0),
             ("advance", A_SECOND),
         ],
-        takes=Runs.MANY,
     ),
     RuleOff(
         "who joins the ISR has all that there was when the epoch began",
@@ -949,15 +785,6 @@ RULES_OFF = [
             ("arrive", 0),
             ("advance", A_WHILE),
         ],
-        {
-            "advance": 4.0,
-            "arrive": 3.0,
-            "ask": 2.0,
-            **dict.fromkeys(["fetch", "produce_idempotent"], 1.0),
-            **dict.fromkeys(["crash", "restart"], 0.5),
-        },
-        situation=_ONE_IS_BACK_OF_TWO,
-        length=25,
     ),
     RuleOff(
         "a lease is believed in for a little less than its TTL",
@@ -980,7 +807,7 @@ RULES_OFF = [
     ),
     RuleOff(
         "the fence is looked at before the append",
-        _no_fence_before_the_append,
+        _append_with(_FenceNotAskedFirst),
         Rule.ZOMBIE,
         THREE,
         [
@@ -1002,7 +829,6 @@ RULES_OFF = [
             ("freeze_within", LEADER, 1, 1),
             ("resend", LEADER, 0, 0),
         ],
-        {"advance": 2.0, "produce_idempotent": 4.0, "freeze_within": 2.0, "resend": 4.0},
     ),
     RuleOff(
         "who gives way waits until followers have what acks=1 acknowledged",
@@ -1010,7 +836,6 @@ RULES_OFF = [
         Rule.GAVE_WAY,
         THREE,
         [("produce", LEADER, 1), ("stop", LEADER), ("advance", A_SECOND)],
-        {"advance": 4.0, "produce": 4.0, "stop": 1.0, "restart": 3.0},
     ),
     RuleOff(
         "while a partition is owned, who is bound to no fence writes nothing",
@@ -1018,7 +843,6 @@ RULES_OFF = [
         Rule.FENCED,
         THREE,
         [("claim", LEADER, 0), ("produce", LEADER, 1)],
-        _WRITERS,
     ),
     RuleOff(
         "a bind of a lower fence is refused",
@@ -1026,6 +850,5 @@ RULES_OFF = [
         Rule.FENCED,
         THREE,
         [("claim", LEADER, 0), ("claim", LEADER, 1), ("bind", LEADER, 0), ("write_fenced", LEADER, 0, 1)],
-        _WRITERS,
     ),
 ]

@@ -1,7 +1,7 @@
 """Random runs of the replication model, drawn by weights: one seed, one run.
 
-Hypothesis draws from all steps alike, and examines what it has drawn. This search draws from a few named steps, and is
-several times as fast. Breaking a rule takes a few steps in the right order, which is rare among all steps.
+Breaking a rule takes a few steps in the right order, which is rare: steps are drawn by weights, and mostly for those
+brokers on which they have an effect.
 """
 
 from __future__ import annotations
@@ -10,26 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
-from tests.support.models.replication_checks import Rule, Violation
+from tests.support.models.replication_checks import Violation
 from tests.support.models.replication_model import LEADER, STEPS, Setting, Taken, World, broken_by, shortened
 from tests.support.models.simulated_broker import SimulatedProcess, State
 from tests.support.models.simulated_etcd import Link
-from tests.support.models.simulated_loop import NeverRests
 
-STEPS_PER_RUN = 40
 # Mostly little time, and sometimes more than a lease's TTL.
 ADVANCES = (0, 0, 0, 1, 1, 2, 3, 3)
-EVERYTHING = frozenset(Rule)
 
 
-Weights = Mapping[str | Taken, float]
-"""How often a step is drawn relative to others: by its name, with any numbers, or with the given ones."""
+Weights = Mapping[str, float]
+"""How often a step is drawn relative to others, with any numbers."""
 
 
 class Found(NamedTuple):
-    """A run that broke something. `runs` is how many it took."""
+    """A run that broke something."""
 
-    runs: int
     seed: int
     setting: Setting
     steps: list[Taken]
@@ -39,42 +35,26 @@ class Found(NamedTuple):
         return f"seed {self.seed}: {self.violation}\n{self.setting}\n" + ",\n".join(map(str, self.steps))
 
 
-def run(
-    seed: int,
-    setting: Setting,
-    weights: Weights,
-    watched: frozenset[Rule] = EVERYTHING,
-    *,
-    begin: Sequence[Taken] = (),
-    steps: int = STEPS_PER_RUN,
-) -> tuple[list[Taken], Violation | None]:
-    """A run that continues from `begin` as drawn from that seed, and the recovery after it if that is watched."""
+def run(seed: int, setting: Setting, weights: Weights, steps: int) -> tuple[list[Taken], Violation | None]:
+    """A run as drawn from that seed, and the recovery after it."""
     random = Random(seed)
-    with World(setting, watched) as world:
+    with World(setting) as world:
         try:
-            world.replay(begin)
             for _ in range(steps):
                 _step(world, random, weights)
             world.recover()
         except Violation as violation:
             return world.taken, violation
-        except NeverRests:
-            # With a rule off brokers may repeat work without end; the search is not for that.
-            if watched == EVERYTHING:
-                raise
         return world.taken, None
 
 
 def _step(world: World, random: Random, weights: Weights) -> None:
-    numbers = {what: _numbers(world, what) for what in weights}
-    possible = [what for what, drawn_from in numbers.items() if drawn_from]
-    [what] = random.choices(possible, [weights[what] for what in possible])
-    if not isinstance(what, str):
-        world.step(*what)
-        return
+    numbers = {name: _numbers(world, name) for name in weights}
+    possible = [name for name, drawn_from in numbers.items() if drawn_from]
+    [name] = random.choices(possible, [weights[each] for each in possible])
     # Mostly the first of several: this yields the things that were done one after another.
     others = (0 if random.random() < 0.3 else random.randrange(10) for _ in range(2))
-    world.step(what, *[random.choice(numbers[what]), *others][: STEPS[what].arguments])
+    world.step(name, *[random.choice(numbers[name]), *others][: STEPS[name].arguments])
 
 
 _BEFALLS: dict[str, Callable[[SimulatedProcess], object]] = {
@@ -93,9 +73,8 @@ _BEFALLS: dict[str, Callable[[SimulatedProcess], object]] = {
 """Steps without effect on other brokers."""
 
 
-def _numbers(world: World, what: str | Taken) -> Sequence[int]:
+def _numbers(world: World, name: str) -> Sequence[int]:
     """The values of a step's first number; none if the step would have no effect."""
-    name = what if isinstance(what, str) else what[0]
     if not STEPS[name].could(world):
         return ()
     if name == "advance":
@@ -103,30 +82,18 @@ def _numbers(world: World, what: str | Taken) -> Sequence[int]:
     if name in ("arrive", "lose"):
         return range(len(world.network.flights))
     befalls = _BEFALLS.get(name)
-    if befalls is not None and isinstance(what, str):
+    if befalls is not None:
         return [node_id - 1 for node_id, process in world.processes.items() if befalls(process)]
     # Mostly a broker; faults of the leader matter most.
     return [LEADER] * len(world.processes) + [node_id - 1 for node_id in world.processes]
 
 
-def search(
-    seeds: Iterable[int],
-    settings: Sequence[Setting],
-    weights: Weights,
-    watched: frozenset[Rule] = EVERYTHING,
-    *,
-    begin: Sequence[Taken] = (),
-    steps: int = STEPS_PER_RUN,
-    shorten: bool = True,
-) -> Found | None:
-    """The first of these runs that breaks a watched rule; each has one of the settings, by its seed."""
-    for runs, seed in enumerate(seeds, 1):
+def search(seeds: Iterable[int], settings: Sequence[Setting], weights: Weights, steps: int) -> Found | None:
+    """The first of these runs that breaks a rule, shortened; each has one of the settings, by its seed."""
+    for seed in seeds:
         setting = settings[seed % len(settings)]
-        taken, violation = run(seed, setting, weights, watched, begin=begin, steps=steps)
-        if violation is None:
-            continue
-        if shorten:
-            taken = shortened(setting, taken, watched)
-            violation = broken_by(setting, taken, watched) or violation
-        return Found(runs, seed, setting, taken, violation)
+        taken, violation = run(seed, setting, weights, steps)
+        if violation is not None:
+            taken = shortened(setting, taken)
+            return Found(seed, setting, taken, broken_by(setting, taken) or violation)
     return None

@@ -201,12 +201,11 @@ def start(
     pass_fds: Sequence[int] = (),
     new_session: bool = False,
     text: bool = False,
-    server: ForkServer | None = None,
 ) -> Started:
     """Run the `main` of `module` in a process with nothing on its stdin: forked if it may be, else by `python -m`.
 
     `stdout` and `stderr` are descriptors; without one for stdout that is a pipe, whose other end is its `stdout`.
-    `pass_fds` have the same numbers there. Without a `server` it is that of this process.
+    `pass_fds` have the same numbers there.
     """
     if not can_fork(environ):
         return subprocess.Popen(
@@ -230,7 +229,7 @@ def start(
             piped = open(reader, "r" if text else "rb", buffering=-1 if text else 0)  # noqa: PTH123, SIM115 -- a pipe
         try:
             with _lock:
-                status_fd = (server or _server()).fork(asked, [nothing.fileno(), written, stderr, *pass_fds])
+                status_fd = _server().fork(asked, [nothing.fileno(), written, stderr, *pass_fds])
         finally:
             if stdout is None:
                 os.close(written)

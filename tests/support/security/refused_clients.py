@@ -7,24 +7,15 @@ client makes those that its interface has, at several clusters at once.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import os
 import re
 import subprocess
-import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiokafka  # type: ignore[import-untyped]
-import aiokafka.admin  # type: ignore[import-untyped]
 import confluent_kafka
-import kafka
-import kafka.admin
-import kafka.errors
 from confluent_kafka import admin as librdkafka_admin
 
 from tests.support.brokers.kafka_jars import client_classpath, pyspark_jars
@@ -178,197 +169,6 @@ def librdkafka(bootstrap: str, user: str, word: str, *objects: str) -> str:
         return _of_librdkafka(exception.args[0])
 
 
-# kafka-python
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _kafka_python_writes(settings: dict[str, Any], topic: str, **more: Any) -> None:
-    limits = {"max_block_ms": 20_000, "delivery_timeout_ms": 20_000, "request_timeout_ms": 10_000, "linger_ms": 0}
-    producer = kafka.KafkaProducer(**settings, **limits, **{"enable_idempotence": False, **more})
-    try:
-        producer.send(topic, b"x").get(WITHIN_S)
-    finally:
-        producer.close(0)
-
-
-def _kafka_python_transacts(settings: dict[str, Any], transactional_id: str, topic: str, group: str = "") -> None:
-    producer = kafka.KafkaProducer(**settings, transactional_id=transactional_id, max_block_ms=20_000)
-    try:
-        producer.init_transactions()
-        producer.begin_transaction()
-        if group:
-            place = kafka.TopicPartition(topic, 0)
-            producer.send_offsets_to_transaction(
-                {place: kafka.OffsetAndMetadata(0, "", -1)}, kafka.ConsumerGroupMetadata(group, -1, "", None)
-            )
-        else:
-            producer.send(topic, b"x").get(WITHIN_S)
-        producer.commit_transaction()
-    finally:
-        producer.close(0)
-
-
-@contextlib.contextmanager
-def _kafka_python_consumer(settings: dict[str, Any], group: str | None = None) -> Any:
-    consumer = kafka.KafkaConsumer(**settings, group_id=group, auto_offset_reset="earliest", enable_auto_commit=False)
-    try:
-        yield consumer
-    finally:
-        consumer.close(autocommit=False)
-
-
-def _kafka_python_polls(consumer: Any) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while time.monotonic() < deadline:
-        if consumer.poll(timeout_ms=500):
-            return
-
-
-def _kafka_python_reads(settings: dict[str, Any], topic: str) -> None:
-    with _kafka_python_consumer(settings) as consumer:
-        consumer.assign([kafka.TopicPartition(topic, 0)])
-        _kafka_python_polls(consumer)
-
-
-def _kafka_python_joins(settings: dict[str, Any], group: str, topic: str) -> None:
-    with _kafka_python_consumer(settings, group) as consumer:
-        consumer.subscribe([topic])
-        _kafka_python_polls(consumer)
-
-
-def _kafka_python_commits(settings: dict[str, Any], group: str, topic: str) -> None:
-    with _kafka_python_consumer(settings, group) as consumer:
-        consumer.commit({kafka.TopicPartition(topic, 0): kafka.OffsetAndMetadata(0, "", -1)})
-
-
-def _kafka_python_admin(ask: Callable[[Any, str], object]) -> Callable[[dict[str, Any], str], None]:
-    def run(settings: dict[str, Any], name: str) -> None:
-        admin = kafka.KafkaAdminClient(**settings, request_timeout_ms=10_000)
-        try:
-            ask(admin, name)
-        finally:
-            admin.close()
-
-    return run
-
-
-_KAFKA_PYTHON: Mapping[str, Callable[..., None]] = {
-    "write": _kafka_python_writes,
-    "write-idempotently": lambda settings, topic: _kafka_python_writes(settings, topic, enable_idempotence=True),
-    "transact": _kafka_python_transacts,
-    "read": _kafka_python_reads,
-    "join": _kafka_python_joins,
-    "commit": _kafka_python_commits,
-    "create-topic": _kafka_python_admin(lambda admin, name: admin.create_topics([kafka.admin.NewTopic(name, 1, 1)])),
-    "delete-topic": _kafka_python_admin(lambda admin, name: admin.delete_topics([name])),
-    "add-partitions": _kafka_python_admin(
-        lambda admin, name: admin.create_partitions({name: kafka.admin.NewPartitions(9)})
-    ),
-    "offsets-of-group": _kafka_python_admin(lambda admin, name: admin.list_group_offsets({name: None})),
-    "describe-users": _kafka_python_admin(lambda admin, name: admin.describe_user_scram_credentials([name])),
-    "alter-user": _kafka_python_admin(
-        lambda admin, name: admin.alter_user_scram_credentials(
-            [kafka.admin.UserScramCredentialUpsertion(name, kafka.admin.ScramMechanism.SCRAM_SHA_256, "secret")]
-        )
-    ),
-}
-
-
-def kafka_python(bootstrap: str, user: str, word: str, *objects: str) -> str:
-    settings = {"bootstrap_servers": bootstrap, "security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "PLAIN"}
-    settings |= {"sasl_plain_username": user, "sasl_plain_password": USERS[user]}
-    try:
-        _KAFKA_PYTHON[word](settings, *objects)
-    except kafka.errors.KafkaError as error:
-        return _told(error)
-    return OK
-
-
-# aiokafka
-
-
-async def _aiokafka_writes(settings: dict[str, Any], topic: str, **more: Any) -> None:
-    producer = aiokafka.AIOKafkaProducer(**settings, request_timeout_ms=10_000, **more)
-    await producer.start()
-    try:
-        await producer.send_and_wait(topic, b"x")
-    finally:
-        await producer.stop()
-
-
-async def _aiokafka_transacts(settings: dict[str, Any], transactional_id: str, topic: str, group: str = "") -> None:
-    producer = aiokafka.AIOKafkaProducer(**settings, transactional_id=transactional_id)
-    try:
-        await producer.start()
-        await producer.begin_transaction()
-        if group:
-            await producer.send_offsets_to_transaction({aiokafka.TopicPartition(topic, 0): 0}, group)
-        else:
-            await producer.send_and_wait(topic, b"x")
-        await producer.commit_transaction()
-    finally:
-        await producer.stop()
-
-
-@contextlib.asynccontextmanager
-async def _aiokafka_consumer(settings: dict[str, Any], *topics: str, group: str | None = None) -> Any:
-    consumer = aiokafka.AIOKafkaConsumer(
-        *topics, **settings, group_id=group, auto_offset_reset="earliest", enable_auto_commit=False
-    )
-    try:
-        await consumer.start()
-        yield consumer
-    finally:
-        await consumer.stop()
-
-
-async def _aiokafka_reads(settings: dict[str, Any], topic: str) -> None:
-    async with _aiokafka_consumer(settings) as consumer:
-        consumer.assign([aiokafka.TopicPartition(topic, 0)])
-        await consumer.getone()
-
-
-async def _aiokafka_joins(settings: dict[str, Any], group: str, topic: str) -> None:
-    async with _aiokafka_consumer(settings, topic, group=group) as consumer:
-        await consumer.getone()
-
-
-async def _aiokafka_commits(settings: dict[str, Any], group: str, topic: str) -> None:
-    async with _aiokafka_consumer(settings, group=group) as consumer:
-        place = aiokafka.TopicPartition(topic, 0)
-        consumer.assign([place])
-        await consumer.commit({place: 0})
-
-
-_AIOKAFKA: Mapping[str, Callable[..., Coroutine[Any, Any, None]]] = {
-    "write": _aiokafka_writes,
-    "write-idempotently": lambda settings, topic: _aiokafka_writes(settings, topic, enable_idempotence=True),
-    "transact": _aiokafka_transacts,
-    "read": _aiokafka_reads,
-    "join": _aiokafka_joins,
-    "commit": _aiokafka_commits,
-}
-
-
-def aiokafka_client(bootstrap: str, user: str, word: str, *objects: str) -> str:
-    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
-
-    async def run() -> None:
-        settings = {"bootstrap_servers": bootstrap, "security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "PLAIN"}
-        settings |= {"sasl_plain_username": user, "sasl_plain_password": USERS[user]}
-        async with asyncio.timeout(WITHIN_S):
-            await _AIOKAFKA[word](settings, *objects)
-
-    try:
-        asyncio.run(run())
-    except (aiokafka.errors.KafkaError, TimeoutError) as error:
-        return _told(error)
-    return OK
-
-
 # Java
 
 
@@ -393,12 +193,7 @@ def _java(bootstraps: Sequence[str], attempts: Sequence[str], names: Mapping[str
 
 # All of them
 
-_PYTHONS: Mapping[str, tuple[Callable[..., str], Mapping[str, object]]] = {
-    "librdkafka": (librdkafka, _LIBRDKAFKA),
-    "kafka-python": (kafka_python, _KAFKA_PYTHON),
-    "aiokafka": (aiokafka_client, _AIOKAFKA),
-}
-CLIENTS = (*_PYTHONS, "java")
+CLIENTS = ("librdkafka", "java")
 
 
 def attempted(
@@ -407,15 +202,14 @@ def attempted(
     """The outcomes of those of the attempts that the client can make, for each of `bootstraps`."""
     if client == "java":
         return _java(bootstraps, [*attempts], names, users)
-    attempt, words = _PYTHONS[client]
 
     def at(bootstrap: str) -> Outcomes:
         outcomes = {}
         for each in attempts:
             word, *objects = each.removeprefix(ANOTHERS).split()
-            if word in words:
+            if word in _LIBRDKAFKA:
                 named = [names.get(one, one) for one in objects]
-                outcomes[each] = _stable(attempt(bootstrap, users.of(each), word, *named))
+                outcomes[each] = _stable(librdkafka(bootstrap, users.of(each), word, *named))
         return outcomes
 
     with ThreadPoolExecutor(len(bootstraps)) as pool:
@@ -423,9 +217,6 @@ def attempted(
 
 
 def _stable(outcome: str) -> str:
-    """The part of an outcome that two clusters have in common: without addresses, ids of nodes, and times.
-
-    Nor has it brackets: aiokafka names a topic by itself or in a set, as it happens.
-    """
+    """The part of an outcome that two clusters have in common: without addresses, ids of nodes, and times."""
     outcome = re.sub(r"\(after \d+ ?ms\)|[][{}'\"]", "", outcome)
     return re.sub(r"(?<=broker )\d+|(?<=Coordinator/)\d+|127\.0\.0\.1:\d+(?:/\w+)?", "N", outcome)

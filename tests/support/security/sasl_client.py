@@ -16,7 +16,8 @@ from kproxy.security.sasl import SaslExchange, Times
 from kproxy.security.tokens import TokenOptions, TokenVerifier, read_verifier
 from kproxy.security.users import SCRAM_MECHANISMS, Credentials, Users, make_credential, write_users
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
-from tests.support.clients.raw_client import control_frame
+from kproxy_codec.error_codes import NONE
+from tests.support.clients.raw_client import RawClient, control_frame
 
 ISSUER = "https://issuer.test/"
 AUDIENCE = "kafka.test"
@@ -92,6 +93,18 @@ def handshake(mechanism: str, version: int = 1) -> bytes:
 
 def authenticate(message: bytes, version: int = 2) -> bytes:
     return control_frame(SASL_AUTHENTICATE, version, auth_bytes=message)
+
+
+async def present(client: RawClient, message: bytes, mechanism: str = "PLAIN", version: int = 2) -> Any:
+    """The proxy's answer to what a client presents by a mechanism that the proxy offers."""
+    client.send(handshake(mechanism))
+    assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+    client.send(authenticate(message, version))
+    return (await client.answer(SASL_AUTHENTICATE, version)).message
+
+
+async def log_in(client: RawClient, name: str = "alice") -> None:
+    assert (await present(client, plain(name, USERS[name]))).error_code == NONE
 
 
 class Clock:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from rich.console import Console
 
-from bench.against import against
 from bench.load import VERSION, Frames, ProducerFrames
-from bench.paths import ALL_OWNERS, FIRST, REFUSED, SHAPE, TURNS, first_batches, refused_alone
+from bench.paths import ALL_OWNERS, FIRST, REFUSED, SHAPE, first_batches
 from bench.refusing_broker import REFUSED_EVERY, RefusingBroker
 from kproxy_codec.framing import ReceiveArena, parse_request_header
 from kproxy_codec.produce import PRODUCE_API, parse_produce
@@ -66,13 +62,3 @@ def partitions(frames: Frames, count: int) -> list[tuple[bytes, int]]:
 def test_first_batch_needs_an_unused_connection() -> None:
     count = len(ALL_OWNERS[FIRST])
     assert partitions(first_batches(), count) == [(FIRST, index) for index in range(count)]
-
-
-def test_single_refusal_has_nothing_behind_it() -> None:
-    assert partitions(refused_alone(), 2 * TURNS) == [(REFUSED, index) for index in range(TURNS)] * 2
-
-
-def test_checkout_without_kproxy_is_not_measured(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(SystemExit, match="is no checkout of kproxy"):
-            against(Console(), path)

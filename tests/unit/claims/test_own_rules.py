@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kproxy.claims.rules import Claim, Decision, Owner, decide, decide_whole, in_force, latest
+from kproxy.claims.rules import Claim, Decision, Owner, decide, decide_whole
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE
 
 A, B, C = (Owner("p", number) for number in (1, 2, 3))
@@ -102,22 +102,3 @@ WHOLE_ROWS = [
 @pytest.mark.parametrize("row", WHOLE_ROWS, ids=lambda row: row.what)
 def test_group_claim_gives_expected_outcome(row: WholeRow) -> None:
     assert decide_whole(A, row.claims, row.whole) == row.decision
-
-
-@pytest.mark.parametrize(
-    ("claim", "whole", "is_in_force", "counts"),
-    [
-        (None, None, False, None),
-        (Claim(A, 1, 10), None, True, Claim(A, 1, 10)),
-        (None, Claim(A, 1, 10), False, Claim(A, 1, 10)),
-        (Claim(A, 1, 10), Claim(B, 1, 20), False, Claim(B, 1, 20)),
-        (Claim(A, 1, 20), Claim(B, 1, 10), True, Claim(A, 1, 20)),
-        (Claim(A, 1, 10), Claim(A, 2, 20), True, Claim(A, 2, 20)),
-        (Claim(A, 3, 20), Claim(A, 2, 10), True, Claim(A, 3, 20)),
-    ],
-)
-def test_later_of_resource_and_group_claim_counts(
-    claim: Claim | None, whole: Claim | None, is_in_force: bool, counts: Claim | None
-) -> None:
-    assert (in_force(claim, whole) is not None) == is_in_force
-    assert latest(claim, whole) == counts

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 import pytest
 
-from kproxy.claims.inflight_writes import InflightWrites
-from kproxy.claims.service import OwnService
 from kproxy.etcd import EtcdClient
 from kproxy_codec.error_codes import COORDINATOR_NOT_AVAILABLE, INVALID_REQUEST
 from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
+from tests.support.claims.own_services import own_service
 
 
 async def bind(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
@@ -32,17 +30,7 @@ async def test_wholly_refused_claim_is_counted_per_resource(
     counters = Counter[str]()
     client = EtcdClient(["http://127.0.0.1:1"])
     try:
-        own = OwnService(
-            client,
-            "/p",
-            "127.0.0.1",
-            9092,
-            ttl_s=10,
-            writer_groups={},
-            timeout_s=0.01,
-            unsettled=InflightWrites({}, time.monotonic, unsettled_s=60),
-            counters=counters,
-        )
+        own = own_service(client, "/p", timeout_s=0.01, counters=counters)
         connection = own.connection("client", lambda reason: None)
         response = await own.own(connection, OwnRequest(group, resources), bind)
         assert (response.error_code, response.resources) == (error_code, ())

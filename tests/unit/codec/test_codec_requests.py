@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
-from kproxy_codec.errors import CodecError, InvalidField, Truncated, UnsupportedVersion
+from kproxy_codec.errors import InvalidField, UnsupportedVersion
 from kproxy_codec.fetch import FetchRequest, PartitionFetch, partition_fetch
 from kproxy_codec.partitioned import MAX_PARTITIONS, MAX_READ_PARTITIONS, PartitionedRequest
 from kproxy_codec.produce import records_of, transactional_id
@@ -22,7 +22,6 @@ from tests.support.wire.messages import (
     VERSIONS,
     head_of,
     is_by_id,
-    named_as,
     request_body,
     request_frame,
     sample_request,
@@ -45,18 +44,6 @@ def _asking(api_key: int, version: int, partitions: dict[str, list[int]], **chan
 
 def _topics(api_key: int, topics: list[dict[str, Any]] | None) -> dict[str, Any]:
     return {**sample_request(api_key, {}), REQUEST_FIELDS[api_key][0]: topics}
-
-
-@pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
-def test_every_partition_is_found_in_request_order(api_key: int, version: int) -> None:
-    request = _asking(api_key, version, {"b": [5, 0, 2], "a": [], "Ünï": [-1]})
-    assert [(topic.name, topic.partitions) for topic in request.topics] == [
-        (named_as(api_key, version, "b"), [5, 0, 2]),
-        (named_as(api_key, version, "a"), []),
-        (named_as(api_key, version, "Ünï"), [-1]),
-    ]
-    assert request.partition_count == 4
-    assert all(len(topic.starts) == len(topic.ends) == len(topic.partitions) for topic in request.topics)
 
 
 @pytest.mark.parametrize("version", VERSIONS[PRODUCE])
@@ -277,34 +264,6 @@ def test_tagged_fields_are_bounded_and_ascend(
             APIS[api_key].parse_request(frame, head_of(frame))
     else:
         assert APIS[api_key].parse_request(frame, head_of(frame)).partition_count == 1
-
-
-@pytest.mark.parametrize("version", [9, 10, 11])
-@pytest.mark.parametrize(
-    ("tail", "error"),
-    [
-        (uvarint(2**32 - 1), Truncated),
-        (uvarint(100), Truncated),
-        (b"\x80\x80\x80\x80\x80\x00", InvalidField),
-        (b"\xff\xff\xff\xff\x7f", InvalidField),
-        (b"\x80", Truncated),
-    ],
-    ids=["4 GiB of records", "more records than there are", "six bytes", "over 32 bits", "half a varint"],
-)
-def test_lengths_of_records_are_checked(version: int, tail: bytes, error: type[CodecError]) -> None:
-    head = uvarint(0) + struct.pack(">hi", -1, 1000) + uvarint(2) + uvarint(2) + b"t" + uvarint(2)
-    with pytest.raises(error):
-        _parse(PRODUCE, version, head + struct.pack(">i", 0) + tail)
-
-
-@pytest.mark.parametrize("version", [3, 8])
-@pytest.mark.parametrize("length", [-2, -(2**31), 2**31 - 1, 4])
-def test_lengths_of_old_format_records_are_checked(version: int, length: int) -> None:
-    body = struct.pack(">hhiih", -1, -1, 1000, 1, 1) + b"t" + struct.pack(">iii", 1, 0, length) + b"abc"
-    with pytest.raises(Truncated):
-        _parse(PRODUCE, version, body)
-    whole = body[: -len("abc") - 4] + struct.pack(">i", 3) + b"abc"
-    assert _parse(PRODUCE, version, whole).topics[0].partitions == [0]
 
 
 def test_padded_varints_are_read_and_kept() -> None:

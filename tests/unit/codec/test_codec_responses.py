@@ -14,7 +14,7 @@ from kio.static.constants import EntityType
 from kproxy_codec import fetch, list_offsets, produce
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.errors import InvalidField, Truncated
-from kproxy_codec.framing import response_body_offset, response_correlation_id, response_header
+from kproxy_codec.framing import response_correlation_id, response_header
 from kproxy_codec.partitioned import (
     MAX_READ_PARTITIONS,
     PartitionedResponse,
@@ -58,12 +58,6 @@ def _answer(api_key: int, version: int, fields: dict[str, Any]) -> memoryview:
 
 def _parse(api_key: int, version: int, fields: dict[str, Any]) -> PartitionedResponse:
     return APIS[api_key].parse_response(_answer(api_key, version, fields), version)
-
-
-def _reread(response: PartitionedResponse, api_key: int, version: int) -> dict[str, Any]:
-    """What kafka-python finds in a frame that has been parsed, and so blanked."""
-    body = response.frame[response_body_offset(response.frame, api_key, version) :]
-    return read_by_kafka_python("response", api_key, version, bytes(body))
 
 
 def _entries(api_key: int, fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -110,27 +104,6 @@ def test_real_leader_is_hidden(api_key: int, version: int, tag: int) -> None:
     merged = _merged(api_key, version, [(b"t", tails)], tags=response.other_tags)
     assert LEADER[:8] not in merged
     assert b"broker" not in merged
-
-
-@pytest.mark.parametrize("version", VERSIONS[FETCH])
-def test_fetch_answer_names_no_replica_or_session(version: int) -> None:
-    """Preferred replicas are brokers; and a client that held a session would send the proxy what it cannot read."""
-    response = _parse(FETCH, version, sample_response(FETCH, {"t": [0, 1]}, session_id=77))
-    answer = _reread(response, FETCH, version)
-    if version >= 7:
-        assert answer["session_id"] == 0
-    if version >= 11:
-        assert [entry["preferred_read_replica"] for entry in _entries(FETCH, answer)] == [-1, -1]
-    expected = sample_response(FETCH, {"t": [0, 1]})
-    assert [entry["records"] for entry in _entries(FETCH, answer)] == [e["records"] for e in _entries(FETCH, expected)]
-
-
-@pytest.mark.parametrize("version", VERSIONS[LIST_OFFSETS])
-def test_a_list_offsets_answer_carries_no_leader_epoch(version: int) -> None:
-    answer = _reread(_parse(LIST_OFFSETS, version, sample_response(LIST_OFFSETS, {"t": [0, 1]})), LIST_OFFSETS, version)
-    for index, entry in enumerate(_entries(LIST_OFFSETS, answer)):
-        assert entry["offset"] == 2**33 + index
-        assert entry.get("leader_epoch", -1) == -1
 
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
@@ -307,11 +280,3 @@ def test_a_fetch_answer_can_fail_as_a_whole(version: int) -> None:
     answer = _read(FETCH, version, b"".join(with_length(parts)))
     assert answer.get("error_code", 70) == 70
     assert answer.get("session_id", 0) == 0
-
-
-@pytest.mark.parametrize(("api_key", "version"), FLEXIBLE)
-def test_tagged_fields_of_brokers_reach_the_merged_answer(api_key: int, version: int) -> None:
-    tags = [(100, b"one"), (2**31, b"")]
-    frame = _merged(api_key, version, [], tags=tags)
-    assert frame.endswith(tag_section(tags))
-    assert APIS[api_key].parse_response(memoryview(bytearray(frame)), version).other_tags == tags

@@ -51,22 +51,6 @@ def test_frames_are_whole_at_any_cut(lengths: tuple[int, ...]) -> None:
             assert reader.pending_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "length", [CHUNK_BYTES // 4 - 4, CHUNK_BYTES // 4, CHUNK_BYTES - 4, CHUNK_BYTES, 5 * CHUNK_BYTES + 1]
-)
-def test_large_frames_come_whole_between_small_ones(length: int) -> None:
-    reader, neighbour = FrameReader(LIMIT), None
-    neighbour = FrameReader(LIMIT, reader._arena)
-    sent = [_frame(3), _frame(length, 0x42), _frame(7, 0x43)]
-    stream = b"".join(sent)
-    frames: list[memoryview] = []
-    for start in range(0, len(stream), 100_000):
-        frames += _feed(reader, stream[start : start + 100_000])
-        # Somebody else reads in between, so that the frame's rest cannot lie behind its beginning.
-        assert [bytes(frame) for frame in _feed(neighbour, _frame(11, 0x44))] == [_frame(11, 0x44)]
-    assert [bytes(frame) for frame in frames] == sent
-
-
 def test_a_frame_is_writable_and_its_own() -> None:
     reader = FrameReader(LIMIT)
     first, second = _feed(reader, _frame(4, 1) + _frame(4, 2))
@@ -159,17 +143,6 @@ def test_announced_bytes_are_allocated_only_on_arrival(announced: int) -> None:
     assert arrived > 200_000
 
 
-def test_a_slow_large_frame_still_comes_whole() -> None:
-    length = 3 * CHUNK_BYTES
-    reader = FrameReader(LIMIT)
-    stream = _frame(length, 7)
-    frames = _feed(reader, stream[:5])
-    for start in range(5, len(stream), 50_021):
-        assert not frames
-        frames += _feed(reader, stream[start : start + 50_021])
-    assert [bytes(frame) for frame in frames] == [stream]
-
-
 @pytest.mark.usefixtures("traced")
 def test_an_idle_connection_holds_no_buffer() -> None:
     arena = ReceiveArena()
@@ -220,20 +193,6 @@ def test_same_position_in_another_chunk_is_distinct() -> None:
     assert arena.position == 100
     assert [bytes(frame) for frame in _feed(one, _frame(300, 1)[100:])] == [_frame(300, 1)]
     assert [bytes(frame) for frame in held] == [_frame((CHUNK_BYTES - LEAST_FREE_BYTES) // 4, 2)] * 4 + [_frame(96, 3)]
-
-
-def test_asking_for_a_buffer_twice_loses_nothing() -> None:
-    """A socket that turns out to have nothing to read leaves `get_buffer` without its `buffer_updated`."""
-    arena = ReceiveArena()
-    one, two = FrameReader(LIMIT, arena), FrameReader(LIMIT, arena)
-    _feed(one, _frame(300)[:150])
-    _feed(two, _frame(300_000)[:150])
-    for _ in range(3):
-        one.get_buffer(-1)
-        two.get_buffer(-1)
-    assert (one.pending_bytes, two.pending_bytes) == (150, 150)
-    assert [bytes(frame) for frame in _feed(one, _frame(300)[150:])] == [_frame(300)]
-    assert [bytes(frame) for frame in _feed(two, _frame(300_000)[150:])] == [_frame(300_000)]
 
 
 def test_unfinished_frames_hold_little_more_than_their_bytes() -> None:

@@ -324,13 +324,6 @@ def test_check_config_prints_the_effective_static_table(tmp_path: Path, capsys: 
     assert "broker 3" in capsys.readouterr().err
 
 
-def test_check_config_refuses_the_errors_of_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "kproxy.toml"
-    file.write_text('[ownership]\netcd = "a:1"\n[limits]\nmax_conections = 7\n')
-    assert main(["check-config", "--config", str(file)]) == 2
-    assert "did you mean limits.max_connections?" in capsys.readouterr().err
-
-
 def test_check_config_prints_json_for_programs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,62 +42,6 @@ def test_permissions_of_some_principals_are_kept(monkeypatch: pytest.MonkeyPatch
     assert some.of(ALICE) is not kept
 
 
-def test_missing_rules_deny_everything() -> None:
-    assert not allows(rules().of(ALICE), "read", "t")
-
-
-def test_rule_is_for_principal_operation_and_resource() -> None:
-    some = rules({"principal": "User:alice", "operations": ["read"], "topics": ["t"]})
-    assert allows(some.of(ALICE), "read", "t")
-    assert not allows(some.of(BOB), "read", "t")
-    assert not allows(some.of(ALICE), "write", "t")
-    assert not allows(some.of(ALICE), "read", "t2")
-    assert not allows(some.of(ALICE), "read", "t", Resource.GROUP)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "covered", "others"),
-    [("a", ["a"], ["", "ab", "A"]), ("a*", ["a", "ab"], ["", "b", "ba"]), ("*", ["", "a"], [])],
-)
-def test_name_is_literal_prefix_or_wildcard(pattern: str, covered: list[str], others: list[str]) -> None:
-    permissions = rules({"principal": "User:*", "operations": ["write"], "topics": [pattern]}).of(BOB)
-    assert [name for name in covered if not allows(permissions, "write", name)] == []
-    assert [name for name in others if allows(permissions, "write", name)] == []
-
-
-def test_a_group_has_its_rules() -> None:
-    some = rules({"principal": "Group:team", "operations": ["write"], "topics": ["*"]})
-    assert allows(some.of(ALICE), "write", "t")
-    assert not allows(some.of(BOB), "write", "t")
-    # A user of that name is no group.
-    assert not allows(some.of(Principal("team")), "write", "t")
-
-
-def test_denial_wins_in_any_order() -> None:
-    allow = {"principal": "User:*", "operations": ["admin"], "topics": ["*"]}
-    deny = {"principal": "User:alice", "operations": ["write"], "topics": ["secret*"], "effect": "deny"}
-    for some in (rules(allow, deny), rules(deny, allow)):
-        assert not allows(some.of(ALICE), "write", "secret-1")
-        assert allows(some.of(ALICE), "read", "secret-1")
-        assert allows(some.of(ALICE), "write", "open")
-        assert allows(some.of(BOB), "write", "secret-1")
-
-
-@pytest.mark.parametrize("operation", ["read", "write", "delete", "alter"])
-def test_other_operations_imply_describe(operation: str) -> None:
-    permissions = rules({"principal": "User:bob", "operations": [operation], "topics": ["t"]}).of(BOB)
-    assert allows(permissions, "describe", "t")
-
-
-def test_denied_read_does_not_deny_describe() -> None:
-    permissions = rules(
-        {"principal": "User:bob", "operations": ["describe"], "topics": ["t"]},
-        {"principal": "User:bob", "operations": ["read"], "topics": ["t"], "effect": "deny"},
-    ).of(BOB)
-    assert allows(permissions, "describe", "t")
-    assert not allows(permissions, "read", "t")
-
-
 @pytest.mark.parametrize(
     ("allowed", "denied", "any_left"),
     [

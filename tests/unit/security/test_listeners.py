@@ -130,6 +130,7 @@ REFUSED = {
     "no certificate": ('[tls]\nclient_ca = "x"\n', "tls.client_ca in .*: TLS needs the listener's certificate"),
     "an old version": ('[tls]\nmin_version = "1.1"\n', "min_version"),
     "half a pair": ('[broker_tls]\ncert = "x"\n', "set broker_tls.key as well"),
+    "a check without a list": ('[broker_tls]\ncrl_check = "leaf"\n', "set broker_tls.crl"),
     "no such file": ('[broker_tls]\nca = "/nowhere.pem"\n', "broker_tls.ca /nowhere.pem cannot be read"),
     "no mechanism": ('[broker_sasl]\nusername = "u"\n', "broker_sasl.username in .*: it needs a mechanism"),
     "another mechanism": ('[broker_sasl]\nmechanism = "GSSAPI"\n', "mechanism"),
@@ -154,13 +155,18 @@ def test_conflicting_listener_options_are_reported(tmp_path: Path, case: str) ->
     assert "hunter2" not in sentence
 
 
-def test_client_certificates_need_an_authority(signer: Signer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ('client_auth = "required"', "set tls.client_ca"),
+        ('client_ca = "{0}"\nclient_auth = "none"', "tls.client_auth is none"),
+        ('client_ca = "{0}"\nclient_crl = "{0}"', "holds no revocation list"),
+        ('client_ca = "{0}"\nclient_crl_check = "leaf"', "set tls.client_crl"),
+    ],
+)
+def test_client_certificates_need_an_authority(signer: Signer, tmp_path: Path, more: str, says: str) -> None:
     pair = f'[tls]\ncert = "{signer.directory / "server.pem"}"\nkey = "{signer.directory / "server.key"}"\n'
-    assert "set tls.client_ca" in error_of(pair + 'client_auth = "required"\n', tmp_path)
-    assert "tls.client_auth is none" in error_of(pair + f'client_ca = "{signer.ca}"\nclient_auth = "none"\n', tmp_path)
-    assert "holds no revocation list" in error_of(
-        pair + f'client_ca = "{signer.ca}"\nclient_crl = "{signer.ca}"\n', tmp_path
-    )
+    assert says in error_of(pair + more.format(signer.ca), tmp_path)
 
 
 def test_a_certificate_among_revocation_lists_is_not_trusted(signer: Signer, tmp_path: Path) -> None:
@@ -173,12 +179,6 @@ def test_a_certificate_among_revocation_lists_is_not_trusted(signer: Signer, tmp
         f'[broker_tls]\nca = "{signer.ca}"\ncrl = "{lists}"\n',
     ):
         assert "holds a certificate, which would be trusted" in error_of(text, tmp_path)
-
-
-def test_the_check_of_lists_needs_a_list(signer: Signer, tmp_path: Path) -> None:
-    pair = f'[tls]\ncert = "{signer.directory / "server.pem"}"\nkey = "{signer.directory / "server.key"}"\n'
-    assert "set tls.client_crl" in error_of(pair + f'client_ca = "{signer.ca}"\nclient_crl_check = "leaf"\n', tmp_path)
-    assert "set broker_tls.crl" in error_of('[broker_tls]\ncrl_check = "leaf"\n', tmp_path)
 
 
 class Authorities:

@@ -38,6 +38,19 @@ def read(outcome: Outcome, api_key: int, version: int) -> Any:
     return Read(outcome.frame, api_key, version).message
 
 
+def begun(mechanism: str = "PLAIN", *, carries: bool = False, **options: Any) -> SaslExchange:
+    """An exchange whose client has chosen a mechanism."""
+    begin = client.carrying if carries else client.exchange
+    exchange = begin(*["OAUTHBEARER"] * (mechanism == "OAUTHBEARER"), **options)
+    receive(exchange, client.handshake(mechanism))
+    return exchange
+
+
+def answer_to(exchange: SaslExchange, message: bytes) -> Any:
+    """The answer to a message of the mechanism."""
+    return read(receive(exchange, client.authenticate(message)), SASL_AUTHENTICATE, 2)
+
+
 def authenticated(exchange: SaslExchange, version: int = 2) -> Any:
     """Alice by PLAIN; the last answer."""
     read(receive(exchange, client.handshake("PLAIN")), SASL_HANDSHAKE, 1)
@@ -77,8 +90,7 @@ def test_plain_names_the_principal(version: int) -> None:
     ],
 )
 def test_plain_is_refused_in_kafkas_words(message: bytes, words: str) -> None:
-    exchange = client.exchange()
-    receive(exchange, client.handshake("PLAIN"))
+    exchange = begun()
     outcome = receive(exchange, client.authenticate(message))
     answer = read(outcome, SASL_AUTHENTICATE, 2)
     assert answer.error_code == SASL_AUTHENTICATION_FAILED
@@ -131,8 +143,7 @@ def test_stand_in_authenticates_no_unknown_user(monkeypatch: pytest.MonkeyPatch)
 def test_unknown_user_has_the_same_salt_always() -> None:
     salts = set()
     for _ in range(2):
-        exchange = client.exchange()
-        receive(exchange, client.handshake("SCRAM-SHA-256"))
+        exchange = begun("SCRAM-SHA-256")
         first = receive(exchange, client.authenticate(b"n,,n=nobody,r=abc"))
         salts.add(bytes(read(first, SASL_AUTHENTICATE, 2).auth_bytes).split(b",")[1:][0])
     assert len(salts) == 1
@@ -142,11 +153,8 @@ def test_unknown_user_has_the_same_salt_always() -> None:
     "message", [b"", b"n,,", b"\xff\xff", b"n,,n=,r=", b"p=x,,n=a,r=b", b"n,a=b,n=a,r=b", b"c=biws,r=x"]
 )
 def test_a_malformed_scram_message_is_a_refusal(message: bytes) -> None:
-    exchange = client.exchange()
-    receive(exchange, client.handshake("SCRAM-SHA-512"))
-    assert read(receive(exchange, client.authenticate(message)), SASL_AUTHENTICATE, 2).error_code == (
-        SASL_AUTHENTICATION_FAILED
-    )
+    exchange = begun("SCRAM-SHA-512")
+    assert answer_to(exchange, message).error_code == SASL_AUTHENTICATION_FAILED
 
 
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512"])
@@ -187,18 +195,9 @@ def test_recorded_exchange_cannot_be_replayed() -> None:
     assert again.principal is None
 
 
-def test_scram_without_second_message_authenticates_no_client() -> None:
-    exchange = client.exchange()
-    receive(exchange, client.handshake("SCRAM-SHA-256"))
-    receive(exchange, client.authenticate(b"n,,n=alice,r=abc"))
-    assert exchange.principal is None
-    assert isinstance(receive(exchange, produce_frame()), Failure)
-
-
 def test_a_token_names_the_principal_and_its_groups(tmp_path: Path) -> None:
     tokens = client.verifier(tmp_path, groups_claim="groups")
-    exchange = client.exchange("OAUTHBEARER", tokens=tokens)
-    receive(exchange, client.handshake("OAUTHBEARER"))
+    exchange = begun("OAUTHBEARER", tokens=tokens)
     message = client.authenticate(client.bearer(client.token(groups=["team"])))
     assert read(receive(exchange, message), SASL_AUTHENTICATE, 2).error_code == NONE
     assert exchange.principal == Principal("alice", frozenset({"team"}))
@@ -209,27 +208,24 @@ def test_a_token_names_the_principal_and_its_groups(tmp_path: Path) -> None:
     [("team", True), (["g"] * 1_000, True), (["g"] * 1_001, False), ([1], False), ({"a": 1}, False)],
 )
 def test_token_with_odd_groups_is_refused(tmp_path: Path, groups: object, is_read: bool) -> None:
-    exchange = client.exchange("OAUTHBEARER", tokens=client.verifier(tmp_path, groups_claim="groups"))
-    receive(exchange, client.handshake("OAUTHBEARER"))
+    exchange = begun("OAUTHBEARER", tokens=client.verifier(tmp_path, groups_claim="groups"))
     receive(exchange, client.authenticate(client.bearer(client.token(groups=groups))))
     assert (exchange.principal is not None) == is_read
 
 
 def test_refused_token_fails_with_the_next_message(tmp_path: Path) -> None:
-    exchange = client.exchange("OAUTHBEARER", tokens=client.verifier(tmp_path))
-    receive(exchange, client.handshake("OAUTHBEARER"))
-    told = read(receive(exchange, client.authenticate(client.bearer(client.token(aud="other")))), SASL_AUTHENTICATE, 2)
+    exchange = begun("OAUTHBEARER", tokens=client.verifier(tmp_path))
+    told = answer_to(exchange, client.bearer(client.token(aud="other")))
     assert (told.error_code, bytes(told.auth_bytes)) == (NONE, b'{"status":"invalid_token"}')
     assert exchange.principal is None
     # A sound token in its place comes too late.
-    ends = read(receive(exchange, client.authenticate(client.bearer(client.token()))), SASL_AUTHENTICATE, 2)
+    ends = answer_to(exchange, client.bearer(client.token()))
     assert ends.error_code == SASL_AUTHENTICATION_FAILED
     assert exchange.state is State.FAILED
 
 
 def test_a_token_may_not_ask_for_another_name(tmp_path: Path) -> None:
-    exchange = client.exchange("OAUTHBEARER", tokens=client.verifier(tmp_path))
-    receive(exchange, client.handshake("OAUTHBEARER"))
+    exchange = begun("OAUTHBEARER", tokens=client.verifier(tmp_path))
     message = client.bearer(client.token()).replace(b"n,,", b"n,a=bob,")
     assert isinstance(receive(exchange, client.authenticate(message)), Failure)
 
@@ -292,14 +288,12 @@ def test_other_first_bytes_end_it_without_answer(frame: bytes) -> None:
 
 def test_only_mechanism_messages_follow_the_handshake() -> None:
     for frame in (control_frame(API_VERSIONS, 3), client.handshake("PLAIN"), produce_frame()):
-        exchange = client.exchange()
-        receive(exchange, client.handshake("PLAIN"))
+        exchange = begun()
         assert isinstance(receive(exchange, frame), Failure)
 
 
 def test_frame_before_the_last_outcome_ends_it() -> None:
-    exchange = client.exchange()
-    receive(exchange, client.handshake("PLAIN"))
+    exchange = begun()
     message = memoryview(bytearray(client.authenticate(client.plain("alice", "alice-secret"))))
     pending = exchange.receive(message)
     assert isinstance(pending, Pending)
@@ -330,8 +324,7 @@ def test_a_token_ends_its_session(tmp_path: Path) -> None:
     clock = client.Clock()
     tokens = client.verifier(tmp_path)
     for lifetime_s in (0.0, 1e9):
-        exchange = client.exchange("OAUTHBEARER", lifetime_s=lifetime_s, tokens=tokens, clock=clock)
-        receive(exchange, client.handshake("OAUTHBEARER"))
+        exchange = begun("OAUTHBEARER", lifetime_s=lifetime_s, tokens=tokens, clock=clock)
         receive(exchange, client.authenticate(client.bearer(client.token())))
         assert exchange.session_ends_at is not None
         assert exchange.session_ends_at > clock.now
@@ -371,7 +364,7 @@ def test_sasl_out_of_turn_changes_nothing() -> None:
     authenticated(exchange)
     early = read(receive(exchange, client.handshake("PLAIN")), SASL_HANDSHAKE, 1)
     assert early.error_code == ILLEGAL_SASL_STATE
-    stray = read(receive(exchange, client.authenticate(b"x")), SASL_AUTHENTICATE, 2)
+    stray = answer_to(exchange, b"x")
     assert stray.error_code == ILLEGAL_SASL_STATE
     assert exchange.state is State.AUTHENTICATED
 
@@ -388,8 +381,7 @@ def pending(exchange: SaslExchange, frame: bytes) -> Step | Refused:
 
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_credential_is_held_until_its_outcome(version: int) -> None:
-    exchange = client.carrying()
-    receive(exchange, client.handshake("PLAIN"))
+    exchange = begun(carries=True)
     step = pending(exchange, client.authenticate(client.plain("eve", "unknown here"), version))
     assert isinstance(step, Step)
     assert step.principal == Principal("eve")
@@ -412,15 +404,13 @@ def test_raw_message_is_carried() -> None:
 
 
 def test_judging_proxy_keeps_no_credential() -> None:
-    exchange = client.exchange()
-    receive(exchange, client.handshake("PLAIN"))
+    exchange = begun()
     pending(exchange, client.authenticate(client.plain("alice", "alice-secret")))
     assert exchange.credential is None
 
 
 def test_broker_refusal_is_a_proxy_refusal() -> None:
-    exchange = client.carrying()
-    receive(exchange, client.handshake("PLAIN"))
+    exchange = begun(carries=True)
     pending(exchange, client.authenticate(client.plain("eve", "x")))
     outcome = exchange.resume(Refused("a broker says no", "no, it says"))
     assert isinstance(outcome, Failure)
@@ -430,8 +420,7 @@ def test_broker_refusal_is_a_proxy_refusal() -> None:
 
 
 def test_missing_judge_ends_it_without_answer() -> None:
-    exchange = client.carrying()
-    receive(exchange, client.handshake("PLAIN"))
+    exchange = begun(carries=True)
     pending(exchange, client.authenticate(client.plain("eve", "x")))
     assert exchange.give_up("nobody knows") == Failure(b"", "nobody knows")
     assert (exchange.credential, exchange.principal) == (None, None)
@@ -447,8 +436,7 @@ def test_renewal_by_another_is_known_before_forwarding() -> None:
 
 
 def test_unverified_token_names_its_principal() -> None:
-    exchange = client.carrying("OAUTHBEARER")
-    receive(exchange, client.handshake("OAUTHBEARER"))
+    exchange = begun("OAUTHBEARER", carries=True)
     step = pending(exchange, client.authenticate(client.bearer(client.token(sub="carol"))))
     assert isinstance(step, Step)
     assert step.principal == Principal("carol")
@@ -459,9 +447,8 @@ def test_unverified_token_names_its_principal() -> None:
     ["opaque", "a.b.c", "a.e30.c", "a.eyJzdWIiOiA1fQ.c", "a.eyJzdWIiOiAiIn0.c", "a.W10.c", "..", "a." + "W" * 9_000],
 )
 def test_token_without_principal_is_refused(text: str) -> None:
-    exchange = client.carrying("OAUTHBEARER")
-    receive(exchange, client.handshake("OAUTHBEARER"))
-    told = read(receive(exchange, client.authenticate(client.bearer(text))), SASL_AUTHENTICATE, 2)
+    exchange = begun("OAUTHBEARER", carries=True)
+    told = answer_to(exchange, client.bearer(text))
     assert bytes(told.auth_bytes) == b'{"status":"invalid_token"}'
     outcome = receive(exchange, client.authenticate(b"\x01"))
     assert isinstance(outcome, Failure)
@@ -469,8 +456,7 @@ def test_token_without_principal_is_refused(text: str) -> None:
 
 
 def test_late_outcome_after_timeout_changes_nothing() -> None:
-    exchange = client.exchange()
-    receive(exchange, client.handshake("PLAIN"))
+    exchange = begun()
     pending = exchange.receive(memoryview(bytearray(client.authenticate(client.plain("alice", "alice-secret")))))
     assert isinstance(pending, Pending)
     outcome = pending.step()

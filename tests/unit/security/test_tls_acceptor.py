@@ -19,7 +19,7 @@ from kproxy.errors import StartupError
 from kproxy.runtime.sockets import bind, bound_port
 from kproxy.security import tls_acceptor
 from kproxy.security.proxy_protocol import SIGNATURE, Source
-from kproxy.security.tls_acceptor import TlsAcceptor, is_among, load_for_acceptor
+from kproxy.security.tls_acceptor import TlsAcceptor, load_for_acceptor
 from kproxy_codec.foreign import ANSWER_TO_HTTP
 from tests.support.security.client_hello import EXTENSIONS, client_hello
 from tests.support.security.tls_files import Signer, client_context
@@ -166,29 +166,6 @@ async def test_failed_handshake_gets_an_alert(begin: Begin, signer: Signer) -> N
     assert site.welcomed == 0
 
 
-def test_valid_certificate_resumes_its_session(signer: Signer) -> None:
-    pair = [signer.directory / f"server.{end}" for end in ("pem", "key")]
-    loaded = load_for_acceptor(ListenerTls(pair[0], pair[1], client_ca=signer.ca, client_auth="required"))
-    # Sessions by their ids, as a client of TLS 1.2 may have them.
-    client = client_context(signer.ca, signer.issue("client", "app"))
-    client.maximum_version = ssl.TLSVersion.TLSv1_2
-    session: ssl.SSLSession | None = None
-    for reused in (False, True):
-        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        server = loaded.context.wrap_bio(to_server, to_client, server_side=True)
-        dialling = client.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
-        for _ in range(4):
-            for side in (dialling, server):
-                with contextlib.suppress(ssl.SSLWantReadError):
-                    side.do_handshake()
-        session = dialling.session
-        assert server.getpeercert()
-        assert server.session_reused == reused
-        # Otherwise OpenSSL forgets the session.
-        with contextlib.suppress(ssl.SSLWantReadError):
-            server.unwrap()
-
-
 async def test_handshake_waits_for_its_turn(
     begin: Begin, loaded: Loaded, signer: Signer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,18 +249,6 @@ async def test_longest_header_has_4_kib(begin: Begin) -> None:
         with contextlib.suppress(ConnectionError):
             assert await site.tell(header + b"ping") == (b"ping" if is_let_in else b"")
         assert site.sources == ([None] if is_let_in else [])
-
-
-def test_mapped_address_is_of_its_network() -> None:
-    networks = [ipaddress.ip_network("192.0.2.0/24"), ipaddress.ip_network("fe80::/10")]
-    for host, is_there in (
-        ("192.0.2.7", True),
-        ("::ffff:192.0.2.7", True),
-        ("::ffff:192.0.3.7", False),
-        ("fe80::1%eth0", True),
-        ("2001:db8::1", False),
-    ):
-        assert is_among(host, networks) == is_there
 
 
 async def test_handshake_has_an_end(begin: Begin, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 from scripts import budgets
-from scripts.budgets import COUNTS, FILE, LINES, REPOSITORY, judge, lowered, measure
+from scripts.budgets import COUNTS, FILE, LINES, REPOSITORY, measure
 
 REBOUND = "from kproxy import plain\nif plain:\n    Slot, Order = compiled.Slot, compiled.Order\n"
 NOT_REBOUND = "path = compiled.CompiledPath(1)\nOther = something\n# compiled.Slot\n"
@@ -32,24 +32,6 @@ def test_sizes_are_measured_by_package(tmp_path: Path) -> None:
         LINES: {"bench": 1, "kproxy": 3, "kproxy/proxy": 6, "tests/unit": 701},
         COUNTS: {"files_above_700_lines": 1, "glossary_words": 2, "twins": 2},
     }
-
-
-def test_each_difference_is_named() -> None:
-    sizes = {LINES: {"a": 10, "b": 5, "new": 1, "same": 3}, COUNTS: {"twins": 2}}
-    given = {LINES: {"a": 9, "b": 6, "gone": 4, "same": 3}, COUNTS: {"twins": 1}}
-    found = judge(sizes, given)
-    assert [each.partition(":")[0] for each in found] == [
-        "a has 10 lines, 1 above the budget of 9",
-        "b has 5 lines, 1 below the budget of 6",
-        "gone has 0 lines, 4 below the budget of 4",
-        "new has 1 lines, 1 above the budget of 0",
-        "twins",
-    ]
-    assert [each.partition(":")[0] for each in judge(sizes, lowered(sizes, given))] == [
-        "a has 10 lines, 1 above the budget of 9",
-        "new has 1 lines, 1 above the budget of 0",
-        "twins",
-    ]
 
 
 def test_command_never_raises_a_number(tmp_path: Path) -> None:

@@ -207,32 +207,6 @@ def test_manifests_give_a_configuration_that_serve_takes(path: Path, tmp_path: P
         assert config.limits.drain_delay > 0
 
 
-def lines_of(text: str) -> Iterator[str]:
-    for line in text.splitlines():
-        stripped = line.strip().removeprefix("- ")
-        # toYaml writes lists a line for each.
-        listed = re.fullmatch(r"(\w+:) \[(.+)\]", stripped)
-        yield from (listed[1], *listed[2].split(", ")) if listed else (stripped,)
-
-
-@pytest.mark.parametrize("path", RENDERED, ids=name_of)
-def test_every_manifest_line_comes_from_the_chart(path: Path) -> None:
-    """Not that all lines of the chart are there: that takes Helm (`make check-deploy`)."""
-    sources = [*(CHART / "templates").rglob("*"), CHART / "values.yaml", CHART.parent / "examples/sidecar/values.yaml"]
-    sources += [CHART.parent / "examples/sidecar/templates/deployment.yaml"]
-    literal, patterns = set(), []
-    for line in (line for each in sources if each.is_file() for line in lines_of(each.read_text())):
-        text = re.sub(r"\{\{.*?\}\}", "\0", line)
-        if "\0" not in text:
-            literal.add(line)
-        elif text.strip("\0 "):
-            patterns.append(re.compile(".*".join(map(re.escape, text.split("\0")))))
-    literal |= {"app.kubernetes.io/name: kproxy", f'app.kubernetes.io/version: "{version()}"'}
-    manifest = re.sub(r"(?m)^(  kproxy.toml: \|\n)(?:    .*\n)+", r"\1", path.read_text())
-    for line in lines_of("\n".join(manifest.splitlines()[2:])):
-        assert line in literal or any(each.fullmatch(line) for each in patterns), line
-
-
 def services(path: Path) -> dict[str, str]:
     """The text of each service of a compose file."""
     block = path.read_text().partition("\nservices:\n")[2].partition("\nvolumes:")[0]
@@ -361,16 +335,3 @@ def test_the_image_has_the_versions_that_are_tested() -> None:
     image, tested = pins(DEPLOY / "docker/requirements.lock"), pins(REPOSITORY / "requirements.lock")
     assert len(image) > 15
     assert {name: tested.get(name) for name in image} == image
-
-
-def test_undescribed_value_is_refused() -> None:
-    values = chart_script().values
-    lines = ["# -- What it is.", "a: 1", "b:", "  # -- More.", "  c: []"]
-    lines += ["# -- Last.", "# @default -- none", "d:", "  e: 1"]
-    assert [tuple(each) for each in values(lines)] == [
-        ("a", "`1`", "What it is."),
-        ("b.c", "`[]`", "More."),
-        ("d", "none", "Last."),
-    ]
-    with pytest.raises(ValueError, match="nothing describes b"):
-        list(values(["# -- What it is.", "a: 1", "", "b: 2"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,12 +16,11 @@ from scripts.mutants import (
     Outcome,
     Runner,
     drawn_fault,
-    limit_of,
     passes,
     patch_fault,
     summary,
 )
-from scripts.mutation import Mutant, diff, draw, mutants_of
+from scripts.mutation import Mutant, draw, mutants_of
 from tests.support.rules import examples
 
 SOURCES = {path: (REPOSITORY / path).read_bytes() for path in MODULES}
@@ -80,22 +78,6 @@ def test_line_has_the_listed_mutants(line: str) -> None:
     assert {each.line for each in found} <= {2}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '"""1 + 1"""',
-        "class A(Enum):\n    B = 1",
-        "class A:\n    __slots__ = ['a']",
-        "class A:\n    def __repr__(self):\n        return a + b",
-        "A: TypeAlias = dict[int, Literal[1]]",
-        "A = dict[int, Literal[1]]",
-        "@cache(1)\ndef f(): ...",
-    ],
-)
-def test_code_without_effect_is_not_mutated(text: str) -> None:
-    assert mutants_of("a.py", text.encode()) == []
-
-
 @pytest.mark.parametrize("path", SOURCES)
 def test_each_mutant_parses_and_differs_in_one_place(path: str) -> None:
     source = SOURCES[path]
@@ -109,40 +91,12 @@ def test_each_mutant_parses_and_differs_in_one_place(path: str) -> None:
         assert source[: mutant.start].count(b"\n") < mutant.line <= source[: mutant.end].count(b"\n") + 1
 
 
-def test_place_is_found_behind_multibyte_letters() -> None:
-    source = "a = 'ä€', 3\n".encode()
-    assert {each.apply(source).decode() for each in mutants_of("a.py", source) if each.operator == "constant"} == {
-        "a = 'ä€', 4\n",
-        "a = 'ä€', 2\n",
-    }
-
-
 def test_same_seed_draws_the_same_mutants() -> None:
     drawn = draw(SOURCES, 40, 7)
     assert drawn == draw(dict(reversed(SOURCES.items())), 40, 7)
     assert len(drawn) == 40
     assert drawn != draw(SOURCES, 40, 8)
     assert draw(SOURCES, 10, 7) == drawn[:10]
-
-
-def test_mutants_differ_from_module_and_each_other() -> None:
-    # `a` is left whichever operand is dropped, and nothing but the return is left out in the other module.
-    sources = {"a.py": b"def f(a):\n    return a and a\n", "b.py": b"def f(a):\n    return a\n"}
-    drawn = draw(sources, 1000, 1)
-    mutated = [ast.dump(ast.parse(each.apply(sources[each.path]))) for each in drawn if each.path == "a.py"]
-    assert len(mutated) == len(set(mutated)) == 3
-    assert len(drawn) == 4
-
-
-def test_every_module_is_drawn_from() -> None:
-    sources = {f"{name}.py": b"def f(a):\n    return a + 1\n" for name in "abcdef"}
-    assert {each.path for each in draw(sources, 20, 7)} == set(sources)
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_named_modules_and_tests_exist(name: str) -> None:
-    named = {*SETS[name], *(test for stages in SETS[name].values() for tests in stages for test in tests)}
-    assert [path for path in named if not (REPOSITORY / path).is_file()] == []
 
 
 def test_set_has_every_module_of_security() -> None:
@@ -198,44 +152,12 @@ async def test_fault_is_removed_before_the_next(checkout: Path) -> None:
     assert [bool(each.killed_by) for each in outcomes] == [True, False]
 
 
-async def test_stages_end_with_first_failure(checkout: Path) -> None:
-    copies = checkout.parent / "copies"
-    copies.mkdir()
-    # The second one never ends with the first fault, and notices the second.
-    second = (sys.executable, "-c", "import module\nwhile module.f() == 4: pass\nassert module.f() is not True")
-    first = (sys.executable, "-c", "import module; assert module.f() != 4")
-    runner = Runner(checkout, copies, COMMAND, 1, {"module.py": (first, second)})
-    await runner.check()
-    outcomes = await runner.run([change(checkout, "3", new) for new in ("4", "True", "5")], lambda _: None)
-    assert [each.killed_by for each in outcomes] == ["tests failed with status 1"] * 2 + [""]
-
-
 async def test_endless_mutant_is_killed_by_timeout(checkout: Path) -> None:
     endless = change(checkout, "return 3", "while True: pass")
     outcomes = await outcomes_of(checkout, [endless], timeout_s=2.0)
     assert outcomes[0].killed_by == "time-out after 2 s"
     assert "1 of 1 killed (100%), 1 of them by time-out" in summary(outcomes)
     assert passes(outcomes)
-
-
-async def test_memory_hungry_mutant_is_killed_in_time(checkout: Path) -> None:
-    outcomes = await outcomes_of(checkout, [change(checkout, "return 3", "return len(bytes(8 << 30)) and 3")])
-    assert outcomes[0].killed_by == "tests failed with status 1"
-
-
-async def test_address_space_without_memory_is_allowed(checkout: Path) -> None:
-    # As etcd's runtime does: what is reserved has no memory behind it.
-    reserve = "import mmap as m; m.mmap(-1, 64 << 30, m.MAP_PRIVATE, m.PROT_READ); return 3"
-    outcomes = await outcomes_of(checkout, [change(checkout, "return 3", reserve)])
-    assert outcomes[0].killed_by == ""
-
-
-@pytest.mark.parametrize(
-    ("baseline_s", "limit_s"), [(0.5, 30.0), (8.0, 80.0), (20.0, 120.0), (40.0, 120.0), (300.0, 900.0)]
-)
-def test_limit_follows_the_baseline(baseline_s: float, limit_s: float, tmp_path: Path) -> None:
-    assert limit_of(baseline_s) == limit_s
-    assert Runner(tmp_path, tmp_path, COMMAND, 1).timeout_s > 600.0
 
 
 async def test_tests_that_fail_without_a_fault_judge_nothing(checkout: Path) -> None:
@@ -255,34 +177,3 @@ async def test_survivors_diff_is_a_nameable_patch(checkout: Path) -> None:
     # Nine in ten are enough for drawn ones.
     assert not passes(outcomes)
     assert passes([outcomes[0]._replace(fault=drawn), *outcomes[1:]])
-
-
-def test_inapplicable_patch_is_no_mutant(checkout: Path) -> None:
-    patch = checkout.parent / "named.diff"
-    patch.write_text(change(checkout, "3", "4").diff)
-    (checkout / "module.py").write_text("def f() -> int:\n    return 5\n")
-    with pytest.raises(ValueError, match="does not apply"):
-        patch_fault(patch, checkout)
-
-
-def test_the_diff_of_a_real_mutant_applies() -> None:
-    for mutant in draw(SOURCES, 10, 7):
-        text = diff(mutant, SOURCES[mutant.path])
-        checked = subprocess.run(
-            ["git", "apply", "--check", "-"], input=text, cwd=REPOSITORY, capture_output=True, text=True
-        )
-        assert checked.returncode == 0, checked.stderr
-
-
-@pytest.mark.long
-def test_command_prints_and_accepts_its_seed() -> None:
-    command = [sys.executable, "-m", "scripts.mutants", "--mutants", "1", "--command"]
-    passing = subprocess.run([*command, "true"], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert passing.returncode == 1
-    seed = passing.stdout.partition("SEED=")[2].partition(":")[0]
-    again = subprocess.run(
-        [*command, "true", "--seed", seed], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
-    )
-    assert again.stdout == passing.stdout
-    failing = subprocess.run([*command, "false"], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert failing.returncode == 2

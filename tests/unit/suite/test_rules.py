@@ -103,12 +103,6 @@ def test_long_test_runs_when_all_or_named(tmp_path: Path) -> None:
     assert "9 passed" in outcome(by_file=True)
 
 
-def test_a_misspelt_rule_is_refused(tmp_path: Path) -> None:
-    assert run_pytest(tmp_path, "def test_it(): pass", KPROXY_TEST_REQUIRE="al").returncode == 4
-    assert run_pytest(tmp_path, "def test_it(): pass", KPROXY_TEST_LOOP="twisted").returncode == 4
-    assert run_pytest(tmp_path, "def test_it(): pass", KPROXY_TEST_ALL="yes").returncode == 4
-
-
 def test_leftover_process_fails_the_run_and_ends(tmp_path: Path) -> None:
     # In a session of its own and orphaned: no walk over children would find it.
     test = (

@@ -1,0 +1,54 @@
+"""Frames damaged on purpose: any codec refuses them with a CodecError, and takes little memory for it."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+
+from kproxy_codec.errors import CodecError
+from tests.support.wire.messages import uvarint
+
+Parse = Callable[[memoryview], object]
+# Written over what stands in a message: one to ten bytes that are lengths, counts and varints beyond all measure.
+INFLATED = [
+    *(bytes([byte]) for byte in (0x00, 0x7F, 0xFF)),
+    *(struct.pack(">i", number) for number in (2**31 - 1, -1, -(2**31), 5000)),
+    *(struct.pack(">h", number) for number in (2**15 - 1, -2)),
+    *(uvarint(number) for number in (2**32 - 1, 65, 4_098, 40_000)),
+    b"\x80" * 10,
+]
+# What parsing a message of some 300 bytes may take for a moment: spans and lists, nothing that was announced.
+MODEST_BYTES = 64_000
+
+
+def assert_refused_when_cut(parse: Parse, frame: memoryview) -> None:
+    """At any length."""
+    for length in range(len(frame)):
+        with pytest.raises(CodecError):
+            parse(memoryview(bytearray(frame[:length])))
+
+
+def assert_refused_before_allocation(parse: Parse, frame: bytes) -> None:
+    """Inflated lengths at any place; most of them are refused."""
+    refused = 0
+    tracemalloc.start()
+    try:
+        for offset in range(4, len(frame)):
+            for inflated in INFLATED:
+                # Over what stands there, or in the place of one byte, as a longer varint would be.
+                end = offset + (1 if (offset + len(inflated)) % 2 else len(inflated))
+                broken = memoryview(bytearray(frame[:offset] + inflated + frame[end:]))
+                tracemalloc.reset_peak()
+                before, _ = tracemalloc.get_traced_memory()
+                try:
+                    parse(broken)
+                except CodecError:
+                    refused += 1
+                _, peak = tracemalloc.get_traced_memory()
+                assert peak - before < MODEST_BYTES
+    finally:
+        tracemalloc.stop()
+    assert refused > len(frame)
