@@ -16,7 +16,8 @@ from kproxy.security.sasl import SaslExchange, Times
 from kproxy.security.tokens import TokenOptions, TokenVerifier, read_verifier
 from kproxy.security.users import SCRAM_MECHANISMS, Credentials, Users, make_credential, write_users
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
-from tests.support.clients.raw_client import control_frame
+from kproxy_codec.error_codes import NONE
+from tests.support.clients.raw_client import RawClient, control_frame
 
 ISSUER = "https://issuer.test/"
 AUDIENCE = "kafka.test"
@@ -31,6 +32,20 @@ transactional_ids = ["*"]
 cluster = true
 """
 USERS = {"alice": "alice-secret", "bob": "bob-secret"}
+
+
+def plain_users(directory: Path, mechanisms: str = '["PLAIN"]') -> str:
+    """The section of a proxy's configuration by which these users log in, in plain text."""
+    return f'[sasl]\nmechanisms = {mechanisms}\nusers = "{users_file(directory)}"\nwithout_tls = true\n'
+
+
+async def logged_in(client: RawClient, name: str = "alice") -> RawClient:
+    """The client, authenticated by PLAIN."""
+    client.send(handshake("PLAIN"))
+    assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+    client.send(authenticate(plain(name, USERS[name])))
+    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+    return client
 
 
 @cache
