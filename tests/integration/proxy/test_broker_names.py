@@ -20,11 +20,11 @@ from typing import Any, cast
 import pytest
 
 from kproxy.routing.topology import Address
-from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
+from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.processes.dev import KPROXY, serving
-from tests.support.processes.running_proxy import both_loops, running_proxy
 from tests.support.processes.served import ServedBroker, port_of
+from tests.support.scene import ANSWERS, NOT_WRITTEN, Scene, scene
 from tests.support.waiting import eventually
 
 NOT_LEADER = 6
@@ -67,93 +67,71 @@ async def code_of(client: RawClient, topic: str = "t", partition_index: int = 0)
     return (await client.answer()).codes[topic, partition_index]
 
 
-@both_loops
-async def test_slow_name_lookups_delay_no_other_dial(names: Names) -> None:
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.topology.set_broker(1, Address(QUICK, upstream.port))
-        proxy.own(1)
-        for broker, host in enumerate(SLOW, 100):
-            proxy.topology.set_broker(broker, Address(host, upstream.port))
-            proxy.own(broker, "slow", [broker])
-        unlucky = [await proxy.client() for _ in SLOW]
-        asking = [asyncio.ensure_future(code_of(client, "slow", broker)) for broker, client in enumerate(unlucky, 100)]
-        await eventually(lambda: len(names.asked) == len(SLOW), "each name is asked for")
-        began = time.monotonic()
-        assert await code_of(await proxy.client()) == 0
-        assert time.monotonic() - began < SOON_S
-        assert await asyncio.gather(*asking) == [NOT_LEADER] * len(SLOW)
-        # One thread for each name, however many dials wait for it.
-        assert {names.asked[host] for host in SLOW} == {1}
-        # After an answer they are brokers like others.
-        names.answer.set()
-        await eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("resolve")])
-        await asyncio.sleep(1.1)
-        assert await code_of(unlucky[0], "slow", 100) == 0
+def name(s: Scene, host: str = QUICK) -> None:
+    s.proxy.topology.set_broker(1, Address(host, s.broker.port))
 
 
-@both_loops
-async def test_one_name_lookup_serves_all_connections(names: Names) -> None:
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.topology.set_broker(1, Address(QUICK, upstream.port))
-        proxy.own(1)
-        clients = [await proxy.client() for _ in range(20)]
-        assert await asyncio.gather(*map(code_of, clients)) == [0] * 20
-        assert names.asked == {QUICK: 1}
-        # An answer is kept for a short time: the name may change its address.
-        await asyncio.sleep(1.1)
-        assert await code_of(await proxy.client()) == 0
-        assert names.asked == {QUICK: 2}
+@scene(ANSWERS, clients=len(SLOW) + 1)
+async def test_slow_name_lookups_delay_no_other_dial(s: Scene, names: Names) -> None:
+    name(s)
+    for broker, host in enumerate(SLOW, 100):
+        s.proxy.topology.set_broker(broker, Address(host, s.broker.port))
+        s.proxy.own(broker, "slow", [broker])
+    lucky, *unlucky = s.clients
+    asking = [asyncio.ensure_future(code_of(client, "slow", broker)) for broker, client in enumerate(unlucky, 100)]
+    await eventually(lambda: len(names.asked) == len(SLOW), "each name is asked for")
+    began = time.monotonic()
+    assert await code_of(lucky) == 0
+    assert time.monotonic() - began < SOON_S
+    assert await asyncio.gather(*asking) == [NOT_LEADER] * len(SLOW)
+    # One thread for each name, however many dials wait for it.
+    assert {names.asked[host] for host in SLOW} == {1}
+    # After an answer they are brokers like others.
+    names.answer.set()
+    await eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("resolve")])
+
+    async def is_one() -> bool:
+        return await code_of(unlucky[0], "slow", 100) == 0
+
+    await eventually(is_one)
 
 
-@both_loops
-async def test_name_address_that_fails_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses = iter(["127.0.0.2", "127.0.0.1"])
-    real = socket.getaddrinfo
-
-    def moves(host: Any, *arguments: Any, **options: Any) -> Any:
-        return real(next(addresses) if host == QUICK else host, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", moves)
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.topology.set_broker(1, Address(QUICK, upstream.port))
-        proxy.own(1)
-        # The second try takes the other address: one that did not serve is not used again.
-        assert await code_of(await proxy.client()) == 0
+@scene(ANSWERS, clients=21)
+async def test_one_name_lookup_serves_all_connections(s: Scene, names: Names) -> None:
+    name(s)
+    assert await asyncio.gather(*map(code_of, s.clients[1:])) == [0] * 20
+    assert names.asked == {QUICK: 1}
+    # An answer is kept for a short time: the name may change its address.
+    await asyncio.sleep(1.1)
+    assert await code_of(s.client) == 0
+    assert names.asked == {QUICK: 2}
 
 
-@both_loops
-async def test_name_lookup_is_retried_when_threads_are_available() -> None:
-    upstream = await ScriptedUpstream(1, answers_everything).start()
-    async with running_proxy(upstream) as proxy:
-        proxy.topology.set_broker(1, Address("localhost", upstream.port))
-        proxy.own(1)
-        client = await proxy.client()
-        size = threading.stack_size(1 << 46)
-        try:
-            assert await code_of(client) == NOT_LEADER
-        finally:
-            threading.stack_size(size)
-        assert await code_of(client) == 0
-
-
-@both_loops
-async def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = socket.getaddrinfo
+@pytest.mark.parametrize("at_once", [False, True])
+@scene(ANSWERS)
+async def test_each_address_of_a_name_is_tried(s: Scene, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one lookup in one dial; one that did not serve is not used again, whether it has been told before."""
+    real, addresses = socket.getaddrinfo, ["127.0.0.2", "127.0.0.1"]
 
     def several(host: Any, *arguments: Any, **options: Any) -> Any:
-        found = ("127.0.0.2", "127.0.0.1") if host == QUICK else (host,)
+        found = [host] if host != QUICK else addresses if at_once else [addresses.pop(0)]
         return [row for each in found for row in real(each, *arguments, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", several)
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.topology.set_broker(1, Address(QUICK, upstream.port))
-        proxy.own(1)
-        assert await code_of(await proxy.client()) == 0
-        assert proxy.retries(1 << 16) == 0
+    name(s)
+    assert await code_of(s.client) == 0
+    assert not at_once or s.proxy.retries(NOT_WRITTEN) == 0
+
+
+@scene(ANSWERS)
+async def test_name_lookup_is_retried_when_threads_are_available(s: Scene) -> None:
+    name(s, "localhost")
+    size = threading.stack_size(1 << 46)
+    try:
+        assert await code_of(s.client) == NOT_LEADER
+    finally:
+        threading.stack_size(size)
+    assert await code_of(s.client) == 0
 
 
 # A real name server

@@ -26,15 +26,15 @@ from kproxy.config.quotas import parse_quotas
 from kproxy.config.tls import ListenerTls
 from kproxy.proxy import server
 from kproxy.proxy.access import AccessControl
-from kproxy.routing.topology import Address
 from kproxy.security.acls import Rules, acls_of
 from kproxy.security.mechanisms import servers
 from kproxy.security.quotas import Quotas
 from kproxy.security.tls_acceptor import load_for_acceptor
 from kproxy_codec.api_keys import API_VERSIONS, METADATA, PRODUCE
-from tests.support.brokers.scripted_upstream import HOST, Asked, ScriptedUpstream, answers_everything
+from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, control_frame, fetch_frame, produce_frame
 from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.scene import ANSWERS, staged
 from tests.support.security import sasl_client as sasl
 from tests.support.security.tls_files import Signer, client_context
 from tests.support.waiting import eventually
@@ -56,37 +56,30 @@ def nothing_escapes() -> Iterator[None]:
     assert [line for line in lines if line.get("exc_info") or line["log_level"] == "error"] == []
 
 
-def sessions(proxy: RunningProxy) -> int:
-    return proxy.vitals.client_connections
-
-
 @both_loops
 async def test_deadlines_are_watched_while_sessions_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tick came to sessions that had ended since it began, failed, and no deadline was watched any more."""
     # Others have their turn after a few sessions, as after some hundreds of them otherwise.
     monkeypatch.setattr(server, "TURN_S", 1e-5)
     monkeypatch.setattr(server, "DEADLINE_TICK_S", 0.0)
-    upstream = ScriptedUpstream(1, answers_everything)
     with nothing_escapes():
-        async with running_proxy(upstream) as proxy:
+        async with staged(ANSWERS, clients=0) as s:
             for _ in range(3):
-                clients = [await proxy.client() for _ in range(100)]
-                await eventually(lambda: sessions(proxy) == 100)
+                clients = [await s.proxy.client() for _ in range(100)]
+                await s.until_sessions(100)
                 for client in clients:
                     client.abort()
-                await eventually(lambda: sessions(proxy) == 0)
-            assert proxy.listener._ticker is not None
-            assert not proxy.listener._ticker.done()
+                await s.until_sessions()
+            assert s.proxy.listener._ticker is not None
+            assert not s.proxy.listener._ticker.done()
 
 
 @both_loops
 async def test_a_dial_may_end_after_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was given up, as its broker had moved, so that the client's end did not wait for it."""
-    first, second = ScriptedUpstream(1, answers_everything), ScriptedUpstream(2, answers_everything)
     with nothing_escapes():
-        async with running_proxy(first, second) as proxy:
-            proxy.own(1)
-            access, dials = proxy.context.dialler.access, 0
+        async with staged(ANSWERS, ANSWERS, owners=[1]) as s:
+            access, dials = s.proxy.context.dialler.access, 0
             connect = access.connect
 
             async def slowly(*arguments: Any) -> asyncio.Transport:
@@ -96,14 +89,13 @@ async def test_a_dial_may_end_after_its_client(monkeypatch: pytest.MonkeyPatch) 
                 return await connect(*arguments)
 
             monkeypatch.setattr(access, "connect", slowly)
-            client = await proxy.client()
-            client.send(produce_frame(records=batch(0, producer_id=-1)))
+            s.produces(0, producer_id=-1)
             await eventually(lambda: dials == 1)
-            proxy.topology.set_broker(1, Address(HOST, second.port))
-            client.send(produce_frame(records=batch(0, producer_id=-1)))
+            s.proxy.topology.set_broker(1, s.brokers[1].address)
+            s.produces(0, producer_id=-1)
             await eventually(lambda: dials == 2)
-            client.abort()
-            await eventually(lambda: sessions(proxy) == 0)
+            s.client.abort()
+            await s.until_sessions()
             await asyncio.sleep(0.5)
 
 

@@ -10,24 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.clients.raw_client import RawClient
-from tests.support.processes.served import port_of, static_proxy
+from tests.support.processes.served import Served, served
 
 LINES = 60
 
 
+async def says_garbage(s: Served, size: int) -> None:
+    client = await s.client()
+    client.send(b"\xff" * size)
+    with contextlib.suppress(ConnectionError):
+        assert await client.is_closed()
+    client.abort()
+
+
 async def test_garbage_from_hundreds_of_connections_logs_little(tmp_path: Path) -> None:
-    with static_proxy(tmp_path, {1: 1}) as process:
+    async with served(tmp_path) as s:
         for n in range(300):
-            client = await RawClient().connect(port_of(process))
-            client.send(b"\xff" * (8 + n))
-            with contextlib.suppress(ConnectionError):
-                assert await client.is_closed()
-            client.abort()
-        said = process.stderr()
+            await says_garbage(s, 8 + n)
+        said = s.process.stderr()
         assert said.count("client connection closed") == LINES, f"{len(said)} bytes"
     # It has ended, before the minute was over.
-    said = process.stderr()
+    said = s.process.stderr()
     told = [line for line in said.splitlines() if "similar lines left out" in line]
     assert ["lines=240" in line and "of='client connection closed'" in line for line in told] == [True]
     assert len(said) < 20_000
@@ -58,12 +61,9 @@ for n in range(100):
 
 async def test_command_without_terminal_logs_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KPROXY_LOG_FORMAT")
-    with static_proxy(tmp_path, {1: 1}) as process:
-        client = await RawClient().connect(port_of(process))
-        client.send(b"\xff" * 8)
-        with contextlib.suppress(ConnectionError):
-            assert await client.is_closed()
-    lines = [json.loads(line) for line in process.stderr().splitlines()]
+    async with served(tmp_path) as s:
+        await says_garbage(s, 8)
+    lines = [json.loads(line) for line in s.process.stderr().splitlines()]
     closed = [line for line in lines if line["event"] == "client connection closed"]
     assert [line["level"] for line in closed] == ["warning"]
     assert closed[0]["client"].startswith("127.0.0.1:")

@@ -42,7 +42,7 @@ from tests.support.clients.raw_client import (
     produce_frame,
 )
 from tests.support.processes.dev import KproxyProcess
-from tests.support.processes.served import ServedBroker, port_of
+from tests.support.processes.served import ServedBroker, beside, port_of, static_proxy
 from tests.support.wire.fattest import arrays, body_of, control_answer, control_request, fattest, many_tags
 
 # Of decodings of a produce request of 4,096 partitions, 1.3 ms each on a core of its own: the loss of the brokers of as
@@ -238,9 +238,9 @@ def partitioned_frames(
     return frames
 
 
-def partitioned_case(key: int, event: str, error_code: int = NO_ERROR) -> Case:
+def partitioned_case(key: int, event: str, error_code: int = NO_ERROR, given: tuple[int, int] | None = None) -> Case:
     async def run(site: Site) -> str:
-        requests, partitions = shape(site)
+        requests, partitions = given or shape(site)
         timeout_ms = 500 if event == "reach their deadline" else 5_000
         frames = partitioned_frames(site, key, requests, partitions, timeout_ms=timeout_ms)
         site.begin("holds", error_code)
@@ -248,12 +248,9 @@ def partitioned_case(key: int, event: str, error_code: int = NO_ERROR) -> Case:
         client.send(*frames)
         await client.sent()
         with suppress(asyncio.IncompleteReadError, ConnectionError):
-            if event == "reach their deadline":
-                for _ in frames:
-                    await client.receive(PATIENCE_S)
-                return f"{requests} requests of {partitions} partitions"
-            await site.until_held(1)
-            await asyncio.sleep(0.3)
+            if event != "reach their deadline":
+                await site.until_held(1)
+                await asyncio.sleep(0.3)
             if event == "are answered":
                 for broker in site.brokers:
                     broker.release()
@@ -261,7 +258,7 @@ def partitioned_case(key: int, event: str, error_code: int = NO_ERROR) -> Case:
                 for broker in site.brokers:
                     broker.conduct = "answers"
                     broker.cut()
-            else:
+            elif event == "lose their client":
                 client.abort()
                 await asyncio.sleep(0.3)
                 return f"{requests} requests of {partitions} partitions"
@@ -364,14 +361,8 @@ async def metadata_of_all_topics(site: Site) -> str:
     """A cluster of 50,000 partitions, and clients that ask again and again."""
     topics = site.random.choice([1, 50, 1000, 10_000])
     version = site.random.randint(0, 12)
-    partition = {
-        "error_code": 0,
-        "leader_id": 1,
-        "leader_epoch": 0,
-        "replica_nodes": [1, 2, 3],
-        "isr_nodes": [1, 2, 3],
-        "offline_replicas": [],
-    }
+    partition: dict[str, Any] = {"error_code": 0, "leader_id": 1, "leader_epoch": 0, "offline_replicas": []}
+    partition |= {"replica_nodes": [1, 2, 3], "isr_nodes": [1, 2, 3]}
     partitions = [{**partition, "partition_index": index} for index in range(50_000 // topics)]
     named = [
         {"error_code": 0, "name": f"topic-{n}", "is_internal": False, "partitions": partitions} for n in range(topics)
@@ -396,24 +387,9 @@ async def metadata_of_all_topics(site: Site) -> str:
 add("METADATA", "METADATA of all topics", metadata_of_all_topics)
 
 
-async def all_brokers_refuse(site: Site) -> str:
-    """Three answers with an error for each of 4,096 partitions in all are there at once, again and again."""
-    frames = partitioned_frames(site, keys.PRODUCE, 8, MAX_PARTITIONS, timeout_ms=2_000)
-    site.begin("holds", KAFKA_STORAGE_ERROR)
-    client = await site.client()
-    client.send(*frames)
-    await client.sent()
-    with suppress(asyncio.IncompleteReadError, ConnectionError):
-        await site.until_held(1)
-        await asyncio.sleep(0.3)
-        for broker in site.brokers:
-            broker.release()
-        for _ in frames:
-            await client.receive(PATIENCE_S)
-    return "8 requests of all partitions"
-
-
-add("PRODUCE refused by all brokers", "PRODUCE refused by all brokers", all_brokers_refuse)
+# Three answers with an error for each of 4,096 partitions in all are there at once, again and again.
+_name = "PRODUCE refused by all brokers"
+add(_name, _name, partitioned_case(keys.PRODUCE, "are answered", KAFKA_STORAGE_ERROR, (8, MAX_PARTITIONS)))
 
 
 def claims_case(event: str) -> Case:
@@ -498,26 +474,18 @@ for _event in ("lose their brokers", "end", "end in good order"):
 @asynccontextmanager
 async def measured_site(directory: Path, random: Random, more: Sequence[str]) -> AsyncIterator[Site]:
     brokers = [Broker(node_id) for node_id in range(1, BROKERS + 1)]
-    for broker in brokers:
-        await broker.start()
+    ports = {broker.node_id: (await broker.start()).port for broker in brokers}
     owners = [random.randint(1, BROKERS) for _ in range(MAX_PARTITIONS)]
-    lines = ["[ownership]", 'ownership = "static"', "[limits]", f"control_timeout_s = {CONTROL_TIMEOUT_S}"]
     # Brokers answer and accept in the test's process, which is busy.
-    lines += ["probe_timeout_s = 30", "connect_timeout_s = 30"]
-    lines += ["[brokers]", *(f'{broker.node_id} = "{broker.address}"' for broker in brokers)]
-    lines += ["[[topics]]", 'name = "t"', f"owners = {owners}"]
-    config = directory / "kproxy.toml"
-    config.write_text("\n".join(lines))
-    arguments = ["serve", "--config", config, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", *more]
-    process = await asyncio.to_thread(KproxyProcess, arguments, directory / "stderr", module=MEASURED)
-    site = Site(process, brokers, random)
+    limits = {"control_timeout_s": CONTROL_TIMEOUT_S, "probe_timeout_s": 30, "connect_timeout_s": 30}
+    process = static_proxy(directory, ports, owners=owners, limits=limits, module=MEASURED, more=more)
     try:
-        await asyncio.to_thread(process.wait_ready)
-        await site.longest_turn()
-        yield site
+        async with beside(process) as proxy:
+            site = Site(proxy, brokers, random)
+            await site.longest_turn()
+            yield site
+            site.part()
     finally:
-        site.part()
-        await asyncio.to_thread(process.stop)
         for broker in brokers:
             await broker.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,10 +15,10 @@ from kproxy.proxy.coordinators import NO_TRANSACTIONS, Coordinators
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import decode_request
 from kproxy_codec.coordination import GROUP, TRANSACTION
-from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
+from tests.support.brokers.scripted_upstream import Asked
 from tests.support.clients.raw_client import RawClient, control_frame, produce_frame
-from tests.support.processes.running_proxy import IDENTITY, RunningProxy, both_loops, in_one_go
-from tests.support.processes.running_proxy import running_among_strangers as running_proxy
+from tests.support.processes.running_proxy import IDENTITY
+from tests.support.scene import HOLDS, Scene, scene
 from tests.support.waiting import eventually
 
 NOT_AVAILABLE, NOT_COORDINATOR, NOT_AUTHORIZED, UNSUPPORTED = 15, 16, 53, 35
@@ -53,13 +54,18 @@ def request_of(key: int, version: int, correlation_id: int = 6) -> bytes:
     return control_frame(key, version, correlation_id=correlation_id, **FIELDS[key])
 
 
-class Cluster:
-    """Brokers 1 to 3, and who of them coordinates which key; each answers what it is asked."""
+three = partial(scene, HOLDS, HOLDS, HOLDS, owners=(), introduced=False)
 
-    def __init__(self) -> None:
+
+class Cluster:
+    """Brokers 1 to 3 of a scene, and who of them coordinates which key; each answers what it is asked."""
+
+    def __init__(self, s: Scene) -> None:
         self.coordinators: dict[tuple[int, str], int] = {(GROUP, "k"): 2, (TRANSACTION, "k"): 3}
-        self.brokers = [ScriptedUpstream(node_id, self.script) for node_id in (1, 2, 3)]
+        self.brokers = s.brokers
         self.asked: list[tuple[int, str]] = []
+        for broker in s.brokers:
+            broker.script = self.script
 
     def script(self, asked: Asked) -> None:
         if asked.header.api_key == keys.FIND_COORDINATOR:
@@ -107,219 +113,169 @@ async def codes(client: RawClient, key: int, version: int) -> list[int]:
     return codes_of(key, answer.message)
 
 
-@pytest.mark.parametrize("key", COORDINATED)
-@both_loops
-async def test_every_version_of_request_goes_to_its_coordinator(key: int) -> None:
-    cluster = Cluster()
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await proxy.client()
-        key_type = COORDINATED[key]
-        for times, version in enumerate([*every_version(key)] * 2, 1):
-            await codes(client, key, version)
-            assert cluster.got(key) == [2 if key_type == GROUP else 3] * times, f"version {version}"
-        # Who it is is asked once.
-        assert cluster.asked == [(key_type, "k")]
+async def beats(s: Scene) -> list[int]:
+    return await codes(s.client, keys.HEARTBEAT, 4)
 
 
 @pytest.mark.parametrize("key", COORDINATED)
-@both_loops
-async def test_missing_coordinator_gets_retriable_error_in_all_versions(key: int) -> None:
-    cluster = Cluster()
+@three()
+async def test_every_version_of_request_goes_to_its_coordinator(s: Scene, key: int) -> None:
+    cluster, key_type = Cluster(s), COORDINATED[key]
+    for times, version in enumerate([*every_version(key)] * 2, 1):
+        await codes(s.client, key, version)
+        assert cluster.got(key) == [2 if key_type == GROUP else 3] * times, f"version {version}"
+    # Who it is is asked once.
+    assert cluster.asked == [(key_type, "k")]
+
+
+@three()
+async def test_missing_coordinator_gets_retriable_error_in_all_versions(s: Scene) -> None:
+    cluster = Cluster(s)
     cluster.coordinators.clear()
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await proxy.client()
+    for key in COORDINATED:
         for version in every_version(key):
-            assert await codes(client, key, version) == [NOT_AVAILABLE], f"version {version}"
+            assert await codes(s.client, key, version) == [NOT_AVAILABLE], f"{key}, version {version}"
         assert cluster.got(key) == []
 
 
 @pytest.mark.parametrize("key", COORDINATED)
-@both_loops
-async def test_lost_coordinator_is_looked_up_again(key: int) -> None:
-    cluster = Cluster()
+@three()
+async def test_lost_coordinator_is_looked_up_again(s: Scene, key: int) -> None:
+    cluster, version = Cluster(s), SERVED[key].max_version
     cluster.coordinated = lambda asked: asked.connection.abort()
-    version = SERVED[key].max_version
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await proxy.client()
-        assert await codes(client, key, version) == [NOT_COORDINATOR]
-        cluster.coordinators[COORDINATED[key], "k"] = 1
-        del cluster.coordinated
-        assert await codes(client, key, version) != [NOT_COORDINATOR]
-        assert cluster.got(key)[0] == 1
+    assert await codes(s.client, key, version) == [NOT_COORDINATOR]
+    cluster.coordinators[COORDINATED[key], "k"] = 1
+    del cluster.coordinated
+    assert await codes(s.client, key, version) != [NOT_COORDINATOR]
+    assert cluster.got(key)[0] == 1
 
 
-@both_loops
-async def test_client_lookup_in_any_version_corrects_the_cache() -> None:
+def asks_for_k(version: int, *others: str) -> dict[str, Any]:
+    return {"key": "k"} if version < 4 else {"coordinator_keys": [*others, "k"]}
+
+
+@three(clients=2)
+async def test_client_lookup_in_any_version_corrects_the_cache(s: Scene) -> None:
     """NOT_COORDINATOR is handed on; upon it clients ask FindCoordinator, and that is what the proxy learns from."""
-    cluster = Cluster()
-    async with running_proxy(*cluster.brokers) as proxy:
-        client, other = await proxy.client(), await proxy.client()
-        for version in every_version(keys.FIND_COORDINATOR):
-            for broker in cluster.brokers:
-                broker.log.clear()
-            cluster.coordinated = lambda asked: asked.answer_message(error_code=NOT_COORDINATOR)
-            assert await codes(client, keys.HEARTBEAT, 4) == [NOT_COORDINATOR]
-            before = cluster.coordinators[GROUP, "k"]
-            now = cluster.coordinators[GROUP, "k"] = 3 - before
-            del cluster.coordinated
-            asked: dict[str, Any] = {"key": "k"} if version < 4 else {"coordinator_keys": ["other", "k"]}
-            client.send(control_frame(keys.FIND_COORDINATOR, version, **asked))
-            answer = await client.answer(keys.FIND_COORDINATOR, version)
-            assert b"secret" not in answer.frame
-            assert IDENTITY.host.encode() in answer.frame
-            for each in (client, other):
-                assert await codes(each, keys.HEARTBEAT, 4) == [0]
-            assert sorted(cluster.got(keys.HEARTBEAT)) == sorted([before, now, now]), f"version {version}"
+    cluster = Cluster(s)
+    for version in every_version(keys.FIND_COORDINATOR):
+        for broker in cluster.brokers:
+            broker.log.clear()
+        cluster.coordinated = lambda asked: asked.answer_message(error_code=NOT_COORDINATOR)
+        assert await beats(s) == [NOT_COORDINATOR]
+        before = cluster.coordinators[GROUP, "k"]
+        now = cluster.coordinators[GROUP, "k"] = 3 - before
+        del cluster.coordinated
+        s.send(control_frame(keys.FIND_COORDINATOR, version, **asks_for_k(version, "other")))
+        answer = await s.answer(keys.FIND_COORDINATOR, version)
+        assert b"secret" not in answer.frame
+        assert IDENTITY.host.encode() in answer.frame
+        for each in s.clients:
+            assert await codes(each, keys.HEARTBEAT, 4) == [0]
+        assert sorted(cluster.got(keys.HEARTBEAT)) == sorted([before, now, now]), f"version {version}"
 
 
-@both_loops
-async def test_failed_client_lookup_clears_the_cache() -> None:
-    cluster = Cluster()
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await proxy.client()
-        assert await codes(client, keys.HEARTBEAT, 4) == [0]
-        cluster.coordinators.clear()
-        client.send(control_frame(keys.FIND_COORDINATOR, 3, key="k"))
-        assert (await client.answer(keys.FIND_COORDINATOR, 3)).message.error_code == NOT_AVAILABLE
-        assert await codes(client, keys.HEARTBEAT, 4) == [NOT_AVAILABLE]
-        assert cluster.got(keys.HEARTBEAT) == [2]
+@three()
+async def test_failed_client_lookup_clears_the_cache(s: Scene) -> None:
+    cluster = Cluster(s)
+    assert await beats(s) == [0]
+    # One to whoever said who coordinates, one to the coordinator.
+    assert s.proxy.vitals.upstream_connections == 2
+    cluster.coordinators.clear()
+    s.send(control_frame(keys.FIND_COORDINATOR, 3, key="k"))
+    assert (await s.answer(keys.FIND_COORDINATOR, 3)).message.error_code == NOT_AVAILABLE
+    assert await beats(s) == [NOT_AVAILABLE]
+    assert cluster.got(keys.HEARTBEAT) == [2]
 
 
-@both_loops
-async def test_departed_coordinator_is_looked_up_again() -> None:
-    cluster = Cluster()
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await proxy.client()
-        await codes(client, keys.HEARTBEAT, 4)
-        proxy.topology.remove_broker(2)
-        cluster.coordinators[GROUP, "k"] = 3
-        assert await codes(client, keys.HEARTBEAT, 4) == [0]
-        assert cluster.got(keys.HEARTBEAT) == [2, 3]
+@three()
+async def test_departed_coordinator_is_looked_up_again(s: Scene) -> None:
+    cluster = Cluster(s)
+    assert await beats(s) == [0]
+    s.proxy.topology.remove_broker(2)
+    cluster.coordinators[GROUP, "k"] = 3
+    assert await beats(s) == [0]
+    assert cluster.got(keys.HEARTBEAT) == [2, 3]
 
 
-@both_loops
-@in_one_go
-async def test_hung_coordinator_is_given_up_after_timeout() -> None:
-    cluster = Cluster()
+@three(limits={"control_timeout_s": 0.3}, one_go=True)
+async def test_hung_coordinator_is_given_up_after_timeout(s: Scene) -> None:
+    """But members of a group may wait for each other for longer."""
+    cluster = Cluster(s)
     cluster.coordinated = lambda asked: None
-    async with running_proxy(*cluster.brokers, limits={"control_timeout_s": 0.3}) as proxy:
-        client = await proxy.client()
-        assert await codes(client, keys.HEARTBEAT, 4) == [NOT_COORDINATOR]
+    assert await beats(s) == [NOT_COORDINATOR]
+    s.send(request_of(keys.JOIN_GROUP, 5))
+    await eventually(lambda: cluster.got(keys.JOIN_GROUP))
+    assert await s.still(0.6)
+    cluster.brokers[1].log[-1].answer_message(member_id="m")
+    assert (await s.client.receive())[4:8] == b"\0\0\0\6"
 
 
-@both_loops
-async def test_connections_to_coordinators_are_counted() -> None:
-    cluster = Cluster()
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await proxy.client()
-        await codes(client, keys.HEARTBEAT, 4)
-        # One to whoever said who coordinates, one to the coordinator.
-        assert proxy.vitals.upstream_connections == 2
-
-
-@both_loops
-@in_one_go
-async def test_group_members_may_wait_longer_than_broker_timeout() -> None:
-    cluster = Cluster()
-    cluster.coordinated = lambda asked: None
-    async with running_proxy(*cluster.brokers, limits={"control_timeout_s": 0.2}) as proxy:
-        client = await proxy.client()
-        client.send(request_of(keys.JOIN_GROUP, 5))
-        await eventually(lambda: cluster.got(keys.JOIN_GROUP))
-        assert await client.is_silent(0.5)
-        cluster.brokers[1].log[-1].answer_message(member_id="m")
-        assert (await client.receive())[4:8] == b"\0\0\0\6"
-
-
-@both_loops
-@in_one_go
-async def test_group_members_do_not_wait_for_hung_coordinator() -> None:
-    cluster = Cluster()
+@three(clients=2, limits={"probe_timeout_s": 0.2}, one_go=True)
+async def test_group_members_do_not_wait_for_hung_coordinator(s: Scene) -> None:
+    cluster = Cluster(s)
     cluster.coordinated = lambda asked: None
     cluster.brokers[1].answers_probes = False
-    async with running_proxy(*cluster.brokers, limits={"probe_timeout_s": 0.2}) as proxy:
-        proxy.own(2)
-        client, other = await proxy.client(), await proxy.client()
-        client.send(request_of(keys.JOIN_GROUP, 5))
-        await eventually(lambda: cluster.got(keys.JOIN_GROUP))
-        # That a broker hangs is noticed of what it is to write.
-        other.send(produce_frame())
-        assert (await client.answer(keys.JOIN_GROUP, 5)).message.error_code == NOT_COORDINATOR
+    s.proxy.own(2)
+    s.send(request_of(keys.JOIN_GROUP, 5))
+    await eventually(lambda: cluster.got(keys.JOIN_GROUP))
+    # That a broker hangs is noticed of what it is to write.
+    s.clients[1].send(produce_frame())
+    assert (await s.answer(keys.JOIN_GROUP, 5)).message.error_code == NOT_COORDINATOR
 
 
-@both_loops
-async def test_requests_of_one_group_keep_their_order() -> None:
-    cluster = Cluster()
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await proxy.client()
-        client.send(*(request_of(keys.OFFSET_COMMIT, 7, correlation_id=number) for number in range(50)))
-        for number in range(50):
-            assert (await client.answer(keys.OFFSET_COMMIT, 7)).correlation_id == number
-        assert cluster.got(keys.OFFSET_COMMIT) == [2] * 50
-        # The proxy's own correlation ids count the requests of a connection.
-        came = [each.header.correlation_id for each in cluster.brokers[1].log if each.header.api_key != 10]
-        assert came == sorted(came)
+@three()
+async def test_requests_of_one_group_keep_their_order(s: Scene) -> None:
+    cluster = Cluster(s)
+    s.send(*(request_of(keys.OFFSET_COMMIT, 7, correlation_id=number) for number in range(50)))
+    for number in range(50):
+        assert (await s.answer(keys.OFFSET_COMMIT, 7)).correlation_id == number
+    assert cluster.got(keys.OFFSET_COMMIT) == [2] * 50
+    # The proxy's own correlation ids count the requests of a connection.
+    came = [each.header.correlation_id for each in cluster.brokers[1].log if each.header.api_key != 10]
+    assert came == sorted(came)
 
 
-@both_loops
-async def test_group_request_does_not_wait_for_another() -> None:
+@scene(HOLDS, ids=[2], owners=(), introduced=False)
+async def test_group_request_does_not_wait_for_another(s: Scene) -> None:
     """Brokers answer a connection's requests one after another: a JoinGroup must not hold up a Metadata."""
-    cluster = Cluster()
+    cluster = Cluster(s)
     cluster.coordinated = lambda asked: None
-    async with running_proxy(cluster.brokers[1]) as proxy:
-        client = await proxy.client()
-        client.send(request_of(keys.JOIN_GROUP, 5), control_frame(keys.DESCRIBE_CLUSTER, 0))
-        await eventually(lambda: cluster.got(keys.JOIN_GROUP) and cluster.got(keys.DESCRIBE_CLUSTER))
-        joined, described = (
-            next(each.connection for each in cluster.brokers[1].log if each.header.api_key == key)
-            for key in (keys.JOIN_GROUP, keys.DESCRIBE_CLUSTER)
-        )
-        assert joined is not described
+    s.send(request_of(keys.JOIN_GROUP, 5), control_frame(keys.DESCRIBE_CLUSTER, 0))
+    await eventually(lambda: cluster.got(keys.JOIN_GROUP) and cluster.got(keys.DESCRIBE_CLUSTER))
+    wanted = (keys.JOIN_GROUP, keys.DESCRIBE_CLUSTER)
+    joined, described = (each.connection for each in s.broker.log if each.header.api_key in wanted)
+    assert joined is not described
 
 
 @pytest.mark.parametrize("transactional_id", [None, ""])
-@both_loops
-async def test_a_producer_without_transactions_needs_no_coordinator(transactional_id: str | None) -> None:
-    cluster = Cluster()
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await proxy.client()
-        client.send(control_frame(keys.INIT_PRODUCER_ID, 4, transactional_id=transactional_id))
-        assert (await client.answer(keys.INIT_PRODUCER_ID, 4)).message.error_code == 0
-        assert cluster.asked == []
+@three()
+async def test_a_producer_without_transactions_needs_no_coordinator(s: Scene, transactional_id: str | None) -> None:
+    cluster = Cluster(s)
+    s.send(control_frame(keys.INIT_PRODUCER_ID, 4, transactional_id=transactional_id))
+    assert (await s.answer(keys.INIT_PRODUCER_ID, 4)).message.error_code == 0
+    assert cluster.asked == []
 
 
-@both_loops
-async def test_committed_offsets_hide_leader_epoch_in_all_versions() -> None:
+@three()
+async def test_committed_offsets_hide_leader_epoch_in_all_versions(s: Scene) -> None:
     def commits(asked: Asked) -> None:
         epochs = {"committed_leader_epoch": 9} if asked.header.api_version >= 5 else {}
         partition = {"partition_index": 3, "committed_offset": 70, "metadata": "m", "error_code": 0, **epochs}
         asked.answer_message(topics=[{"name": "t", "partitions": [partition]}])
 
-    cluster = Cluster()
-    cluster.coordinated = commits
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await proxy.client()
-        for version in every_version(keys.OFFSET_FETCH):
-            client.send(request_of(keys.OFFSET_FETCH, version))
-            answer = (await client.answer(keys.OFFSET_FETCH, version)).message.topics[0].partitions[0]
-            assert (answer.partition_index, answer.committed_offset, answer.metadata) == (3, 70, "m")
-            assert version < 5 or answer.committed_leader_epoch == -1, f"version {version}"
+    Cluster(s).coordinated = commits
+    for version in every_version(keys.OFFSET_FETCH):
+        s.send(request_of(keys.OFFSET_FETCH, version))
+        answer = (await s.answer(keys.OFFSET_FETCH, version)).message.topics[0].partitions[0]
+        assert (answer.partition_index, answer.committed_offset, answer.metadata) == (3, 70, "m")
+        assert version < 5 or answer.committed_leader_epoch == -1, f"version {version}"
 
 
-# Brokers that keep no transactions
-
-
-async def without_transactions(proxy: RunningProxy) -> RawClient:
-    client = await proxy.client()
-    client.send(control_frame(keys.API_VERSIONS, 0))
-    offered = {each.api_key for each in (await client.answer(keys.API_VERSIONS, 0)).message.api_keys}
-    assert keys.END_TXN not in offered
-    return client
-
-
-def keeps_none() -> Cluster:
-    """Everything is served but transactions."""
-    cluster = Cluster()
+@three()
+async def test_brokers_without_transactions_coordinate_groups_alone(s: Scene) -> None:
+    """Transactional ids have no coordinator, and are not initialised."""
+    cluster = Cluster(s)
     served = [key for key in SERVED if key not in COORDINATED]
     listed = [{"api_key": key, "min_version": 0, "max_version": 99} for key in [*served, keys.INIT_PRODUCER_ID]]
 
@@ -327,44 +283,29 @@ def keeps_none() -> Cluster:
         if asked.header.api_key == keys.API_VERSIONS:
             asked.answer_message(api_keys=listed)
         else:
-            Cluster.script(cluster, asked)
+            cluster.script(asked)
 
     for broker in cluster.brokers:
         broker.script = script
-    return cluster
-
-
-@both_loops
-async def test_unsupported_transactions_have_no_coordinator() -> None:
-    cluster = keeps_none()
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await without_transactions(proxy)
-        versions = every_version(keys.FIND_COORDINATOR)
-        for version, key_type in [(0, GROUP), *product(versions[1:], (GROUP, TRANSACTION))]:
-            asked: dict[str, Any] = {"key": "k"} if version < 4 else {"coordinator_keys": ["k"]}
-            key_types = {"key_type": key_type} if version > 0 else {}
-            client.send(control_frame(keys.FIND_COORDINATOR, version, **key_types, **asked))
-            message = (await client.answer(keys.FIND_COORDINATOR, version)).message
-            found = message.coordinators[0] if version >= 4 else message
-            if key_type == GROUP:
-                assert found.error_code == 0
-            else:
-                # librdkafka ends at the one, Java shows the text of the other.
-                assert found.error_code == (NOT_AUTHORIZED if version < 4 else UNSUPPORTED)
-                assert found.error_message == NO_TRANSACTIONS
-                assert found.node_id == -1
-        assert (TRANSACTION, "k") not in cluster.asked
-
-
-@both_loops
-async def test_unsupported_transactional_id_is_not_initialised() -> None:
-    cluster = keeps_none()
-    async with running_proxy(*cluster.brokers) as proxy:
-        client = await without_transactions(proxy)
-        for version in every_version(keys.INIT_PRODUCER_ID):
-            assert await codes(client, keys.INIT_PRODUCER_ID, version) == [NOT_AUTHORIZED], f"version {version}"
-            client.send(control_frame(keys.INIT_PRODUCER_ID, version, transactional_id=None))
-            assert (await client.answer(keys.INIT_PRODUCER_ID, version)).message.error_code == 0
+    s.send(control_frame(keys.API_VERSIONS, 0))
+    assert keys.END_TXN not in [each.api_key for each in (await s.answer(keys.API_VERSIONS, 0)).message.api_keys]
+    versions = every_version(keys.FIND_COORDINATOR)
+    for version, key_type in [(0, GROUP), *product(versions[1:], (GROUP, TRANSACTION))]:
+        key_types = {"key_type": key_type} if version > 0 else {}
+        s.send(control_frame(keys.FIND_COORDINATOR, version, **key_types, **asks_for_k(version)))
+        message = (await s.answer(keys.FIND_COORDINATOR, version)).message
+        found = message.coordinators[0] if version >= 4 else message
+        if key_type == GROUP:
+            assert found.error_code == 0
+        else:
+            # librdkafka ends at the one, Java shows the text of the other.
+            assert found.error_code == (NOT_AUTHORIZED if version < 4 else UNSUPPORTED)
+            assert (found.error_message, found.node_id) == (NO_TRANSACTIONS, -1)
+    assert (TRANSACTION, "k") not in cluster.asked
+    for version in every_version(keys.INIT_PRODUCER_ID):
+        assert await codes(s.client, keys.INIT_PRODUCER_ID, version) == [NOT_AUTHORIZED], f"version {version}"
+        s.send(control_frame(keys.INIT_PRODUCER_ID, version, transactional_id=None))
+        assert (await s.answer(keys.INIT_PRODUCER_ID, version)).message.error_code == 0
 
 
 # What is remembered
@@ -380,14 +321,10 @@ def test_least_recently_used_entry_is_forgotten_first(monkeypatch: pytest.Monkey
     assert [known.get(GROUP, key) for key in "abcd"] == [0, None, 2, 3]
 
 
-def test_long_keys_are_not_remembered() -> None:
+def test_long_keys_are_not_remembered_and_kinds_differ() -> None:
     known = Coordinators()
     known.remember(GROUP, "k" * 1001, 1)
     assert known.get(GROUP, "k" * 1001) is None
-
-
-def test_groups_and_transactional_ids_of_one_name_differ() -> None:
-    known = Coordinators()
     known.remember(GROUP, "k", 1)
     known.remember(TRANSACTION, "k", 2)
     assert (known.get(GROUP, "k"), known.get(TRANSACTION, "k")) == (1, 2)

@@ -4,140 +4,107 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-
-import pytest
+from typing import Any
 
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA
-from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
-from tests.support.clients.raw_client import batch, control_frame, fetch_frame, list_offsets_frame, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.brokers.scripted_upstream import Asked
+from tests.support.clients.raw_client import (
+    batch,
+    control_frame,
+    fetch_frame,
+    list_offsets_frame,
+    produce_frame,
+    raw_frame,
+)
+from tests.support.scene import ANSWERS, HOLDS, T0, T1, Scene, scene
 from tests.support.waiting import eventually
+from tests.support.wire.messages import topic_id
 
-SPLIT = {"t": [0, 1, 2], "u": [0, 1], "v": [0]}
-CORRELATION_ID = slice(8, 12)
-NOT_LEADER = 6
-TIMED_OUT = 7
+INVALID_REQUIRED_ACKS, INVALID_REQUEST, TIMED_OUT = 21, 42, 7
+BOTH = {"t": [0, 1]}
+VERSIONS = range(3, 14)
 
 
 def without_correlation_id(frame: bytes) -> bytes:
-    return frame[: CORRELATION_ID.start] + frame[CORRELATION_ID.stop :]
-
-
-def three() -> list[ScriptedUpstream]:
-    return [ScriptedUpstream(node_id) for node_id in (1, 2, 3)]
-
-
-def own_split(proxy: RunningProxy) -> None:
-    """SPLIT over three owners: 1 has t/0 and u/1, 2 has t/1, u/0 and v/0, 3 has t/2."""
-    for owner, topic, index in ((1, "t", 0), (2, "t", 1), (3, "t", 2), (2, "u", 0), (1, "u", 1), (2, "v", 0)):
-        proxy.own(owner, topic, [index])
+    return frame[:8] + frame[12:]
 
 
 # One owner
 
 
-@pytest.mark.parametrize("version", range(3, 14))
-@both_loops
-async def test_request_with_one_owner_is_forwarded_unchanged(version: int) -> None:
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1, partitions=[0, 3])
-        client = await proxy.client()
-        frame = produce_frame({"t": [0, 3]}, version=version, correlation_id=77, tags=[(9, b"unknown")])
-        client.send(frame)
-        asked = await upstream.next()
-        assert without_correlation_id(asked.frame) == without_correlation_id(frame)
-        answer = asked.reply(results={("t", 3): {"base_offset": 12}})
+@scene(HOLDS, owners=[1, 1])
+async def test_request_with_one_owner_is_forwarded_unchanged(s: Scene) -> None:
+    for version in VERSIONS:
+        frame = produce_frame(BOTH, version=version, correlation_id=77, tags=[(9, b"unknown")])
+        s.send(frame)
+        asked = await s.next()
+        assert without_correlation_id(asked.frame) == without_correlation_id(frame), version
+        answer = asked.reply(results={T1: {"base_offset": 12}})
         asked.connection.write(answer)
-        came = await client.receive()
-        assert came[:4] == answer[:4]
-        assert came[4:8] == struct.pack(">i", 77)
-        assert came[8:] == answer[8:]
+        assert await s.client.receive() == answer[:4] + struct.pack(">i", 77) + answer[8:], version
 
 
-@both_loops
-async def test_answers_keep_even_repeated_correlation_ids() -> None:
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(produce_frame())
-        (await upstream.next()).answer()
-        await client.answer()
-        ids = [5, 5, -1, 0, 5, 2**31 - 1, -(2**31)]
-        client.send(*(produce_frame(correlation_id=each) for each in ids))
-        asked = [await upstream.next() for _ in ids]
-        assert len({each.header.correlation_id for each in asked}) == len(ids)
-        for offset, each in enumerate(asked):
-            each.answer(results={("t", 0): {"base_offset": offset}})
-        answers = [await client.answer() for _ in ids]
-        assert [each.correlation_id for each in answers] == ids
-        assert [each.results[0].fields["base_offset"] for each in answers] == list(range(len(ids)))
+@scene(HOLDS)
+async def test_answers_keep_even_repeated_correlation_ids(s: Scene) -> None:
+    await s.prove()
+    ids = [5, 5, -1, 0, 5, 2**31 - 1, -(2**31)]
+    s.send(*(produce_frame(correlation_id=each) for each in ids))
+    asked = [await s.next() for _ in ids]
+    assert len({each.header.correlation_id for each in asked}) == len(ids)
+    for offset, each in enumerate(asked):
+        each.answer(results={T0: {"base_offset": offset}})
+    answers = [await s.answer() for _ in ids]
+    assert [each.correlation_id for each in answers] == ids
+    assert [each.results[0].fields["base_offset"] for each in answers] == list(range(len(ids)))
 
 
-@both_loops
-async def test_two_clients_do_not_share_a_broker_connection() -> None:
+@scene(ANSWERS, clients=2)
+async def test_two_clients_do_not_share_a_broker_connection(s: Scene) -> None:
     """So that the broker's own order per connection is the client's."""
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        for _ in range(2):
-            client = await proxy.client()
-            client.send(produce_frame())
-            assert (await client.answer()).codes == {("t", 0): 0}
-        assert len(upstream.connections) == 2
+    for client in s.clients:
+        client.send(produce_frame())
+        assert (await client.answer()).codes == {T0: 0}
+    assert len(s.broker.connections) == 2
 
 
-@both_loops
-async def test_next_request_reuses_the_broker_connection() -> None:
+@scene(ANSWERS)
+async def test_next_request_reuses_the_broker_connection(s: Scene) -> None:
     """One for records and one for what is asked about the cluster, for as long as the client stays."""
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        for used in range(1, 6):
-            client.send(produce_frame())
-            assert (await client.answer()).codes == {("t", 0): 0}
-            assert (len(upstream.connections), upstream.connections[0].is_open) == (1, True), f"after {used} requests"
-        client.send(fetch_frame())
-        await client.answer(FETCH, 12)
-        assert len(upstream.connections) == 1, "reads and writes share it"
-        upstream.script = lambda asked: asked.answer_message(brokers=[], topics=[])
-        for _ in range(5):
-            client.send(control_frame(METADATA, 1, topics=[]))
-            await client.receive()
-            assert len(upstream.connections) == 2
-        assert all(connection.is_open for connection in upstream.connections)
+    connections = s.broker.connections
+    for used in range(1, 6):
+        assert await s.ask(produce_frame()) == [{T0: 0}]
+        assert (len(connections), connections[0].is_open) == (1, True), f"after {used} requests"
+    s.send(fetch_frame())
+    await s.answer(FETCH, 12)
+    assert len(connections) == 1, "reads and writes share it"
+    s.broker.script = lambda asked: asked.answer_message(brokers=[], topics=[])
+    for _ in range(5):
+        s.send(control_frame(METADATA, 1, topics=[]))
+        await s.client.receive()
+        assert len(connections) == 2
+    assert all(connection.is_open for connection in connections)
 
 
-@both_loops
-async def test_client_sending_byte_by_byte_is_served() -> None:
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        for byte in produce_frame(correlation_id=3):
-            client.send(bytes([byte]))
-            await client.sent()
-        assert (await client.answer()).correlation_id == 3
+@scene(ANSWERS)
+async def test_client_sending_byte_by_byte_is_served(s: Scene) -> None:
+    for byte in produce_frame(correlation_id=3):
+        s.send(bytes([byte]))
+        await s.client.sent()
+    assert await s.gets(3) == [0]
 
 
 # Several owners
 
 
-@pytest.mark.parametrize("version", range(3, 14))
-@both_loops
-async def test_request_over_three_owners_is_split_and_merged(version: int) -> None:
-    upstreams = three()
-    async with running_proxy(*upstreams) as proxy:
-        own_split(proxy)
-        client = await proxy.client()
-        records = batch(5)
-        frame = produce_frame(
-            {"v": [0], "t": [2, 0, 1], "u": [1, 0]}, version=version, records=records, tags=[(9, b"unknown")]
-        )
-        client.send(frame)
-        asked = {upstream.node_id: await upstream.next() for upstream in upstreams}
+@scene(HOLDS, HOLDS, HOLDS)
+async def test_request_over_three_owners_is_split_and_merged(s: Scene) -> None:
+    for owner, topic, index in ((2, "u", 0), (1, "u", 1), (2, "v", 0)):
+        s.proxy.own(owner, topic, [index])
+    partitions = {"v": [0], "t": [2, 0, 1], "u": [1, 0]}
+    for count, version in enumerate(VERSIONS, 1):
+        records = batch(count)
+        s.send(produce_frame(partitions, version=version, records=records, tags=[(9, b"unknown")]))
+        asked = {broker.node_id: await broker.next() for broker in s.brokers}
         assert {node: each.topics for node, each in asked.items()} == {
             1: [("t", [0]), ("u", [1])],
             2: [("v", [0]), ("t", [1]), ("u", [0])],
@@ -145,277 +112,187 @@ async def test_request_over_three_owners_is_split_and_merged(version: int) -> No
         }
         for each in asked.values():
             assert set(each.records.values()) == {records}
-            assert each.fields["acks"] == -1
-            assert each.fields["timeout_ms"] == 30_000
+            assert (each.fields["acks"], each.fields["timeout_ms"]) == (-1, 30_000)
             assert (b"unknown" in each.frame) is (version >= 9)
         for node in (3, 1, 2):
-            asked[node].answer(
-                throttle_time_ms=100 * node,
-                results={place: {"base_offset": 10 * node} for place in asked[node].partitions},
-            )
-        answer = await client.answer(api_version=version)
+            results = {place: {"base_offset": 10 * node} for place in asked[node].partitions}
+            asked[node].answer(throttle_time_ms=100 * node, results=results)
+        answer = await s.answer(api_version=version)
         found = [(result.topic, result.partition_index, result.fields["base_offset"]) for result in answer.results]
         assert found == [("v", 0, 20), ("t", 2, 30), ("t", 0, 10), ("t", 1, 20), ("u", 1, 10), ("u", 0, 20)]
         assert answer.fields["throttle_time_ms"] == 300
-        assert proxy.counters["splits"] == 1
+        assert s.proxy.counters["splits"] == count
 
 
-@both_loops
-async def test_record_errors_and_unknown_tags_survive_the_merge() -> None:
-    first, second = ScriptedUpstream(1), ScriptedUpstream(2)
-    async with running_proxy(first, second) as proxy:
-        proxy.own(1)
-        proxy.own(2, partitions=[1])
-        client = await proxy.client()
-        client.send(produce_frame({"t": [0, 1]}))
-        refused = {
-            "error_code": 87,
-            "record_errors": [{"batch_index": 3, "batch_index_error_message": "too old"}],
-            "error_message": "the batch's own",
-            "log_append_time_ms": 99,
-            "log_start_offset": 4,
-            "tags": [(77, b"of the entry")],
-        }
-        (await first.next()).answer(results={("t", 0): refused}, tags=[(70, b"of the first"), (71, b"both")])
-        (await second.next()).answer(tags=[(71, b"both"), (72, b"of the second")])
-        answer = await client.answer()
-        assert answer.codes == {("t", 0): 87, ("t", 1): 0}
-        entry = answer.results[0].fields
-        assert entry["record_errors"] == refused["record_errors"]
-        assert entry["error_message"] == "the batch's own"
-        assert (entry["log_append_time_ms"], entry["log_start_offset"]) == (99, 4)
-        for kept in (b"of the entry", b"of the first", b"both", b"of the second"):
-            assert answer.frame.count(kept) == 1
+@scene(HOLDS, HOLDS)
+async def test_record_errors_and_unknown_tags_survive_the_merge(s: Scene) -> None:
+    first, second = s.brokers
+    s.send(produce_frame(BOTH))
+    kept = {
+        "record_errors": [{"batch_index": 3, "batch_index_error_message": "too old"}],
+        "error_message": "the batch's own",
+        "log_append_time_ms": 99,
+        "log_start_offset": 4,
+    }
+    refused = {"error_code": 87, **kept, "tags": [(77, b"of the entry")]}
+    (await first.next()).answer(results={T0: refused}, tags=[(70, b"of the first"), (71, b"both")])
+    (await second.next()).answer(tags=[(71, b"both"), (72, b"of the second")])
+    answer = await s.answer()
+    assert answer.codes == {T0: 87, T1: 0}
+    assert {name: answer.results[0].fields[name] for name in kept} == kept
+    for tag in (b"of the entry", b"of the first", b"both", b"of the second"):
+        assert answer.frame.count(tag) == 1
 
 
-@both_loops
-async def test_topic_listed_twice_is_answered_as_listed() -> None:
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1, partitions=[0, 1])
-        client = await proxy.client()
-        client.send(produce_frame(topic_data=[{"name": "t", "partition_data": [{"index": each}]} for each in (0, 1)]))
-        (await upstream.next()).answer(topics=[("t", [1, 0])])
-        answer = await client.answer()
-        assert [(result.topic, result.partition_index) for result in answer.results] == [("t", 0), ("t", 1)]
+@scene(HOLDS, HOLDS)
+async def test_slow_owner_does_not_delay_requests_to_others(s: Scene) -> None:
+    slow, fast = s.brokers
+    s.produces(1, partitions=BOTH)
+    s.send(*(produce_frame({"t": [1]}, correlation_id=each) for each in (2, 3)))
+    held = await slow.next()
+    for _ in range(3):
+        (await fast.next()).answer()
+    # Answers leave in the order of requests all the same.
+    assert await s.still()
+    held.answer()
+    assert await s.ids(3) == [1, 2, 3]
 
 
-@both_loops
-async def test_slow_owner_does_not_delay_requests_to_others() -> None:
-    slow, fast = ScriptedUpstream(1), ScriptedUpstream(2)
-    async with running_proxy(slow, fast) as proxy:
-        proxy.own(1)
-        proxy.own(2, partitions=[1])
-        client = await proxy.client()
-        client.send(produce_frame({"t": [0, 1]}, correlation_id=1))
-        client.send(*(produce_frame({"t": [1]}, correlation_id=each) for each in (2, 3)))
-        held = await slow.next()
-        for _ in range(3):
-            (await fast.next()).answer()
-        # Answers leave in the order of requests all the same.
-        assert await client.is_silent()
-        held.answer()
-        assert [(await client.answer()).correlation_id for _ in range(3)] == [1, 2, 3]
+@scene(HOLDS, HOLDS)
+async def test_list_offsets_is_merged_without_leader_epochs(s: Scene) -> None:
+    s.send(list_offsets_frame({"t": [1, 0]}))
+    for broker, place in zip(s.brokers, (T0, T1), strict=True):
+        (await broker.next()).answer(results={place: {"offset": 5 + broker.node_id, "leader_epoch": 3}})
+    results = (await s.answer(LIST_OFFSETS, 6)).results
+    assert [(each.partition_index, each.fields["offset"], each.fields["leader_epoch"]) for each in results] == [
+        (1, 7, -1),
+        (0, 6, -1),
+    ]
 
 
-@both_loops
-async def test_list_offsets_is_merged_without_leader_epochs() -> None:
-    first, second = ScriptedUpstream(1), ScriptedUpstream(2)
-    async with running_proxy(first, second) as proxy:
-        proxy.own(1)
-        proxy.own(2, partitions=[1])
-        client = await proxy.client()
-        client.send(list_offsets_frame({"t": [1, 0]}))
-        (await first.next()).answer(results={("t", 0): {"offset": 5, "leader_epoch": 3}})
-        (await second.next()).answer(results={("t", 1): {"offset": 6, "leader_epoch": 4}})
-        answer = await client.answer(LIST_OFFSETS, 6)
-        found = [(each.partition_index, each.fields["offset"], each.fields["leader_epoch"]) for each in answer.results]
-        assert found == [(1, 6, -1), (0, 5, -1)]
+# What is answered without a broker: the frame, and the code of each of its partitions.
+UNSENT: dict[str, tuple[dict[str, Any], dict[tuple[str, int], int]]] = {
+    "no topic": ({"topic_data": []}, {}),
+    "no partition": ({"topic_data": [{"name": name, "partition_data": []} for name in "tu"]}, {}),
+    "a partition twice": ({"partitions": {"t": [0, 1, 0]}}, {T0: INVALID_REQUEST, T1: INVALID_REQUEST}),
+    "acks that Kafka does not know": ({"acks": 2}, {T0: INVALID_REQUIRED_ACKS}),
+}
 
 
-@pytest.mark.parametrize("topics", [[], [("t", [])], [("t", []), ("u", [])]])
-@both_loops
-async def test_a_request_that_asks_for_nothing_is_answered(topics: list[tuple[str, list[int]]]) -> None:
-    async with running_proxy(ScriptedUpstream(1)) as proxy:
-        client = await proxy.client()
-        client.send(produce_frame(topic_data=[{"name": name, "partition_data": []} for name, _ in topics]))
-        assert (await client.answer()).codes == {}
+@scene(ANSWERS, owners=[1, 1])
+async def test_request_of_nothing_or_nonsense_is_answered(s: Scene) -> None:
+    for count, (what, (given, codes)) in enumerate(UNSENT.items(), 1):
+        assert await s.ask(produce_frame(**given), produce_frame(correlation_id=2)) == [codes, {T0: 0}], what
+        assert len(s.broker.log) == count
 
 
-@both_loops
-async def test_the_same_partition_twice_is_an_invalid_request() -> None:
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1, partitions=[0, 1])
-        client = await proxy.client()
-        client.send(produce_frame({"t": [0, 1, 0]}), produce_frame(correlation_id=2))
-        assert (await client.answer()).codes == {("t", 0): 42, ("t", 1): 42}
-        assert (await client.answer()).codes == {("t", 0): 0}
-        assert len(upstream.log) == 1
+# Produce 13 names topics by id (KIP-516); more of them is in tests/unit/routing/test_fanout_topology.py
+
+UNKNOWN_TOPIC_ID = 100
+BY_ID = 13
 
 
-@both_loops
-async def test_acks_that_kafka_does_not_know_are_refused() -> None:
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(produce_frame(acks=2), produce_frame(correlation_id=2))
-        assert (await client.answer()).codes == {("t", 0): 21}
-        assert (await client.answer()).codes == {("t", 0): 0}
-        assert len(upstream.log) == 1
+@scene(ANSWERS, owners=())
+async def test_unknown_topic_id_gets_an_error_alone(s: Scene) -> None:
+    s.proxy.own(1, "u")
+    s.send(produce_frame({"t": [0, 4], "u": [0]}, version=BY_ID))
+    answer = await s.answer(api_version=BY_ID)
+    assert answer.codes == {T0: UNKNOWN_TOPIC_ID, ("t", 4): UNKNOWN_TOPIC_ID, ("u", 0): 0}
+    for result in answer.results[:2]:
+        assert (result.fields["base_offset"], result.fields["log_start_offset"]) == (-1, -1)
+    # The source was asked to look again, as for an owner, before that was said.
+    assert {index for _, index, _ in s.proxy.source.refreshed} == {0, 4}
+    assert [asked.partitions for asked in s.broker.log] == [[("u", 0)]]
+
+
+@scene(HOLDS)
+async def test_topic_id_learnt_by_client_first_is_awaited(s: Scene) -> None:
+    s.proxy.topology.set_topic_id(b"t", None)
+    s.proxy.source.on_refresh = lambda *_: s.proxy.topology.set_topic_id(b"t", topic_id("t").bytes)
+    s.produces(0, 1, 2, version=BY_ID)
+    await s.accepts(0, 1, 2)
+    for number in range(3):
+        answer = await s.answer(api_version=BY_ID)
+        assert (answer.correlation_id, answer.codes) == (number, {T0: 0})
 
 
 # Brokers that answer out of protocol
 
-
-def wrong_correlation_id(asked: Asked) -> bytes:
-    return asked.reply(asked.header.correlation_id + 1)
-
-
-def a_partition_not_asked_for(asked: Asked) -> bytes:
-    return asked.reply(topics=[*asked.topics, ("other", [9])])
-
-
-def a_partition_missing(asked: Asked) -> bytes:
-    return asked.reply(topics=[("t", asked.topics[0][1][1:])])
-
-
-def a_partition_twice(asked: Asked) -> bytes:
-    return asked.reply(topics=[("t", [*asked.topics[0][1], asked.topics[0][1][0]])])
+WRONG: dict[str, Callable[[Asked], bytes]] = {
+    "wrong correlation id": lambda asked: asked.reply(asked.header.correlation_id + 1),
+    "a partition not asked for": lambda asked: asked.reply(topics=[*asked.topics, ("other", [9])]),
+    "a partition missing": lambda asked: asked.reply(topics=[("t", [1])]),
+    "a partition twice": lambda asked: asked.reply(topics=[("t", [0, 1, 0])]),
+    "another topic": lambda asked: asked.reply(topics=[("u", [0, 1])]),
+    "garbage": lambda asked: raw_frame(struct.pack(">i", asked.header.correlation_id) + b"\x00" + b"\xee" * 40),
+    "an empty frame": lambda asked: struct.pack(">i", 0),
+    "trailing bytes": lambda asked: raw_frame(asked.reply()[4:] + b"more"),
+    "an oversized length": lambda asked: struct.pack(">i", 2**31 - 1) + asked.reply()[4:],
+    "a negative length": lambda asked: struct.pack(">i", -1) + asked.reply()[4:],
+    "an answer too many": lambda asked: asked.reply(asked.header.correlation_id - 1) + asked.reply(),
+}
 
 
-def another_topic(asked: Asked) -> bytes:
-    return asked.reply(topics=[("u", asked.topics[0][1])])
-
-
-def garbage(asked: Asked) -> bytes:
-    message = struct.pack(">i", asked.header.correlation_id) + b"\x00" + b"\xee" * 40
-    return struct.pack(">i", len(message)) + message
-
-
-def an_empty_frame(asked: Asked) -> bytes:
-    return struct.pack(">i", 0)
-
-
-def trailing_bytes(asked: Asked) -> bytes:
-    message = asked.reply()[4:] + b"more"
-    return struct.pack(">i", len(message)) + message
-
-
-def an_oversized_length(asked: Asked) -> bytes:
-    return struct.pack(">i", 2**31 - 1) + asked.reply()[4:]
-
-
-def a_negative_length(asked: Asked) -> bytes:
-    return struct.pack(">i", -1) + asked.reply()[4:]
-
-
-def an_answer_too_many(asked: Asked) -> bytes:
-    return asked.reply(asked.header.correlation_id - 1) + asked.reply()
-
-
-WRONG = [
-    wrong_correlation_id,
-    a_partition_not_asked_for,
-    a_partition_missing,
-    a_partition_twice,
-    another_topic,
-    garbage,
-    an_empty_frame,
-    trailing_bytes,
-    an_oversized_length,
-    a_negative_length,
-    an_answer_too_many,
-]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-@both_loops
-async def test_broker_breaking_protocol_loses_only_that_connection(wrong: Callable[[Asked], bytes]) -> None:
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1, partitions=[0, 1])
-        other = await proxy.client()
-        other.send(produce_frame(correlation_id=50))
-        others = await upstream.next()
-        client = await proxy.client()
-        plain = batch(producer_id=-1)
-        client.send(produce_frame({"t": [0, 1]}, records=plain))
-        asked = await upstream.next()
+@scene(HOLDS, owners=[1, 1], clients=2)
+async def test_broker_breaking_protocol_loses_only_that_connection(s: Scene) -> None:
+    other, plain = s.clients[1], batch(producer_id=-1)
+    other.send(produce_frame(correlation_id=50))
+    others = await s.next()
+    for name, wrong in WRONG.items():
+        s.send(produce_frame(BOTH, records=plain))
+        asked = await s.next()
         asked.connection.write(wrong(asked))
         # What became of it is not known, and the broker would not know a second one again.
-        assert (await client.answer()).codes == {("t", 0): TIMED_OUT, ("t", 1): TIMED_OUT}
+        assert await s.codes() == {T0: TIMED_OUT, T1: TIMED_OUT}, name
         await asked.connection.until_closed()
         # The same client goes on, on another connection to the same broker; the other one never notices.
-        client.send(produce_frame({"t": [0, 1]}, correlation_id=2, records=plain))
-        again = await upstream.next()
+        s.send(produce_frame(BOTH, correlation_id=2, records=plain))
+        again = await s.next()
         assert again.connection is not asked.connection
         again.answer()
-        assert (await client.answer()).codes == {("t", 0): 0, ("t", 1): 0}
-        others.answer()
-        assert (await other.answer()).correlation_id == 50
+        assert await s.codes() == {T0: 0, T1: 0}, name
+    others.answer()
+    assert (await other.answer()).correlation_id == 50
 
 
-@both_loops
-async def test_unrequested_answer_closes_its_connection() -> None:
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(produce_frame())
-        asked = await upstream.next()
-        asked.answer()
-        assert (await client.answer()).codes == {("t", 0): 0}
-        asked.answer()
-        await asked.connection.until_closed()
-        client.send(produce_frame(correlation_id=2))
-        (await upstream.next()).answer()
-        assert (await client.answer()).correlation_id == 2
+@scene(HOLDS)
+async def test_unrequested_answer_closes_its_connection(s: Scene) -> None:
+    s.produces(1)
+    (asked,) = await s.takes(1)
+    asked.answer()
+    assert await s.gets(1) == [0]
+    asked.answer()
+    await asked.connection.until_closed()
+    await s.prove(2)
 
 
-@both_loops
-async def test_idle_connection_closed_by_broker_is_not_reused() -> None:
+@scene(ANSWERS)
+async def test_idle_connection_closed_by_broker_is_not_reused(s: Scene) -> None:
     """Kafka closes idle connections after ten minutes."""
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(produce_frame(records=batch(producer_id=-1)))
-        await client.answer()
-        upstream.connections[0].close()
-        await upstream.connections[0].until_closed()
-        client.send(produce_frame(records=batch(producer_id=-1)))
-        assert (await client.answer()).codes == {("t", 0): 0}
-        assert len(upstream.connections) == 2
+    plain = produce_frame(records=batch(producer_id=-1))
+    await s.ask(plain)
+    s.broker.connections[0].close()
+    await s.broker.connections[0].until_closed()
+    assert await s.ask(plain) == [{T0: 0}]
+    assert len(s.broker.connections) == 2
 
 
-@pytest.mark.parametrize("cut", [1, 3, 4, 7, 8, 20, -1])
-@both_loops
-async def test_partial_answer_is_discarded(cut: int) -> None:
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(produce_frame(records=batch(producer_id=-1)))
-        asked = await upstream.next()
+@scene(HOLDS)
+async def test_partial_answer_is_discarded(s: Scene) -> None:
+    for cut in (1, 3, 4, 7, 8, 20, -1):
+        s.send(produce_frame(records=batch(producer_id=-1)))
+        asked = await s.next()
         asked.connection.write(asked.reply()[:cut])
-        assert await client.is_silent()
+        assert await s.still()
         asked.connection.close()
-        assert (await client.answer()).codes == {("t", 0): TIMED_OUT}
+        assert await s.codes() == {T0: TIMED_OUT}, cut
 
 
-@both_loops
-async def test_owner_with_changed_address_is_reached() -> None:
-    old, new = ScriptedUpstream(1, answers_everything), ScriptedUpstream(1, answers_everything)
-    async with running_proxy(old, new) as proxy:
-        proxy.topology.set_broker(1, old.address)
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(produce_frame())
-        await client.answer()
-        proxy.topology.set_broker(1, new.address)
-        client.send(produce_frame(correlation_id=2))
-        assert (await client.answer()).correlation_id == 2
-        assert (len(old.log), len(new.log)) == (1, 1)
-        await eventually(lambda: not old.connections[0].is_open)
+@scene(ANSWERS, ANSWERS, owners=[1])
+async def test_owner_with_changed_address_is_reached(s: Scene) -> None:
+    old, new = s.brokers
+    await s.ask(produce_frame())
+    s.proxy.topology.set_broker(1, new.address)
+    assert await s.ask(produce_frame()) == [{T0: 0}]
+    assert (len(old.log), len(new.log)) == (1, 1)
+    await eventually(lambda: not old.connections[0].is_open)

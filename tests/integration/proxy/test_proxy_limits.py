@@ -14,254 +14,230 @@ import pytest
 
 from kproxy.proxy.memory_budget import USUAL
 from kproxy.proxy.request_reader import LARGE_READ_BYTES, MANY_REQUESTS
-from kproxy_codec.api_keys import FETCH, PRODUCE
+from kproxy_codec.api_keys import FETCH
 from kproxy_codec.error_codes import INVALID_REQUEST, NOT_LEADER_OR_FOLLOWER
 from kproxy_codec.partitioned import MAX_PARTITIONS
-from tests.support.brokers.scripted_upstream import PATIENCE_S, ScriptedUpstream, answers_everything
-from tests.support.clients.raw_client import RawClient, batch, fetch_frame, produce_frame
-from tests.support.processes.running_proxy import both_loops, in_one_go, running_proxy
-from tests.support.processes.served import Samples, ServedBroker, page, port_of, samples, static_proxy
+from tests.support.clients.raw_client import batch, fetch_frame, produce_frame
+from tests.support.processes.served import Samples, port_of, served
+from tests.support.scene import ANSWERS, HOLDS, T0, Scene, scene
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
-T0 = ("t", 0)
 
 
 def big(n: int, size: int = MIB) -> bytes:
     return produce_frame(records=batch(n) + bytes(size), correlation_id=n)
 
 
-@both_loops
-async def test_all_connections_together_stay_within_total() -> None:
+@scene(HOLDS, clients=40, limits={"max_in_flight_bytes_total": 8 * MIB})
+async def test_all_connections_together_stay_within_total(s: Scene) -> None:
     """Brokers answer nothing; then they do, and every client is served in the end."""
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 8 * MIB}) as proxy:
-        proxy.own(1)
-        clients = [await proxy.client() for _ in range(40)]
-        for n, client in enumerate(clients):
-            client.send(big(n))
-        held: list[int] = []
+    for n, client in enumerate(s.clients):
+        client.send(big(n))
+    held: list[int] = []
 
-        def is_full() -> bool:
-            held.append(proxy.context.budget.held)
-            return len(held) > 30 and held[-1] >= 8 * MIB and proxy.vitals.paused_connections > 20
+    def is_full() -> bool:
+        held.append(s.proxy.context.budget.held)
+        return len(held) > 30 and held[-1] >= 8 * MIB and s.proxy.vitals.paused_connections > 20
 
-        await eventually(is_full, "it holds as much as it may")
-        # A half more, a frame, and 64 KiB for each that was reading.
-        assert max(held) < 16 * MIB
-        for _ in clients:
-            (await upstream.next()).answer()
-            assert proxy.context.budget.held < 16 * MIB
-        assert [(await client.answer()).correlation_id for client in clients] == list(range(40))
-        assert proxy.context.budget.held == 0
+    await eventually(is_full, "it holds as much as it may")
+    # A half more, a frame, and 64 KiB for each that was reading.
+    assert max(held) < 16 * MIB
+    for _ in s.clients:
+        (await s.next()).answer()
+        assert s.proxy.context.budget.held < 16 * MIB
+    assert [(await client.answer()).correlation_id for client in s.clients] == list(range(40))
+    assert s.proxy.context.budget.held == 0
 
 
-@both_loops
-@in_one_go
-async def test_large_read_takes_one_turn_of_a_client() -> None:
+@scene(ANSWERS, at=1.0, one_go=True)
+async def test_large_read_takes_one_turn_of_a_client(s: Scene) -> None:
     """TLS hands over several such reads in one turn of the event loop; by a clock at rest each takes no time."""
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream, clock=lambda: 1.0) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(produce_frame(records=batch(0)))
-        await client.answer()
-        (session,) = proxy.listener._sessions
-        count = 2 * MANY_REQUESTS
-        frames = b"".join(big(n, LARGE_READ_BYTES // count) for n in range(count))
-        while frames:
-            space = session.get_buffer(len(frames))
-            part, frames = frames[: len(space)], frames[len(space) :]
-            space[: len(part)] = part
-            session.buffer_updated(len(part))
-            assert len(part) <= LARGE_READ_BYTES
-            assert not session._reading
-        answers = [(await client.answer()).correlation_id for _ in range(count)]
-        assert answers == list(range(count))
-        assert session._reading
+    await s.ask(produce_frame(records=batch(0)))
+    (session,) = s.proxy.listener._sessions
+    count = 2 * MANY_REQUESTS
+    frames = b"".join(big(n, LARGE_READ_BYTES // count) for n in range(count))
+    while frames:
+        space = session.get_buffer(len(frames))
+        part, frames = frames[: len(space)], frames[len(space) :]
+        space[: len(part)] = part
+        session.buffer_updated(len(part))
+        assert len(part) <= LARGE_READ_BYTES
+        assert not session._reading
+    assert await s.ids(count) == list(range(count))
+    assert session._reading
 
 
-@both_loops
-async def test_waiting_clients_resume_in_order_of_arrival() -> None:
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 200_000}) as proxy:
-        proxy.own(1, partitions=range(24))
-        clients = [await proxy.client() for _ in range(24)]
-        for n, client in enumerate(clients):
-            client.send(produce_frame({"t": [n]}, records=batch(n) + bytes(40_000), correlation_id=n))
-            await asyncio.sleep(0.02)
-        order = []
-        for _ in clients:
-            asked = await upstream.next()
-            order.append(asked.partitions[0][1])
-            asked.answer()
-        assert sorted(order) == list(range(24))
-        # One or two are read at once; who came long before another is not overtaken by it.
-        assert all(abs(place - n) <= 2 for place, n in enumerate(order)), str(order)
+@scene(HOLDS, owners=[1] * 24, clients=24, limits={"max_in_flight_bytes_total": 200_000})
+async def test_waiting_clients_resume_in_order_of_arrival(s: Scene) -> None:
+    for n, client in enumerate(s.clients):
+        client.send(produce_frame({"t": [n]}, records=batch(n) + bytes(40_000), correlation_id=n))
+        await asyncio.sleep(0.02)
+    order = []
+    for _ in s.clients:
+        asked = await s.next()
+        order.append(asked.partitions[0][1])
+        asked.answer()
+    assert sorted(order) == list(range(24))
+    # One or two are read at once; who came long before another is not overtaken by it.
+    assert all(abs(place - n) <= 2 for place, n in enumerate(order)), str(order)
 
 
-@both_loops
-async def test_partial_frames_fill_total_and_still_finish() -> None:
+@scene(ANSWERS, clients=20, limits={"max_in_flight_bytes_total": 6 * MIB})
+async def test_partial_frames_fill_total_and_still_finish(s: Scene) -> None:
     """Every connection is in the midst of a frame when there is no more room: one at a time reads on."""
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 6 * MIB}) as proxy:
-        proxy.own(1)
-        clients = [await proxy.client() for _ in range(20)]
-        frames = [big(n, 3 * MIB) for n in range(20)]
-        for client, frame in zip(clients, frames, strict=True):
-            client.send(frame[: 2 * MIB])
-        await eventually(lambda: proxy.vitals.paused_connections > 0)
-        await asyncio.sleep(0.1)
-        assert len(upstream.log) == 0
-        assert proxy.context.budget.held < 16 * MIB
-        for client, frame in zip(clients, frames, strict=True):
-            client.send(frame[2 * MIB :])
-        assert [(await client.answer()).correlation_id for client in clients] == list(range(20))
+    frames = [big(n, 3 * MIB) for n in range(20)]
+    for client, frame in zip(s.clients, frames, strict=True):
+        client.send(frame[: 2 * MIB])
+    await eventually(lambda: s.proxy.vitals.paused_connections > 0)
+    await asyncio.sleep(0.1)
+    assert len(s.broker.log) == 0
+    assert s.proxy.context.budget.held < 16 * MIB
+    for client, frame in zip(s.clients, frames, strict=True):
+        client.send(frame[2 * MIB :])
+    assert [(await client.answer()).correlation_id for client in s.clients] == list(range(20))
 
 
-@both_loops
-async def test_reader_beyond_total_reads_one_frame() -> None:
+@scene(ANSWERS, clients=2, limits={"max_in_flight_bytes_total": 1})
+async def test_reader_beyond_total_reads_one_frame(s: Scene) -> None:
     """Its next one has begun with the end of the first; the others come first."""
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 1}) as proxy:
-        proxy.own(1)
-        greedy, modest = await proxy.client(), await proxy.client()
-        frames = [big(n, 300_000) for n in range(60)]
-        greedy.send(*frames)
-        modest.send(big(99, 300_000))
-        answers = asyncio.create_task(modest.answer())
-        before = 60
-        for n in range(60):
-            assert (await greedy.answer()).correlation_id == n
-            if answers.done():
-                before = min(before, n)
-        assert (await answers).correlation_id == 99
-        assert before < 40
+    greedy, modest = s.clients
+    frames = [big(n, 300_000) for n in range(60)]
+    greedy.send(*frames)
+    modest.send(big(99, 300_000))
+    answers = asyncio.create_task(modest.answer())
+    before = 60
+    for n in range(60):
+        assert (await greedy.answer()).correlation_id == n
+        if answers.done():
+            before = min(before, n)
+    assert (await answers).correlation_id == 99
+    assert before < 40
 
 
-@both_loops
-async def test_a_request_larger_than_the_total_is_served() -> None:
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": MIB}) as proxy:
-        proxy.own(1)
-        for _ in range(2):
-            clients = [await proxy.client() for _ in range(3)]
-            for n, client in enumerate(clients):
-                client.send(big(n, 20 * MIB))
-            assert [(await client.answer()).correlation_id for client in clients] == [0, 1, 2]
+@scene(ANSWERS, clients=0, limits={"max_in_flight_bytes_total": MIB})
+async def test_a_request_larger_than_the_total_is_served(s: Scene) -> None:
+    for _ in range(2):
+        clients = [await s.proxy.client() for _ in range(3)]
+        for n, client in enumerate(clients):
+            client.send(big(n, 20 * MIB))
+        assert [(await client.answer()).correlation_id for client in clients] == [0, 1, 2]
 
 
-@both_loops
-async def test_client_leaving_within_a_frame_frees_memory() -> None:
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 4 * MIB}) as proxy:
-        proxy.own(1)
-        leaving = [await proxy.client() for _ in range(8)]
-        for n, client in enumerate(leaving):
-            client.send(big(n, 3 * MIB)[: 2 * MIB] if n % 2 else big(n, 3 * MIB))
-        await eventually(lambda: proxy.vitals.paused_connections > 0)
-        waiting = await proxy.client()
-        waiting.send(produce_frame(records=batch(7), correlation_id=77))
-        for client in leaving:
-            client.abort()
-        await eventually(lambda: any(batch(7) in asked.records.values() for asked in upstream.log))
-        next(asked for asked in upstream.log if batch(7) in asked.records.values()).answer()
-        assert (await waiting.answer()).correlation_id == 77
+@scene(HOLDS, clients=8, limits={"max_in_flight_bytes_total": 4 * MIB})
+async def test_client_leaving_within_a_frame_frees_memory(s: Scene) -> None:
+    for n, client in enumerate(s.clients):
+        client.send(big(n, 3 * MIB)[: 2 * MIB] if n % 2 else big(n, 3 * MIB))
+    await eventually(lambda: s.proxy.vitals.paused_connections > 0)
+    waiting = await s.proxy.client()
+    waiting.send(produce_frame(records=batch(7), correlation_id=77))
+    for client in s.clients:
+        client.abort()
+    await eventually(lambda: any(batch(7) in asked.records.values() for asked in s.broker.log))
+    next(asked for asked in s.broker.log if batch(7) in asked.records.values()).answer()
+    assert (await waiting.answer()).correlation_id == 77
 
 
-@both_loops
-@in_one_go
-async def test_requests_are_served_beside_stalled_partial_frames() -> None:
+@scene(ANSWERS, clients=12, limits={"max_in_flight_bytes_total": 8 * MIB}, one_go=True)
+async def test_requests_are_served_beside_stalled_partial_frames(s: Scene) -> None:
     """Who has stood still is cut off after seconds when others wait for what it holds."""
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 8 * MIB}) as proxy:
-        proxy.own(1)
-        hoarders = [await proxy.client() for _ in range(12)]
-        for client in hoarders:
-            client.send(struct.pack(">i", 100 * MIB) + bytes(MIB))
-        await eventually(lambda: proxy.context.budget.held >= 8 * MIB)
-        honest = await proxy.client()
-        # More than what is read in any case.
-        honest.send(produce_frame(records=batch() + bytes(100_000), correlation_id=5))
-        assert (await honest.answer(patience_s=USUAL.window_s - 2)).correlation_id == 5
+    for client in s.clients:
+        client.send(struct.pack(">i", 100 * MIB) + bytes(MIB))
+    await eventually(lambda: s.proxy.context.budget.held >= 8 * MIB)
+    honest = await s.proxy.client()
+    # More than what is read in any case.
+    honest.send(produce_frame(records=batch() + bytes(100_000), correlation_id=5))
+    assert (await honest.answer(patience_s=USUAL.window_s - 2)).correlation_id == 5
 
 
 # Too slow
 
 
-@both_loops
-@in_one_go
-async def test_stalled_frame_closes_only_its_connection() -> None:
-    now = [1000.0]
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream, clock=lambda: now[0]) as proxy:
-        proxy.own(1)
-        frame = produce_frame(correlation_id=3)
-        length_alone, trickling, idle, steady = [await proxy.client() for _ in range(4)]
-        length_alone.send(frame[:4])
-        trickling.send(frame[:1])
-        steady.send(produce_frame(records=batch() + bytes(MIB), correlation_id=4)[:100])
-        rest = produce_frame(records=batch() + bytes(MIB), correlation_id=4)[100:]
-        seconds = int(USUAL.window_s) - 1
-        for second in range(seconds + 2):
-            if second < seconds:
-                trickling.send(frame[1 + second : 2 + second])
-            steady.send(rest[second * 2000 : (second + 1) * 2000])
-            for _ in range(3):
-                await asyncio.sleep(0.12)
-                now[0] += 1 / 3
-        assert await length_alone.is_closed()
-        assert await trickling.is_closed()
-        assert proxy.counters["clients.refused"] == 2
-        idle.send(frame)
-        assert (await idle.answer()).correlation_id == 3
-        steady.send(rest[(second + 1) * 2000 :])
-        assert (await steady.answer()).correlation_id == 4
+@scene(ANSWERS, clients=4, at=1000.0, one_go=True)
+async def test_stalled_frame_closes_only_its_connection(s: Scene) -> None:
+    frame = produce_frame(correlation_id=3)
+    length_alone, trickling, idle, steady = s.clients
+    length_alone.send(frame[:4])
+    trickling.send(frame[:1])
+    steady.send(produce_frame(records=batch() + bytes(MIB), correlation_id=4)[:100])
+    rest = produce_frame(records=batch() + bytes(MIB), correlation_id=4)[100:]
+    seconds = int(USUAL.window_s) - 1
+    for second in range(seconds + 2):
+        if second < seconds:
+            trickling.send(frame[1 + second : 2 + second])
+        steady.send(rest[second * 2000 : (second + 1) * 2000])
+        for _ in range(3):
+            await asyncio.sleep(0.12)
+            s.now += 1 / 3
+    assert await length_alone.is_closed()
+    assert await trickling.is_closed()
+    assert s.proxy.counters["clients.refused"] == 2
+    idle.send(frame)
+    assert (await idle.answer()).correlation_id == 3
+    steady.send(rest[(second + 1) * 2000 :])
+    assert (await steady.answer()).correlation_id == 4
 
 
-@both_loops
-@in_one_go
-async def test_frame_stalled_by_the_proxy_is_not_slow() -> None:
+@scene(HOLDS, at=1000.0, limits={"max_in_flight_bytes": 1000, "deadline_cap_ms": 1_000_000}, one_go=True)
+async def test_frame_stalled_by_the_proxy_is_not_slow(s: Scene) -> None:
     """The client sends as fast as it can; it is we who wait for a broker."""
-    now = [1000.0]
-    upstream = ScriptedUpstream(1)
-    limits = {"max_in_flight_bytes": 1000, "deadline_cap_ms": 1_000_000}
-    async with running_proxy(upstream, clock=lambda: now[0], limits=limits) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        second = produce_frame(records=batch(2) + bytes(50_000), correlation_id=2, timeout_ms=900_000)
-        client.send(produce_frame(records=batch(1) + bytes(2000), timeout_ms=900_000), second[:-10])
-        asked = await upstream.next()
-        for _ in range(40):
-            await asyncio.sleep(0.02)
-            now[0] += 2.5
-        asked.answer()
-        assert (await client.answer()).correlation_id == 1
-        # It is read again, and looked at.
-        await asyncio.sleep(0.3)
-        client.send(second[-10:])
-        (await upstream.next()).answer()
-        assert (await client.answer()).correlation_id == 2
+    second = produce_frame(records=batch(2) + bytes(50_000), correlation_id=2, timeout_ms=900_000)
+    s.send(produce_frame(records=batch(1) + bytes(2000), timeout_ms=900_000), second[:-10])
+    asked = await s.next()
+    for _ in range(40):
+        await asyncio.sleep(0.02)
+        s.now += 2.5
+    asked.answer()
+    assert await s.gets(1) == [0]
+    # It is read again, and looked at.
+    await asyncio.sleep(0.3)
+    s.send(second[-10:])
+    (await s.next()).answer()
+    assert await s.gets(2) == [0]
+
+
+@scene(ANSWERS, one_go=True)
+async def test_request_arriving_after_deadline_is_not_sent(s: Scene) -> None:
+    """Sent all the same it would be appended, answered with REQUEST_TIMED_OUT, and sent again by its client."""
+    late = produce_frame(records=batch(0, producer_id=-1), timeout_ms=1000)
+    s.send(late[:30])
+    # The shortest deadline there is, and some more.
+    await asyncio.sleep(1.3)
+    s.send(late[30:], produce_frame(records=batch(1, producer_id=-1), correlation_id=9))
+    assert await s.codes() == {T0: NOT_LEADER_OR_FOLLOWER}
+    assert await s.codes() == {T0: 0}
+    assert [asked.records[T0] for asked in s.broker.log] == [batch(1, producer_id=-1)]
+
+
+@scene(ANSWERS)
+async def test_partitions_beyond_limit_get_an_error_code(s: Scene) -> None:
+    """A connection that is closed instead makes a client send the same for ever."""
+    for count, code in ((MAX_PARTITIONS, 0), (MAX_PARTITIONS + 1, INVALID_REQUEST)):
+        partitions = {"t": range(count)}
+        s.send(produce_frame(partitions, records=b""), fetch_frame(partitions, max_wait_ms=0))
+        for answer in (await s.answer(), await s.answer(FETCH, 12)):
+            assert answer.codes == dict.fromkeys((("t", index) for index in range(count)), code), count
 
 
 # A real process
+
+# How many clients send what.
+FLOODS = {
+    "half of 100 MiB": (300, struct.pack(">i", 100 * MIB) + bytes(20 * MIB)),
+    "a length": (300, struct.pack(">i", 100 * MIB) + bytes(4)),
+    "whole requests": (100, produce_frame(records=batch(1, producer_id=-1) + bytes(4 * MIB))),
+}
 
 
 @pytest.mark.parametrize(
     "kind", ["half of 100 MiB", pytest.param("a length", marks=pytest.mark.long), "whole requests"]
 )
 async def test_memory_stays_flat_under_excess_load(tmp_path: Path, kind: str) -> None:
-    clients, limit = 100 if kind == "whole requests" else 300, 64 * MIB
-    upstream = await ServedBroker(1).start()
-    with static_proxy(tmp_path, {1: upstream.port}, limits={"max_in_flight_bytes_total": limit}) as process:
-        proxy = psutil.Process(process.pid)
+    (clients, data), limit = FLOODS[kind], 64 * MIB
+    async with served(tmp_path, None, limits={"max_in_flight_bytes_total": limit}) as s:
+        proxy, broker = psutil.Process(s.process.pid), s.broker
         before = proxy.memory_info().rss
-        if kind == "whole requests":
-            data = produce_frame(records=batch(1, producer_id=-1) + bytes(4 * MIB))
-        else:
-            want = 4 if kind == "a length" else 20 * MIB
-            data = struct.pack(">i", 100 * MIB) + bytes(min(want, 20 * MIB))
-        flood = asyncio.create_task(asyncio.to_thread(send_from_many, port_of(process), clients, data, 4.0))
+        flood = asyncio.create_task(asyncio.to_thread(send_from_many, port_of(s.process), clients, data, 4.0))
         peak_rss = 0
         while not flood.done():
             peak_rss = max(peak_rss, proxy.memory_info().rss)
@@ -270,32 +246,30 @@ async def test_memory_stays_flat_under_excess_load(tmp_path: Path, kind: str) ->
         # Unbounded it would be all that they want to send.
         assert peak_rss - before < 4 * limit, f"{(peak_rss - before) >> 20} MiB; {taken >> 20} MiB taken"
         # A client that is not read cannot be seen to have left; when its broker has, there is nothing to wait for.
-        await upstream.stop()
+        await broker.stop()
 
         # The process lives, tells what it does, and is free again when they are gone.
         async def is_free() -> Samples | None:
-            shown = samples((await asyncio.to_thread(page, process.admin, "/metrics"))[1])
+            shown = await s.samples()
             held = shown["kproxy_in_flight_bytes", ()] or shown["kproxy_client_connections", ()]
             return None if held else shown
 
         shown = await eventually(is_free, "nothing is held any more")
         assert shown["kproxy_paused_connections", ()] == 0
         assert shown["kproxy_client_connections_accepted_total", ()] == clients
-        await upstream.start(upstream.port)
-        client = await RawClient().connect(port_of(process))
-        upstream.script = answers_everything
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
+        await broker.start(broker.port)
+        broker.script = ANSWERS
+        client = await s.client()
+
+        async def is_served() -> bool:
             # A broker that was down is dialled again within a second; until then clients are told to try again.
             client.send(produce_frame(records=batch(9), correlation_id=9))
             answer = await client.answer()
             assert answer.correlation_id == 9
-            if answer.codes == {T0: 0} or time.monotonic() > deadline:
-                break
-        assert answer.codes == {T0: 0}
-        assert upstream.log[-1].records == {T0: batch(9)}
-        client.abort()
-    await upstream.stop()
+            return answer.codes == {T0: 0}
+
+        await eventually(is_served)
+        assert broker.log[-1].records == {T0: batch(9)}
 
 
 def send_from_many(port: int, clients: int, data: bytes, seconds: float) -> int:
@@ -315,40 +289,3 @@ def send_from_many(port: int, clients: int, data: bytes, seconds: float) -> int:
     for client in sockets:
         client.close()
     return sum(sent.values())
-
-
-@pytest.mark.parametrize("api_key", [PRODUCE, FETCH])
-@both_loops
-async def test_partitions_beyond_limit_get_an_error_code(api_key: int) -> None:
-    """A connection that is closed instead makes a client send the same for ever."""
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        for count, code in ((MAX_PARTITIONS, 0), (MAX_PARTITIONS + 1, INVALID_REQUEST)):
-            partitions = {"t": range(count)}
-            if api_key == PRODUCE:
-                client.send(produce_frame(partitions, records=b""))
-                answer = await client.answer()
-            else:
-                client.send(fetch_frame(partitions, max_wait_ms=0))
-                answer = await client.answer(FETCH, 12)
-            assert answer.codes == dict.fromkeys((("t", index) for index in range(count)), code), count
-
-
-@both_loops
-@in_one_go
-async def test_request_arriving_after_deadline_is_not_sent() -> None:
-    """Sent all the same it would be appended, answered with REQUEST_TIMED_OUT, and sent again by its client."""
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        late = produce_frame(records=batch(0, producer_id=-1), timeout_ms=1000)
-        client.send(late[:30])
-        # The shortest deadline there is, and some more.
-        await asyncio.sleep(1.3)
-        client.send(late[30:], produce_frame(records=batch(1, producer_id=-1), correlation_id=9))
-        assert (await client.answer()).codes == {("t", 0): NOT_LEADER_OR_FOLLOWER}
-        assert (await client.answer()).codes == {("t", 0): 0}
-        assert [asked.records[("t", 0)] for asked in upstream.log] == [batch(1, producer_id=-1)]

@@ -12,9 +12,9 @@ import pytest
 from kproxy.plain import compiled
 from kproxy.proxy.plain_path import PlainPiece
 from kproxy_codec.framing import CHUNK_BYTES
-from tests.support.brokers.scripted_upstream import ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import batch, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.processes.running_proxy import RunningProxy
+from tests.support.scene import ANSWERS, HOLDS, T0, Scene, scene
 from tests.support.waiting import eventually
 
 # Bytes of Python objects, a tenth more than there are: of a client connection, and of each broker connection that it
@@ -40,41 +40,31 @@ def kept(proxy: RunningProxy) -> list[int]:
 
 
 @pytest.mark.parametrize("partitions", [[0], [0, 1]], ids=["whole", "split"])
-@both_loops
-async def test_long_waiting_request_holds_only_its_own_bytes(
-    partitions: list[int],
-) -> None:
-    slow, other = ScriptedUpstream(1), ScriptedUpstream(2, answers_everything)
-    async with running_proxy(slow, other) as proxy:
-        proxy.own(1)
-        proxy.own(2, partitions=[1])
-        client = await proxy.client()
-        client.send(produce_frame({"t": partitions}, records=batch(7)))
-        asked = await slow.next()
-        assert kept(proxy) == [CHUNK_BYTES]
-        await eventually(lambda: max(kept(proxy)) < 1024)
-        asked.answer(results={("t", 0): NOT_LEADER})
-        again = await slow.next()
-        assert again.records == asked.records == {("t", 0): batch(7)}
-        again.answer()
-        assert (await client.answer()).codes == {("t", index): 0 for index in partitions}
+@scene(HOLDS, ANSWERS)
+async def test_long_waiting_request_holds_only_its_own_bytes(s: Scene, partitions: list[int]) -> None:
+    slow, _ = s.brokers
+    s.send(produce_frame({"t": partitions}, records=batch(7)))
+    asked = await slow.next()
+    assert kept(s.proxy) == [CHUNK_BYTES]
+    await eventually(lambda: max(kept(s.proxy)) < 1024)
+    asked.answer(results={T0: NOT_LEADER})
+    again = await slow.next()
+    assert again.records == asked.records == {T0: batch(7)}
+    again.answer()
+    assert await s.codes() == {("t", index): 0 for index in partitions}
 
 
-@both_loops
-async def test_request_answered_at_deadline_holds_nothing() -> None:
-    slow = ScriptedUpstream(1)
-    async with running_proxy(slow) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(produce_frame({"t": [0]}, timeout_ms=1))
-        asked = await slow.next()
-        assert (await client.answer()).codes == {("t", 0): TIMED_OUT}
-        assert kept(proxy) == [0]
-        # The late answer is nobody's, and the next request goes its way.
-        asked.answer()
-        client.send(produce_frame({"t": [0]}))
-        (await slow.next()).answer()
-        assert (await client.answer()).codes == {("t", 0): 0}
+@scene(HOLDS)
+async def test_request_answered_at_deadline_holds_nothing(s: Scene) -> None:
+    s.send(produce_frame({"t": [0]}, timeout_ms=1))
+    asked = await s.next()
+    assert await s.codes() == {T0: TIMED_OUT}
+    assert kept(s.proxy) == [0]
+    # The late answer is nobody's, and the next request goes its way.
+    asked.answer()
+    s.send(produce_frame({"t": [0]}))
+    (await s.next()).answer()
+    assert await s.codes() == {T0: 0}
 
 
 def held_by(session: object, others: list[object]) -> int:
@@ -95,25 +85,21 @@ def held_by(session: object, others: list[object]) -> int:
     return found
 
 
-@both_loops
-async def test_a_quiet_connection_holds_few_objects() -> None:
-    upstreams = [ScriptedUpstream(number, answers_everything) for number in (1, 2, 3)]
-    async with running_proxy(*upstreams) as proxy:
-        for index in range(3):
-            proxy.own(index + 1, partitions=[index])
-        # All that connections share exists after the first one.
-        held = []
-        for partitions in ([0, 1, 2], [], [0], [0, 1, 2]):
-            gc.collect()
-            others = gc.get_objects()
-            client = await proxy.client()
-            for _ in range(2 if partitions else 0):
-                client.send(produce_frame({"t": partitions}, records=batch(0, producer_id=-1)))
-                await client.answer()
-            await eventually(lambda: proxy.listener._sessions, "the proxy has it")
-            held.append(held_by(next(iter(proxy.listener._sessions)), others))
-            client.close()
-            await eventually(lambda: not proxy.listener._sessions, "the client's connection is let go")
+@scene(ANSWERS, ANSWERS, ANSWERS, clients=0)
+async def test_a_quiet_connection_holds_few_objects(s: Scene) -> None:
+    # All that connections share exists after the first one.
+    held = []
+    for partitions in ([0, 1, 2], [], [0], [0, 1, 2]):
+        gc.collect()
+        others = gc.get_objects()
+        client = await s.proxy.client()
+        for _ in range(2 if partitions else 0):
+            client.send(produce_frame({"t": partitions}, records=batch(0, producer_id=-1)))
+            await client.answer()
+        await s.until_sessions(1)
+        held.append(held_by(next(iter(s.proxy.listener._sessions)), others))
+        client.close()
+        await s.until_sessions()
     _, alone, with_one, with_three = held
     assert alone < MOST_FOR_A_CLIENT
     assert with_one < MOST_FOR_A_CLIENT + MOST_FOR_A_BROKER

@@ -18,6 +18,7 @@ from tests.support.brokers.scripted_upstream import HOST, ScriptedUpstream, answ
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.processes.at_rest import what_is_left
 from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
+from tests.support.scene import ANSWERS, T0, Scene, scene
 from tests.support.waiting import eventually
 
 TIMED_OUT = 7
@@ -137,6 +138,10 @@ async def test_broker_may_break_off_anywhere_in_its_answer(acks: int, producer_i
             await eventually(lambda: all(broker.is_idle for broker in brokers), "broker connections closed")
 
 
+# Each broker answers all requests for its partition.
+well_beside = scene(ANSWERS, ANSWERS, ids=[1, WELL], owners=[1], clients=0, limits=PATIENT)
+
+
 def ended(client: socket.socket, *, resets: bool) -> None:
     if resets:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
@@ -152,52 +157,45 @@ async def connected(proxy: RunningProxy) -> socket.socket:
 
 @pytest.mark.parametrize("acks", [-1, pytest.param(1, marks=pytest.mark.long), 0])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@both_loops
-async def test_client_may_break_off_anywhere_in_its_request(acks: int, split: bool) -> None:
+@well_beside
+async def test_client_may_break_off_anywhere_in_its_request(s: Scene, acks: int, split: bool) -> None:
     """What is not whole never reaches a broker; what is may, once."""
-    own, well = ScriptedUpstream(1, answers_everything), ScriptedUpstream(WELL, answers_everything)
-    async with running_proxy(own, well, limits=PATIENT) as proxy:
-        proxy.own(1)
-        proxy.own(WELL, partitions=[WELL_PARTITION])
-        loop = asyncio.get_running_loop()
-        length = len(request_to(0, 0, acks, -1, split=split))
-        for at in range(length + 1):
-            client = await connected(proxy)
-            await loop.sock_sendall(client, request_to(0, at, acks, -1, split=split)[:at])
-            ended(client, resets=(at % 2 == 0) is not split)
-        await eventually(lambda: not proxy.listener._sessions, "no client connection left")
-        arrived = [asked.records for broker in (own, well) for asked in broker.log]
-        whole = batch(length, producer_id=-1)
-        assert all(set(records.values()) == {whole} for records in arrived)
-        assert len(own.log) <= 1
-        assert len(well.log) <= 1
-        await eventually(lambda: not any(each.is_open for broker in (own, well) for each in broker.connections))
-        assert proxy.counters["clients.refused"] == 0
+    s.proxy.own(WELL, partitions=[WELL_PARTITION])
+    loop = asyncio.get_running_loop()
+    length = len(request_to(0, 0, acks, -1, split=split))
+    for at in range(length + 1):
+        client = await connected(s.proxy)
+        await loop.sock_sendall(client, request_to(0, at, acks, -1, split=split)[:at])
+        ended(client, resets=(at % 2 == 0) is not split)
+    await s.until_sessions()
+    arrived = [asked.records for broker in s.brokers for asked in broker.log]
+    whole = batch(length, producer_id=-1)
+    assert all(set(records.values()) == {whole} for records in arrived)
+    assert all(len(broker.log) <= 1 for broker in s.brokers)
+    await eventually(lambda: not any(each.is_open for broker in s.brokers for each in broker.connections))
+    assert s.proxy.counters["clients.refused"] == 0
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@both_loops
-async def test_client_may_break_off_anywhere_in_its_answer(split: bool) -> None:
-    own, well = ScriptedUpstream(1, answers_everything), ScriptedUpstream(WELL, answers_everything)
-    async with running_proxy(own, well, limits=PATIENT) as proxy:
-        proxy.own(1)
-        proxy.own(WELL, partitions=[WELL_PARTITION])
-        bystander = await proxy.client()
-        bystander.send(produce_frame())
-        length = len((await bystander.answer()).frame)
-        loop = asyncio.get_running_loop()
+@well_beside
+async def test_client_may_break_off_anywhere_in_its_answer(s: Scene, split: bool) -> None:
+    s.proxy.own(WELL, partitions=[WELL_PARTITION])
+    bystander = await s.proxy.client()
+    bystander.send(produce_frame())
+    length = len((await bystander.answer()).frame)
+    loop = asyncio.get_running_loop()
 
-        async def break_off(at: int) -> None:
-            client = await connected(proxy)
-            await loop.sock_sendall(client, request_to(0, at, -1, -1, split=split) * 3)
-            for _ in range(at):
-                await loop.sock_recv(client, 1)
-            ended(client, resets=(at % 2 == 0) is not split)
+    async def break_off(at: int) -> None:
+        client = await connected(s.proxy)
+        await loop.sock_sendall(client, request_to(0, at, -1, -1, split=split) * 3)
+        for _ in range(at):
+            await loop.sock_recv(client, 1)
+        ended(client, resets=(at % 2 == 0) is not split)
 
-        await asyncio.gather(*(break_off(at) for at in range(length + 1)))
-        await eventually(lambda: len(proxy.listener._sessions) == 1, "only the bystander left")
-        bystander.send(produce_frame())
-        assert (await bystander.answer()).codes == {("t", 0): 0}
-        assert what_is_left(proxy) == []
-        arrived = [bytes(asked.records["t", 0]) for asked in own.log]
-        assert all(arrived.count(batch(at, producer_id=-1)) <= 3 for at in range(length + 1))
+    await asyncio.gather(*(break_off(at) for at in range(length + 1)))
+    await s.until_sessions(1)
+    bystander.send(produce_frame())
+    assert (await bystander.answer()).codes == {T0: 0}
+    assert what_is_left(s.proxy) == []
+    arrived = [bytes(asked.records[T0]) for asked in s.broker.log]
+    assert all(arrived.count(batch(at, producer_id=-1)) <= 3 for at in range(length + 1))

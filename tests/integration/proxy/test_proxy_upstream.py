@@ -13,19 +13,17 @@ from kproxy.plain import ReceiveArena
 from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.dialling import Dialler
 from kproxy.routing.topology import Address
-from tests.support.brokers.scripted_upstream import HOST, ScriptedUpstream, answers_everything
-from tests.support.clients.raw_client import batch, produce_frame
-from tests.support.processes.running_proxy import both_loops, in_one_go, running_proxy
+from tests.support.brokers.scripted_upstream import HOST
+from tests.support.clients.raw_client import produce_frame
+from tests.support.processes.running_proxy import both_loops, in_one_go
+from tests.support.scene import ANSWERS, T0, Scene, scene
 from tests.support.waiting import eventually
 
 CONNECT_TIMEOUT_S = 0.05
 
 
-@both_loops
-@in_one_go
-async def test_established_connection_survives_the_dial_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@scene(ANSWERS, limits={"connect_timeout_s": CONNECT_TIMEOUT_S}, one_go=True)
+async def test_established_connection_survives_the_dial_timeout(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """uvloop closes the handle under such a connection and never says that it is lost: whoever waits for that hangs."""
     connection_made = Upstream.connection_made
 
@@ -34,20 +32,14 @@ async def test_established_connection_survives_the_dial_timeout(
         time.sleep(2 * CONNECT_TIMEOUT_S)
 
     monkeypatch.setattr(Upstream, "connection_made", made_by_a_busy_process)
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream, limits={"connect_timeout_s": CONNECT_TIMEOUT_S}) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(produce_frame())
-        assert (await client.answer()).codes == {("t", 0): 0}
-        assert len(upstream.connections) == 1
-        client.close()
-        await eventually(lambda: not proxy.listener._sessions, "the client's connection is let go")
+    assert await s.ask(produce_frame()) == [{T0: 0}]
+    assert len(s.broker.connections) == 1
+    s.client.close()
+    await s.until_sessions()
 
 
-@both_loops
-@in_one_go
-async def test_connection_made_after_dial_timeout_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@scene(ANSWERS, one_go=True)
+async def test_connection_made_after_dial_timeout_is_not_used(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     connection_made = Upstream.connection_made
 
     def made_too_late(self: Upstream, transport: asyncio.BaseTransport) -> None:
@@ -57,17 +49,13 @@ async def test_connection_made_after_dial_timeout_is_not_used(monkeypatch: pytes
         connection_made(self, transport)
         assert self._transport is None
 
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        monkeypatch.setattr(Upstream, "connection_made", made_too_late)
-        client.send(produce_frame())
-        await eventually(lambda: upstream.connections, "a dial")
-        await eventually(lambda: not upstream.connections[0].is_open, "that connection is closed")
-        assert upstream.log == []
-        client.close()
-        await eventually(lambda: not proxy.listener._sessions, "the client's connection is let go")
+    monkeypatch.setattr(Upstream, "connection_made", made_too_late)
+    s.send(produce_frame())
+    await eventually(lambda: s.broker.connections, "a dial")
+    await eventually(lambda: not s.broker.connections[0].is_open, "that connection is closed")
+    assert s.broker.log == []
+    s.client.close()
+    await s.until_sessions()
 
 
 class Silent:
@@ -156,46 +144,35 @@ async def test_closing_a_just_reset_connection_is_safe() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["the connection ends", "another partition moves"])
-@both_loops
-@in_one_go
-async def test_requests_waiting_for_session_renewal_are_answered(outcome: str) -> None:
+@scene(ANSWERS, one_go=True)
+async def test_requests_waiting_for_session_renewal_are_answered(s: Scene, outcome: str) -> None:
     """They were begun on the plain path, and what happens meanwhile takes them off it."""
-    upstream = ScriptedUpstream(1, answers_everything)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-
-        async def send(*numbers: int) -> None:
-            client.send(*(produce_frame(records=batch(number), correlation_id=number) for number in numbers))
-
-        for number in range(3):
-            await send(number)
-            assert (await client.answer()).codes == {("t", 0): 0}
-        upstream.script = None
-        await send(3)
-        asked = await upstream.asked.get()
-        (session,) = proxy.listener._sessions
-        connection = session._connections.by_broker[1]
-        # As while the proxy authenticates again.
-        connection._kept, connection._outbox = connection._outbox, None
-        await send(4, 5)
-        await eventually(lambda: len(connection._queue) == 2, "both wait")
-        upstream.script = answers_everything
-        if outcome == "the connection ends":
-            asked.connection.close()
-            await eventually(lambda: connection.closed, "the proxy notices")
-            await send(6)
-        else:
-            proxy.own(1, partitions=[0, 1])
-            # Whoever begins a request notices the change.
-            await send(6)
-            await eventually(lambda: not session._fanout.plain.open_count, "all have left the plain path")
-            asked.answer()
-            connection._outbox, connection._kept = connection._kept, None
-            connection._write_queue()
-        for number in (3, 4, 5, 6):
-            answer = await client.answer()
-            assert (answer.correlation_id, answer.codes) == (number, {("t", 0): 0})
-        await send(7)
-        assert (await client.answer()).codes == {("t", 0): 0}
-        assert session.open_requests == 0
+    for number in range(3):
+        s.produces(number)
+        assert await s.gets(number) == [0]
+    s.broker.script = None
+    s.produces(3)
+    asked = await s.next()
+    (session,) = s.proxy.listener._sessions
+    connection = session._connections.by_broker[1]
+    # As while the proxy authenticates again.
+    connection._kept, connection._outbox = connection._outbox, None
+    s.produces(4, 5)
+    await eventually(lambda: len(connection._queue) == 2, "both wait")
+    s.broker.script = ANSWERS
+    if outcome == "the connection ends":
+        asked.connection.close()
+        await eventually(lambda: connection.closed, "the proxy notices")
+        s.produces(6)
+    else:
+        s.proxy.own(1, partitions=[0, 1])
+        # Whoever begins a request notices the change.
+        s.produces(6)
+        await eventually(lambda: not session._fanout.plain.open_count, "all have left the plain path")
+        asked.answer()
+        connection._outbox, connection._kept = connection._kept, None
+        connection._write_queue()
+    assert await s.gets(3, 4, 5, 6) == [0] * 4
+    s.produces(7)
+    assert await s.gets(7) == [0]
+    assert session.open_requests == 0

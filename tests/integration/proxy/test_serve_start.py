@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.etcd.embedded import QUICK, put_many
 from tests.support.processes.dev import KPROXY, KproxyProcess
 from tests.support.processes.ports import free_port, free_ports
-from tests.support.processes.served import ServedBroker, page, port_of, static_proxy
+from tests.support.processes.served import ServedBroker, page, port_of, served, static_proxy
 from tests.support.waiting import eventually
 
 PATIENCE_S = 60.0
@@ -47,19 +46,20 @@ async def started(stderr: Path, *arguments: str) -> AsyncIterator[KproxyProcess]
         await asyncio.to_thread(process.stop)
 
 
-async def until_ready(admin: str) -> None:
-    """A proxy may have loaded its table before anything was in it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (said := await asyncio.to_thread(page, admin, "/readyz")) != (200, "ready\n"):
-        assert time.monotonic() < deadline, said
-        await asyncio.sleep(0.05)
+async def is_ready(admin: str) -> bool:
+    return await asyncio.to_thread(page, admin, "/readyz") == (200, "ready\n")
+
+
+def waiting(process: KproxyProcess) -> Awaitable[object]:
+    """Until it says that it waits for its source."""
+    return eventually(lambda: "Waiting for it" in process.stderr(), process.stderr)
 
 
 async def test_proxy_waits_for_an_etcd_started_later(tmp_path: Path) -> None:
     etcd_port, admin_port = free_ports(2)
     endpoint, admin = f"http://127.0.0.1:{etcd_port}", f"127.0.0.1:{admin_port}"
     async with started(tmp_path / "stderr", "--etcd", endpoint, "--admin", admin) as process:
-        await eventually(lambda: "Waiting for it" in process.stderr(), process.stderr)
+        await waiting(process)
         assert process.stderr().count(f"kproxy: etcd at {endpoint} does not answer") == 1
         assert "--etcd" in process.stderr()
         assert await asyncio.to_thread(page, admin, "/livez") == (200, "alive\n")
@@ -73,7 +73,8 @@ async def test_proxy_waits_for_an_etcd_started_later(tmp_path: Path) -> None:
             address = b'{"node_id": 1, "host": "127.0.0.1", "port": %d}' % broker.port
             await put_many(client, [("/kafscale/brokers/1", address), ("/kafscale/partition-leases/t/0", b"1")])
             await asyncio.to_thread(process.wait_ready)
-            await until_ready(admin)
+            # It may have loaded its table before anything was in it.
+            await eventually(lambda: is_ready(admin))
             assert await produced(process, broker) == 1
             await client.close()
         await broker.stop()
@@ -119,7 +120,7 @@ async def test_hangup_reports_options_of_a_broken_file(tmp_path: Path, workers: 
 async def test_proxy_waits_for_kafka_cluster_and_names_it(tmp_path: Path, silent_port: int) -> None:
     bootstrap = f"nowhere.invalid:9092,127.0.0.1:{silent_port}"
     async with started(tmp_path / "stderr", "--ownership", "kafka", "--bootstrap", bootstrap) as process:
-        await eventually(lambda: "Waiting for it" in process.stderr(), process.stderr)
+        await waiting(process)
         said = process.stderr()
         assert f"no Kafka cluster answers at nowhere.invalid:9092, 127.0.0.1:{silent_port} (" in said
         assert "--bootstrap" in said
@@ -136,7 +137,7 @@ async def test_second_waiting_proxy_finds_its_port_taken(tmp_path: Path) -> None
         started(tmp_path / "two", *listen) as two,
     ):
         for process in (one, two):
-            await eventually(lambda process=process: "Waiting for it" in process.stderr(), process.stderr)  # type: ignore[misc]
+            await waiting(process)
         async with EmbeddedEtcd(tmp_path / "etcd", client_port=etcd_port, extra_arguments=QUICK):
             lines = await asyncio.gather(*(asyncio.to_thread(process.read_line) for process in (one, two)))
             assert sorted(line.partition(" ")[0].strip() for line in lines) == ["", "ready"]
@@ -151,7 +152,7 @@ async def test_second_waiting_proxy_finds_its_port_taken(tmp_path: Path) -> None
 async def test_waiting_proxy_ends_on_request(tmp_path: Path, silent: bool, silent_port: int) -> None:
     port = silent_port if silent else free_port()
     async with started(tmp_path / "stderr", "--etcd", f"127.0.0.1:{port}") as process:
-        await eventually(lambda: "Waiting for it" in process.stderr(), process.stderr)
+        await waiting(process)
         # Nothing to read anew yet, and no reason to end.
         process.signal(signal.SIGHUP)
         await asyncio.sleep(0.2)
@@ -161,8 +162,9 @@ async def test_waiting_proxy_ends_on_request(tmp_path: Path, silent: bool, silen
 
 
 async def test_a_static_table_is_read_anew_on_sighup(tmp_path: Path) -> None:
-    first, second = await ServedBroker(1).start(), await ServedBroker(2).start()
-    with static_proxy(tmp_path, {1: first.port}) as process:
+    second = await ServedBroker(2).start()
+    async with served(tmp_path, None) as s:
+        process, first = s.process, s.broker
         file = tmp_path / "kproxy.toml"
         before = file.read_text()
         assert await produced(process, first, second) == 1
@@ -176,9 +178,8 @@ async def test_a_static_table_is_read_anew_on_sighup(tmp_path: Path) -> None:
         await reloaded(process, "ownership reloaded")
         assert "1 partitions and 1 brokers" in process.stderr()
         assert await produced(process, first, second) == 2
-        table = await asyncio.to_thread(page, process.admin, "/table")
+        table = await s.page("/table")
         assert f'"port":{first.port}' not in table[1].replace(" ", "")
-    await first.stop()
     await second.stop()
 
 

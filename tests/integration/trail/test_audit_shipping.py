@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -18,15 +18,16 @@ import pytest
 from kproxy.trail.rows import Begin, End, Mark, Range, Row
 from tests.integration.trail.test_audit_noted import Offsets
 from tests.support.audit.audit_trails import is_whole, rows_in_files, trails_in_topic
-from tests.support.brokers.scripted_upstream import ScriptedUpstream
 from tests.support.brokers.small_disk import small_disk
 from tests.support.clients.kafka_io import produce
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
-from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
-from tests.support.processes.running_proxy import both_loops, running_proxy
-from tests.support.processes.served import ServedBroker, counted, port_of, refused, static_proxy
+from tests.support.processes.dev import STOP_TIMEOUT_S, KproxyProcess, run_kproxy, serving
+from tests.support.processes.ports import free_port
+from tests.support.processes.running_proxy import both_loops
+from tests.support.processes.served import Served, counted, port_of, refused, served, static_proxy
 from tests.support.processes.worker_processes import worker_pids
-from tests.support.waiting import wait_for
+from tests.support.scene import T0, Scene, scene, staged
+from tests.support.waiting import eventually, wait_for
 
 # Far below any time-out of the sink, far above what a record takes.
 SOON_S = 20.0
@@ -124,10 +125,9 @@ def test_each_worker_has_a_trail_of_its_own(dev_cluster: KproxyProcess, tmp_path
 
 def test_trail_is_shipped_to_named_other_cluster(dev_cluster: KproxyProcess, tmp_path: Path, trail_topic: str) -> None:
     """Two proxies in a row, and neither is served by the brokers that it ships to."""
-    upstream = asyncio.run(_address_of_nobody())
     with static_proxy(
         tmp_path,
-        {1: upstream},
+        {1: free_port()},
         more=("--audit-sink", f"topic:{trail_topic}", "--audit-bootstrap", dev_cluster.kafka),
     ) as process:
         wait_for(lambda: shipped(process) >= 1, what="the begin")
@@ -135,110 +135,104 @@ def test_trail_is_shipped_to_named_other_cluster(dev_cluster: KproxyProcess, tmp
     assert is_whole(rows)
 
 
-async def _address_of_nobody() -> int:
-    upstream = await ServedBroker(1).start()
-    await upstream.stop()
-    return upstream.port
+def ended_in(s: Served, name: str) -> Awaitable[object]:
+    return eventually(lambda: counted(s.process.admin, name) == 0, "the rest")
+
+
+def fails(s: Served, times: int) -> Awaitable[object]:
+    return eventually(lambda: counted(s.process.admin, "kproxy_audit_sink_failures_total") >= times, "failures")
+
+
+def begun(s: Served, rows: int = 1) -> Awaitable[object]:
+    return eventually(lambda: shipped(s.process) >= rows, "the begin, and a mark if it is two")
+
+
+async def terminated(s: Served) -> str:
+    """What it has said, after SIGTERM."""
+    s.process.signal(signal.SIGTERM)
+    await s.ended(STOP_TIMEOUT_S)
+    return s.process.stderr()
 
 
 @pytest.mark.parametrize("trouble", ["hangs", pytest.param("refuses", marks=pytest.mark.long)])
 async def test_clients_do_not_notice_a_down_sink(tmp_path: Path, trouble: str) -> None:
-    upstream = await ServedBroker(1, Offsets()).start()
     with socket.create_server(("127.0.0.1", 0)) as sink:
         port = sink.getsockname()[1]
         if trouble == "refuses":
             sink.close()
         more = ("--audit-sink", "topic", "--audit-bootstrap", f"127.0.0.1:{port}", "--audit-interval-s", "0.5")
-        with static_proxy(tmp_path, {1: upstream.port}, more=more) as process:
-            client = await RawClient().connect(port_of(process))
+        async with served(tmp_path, Offsets(), more=more) as s:
+            client = await s.client()
             slowest = 0.0
             for n in range(200):
                 began = time.monotonic()
                 client.send(produce_frame(records=batch(n)))
-                assert (await client.answer()).codes == {("t", 0): 0}
+                assert (await client.answer()).codes == {T0: 0}
                 slowest = max(slowest, time.monotonic() - began)
                 await asyncio.sleep(0.01)
             assert slowest < SOON_S
-            await asyncio.to_thread(
-                wait_for, lambda: counted(process.admin, "kproxy_audit_sink_failures_total") >= 1, what="a failure"
-            )
-            assert counted(process.admin, "kproxy_audit_waiting_bytes") > 0
-            assert shipped(process) == 0
+            await fails(s, 1)
+            assert counted(s.process.admin, "kproxy_audit_waiting_bytes") > 0
+            assert shipped(s.process) == 0
             client.close()
             began = time.monotonic()
-            process.signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait) == 0
+            errors = await terminated(s)
             assert time.monotonic() - began < SHIP_REST_S + SOON_S
-            errors = process.stderr()
         assert errors.count("audit sink failing") == 1
         assert "its last rows are lost" in errors
-    await upstream.stop()
 
 
 async def test_full_disk_delays_no_client_and_loses_nothing(tmp_path: Path) -> None:
-    upstream = await ServedBroker(1, Offsets()).start()
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
         more = ("--audit-sink", f"json:{disk.path / 'trail'}", "--audit-interval-s", "0.3")
-        with static_proxy(tmp_path, {1: upstream.port}, more=more) as process:
-            disk.confine(process.pid)
-            await asyncio.to_thread(wait_for, lambda: shipped(process) >= 1, what="the begin")
+        async with served(tmp_path, Offsets(), more=more) as s:
+            disk.confine(s.process.pid)
+            await begun(s)
             disk.fill()
             # A row for each: they do not fit into what the file's last block has left.
             for n in range(100):
-                client = await RawClient().connect(port_of(process))
+                client = await s.client()
                 client.send(produce_frame(records=batch(n)))
-                assert (await client.answer(patience_s=SOON_S)).codes == {("t", 0): 0}
+                assert (await client.answer(patience_s=SOON_S)).codes == {T0: 0}
                 client.close()
-            await asyncio.to_thread(
-                wait_for, lambda: counted(process.admin, "kproxy_audit_sink_failures_total") >= 2, what="failures"
-            )
+            await fails(s, 2)
             disk.free()
-            await asyncio.to_thread(
-                wait_for, lambda: counted(process.admin, "kproxy_audit_waiting_bytes") == 0, what="the rest"
-            )
-            process.signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait) == 0
-            errors = process.stderr()
+            await ended_in(s, "kproxy_audit_waiting_bytes")
+            errors = await terminated(s)
         rows = rows_in_files(disk.path / "trail")
     assert is_whole(rows)
     assert told(rows, "t") == 100
     assert "No space left on device" in errors or "File too large" in errors
     assert "audit sink recovered" in errors
-    await upstream.stop()
 
 
 async def test_dropped_rows_show_as_missing_numbers(tmp_path: Path) -> None:
     """A sink that is down for so long that the memory for it is full: a gap, of exactly what was dropped."""
     partitions, clients = 40, 60
-    upstream = await ServedBroker(1, Offsets()).start()
+    wide = {"owners": [1] * partitions, "rooms": "[audit]\nmax_bytes = 1048576\n"}
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
         more = ("--audit-sink", f"json:{disk.path / 'trail'}", "--audit-interval-s", "0.3")
-        brokers = dict.fromkeys(range(1, partitions + 1), upstream.port)
-        with static_proxy(tmp_path, brokers, more=more, rooms="[audit]\nmax_bytes = 1048576\n") as process:
-            disk.confine(process.pid)
-            await asyncio.to_thread(wait_for, lambda: shipped(process) >= 1, what="the begin")
+        async with served(tmp_path, Offsets(), more=more, **wide) as s:
+            disk.confine(s.process.pid)
+            await begun(s)
             disk.fill()
             for _ in range(clients):
-                client = await RawClient().connect(port_of(process))
+                client = await s.client()
                 client.send(produce_frame({"t": range(partitions)}))
                 assert set((await client.answer()).codes.values()) == {0}
                 client.close()
 
             def dropped() -> float:
-                return counted(process.admin, "kproxy_audit_rows_dropped_total")
+                return counted(s.process.admin, "kproxy_audit_rows_dropped_total")
 
-            await asyncio.to_thread(wait_for, lambda: dropped() > 0, what="the first drop")
+            await eventually(lambda: dropped() > 0, "the first drop")
             # What is on its way to the queue comes within an interval.
             await asyncio.sleep(1)
-            assert counted(process.admin, "kproxy_audit_waiting_bytes") <= 1 << 20
+            assert counted(s.process.admin, "kproxy_audit_waiting_bytes") <= 1 << 20
             disk.free()
-            await asyncio.to_thread(
-                wait_for, lambda: counted(process.admin, "kproxy_audit_waiting_bytes") == 0, what="the rest"
-            )
+            await ended_in(s, "kproxy_audit_waiting_bytes")
             missing = dropped()
-            process.signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait) == 0
-            errors = process.stderr()
+            errors = await terminated(s)
         rows = rows_in_files(disk.path / "trail")
     assert [row.sequence for row in rows] == sorted({row.sequence for row in rows})
     assert isinstance(rows[-1], End)
@@ -246,45 +240,36 @@ async def test_dropped_rows_show_as_missing_numbers(tmp_path: Path) -> None:
     # A mark may be among what was dropped.
     assert partitions * clients - missing <= told(rows, "t") < partitions * clients
     assert errors.count("audit rows dropped") == 1
-    await upstream.stop()
 
 
 async def test_idle_proxy_ships_a_mark(tmp_path: Path) -> None:
-    upstream = await ServedBroker(1, Offsets()).start()
     trail = tmp_path / "trail"
-    with static_proxy(tmp_path, {1: upstream.port}, more=("--audit-sink", f"json:{trail}")) as process:
-        await asyncio.to_thread(wait_for, lambda: shipped(process) >= 2, what="a mark")
+    async with served(tmp_path, Offsets(), more=("--audit-sink", f"json:{trail}")) as s:
+        await begun(s, rows=2)
     kinds = [type(row) for row in rows_in_files(trail)]
     assert kinds[0] is Begin
     assert kinds[-1] is End
     assert set(kinds[1:-1]) == {Mark}
-    await upstream.stop()
 
 
-async def test_trail_has_acknowledgements_during_stop_but_no_cut(
-    tmp_path: Path,
-) -> None:
-    upstream = await ServedBroker(1).start()
+async def test_trail_has_acknowledgements_during_stop_but_no_cut(tmp_path: Path) -> None:
     trail = tmp_path / "trail"
-    more = ("--audit-sink", f"json:{trail}")
-    with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 2}, more=more) as process:
-        client = await RawClient().connect(port_of(process))
+    async with served(tmp_path, None, limits={"drain_s": 2}, more=("--audit-sink", f"json:{trail}")) as s:
+        client = await s.client()
         client.send(*(produce_frame(records=batch(n)) for n in range(3)))
-        (await upstream.next()).answer(results={("t", 0): {"base_offset": 7}})
-        assert (await client.answer()).codes == {("t", 0): 0}
-        second, _third = await upstream.next(), await upstream.next()
-        process.signal(signal.SIGTERM)
-        await refused(port_of(process))
-        second.answer(results={("t", 0): {"base_offset": 8}})
-        assert (await client.answer()).codes == {("t", 0): 0}
+        (await s.broker.next()).answer(results={T0: {"base_offset": 7}})
+        assert (await client.answer()).codes == {T0: 0}
+        second, _third = await s.broker.next(), await s.broker.next()
+        s.process.signal(signal.SIGTERM)
+        await refused(port_of(s.process))
+        second.answer(results={T0: {"base_offset": 8}})
+        assert (await client.answer()).codes == {T0: 0}
         # The third is never answered.
-        assert await asyncio.to_thread(process.wait) == 0
+        await s.ended(STOP_TIMEOUT_S)
         assert await client.is_closed()
-        client.close()
     rows = rows_in_files(trail)
     assert is_whole(rows)
     assert [row.spans for row in rows if isinstance(row, Range)] == [[7, 2]]
-    await upstream.stop()
 
 
 def test_unusable_sink_is_reported_before_any_wait(tmp_path: Path) -> None:
@@ -300,39 +285,41 @@ def test_unusable_sink_is_reported_before_any_wait(tmp_path: Path) -> None:
 
 @both_loops
 async def test_internal_connection_is_no_client_and_outlives_clients() -> None:
-    upstream = ScriptedUpstream(1, Offsets())
-    async with running_proxy(upstream, limits={"max_connections": 1}) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        client.send(produce_frame())
-        await client.answer()
-        inside = RawClient()
+    async with staged(Offsets(), limits={"max_connections": 1}) as s:
+        assert await code(s.client, 0) == 0
         # As a sink does it, on a thread of its own.
-        end = await asyncio.to_thread(proxy.listener.connect_inside)
-        inside._reader, inside._writer = await asyncio.open_connection(sock=end)
-        inside.send(produce_frame(records=batch(1)))
-        assert (await inside.answer()).codes == {("t", 0): 0}
-        assert proxy.vitals.client_connections == 1
-        await proxy.listener.drain()
-        assert await client.is_closed()
-        inside.send(produce_frame(records=batch(2)))
-        assert (await inside.answer()).codes == {("t", 0): 0}
+        inside = await over(await asyncio.to_thread(s.proxy.listener.connect_inside))
+        assert await code(inside, 1) == 0
+        assert s.proxy.vitals.client_connections == 1
+        await s.proxy.listener.drain()
+        assert await s.client.is_closed()
+        assert await code(inside, 2) == 0
         # One more, by which the sink begins anew after a failure.
-        later = RawClient()
-        later._reader, later._writer = await asyncio.open_connection(sock=proxy.listener.connect_inside())
-        later.send(produce_frame(records=batch(3)))
-        assert (await later.answer()).codes == {("t", 0): 0}
-        await proxy.listener.stop()
+        later = await over(s.proxy.listener.connect_inside())
+        assert await code(later, 3) == 0
+        await s.proxy.listener.stop()
         assert await inside.is_closed()
         assert await later.is_closed()
         with pytest.raises(ConnectionRefusedError):
-            proxy.listener.connect_inside()
+            s.proxy.listener.connect_inside()
         for each in (inside, later):
             each.abort()
 
 
-async def test_internal_connection_before_serving_is_refused() -> None:
-    async with running_proxy() as proxy:
-        fresh = type(proxy.listener)(proxy.context.limits)
-        with pytest.raises(ConnectionRefusedError):
-            fresh.connect_inside()
+async def over(end: socket.socket) -> RawClient:
+    """A client on a connection that is there."""
+    client = RawClient()
+    client._reader, client._writer = await asyncio.open_connection(sock=end)
+    return client
+
+
+async def code(client: RawClient, number: int) -> int:
+    client.send(produce_frame(records=batch(number)))
+    return (await client.answer()).codes[T0]
+
+
+@scene(clients=0)
+async def test_internal_connection_before_serving_is_refused(s: Scene) -> None:
+    fresh = type(s.proxy.listener)(s.proxy.context.limits)
+    with pytest.raises(ConnectionRefusedError):
+        fresh.connect_inside()

@@ -197,10 +197,14 @@ class KproxyProcess:
 
 @contextmanager
 def serving(
-    arguments: Sequence[str | Path], stderr_path: Path, command: Sequence[str] | None = None
+    arguments: Sequence[str | Path],
+    stderr_path: Path,
+    command: Sequence[str] | None = None,
+    *,
+    module: str = KPROXY_MAIN,
 ) -> Iterator[KproxyProcess]:
     """A command that has printed its ready line, stopped at the end of the block if it still runs."""
-    process = KproxyProcess(arguments, stderr_path, command)
+    process = KproxyProcess(arguments, stderr_path, command, module=module)
     try:
         process.wait_ready()
         yield process

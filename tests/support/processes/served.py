@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kproxy.proxy.apis import SERVED
 from kproxy_codec.api_keys import API_VERSIONS
-from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
+from tests.support.brokers.scripted_upstream import Asked, Script, ScriptedUpstream
 from tests.support.clients.raw_client import RawClient
-from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.processes.dev import KPROXY_MAIN, KproxyProcess, serving
 from tests.support.waiting import PATIENCE_S
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -32,24 +32,26 @@ def static_proxy(
     more: Sequence[str] = (),
     rooms: str = "",
     listen: str | None = "127.0.0.1:0",
+    owners: Sequence[int] = (),
     command: Sequence[str] | None = None,
+    module: str = KPROXY_MAIN,
 ) -> Iterator[KproxyProcess]:
-    """A proxy process that knows brokers by id and port; partition n of the topic `t` belongs to the n-th of them.
+    """A proxy process that knows brokers by id and port; partition n of the topic `t` belongs to the n-th of `owners`.
 
-    `rooms` are further options of its configuration, `listen` None: they have listeners. `command` is
-    what runs in place of `kproxy`.
+    These are the brokers themselves if none are given. `rooms` are further options of its configuration, `listen` None:
+    they have listeners. `command` is what runs in place of `kproxy`, and so is the `main` of `module`.
     """
     lines = ["[ownership]", 'ownership = "static"', "[limits]"]
     # Brokers in this process answer when it gets to run: no proxy may give them up before.
     limits = {"probe_timeout_s": PATIENCE_S, **(limits or {})}
     lines += [f"{key} = {str(value).lower()}" for key, value in limits.items()]
     lines += ["[brokers]", *(f'{broker} = "127.0.0.1:{port}"' for broker, port in brokers.items())]
-    lines += ["[[topics]]", 'name = "t"', f"owners = {list(brokers)}"]
+    lines += ["[[topics]]", 'name = "t"', f"owners = {[*(owners or brokers)]}"]
     file = directory / "kproxy.toml"
     file.write_text("\n".join(lines) + "\n" + rooms)
     arguments = ["serve", "--config", file, "--admin", "127.0.0.1:0"]
     arguments += [*(["--listen", listen] if listen is not None else []), *more]
-    with serving(arguments, directory / "serve.stderr", command) as process:
+    with serving(arguments, directory / "serve.stderr", command, module=module) as process:
         yield process
 
 
@@ -85,6 +87,51 @@ class ServedBroker(ScriptedUpstream):
             asked.answer_message(error_code=0, api_keys=ranges)
         else:
             super().take(asked)
+
+
+class Served:
+    """A proxy process, its brokers in this process, and clients, which end with it."""
+
+    def __init__(self, process: KproxyProcess, brokers: Sequence[ServedBroker]) -> None:
+        self.process = process
+        self.brokers = brokers
+        self.clients: list[RawClient] = []
+
+    @property
+    def broker(self) -> ServedBroker:
+        return self.brokers[0]
+
+    async def client(self) -> RawClient:
+        self.clients.append(await RawClient().connect(port_of(self.process)))
+        return self.clients[-1]
+
+    async def page(self, path: str, **headers: str) -> tuple[int, str]:
+        return await asyncio.to_thread(page, self.process.admin, path, **headers)
+
+    async def samples(self) -> Samples:
+        return samples((await self.page("/metrics"))[1])
+
+    async def ended(self, within_s: float) -> float:
+        """Seconds until it has ended, with status 0."""
+        began = time.monotonic()
+        assert await asyncio.to_thread(self.process.wait, within_s) == 0, self.process.stderr()[-2000:]
+        return time.monotonic() - began
+
+
+@asynccontextmanager
+async def served(directory: Path, *scripts: Script | None, **options: Any) -> AsyncIterator[Served]:
+    """A proxy before a broker for each script; None leaves its requests to the test. `options` are `static_proxy`'s."""
+    brokers = [ServedBroker(number, script) for number, script in enumerate(scripts, 1)]
+    try:
+        ports = {broker.node_id: (await broker.start()).port for broker in brokers}
+        async with beside(static_proxy(directory, ports or {1: 1}, **options)) as process:
+            served = Served(process, brokers)
+            yield served
+            for client in served.clients:
+                client.abort()
+    finally:
+        for broker in brokers:
+            await broker.stop()
 
 
 def port_of(process: KproxyProcess) -> int:

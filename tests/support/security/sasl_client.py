@@ -34,6 +34,20 @@ cluster = true
 USERS = {"alice": "alice-secret", "bob": "bob-secret"}
 
 
+def plain_users(directory: Path, mechanisms: str = '["PLAIN"]') -> str:
+    """The section of a proxy's configuration by which these users log in, in plain text."""
+    return f'[sasl]\nmechanisms = {mechanisms}\nusers = "{users_file(directory)}"\nwithout_tls = true\n'
+
+
+async def logged_in(client: RawClient, name: str = "alice") -> RawClient:
+    """The client, authenticated by PLAIN."""
+    client.send(handshake("PLAIN"))
+    assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
+    client.send(authenticate(plain(name, USERS[name])))
+    assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
+    return client
+
+
 @cache
 def credentials_of(name: str) -> Credentials:
     return {kind: make_credential(kind, USERS[name], 4_096, name.encode().ljust(18)) for kind in SCRAM_MECHANISMS}
