@@ -365,7 +365,7 @@ class ReplicaFetchers:
 
     def _fetcher_for(self, leader_id: int) -> _Fetcher | None:
         leader = self._view.brokers.get(leader_id)
-        if leader is None or leader_id == self._replica.node_id or not leader.replication_port:
+        if leader is None or leader_id == self._replica.node_id:
             return None
         return self._fetchers.get(leader_id) or self._begin(leader_id)
 

@@ -249,7 +249,7 @@ class _Session:
         follower = self._handshake.follower
         if follower is not None:
             live = self._listener.broker.view.brokers.get(follower.node_id)
-            if live is not None and live.log_id not in (None, follower.log_id):
+            if live is not None and live.log_id != follower.log_id:
                 raise CloseConnection(
                     f"broker {follower.node_id} runs with the data directory {live.log_id}, not {follower.log_id}",
                     _authentication_failed(request),

@@ -18,6 +18,7 @@ from kproxy.broker.keys import Keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from tests.support.brokers.reference_broker import BrokerProcess, start_broker, start_brokers
+from tests.support.brokers.topics import put_topic
 from tests.support.etcd.embedded import own_etcd
 from tests.support.processes.dev import serving
 from tests.support.processes.served import counted
@@ -78,8 +79,7 @@ async def test_all_partitions_share_one_lease_and_stream(tmp_path: Path) -> None
         with start_broker(1, tmp_path / "1", server.endpoint, "/p", lease_ttl_s=12) as broker:
             seen = []
             for topic, partitions in (("few", 1), ("many", 200)):
-                topic_value = {"topic_id": f"00000000-0000-4000-8000-{partitions:012}", "replicas": [[1]] * partitions}
-                await client.put(keys.topic(topic), json.dumps(topic_value).encode())
+                await put_topic(client, keys, topic, [[1]] * partitions)
                 leases = await led(client, keys, topic, partitions)
                 renewed = await asyncio.to_thread(renewals, server)
                 await asyncio.to_thread(wait_for, lambda renewed=renewed: renewals(server) > renewed, what="a renewal")
@@ -153,8 +153,7 @@ async def test_stalled_follower_leaves_isr_only_after_the_lag(
         follower = BrokerProcess(2, tmp_path / "2", etcd.endpoint, etcd_prefix, lease_ttl_s=60)
         stack.callback(follower.stop)
         await asyncio.to_thread(follower.start)
-        topic_value = {"topic_id": "00000000-0000-4000-8000-000000000001", "replicas": [[1, 2]]}
-        await etcd_client.put(keys.topic("t"), json.dumps(topic_value).encode())
+        await put_topic(etcd_client, keys, "t", [[1, 2]])
         await in_sync(etcd_client, keys, {1, 2})
         # What counts is when it fetched last: the leader may have seen nothing of it for a while before it is stopped.
         asked_at = time.monotonic()

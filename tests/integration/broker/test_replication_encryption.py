@@ -391,7 +391,7 @@ def _log_id(brokers: Brokers, node_id: int) -> uuid.UUID:
             stored = await client.get(Keys(brokers.prefix).broker(node_id))
         finally:
             await client.close()
-        return NO_DIRECTORY if stored is None else decode_value(stored.value, BrokerValue).log_id or NO_DIRECTORY
+        return NO_DIRECTORY if stored is None else decode_value(stored.value, BrokerValue).log_id
 
     return asyncio.run(read())
 

@@ -261,7 +261,6 @@ async def test_isr_is_read_by_brokers_in_it(etcd_client: EtcdClient, etcd_prefix
 @pytest.mark.parametrize(
     ("change", "row"),
     [
-        ({"replicas": [3, 4]}, ReplicaRow("t", 0, 1, 4, [3, 4], [1], 2)),
         ({"configs": {"min.insync.replicas": "1"}}, ReplicaRow("t", 0, 1, 4, [1, 2, 3], [1], 1)),
         ({"configs": {"min.insync.replicas": "9"}}, ReplicaRow("t", 0, 1, 4, [1, 2, 3], [1], 3)),
         ({"owner": "2"}, ReplicaRow("t", 0, -1, 4, [1, 2, 3], [1], 2)),
@@ -290,7 +289,6 @@ async def _written(
     prefix: str,
     *,
     isr: list[int],
-    replicas: list[int] | None = None,
     configs: dict[str, str] | None = None,
     owner: str = "1",
     is_namesakes: bool = False,
@@ -303,7 +301,7 @@ async def _written(
     """
     keys, topic_id = Keys(prefix), str(uuid.uuid4())
     topic = {"topic_id": topic_id, "replicas": [[1, 2, 3]], "configs": configs or {}}
-    state = {"version": 2, "leader_epoch": 4, "isr": [[each, str(uuid.uuid4())] for each in isr], "replicas": replicas}
+    state = {"version": 2, "leader_epoch": 4, "isr": [[each, str(uuid.uuid4())] for each in isr]}
     state["topic_id"] = str(uuid.uuid4()) if other_topic else topic_id
     if is_namesakes:
         await client.put(keys.lease("t", partition), owner.encode())

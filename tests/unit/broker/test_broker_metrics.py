@@ -14,13 +14,13 @@ import pytest
 from kproxy.broker import page as broker_page
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.disk import FLUSH_BOUNDS_S, FLUSHES, FlushTimes
-from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
+from kproxy.broker.keys import Keys, StateValue, TopicValue, encode_value
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.page import BrokerPages, BrokerStatus
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.etcd.lease import LeaseFence
-from tests.support.brokers.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, on_disk
+from tests.support.brokers.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, broker_value, on_disk
 from tests.support.processes.served import samples
 
 WELL = BrokerStatus("", 8.7, 1, 0, 0.4, 3, 2)
@@ -140,7 +140,7 @@ async def test_leader_of_uncertain_lease_leads_nothing(group: Group, page: Page)
 
 async def test_offline_partition_of_dead_brokers_is_counted(group: Group, page: Page) -> None:
     keys = page.view.keys
-    page.tell(keys.topic("elsewhere"), TopicValue(TOPIC_ID, [[2], [3]]))
+    page.tell(keys.topic("elsewhere"), TopicValue(TOPIC_ID, [[2], [3]], {}))
     page.tell(keys.state("elsewhere", 1), StateValue(0, [], TOPIC_ID))
     assert await page("offline_partitions") == 1
 
@@ -148,22 +148,22 @@ async def test_offline_partition_of_dead_brokers_is_counted(group: Group, page: 
 async def test_partition_once_led_without_leader_is_offline(group: Group, page: Page) -> None:
     keys = page.view.keys
     assert await page("offline_partitions") == 0, "its topic is not known"
-    page.tell(keys.topic("t"), TopicValue(TOPIC_ID, [[1, 2, 3]]))
+    page.tell(keys.topic("t"), TopicValue(TOPIC_ID, [[1, 2, 3]], {}))
     assert await page("offline_partitions") == 0, "it was never led"
     page.tell(keys.state("t", 0), StateValue(0, [], TOPIC_ID))
     assert await page("offline_partitions") == 1
     page.view.apply_put(keys.lease("t", 0), b"2", lease_id=1, revision=9)
     assert await page("offline_partitions") == 1, "its owner is dead"
-    page.view.apply_put(keys.broker(2), encode_value(BrokerValue(2, "h", 9)), lease_id=1, revision=10)
+    page.view.apply_put(keys.broker(2), encode_value(broker_value(2)), lease_id=1, revision=10)
     assert (await page("offline_partitions"), await page("live_brokers")) == (0, 1)
 
 
 async def test_only_own_leases_are_counted(group: Group, page: Page) -> None:
     keys = page.view.keys
-    page.tell(keys.topic("t"), TopicValue(TOPIC_ID, [[1, 2, 3]]))
+    page.tell(keys.topic("t"), TopicValue(TOPIC_ID, [[1, 2, 3]], {}))
     page.view.apply_put(keys.lease("t", 0), b"1", lease_id=7, revision=3)
     assert await page("leases") == 0, "it has no lease"
-    page.view.apply_put(keys.broker(1), encode_value(BrokerValue(1, "h", 9)), lease_id=8, revision=4)
+    page.view.apply_put(keys.broker(1), encode_value(broker_value(1)), lease_id=8, revision=4)
     assert await page("leases") == 0, "a predecessor's"
     page.view.apply_put(keys.lease("t", 0), b"1", lease_id=8, revision=5)
     assert await page("leases") == 1
