@@ -17,12 +17,13 @@ from prometheus_client.samples import Sample
 from kproxy.broker.keys import Keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
-from tests.support.brokers.reference_broker import BrokerProcess, start_broker, start_brokers
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker, start_brokers
 from tests.support.brokers.topics import put_topic
 from tests.support.etcd.embedded import own_etcd
 from tests.support.processes.dev import serving
-from tests.support.processes.served import counted
+from tests.support.processes.served import port_of
 from tests.support.waiting import wait_for
+from tests.support.wire.record_batches import build_batch
 
 pytest_plugins = ["tests.support.etcd.embedded"]
 
@@ -125,8 +126,7 @@ async def in_sync(client: EtcdClient, keys: Keys, wanted: set[int], topic: str =
         await asyncio.sleep(0.05)
 
 
-BEHIND = "kproxy_broker_follower_behind_seconds"
-# Of the figure on the page.
+# Between the clocks of two processes.
 CLOCK_S = 0.1
 
 
@@ -155,15 +155,20 @@ async def test_stalled_follower_leaves_isr_only_after_the_lag(
         await asyncio.to_thread(follower.start)
         await put_topic(etcd_client, keys, "t", [[1, 2]])
         await in_sync(etcd_client, keys, {1, 2})
-        # What counts is when it fetched last: the leader may have seen nothing of it for a while before it is stopped.
-        asked_at = time.monotonic()
-        behind_s = await asyncio.to_thread(counted, leading.admin, f"{BEHIND}{{")
+        with RawClient("127.0.0.1", port_of(leading)) as client:
+
+            def written_since() -> float | None:
+                asked_at = time.monotonic()
+                return asked_at if client.produce("t", 0, build_batch(), acks=-1).error_code == 0 else None
+
+            # What counts is when it fetched last: that is after this, since the leader's answer waits for its fetch.
+            asked_at = await asyncio.to_thread(wait_for, written_since, what="the leader")
         stopped_at = time.monotonic()
         follower.signal(signal.SIGSTOP)
         out_at = await in_sync(etcd_client, keys, {1})
         assert psutil.Process(follower.process.pid).status() == psutil.STATUS_STOPPED
         assert await etcd_client.get(keys.broker(2)) is not None, "its lease has ended, and that threw it out"
         print(f"out of the ISR {out_at - stopped_at:.2f} s after it stopped, at a lag of {lag_s} s")
-        assert out_at > asked_at - behind_s + lag_s - CLOCK_S
+        assert out_at > asked_at + lag_s - CLOCK_S
         follower.signal(signal.SIGCONT)
         await in_sync(etcd_client, keys, {1, 2})
