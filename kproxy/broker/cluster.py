@@ -39,11 +39,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class LiveBroker(NamedTuple):
-    """A broker that holds its key.
-
-    `replication_port`: where followers fetch; `log_id`: its data directory; `replication_tls`: its mode of TLS between
-    brokers, empty without.
-    """
+    """A broker that holds its key. Followers fetch at `replication_port`; `log_id` is that of its data directory."""
 
     node_id: int
     host: str
@@ -52,7 +48,6 @@ class LiveBroker(NamedTuple):
     mod_revision: int
     replication_port: int
     log_id: uuid.UUID
-    replication_tls: str = ""
 
 
 class Topic(NamedTuple):
@@ -326,7 +321,7 @@ def _of_partition(kind: Kind, partition: PartitionKey) -> Change:
 
 def _parse_broker(node_id: int, kv: KeyValue) -> LiveBroker:
     value = decode_value(kv.value, BrokerValue)
-    replicates = value.replication_port, value.log_id, value.replication_tls
+    replicates = value.replication_port, value.log_id
     return LiveBroker(node_id, value.host, value.port, kv.lease_id, kv.mod_revision, *replicates)
 
 

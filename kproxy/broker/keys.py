@@ -1,8 +1,7 @@
 """The broker's keys in etcd, and their values.
 
     {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092, "replication_port": 9,
-                                                         "log_id": uuid, "replication_tls": "required"} on the broker's
-                                                         lease
+                                                         "log_id": uuid} on the broker's lease
     {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
     {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…}}
     {prefix}/refbroker/creating/{topic}                 topic id: who puts the states of a topic that is being created
@@ -83,17 +82,13 @@ class FenceValue(msgspec.Struct, frozen=True):
 
 
 class BrokerValue(msgspec.Struct, frozen=True):
-    """The addresses of a live broker for clients and for followers.
-
-    `log_id` is that of its data directory. `replication_tls`: the mode of TLS between brokers, empty without TLS.
-    """
+    """The addresses of a live broker for clients and for followers. `log_id` is that of its data directory."""
 
     node_id: int
     host: str
     port: int
     replication_port: int
     log_id: uuid.UUID
-    replication_tls: str = ""
 
 
 _Value = TypeVar("_Value", TopicValue, StateValue, FenceValue, BrokerValue)
