@@ -104,7 +104,7 @@ async def _other_topics(client: EtcdClient, addresses: str, took: list[float]) -
     try:
         for number in itertools.count():
             topic, since = f"other-{number}", time.monotonic()
-            value = encode_value(TopicValue(topic_id=uuid.uuid4(), replicas=[[1]]))
+            value = encode_value(TopicValue(topic_id=uuid.uuid4(), replicas=[[1]], configs={}))
             await client.put(Keys(PREFIX).topic(topic), value)
             took += await asyncio.gather(*(_known(broker, topic, since) for broker in asked))
             await asyncio.sleep(OTHER_TOPICS_EVERY_S)

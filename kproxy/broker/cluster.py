@@ -39,20 +39,15 @@ _logger = structlog.get_logger(__name__)
 
 
 class LiveBroker(NamedTuple):
-    """A broker that holds its key.
-
-    `replication_port`: 0 where followers cannot fetch; `log_id`: its data directory; `replication_tls`: its mode of TLS
-    between brokers, empty without.
-    """
+    """A broker that holds its key. Followers fetch at `replication_port`; `log_id` is that of its data directory."""
 
     node_id: int
     host: str
     port: int
     lease_id: int
     mod_revision: int
-    replication_port: int = 0
-    log_id: uuid.UUID | None = None
-    replication_tls: str = ""
+    replication_port: int
+    log_id: uuid.UUID
 
 
 class Topic(NamedTuple):
@@ -64,7 +59,6 @@ class Topic(NamedTuple):
     configs: dict[str, str]
     create_revision: int
     mod_revision: int
-    has_states: bool
 
     @property
     def replication_factor(self) -> int:
@@ -81,12 +75,11 @@ class Ownership(NamedTuple):
 
 
 class PartitionState(NamedTuple):
-    """A partition's leader epoch and ISR; `replicas` where they differ from the topic's."""
+    """A partition's leader epoch and ISR."""
 
     leader_epoch: int
     isr: list[ReplicaKey]
-    topic_id: uuid.UUID | None
-    replicas: list[int] | None
+    topic_id: uuid.UUID
     mod_revision: int
 
     @property
@@ -222,17 +215,8 @@ class ClusterView:
 
     def state(self, topic: Topic, partition_index: int) -> PartitionState | None:
         """Return the partition's state, if it is of this topic and not of an earlier one with its name."""
-        state = self.stored_state(topic.name, partition_index)
+        state = self._states.entries.get(PartitionKey(topic.name, partition_index))
         return state if state is not None and state.topic_id == topic.topic_id else None
-
-    def replicas(self, topic: Topic, partition_index: int) -> list[int]:
-        """Return the brokers that keep the partition, the preferred leader first."""
-        state = self.state(topic, partition_index)
-        return topic.replicas[partition_index] if state is None or state.replicas is None else state.replicas
-
-    def stored_state(self, topic: str, partition_index: int) -> PartitionState | None:
-        """Return the stored state, of this topic or of an earlier one with its name."""
-        return self._states.entries.get(PartitionKey(topic, partition_index))
 
     def is_fully_owned(self, topic: str) -> bool:
         """Return whether the topic exists and each of its partitions has a live owner."""
@@ -337,7 +321,7 @@ def _of_partition(kind: Kind, partition: PartitionKey) -> Change:
 
 def _parse_broker(node_id: int, kv: KeyValue) -> LiveBroker:
     value = decode_value(kv.value, BrokerValue)
-    replicates = value.replication_port, value.log_id, value.replication_tls
+    replicates = value.replication_port, value.log_id
     return LiveBroker(node_id, value.host, value.port, kv.lease_id, kv.mod_revision, *replicates)
 
 
@@ -346,13 +330,12 @@ def _parse_topic(name: str, kv: KeyValue) -> Topic:
     if not value.replicas or len(value.replicas) > MAX_PARTITIONS_PER_TOPIC or not all(value.replicas):
         raise ValueError("a topic without partitions, or a partition without replicas")
     configs = check_configs(value.configs)
-    revisions = kv.create_revision, kv.mod_revision
-    return Topic(name, value.topic_id, value.replicas, configs, *revisions, value.has_states)
+    return Topic(name, value.topic_id, value.replicas, configs, kv.create_revision, kv.mod_revision)
 
 
 def _parse_state(_: PartitionKey, kv: KeyValue) -> PartitionState:
     value = decode_value(kv.value, StateValue)
-    return PartitionState(value.leader_epoch, value.isr, value.topic_id, value.replicas, kv.mod_revision)
+    return PartitionState(value.leader_epoch, value.isr, value.topic_id, kv.mod_revision)
 
 
 def _parse_owner(_: PartitionKey, kv: KeyValue) -> Ownership:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from typing import cast
 
 import structlog
 
@@ -135,12 +135,6 @@ class ClientConnection(asyncio.BufferedProtocol):
     def admit(self, max_frame_bytes: int) -> None:
         """Change the limit of the frames that the client may send."""
         self._reader.admit(max_frame_bytes)
-
-    @property
-    def certificate(self) -> Mapping[str, Any] | None:
-        """The fields of the verified certificate that the other side has shown; None without TLS."""
-        fields: Mapping[str, Any] | None = self._transport.get_extra_info("peercert") if self._transport else None
-        return fields
 
     @property
     def task(self) -> asyncio.Task[None] | None:

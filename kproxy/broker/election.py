@@ -1,14 +1,11 @@
 """Decide which broker leads: who takes a partition without an owner, and when leadership moves back.
 
-Candidates
-- Of a partition with a state: the members of its ISR. They hold all records acknowledged with acks=all. A member is a
-  log, not a broker: a broker that has opened another log is no member, which the replica manager checks.
-- Of a partition without a state, in a topic of an earlier release: it was never written. Its live replicas, or any live
-  broker where no replica lives. In a topic that has states, nobody: the state is lost, and with it who has records.
+The candidates are the members of the partition's ISR. They hold all records acknowledged with acks=all. A member is a
+log, not a broker: a broker that has opened another log is no member, which the replica manager checks. Without a state
+there is no candidate: the state is lost, and with it who has records.
 
 The candidate that comes first in the replica list takes the partition first, so that the preferred replica leads. The
-others follow with a delay, in case it cannot. Where no replica lives, rendezvous hashing orders the live brokers, so
-that all brokers reach the same result and partitions spread.
+others follow with a delay, in case it cannot.
 
 States of a partition in `ElectionQueue`
   (none)    it is not waited for
@@ -18,8 +15,7 @@ A partition is orphaned if this broker saw its owner go.
 
 Invariants
 1. The candidate at place n among the live ones waits n times CANDIDATE_DELAY_S; n times UNWRITTEN_DELAY_S for a
-   partition that was never led; n times NO_REPLICA_DELAY_S where no replica of it lives. So brokers that see the
-   same try one at a time.
+   partition that was never led. So brokers that see the same try one at a time.
    A broker whose disk fails comes after all others, _FAILING_DISK_PLACES later for each replica: it takes what nobody
    else does.
 2. For START_GRACE_S after a broker starts, dead candidates keep their places, so that a cluster that starts as a whole
@@ -38,7 +34,6 @@ opening logs or taking partitions gives none back, and a batch waits until the l
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
@@ -51,7 +46,6 @@ NOT_A_CANDIDATE = -1
 
 
 CANDIDATE_DELAY_S = 0.25
-NO_REPLICA_DELAY_S = 2.0
 # A partition that was never led is left to its first replica: that broker lives, and may have thousands more to take.
 UNWRITTEN_DELAY_S = 10.0
 # A broker whose disk fails comes after so many places for each replica.
@@ -59,16 +53,10 @@ _FAILING_DISK_PLACES = 4
 START_GRACE_S = 2.0
 
 
-def keeps_replica(view: ClusterView, topic: Topic, partition_index: int, node_id: int) -> bool:
-    """Return whether the broker keeps a replica of the partition."""
-    state = view.state(topic, partition_index)
-    return node_id in view.replicas(topic, partition_index) or (state is not None and node_id in state.in_sync)
-
-
 def is_in_sync(view: ClusterView, topic: Topic, partition_index: int, replica: ReplicaKey) -> bool:
-    """Return whether this log holds all committed records: it is in the ISR, or nothing was ever written."""
+    """Return whether this log holds all committed records: it is in the ISR."""
     state = view.state(topic, partition_index)
-    return not topic.has_states if state is None else replica in state.isr
+    return state is not None and replica in state.isr
 
 
 def was_led(view: ClusterView, topic: Topic, partition_index: int) -> bool:
@@ -80,44 +68,13 @@ def was_led(view: ClusterView, topic: Topic, partition_index: int) -> bool:
 def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool) -> int:
     """Count the candidates before this broker; NOT_A_CANDIDATE if it is none.
 
-    `count_dead` also counts dead candidates, which may be about to start; for a partition without a state, only its
-    first replica.
+    `count_dead` also counts dead candidates, which may be about to start.
     """
-    live = {*view.brokers, node_id}
-    replicas = view.replicas(topic, partition_index)
     state = view.state(topic, partition_index)
-    if state is not None:
-        in_sync = state.in_sync
-        if node_id not in in_sync:
-            return NOT_A_CANDIDATE
-        ordered = [each for each in replicas if each in in_sync]
-        ordered += [each for each in in_sync if each not in ordered]
-        return [each for each in ordered if count_dead or each in live].index(node_id)
-    if topic.has_states:
+    in_sync = [each for each in topic.replicas[partition_index] if state is not None and each in state.in_sync]
+    if node_id not in in_sync:
         return NOT_A_CANDIDATE
-    living = [each for each in replicas if each in live]
-    if living:
-        if node_id not in living:
-            return NOT_A_CANDIDATE
-        return living.index(node_id) + (1 if count_dead and replicas[0] not in live else 0)
-    stand_ins = sorted(live, key=lambda each: _weight(topic.name, partition_index, each), reverse=True)
-    return stand_ins.index(node_id) + (1 if count_dead else 0)
-
-
-def initial_replicas(view: ClusterView, topic: Topic, partition_index: int, node_id: int) -> list[int]:
-    """Choose the replicas of a partition without a state that `node_id` takes.
-
-    These are the topic's, or, where `node_id` is none of them, `node_id` and as many other live brokers.
-    """
-    wanted = topic.replicas[partition_index]
-    if node_id in wanted:
-        return wanted
-    others = sorted(set(view.brokers) - {node_id}, key=lambda each: _weight(topic.name, partition_index, each))
-    return [node_id, *others[: len(wanted) - 1]]
-
-
-def _weight(topic: str, partition_index: int, node_id: int) -> bytes:
-    return hashlib.blake2b(f"{topic}/{partition_index}/{node_id}".encode(), digest_size=8).digest()
+    return sum(count_dead or each in view.brokers for each in in_sync[: in_sync.index(node_id)])
 
 
 class ElectionQueue:
@@ -171,10 +128,7 @@ class ElectionQueue:
         return False
 
     def _delay_s(self, key: PartitionKey, topic: Topic) -> float:
-        if was_led(self._view, topic, key.partition_index):
-            return CANDIDATE_DELAY_S
-        keeps_one = self._node_id in topic.replicas[key.partition_index]
-        return UNWRITTEN_DELAY_S if keeps_one else NO_REPLICA_DELAY_S
+        return CANDIDATE_DELAY_S if was_led(self._view, topic, key.partition_index) else UNWRITTEN_DELAY_S
 
     def _on_timer(self, key: PartitionKey, due: bool) -> None:
         del self._queued[key]
@@ -239,13 +193,13 @@ class LeaderRebalance:
     def _stays(self, key: PartitionKey) -> bool:
         """Return whether this broker is the first replica: which that is does not change while it leads."""
         topic = self._view.topics.get(key.topic)
-        return topic is not None and self._view.replicas(topic, key.partition_index)[0] == self._node_id
+        return topic is not None and topic.replicas[key.partition_index][0] == self._node_id
 
     def _first_is_ready(self, key: PartitionKey) -> bool:
         topic, partition = self._view.topics.get(key.topic), self._led.get((key.topic.encode(), key.partition_index))
         if topic is None or partition is None or partition.role is not Role.LEADER:
             return False
-        first = self._view.replicas(topic, key.partition_index)[0]
+        first = topic.replicas[key.partition_index][0]
         return first in self._view.brokers and partition.replication.is_in_sync(first)
 
     async def prepare(self, key: PartitionKey, is_stopping: Callable[[], bool]) -> bool:

@@ -1,14 +1,12 @@
 """The broker's keys in etcd, and their values.
 
     {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092, "replication_port": 9,
-                                                         "log_id": uuid, "replication_tls": "required"} on the broker's
-                                                         lease
+                                                         "log_id": uuid} on the broker's lease
     {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
-    {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…},
-                                                         "has_states": true}
+    {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…}}
     {prefix}/refbroker/creating/{topic}                 topic id: who puts the states of a topic that is being created
     {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [[id, log id], …], "topic_id": uuid,
-                                                         "replicas": [ids] or null, "version": 2}
+                                                         "version": 2}
     {prefix}/refbroker/fences/{topic}/{partition}       {"fence": n, "is_owned": bool, "topic_id": uuid}
     {prefix}/refbroker/cluster-id                       the cluster's id, as Kafka's clients see it
     {prefix}/refbroker/replication-secret               the secret that brokers share (replication.authentication)
@@ -17,8 +15,7 @@
 `replicas[p]` are the brokers that keep partition p; the first of them that can takes it. A state or fence with another
 topic_id belongs to an earlier topic of the same name and counts as absent. Unreadable values raise ValueError.
 
-The states of a topic are created with it (`topics`), in leader epoch -1, which nobody has led in. Topics of earlier
-releases lack `has_states`: there a state is created when the partition is first taken.
+The states of a topic are created with it (`topics`), in leader epoch -1, which nobody has led in.
 
 A log id names the contents of one disk (KIP-858's directory ids, KIP-853's replica keys).
 """
@@ -36,15 +33,11 @@ STATE_VERSION = 2
 
 
 class TopicValue(msgspec.Struct, frozen=True):
-    """One topic as created; it never changes. All partitions have equally many replicas.
-
-    `has_states`: every partition has had its state since the topic was created.
-    """
+    """One topic as created; it never changes. All partitions have equally many replicas."""
 
     topic_id: uuid.UUID
     replicas: list[list[int]]
-    configs: dict[str, str] = {}
-    has_states: bool = False
+    configs: dict[str, str]
 
 
 class ReplicaKey(NamedTuple):
@@ -72,17 +65,11 @@ def node_ids(replicas: Iterable[ReplicaKey]) -> list[int]:
 
 
 class StateValue(msgspec.Struct, frozen=True):
-    """The state of a partition that outlives its owner.
-
-    Absent in a topic of an earlier release: the partition was never taken, so never written; absent in a topic that has
-    states: lost, and nobody may lead. `replicas` is set where other brokers than the topic's keep it: a stand-in took
-    it while those were all dead.
-    """
+    """The state of a partition that outlives its owner. Absent: it is lost, and nobody may lead."""
 
     leader_epoch: int
     isr: list[ReplicaKey]
-    topic_id: uuid.UUID | None = None
-    replicas: list[int] | None = None
+    topic_id: uuid.UUID
     version: int = STATE_VERSION
 
 
@@ -95,18 +82,13 @@ class FenceValue(msgspec.Struct, frozen=True):
 
 
 class BrokerValue(msgspec.Struct, frozen=True):
-    """The addresses of a live broker for clients and for followers.
-
-    A port is 0 if the broker does not listen on it. `log_id` is that of its data directory. `replication_tls`: the mode
-    of TLS between brokers, empty without TLS.
-    """
+    """The addresses of a live broker for clients and for followers. `log_id` is that of its data directory."""
 
     node_id: int
     host: str
     port: int
-    replication_port: int = 0
-    log_id: uuid.UUID | None = None
-    replication_tls: str = ""
+    replication_port: int
+    log_id: uuid.UUID
 
 
 _Value = TypeVar("_Value", TopicValue, StateValue, FenceValue, BrokerValue)
@@ -118,8 +100,8 @@ def decode_value(data: bytes, kind: type[_Value]) -> _Value:
         value = msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from error
-    if isinstance(value, StateValue) and value.version > STATE_VERSION:
-        raise ValueError(f"a later release wrote it, in version {value.version}")
+    if isinstance(value, StateValue) and value.version != STATE_VERSION:
+        raise ValueError(f"it is of version {value.version}; this release reads {STATE_VERSION}")
     return value
 
 

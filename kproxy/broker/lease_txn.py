@@ -128,7 +128,7 @@ class TakeOver:
 
         Nobody may lead twice in one epoch.
         """
-        state = StateValue(leader_epoch, found.state.isr, found.state.topic_id, found.state.replicas)
+        state = StateValue(leader_epoch, found.state.isr, found.state.topic_id)
         value = encode_value(state)
         guards = [lease_is(self._lease_key, lease_id), mod_revision_is(self._state_key, found.revision)]
         result = await self._run(guards, [put_op(self._state_key, value)])

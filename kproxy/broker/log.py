@@ -628,8 +628,6 @@ class Checkpoint(NamedTuple):
     nothing below it is ever removed from the end. So damage below it is the disk's, and damage above it is what a power
     cut leaves. The leadership is the highest one that this replica has obeyed. The leader epoch is for a log that
     retention has emptied: it is the epoch before that log end offset.
-
-    A file without a version is of the release before versions; its high watermark means the same.
     """
 
     high_watermark: int = 0
@@ -640,18 +638,17 @@ class Checkpoint(NamedTuple):
 
 
 def _read_checkpoint(directory: Path) -> Checkpoint:
-    """Read the checkpoint in `directory`. Raises OSError, and LogFailed for a damaged or newer one."""
+    """Read the checkpoint in `directory`. Raises OSError, and LogFailed for a damaged one or another version."""
     found = read_json(directory / _CHECKPOINT_FILE)
     if found is None:
         return Checkpoint()
-    version = found.get("version", 0)
-    if not isinstance(version, int) or version > _CHECKPOINT_VERSION:
-        raise LogFailed(
-            f"{directory / _CHECKPOINT_FILE} is of version {version}, which a later release wrote: use that one"
-        )
-    numbers = [found.get(name) for name in Checkpoint._fields]
-    if not all(isinstance(number, int) for number in numbers):
+    version, *numbers = (found.get(name) for name in ("version", *Checkpoint._fields))
+    if not all(isinstance(number, int) for number in (version, *numbers)):
         raise LogFailed(f"{directory / _CHECKPOINT_FILE} is damaged: it says {found}")
+    if version != _CHECKPOINT_VERSION:
+        raise LogFailed(
+            f"{directory / _CHECKPOINT_FILE} is of version {version}; this release reads {_CHECKPOINT_VERSION}"
+        )
     return Checkpoint._make(numbers)
 
 

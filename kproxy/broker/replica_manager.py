@@ -44,7 +44,7 @@ from typing import Any
 
 import structlog
 
-from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, Topic
+from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, PartitionState, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.disk_watch import DiskWatch
 from kproxy.broker.election import (
@@ -53,13 +53,11 @@ from kproxy.broker.election import (
     ElectionQueue,
     LeaderRebalance,
     candidate_place,
-    initial_replicas,
     is_in_sync,
-    keeps_replica,
     was_led,
 )
 from kproxy.broker.hosted_replicas import HostedReplicas
-from kproxy.broker.keys import PartitionKey, ReplicaKey, StateValue, node_ids
+from kproxy.broker.keys import PartitionKey, StateValue, node_ids
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.lease_txn import LeaseReleases, TakeOver
 from kproxy.broker.partition import Inconsistent, Partition, ReplicaSettings
@@ -261,7 +259,7 @@ class ReplicaManager:
         topic = self._topic_of(key)
         if topic is None or self.stopping or self.replicas.get(key) is not None:
             return False
-        return keeps_replica(self._view, topic, key.partition_index, self._node_id)
+        return self._node_id in topic.replicas[key.partition_index]
 
     def _may_take(self, key: PartitionKey) -> bool:
         topic, fence = self._topic_of(key), self._fence
@@ -292,13 +290,9 @@ class ReplicaManager:
             return True
         if self._stands_back(key):
             return False
-        if was_led(self._view, topic, key.partition_index) or not self._has_live_replica(key, topic):
+        if was_led(self._view, topic, key.partition_index):
             return True
         return candidate_place(self._view, topic, key.partition_index, self._node_id, count_dead=False) == 0
-
-    def _has_live_replica(self, key: PartitionKey, topic: Topic) -> bool:
-        live = {*self._view.brokers, self._node_id}
-        return any(each in live for each in topic.replicas[key.partition_index])
 
     def _may_take_now(self, key: PartitionKey) -> bool:
         topic = self._topic_of(key)
@@ -314,13 +308,12 @@ class ReplicaManager:
         return (is_unreadable or self.disk.stands_back(key)) and self._another_may_lead(key)
 
     def _another_may_lead(self, key: PartitionKey) -> bool:
-        """Return whether another live broker is in sync, or keeps a replica of what was never written."""
+        """Return whether another live broker is in sync."""
         topic = self._topic_of(key)
-        if topic is None:
+        state = self._view.state(topic, key.partition_index) if topic is not None else None
+        if state is None:
             return False
-        state = self._view.state(topic, key.partition_index)
-        others = state.in_sync if state is not None else topic.replicas[key.partition_index]
-        return any(each != self._node_id and each in self._view.brokers for each in others)
+        return any(each != self._node_id and each in self._view.brokers for each in state.in_sync)
 
     def _start_work(self, key: PartitionKey, *, take: bool) -> asyncio.Task[None]:
         if take:
@@ -363,12 +356,14 @@ class ReplicaManager:
 
         Raises EtcdError, ValueError, and what `Partition.become_leader` raises; then the key is released.
         """
-        stored = self._view.stored_state(*key)
+        state = self._view.state(topic, key.partition_index)
+        if state is None:
+            return  # the next look finds out why
         take_over = TakeOver(self._client, self._keys, self._node_id, key, topic)
         taken = await take_over.attempt(
             fence.lease_id,
-            self._next_state(key, topic, partition),
-            stored.mod_revision if stored is not None else 0,
+            self._next_state(state, partition),
+            state.mod_revision,
             known_epoch=_latest_epoch(partition),
         )
         if taken is None or self._fence is not fence or not fence.is_live() or self.stopping:
@@ -379,7 +374,7 @@ class ReplicaManager:
         try:
             partition.become_leader(
                 Leadership(taken.state.leader_epoch, taken.token),
-                taken.state.replicas or topic.replicas[key.partition_index],
+                topic.replicas[key.partition_index],
                 Isr(frozenset(taken.state.isr), taken.revision),
                 fence,
                 taken.fence,
@@ -404,22 +399,12 @@ class ReplicaManager:
             log_end_offset=partition.log_end_offset,
         )
 
-    def _next_state(self, key: PartitionKey, topic: Topic, partition: Partition) -> StateValue:
+    def _next_state(self, state: PartitionState, partition: Partition) -> StateValue:
         """Build the state to be stored with the take-over."""
-        state = self._view.state(topic, key.partition_index)
         # The epochs in our own log count too: a restored etcd may remember an earlier epoch than one that was obeyed
         # and wrote nothing. A replica that obeyed an epoch follows no lower one.
-        latest = _latest_epoch(partition)
-        if state is not None:
-            return StateValue(max(state.leader_epoch, latest) + 1, state.isr, topic.topic_id, state.replicas)
-        replicas = initial_replicas(self._view, topic, key.partition_index, self._node_id)
-        isr = [partition.replica]
-        for each in replicas:
-            other = self._view.brokers.get(each)
-            if other is not None and other.log_id is not None and each != self._node_id:
-                isr.append(ReplicaKey(each, other.log_id))
-        others = None if replicas == topic.replicas[key.partition_index] else replicas
-        return StateValue(latest + 1, isr, topic.topic_id, others)
+        latest = max(state.leader_epoch, _latest_epoch(partition))
+        return StateValue(latest + 1, state.isr, state.topic_id)
 
     # Losing partitions
 
@@ -475,7 +460,7 @@ class ReplicaManager:
             self.replicas.point_at_leader(key)
         for topic in self._view.topics.values():
             lost = sum(self._view.state(topic, index) is None for index in range(len(topic.replicas)))
-            if lost and topic.has_states:
+            if lost:
                 advice = "restore etcd from a newer snapshot, or delete the topic: nobody can tell who has its records"
                 _logger.error("partition states lost", topic=topic.name, partitions=lost, advice=advice)
         if self._fence is not None and self._fence.claim_revision <= revision:

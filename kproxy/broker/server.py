@@ -154,7 +154,7 @@ class _Server:
         self._acceptor = self._client_acceptor(config.tls)
         self._arena = ReceiveArena()
         self._secret = SharedSecret(client, self._keys)
-        self._encryption = Encryption(config.replication_tls, (config.advertise or config.listen)[0], self._reloads)
+        self._encryption = Encryption(config.replication_tls, self._reloads)
         self._replication = ReplicationListener(
             lambda: self._secret.current, self._arena, self._presence, self._encryption
         )
@@ -218,9 +218,7 @@ class _Server:
             self._lease = BrokerLease(
                 self._client,
                 self._keys,
-                BrokerValue(
-                    self._config.node_id, host, port, replication_port, self._data_dir.log_id, self._encryption.mode
-                ),
+                BrokerValue(self._config.node_id, host, port, replication_port, self._data_dir.log_id),
                 ttl_s=self._config.lease_ttl_s,
                 clock=lease_clock,
                 on_claimed=self._on_claimed,

@@ -98,7 +98,7 @@ def plan_topic(asked: NewTopic, view: ClusterView, config: BrokerConfig) -> Topi
     topic_id, live = uuid.uuid4(), sorted(view.brokers)
     # The first broker differs from topic to topic; otherwise small topics would all lie on the same one.
     replicas = _assigned(asked, live) if asked.assignments else _spread(asked, live, config, topic_id.int)
-    return replicas if isinstance(replicas, TopicOutcome) else TopicValue(topic_id, replicas, configs, has_states=True)
+    return replicas if isinstance(replicas, TopicOutcome) else TopicValue(topic_id, replicas, configs)
 
 
 def _assigned(asked: NewTopic, live: list[int]) -> list[list[int]] | TopicOutcome:
@@ -170,7 +170,7 @@ class TopicAdmin:
         log_ids = {each.node_id: each.log_id for each in self._view.brokers.values()}
         states = []
         for index, replicas in enumerate(topic.replicas):
-            isr = [ReplicaKey(each, log_id) for each in sorted(replicas) if (log_id := log_ids.get(each)) is not None]
+            isr = [ReplicaKey(each, log_ids[each]) for each in sorted(replicas) if each in log_ids]
             states.append(put_op(self._view.keys.state(name, index), encode_value(StateValue(-1, isr, topic.topic_id))))
         return states
 

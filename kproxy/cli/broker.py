@@ -32,16 +32,11 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 @click.option(
     "--replication-tls-cert",
     metavar="FILE",
-    help="TLS between brokers: this broker's certificate for the host of --advertise, with its chain. [none]",
+    help="TLS between brokers, on all of them: this broker's certificate, with its chain. [none]",
 )
 @click.option("--replication-tls-key", metavar="FILE", help="The private key of --replication-tls-cert.")
 @click.option(
     "--replication-tls-ca", metavar="FILE", help="The CA certificates that sign the certificates of all brokers."
-)
-@click.option(
-    "--replication-tls-mode",
-    metavar="optional|required",
-    help="Whether to replicate without TLS with brokers that have none, while the others get it. [required]",
 )
 @click.option(
     "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="The directory of its logs."

@@ -28,7 +28,6 @@ MAX_CRL_BYTES = 64 << 20
 ClientAuth = Literal["none", "optional", "required"]
 CrlCheck = Literal["chain", "leaf"]
 MinVersion = Literal["1.2", "1.3"]
-ReplicationTlsMode = Literal["optional", "required"]
 # What comes before the names of the options of TLS between brokers.
 REPLICATION_FLAGS = "--replication-tls-"
 _VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
@@ -176,20 +175,15 @@ class ReplicationTlsSection(msgspec.Struct, frozen=True, kw_only=True):
     cert: Path | None = None
     key: Path | None = None
     ca: Path | None = None
-    mode: ReplicationTlsMode | None = None
 
 
 @dataclass(frozen=True)
 class ReplicationTls:
-    """TLS between reference brokers, checked: each shows `cert`, and accepts what an authority of `ca` has signed.
-
-    `mode`: whether a broker replicates without TLS with brokers that have none (kproxy.broker.replication.encryption).
-    """
+    """TLS between reference brokers, checked: each shows `cert`, and accepts what an authority of `ca` has signed."""
 
     cert: Path
     key: Path
     ca: Path
-    mode: ReplicationTlsMode = "required"
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -223,7 +217,7 @@ def replication_tls(given: ReplicationTlsSection, sources: Mapping[str, str]) ->
             f"{sources[values[0]]}: TLS between brokers needs a certificate, its key and the authorities that "
             f"sign brokers' certificates: give {' and '.join(missing)} as well."
         )
-    return ReplicationTls(given.cert, given.key, given.ca, given.mode or "required")
+    return ReplicationTls(given.cert, given.key, given.ca)
 
 
 def load_listener_tls(options: PageTls, kind: type[ssl.SSLContext] = ssl.SSLContext) -> Loaded:
@@ -254,15 +248,15 @@ def load_broker_tls(options: BrokerTls) -> Loaded:
     return Loaded(context, _rehearsed(options.cert, options.key, f"{options.prefix}cert", server_side=False))
 
 
-def load_replication_tls(
-    options: ReplicationTls, host: str, kind: type[ssl.SSLContext] = ssl.SSLContext
-) -> LoadedReplication:
+def load_replication_tls(options: ReplicationTls, kind: type[ssl.SSLContext] = ssl.SSLContext) -> LoadedReplication:
     """Load the files into contexts, the listener's of that kind, and test a handshake between them.
 
-    `host` is the name that the broker advertises. Raises StartupError naming an unusable file, also where brokers with
-    the same authorities would refuse the certificate, or look for another name in it.
+    Raises StartupError naming an unusable file, also where brokers with the same authorities would refuse the
+    certificate.
     """
     listener, dial = kind(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # The authorities sign for brokers only; the authentication inside names the broker.
+    dial.check_hostname = False
     for context in (listener, dial):
         _set_common(context, "1.2")
         load_pair(context, options.cert, options.key, REPLICATION_FLAGS)
@@ -273,11 +267,11 @@ def load_replication_tls(
     _rehearsed(options.cert, options.key, named, server_side=False)
     certificate = _rehearsed(options.cert, options.key, named, server_side=True)
     try:
-        meet(listener, dial, name=host)
+        meet(listener, dial)
     except ssl.SSLCertVerificationError as error:
         raise StartupError(
             f"{named} {options.cert}: other brokers would refuse it ({error.verify_message.rstrip('.')}): it has to be "
-            f"for the advertised host {host}, and signed by an authority in {REPLICATION_FLAGS}ca {options.ca}."
+            f"signed by an authority in {REPLICATION_FLAGS}ca {options.ca}."
         ) from error
     except (ssl.SSLError, ValueError) as error:
         raise StartupError(f"{named} {options.cert} cannot be used for a handshake: {error}.") from error

@@ -190,12 +190,12 @@ class OwnerKill:
 
     def _others_may_take(self, partitions: Iterable[int], victim: int) -> bool:
         topic = self._view.topics[self._topic]
-        return all(set(self._view.replicas(topic, partition)) != {victim} for partition in partitions)
+        return all(set(topic.replicas[partition]) != {victim} for partition in partitions)
 
     def _is_in_sync(self, broker: int) -> bool:
         """Return whether the broker is in the ISR of every partition that it has a copy of."""
         topic = self._view.topics[self._topic]
-        kept = [index for index in range(len(topic.replicas)) if broker in self._view.replicas(topic, index)]
+        kept = [index for index in range(len(topic.replicas)) if broker in topic.replicas[index]]
         states = [self._view.state(topic, index) for index in kept]
         return all(state is not None and broker in state.in_sync for state in states)
 
@@ -261,8 +261,9 @@ class IsrShrinks:
         self._look()
 
     def _look(self) -> None:
+        topic = self._view.topics.get(self._topic)
         for partition in self._partitions:
-            state = self._view.stored_state(self._topic, partition)
+            state = self._view.state(topic, partition) if topic is not None else None
             if partition not in self.at and state is not None and self._broker not in state.in_sync:
                 self.at[partition] = self._clock()
 

@@ -3,12 +3,12 @@
 Requests are not routed by them, so nothing is mirrored. A read is one state of etcd, at one revision:
 
     {prefix}/refbroker/topics/{topic}                   "topic_id", "replicas" by partition, "configs"
-    {prefix}/refbroker/partitions/{topic}/{partition}   "leader_epoch", "isr", "topic_id", "replicas" or null
+    {prefix}/refbroker/partitions/{topic}/{partition}   "leader_epoch", "isr", "topic_id"
     {prefix}/partition-leases/{topic}/{partition}       the leader
     {prefix}/brokers/{id}                               the live brokers
 
-A partition without a state was never led, and has no row. A partition whose state is of an earlier topic of its name
-has none either. If there are no such topics, as with KafScale's brokers, the rest is not read.
+A partition without a state has no row. A partition whose state is of an earlier topic of its name has none either. If
+there are no such topics, as with KafScale's brokers, the rest is not read.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ _Member = tuple[int, UUID]
 class _Topic(msgspec.Struct, frozen=True):
     topic_id: UUID
     replicas: list[list[int]]
-    configs: dict[str, str] = {}
+    configs: dict[str, str]
 
 
 class _State(msgspec.Struct, frozen=True):
     leader_epoch: int
     isr: list[_Member]
-    topic_id: UUID | None = None
-    replicas: list[int] | None = None
+    topic_id: UUID
 
 
 def _node_ids(isr: Sequence[_Member]) -> list[int]:
@@ -89,7 +88,7 @@ async def read_replication(client: EtcdClient, prefix: str) -> Replication:
             state = msgspec.json.decode(kv.value, type=_State)
             if state.topic_id != topic.topic_id:
                 continue
-            at_first = topic.replicas[partition]
+            replicas = topic.replicas[partition]
         except (InvalidEntry, KeyError, IndexError, msgspec.MsgspecError):
             continue
         rows.append(
@@ -98,9 +97,9 @@ async def read_replication(client: EtcdClient, prefix: str) -> Replication:
                 partition,
                 _leader(owners.get(name), create_revision, live),
                 state.leader_epoch,
-                state.replicas if state.replicas is not None else at_first,
+                replicas,
                 _node_ids(state.isr),
-                _min_insync_replicas(topic, len(at_first)),
+                _min_insync_replicas(topic, len(replicas)),
             )
         )
     return Replication(revision, sorted(live), sorted(rows, key=lambda row: row.place))

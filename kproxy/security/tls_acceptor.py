@@ -270,11 +270,10 @@ class TlsAcceptor(Generic[Session]):
     """One listener; `name` is empty for the only one. `tls` returns the TLS settings for new handshakes.
 
     `proxy_senders`: the networks that may send the PROXY protocol's header; None: all.
-    `admits_plain_text`: whether a connection whose first byte is not that of TLS comes in as well. `refuses` returns,
-    and logs, whether one more connection is not admitted. `session` makes the session of a connection that is inside,
-    or returns None if there are too many; its argument is the client's address by the PROXY protocol. `welcome` takes
-    the session once it is connected. `words` name the options in explanations. `answer_to_http` is for HTTP without
-    TLS. The names of counters begin with `counted_as`.
+    `refuses` returns, and logs, whether one more connection is not admitted. `session` makes the session of a
+    connection that is inside, or returns None if there are too many; its argument is the client's address by the PROXY
+    protocol. `welcome` takes the session once it is connected. `words` name the options in explanations.
+    `answer_to_http` is for HTTP without TLS. The names of counters begin with `counted_as`.
     """
 
     def __init__(
@@ -284,7 +283,6 @@ class TlsAcceptor(Generic[Session]):
         *,
         proxy_protocol: bool = False,
         proxy_senders: Collection[Network] | None = None,
-        admits_plain_text: bool = False,
         max_half_open: int,
         refuses: Callable[[], bool] = lambda: False,
         session: Callable[[Source | None], Session | None],
@@ -299,7 +297,6 @@ class TlsAcceptor(Generic[Session]):
         self._tls = tls
         self._proxy_protocol = proxy_protocol
         self._proxy_senders = proxy_senders
-        self._admits_plain_text = admits_plain_text
         self._max_half_open = max_half_open
         self._refuses = refuses
         self._session = session
@@ -408,7 +405,7 @@ class TlsAcceptor(Generic[Session]):
                 if self._tls is not None and first[0] == _TLS_HANDSHAKE:
                     await self._turn()
                     await self._shake_hands(connection, source, self._tls(), peer)
-                elif self._tls is None or self._admits_plain_text:
+                elif self._tls is None:
                     await self._enter(connection, source, None)
                 else:
                     await self._refuse_plain_text(connection, first, peer)

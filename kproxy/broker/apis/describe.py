@@ -279,12 +279,11 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
 def describe_partition(broker: Broker, topic: Topic, partition_index: int) -> dict[str, Any]:
     """Describe leader, epoch, replicas and ISR of a partition.
 
-    LEADER_NOT_AVAILABLE while no live broker owns it. Without a state it was never written, so all its replicas are in
-    sync.
+    LEADER_NOT_AVAILABLE while no live broker owns it. The ISR is that of its replicas while the state is not known.
     """
     leader_id, leader_epoch = broker.current_leader(topic.name, partition_index)
     state = broker.view.state(topic, partition_index)
-    replicas = broker.view.replicas(topic, partition_index)
+    replicas = topic.replicas[partition_index]
     isr = state.in_sync if state is not None else replicas
     return {
         "error_code": error_codes.NONE if leader_id != NO_OWNER else error_codes.LEADER_NOT_AVAILABLE,

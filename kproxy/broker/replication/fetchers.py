@@ -63,7 +63,7 @@ from kproxy.broker.cluster import Change, ClusterView, Kind, LiveBroker
 from kproxy.broker.keys import PartitionKey, ReplicaKey
 from kproxy.broker.partition import Partition
 from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, FollowerHandshake, Secret
-from kproxy.broker.replication.encryption import CLOSED, NO_ENCRYPTION, Encryption, TowardsLeader
+from kproxy.broker.replication.encryption import CLOSED, NO_ENCRYPTION, Encryption
 from kproxy.runtime.resolver import dial
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import SASL_AUTHENTICATE, SASL_HANDSHAKE
@@ -97,9 +97,10 @@ class LeaderLost(Exception):
 class LeaderConnection(asyncio.BufferedProtocol):
     """A follower's connection, by its broker and data directory, to a leader. See `open`."""
 
-    def __init__(self, follower: ReplicaKey, arena: ReceiveArena, way: TowardsLeader) -> None:
+    def __init__(self, follower: ReplicaKey, arena: ReceiveArena, host: str, encryption: Encryption) -> None:
         self._follower = follower
-        self._way = way
+        self._host = host
+        self._encryption = encryption
         self._sender = b"broker-%d" % follower.node_id
         self._reader = FrameReader(UNAUTHENTICATED_FRAME_BYTES, arena)
         self._transport: asyncio.Transport | None = None
@@ -110,31 +111,31 @@ class LeaderConnection(asyncio.BufferedProtocol):
     @classmethod
     async def open(
         cls,
-        port: int,
-        way: TowardsLeader,
+        address: Address,
+        encryption: Encryption,
         follower: ReplicaKey,
         secret: Secret,
         *,
         arena: ReceiveArena,
         max_answer_bytes: int,
     ) -> LeaderConnection:
-        """Connect to that port of the leader and authenticate both sides. Raises LeaderLost."""
-        connection = cls(follower, arena, way)
-        name = None if way.context is None else way.host
+        """Connect to the leader at `address` and authenticate both sides. Raises LeaderLost."""
+        connection = cls(follower, arena, address.host, encryption)
+        context = encryption.dial
+        name = None if context is None else address.host
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 loop = asyncio.get_running_loop()
                 await dial(
                     lambda *place: loop.create_connection(
-                        lambda: connection, *place, ssl=way.context, server_hostname=name
+                        lambda: connection, *place, ssl=context, server_hostname=name
                     ),
-                    way.host,
-                    port,
+                    *address,
                 )
                 await connection._authenticate(secret)
         except (OSError, AuthenticationFailed, CodecError) as error:
             connection.close()
-            reason = "no answer in time" if isinstance(error, TimeoutError) else way.explain(error)
+            reason = "no answer in time" if isinstance(error, TimeoutError) else encryption.explain(error, address.host)
             raise LeaderLost(reason) from error
         except BaseException:
             connection.close()
@@ -235,7 +236,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         if self._is_open:
             self._lose(CLOSED if exc is None else f"the connection broke: {exc}")
         else:
-            self._lose(self._way.explain(exc))
+            self._lose(self._encryption.explain(exc, self._host))
 
     def eof_received(self) -> bool:
         return False
@@ -347,7 +348,7 @@ class ReplicaFetchers:
     def _assign(self, stale: Iterable[tuple[bytes, int]]) -> None:
         for leader_id, fetcher in list(self._fetchers.items()):
             leader = self._view.brokers.get(leader_id)
-            if leader is None or _place(leader) != _place(fetcher.leader):
+            if leader is None or _address(leader) != _address(fetcher.leader):
                 self._end(leader_id)
         for key in stale:
             partition = self._hosted.get(key)
@@ -365,7 +366,7 @@ class ReplicaFetchers:
 
     def _fetcher_for(self, leader_id: int) -> _Fetcher | None:
         leader = self._view.brokers.get(leader_id)
-        if leader is None or leader_id == self._replica.node_id or not leader.replication_port:
+        if leader is None or leader_id == self._replica.node_id:
             return None
         return self._fetchers.get(leader_id) or self._begin(leader_id)
 
@@ -391,8 +392,8 @@ class ReplicaFetchers:
 
     async def _open(self, leader: LiveBroker) -> LeaderConnection:
         return await LeaderConnection.open(
-            leader.replication_port,
-            self._encryption.towards(leader),
+            _address(leader),
+            self._encryption,
             self._replica,
             self._secret(),
             arena=self._arena,
@@ -400,9 +401,8 @@ class ReplicaFetchers:
         )
 
 
-def _place(leader: LiveBroker) -> tuple[str, int, str]:
-    """The parameters of a dial."""
-    return leader.host, leader.replication_port, leader.replication_tls
+def _address(leader: LiveBroker) -> Address:
+    return Address(leader.host, leader.replication_port)
 
 
 class _Fetcher:
@@ -484,7 +484,7 @@ class _Fetcher:
         """Log each reason once: a leader that is gone is dialled until another broker leads."""
         if reason != self._reason:
             self._reason = reason
-            address = str(Address(self.leader.host, self.leader.replication_port))
+            address = str(_address(self.leader))
             _logger.warning("leader not reachable", leader_id=self._leader_id, address=address, reason=reason)
 
     async def _exchange(self, connection: LeaderConnection) -> bool:

@@ -218,15 +218,7 @@ class IsrKeeper:
         replication, keys = partition.replication, self._view.keys
         lease_key = keys.lease(partition.topic, partition.partition_index)
         state_key = keys.state(partition.topic, partition.partition_index)
-        stored = self._view.stored_state(partition.topic, partition.partition_index)
-        value = encode_value(
-            StateValue(
-                replication.leader_epoch,
-                sorted(members),
-                partition.topic_id,
-                stored.replicas if stored is not None else None,
-            )
-        )
+        value = encode_value(StateValue(replication.leader_epoch, sorted(members), partition.topic_id))
         guards = [
             create_revision_is(lease_key, partition.leadership.fencing_token),
             mod_revision_is(state_key, replication.isr.revision),

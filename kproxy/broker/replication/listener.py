@@ -9,8 +9,7 @@ States of a connection, with TLS once its handshake is finished (kproxy.security
 Transitions
   new -> handshaking             SaslHandshake names our mechanism
   handshaking -> authenticated   the second SaslAuthenticate proves it
-  handshaking -> closed          the live broker of that id has another data directory, according to etcd; or the
-                                 certificate that was shown is for another host than that broker advertises
+  handshaking -> closed          the live broker of that id has another data directory, according to etcd
   authenticated -> closed        the same broker has authenticated on another connection
   any -> closed                  anything else; AUTHENTICATION_TIMEOUT_S without being authenticated
 
@@ -36,10 +35,9 @@ from kproxy.broker.apis.registry import API_VERSIONS_MAX, answer_api_versions
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
 from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
-from kproxy.broker.replication.encryption import NO_ENCRYPTION, Encryption, identity_error, without_tls
+from kproxy.broker.replication.encryption import NO_ENCRYPTION, Encryption, without_tls
 from kproxy.broker.replication.isr_keeper import FollowerPresence
 from kproxy.broker.replication.open_fetches import OpenFetches
-from kproxy.config.certificates import names_of
 from kproxy.etcd.lease import Clock, lease_clock
 from kproxy.runtime.sockets import bind, bound_port
 from kproxy_codec import control, error_codes
@@ -249,16 +247,11 @@ class _Session:
         follower = self._handshake.follower
         if follower is not None:
             live = self._listener.broker.view.brokers.get(follower.node_id)
-            if live is not None and live.log_id not in (None, follower.log_id):
+            if live is not None and live.log_id != follower.log_id:
                 raise CloseConnection(
                     f"broker {follower.node_id} runs with the data directory {live.log_id}, not {follower.log_id}",
                     _authentication_failed(request),
                 )
-            certificate = self.connection.certificate
-            reason = "" if certificate is None else identity_error(names_of(certificate), follower.node_id, live)
-            if reason:
-                # The other side has proved that it knows the secret, so it may know this as well.
-                raise CloseConnection(reason, _authentication_failed(request, reason))
             self._fetches = OpenFetches(follower.node_id, self._listener.clock)
             self._stop_timer()
             self.connection.admit(FRAME_BYTES)
@@ -267,10 +260,10 @@ class _Session:
         return _encoded(request, error_code=error_codes.NONE, error_message=None, auth_bytes=answer)
 
 
-def _authentication_failed(request: Request, message: str = "authentication failed") -> Body:
-    """Answer a failed authentication; to strangers only the log has the exact reason."""
+def _authentication_failed(request: Request) -> Body:
+    """Answer a failed authentication; only the log has the exact reason."""
     code = error_codes.SASL_AUTHENTICATION_FAILED
-    return _encoded(request, error_code=code, error_message=message, auth_bytes=b"")
+    return _encoded(request, error_code=code, error_message="authentication failed", auth_bytes=b"")
 
 
 def _encoded(request: Request, **fields: object) -> Body:

@@ -342,7 +342,7 @@ async def test_restored_etcd_voids_earlier_binds(tmp_path: Path) -> None:
                 assert bind(owner, "t", fence) == (0, fence)
                 assert write(unbound, "t") == REFUSED
                 # What the broker has been told is more than the copy has.
-                later = encode_value(TopicValue(uuid.uuid4(), [[1]]))
+                later = encode_value(TopicValue(uuid.uuid4(), [[1]], {}))
                 await etcd_client.put(Keys("/p").topic("later"), later)
                 wait_for(lambda: owner.metadata("later", create=False).topics[0].error_code == 0)
                 await kill(server)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -14,17 +13,23 @@ import pytest
 
 from kproxy.broker.broker_lease import BrokerLease
 from kproxy.broker.cluster import ClusterView
-from kproxy.broker.data_dir import DataDir
-from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, ReplicaKey, StateValue, encode_value
+from kproxy.broker.data_dir import VERSION, DataDir
+from kproxy.broker.disk import write_json
+from kproxy.broker.keys import Keys, PartitionKey, ReplicaKey, StateValue, encode_value
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.etcd import EtcdClient, Snapshot
 from kproxy.etcd.lease import LeaseFence, lease_clock
+from tests.support.brokers.replica_group import broker_value, on_disk
+from tests.support.brokers.topics import DEAD, put_topic
 from tests.support.waiting import PATIENCE_S
 
 pytest_plugins = ["tests.support.etcd.embedded"]
 
 TOPIC = "t"
+LOG_IDS = {node_id: on_disk(node_id).log_id for node_id in range(1, 6)}
+# Any of the brokers may take such a partition at once.
+ANYBODYS = [DEAD, *LOG_IDS]
 
 
 class Member:
@@ -35,6 +40,9 @@ class Member:
         self.keys = Keys(prefix)
         self.view = ClusterView(self.keys)
         self.client = client
+        (directory / str(node_id)).mkdir()
+        identity = {"node_id": node_id, "log_id": str(LOG_IDS[node_id]), "version": VERSION}
+        write_json(directory / str(node_id) / "broker.json", identity)
         self.data_dir = DataDir.open(directory / str(node_id), node_id)
         self.identity_lost: list[str] = []
         self.manager = ReplicaManager(
@@ -46,7 +54,7 @@ class Member:
             on_identity_lost=self.identity_lost.append,
         )
         self.lease = BrokerLease(
-            client, self.keys, BrokerValue(node_id, "h", 9), ttl_s=ttl_s, clock=lease_clock, on_claimed=self.claimed
+            client, self.keys, broker_value(node_id), ttl_s=ttl_s, clock=lease_clock, on_claimed=self.claimed
         )
 
     def claimed(self, key: str, value: bytes, fence: LeaseFence) -> None:
@@ -95,11 +103,9 @@ async def join(etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path) -> Asy
 
 @pytest.fixture
 async def topic_id(etcd_client: EtcdClient, etcd_prefix: str) -> uuid.UUID:
-    """TOPIC's id; its 20 partitions were never taken, and their first replica is dead."""
-    topic_id = uuid.uuid4()
-    value = {"topic_id": str(topic_id), "replicas": [[99]] * 20}
-    await etcd_client.put(Keys(etcd_prefix).topic(TOPIC), json.dumps(value).encode())
-    return topic_id
+    """TOPIC's id; its 20 partitions were led before, and their first replica is dead."""
+    keys = Keys(etcd_prefix)
+    return await put_topic(etcd_client, keys, TOPIC, [ANYBODYS] * 20, log_ids=LOG_IDS, leader_epoch=0)
 
 
 async def test_free_partition_goes_to_one_of_many_brokers(join: Join, topic_id: uuid.UUID) -> None:
@@ -165,7 +171,7 @@ async def test_partition_lost_and_retaken_reads_its_log_anew(join: Join, topic_i
     await member.take(0)
     again = member.manager.partitions[TOPIC.encode(), 0]
     assert again is not first
-    assert (first.leader_epoch, again.leader_epoch) == (0, 1)
+    assert (first.leader_epoch, again.leader_epoch) == (1, 2)
     assert again.leadership.fencing_token > first.leadership.fencing_token
 
 
@@ -187,7 +193,7 @@ async def test_key_of_deleted_topic_does_not_block_namesake(join: Join, topic_id
     await member.take(0)
     topic_key, lease_key = member.keys.topic(TOPIC), member.keys.lease(TOPIC, 0)
     await member.client.delete(topic_key)
-    await member.client.put(topic_key, json.dumps({"topic_id": str(uuid.uuid4()), "replicas": [[99]]}).encode())
+    await put_topic(member.client, member.keys, TOPIC, [ANYBODYS], log_ids=LOG_IDS, leader_epoch=0)
     await member.look()
     async with asyncio.timeout(PATIENCE_S):
         while await member.client.get(lease_key) is not None:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,8 +19,8 @@ import pytest
 
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
-from kproxy.broker.keys import BrokerValue, TopicValue, encode_value
 from kproxy.broker.keys import Keys as BrokerKeys
+from kproxy.broker.keys import TopicValue, encode_value
 from kproxy.broker.topics import NewTopic, TopicAdmin
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, KeyValue
@@ -37,6 +36,8 @@ from tests.support.brokers.reference_broker import (
     start_broker,
     start_brokers,
 )
+from tests.support.brokers.replica_group import broker_value
+from tests.support.brokers.topics import DEAD, put_topic
 from tests.support.etcd.embedded import own_etcd
 from tests.support.waiting import PATIENCE_S, eventually, wait_for
 from tests.support.wire.record_batches import build_batch
@@ -76,9 +77,8 @@ class Keys:
         epoch: int = json.loads(found.value)["leader_epoch"]
         return epoch
 
-    async def put_topic(self, replicas: list[list[int]]) -> None:
-        value = {"topic_id": str(uuid.uuid4()), "replicas": replicas}
-        await self.client.put(f"{self.prefix}/refbroker/topics/{TOPIC}", json.dumps(value).encode())
+    async def put_topic(self, replicas: list[list[int]], **options: Any) -> None:
+        await put_topic(self.client, BrokerKeys(self.prefix), TOPIC, replicas, **options)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def values_read(broker: BrokerProcess) -> list[int]:
 async def test_topic_counts_on_brokers_unseen_by_the_watch(keys: Keys, asked: NewTopic) -> None:
     view = ClusterView(BrokerKeys(keys.prefix))
     for node_id in (1, 2):
-        value = encode_value(BrokerValue(node_id, "h", 9))
+        value = encode_value(broker_value(node_id))
         await keys.client.put(view.keys.broker(node_id), value)
     admin = TopicAdmin(keys.client, view, BrokerConfig(1, Path("unused"), ("unused",)))
     planned = await admin.plan(asked)
@@ -149,14 +149,14 @@ def partitions_known(client: RawClient) -> int:
 
 
 async def test_each_partition_goes_to_one_of_several_brokers(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
-    """Nobody's by preference; each broker takes some by itself while clients touch all of them everywhere."""
+    """Their first replica is dead; each broker takes some by itself while clients touch all of them everywhere."""
     partitions = 30
     with (
         start_brokers((1, 2, 3), tmp_path, etcd.endpoint, keys.prefix, lease_ttl_s=LASTING_TTL_S) as brokers,
         ExitStack() as stack,
     ):
         clients = [stack.enter_context(broker.client()) for broker in brokers]
-        await keys.put_topic([[99]] * partitions)
+        await keys.put_topic([[DEAD, 1, 2, 3], [DEAD, 2, 3, 1], [DEAD, 3, 1, 2]] * (partitions // 3), leader_epoch=0)
         wait_for(lambda: all(partitions_known(client) == partitions for client in clients))
         for partition in range(partitions):
             for client in clients:
@@ -170,17 +170,6 @@ async def test_each_partition_goes_to_one_of_several_brokers(etcd: EmbeddedEtcd,
                     winners[str(partition)].append(broker.node_id)
         owners = await keys.leases()
         assert {partition: [owner] for partition, owner in owners.items()} == winners
-
-
-async def test_partitions_with_dead_first_replica_are_spread(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
-    partitions = 30
-    with start_brokers((1, 2, 3), tmp_path, etcd.endpoint, keys.prefix, lease_ttl_s=LASTING_TTL_S) as brokers:
-        await keys.put_topic([[99]] * partitions)
-        with brokers[0].client() as client:
-            wait_for(lambda: partitions_known(client) == partitions and -1 not in client.leaders(TOPIC).values())
-            counts = Counter(client.leaders(TOPIC).values())
-    assert set(counts) == {1, 2, 3}
-    assert max(counts.values()) < partitions * 2 / 3, "they pile up on one broker"
 
 
 async def test_partition_taken_once_waits_for_its_holder(
@@ -392,7 +381,8 @@ async def test_log_of_earlier_namesake_topic_is_set_aside(broker: BrokerProcess,
     """The broker was away while its topic was deleted and created again."""
     assert produce(broker) == (0, 0)
     assert broker.terminate() == 0
-    await keys.put_topic([[1]])
+    log_id = uuid.UUID(json.loads((broker.data_dir / "broker.json").read_text())["log_id"])
+    await keys.put_topic([[1]], log_ids={1: log_id})
     broker.start()
     assert values_read(broker) == []
     assert produce(broker) == (0, 0)
@@ -439,7 +429,6 @@ async def test_damaged_log_disables_only_its_partition(broker: BrokerProcess, ke
 async def test_many_partitions_are_taken_and_released_quickly(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
     """More logs than the usual limit on open files allows."""
     partitions = 1200
-    await keys.put_topic([[1]] * partitions)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     broker = BrokerProcess(1, tmp_path / "1", etcd.endpoint, keys.prefix, lease_ttl_s=LASTING_TTL_S)
     try:
@@ -447,7 +436,9 @@ async def test_many_partitions_are_taken_and_released_quickly(etcd: EmbeddedEtcd
         broker.start(wait=False)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         broker.wait_ready()
+        await keys.put_topic([[1]] * partitions)
         with broker.client() as client:
+            wait_for(lambda: partitions_known(client) == partitions)
             wait_for(lambda: -1 not in client.leaders(TOPIC).values(), what="all are led")
             assert client.produce(TOPIC, partitions - 1, build_batch()).error_code == 0
         assert broker.terminate() == 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,7 +12,8 @@ import pytest
 
 from kproxy.broker.keys import Keys, PartitionKey, StateValue, decode_value, node_ids
 from kproxy_codec.record_batch import iterate_batches
-from tests.integration.broker.test_broker_leases import TOPIC, Member
+from tests.integration.broker.test_broker_leases import ANYBODYS, LOG_IDS, TOPIC, Member
+from tests.support.brokers.topics import put_topic
 from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.etcd.etcd_history import connected, history
 from tests.support.wire.record_batches import build_batch
@@ -24,8 +23,6 @@ RACES = 200
 TTL_S = 120
 RACERS = (1, 2, 3, 4, 5)
 SEED = 7
-# Nobody's id: a partition that was never written and whose first replica is dead is anybody's.
-DEAD = 99
 
 
 @pytest.fixture
@@ -39,8 +36,8 @@ async def racers(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) ->
             stack.push_async_callback(member.leave)
             await member.join()
             members.append(member)
-        value = {"topic_id": str(uuid.uuid4()), "replicas": [[DEAD]] * RACES}
-        await members[0].client.put(Keys(etcd_prefix).topic(TOPIC), json.dumps(value).encode())
+        keys = Keys(etcd_prefix)
+        await put_topic(members[0].client, keys, TOPIC, [ANYBODYS] * RACES, log_ids=LOG_IDS, leader_epoch=0)
         for member in members:
             await member.begin()
         yield members
@@ -83,9 +80,8 @@ async def test_one_of_five_racing_brokers_wins_each_lease(racers: list[Member]) 
         for _, key, value in await history(client, keys.states, start, end)
     ]
     assert len(states) == RACES, "a loser wrote a state"
-    for key, state in states:
-        winner = won[keys.leases + key.removeprefix(keys.states)]
-        assert (state.leader_epoch, node_ids(state.isr)) == (0, [winner])
+    for _, state in states:
+        assert (state.leader_epoch, tuple(node_ids(state.isr))) == (1, RACERS)
 
     for member, offsets in zip(racers, appended, strict=True):
         node_id = member.node_id

@@ -164,10 +164,6 @@ def test_command_environment_does_not_configure_serve() -> None:
             "give --replication-tls-key and --replication-tls-ca as well",
         ),
         (
-            ["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--replication-tls-mode", "maybe"],
-            "--replication-tls-mode: invalid value 'maybe' (invalid enum value 'maybe'): give optional or required.",
-        ),
-        (
             ["broker", "--node-id", "1", "--data-dir", "DIR", "--etcd", "a:1", "--tls-key", "FILE"],
             "--tls-key: TLS needs",
         ),

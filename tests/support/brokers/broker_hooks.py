@@ -63,8 +63,8 @@ def _stopping(method: Callable[..., Any], before: bytes | None, after: bytes) ->
 
 
 def _replicate_at(port: int) -> None:
-    def made(node_id: int, host: str, client_port: int, _: int, log_id: uuid.UUID, tls: str) -> BrokerValue:
-        return BrokerValue(node_id, host, client_port, port, log_id, tls)
+    def made(node_id: int, host: str, client_port: int, _: int, log_id: uuid.UUID) -> BrokerValue:
+        return BrokerValue(node_id, host, client_port, port, log_id)
 
     vars(server)["BrokerValue"] = made
 

@@ -1,7 +1,7 @@
 """A reference broker for tests.
 
 `python -m tests.support.brokers.broker_main NODE_ID DATA_DIR ETCD[,…] PREFIX [option=value]`: options are
-BrokerConfig's; a `listen` is a port, `advertise` and `admin` too, and `replication_tls` is CERT,KEY,CA,MODE. Those of
+BrokerConfig's; a `listen` is a port, `advertise` and `admin` too, and `replication_tls` is CERT,KEY,CA. Those of
 `tests.support.brokers.broker_hooks` make it do what no other does.
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import structlog
 import uvloop
 
 from kproxy.broker.server import BrokerConfig, run_broker
-from kproxy.config.tls import ReplicationTls, ReplicationTlsMode
+from kproxy.config.tls import ReplicationTls
 from kproxy.errors import StartupError
 from tests.support.brokers.broker_hooks import HOOKS
 
@@ -39,8 +39,7 @@ def main() -> None:
         if name in HOOKS:
             HOOKS[name](int(value))
         elif name == "replication_tls":
-            cert, key, ca, mode = value.split(",")
-            options[name] = ReplicationTls(Path(cert), Path(key), Path(ca), cast(ReplicationTlsMode, mode))
+            options[name] = ReplicationTls(*map(Path, value.split(",")))
         else:
             options[name] = ("127.0.0.1", int(value)) if name.endswith(_PORTS) else _read(value)
     endpoints = tuple(etcd.split(","))

@@ -13,12 +13,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kproxy.broker.disk import read_json
 from kproxy.broker.keys import Keys, StateValue, decode_value
 from kproxy.etcd import EtcdClient, EtcdError
 from tests.support.brokers.reference_broker import BrokerProcess
+from tests.support.brokers.topics import put_topic
 from tests.support.clients.attempts import Address, Stored, log_bytes, stored
 from tests.support.etcd.embedded import Relay
 from tests.support.etcd.etcd_cluster import EtcdCluster
@@ -149,8 +148,7 @@ class FaultySite:
     # State in etcd
 
     async def put_topic(self, topic: str, replicas: list[list[int]], **configs: str) -> None:
-        value = {"topic_id": str(uuid.uuid4()), "replicas": replicas, "configs": configs}
-        await self.client.put(self.keys.topic(topic), msgspec.json.encode(value))
+        await put_topic(self.client, self.keys, topic, replicas, configs)
 
     async def owner(self, topic: str, partition: int = 0) -> int | None:
         found = await self.client.get(self.keys.lease(topic, partition))
@@ -195,7 +193,10 @@ class FaultySite:
         async def is_in_sync() -> bool:
             nonlocal state
             state = await self.state(topic, partition)
-            return state is not None and {replica.node_id for replica in state.isr} == wanted
+            # It is so from the start, before anybody leads.
+            if state is None or state.leader_epoch < 0:
+                return False
+            return {replica.node_id for replica in state.isr} == wanted
 
         try:
             await eventually(is_in_sync, timeout_s=timeout_s, ignored=(EtcdError,))

@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 
 from kproxy.broker.config import FlushPolicy, LogOptions
-from kproxy.broker.keys import ReplicaKey
+from kproxy.broker.keys import BrokerValue, ReplicaKey
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, Reconciliation, ReplicaSettings
@@ -25,6 +25,11 @@ TOPIC_ID = uuid.uuid4()
 def on_disk(node_id: int, disk: int = 0) -> ReplicaKey:
     """A broker's replica, on its first disk or another one."""
     return ReplicaKey(node_id, uuid.UUID(int=100 * disk + node_id))
+
+
+def broker_value(node_id: int) -> BrokerValue:
+    """The value of a live broker on its first disk."""
+    return BrokerValue(node_id, "h", 9, 9, on_disk(node_id).log_id)
 
 
 class Clock:

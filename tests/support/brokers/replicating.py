@@ -58,12 +58,11 @@ class Side:
         self._revision += 1
         self.view.apply_put(key, encode_value(value), lease_id=0, revision=self._revision)
 
-    def tell_broker(self, node_id: int, port: int, replication_tls: str = "") -> None:
-        value = BrokerValue(node_id, "127.0.0.1", 1, port, replication_tls=replication_tls)
-        self.tell(self.keys.broker(node_id), value)
+    def tell_broker(self, node_id: int, port: int) -> None:
+        self.tell(self.keys.broker(node_id), BrokerValue(node_id, "127.0.0.1", 1, port, on_disk(node_id).log_id))
 
     def open(self, topic: str, index: int, topic_id: uuid.UUID) -> Partition:
-        self.tell(self.keys.topic(topic), TopicValue(topic_id, [[LEADER, FOLLOWER]] * (index + 1)))
+        self.tell(self.keys.topic(topic), TopicValue(topic_id, [[LEADER, FOLLOWER]] * (index + 1), {}))
         settings = ReplicaSettings(self.node_id, time.monotonic, min_insync_replicas=2)
         log = Log.open(self.directory / f"{topic}-{index}")
         return Partition(topic, index, topic_id, log, settings, on_disk(self.node_id).log_id)
@@ -185,9 +184,7 @@ async def pair(
     """A leader that listens and a follower that fetches from it, until the block ends; their TLS is as given."""
     both = Pair(directory, leaders, followers)
     await both.leader.start()
-    if followers.mode:
-        both.leader.tell_broker(FOLLOWER, 1, followers.mode)
-    both.follower.tell_broker(LEADER, both.leader.port, leaders.mode)
+    both.follower.tell_broker(LEADER, both.leader.port)
     try:
         async with fetching(both.follower):
             yield both

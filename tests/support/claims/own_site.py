@@ -12,14 +12,12 @@ import asyncio
 import signal
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import psutil
 
 from kproxy.broker.keys import Keys
@@ -27,6 +25,7 @@ from kproxy.claims.keys import OwnKeys, decode_member
 from kproxy.etcd import EtcdClient
 from tests.support.brokers.held_bytes import HOST, Way
 from tests.support.brokers.reference_broker import BrokerProcess
+from tests.support.brokers.topics import put_topic
 from tests.support.claims.own_client import OwnClient
 from tests.support.clients.attempts import Stored
 from tests.support.etcd.embedded import Relay
@@ -159,8 +158,7 @@ class OwnSite:
         self.brokers: dict[int, Broker] = {}
 
     async def put_topic(self, topic: str, replicas: list[list[int]]) -> None:
-        value = {"topic_id": str(uuid.uuid4()), "replicas": replicas, "configs": {}}
-        await self.client.put(self.keys.topic(topic), msgspec.json.encode(value))
+        await put_topic(self.client, self.keys, topic, replicas)
 
     async def leader(self, topic: str, partition: int) -> int | None:
         found = await self.client.get(self.keys.lease(topic, partition))

@@ -27,7 +27,7 @@ import structlog
 
 from kproxy.broker.config import LogOptions
 from kproxy.broker.disk import read_json
-from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
+from kproxy.broker.keys import Keys, ReplicaKey, StateValue, TopicValue, decode_value, encode_value
 from kproxy.broker.partition import ACKS_ALL, Inconsistent, Partition, validate_consistency
 from kproxy.broker.replication.partition_replication import Role
 from kproxy.etcd import put_op
@@ -138,9 +138,9 @@ class World:
         self._graveyard.mkdir()
         self._interrupted: set[int] = set()
         ids = list(range(1, setting.brokers + 1))
-        self._create_topic(ids)
         self._all: list[SimulatedProcess] = []
         self.processes = {node_id: self._start(node_id) for node_id in ids}
+        self._create_topic(ids)
         self.store.on_change = self._check_ids
         self.network = Network(self.processes)
         self.pass_time(FIRST_STEPS_S)
@@ -167,8 +167,12 @@ class World:
         raise structlog.DropEvent
 
     def _create_topic(self, replicas: list[int]) -> None:
-        key, value = _KEYS.topic(TOPIC), encode_value(TopicValue(_TOPIC_ID, [replicas]))
-        self.store.apply("Put", put_op(key, value).message.request_put)
+        isr = [ReplicaKey(node_id, process.log_id) for node_id, process in self.processes.items()]
+        for key, value in (
+            (_KEYS.state(TOPIC, PARTITION_INDEX), StateValue(-1, isr, _TOPIC_ID)),
+            (_KEYS.topic(TOPIC), TopicValue(_TOPIC_ID, [replicas], {})),
+        ):
+            self.store.apply("Put", put_op(key, encode_value(value)).message.request_put)
 
     def _start(self, node_id: int) -> SimulatedProcess:
         process = SimulatedProcess(

@@ -124,7 +124,7 @@ def _anybody_may_take_over(patch: pytest.MonkeyPatch) -> None:
         view: ClusterView, topic: Topic, partition_index: int, node_id: int, *, count_dead: bool
     ) -> int:
         live = {*view.brokers, node_id}
-        return [each for each in view.replicas(topic, partition_index) if count_dead or each in live].index(node_id)
+        return [each for each in topic.replicas[partition_index] if count_dead or each in live].index(node_id)
 
     for module in (election, replica_manager):
         patch.setattr(module, "candidate_place", candidate_place)

@@ -102,6 +102,7 @@ class SimulatedProcess:
         self._stream = 0
         self._on_left_behind = on_left_behind
         self._data_dir = DataDir.open(directory, node_id, log_options=log_options)
+        self.log_id = self._data_dir.log_id
         self.leases = ReplicaManager(
             self.client,
             self.view,
@@ -137,7 +138,7 @@ class SimulatedProcess:
         self._lease = BrokerLease(
             self.client,
             self.view.keys,
-            BrokerValue(node_id, f"broker-{node_id}", 9092, log_id=self._data_dir.log_id),
+            BrokerValue(node_id, f"broker-{node_id}", 9092, 9093, self.log_id),
             ttl_s=LEASE_TTL_S,
             clock=self.clock,
             on_claimed=self._on_claimed,

@@ -6,6 +6,9 @@ import asyncio
 import json
 import uuid
 
+import pytest
+from structlog.testing import capture_logs
+
 from kproxy.broker.cluster import NO_OWNER, Change, ClusterView, Kind
 from kproxy.broker.keys import Keys, ReplicaKey
 from kproxy.etcd import KeyValue, Snapshot, WatchEvent
@@ -30,11 +33,17 @@ def delete(key: str, revision: int) -> WatchEvent:
 
 
 def broker(node_id: int, revision: int = 1, lease_id: int = 7) -> KeyValue:
-    return kv(KEYS.broker(node_id), {"node_id": node_id, "host": "h", "port": 9}, revision, lease_id)
+    value = {"node_id": node_id, "host": "h", "port": 9, "replication_port": 9, "log_id": str(LOG_ID)}
+    return kv(KEYS.broker(node_id), value, revision, lease_id)
 
 
 def topic(revision: int = 1, topic_id: uuid.UUID = TOPIC_ID) -> KeyValue:
-    return kv(KEYS.topic("t"), {"topic_id": str(topic_id), "replicas": [[1], [2]]}, revision)
+    return kv(KEYS.topic("t"), {"topic_id": str(topic_id), "replicas": [[1], [2]], "configs": {}}, revision)
+
+
+def state(topic_id: uuid.UUID = TOPIC_ID, **changes: object) -> KeyValue:
+    value = {"leader_epoch": 3, "isr": [[1, str(LOG_ID)]], "topic_id": str(topic_id), "version": 2}
+    return kv(KEYS.state("t", 0), value | changes, 4)
 
 
 class Observed:
@@ -55,15 +64,12 @@ def test_snapshot_is_read_and_reported_once() -> None:
     view = ClusterView(KEYS)
     changes: list[Change] = []
     view.subscribe(changes.append)
-    state = kv(
-        KEYS.state("t", 0), {"leader_epoch": 3, "isr": [[1, str(LOG_ID)]], "topic_id": str(TOPIC_ID), "version": 2}, 4
-    )
-    view.on_snapshot(Snapshot(10, 1, [broker(1), topic(), state, kv(LEASE, b"1", 5, 7)]))
+    view.on_snapshot(Snapshot(10, 1, [broker(1), topic(), state(), kv(LEASE, b"1", 5, 7)]))
     assert changes == [Change(Kind.SNAPSHOT)]
     assert view.owner("t", 0) == 1
     assert view.owner("t", 1) == NO_OWNER
     found = view.topics["t"]
-    assert view.state(found, 0) == (3, [ReplicaKey(1, LOG_ID)], TOPIC_ID, None, 4)
+    assert view.state(found, 0) == (3, [ReplicaKey(1, LOG_ID)], TOPIC_ID, 4)
     assert view.topic_by_id(TOPIC_ID.bytes) == found
 
 
@@ -99,10 +105,8 @@ def test_late_echo_does_not_undo_newer_deletion() -> None:
 
 
 def test_state_of_earlier_topic_counts_as_absent() -> None:
-    state = kv(KEYS.state("t", 0), {"leader_epoch": 3, "isr": [[1, str(LOG_ID)]], "topic_id": str(uuid.UUID(int=9))}, 4)
-    view = Observed(topic(), state).view
+    view = Observed(topic(), state(uuid.UUID(int=9))).view
     assert view.state(view.topics["t"], 0) is None
-    assert view.stored_state("t", 0) is not None
 
 
 def test_deletion_of_topic_reports_its_last_state() -> None:
@@ -128,13 +132,23 @@ def test_unreadable_entry_is_skipped() -> None:
         kv(KEYS.leases + "t/99999999999", b"1", 2),
         kv(KEYS.leases + "0", b"1", 2),
         kv(KEYS.topic("bad"), b"{", 2),
-        kv(KEYS.topic("empty"), {"topic_id": str(TOPIC_ID), "replicas": []}, 2),
+        kv(KEYS.topic("empty"), {"topic_id": str(TOPIC_ID), "replicas": [], "configs": {}}, 2),
+        kv(KEYS.topic("no configs"), {"topic_id": str(TOPIC_ID), "replicas": [[1]]}, 2),
+        kv(KEYS.broker(3), {"node_id": 3, "host": "h", "port": 9, "replication_port": 9}, 2),
         kv(KEYS.broker(1) + "x", b"", 2),
         broker(2),
     )
     assert list(observed.view.brokers) == [2]
     assert observed.view.topics == {}
     assert observed.view.ownership("t", 0) is None
+
+
+@pytest.mark.parametrize("changes", [{"version": 1}, {"version": 3}, {"topic_id": None}, {"isr": [1]}])
+def test_unreadable_state_counts_as_absent(changes: dict[str, object]) -> None:
+    with capture_logs() as logs:
+        view = Observed(topic(), state(**changes), kv(LEASE, b"1", 5, 7), broker(1)).view
+    assert view.state(view.topics["t"], 0) is None
+    assert (view.owner("t", 0), [each["key"] for each in logs]) == (1, [KEYS.state("t", 0)])
 
 
 def test_owner_replaced_by_unreadable_value_is_none() -> None:

@@ -23,7 +23,7 @@ KEY = PartitionKey("t", 0)
 @pytest.fixture
 def view() -> ClusterView:
     view = ClusterView(KEYS)
-    view.apply_put(KEYS.topic("t"), encode_value(TopicValue(uuid.uuid4(), [[1]])), lease_id=0, revision=1)
+    view.apply_put(KEYS.topic("t"), encode_value(TopicValue(uuid.uuid4(), [[1]], {})), lease_id=0, revision=1)
     return view
 
 

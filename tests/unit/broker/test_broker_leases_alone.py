@@ -28,7 +28,7 @@ from kproxy_codec.api_keys import BIND_FENCES
 from kproxy_codec.framing import parse_request_header, request_header
 from kproxy_codec.own import FenceBinding, encode_bind_fences_request
 from kproxy_codec.primitives import INT32
-from tests.support.brokers.replica_group import on_disk
+from tests.support.brokers.replica_group import broker_value, on_disk
 from tests.support.clients.raw_client import produce_frame
 from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
 from tests.support.waiting import eventually
@@ -65,12 +65,18 @@ class Stage:
     async def put(self, key: str, value: BrokerValue | TopicValue | StateValue, lease_id: int = 0) -> None:
         await self.client.txn([], [put_op(key, encode_value(value), lease_id)])
 
+    async def put_topic(self, topic_id: uuid.UUID, replicas: list[int], isr: list[ReplicaKey] | None = None) -> None:
+        """Put topic `t`, which nobody has led; in sync are `isr`, or broker 1 alone."""
+        isr = isr or [ReplicaKey(1, self.data_dir.log_id)]
+        await self.put(KEYS.state("t", 0), StateValue(-1, isr, topic_id))
+        await self.put(KEYS.topic("t"), TopicValue(topic_id, [replicas], {}))
+
     async def begin(self) -> None:
         """Broker 1 comes up."""
         lease = await self.client.lease_grant(TTL_S)
         fence = LeaseFence(lease.lease_id, lambda: 0.0)
         fence.renew(0.0, TTL_S)
-        await self.put(KEYS.broker(1), BrokerValue(1, "h", 1), lease.lease_id)
+        await self.put(KEYS.broker(1), broker_value(1), lease.lease_id)
         fence.claim_revision = self._told = self.store.revision
         self.view.on_snapshot(self.store.snapshot(self.view.prefixes))
         self.leases.begin(fence)
@@ -89,7 +95,7 @@ class Stage:
         """Deleted, and created again; what the new one's id is."""
         topic_id = uuid.uuid4()
         await self.client.txn([], [delete_op(KEYS.topic("t")), delete_op(KEYS.state("t", 0))])
-        await self.put(KEYS.topic("t"), TopicValue(topic_id, [[1]]))
+        await self.put_topic(topic_id, [1])
         return topic_id
 
     def tell_snapshot(self) -> None:
@@ -119,7 +125,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
 async def test_topic_created_and_deleted_unseen_is_no_error(stage: Stage) -> None:
     """A watch that is taken up again tells of both at once: the mirror, and the broker with it, ended at that."""
     stage.view.on_snapshot(Snapshot(1, 1, []))
-    value = encode_value(TopicValue(uuid.uuid4(), [[1]]))
+    value = encode_value(TopicValue(uuid.uuid4(), [[1]], {}))
     put = WatchEvent(False, KeyValue(KEYS.topic("t"), value, 2, 2, 1, 0))
     gone = WatchEvent(True, KeyValue(KEYS.topic("t"), b"", 0, 3, 0, 0))
     stage.view.on_events([put, gone], 3)
@@ -129,7 +135,7 @@ async def test_topic_created_and_deleted_unseen_is_no_error(stage: Stage) -> Non
 async def test_new_epoch_exceeds_all_obeyed_here(stage: Stage) -> None:
     """A restored etcd remembers an earlier one, in which nothing was written: who obeyed it refuses this leader."""
     topic_id = uuid.uuid4()
-    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]]))
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]], {}))
     await stage.put(KEYS.state("t", 0), StateValue(5, [ReplicaKey(1, stage.data_dir.log_id), on_disk(2)], topic_id))
     log = stage.data_dir.open_log("t", 0, topic_id)
     log.checkpoint(0, Leadership(8, 100))
@@ -143,7 +149,7 @@ async def test_new_epoch_exceeds_all_obeyed_here(stage: Stage) -> None:
 @pytest.mark.parametrize("tell", [Stage.tell_snapshot, Stage.tell])
 async def test_lease_key_of_deleted_topic_blocks_no_leader(stage: Stage, tell: Callable[[Stage], None]) -> None:
     """Whether the deletion was seen or not: nobody else can take it as long as the old key is there."""
-    await stage.put(KEYS.topic("t"), TopicValue(uuid.uuid4(), [[1]]))
+    await stage.put_topic(uuid.uuid4(), [1])
     await stage.begin()
     running = asyncio.create_task(stage.leases.run())
     assert await stage.take() is not None
@@ -161,7 +167,7 @@ async def test_lease_key_of_deleted_topic_blocks_no_leader(stage: Stage, tell: C
 async def test_topic_created_after_etcd_restore_is_seen(stage: Stage) -> None:
     """Its revisions are lower than those of before; a replica that is taken for another would not lead."""
     for _ in range(20):
-        await stage.put(KEYS.broker(9), BrokerValue(9, "h", 1))
+        await stage.put(KEYS.broker(9), broker_value(9))
     await stage.begin()
     stage.view.on_restored()
     assert stage.lost == "etcd was restored"
@@ -169,7 +175,7 @@ async def test_topic_created_after_etcd_restore_is_seen(stage: Stage) -> None:
     stage.restore()
     await stage.begin()
     topic_id = uuid.uuid4()
-    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[2, 1]]))
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[2, 1]], {}))
     await stage.put(KEYS.state("t", 0), StateValue(0, [on_disk(2), ReplicaKey(1, stage.data_dir.log_id)], topic_id))
     stage.tell()
     running = asyncio.create_task(stage.leases.run())
@@ -181,7 +187,7 @@ async def test_topic_created_after_etcd_restore_is_seen(stage: Stage) -> None:
 async def test_out_of_sync_log_does_not_lead(stage: Stage) -> None:
     """Its disk was replaced: what was committed is with others, or on the old disk."""
     topic_id = uuid.uuid4()
-    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]]))
+    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]], {}))
     await stage.put(KEYS.state("t", 0), StateValue(5, [on_disk(1), on_disk(2)], topic_id))
     await stage.begin()
     assert await stage.take() is None
@@ -195,8 +201,8 @@ async def test_next_replica_takes_partition_the_first_cannot(stage: Stage, monke
     monkeypatch.setattr(election, "START_GRACE_S", 0.0)
     monkeypatch.setattr(election, "UNWRITTEN_DELAY_S", 0.2)
     topic_id = uuid.uuid4()
-    await stage.put(KEYS.broker(2), BrokerValue(2, "h", 1))
-    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[2, 1]]))
+    await stage.put(KEYS.broker(2), broker_value(2))
+    await stage.put_topic(topic_id, [2, 1], [ReplicaKey(1, stage.data_dir.log_id), on_disk(2)])
     await stage.begin()
     running = asyncio.create_task(stage.leases.run())
     assert await stage.take() is None, "a client's touch took what is wanted elsewhere"
@@ -205,7 +211,7 @@ async def test_next_replica_takes_partition_the_first_cannot(stage: Stage, monke
 
 
 async def test_fence_bind_takes_a_never_taken_partition(stage: Stage) -> None:
-    await stage.put(KEYS.topic("t"), TopicValue(topic_id("t"), [[1]]))
+    await stage.put_topic(topic_id("t"), [1])
     await stage.begin()
     fence = stage.store.revision
     nobody = cast(Any, None)
@@ -224,7 +230,7 @@ async def test_fence_bind_takes_a_never_taken_partition(stage: Stage) -> None:
 
 
 async def test_unreadable_fence_prevents_leading(stage: Stage) -> None:
-    await stage.put(KEYS.topic("t"), TopicValue(uuid.uuid4(), [[1]]))
+    await stage.put_topic(uuid.uuid4(), [1])
     await stage.client.txn([], [put_op(KEYS.fence("t", 0), b"what?")])
     await stage.begin()
     assert await stage.take() is None
@@ -235,7 +241,7 @@ async def test_unreadable_fence_prevents_leading(stage: Stage) -> None:
 
 async def test_records_for_deleted_topic_id_miss_its_namesake(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was deleted and created again while the request waited for it to be taken (KIP-516)."""
-    await stage.put(KEYS.topic("t"), TopicValue(topic_id("t"), [[1]]))
+    await stage.put_topic(topic_id("t"), [1])
     await stage.begin()
     take = stage.leases.take
 
@@ -264,7 +270,7 @@ async def test_leader_that_cannot_begin_returns_its_key(
 ) -> None:
     """Its transaction has made the key: nobody would lead, for as long as the broker lives."""
     topic_id = uuid.uuid4()
-    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1]]))
+    await stage.put_topic(topic_id, [1])
     await stage.begin()
     tried: list[int] = []
 
@@ -287,7 +293,7 @@ async def test_leader_that_cannot_begin_returns_its_key(
 
 async def test_sweeps_leave_settled_partitions_alone(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     topic_id = uuid.uuid4()
-    await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1]]))
+    await stage.put_topic(topic_id, [1])
     await stage.begin()
     monkeypatch.setattr(replica_manager, "SWEEP_INTERVAL_S", 0.01)
     monkeypatch.setattr(replica_manager, "SWEEPS_PER_LOOK_AT_ALL", 1 << 30)

@@ -7,37 +7,23 @@ import uuid
 import pytest
 
 from kproxy.broker.cluster import ClusterView, Topic
-from kproxy.broker.election import (
-    NOT_A_CANDIDATE,
-    candidate_place,
-    initial_replicas,
-    is_in_sync,
-    keeps_replica,
-    was_led,
-)
-from kproxy.broker.keys import BrokerValue, Keys, StateValue, TopicValue, encode_value
+from kproxy.broker.election import NOT_A_CANDIDATE, candidate_place, is_in_sync, was_led
+from kproxy.broker.keys import Keys, StateValue, TopicValue, encode_value
 from kproxy.etcd import KeyValue, Snapshot
-from tests.support.brokers.replica_group import on_disk
+from tests.support.brokers.replica_group import broker_value, on_disk
 
 KEYS = Keys("/candidates")
 TOPIC_ID = uuid.uuid4()
 
 
 def view_of(
-    live: list[int],
-    replicas: list[int],
-    isr: list[int] | None = None,
-    moved_to: list[int] | None = None,
-    *,
-    leader_epoch: int = 3,
-    has_states: bool = False,
+    live: list[int], replicas: list[int], isr: list[int] | None, *, leader_epoch: int = 3
 ) -> tuple[ClusterView, Topic]:
     """One partition of these replicas; without a state where `isr` is None."""
-    kvs = [KeyValue(KEYS.broker(each), encode_value(BrokerValue(each, "h", 1)), 1, 1, 1, 7) for each in live]
-    topic = encode_value(TopicValue(TOPIC_ID, [replicas], has_states=has_states))
-    kvs.append(KeyValue(KEYS.topic("t"), topic, 2, 2, 1, 0))
+    kvs = [KeyValue(KEYS.broker(each), encode_value(broker_value(each)), 1, 1, 1, 7) for each in live]
+    kvs.append(KeyValue(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [replicas], {})), 2, 2, 1, 0))
     if isr is not None:
-        state = encode_value(StateValue(leader_epoch, [on_disk(each) for each in isr], TOPIC_ID, moved_to))
+        state = encode_value(StateValue(leader_epoch, [on_disk(each) for each in isr], TOPIC_ID))
         kvs.append(KeyValue(KEYS.state("t", 0), state, 3, 3, 1, 0))
     view = ClusterView(KEYS)
     view.on_snapshot(Snapshot(3, 1, kvs))
@@ -47,53 +33,30 @@ def view_of(
 @pytest.mark.parametrize(
     ("live", "replicas", "isr", "places", "with_dead"),
     [
-        # What was written is its in-sync replicas' alone, in the order of the replicas.
         ([1, 2, 3], [2, 3, 1], [1, 2, 3], {1: 2, 2: 0, 3: 1, 4: -1}, {1: 2, 2: 0, 3: 1}),
         ([1, 3], [2, 3, 1], [1, 2, 3], {1: 1, 3: 0}, {1: 2, 3: 1}),
         ([1, 2, 3], [2, 3, 1], [1], {1: 0, 2: -1, 3: -1}, {1: 0, 2: -1, 3: -1}),
         ([2, 3], [2, 3, 1], [1], {2: -1, 3: -1}, {2: -1, 3: -1}),
-        # What was never written is its live replicas', the first one's first.
-        ([1, 2, 3], [2, 3, 1], None, {1: 2, 2: 0, 3: 1, 4: -1}, {1: 2, 2: 0, 3: 1}),
-        ([1, 3], [2, 3, 1], None, {1: 1, 3: 0}, {1: 2, 3: 1}),
-        ([3, 4], [2, 3, 1], None, {3: 0, 4: -1}, {3: 1, 4: -1}),
+        # A member that the topic does not name keeps no replica.
+        ([1, 2, 4], [2, 3, 1], [1, 2, 4], {1: 1, 2: 0, 4: -1}, {1: 1, 2: 0, 4: -1}),
     ],
 )
 def test_candidate_has_its_place_in_line(
-    live: list[int], replicas: list[int], isr: list[int] | None, places: dict[int, int], with_dead: dict[int, int]
+    live: list[int], replicas: list[int], isr: list[int], places: dict[int, int], with_dead: dict[int, int]
 ) -> None:
     view, topic = view_of(live, replicas, isr)
     assert {each: candidate_place(view, topic, 0, each, count_dead=False) for each in places} == places
     assert {each: candidate_place(view, topic, 0, each, count_dead=True) for each in with_dead} == with_dead
 
 
-def test_brokers_without_live_replica_queue_in_one_order() -> None:
-    view, topic = view_of([4, 5, 6], [1, 2, 3])
-    places = [candidate_place(view, topic, 0, each, count_dead=False) for each in (4, 5, 6)]
-    assert sorted(places) == [0, 1, 2]
-    first = (4, 5, 6)[places.index(0)]
-    replicas = initial_replicas(view, topic, 0, first)
-    assert (replicas[0], sorted(replicas)) == (first, [4, 5, 6])
-
-
-def test_stand_in_adds_no_replicas_beyond_brokers() -> None:
-    view, topic = view_of([4, 5], [1, 2, 3])
-    assert initial_replicas(view, topic, 0, 5) == [5, 4]
-
-
-def test_moved_partition_is_hosted_at_its_new_place() -> None:
-    view, topic = view_of([1, 4], [1], [4], moved_to=[4])
-    assert [keeps_replica(view, topic, 0, each) for each in (1, 4)] == [False, True]
-    assert candidate_place(view, topic, 0, 1, count_dead=False) == NOT_A_CANDIDATE
-
-
 def test_lost_state_prevents_leading() -> None:
-    view, topic = view_of([1, 2, 4], [1, 2], has_states=True)
+    view, topic = view_of([1, 2, 4], [1, 2], None)
     assert {candidate_place(view, topic, 0, each, count_dead=False) for each in (1, 2, 4)} == {NOT_A_CANDIDATE}
     assert not is_in_sync(view, topic, 0, on_disk(1))
 
 
 def test_partition_nobody_led_is_its_first_logs() -> None:
-    view, topic = view_of([2, 4], [1, 2], [1, 2], leader_epoch=-1, has_states=True)
+    view, topic = view_of([2, 4], [1, 2], [1, 2], leader_epoch=-1)
     assert [candidate_place(view, topic, 0, each, count_dead=False) for each in (2, 4)] == [0, NOT_A_CANDIDATE]
     assert [is_in_sync(view, topic, 0, each) for each in (on_disk(2), on_disk(2, 1))] == [True, False]
     assert not was_led(view, topic, 0)

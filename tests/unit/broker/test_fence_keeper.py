@@ -71,7 +71,8 @@ class Stage:
         self._directory = directory
 
     async def lead(self, topic: str = "t", partitions: int = PARTITIONS) -> list[Partition]:
-        await self.client.txn([], [put_op(KEYS.topic(topic), encode_value(TopicValue(TOPIC_ID, [[1]] * partitions)))])
+        value = TopicValue(TOPIC_ID, [[1]] * partitions, {})
+        await self.client.txn([], [put_op(KEYS.topic(topic), encode_value(value))])
         self.view.on_snapshot(self.store.snapshot(self.view.prefixes))
         led = []
         for index in range(partitions):

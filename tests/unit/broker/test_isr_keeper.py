@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kproxy.broker.cluster import ClusterView
-from kproxy.broker.keys import BrokerValue, Keys, StateValue, encode_value
+from kproxy.broker.keys import Keys, StateValue, encode_value
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition, ReplicaSettings
@@ -21,7 +21,7 @@ from kproxy.broker.replication.isr_keeper import CONCURRENT_CHANGES, IsrKeeper
 from kproxy.broker.replication.partition_replication import FollowerContact, Isr, ReplicationManager
 from kproxy.broker.writer_fence import KeptFence
 from kproxy.etcd import EtcdUnavailable, KeyValue, WatchEvent, put_op
-from tests.support.brokers.replica_group import Fence, on_disk
+from tests.support.brokers.replica_group import Fence, broker_value, on_disk
 from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
 from tests.support.waiting import eventually
 
@@ -54,7 +54,7 @@ def led(tmp_path: Path) -> Iterator[list[Partition]]:
 def view_of(*live: int) -> ClusterView:
     view = ClusterView(KEYS)
     for each in live:
-        view.apply_put(KEYS.broker(each), encode_value(BrokerValue(each, "h", 1)), lease_id=7, revision=each)
+        view.apply_put(KEYS.broker(each), encode_value(broker_value(each)), lease_id=7, revision=each)
     return view
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.election import HAND_OVER_BATCH, LeaderRebalance
-from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, TopicValue, encode_value
+from kproxy.broker.keys import Keys, PartitionKey, TopicValue, encode_value
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
-from tests.support.brokers.replica_group import on_disk
+from tests.support.brokers.replica_group import broker_value, on_disk
 from tests.support.brokers.replicating import Alive
 
 KEYS = Keys("/p")
@@ -39,8 +39,8 @@ def led(tmp_path: Path) -> Iterator[Partition]:
 def view_of(*live: int) -> ClusterView:
     view = ClusterView(KEYS)
     for node_id in live:
-        view.apply_put(KEYS.broker(node_id), encode_value(BrokerValue(node_id, "h", 1)), lease_id=1, revision=node_id)
-    topic = TopicValue(TOPIC_ID, [[2, 1]] * PARTITIONS)
+        view.apply_put(KEYS.broker(node_id), encode_value(broker_value(node_id)), lease_id=1, revision=node_id)
+    topic = TopicValue(TOPIC_ID, [[2, 1]] * PARTITIONS, {})
     view.apply_put(KEYS.topic("t"), encode_value(topic), lease_id=0, revision=9)
     return view
 
@@ -71,11 +71,13 @@ async def test_dead_first_replica_gets_nothing_back(led: Partition) -> None:
 
 async def test_preferred_leader_keeps_partitions_unasked(led: Partition, monkeypatch: pytest.MonkeyPatch) -> None:
     view = view_of(1, 2)
-    view.apply_put(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [[1, 2]] * PARTITIONS)), lease_id=0, revision=10)
+    view.apply_put(
+        KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [[1, 2]] * PARTITIONS, {})), lease_id=0, revision=10
+    )
     rebalance = rebalance_of(view, led)
     assert rebalance.next_batch() == []
-    asked: list[int] = []
-    monkeypatch.setattr(ClusterView, "replicas", lambda view, topic, index: asked.append(index) or [1, 2])
+    asked: list[PartitionKey] = []
+    monkeypatch.setattr(LeaderRebalance, "_stays", lambda rebalance, key: asked.append(key) or True)
     assert (rebalance.next_batch(), asked) == ([], [])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kproxy.broker.cluster import ClusterView
-from kproxy.broker.keys import BrokerValue, Keys, encode_value
+from kproxy.broker.keys import Keys, encode_value
 from kproxy.broker.log import Log
 from kproxy.broker.partition import (
     ACKS_ALL,
@@ -30,7 +30,7 @@ from kproxy.etcd import put_op
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import EpochEnd
 from kproxy_codec.record_batch import HEADER_BYTES, iterate_batches
-from tests.support.brokers.replica_group import ISR_LAG_S, REPLICAS, Group, append, on_disk
+from tests.support.brokers.replica_group import ISR_LAG_S, REPLICAS, Group, append, broker_value, on_disk
 from tests.support.models.replication_rules_off import TruncateToHighWatermark
 from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
 from tests.support.models.simulated_loop import SimulatedLoop
@@ -308,7 +308,7 @@ class Waiting:
         store = EtcdStore(group.clock)
         view = ClusterView(Keys("/p"))
         for node_id in REPLICAS:
-            put = put_op(view.keys.broker(node_id), encode_value(BrokerValue(node_id, "h", 9)))
+            put = put_op(view.keys.broker(node_id), encode_value(broker_value(node_id)))
             store.apply("Put", put.message.request_put)
         view.on_snapshot(store.snapshot(view.prefixes))
         keeper = IsrKeeper(

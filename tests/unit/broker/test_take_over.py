@@ -31,7 +31,7 @@ class Stage:
 
     async def begin(self) -> None:
         self.lease_id = (await self.client.lease_grant(10)).lease_id
-        await self.client.txn([], [put_op(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [[1, 2]])))])
+        await self.client.txn([], [put_op(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [[1, 2]], {})))])
         await self.client.txn([], [put_op(KEYS.lease(*KEY), b"1", self.lease_id)])
         await self.client.txn([], [put_op(KEYS.state(*KEY), encode_value(self.state))])
 
@@ -44,7 +44,7 @@ class Stage:
         """
         found = self.store.get(KEYS.topic("t"))
         assert found is not None
-        topic = Topic("t", TOPIC_ID, [[1, 2]], {}, found.create_revision, found.mod_revision, has_states=False)
+        topic = Topic("t", TOPIC_ID, [[1, 2]], {}, found.create_revision, found.mod_revision)
         attempt = TakeOver(self.client, KEYS, 1, KEY, topic).attempt
         next_state = StateValue(LAST_EPOCH + 1, ALL, TOPIC_ID)
         self.client.link = Link.SLOW

@@ -35,7 +35,7 @@ class Site:
 
     async def begin(self) -> None:
         for node_id, log_id in LOG_IDS.items():
-            value = encode_value(BrokerValue(node_id, "h", 1, log_id=log_id))
+            value = encode_value(BrokerValue(node_id, "h", 9, 9, log_id))
             await self.client.txn([], [put_op(KEYS.broker(node_id), value)])
 
     def admin(self, *, watched: bool = False) -> TopicAdmin:
@@ -58,7 +58,7 @@ class Site:
         """The topic has that id, and so has every one of its states."""
         topic = self.topic()
         assert topic is not None
-        assert (topic.topic_id, topic.has_states, len(topic.replicas)) == (topic_id, True, partitions)
+        assert (topic.topic_id, len(topic.replicas)) == (topic_id, partitions)
         for index, replicas in enumerate(topic.replicas):
             found = self.store.get(KEYS.state("t", index))
             assert found is not None, index

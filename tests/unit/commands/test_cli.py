@@ -28,7 +28,7 @@ FLAGS = {
     "serve": "config",  # And one for each row of docs/configuration.md that names one.
     "broker": "node-id listen advertise replication-listen admin data-dir etcd prefix lease-ttl replication-factor "
     "tls-cert tls-key tls-client-ca tls-client-auth tls-client-crl "
-    "replication-tls-cert replication-tls-key replication-tls-ca replication-tls-mode "
+    "replication-tls-cert replication-tls-key replication-tls-ca "
     f"{ETCD_FLAGS}",
     "dev": "listen brokers data-dir admin lease-ttl writer-group",
     "demo": "rows bootstrap etcd prefix data-dir report keep",

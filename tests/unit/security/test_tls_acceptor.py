@@ -122,12 +122,11 @@ async def test_tls_client_is_let_in_and_counted_once(begin: Begin, loaded: Loade
     assert (site.welcomed, site.counters) == (1, {"tls.handshakes.done": 1})
 
 
-@pytest.mark.parametrize("admits", [False, True])
-async def test_plain_text_is_let_in_where_admitted(begin: Begin, loaded: Loaded, admits: bool) -> None:
-    site = await begin(loaded, admits_plain_text=admits)
-    assert await site.tell(b"ping") == (b"ping" if admits else b"")
-    assert site.counters == ({} if admits else {"tls.handshakes.failed.plain_text": 1})
-    assert site.welcomed == int(admits)
+async def test_plain_text_is_refused(begin: Begin, loaded: Loaded) -> None:
+    site = await begin(loaded)
+    assert await site.tell(b"ping") == b""
+    assert site.counters == {"tls.handshakes.failed.plain_text": 1}
+    assert site.welcomed == 0
 
 
 async def test_http_is_answered_in_http_alone(begin: Begin, loaded: Loaded) -> None:
