@@ -254,6 +254,11 @@ REFUSED_BY_PARTITION: Final = frozenset(_BEFORE_TOPICS)
 """The APIs whose answers have an error for each partition; OffsetFetch only up to version 1."""
 
 
+def is_refused_by_partition(api_key: int, api_version: int) -> bool:
+    """Whether the answer has no place for an error but in each partition (`refuse_partitions`)."""
+    return api_key in REFUSED_BY_PARTITION and not (api_key == OFFSET_FETCH and api_version >= _FETCH_ERROR_FROM)
+
+
 def refuse_partitions(api_key: int, api_version: int, request_body: Buffer, error_code: int) -> Work[bytearray]:
     """The body of an answer that gives each partition of the request this error. Raises CodecError."""
     compact = is_flexible(api_key, api_version)

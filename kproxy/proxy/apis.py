@@ -47,17 +47,24 @@ KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
 
 
 class Permission(NamedTuple):
-    """`operation` on each resource of this kind that a request names."""
+    """`operation` on each resource of this kind that a request names.
+
+    `at`: the field of the request with the name, or with topics; empty: the code that handles the API finds them. `to`:
+    the field of the answer with the results of refused topics; empty: the whole request is refused.
+    """
 
     operation: Operation
     resource: Resource
+    at: str = ""
+    to: str = ""
 
 
 class Api(NamedTuple):
     """One row of the table.
 
-    - `needs`: the permissions that ACLs ask for, after Kafka's table of resources and operations by protocol. They are
-      enforced by kproxy.proxy.access and kproxy.proxy.acl_filter.
+    - `needs`: the permissions that ACLs ask for, after Kafka's table of resources and operations by protocol. Those of
+      APIs that brokers answer are enforced by kproxy.proxy.acl_filter, in this order; the others where the API is
+      handled, by kproxy.proxy.access.
     - `repeatable`: a request that one broker may have carried out may be sent to another broker.
     - `names_brokers`: the answer names brokers, which the proxy replaces (kproxy.proxy.virtual_brokers).
     - `waits`: the answer may wait for other members of a group, for minutes.
@@ -86,16 +93,18 @@ _READ_TOPIC: Final = Permission(Operation.READ, Resource.TOPIC)
 _WRITE_TOPIC: Final = Permission(Operation.WRITE, Resource.TOPIC)
 _DESCRIBE_TOPIC: Final = Permission(Operation.DESCRIBE, Resource.TOPIC)
 _CREATE_TOPIC: Final = Permission(Operation.CREATE, Resource.TOPIC)
-_DELETE_TOPIC: Final = Permission(Operation.DELETE, Resource.TOPIC)
-_ALTER_TOPIC: Final = Permission(Operation.ALTER, Resource.TOPIC)
-_READ_GROUP: Final = Permission(Operation.READ, Resource.GROUP)
-_DESCRIBE_GROUP: Final = Permission(Operation.DESCRIBE, Resource.GROUP)
+_READ_GROUP: Final = Permission(Operation.READ, Resource.GROUP, "group_id")
+_DESCRIBE_GROUP: Final = Permission(Operation.DESCRIBE, Resource.GROUP, "group_id")
 _OWN_GROUP: Final = Permission(Operation.OWN, Resource.GROUP)
-_WRITE_TRANSACTION: Final = Permission(Operation.WRITE, Resource.TRANSACTIONAL_ID)
+_WRITE_TRANSACTION: Final = Permission(Operation.WRITE, Resource.TRANSACTIONAL_ID, "transactional_id")
 _DESCRIBE_TRANSACTION: Final = Permission(Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
 _DESCRIBE_CLUSTER: Final = Permission(Operation.DESCRIBE, Resource.CLUSTER)
 
 _REFUSED: Final = Api(Handling.REFUSED)
+
+
+def _each_topic(operation: Operation, at: str = "topics", to: str = "topics") -> Permission:
+    return Permission(operation, Resource.TOPIC, at, to)
 
 
 def _sasl(api_key: int) -> Api:
@@ -139,13 +148,13 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.OFFSET_COMMIT: Api(
             Handling.GROUP_COORDINATOR,
             (2, 9),
-            needs=(_READ_GROUP, _READ_TOPIC),
+            needs=(_READ_GROUP, _each_topic(Operation.READ)),
             note="Version 10 names topics by id alone.",
         ),
         keys.OFFSET_FETCH: Api(
             Handling.GROUP_COORDINATOR,
             (1, 7),
-            needs=(_DESCRIBE_GROUP, _DESCRIBE_TOPIC),
+            needs=(_DESCRIBE_GROUP, _each_topic(Operation.DESCRIBE)),
             note="Version 8 names several groups, which may have several coordinators (KIP-709).",
         ),
         keys.FIND_COORDINATOR: Api(
@@ -167,8 +176,13 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.API_VERSIONS: Api(
             Handling.PROXY, (0, 4), note="Other versions are answered in version 0 with UNSUPPORTED_VERSION (KIP-511)."
         ),
-        keys.CREATE_TOPICS: Api(Handling.ANY_BROKER, (2, 7), needs=(_CREATE_TOPIC,), repeatable=False),
-        keys.DELETE_TOPICS: Api(Handling.ANY_BROKER, (1, 6), needs=(_DELETE_TOPIC,), repeatable=False),
+        keys.CREATE_TOPICS: Api(Handling.ANY_BROKER, (2, 7), needs=(_each_topic(Operation.CREATE),), repeatable=False),
+        keys.DELETE_TOPICS: Api(
+            Handling.ANY_BROKER,
+            (1, 6),
+            needs=(_each_topic(Operation.DELETE, "topic_names", "responses"),),
+            repeatable=False,
+        ),
         keys.DELETE_RECORDS: _REFUSED,
         keys.INIT_PRODUCER_ID: Api(
             Handling.TRANSACTION_COORDINATOR,
@@ -183,7 +197,10 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.ADD_PARTITIONS_TO_TXN: Api(
             Handling.TRANSACTION_COORDINATOR,
             (0, 3),
-            needs=(_WRITE_TRANSACTION, _WRITE_TOPIC),
+            needs=(
+                _WRITE_TRANSACTION._replace(at="v3_and_below_transactional_id"),
+                _each_topic(Operation.WRITE, "v3_and_below_topics", "results_by_topic_v3_and_below"),
+            ),
             note="From version 4 on only brokers send it.",
         ),
         keys.ADD_OFFSETS_TO_TXN: Api(Handling.TRANSACTION_COORDINATOR, (0, 4), needs=(_WRITE_TRANSACTION, _READ_GROUP)),
@@ -192,7 +209,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.TXN_OFFSET_COMMIT: Api(
             Handling.GROUP_COORDINATOR,
             (0, 5),
-            needs=(_WRITE_TRANSACTION, _READ_GROUP, _READ_TOPIC),
+            needs=(_WRITE_TRANSACTION, _READ_GROUP, _each_topic(Operation.READ)),
         ),
         keys.DESCRIBE_ACLS: _REFUSED,
         keys.CREATE_ACLS: _REFUSED,
@@ -207,7 +224,9 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.ALTER_REPLICA_LOG_DIRS: _REFUSED,
         keys.DESCRIBE_LOG_DIRS: _REFUSED,
         keys.SASL_AUTHENTICATE: _sasl(keys.SASL_AUTHENTICATE),
-        keys.CREATE_PARTITIONS: Api(Handling.ANY_BROKER, (0, 3), needs=(_ALTER_TOPIC,), repeatable=False),
+        keys.CREATE_PARTITIONS: Api(
+            Handling.ANY_BROKER, (0, 3), needs=(_each_topic(Operation.ALTER, to="results"),), repeatable=False
+        ),
         keys.CREATE_DELEGATION_TOKEN: _REFUSED,
         keys.RENEW_DELEGATION_TOKEN: _REFUSED,
         keys.EXPIRE_DELEGATION_TOKEN: _REFUSED,

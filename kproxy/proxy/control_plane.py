@@ -332,7 +332,7 @@ class ControlPlane:
             return answer
         whole = memoryview(b"".join(answer))
         body = whole[response_body_offset(whole, header.api_key, header.api_version) :]
-        return _framed(header, await screen.amend(screened, header, body))
+        return _framed(header, await screen.amend(screened, body))
 
     async def _answer(self, frame: memoryview, header: RequestHeader, verdict: Verdict | None = None) -> list[Buffer]:
         """Answer a request that its client may send, with topics as `verdict` decides. Raises as `answer`."""

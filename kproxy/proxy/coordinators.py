@@ -38,13 +38,13 @@ from kproxy_codec.control import build_response, encode_response
 from kproxy_codec.coordination import (
     BATCHED_FROM,
     GROUP,
-    REFUSED_BY_PARTITION,
     TELL_ERRORS,
     TRANSACTION,
     Found,
     answer_find_coordinator,
     coordination_key,
     error_codes,
+    is_refused_by_partition,
     parse_find_coordinator,
     refuse_partitions,
 )
@@ -72,8 +72,7 @@ MAX_KEY_LENGTH: Final = 1_000
 
 NO_TRANSACTIONS: Final = "the brokers behind this proxy keep no transactions: produce without a transactional.id"
 
-# Versions of OffsetFetch: an error code for the request as a whole; leader epochs.
-_FETCH_ERROR_FROM: Final = 2
+# The version from which OffsetFetch has leader epochs.
 _FETCH_EPOCH_FROM: Final = 5
 
 
@@ -248,7 +247,7 @@ class CoordinatorRequests:
             work = answer_find_coordinator(
                 version, request_body, lambda _, key: Found(key, -1, "", -1, error_code, NO_TRANSACTIONS)
             )
-        elif key in REFUSED_BY_PARTITION and not (key == keys.OFFSET_FETCH and version >= _FETCH_ERROR_FROM):
+        elif is_refused_by_partition(key, version):
             work = refuse_partitions(key, version, request_body, error_code)
         else:
             return with_length([head, encode_response(build_response(key, version, error_code=error_code))])

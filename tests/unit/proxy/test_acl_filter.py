@@ -89,14 +89,11 @@ def test_transactional_writes_need_right_to_id(owned: str, code: int | None) -> 
     assert refused == ({} if code is None else {(0, 0): code, (0, 1): code})
 
 
-async def test_api_without_decision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was forwarded unscreened, with the proxy's own identity."""
-    monkeypatch.delitem(acl_filter.DECISIONS, keys.CREATE_TOPICS)  # type: ignore[arg-type]
-    rules = Rules([])
-    screen = AclFilter(AccessControl(lambda: rules, Counter()).client(), Topology())
-    frame = request(keys.CREATE_TOPICS, 5, topics=[], timeout_ms=1, validate_only=False)
-    with pytest.raises(CodecError, match="no rules of access are known for CREATE_TOPICS"):
-        await screen.screen(frame, parse_request_header(frame))
+async def test_api_with_unplaced_needs_is_refused(access: ClientAccess) -> None:
+    """Where in a request its topics are stands in the row; otherwise brokers would get it with the proxy's identity."""
+    frame = request(keys.LIST_OFFSETS, 5, replica_id=-1, isolation_level=0, topics=[])
+    with pytest.raises(CodecError, match="no rules of access are known for LIST_OFFSETS"):
+        await AclFilter(access, Topology()).screen(frame, parse_request_header(frame))
 
 
 async def test_first_denial_of_control_request_is_logged() -> None:

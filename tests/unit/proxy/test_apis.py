@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.proxy.acl_filter import DECISIONS
 from kproxy.proxy.api_versions import BrokerApis, offer
 from kproxy.proxy.apis import APIS, KEY_TYPES, NOT_SERVED, SERVED, Handling, proxy_ranges
 from kproxy.proxy.client_session import _PARTITIONED
@@ -58,12 +57,6 @@ def test_refused_api_is_not_offered_or_permitted() -> None:
 
 def test_every_resource_api_needs_a_permission() -> None:
     assert {key for key, api in SERVED.items() if not api.needs} == {keys.API_VERSIONS, keys.DESCRIBE_CLUSTER, *SASL}
-
-
-def test_every_api_that_brokers_answer_has_decision() -> None:
-    """The others are ended by the gate, the claims and ApiVersions, or are split: kproxy.proxy.access refuses there."""
-    handled = {key for key, api in SERVED.items() if api.handling not in (Handling.PROXY, Handling.SPLIT)}
-    assert handled == DECISIONS.keys()
 
 
 def test_the_codec_reads_every_version_of_the_table() -> None:
