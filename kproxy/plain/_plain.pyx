@@ -9,7 +9,7 @@ Each class has a twin in Python, its reference, which runs where this is not bui
   answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
   chunks.pxi    the open chunk of kproxy.trail.acknowledgements
   path.pxi      kproxy.proxy.plain_path
-  meters.pxi    kproxy.security.quotas, kproxy.proxy.metering
+  meters.pxi    the account of kproxy.security.quotas
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
   spans.pxi     a class and a function of kproxy.trail.spans
 
