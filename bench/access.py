@@ -12,8 +12,8 @@ that were measured (bootstrap, 95 %). On Linux the proxy has a core of its own, 
 Connections are open and authenticated before the measurement starts: a password is checked once for each connection,
 which costs milliseconds.
 
-What a quota adds is less than the table can show. So the charge of one request is measured by itself as well, with the
-call of Python that a compiled path does without: the least of many short loops, less that of an empty loop.
+What a quota adds is less than the table can show. So the charge of one request is measured by itself as well: the least
+of many short loops, less that of an empty loop.
 """
 
 from __future__ import annotations

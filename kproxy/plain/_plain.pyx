@@ -9,10 +9,9 @@ Each class has a twin in Python, its reference, which runs where this is not bui
   answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
   chunks.pxi    the open chunk of kproxy.trail.acknowledgements
   path.pxi      kproxy.proxy.plain_path
-  meters.pxi    kproxy.security.quotas, kproxy.proxy.metering
+  meters.pxi    the account of kproxy.security.quotas
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
-  spans.pxi     kproxy.trail.spans
-  overlaps.pxi  kproxy.trail.overlaps
+  spans.pxi     a class and a function of kproxy.trail.spans
 
 `CompiledPath` gets every whole frame of a client first. A request that passes the gate below is indexed, sent by the
 routes of its partitions, answered and noted here; everything else is left to the Python path from the same frame, with
@@ -47,9 +46,8 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.list cimport PyList_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_FromMemory, PyMemoryView_GET_BUFFER
-from libc.math cimport llrint
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy, memmove, memset, strlen
+from libc.string cimport memcmp, memcpy, memmove, memset
 
 from collections import deque
 from time import monotonic
@@ -120,8 +118,6 @@ cdef class AnswerOrder
 cdef class CompiledPath
 cdef class CompiledSlot
 cdef class AnswerReader
-cdef class AddedTo
-cdef class Partitions
 
 include "spans.pxi"
 include "frames.pxi"
@@ -131,7 +127,6 @@ include "chunks.pxi"
 include "path.pxi"
 include "meters.pxi"
 include "readers.pxi"
-include "overlaps.pxi"
 
 
 # The functions of wire.h, for tests.

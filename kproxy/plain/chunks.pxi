@@ -34,10 +34,8 @@ cdef class OpenChunk:
     cdef public int64_t first_sequence, acks, unread
     cdef public double latency_s
     cdef public list woken, chunks
-    cdef public object key, origin
-    cdef public AddedTo partition
+    cdef public object key, origin, partition, row
     cdef public Py_ssize_t place
-    cdef public OpenRow row
 
     def __init__(self, key, origin, list woken):
         self.key, self.origin, self.woken = key, origin, woken
@@ -108,58 +106,29 @@ cdef class OpenChunk:
 
     cdef inline int close(self) except -1:
         """See kproxy.trail.acknowledgements._OpenChunk.finish."""
-        cdef Chunk chunk = self.finished()
-        if chunk is not None:
-            if self.chunks is None:
-                self.chunks = []
-            self.chunks.append(chunk)
-        return 0
-
-    cdef Chunk finished(self):
-        """Close the chunk and return it; None if none is open, or its batches count as unread."""
-        cdef Chunk chunk = None
+        cdef Chunk chunk
         if not self.batches or not self.has_producer:
-            return None
+            return 0
         self.put_span()
         self.wanted_room = max(LEAST_ROOM, self.held.size + KP_SPAN_BYTES)
         if self.has_empty:
             self.unread += self.batches
             PyMem_Free(self.held.bytes)
         else:
+            # It may have grown by many steps.
+            set_room(&self.held, self.held.size)
             chunk = Chunk.__new__(Chunk)
             chunk.producer_id, chunk.producer_epoch = kp_int64(self.own_producer), kp_int16(self.own_producer + 8)
             chunk.record_count = self.records
             chunk.begin(self.first_sequence if self.is_counted else NO_SEQUENCE)
             chunk.held = self.held
             chunk.batches, chunk.bytes = self.batches, self.size
+            if self.chunks is None:
+                self.chunks = []
+            self.chunks.append(chunk)
         memset(&self.held, 0, sizeof(self.held))
         self.has_producer, self.batches, self.size, self.records, self.has_empty = False, 0, 0, 0, False
-        return chunk
-
-    cdef bint take_into(self, Partitions partitions, int64_t acked_at, bint is_shipped) except -1:
-        """Take its only chunk, see kproxy.trail.overlaps.Partitions.take; False leaves it to the trail."""
-        cdef OpenRow row = self.row
-        cdef Chunk chunk
-        if self.chunks is not None:
-            return False
-        chunk = self.finished()
-        if chunk is None:
-            return False
-        if self.unread or (is_shipped and (row is None or not row.may_take(chunk, self.acks))):
-            self.chunks = [chunk]
-            return False
-        try:
-            partitions.put(self, chunk)
-        except Exception:
-            # The same will happen to the trail, which reports it.
-            self.chunks = [chunk]
-            return False
-        self.is_idle = True
-        if is_shipped:
-            row.go_on(chunk)
-            row.last_acked_at = acked_at
-            row.add_latency(self.latency_s)
-        return True
+        return 0
 
     def take(self):
         """See kproxy.trail.acknowledgements._OpenChunk.take."""

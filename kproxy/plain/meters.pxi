@@ -1,15 +1,12 @@
-# Charge the account of a client with a quota: the twins of kproxy.security.quotas and kproxy.proxy.metering.
+# Charge the account of a client with a quota: the twin of an account of kproxy.security.quotas.
 
 cdef extern from *:
     """
     /* As in kproxy.security.quotas. */
     #define BURST_S 1.0
     #define LONGEST_WAIT_S 30.0
-    /* As in kproxy.proxy.metering. */
-    #define CLIENT_ID_AT 12
     """
     const double BURST_S, LONGEST_WAIT_S
-    const Py_ssize_t CLIENT_ID_AT
 
 
 cdef class Bucket:
@@ -54,9 +51,6 @@ cdef class Account:
         self.requests = None if requests is None else Bucket(requests)
 
     def use(self, double now, *, int64_t produced, int64_t fetched):
-        return self.take(now, produced, fetched)
-
-    cdef double take(self, double now, int64_t produced, int64_t fetched):
         cdef double wait = 0.0, more
         if self.requests is not None:
             wait = self.requests.take(1.0, now)
@@ -83,50 +77,3 @@ cdef class Account:
                 (<Bucket>bucket).take(0.0, now)
                 active = active or (<Bucket>bucket).used > 0.0 or (<Bucket>bucket).level > 0.0
         return active
-
-
-cdef class Charging:
-    """See kproxy.proxy.metering.Charging."""
-
-    cdef public Account _account, _of_named
-    cdef public bint _names_clients
-    cdef public bytes _named
-    cdef public int64_t _sent_bytes
-    cdef AnswerOrder answers
-    cdef Clock clock
-
-    def __init__(self, AnswerOrder answers, clock):
-        self.answers, self.clock = answers, clock_of(clock)
-
-    def take(self, frame, double first_byte_at):
-        return self.take_span(frame, data_of(frame), 0, len(frame), self.clock.now(), first_byte_at)
-
-    cdef bint take_span(
-        self, view, const uint8_t *chunk, Py_ssize_t start, Py_ssize_t size, double now, double first_byte_at
-    ) except -1:
-        """Like `take`, for a frame in `view`, whose bytes are at `chunk`; `now` is the time of the event."""
-        cdef const uint8_t *data = chunk + start
-        cdef Account account = self._account
-        cdef PacedOutbox outbox
-        cdef int64_t fetched = 0
-        cdef double wait
-        if self._names_clients:
-            account = self._of_named if self.is_named(data, size) else self._account_of(view[start:start + size])
-        if account is None:
-            return False
-        outbox = self.answers.outbox
-        if outbox is not None:
-            fetched, self._sent_bytes = outbox.written_bytes - self._sent_bytes, outbox.written_bytes
-        wait = account.take(now, size if size >= 6 and kp_int16(data + 4) == PRODUCE_KEY else 0, fetched)
-        if wait > 0.0:
-            self._throttle(view[start:start + size], first_byte_at, account, wait)
-            return True
-        return False
-
-    cdef inline bint is_named(self, const uint8_t *data, Py_ssize_t size):
-        """Whether a request has the client id that is kept."""
-        cdef Py_ssize_t length
-        if self._named is None:
-            return False
-        length = PyBytes_GET_SIZE(self._named)
-        return size >= CLIENT_ID_AT + length and not memcmp(data + CLIENT_ID_AT, PyBytes_AS_STRING(self._named), length)

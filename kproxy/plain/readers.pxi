@@ -113,10 +113,11 @@ cdef class RequestReader:
     cdef public object _ranges
     # A deque; None while no request waits.
     cdef public object _backlog
+    # A meter; None where no quota applies to the client.
+    cdef public object _charging
     # The object that begins requests before `_take` is called, and the same object where it is the plain path itself.
     cdef object taker
     cdef CompiledPath path
-    cdef public Charging _charging
     cdef public int64_t _arriving_bytes, _max_bytes, _max_requests
     cdef public double _first_byte_at
     cdef ProduceCounts tally
@@ -236,7 +237,7 @@ cdef class RequestReader:
     ) except -1:
         """Begin the request of `size` bytes at `start` of `view`, whose bytes are at `data`."""
         cdef AnswerOrder answers = self._answers
-        if self._charging is not None and self._charging.take_span(view, data, start, size, now, first_byte_at):
+        if self._charging is not None and self._charging.take(view[start:start + size], first_byte_at):
             if self.path is not None:
                 self.path.has_looked = False
         elif not self.takes(view, data, start, size, now, first_byte_at):

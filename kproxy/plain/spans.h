@@ -125,44 +125,6 @@ static inline size_t kp_join_intervals(kp_interval *all, size_t count) {
     return count ? last + 1 : 0;
 }
 
-/* A bitmap of offsets. */
-#define KP_BITMAP_WORDS 1024
-
-/* Set the bits of the spans' offsets, of which `low` has the first bit and `mapped` have one. Return the number of
- * offsets, -1 if one has no bit, or its bit is set already. */
-static inline int64_t kp_map_spans(uint64_t *bits, int64_t low, uint64_t mapped, const kp_spans *spans) {
-    const uint8_t *at = spans->bytes;
-    kp_interval span = {0, 0};
-    uint64_t all = 0;
-    for (uint32_t number = 0; number < spans->count; number++) {
-        at = kp_next_span(at, &span);
-        uint64_t from = (uint64_t)span.start - (uint64_t)low, left = (uint64_t)span.end - (uint64_t)span.start;
-        if (from > mapped || left > mapped - from) return -1;
-        all += left;
-        while (left) {
-            uint64_t shift = from & 63, taken = 64 - shift < left ? 64 - shift : left;
-            uint64_t mask = ~(uint64_t)0 >> (64 - taken) << shift;
-            if (bits[from >> 6] & mask) return -1;
-            bits[from >> 6] |= mask;
-            from += taken;
-            left -= taken;
-        }
-    }
-    return (int64_t)all;
-}
-
-/* The least first offset; INT64_MAX if there are no spans. */
-static inline int64_t kp_least_offset(const kp_spans *spans) {
-    const uint8_t *at = spans->bytes;
-    kp_interval span = {0, 0};
-    int64_t least = INT64_MAX;
-    for (uint32_t number = 0; number < spans->count; number++) {
-        at = kp_next_span(at, &span);
-        if (span.start < least) least = span.start;
-    }
-    return least;
-}
-
 /* The longest number in decimal digits: 19 of them, a sign and a comma. */
 #define KP_NUMBER_BYTES 21
 

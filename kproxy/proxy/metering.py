@@ -13,8 +13,6 @@ force; until then the meter looks again every LOOK_S.
 
 Bytes produced are those of whole Produce requests. Bytes fetched are all that was sent to the client since its last
 request.
-
-The compiled plain path (kproxy.plain) has a twin of `Charging`, which is used instead where it is built.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
-from kproxy.plain import compiled
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.security.principals import Principal
 from kproxy.security.quotas import LONGEST_WAIT_S, Account, Quotas
@@ -33,7 +30,8 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import RESPONSE_CORRELATION_ID_OFFSET, client_id, parse_request_header
 from kproxy_codec.primitives import INT16, INT32, Buffer
 
-_API_KEY_AT: Final = 4
+_API_KEY_AT, _API_KEY_END = 4, 6
+_int16 = INT16.unpack_from
 # Of the client id in a frame, its length first; and the longest one that is kept.
 _CLIENT_ID_AT: Final = 12
 MOST_CLIENT_ID_BYTES: Final = 255
@@ -52,56 +50,7 @@ class Metered(Protocol):
         ...
 
 
-class _Charging:
-    """What each request of a meter passes. `answers` are those of its connection."""
-
-    def __init__(self, answers: AnswerOrder, clock: Callable[[], float]) -> None:
-        self._answers = answers
-        self._clock = clock
-        # Whether the account depends on the client id; else it is always this one.
-        self._names_clients = False
-        self._account: Account | None = None
-        # The client id of an earlier request, as it is in a frame, and its account.
-        self._named: bytes | None = None
-        self._of_named: Account | None = None
-        self._sent_bytes = 0
-
-    def take(self, frame: memoryview, first_byte_at: float) -> bool:
-        """Charge a request; True if it exceeds a quota: it is begun then. Raises CodecError."""
-        account = self._account
-        if self._names_clients:
-            named = self._named
-            if named is not None and frame[_CLIENT_ID_AT : _CLIENT_ID_AT + len(named)] == named:
-                account = self._of_named
-            else:
-                account = self._account_of(frame)
-        if account is not None:
-            outbox = self._answers.outbox
-            sent_bytes = outbox.written_bytes if outbox is not None else self._sent_bytes
-            fetched, self._sent_bytes = sent_bytes - self._sent_bytes, sent_bytes
-            produced = len(frame) if _api_key(frame) == PRODUCE else 0
-            wait = account.use(self._clock(), produced=produced, fetched=fetched)
-            if wait > 0:
-                self._throttle(frame, first_byte_at, account, wait)
-                return True
-        return False
-
-    def _account_of(self, frame: memoryview) -> Account | None:
-        """Find the account by the client id of a request, and keep both."""
-        raise NotImplementedError
-
-    def _throttle(self, frame: memoryview, first_byte_at: float, account: Account, wait: float) -> None:
-        """Begin a request that exceeds a quota, and stop reading for `wait` seconds. Raises CodecError."""
-        raise NotImplementedError
-
-
-if TYPE_CHECKING:
-    Charging = _Charging
-else:
-    Charging = compiled.Charging if compiled is not None else _Charging
-
-
-class Meter(Charging):
+class Meter:
     """The meter of one connection. `quotas` returns those that were read last, `on_pressure` stops reading."""
 
     def __init__(
@@ -114,7 +63,7 @@ class Meter(Charging):
         clock: Callable[[], float],
         counters: Counter[str],
     ) -> None:
-        super().__init__(answers, clock)
+        self._answers = answers
         self._quotas = quotas
         self._principal = principal
         self._session = session
@@ -125,8 +74,38 @@ class Meter(Charging):
         # The account that is waited for, and the time at which the wait ends in any case.
         self._exceeded: Account | None = None
         self._ends_at = 0.0
+        # Whether the account depends on the client id; else it is always this one.
+        self._names_clients = False
+        self._account: Account | None = None
+        # The client id of an earlier request, as it is in a frame, and its account.
+        self._named: bytes | None = None
+        self._of_named: Account | None = None
+        self._sent_bytes = 0
         self._known = quotas()
         self._use_known()
+
+    def take(self, frame: memoryview, first_byte_at: float) -> bool:
+        """Charge a request; True if it exceeds a quota: it is begun then. Raises CodecError."""
+        account = self._account
+        if self._names_clients:
+            named = self._named
+            if named is not None and frame[_CLIENT_ID_AT : _CLIENT_ID_AT + len(named)] == named:
+                account = self._of_named
+            else:
+                account = self._account_of(frame)
+        if account is None:
+            return False
+        fetched, outbox = 0, self._answers.outbox
+        if outbox is not None:
+            sent_bytes = outbox.written_bytes
+            fetched, self._sent_bytes = sent_bytes - self._sent_bytes, sent_bytes
+        size = len(frame)
+        is_produce = size >= _API_KEY_END and _int16(frame, _API_KEY_AT)[0] == PRODUCE
+        wait = account.use(self._now(), produced=size if is_produce else 0, fetched=fetched)
+        if wait <= 0.0:
+            return False
+        self._throttle(frame, first_byte_at, account, wait)
+        return True
 
     def look(self) -> None:
         """Use the quotas that were read last."""
@@ -141,6 +120,7 @@ class Meter(Charging):
         self._named = self._of_named = None
 
     def _account_of(self, frame: memoryview) -> Account | None:
+        """Find the account by the client id of a request, and keep both."""
         try:
             parse_request_header(frame)
         except CodecError:
@@ -154,6 +134,7 @@ class Meter(Charging):
         return account
 
     def _throttle(self, frame: memoryview, first_byte_at: float, account: Account, wait: float) -> None:
+        """Begin a request that exceeds a quota, and stop reading for `wait` seconds. Raises CodecError."""
         self._counters["quotas.throttled"] += 1
         if self._timer is None:
             self._on_pressure(True)
@@ -180,11 +161,6 @@ class Meter(Charging):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = self._exceeded = None
-
-
-def _api_key(frame: memoryview) -> int:
-    api_key: int = INT16.unpack_from(frame, _API_KEY_AT)[0] if len(frame) >= _API_KEY_AT + INT16.size else -1
-    return api_key
 
 
 class ThrottledSlot(Slot):

@@ -16,7 +16,7 @@ from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.memory_budget import LAST_READ_BYTES
-from kproxy.proxy.metering import Charging
+from kproxy.proxy.metering import Meter
 from kproxy.runtime.tasks import TURN_S
 from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import CHUNK_BYTES
@@ -64,7 +64,7 @@ class RequestReader:
     _answers: AnswerOrder
     _ranges: Ranges
     _plain: Taker | None
-    _charging: Charging | None
+    _charging: Meter | None
 
     def __init__(self, context: ProxyContext) -> None:
         self._clock = context.clock

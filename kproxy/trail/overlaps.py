@@ -13,8 +13,6 @@ Invariants
 4. What a writer refers to is checked before it is used: the detector must have the partition still, and the write at
    its place must be the writer's own. A partition that the detector has forgotten keeps nothing once it is judged, so
    that writers, of which there may be any number, keep no more than the detector.
-
-The compiled plain path (kproxy.plain) has twins of `Writes`, `AddedTo` and `Partitions`, which every look runs.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from kproxy.plain import compiled
 from kproxy.trail.spans import Chunk, Intervals
 from kproxy_codec.record_batch import NO_PRODUCER_ID
 
@@ -94,7 +91,7 @@ _Write: TypeAlias = tuple[Origin, Chunk]
 _Added: TypeAlias = tuple[Writer, Chunk]
 
 
-class _Writes:
+class _LastWrites:
     """The last chunks written to a partition, in the order of arrival.
 
     A chunk that continues its producer's last one is added to that one.
@@ -116,37 +113,29 @@ class _Writes:
             if last is None or not last.extend(chunk):
                 writer.place = len(self.writes)
                 self.writes.append((writer.origin, chunk))
-            elif len(last.spans) > 4 * MAX_SPANS_REMEMBERED:
+            elif last.span_count > 2 * MAX_SPANS_REMEMBERED:
                 last.shorten(MAX_SPANS_REMEMBERED)
-            self._spans += len(chunk.spans) // 2
+            self._spans += chunk.span_count
         return len(self.writes) > self.most or (self._spans > MAX_SPANS_TOGETHER and self.count() > MAX_SPANS_TOGETHER)
 
     def count(self) -> int:
         """The number of spans."""
-        self._spans = sum(len(chunk.spans) // 2 for _, chunk in self.writes)
+        self._spans = sum(chunk.span_count for _, chunk in self.writes)
         return self._spans
 
     def _last(self, writer: Writer, chunk: Chunk) -> Chunk | None:
         """The last write of the chunk's producer by this writer."""
-        places = range(len(self.writes) - 1, -1, -1)
-        for place in (writer.place, *places) if writer.place < len(self.writes) else places:
+        producer = _producer(chunk)
+        if writer.place < len(self.writes):
+            origin, last = self.writes[writer.place]
+            if origin is writer.origin and _producer(last) == producer:
+                return last
+        for place in range(len(self.writes) - 1, -1, -1):
             origin, last = self.writes[place]
-            if origin is writer.origin and _producer(last) == _producer(chunk):
+            if origin is writer.origin and _producer(last) == producer:
                 writer.place = place
                 return last
         return None
-
-
-if TYPE_CHECKING:
-    Writes = _Writes
-else:
-    Writes = _Writes if compiled is None else compiled.Writes
-
-
-class _LastWrites(Writes):
-    """Look up who wrote an offset first, and drop old writes."""
-
-    __slots__ = ()
 
     def first_origin(self, offset: int, now: Chunk) -> Origin | None:
         """The first origin of the offset; None if it was this very batch of `now`, _NOBODY if it is forgotten."""
@@ -175,7 +164,7 @@ class _LastWrites(Writes):
             for age, write in writes:
                 write[1].shorten(room)
                 kept.append((age, write))
-                room -= len(write[1].spans) // 2
+                room -= write[1].span_count
                 if room <= 0:
                     break
             spare -= max(0, more - room)
@@ -185,22 +174,11 @@ class _LastWrites(Writes):
         self.most = len(self.writes) + MAX_ADDED
 
 
-class _AddedTo:
-    """A partition that chunks are added to, to be judged together.
+class OverlapDetector:
+    """The assigned offsets of all partitions.
 
-    `is_kept`: the detector has it still; writers may refer to it for longer.
+    `add` the chunks of a look, then `judge` them.
     """
-
-    __slots__ = ("added", "intervals", "is_kept")
-
-    def __init__(self) -> None:
-        self.is_kept = True
-        self.intervals = Intervals()
-        self.added: list[_Added] = []
-
-
-class _Partitions:
-    """The partitions of a detector, which `find` and `begin` them."""
 
     __slots__ = ("added", "partitions")
 
@@ -214,9 +192,9 @@ class _Partitions:
         """Take acknowledged offsets; the chunk is extended here from now on."""
         found = writer.partition
         if found is None or not found.is_kept:
-            found = writer.partition = self.find(writer.key)
+            found = writer.partition = self._find(writer.key)
         if not chunk.base_offset and found.is_recreated(chunk):
-            found = writer.partition = self.begin(writer.key)
+            found = writer.partition = self._begin(writer.key)
         if not found.added:
             self.added.append(found)
             # Now it is the last one written to.
@@ -224,47 +202,15 @@ class _Partitions:
             self.partitions[writer.key] = found
         found.added.append((writer, chunk))
 
-    def take(self, writers: list[Any], rest: int, acked_at: int, is_shipped: bool) -> bool:
-        """Take what writers got acknowledged, from the list's end, until `rest` are left.
-
-        True if the last one is left to the trail (kproxy.trail.trail). The compiled twin leaves few: it takes a single
-        chunk that continues its row, if it `is_shipped`, at the time `acked_at`.
-        """
-        return len(writers) > rest
-
-    def find(self, key: PartitionKey) -> _Partition:
-        """The partition with this key; it is begun if there is none."""
-        raise NotImplementedError
-
-    def begin(self, key: PartitionKey) -> _Partition:
-        """Begin a partition, which may be that of a recreated topic."""
-        raise NotImplementedError
-
-
-if TYPE_CHECKING or compiled is None:
-    AddedTo = _AddedTo
-    Partitions = _Partitions
-else:
-    AddedTo, Partitions = compiled.AddedTo, compiled.Partitions
-
-
-class OverlapDetector(Partitions):
-    """The assigned offsets of all partitions.
-
-    `add` the chunks of a look, then `judge` them.
-    """
-
-    __slots__ = ()
-
-    def find(self, key: PartitionKey) -> _Partition:
+    def _find(self, key: PartitionKey) -> _Partition:
         found = self.partitions.get(key)
         if found is not None:
             return found
         if len(self.partitions) >= MAX_PARTITIONS:
             self.partitions.pop(next(iter(self.partitions))).forget()
-        return self.begin(key)
+        return self._begin(key)
 
-    def begin(self, key: PartitionKey) -> _Partition:
+    def _begin(self, key: PartitionKey) -> _Partition:
         earlier = self.partitions.get(key)
         if earlier is not None:
             earlier.forget()
@@ -288,12 +234,19 @@ class OverlapDetector(Partitions):
         return overlaps
 
 
-class _Partition(AddedTo):
-    __slots__ = ("_last_writes", "key")
+class _Partition:
+    """A partition; the chunks that are `added` to it are judged together.
+
+    `is_kept`: the detector has it still; writers may refer to it for longer.
+    """
+
+    __slots__ = ("_last_writes", "added", "intervals", "is_kept", "key")
 
     def __init__(self, key: PartitionKey) -> None:
-        super().__init__()
         self.key = key
+        self.is_kept = True
+        self.intervals = Intervals()
+        self.added: list[_Added] = []
         self._last_writes = _LastWrites()
 
     def is_recreated(self, chunk: Chunk) -> bool:

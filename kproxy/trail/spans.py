@@ -1,8 +1,10 @@
 """Runs of acknowledged offsets, grouped by producer, and the rows being built from them.
 
 Spans are a first offset and a number of records, alternating, in an array of 64-bit integers. Where many connections
-write to a partition, nearly every batch is a span of its own. The compiled plain path (kproxy.plain) has twins of
-`Chunk`, `OpenRow` and `Intervals`, which are used instead where it is built; they keep spans in two bytes each, mostly.
+write to a partition, nearly every batch is a span of its own.
+
+The compiled plain path (kproxy.plain) has twins of `Chunk` and `join`, which are used instead where it is built: its
+chunks keep spans in two bytes each, mostly.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Spans: TypeAlias = "array[int]"
 MAX_SPANS: Final = 500
 MAX_LATENCIES: Final = 32
 _MICROS: Final = 1_000_000
-_IN_JSON: Final = (
+_OF_CHUNK: Final = (
     "producer_id",
     "producer_epoch",
     "first_sequence",
@@ -30,8 +32,6 @@ _IN_JSON: Final = (
     "record_count",
     "batches",
     "bytes",
-    "first_acked_at",
-    "last_acked_at",
 )
 
 
@@ -50,6 +50,10 @@ class _Chunk:
     """Acknowledged batches of one producer without a gap in their sequence numbers; fields as in `rows.Range`.
 
     `next_sequence` is the base_sequence of the producer's next batch. `spans` are read only: a copy may come.
+
+    All that the trail does after noting takes 500 ns a batch in Python alone, where eight producers send requests of
+    100 × 100 B by turns: more than half of the 0.9 µs that the proxy takes for a batch. With compiled chunks it takes a
+    seventh of that (`make bench SECTION=trail`, with and without KPROXY_PLAIN=off).
     """
 
     __slots__ = (
@@ -123,32 +127,44 @@ class _Chunk:
             del self.spans[:excess]
 
     @property
+    def span_count(self) -> int:
+        return len(self.spans) // 2
+
+    def spans_as_json(self) -> bytes:
+        """The numbers of the spans in JSON, with commas between them."""
+        return msgspec.json.encode(self.spans.tolist())[1:-1]
+
+    @property
     def base_offset(self) -> int:
         """The first span's first offset."""
         return self.spans[0]
 
 
-class _OpenRow(_Chunk):
+if TYPE_CHECKING:
+    Chunk = _Chunk
+else:
+    Chunk = compiled.Chunk if compiled is not None else _Chunk
+
+
+class OpenRow:
     """A row that is not closed yet: a chunk that later ones continue; other fields as in `rows.Range`.
 
     `began` is in seconds of the monotonic clock.
     """
 
-    __slots__ = ("acks", "began", "first_acked_at", "last_acked_at", "latency_us")
+    __slots__ = ("acks", "began", "chunk", "first_acked_at", "last_acked_at", "latency_us")
 
-    def __init__(self, chunk: _Chunk, acks: int, began: float, first_acked_at: int, acked_at: int) -> None:
-        for name in _Chunk.__slots__:
-            setattr(self, name, getattr(chunk, name))
-        self.spans = chunk.spans[:]
+    def __init__(self, chunk: Chunk, acks: int, began: float, first_acked_at: int, acked_at: int) -> None:
+        self.chunk = chunk.copy()
         self.acks = acks
         self.began = began
         self.first_acked_at = first_acked_at
         self.last_acked_at = acked_at
         self.latency_us: list[int] = []
 
-    def take(self, chunk: _Chunk, acks: int, acked_at: int) -> bool:
+    def take(self, chunk: Chunk, acks: int, acked_at: int) -> bool:
         """Take in a chunk that continues the row; False if it does not, or the row has enough spans."""
-        if acks != self.acks or len(self.spans) >= 2 * MAX_SPANS or not self.extend(chunk):
+        if acks != self.acks or self.chunk.span_count >= MAX_SPANS or not self.chunk.extend(chunk):
             return False
         self.last_acked_at = acked_at
         return True
@@ -160,11 +176,46 @@ class _OpenRow(_Chunk):
 
     def as_json(self) -> bytes:
         """The fields of `rows.Range` from `producer_id` on, in JSON, without blanks."""
-        fields = {name: getattr(self, name) for name in _IN_JSON} | {"spans": self.spans.tolist()}
-        return msgspec.json.encode(fields | {"latency_us": self.latency_us})[1:-1]
+        fields = {name: getattr(self.chunk, name) for name in _OF_CHUNK} | {
+            "first_acked_at": self.first_acked_at,
+            "last_acked_at": self.last_acked_at,
+        }
+        return b'%b,"spans":[%b],"latency_us":%b' % (
+            msgspec.json.encode(fields)[1:-1],
+            self.chunk.spans_as_json(),
+            msgspec.json.encode(self.latency_us),
+        )
 
 
-class _Intervals:
+def _join(starts: list[int], ends: list[int], added: list[Chunk]) -> tuple[list[int], list[int]] | None:
+    """Join intervals and the spans of chunks, at least one, to intervals in order: return their starts and ends.
+
+    None if an offset is in two of them. Of `Chunk`'s figure this is 240 ns, and 12 ns compiled.
+    """
+    starts, ends = starts.copy(), ends.copy()
+    for chunk in added:
+        firsts = chunk.spans[0::2]
+        starts += firsts
+        ends += map(add, firsts, chunk.spans[1::2])
+    # The spans of each connection are in order already, so sorting is cheap.
+    starts.sort()
+    ends.sort()
+    # An offset lies in as many intervals as begin up to it, less those that end up to it. So the intervals are
+    # disjoint exactly if each start after the first is at or behind the end of the same rank.
+    behind = starts[1:]
+    if not all(map(le, ends, behind)):
+        return None
+    joins = list(map(eq, behind, ends))
+    return (
+        [starts[0], *(start for start, joined in zip(behind, joins, strict=True) if not joined)],
+        [*(end for end, joined in zip(ends, joins, strict=False) if not joined), ends[-1]],
+    )
+
+
+join = _join if TYPE_CHECKING or compiled is None else compiled.join
+
+
+class Intervals:
     """Offsets as intervals in order, without an offset in two of them, neighbours joined.
 
     Offsets below `floor` are forgotten.
@@ -176,7 +227,7 @@ class _Intervals:
         self.replace(0, [], [])
 
     def replace(self, floor: int, starts: list[int], ends: list[int]) -> None:
-        """Have other intervals; `starts` and `ends` are read only: copies may come."""
+        """Have other intervals."""
         self.floor, self.starts, self.ends = floor, starts, ends
 
     @property
@@ -184,43 +235,17 @@ class _Intervals:
         """One more than the highest offset, forgotten ones too."""
         return self.ends[-1] if self.ends else self.floor
 
-    def take(self, added: Sequence[tuple[object, _Chunk]], most: int) -> bool:
+    def take(self, added: Sequence[tuple[object, Chunk]], most: int) -> bool:
         """Add the spans of all chunks, and forget what is below the highest `most` intervals then.
 
         False, and nothing is changed, if an offset is below `floor`, or in two of the intervals and spans.
         """
-        starts, ends = self.starts.copy(), self.ends.copy()
-        for _, chunk in added:
-            firsts = chunk.spans[0::2]
-            starts += firsts
-            ends += map(add, firsts, chunk.spans[1::2])
-        # The spans of each connection are in order already, so sorting is cheap.
-        starts.sort()
-        ends.sort()
-        # An offset lies in as many intervals as begin up to it, less those that end up to it. So the intervals are
-        # disjoint exactly if each start after the first is at or behind the end of the same rank.
-        behind = starts[1:]
-        if starts[0] < self.floor or not all(map(le, ends, behind)):
+        joined = join(self.starts, self.ends, [chunk for _, chunk in added])
+        if joined is None or joined[0][0] < self.floor:
             return False
-        if behind == ends[:-1]:
-            self.starts, self.ends = starts[:1], ends[-1:]
-            return True
-        joins = list(map(eq, behind, ends))
-        left = [starts[0], *(start for start, joined in zip(behind, joins, strict=True) if not joined)]
-        right = [*(end for end, joined in zip(ends, joins, strict=False) if not joined), ends[-1]]
-        excess = len(left) - most
+        self.starts, self.ends = joined
+        excess = len(self.starts) - most
         if excess > 0:
-            self.floor = right[excess - 1]
-            del left[:excess], right[:excess]
-        self.starts, self.ends = left, right
+            self.floor = self.ends[excess - 1]
+            del self.starts[:excess], self.ends[:excess]
         return True
-
-
-if TYPE_CHECKING:
-    Chunk = _Chunk
-    OpenRow = _OpenRow
-    Intervals = _Intervals
-elif compiled is not None:
-    Chunk, OpenRow, Intervals = compiled.Chunk, compiled.OpenRow, compiled.Intervals
-else:
-    Chunk, OpenRow, Intervals = _Chunk, _OpenRow, _Intervals

@@ -191,8 +191,7 @@ class Trail:
         self._read_clocks()
         left = max(len(self._taking) - MAX_STEP, 0)
         while len(self._taking) > left:
-            rest = max(len(self._taking) - AT_ONCE, left)
-            while self._overlaps.take(self._taking, rest, self._at, self._running):
+            for _ in range(min(AT_ONCE, len(self._taking) - left)):
                 acked = self._taking.pop()
                 try:
                     self._take(acked)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from kproxy.plain import compiled as built
-from kproxy.trail.acknowledgements import PartitionKey
 from tests.support.clients.raw_client import produce_frame
 
 pytestmark = pytest.mark.skipif(built is None, reason="the plain path is not built")
@@ -26,10 +25,6 @@ OTHER_ERROR = 4
 
 def chunk(*spans: int, record_count: int = 1) -> Any:
     return compiled.Chunk(1, 0, 0, array("q", spans), record_count, 1, 100)
-
-
-def writer() -> Any:
-    return compiled.OpenChunk(PartitionKey("t", 0), object(), [])
 
 
 def reader() -> Any:
@@ -54,18 +49,6 @@ def negative_read_size() -> None:
     lean.get_buffer()
 
 
-def negative_place() -> None:
-    writes = compiled.Writes()
-    one = writer()
-    writes.add([(one, chunk(0, 1))])
-    one.place = -(1 << 40)
-    writes.add([(one, chunk(5, 1))])
-    # A place that is none is looked for.
-    if one.place != 1 and one.place != 0:
-        raise RuntimeError(one.place)
-    raise IndexError
-
-
 def forwarded(size: int) -> None:
     class Ticket:
         expects_answer = False
@@ -74,15 +57,10 @@ def forwarded(size: int) -> None:
 
 
 CALLS: dict[str, Callable[[], object]] = {
-    "writers to a negative rest": lambda: compiled.Partitions().take([writer()], -1, 0, False),
-    "writers to a far negative rest": lambda: compiled.Partitions().take([], -(1 << 40), 0, False),
-    "a writer that is none": lambda: compiled.Partitions().take([object()], 0, 0, False),
-    "a chunk without spans added": lambda: compiled.Partitions().add(writer(), chunk(record_count=0)),
-    "a writer at a negative place": negative_place,
     "spans of bytes": lambda: compiled.Chunk(1, 0, 0, array("b", [1] * 64), 1, 1, 100),
     "shortened to a negative number": lambda: chunk(0, 1, 5, 1).shorten(-(1 << 40)),
-    "intervals without ends": lambda: compiled.Intervals().replace(0, list(range(10_000)), []),
-    "intervals with room for none": lambda: compiled.Intervals().take([(None, chunk(0, 1))], 0),
+    "joined with none": lambda: compiled.join([], [], [None]),
+    "intervals without ends": lambda: compiled.join(list(range(10_000)), [], []),
     "a read beyond the buffer": lambda: reader().buffer_updated(1 << 40),
     "a negative read": lambda: arriving().buffer_updated(-(1 << 40)),
     "a read beyond an own buffer": lambda: arriving().buffer_updated(1 << 40),
@@ -98,7 +76,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "results in no view": lambda: compiled.results(frame(), [(0, [0])], bytearray(64)),
     "a short request forwarded": lambda: forwarded(4),
     "a slot without an order": lambda: compiled.Slot(None, 1, 1, 0.0).fill([b""]),
-    "a row without a chunk": lambda: compiled.OpenRow(None, 1, 0.0, 0, 0),
 }
 
 
@@ -115,11 +92,3 @@ def test_call_out_of_bounds_raises(name: str) -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == RAISED
-
-
-def test_intervals_of_unfit_chunks_are_left() -> None:
-    intervals = compiled.Intervals()
-    assert not intervals.take([], 1)
-    intervals.replace(0, [0], [5])
-    assert intervals.take([(None, chunk(5, 1, record_count=-(1 << 40)))], 4)
-    assert cast(list[int], intervals.ends)[-1] == 6

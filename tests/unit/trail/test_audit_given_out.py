@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kproxy.trail import overlaps
 from kproxy.trail.acknowledgements import OpenChunk
 from kproxy.trail.overlaps import Origin, Overlap, OverlapDetector, PartitionKey
-from kproxy.trail.spans import Chunk, spans_of
+from kproxy.trail.spans import Chunk, Intervals, spans_of
 from tests.support.rules import examples
 
 OLD = Origin(owner=1, revision=10, connection=1, client="a@h:1")
@@ -161,6 +161,16 @@ def test_remembered_ranges_are_bounded_and_forgotten_unjudged(monkeypatch: pytes
     # Writers may refer to forgotten partitions for long.
     assert writers[1].partition not in given.partitions.values()
     assert writers[1].partition.intervals.starts == writers[1].partition._last_writes.writes == []
+
+
+def test_intervals_below_the_highest_are_forgotten() -> None:
+    intervals = Intervals()
+    assert intervals.take([(None, chunk(4, 2, 10, 2)), (None, chunk(12, 3))], 1)
+    assert (intervals.floor, intervals.starts, intervals.ends, intervals.high) == (6, [10], [15], 15)
+    # One is below the floor, one in an interval, one given twice.
+    for refused in (chunk(5, 1, 20, 1), chunk(14, 1), chunk(20, 2, 21, 1)):
+        assert not intervals.take([(None, refused)], 1)
+        assert (intervals.floor, intervals.starts, intervals.ends) == (6, [10], [15])
 
 
 def by_turns(producers: int, looks: int) -> list[list[tuple[Origin, Chunk]]]:
