@@ -46,9 +46,10 @@ def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
 
 
 def test_rows_of_architecture_name_code_that_exists() -> None:
-    rows = ARCHITECTURE.partition("## Where to change what")[2].strip().splitlines()[2:]
+    lines = ARCHITECTURE.partition("## Where to change what")[2].splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith(("| to change", "| ---"))]
     assert len(rows) >= 20
-    missing = [row for row in rows if FILE.search(row) is None]
+    missing = [row for row in rows if FILE.search(row) is None or "`tests/" not in row]
     for row in rows:
         code = "".join((ROOT / name).read_text() for name in FILE.findall(row) if not name.endswith("/"))
         missing += [name for name in NAME.findall(row) if re.search(rf"\b{name}\b", code) is None]
@@ -58,7 +59,7 @@ def test_rows_of_architecture_name_code_that_exists() -> None:
 def test_map_has_every_package_and_its_parts_size() -> None:
     budgets = tomllib.loads((ROOT / "budgets.toml").read_text(encoding="utf-8"))["lines"]
     packages = {name for name in budgets if name.startswith(("codec", "kproxy/"))}
-    for part in ARCHITECTURE.split("\n### ")[1:]:
+    for part in ARCHITECTURE.partition("\n## A produce request")[0].split("\n### ")[1:]:
         size = int(re.findall(r": about ([\d,]+) lines\n", part)[0].replace(",", ""))
         named = {name for name in packages if f"| `{name}/" in part}
         assert sum(budgets[name] for name in named) == pytest.approx(size, rel=0.1)
