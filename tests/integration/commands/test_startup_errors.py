@@ -149,7 +149,7 @@ def test_command_environment_does_not_configure_serve() -> None:
         (["serve", "--etcd", "a:1", "--writer-group", "orders"], "--writer-group: 'orders'"),
         (
             ["serve", "--ownership", "static", "--table", "SOUND", "--writer-group", "orders=writers"],
-            "--writer-group: who may write is settled in etcd",
+            "--writer-group: requires an etcd",
         ),
         (["serve", "--config", "missing.toml"], "missing.toml"),
         (["broker", "--node-id", "-1", "--data-dir", "DIR", "--etcd", "a:1"], "--node-id"),

@@ -38,7 +38,6 @@ CAUGHT_BY: dict[str, list[str]] = {
     ],
     "all unowned partitions piled on one broker": [
         "test_neighbours:test_unowned_partitions_are_spread_over_brokers",
-        "test_broker_ownership:test_partitions_with_dead_first_replica_are_spread",
     ],
     "correlation ids not checked": [
         "test_proxy_forwarding:test_broker_breaking_protocol_loses_only_that_connection",
