@@ -114,7 +114,7 @@ class Filtered(NamedTuple):
 
 
 class AclFilter:
-    """Screens one request of a client. Call `end` once it is answered: a verdict may have refused something, too."""
+    """Filters one request of a client. Call `end` once it is answered: a verdict may have refused something, too."""
 
     _frame: memoryview
     _header: RequestHeader

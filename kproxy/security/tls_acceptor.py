@@ -168,7 +168,7 @@ class _Handshake:
 _handshake: ContextVar[_Handshake] = ContextVar("_handshake")
 
 
-class EntranceContext(ssl.SSLContext):
+class AcceptorContext(ssl.SSLContext):
     """A context whose failed handshakes tell the other side the reason."""
 
     def wrap_bio(
@@ -236,12 +236,12 @@ def _not_accepted(message: str, code: int) -> ssl.SSLCertVerificationError:
     return error
 
 
-EntranceContext.sslobject_class = _Object
+AcceptorContext.sslobject_class = _Object
 
 
 def load_for_acceptor(options: PageTls) -> Loaded:
     """Load a listener's context that fills in the `_Handshake`. Raises StartupError."""
-    loaded = load_listener_tls(options, EntranceContext)
+    loaded = load_listener_tls(options, AcceptorContext)
     certificate = loaded.certificate
     is_strict = isinstance(options, ListenerTls) and options.strict_server_name
 

@@ -19,7 +19,7 @@ from functools import partial
 from kproxy.broker.connection import ClientConnection
 from kproxy.config.tls import LoadedReplication, ReplicationTls, load_replication_tls
 from kproxy.security.reloading import Reloading, Reloads
-from kproxy.security.tls_acceptor import EntranceContext, TlsAcceptor, handshakes_of
+from kproxy.security.tls_acceptor import AcceptorContext, TlsAcceptor, handshakes_of
 from kproxy.security.tls_errors import DialWords, ListenerWords, broker_failure
 from kproxy_codec.foreign import foreign_protocol
 
@@ -49,7 +49,7 @@ class Encryption:
         self._counters = Counter[str]()
         self._tls: Reloading[LoadedReplication] | None = None
         if options is not None:
-            load = partial(load_replication_tls, options, EntranceContext)
+            load = partial(load_replication_tls, options, AcceptorContext)
             self._tls = reloads.add(Reloading("TLS between brokers", options.files, load, counters=self._counters))
 
     @property
