@@ -21,9 +21,9 @@ from rich.table import Table
 from bench.audit_synthetic import BEGAN_AT, Shape, synthetic_bounds, synthetic_log, synthetic_trail
 from bench.processes import peak_resident_bytes
 from bench.table import judged
-from kproxy.pipeline.audit.run import judge
-from kproxy.pipeline.audit.schemas import LOST
-from kproxy.pipeline.audit.tables import AuditRules
+from kproxy.pipeline.audit.columns import LOST
+from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.run_spark import judge
 from kproxy.pipeline.java import find_java
 from kproxy.pipeline.spark import SparkDriver
 

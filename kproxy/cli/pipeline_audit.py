@@ -18,8 +18,8 @@ from kproxy.errors import StartupError
 
 @click.command(
     "audit",
-    epilog="Exit status 0 when the audit finds no fault, 1 when records are lost, duplicated, corrupt or overlapped"
-    " (with --strict also when something is unproven), 2 when there is no verdict.",
+    epilog="Exit status 0 when all is proven, 1 when records are lost, duplicated, corrupt or overlapped, 2 when there"
+    " is no verdict, 3 when something is unproven (with --allow-unproven 0).",
 )
 @bootstrap_option("The cluster with the logs: a kproxy, or brokers.")
 @click.option(
@@ -49,7 +49,14 @@ from kproxy.errors import StartupError
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write an HTML report to this file.",
 )
-@click.option("--strict", is_flag=True, help="Count unproven windows as a fault.")
+@click.option("--allow-unproven", is_flag=True, help="End with 0 if nothing is wrong and something is unproven.")
+@click.option(
+    "--engine",
+    type=click.Choice(("auto", "local", "spark")),
+    default="auto",
+    show_default=True,
+    help="Where to judge: in this process, on Spark, or here as long as it fits (a million batches).",
+)
 @click.option("--follow", is_flag=True, help="Audit new rows continuously, until interrupted. Needs --output.")
 @click.option(
     "--checkpoint", metavar="DIR", help="With --follow: the directory for its progress. [DIR of --output/checkpoint]"
@@ -89,22 +96,20 @@ def command(
     """Check that every acknowledged record is in its topic, at one offset, and once if its producer is idempotent.
 
     Proxies with an audit sink write down what they acknowledge (kproxy serve --audit-sink topic; dev does by itself).
-    This reads these trails and the batch headers of the logs on Spark, and holds one against the other. With --follow
-    it stays, and tells of what is wrong within seconds.
+    This reads these trails and the batch headers of the logs, and holds one against the other: in this process, or on
+    Spark if there is much to read. With --follow it stays, and tells of what is wrong within seconds.
 
     \b
       kproxy pipeline audit --bootstrap 127.0.0.1:9092 --report audit.html
-      kproxy pipeline audit --bootstrap 127.0.0.1:9092 --trail json:/var/log/kproxy --from 2h --strict
+      kproxy pipeline audit --bootstrap 127.0.0.1:9092 --trail json:/var/log/kproxy --from 2h
       kproxy pipeline audit --bootstrap 127.0.0.1:9092 --follow --output audit/
       spark-submit --master yarn $(kproxy pipeline path) audit --bootstrap 127.0.0.1:9092 --output hdfs:///audits/today
     """
     start_logging(context, default="warning")
-    from kproxy.pipeline.spark import SparkFailed, require_pyspark
-
-    require_pyspark()
     from kproxy.pipeline.audit.log_client import LogReadFailed
     from kproxy.pipeline.audit.run import NO_VERDICT, AuditJob, run_audit_job
-    from kproxy.pipeline.audit.trail import TOPIC, parse_trail
+    from kproxy.pipeline.audit.trail_place import TOPIC, parse_trail
+    from kproxy.pipeline.spark import SparkFailed, require_pyspark
 
     spark_flags_given = {name: given.pop(name) for name in ("master", "memory", "conf")}
     bootstrap.addresses()
@@ -130,6 +135,7 @@ def command(
     try:
         if not follow:
             return run_audit_job(job, spark)
+        require_pyspark()
         from kproxy.pipeline.audit.follow import FollowOptions, run_follow_job
 
         following = FollowOptions(

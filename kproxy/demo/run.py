@@ -46,6 +46,7 @@ from kproxy.demo.secured import PLAIN, Secured, secure
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError
+from kproxy.pipeline.audit.log_client import LogReadFailed
 from kproxy.pipeline.java import Java, find_java
 from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
@@ -149,7 +150,7 @@ def run_demo(
         if options.report is not None and outcome.audit is not None:
             report.say(f"The audit's report is {options.report.resolve()}")
         return outcome.exit_status
-    except (SparkFailed, TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
+    except (SparkFailed, LogReadFailed, TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
         keep = True
         died = None if driver is None else driver.ended_by_itself
         report.say(f"The demo failed: {error}" if died is None else f"The demo failed: Spark's Java ended ({died})")
@@ -369,12 +370,10 @@ class _Run:
 
     def _audit(self, target: Target, written_ms: int) -> Facts | None:
         return audit_demo(
-            self._spark.session,
             self._report,
             bootstrap=target.bootstrap,
             topic=self._topic,
             written_ms=written_ms,
-            output=self._work_dir / "audit",
             html=self._options.report,
             secured=target.secured,
         )
@@ -592,53 +591,41 @@ def await_trails(
 
 # An idle proxy writes a mark at least every 10 s; a row is shipped within moments.
 TRAIL_TIMEOUT_S: Final = 20.0
-# With so few rows, replanning and compiling take longer than Spark's steps.
-_SETTINGS: Final = {
-    "spark.sql.shuffle.partitions": "2",
-    "spark.sql.adaptive.enabled": "false",
-    "spark.sql.codegen.wholeStage": "false",
-}
 
 
 def audit_demo(
-    session: Any,
     report: Report,
     *,
     bootstrap: str,
     topic: str,
     written_ms: int,
-    output: Path,
     html: Path | None,
     secured: Secured = PLAIN,
 ) -> Facts | None:
     """Audit the demo's topic.
 
-    None if the proxy's trail does not have its records. Blocks. Raise SparkFailed. `written_ms`: when the last record
+    None if the proxy's trail does not have its records. Blocks. Raise LogReadFailed. `written_ms`: when the last record
     had been acknowledged.
     """
     from kproxy.pipeline.audit.report_html import write_report
-    from kproxy.pipeline.audit.run import AuditJob, audit
-    from kproxy.pipeline.audit.trail import TOPIC, TrailPlace
+    from kproxy.pipeline.audit.run import LOCAL, AuditJob, audit
+    from kproxy.pipeline.audit.trail_place import TOPIC, TrailPlace
 
     stage = report.stage("trail", "waiting for the last of it")
     if not await_trails(bootstrap, DEFAULT_TOPIC, written_ms, TRAIL_TIMEOUT_S, client=secured.python):
         stage.finish(f"the proxy ships none to the topic {DEFAULT_TOPIC}, or not all of it: no audit")
         return None
     stage.finish("tells of all that was acknowledged")
-    # A new session for the settings, as the caller may own this one.
-    session = session.newSession()
-    for name, value in _SETTINGS.items():
-        session.conf.set(name, value)
     job = AuditJob(
         bootstrap=bootstrap,
         trail=TrailPlace(TOPIC, DEFAULT_TOPIC),
         topics=(topic,),
         to_ms=written_ms,
         window_ms=1_000,
-        output=str(output),
         kafka=secured.kafka,
+        engine=LOCAL,
     )
-    facts = audit(session, job, report)
+    facts = audit(job, None, report)
     if facts.verdict.empty:
         return None
     if html is not None:

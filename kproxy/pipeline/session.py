@@ -109,9 +109,14 @@ def _active_session() -> tuple[Any, bool] | None:
     return SparkSession.builder.getOrCreate(), False
 
 
+def is_submitted() -> bool:
+    """Return whether `spark-submit` has started this process."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
 def _submitted_session(options: SessionOptions) -> tuple[Any, bool] | None:
     """Return the session of the JVM that `spark-submit` started us from; it ends with us."""
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:
+    if not is_submitted():
         return None
     if options.master is not None or options.memory is not None:
         raise StartupError("spark-submit has started Spark: give --master and --memory to it, not to the job.")

@@ -28,6 +28,8 @@ from kproxy.trail.sink import BatchPreference, SinkFailed, on_thread
 
 # The trail shows who wrote where and when: it is not for every user.
 FILE_MODE = 0o640
+# A Parquet file gathers rows for so long, in seconds.
+PARQUET_FILE_S = 60.0
 _DIRECTORY_MODE = 0o750
 PREFIX = "kproxy-audit-"
 # The suffix of a file that is not finished.

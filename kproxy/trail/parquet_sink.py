@@ -16,11 +16,10 @@ import pyarrow
 import pyarrow.json
 import pyarrow.parquet
 
-from kproxy.trail.file_sinks import FILE_MODE, UNFINISHED, TrailFiles
+from kproxy.trail.file_sinks import FILE_MODE, PARQUET_FILE_S, UNFINISHED, TrailFiles
 from kproxy.trail.sink import BatchPreference, SinkFailed, on_thread
 
 FILE_BYTES = 8 << 20
-FILE_S = 60.0
 
 _TEXT, _INT, _LONG = pyarrow.string(), pyarrow.int32(), pyarrow.int64()
 # The fields of kproxy.trail.rows.
@@ -53,7 +52,7 @@ class ParquetSink:
         began_ms: int,
         *,
         file_bytes: int = FILE_BYTES,
-        file_s: float = FILE_S,
+        file_s: float = PARQUET_FILE_S,
     ) -> None:
         self.preference = BatchPreference(file_bytes, file_s)
         self._directory = directory

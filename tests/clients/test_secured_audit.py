@@ -12,9 +12,10 @@ import pytest
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_client import LogReadFailed
-from kproxy.pipeline.audit.log_source import bounds_now, read_log
+from kproxy.pipeline.audit.log_source import log_options, read_log
+from kproxy.pipeline.audit.logs import bounds_now
 from kproxy.pipeline.audit.run import check_places
-from kproxy.pipeline.audit.trail import parse_trail
+from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.kafka_access import KafkaOptions
 from tests.support.clients.kafka_io import produce
 from tests.support.processes.dev import KproxyProcess, serving
@@ -66,13 +67,13 @@ def site(dev_cluster: KproxyProcess, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
 def test_logs_are_read(site: Site, mechanism: str) -> None:
-    (bounds,) = bounds_now(site.bootstrap, topics=[site.topic], kafka=site.options(mechanism))
-    assert bounds[:4] == (site.topic, 0, 0, RECORDS)
+    bounds = bounds_now(site.bootstrap, [site.topic], kafka=site.options(mechanism))
+    assert {which: each[:2] for which, each in bounds.items()} == {(site.topic, 0): (0, RECORDS)}
 
 
 def test_wrong_password_is_reported_at_once_and_hidden(site: Site) -> None:
     with pytest.raises(LogReadFailed, match=r"does not let alice in: .*SASL_AUTHENTICATION_FAILED") as raised:
-        bounds_now(site.bootstrap, topics=[site.topic], kafka=site.options(password="wrong-secret"))
+        bounds_now(site.bootstrap, [site.topic], kafka=site.options(password="wrong-secret"))
     assert "wrong-secret" not in str(raised.value)
 
 
@@ -80,7 +81,7 @@ def test_untrusted_certificate_is_reported_at_once(site: Site, tmp_path: Path) -
     other = Signer(tmp_path / "other")
     options = site.options(**{"ssl.truststore.location": str(other.ca)})
     with pytest.raises(LogReadFailed, match=r"a certificate that is not accepted .* see ssl\.truststore\.location"):
-        bounds_now(site.bootstrap, topics=[site.topic], kafka=options)
+        bounds_now(site.bootstrap, [site.topic], kafka=options)
 
 
 def test_missing_security_options_are_reported(site: Site) -> None:
@@ -97,6 +98,6 @@ def test_missing_security_options_are_reported(site: Site) -> None:
 @pytest.mark.spark
 @pytest.mark.timeout(300)
 def test_spark_executors_read_with_the_same_access(site: Site, spark: Any) -> None:
-    log = read_log(spark, site.bootstrap, topics=[site.topic], kafka=site.options())
+    log = read_log(spark, log_options(site.bootstrap, topics=[site.topic], kafka=site.options()))
     counted = log.selectExpr("sum(last_offset - base_offset + 1) as records").collect()
     assert counted[0].records == RECORDS

@@ -6,19 +6,19 @@ Spark writes through the proxies, as it does through any. What else is needed to
 from __future__ import annotations
 
 import signal
-import tempfile
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
+from kproxy.pipeline.audit.in_process import Results
 from kproxy.pipeline.audit.report_gather import gather
-from kproxy.pipeline.audit.run import AuditJob, run_audit
-from kproxy.pipeline.audit.tables import Tables
-from kproxy.pipeline.audit.trail import JSON, TrailPlace
+from kproxy.pipeline.audit.run import AuditJob, audit_here
+from kproxy.pipeline.audit.trail_place import JSON, TrailPlace
 from tests.support.brokers.broker_hooks import UNFENCED
 from tests.support.brokers.reference_broker import RawClient, start_brokers
 from tests.support.processes.dev import KproxyProcess, serving
@@ -116,12 +116,12 @@ def metrics(proxy: KproxyProcess) -> dict[str, float]:
 
 
 class Audited:
-    """What an audit came to: its findings, and what it tells of partitions."""
+    """What an audit came to: its findings, and what it tells of partitions, each by its names."""
 
-    def __init__(self, tables: Tables) -> None:
-        self.findings = tables.findings.collect()
-        self._partitions = {(row.topic, row.partition): row for row in tables.partitions.collect()}
-        self.exit_status = gather(tables, {}).verdict.exit_status()
+    def __init__(self, results: Results) -> None:
+        self.findings = [SimpleNamespace(**row) for row in results.findings]
+        self._partitions = {(row["topic"], row["partition"]): SimpleNamespace(**row) for row in results.partitions}
+        self.exit_status = gather(results, {}).verdict.exit_status()
 
     def of(self, kind: str, topic: str | None = None, partition: int | None = None) -> list[Any]:
         wanted = (kind, topic, partition)
@@ -131,8 +131,7 @@ class Audited:
         return self._partitions[topic, partition]
 
 
-def audit(session: Any, bootstrap: str, trail: Path, topics: Sequence[str]) -> Audited:
-    """An audit of these topics by that trail. Its tables are gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="kproxy-audit-") as output:
-        job = AuditJob(bootstrap=bootstrap, trail=TrailPlace(JSON, str(trail)), topics=tuple(topics))
-        return Audited(run_audit(session, job, output, {}).tables)
+def audit(bootstrap: str, trail: Path, topics: Sequence[str]) -> Audited:
+    """An audit of these topics by that trail, in this process."""
+    job = AuditJob(bootstrap=bootstrap, trail=TrailPlace(JSON, str(trail)), topics=tuple(topics))
+    return Audited(audit_here(job).results)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import re
 import uuid
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -16,19 +15,18 @@ from rich.console import Console
 from kproxy.cli import main
 from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.demo.run import await_trails
-from kproxy.pipeline.audit.run import AuditJob, run_audit_job
-from kproxy.pipeline.audit.trail import parse_trail
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.run import LOCAL, SPARK, AuditJob, run_audit_job
+from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
 from kproxy.trail.rows import encode_page
 from tests.support.audit.forged_trail import ForgedTrail, now_ms
-from tests.support.clients.java import require_java
 from tests.support.clients.kafka_io import produce
-from tests.support.clients.spark import QUICK
 from tests.support.processes.dev import KproxyProcess, run_kproxy
 from tests.support.processes.ports import free_port
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 RECORDS = 300
 
@@ -41,17 +39,12 @@ def topic(dev_cluster: KproxyProcess) -> str:
     return name
 
 
-@pytest.mark.long
 def test_clean_run_audits_clean_from_command_line(dev_cluster: KproxyProcess, topic: str, tmp_path: Path) -> None:
-    require_java()
     assert await_trails(dev_cluster.kafka, DEFAULT_TOPIC, now_ms(), timeout_s=120)
     output, report = tmp_path / "tables", tmp_path / "report.html"
-    arguments = ["--bootstrap", dev_cluster.kafka, "--topics", topic, "--master", "local[1]"]
-    arguments += chain.from_iterable(("--conf", setting) for setting in QUICK)
+    arguments = ["--bootstrap", dev_cluster.kafka, "--topics", topic, "--output", output, "--report", report]
 
-    done = run_kproxy(
-        "pipeline", "audit", *arguments, "--output", output, "--report", report, "--strict", timeout_s=580
-    )
+    done = run_kproxy("pipeline", "audit", *arguments, timeout_s=580)
 
     assert done.status == 0, done.stderr[-2000:]
     assert done.stdout.startswith("Clean, duplicates not known. "), done.stdout
@@ -63,20 +56,43 @@ def test_clean_run_audits_clean_from_command_line(dev_cluster: KproxyProcess, to
     assert sorted(child.name for child in tmp_path.iterdir()) == ["report.html", "tables"]
 
 
-@pytest.mark.long
-def test_unproven_trail_ends_a_strict_audit_with_1(
-    dev_cluster: KproxyProcess, topic: str, tmp_path: Path, spark: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trail = ForgedTrail("f" * 16)
-    rows = [trail.begin(), trail.acked(topic, 0, RECORDS)]
-    (tmp_path / "trail").mkdir()
-    (tmp_path / "trail" / "kproxy-audit-1.jsonl").write_bytes(encode_page(rows) + b"\n")
-    place = parse_trail(f"json:{tmp_path / 'trail'}")
-    job = AuditJob(bootstrap=dev_cluster.kafka, trail=place, topics=(topic,), strict=True)
+def audit_status(job: AuditJob) -> int:
+    return run_audit_job(job, SessionOptions("audit"), display=Report(progress=Console(file=io.StringIO())))
 
-    said = Report(progress=Console(file=io.StringIO()))
-    assert run_audit_job(job, SessionOptions("audit", kafka=False), display=said) == 1
-    assert capsys.readouterr().out.startswith("Unproven")
+
+@pytest.fixture
+def unended(dev_cluster: KproxyProcess, topic: str) -> AuditJob:
+    """Of a trail in a topic whose proxy was killed."""
+    trail, name = ForgedTrail("f" * 16), f"trail-{topic}"
+    produce(dev_cluster.kafka, name, [encode_page([trail.begin()]), encode_page([trail.acked(topic, 0, RECORDS)])])
+    return AuditJob(bootstrap=dev_cluster.kafka, trail=parse_trail(f"topic:{name}"), topics=(topic,))
+
+
+@pytest.mark.parametrize("engine", [LOCAL, pytest.param(SPARK, marks=pytest.mark.spark)])
+def test_unproven_trail_ends_with_status_3(
+    unended: AuditJob, engine: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if engine == SPARK:
+        request.getfixturevalue("spark")
+    assert audit_status(replace(unended, engine=engine)) == 3
+    said = capsys.readouterr().out
+    assert said.startswith("Unproven"), said
+    assert f"{RECORDS}" in said
+
+
+def test_allowed_unproven_trail_ends_with_status_0(unended: AuditJob) -> None:
+    assert audit_status(replace(unended, allow_unproven=True)) == 0
+
+
+def test_large_audit_goes_on_to_spark(unended: AuditJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_spark(*_: object) -> None:
+        raise StartupError("on Spark")
+
+    monkeypatch.setattr("kproxy.pipeline.audit.run_spark.audit_on_spark", on_spark)
+    monkeypatch.setattr("kproxy.pipeline.audit.run.MOST_BATCHES", 0)
+    with pytest.raises(StartupError, match="on Spark"):
+        audit_status(unended)
+    assert audit_status(replace(unended, engine=LOCAL)) == 3
 
 
 @pytest.mark.parametrize(
@@ -95,6 +111,8 @@ def test_unproven_trail_ends_a_strict_audit_with_1(
         (["--report", "/nonexistent/report.html"], "cannot be written to /nonexistent/report.html .No such file"),
         (["--conf", "x=y"], "is not a Spark setting"),
         (["--master", "yarn"], r"On a cluster \(yarn\) the tables need a place .* give --output DIR"),
+        (["--engine", "local", "--master", "local[1]"], "--engine local runs in this process"),
+        (["--engine", "local", "--output", "s3://x"], "--engine local runs in this process"),
         (["--follow"], "give --output DIR"),
         (["--follow", "--output", "x", "--to", "1h"], "--follow has no end"),
         (["--follow", "--output", "x", "--trail", "json:EMPTY"], "needs files that are whole when they appear"),
@@ -111,7 +129,7 @@ def test_unauditable_input_is_refused_before_spark_starts(
     def no_spark(*_: object) -> None:
         raise AssertionError("Spark was asked for")
 
-    monkeypatch.setattr("kproxy.pipeline.audit.run.open_session", no_spark)
+    monkeypatch.setattr("kproxy.pipeline.audit.run_spark.open_session", no_spark)
     monkeypatch.setattr("kproxy.pipeline.audit.follow.open_session", no_spark)
     given = [each.replace("NOBODY", f"127.0.0.1:{free_port()}") for each in arguments]
     given = [each.replace("EMPTY", str(tmp_path)) for each in given]

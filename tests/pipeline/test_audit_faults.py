@@ -98,7 +98,7 @@ def story(spark: Any, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFacto
         cluster.forged.start()
         topics = ["cut", "twice", "split", "unsent"]
         wait_for(lambda: all(OTHER in cluster.leaders(topic).values() for topic in topics), what="broker 2 leads")
-        forged = audit(spark, cluster.forged.address, proxies.trail, topics)
+        forged = audit(cluster.forged.address, proxies.trail, topics)
         alarms = [line for line in one.stderr().splitlines() if "offsets assigned twice" in line]
         trails, bootstrap = (proxies.trail, in_order), cluster.forged.address
         yield Story(forged, overlaps, alarms, late, cut, doubled, killed.kafka, *trails, bootstrap)
@@ -124,8 +124,8 @@ def _acknowledged_late(cluster: ForgeableCluster, clients: Sequence[RawClient]) 
 
 # The demo's audit is of such a run as well.
 @pytest.mark.long
-def test_run_without_faults_audits_clean(story: Story, spark: Any) -> None:
-    clean = audit(spark, story.bootstrap, story.trail_in_order, ["clean"])
+def test_run_without_faults_audits_clean(story: Story) -> None:
+    clean = audit(story.bootstrap, story.trail_in_order, ["clean"])
     assert clean.findings == []
     assert clean.exit_status == 0
     for (topic, partition), rows in CLEAN.items():

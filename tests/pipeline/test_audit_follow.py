@@ -18,9 +18,10 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from rich.console import Console
 
 from kproxy.pipeline.audit.follow import BatchBound, Follower, FollowOptions, pages_of, run_follow_job
-from kproxy.pipeline.audit.log_source import bounds_now
-from kproxy.pipeline.audit.run import AuditJob, existing
-from kproxy.pipeline.audit.trail import parse_trail, rows_of
+from kproxy.pipeline.audit.logs import bounds_now, existing
+from kproxy.pipeline.audit.run import AuditJob
+from kproxy.pipeline.audit.trail import rows_of
+from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.ingest.job import Stop
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
@@ -56,8 +57,8 @@ class Followed:
         assert producer.flush(TIMEOUT_S) == 0
 
     def topic_id(self) -> str | None:
-        (bounds,) = bounds_now(self.bootstrap, topics=[self.topic])
-        return bounds[-1]
+        (bounds,) = bounds_now(self.bootstrap, [self.topic]).values()
+        return bounds.topic_id
 
     def make_anew(self) -> None:
         admin = AdminClient({"bootstrap.servers": self.bootstrap})

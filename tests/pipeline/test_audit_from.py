@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import confluent_kafka
 import pytest
 
 from kproxy.pipeline.audit.log_client import LogClient
-from kproxy.pipeline.audit.run import TRAIL_LOOKBACK_MS, AuditJob, run_audit
-from kproxy.pipeline.audit.trail import TOPIC, TrailPlace
+from kproxy.pipeline.audit.run import TRAIL_LOOKBACK_MS, AuditJob, audit_here
+from kproxy.pipeline.audit.trail_place import TOPIC, TrailPlace
 from kproxy.trail.rows import Row, encode_page
 from tests.pipeline.audit_sites import Audited
 from tests.support.audit.forged_trail import ForgedTrail, now_ms
 from tests.support.clients.kafka_io import TIMEOUT_S, produce
 from tests.support.processes.dev import KproxyProcess
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 HOUR_MS = 3_600_000
 OLD, NEW, VALUE_BYTES = 200, 10, 10_000
@@ -32,9 +31,8 @@ def ship(bootstrap: str, topic: str, rows: Sequence[Row]) -> None:
     assert producer.flush(TIMEOUT_S) == 0
 
 
-@pytest.mark.long
 def test_audit_from_time_judges_only_later_acknowledgements(
-    dev_cluster: KproxyProcess, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dev_cluster: KproxyProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, now = uuid.uuid4().hex[:10], now_ms()
     idle, busy, trail_topic = f"idle-{name}", f"busy-{name}", f"trail-{name}"
@@ -65,9 +63,9 @@ def test_audit_from_time_judges_only_later_acknowledgements(
 
     monkeypatch.setattr(LogClient, "fetch", counting)
     job = AuditJob(bootstrap=dev_cluster.kafka, trail=TrailPlace(TOPIC, trail_topic), from_ms=from_ms)
-    result = run_audit(spark, job, str(tmp_path / "tables"), {})
+    result = audit_here(job)
 
-    audited = Audited(result.tables)
+    audited = Audited(result.results)
     counted = audited.partition(busy, 0)
     assert (counted.acked, counted.present, counted.lost) == (NEW + 3, NEW, 3)
     (lost,) = audited.of("lost", busy, 0)

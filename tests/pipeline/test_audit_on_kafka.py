@@ -49,7 +49,7 @@ def story(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stor
         hole = cut_out(broker.log_directory("holed", 0), HOLE)
         broker.start()
         broker.wait_started()
-        yield Story(audit(spark, kafka.bootstrap, proxies.trail, list(PARTITIONS)), hole, log_start_offset)
+        yield Story(audit(kafka.bootstrap, proxies.trail, list(PARTITIONS)), hole, log_start_offset)
 
 
 def test_batch_cut_from_a_log_is_lost(story: Story) -> None:

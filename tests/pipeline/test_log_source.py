@@ -1,4 +1,4 @@
-"""The formats "kproxy_log" and "kproxy_bounds" in a real Spark, through a real proxy."""
+"""The format "kproxy_log" in a real Spark, through a real proxy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import confluent_kafka
 import pytest
 
 from kproxy.demo.run import create_topic
-from kproxy.pipeline.audit import log_source
-from kproxy.pipeline.audit.log_client import LogReadFailed
-from kproxy.pipeline.audit.log_source import read_short_log
-from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
+from kproxy.pipeline.audit.judge import Batch
+from kproxy.pipeline.audit.log_client import LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.log_options import read_options
+from kproxy.pipeline.audit.log_source import log_options, read_log
+from kproxy.pipeline.audit.logs import TooLarge, bounds_now, ends_of, read_headers
+from kproxy.pipeline.audit.schemas import LOG_SCHEMA
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
 from tests.support.clients.kafka_io import TIMEOUT_S, produce
 from tests.support.processes.dev import KproxyProcess
@@ -39,12 +41,16 @@ def topic(dev_cluster: KproxyProcess) -> str:
     return name
 
 
+def ends_in(topic: str) -> dict[TopicPartition, int]:
+    return {TopicPartition(topic, index): records for index, records in enumerate(RECORDS)}
+
+
 def test_each_batch_is_a_row_in_any_task(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
-    ends = log_source.fix_ends(dev_cluster.kafka, topics=[topic])
-    assert ends == f'{{"{topic}":{{"0":40,"1":0,"2":25}}}}'
+    ends = ends_of(dev_cluster.kafka, [topic])
+    assert ends == ends_in(topic)
     produce(dev_cluster.kafka, topic, [b"later"], partition=1)
     # Pieces of 12 offsets: their borders lie within batches.
-    log = log_source.read_log(spark, dev_cluster.kafka, topics=[topic], end_offsets=ends, offsets_per_partition=12)
+    log = read_log(spark, log_options(dev_cluster.kafka, topics=[topic], ends=ends, offsetsPerPartition=12))
     assert log.schema == LOG_SCHEMA
     rows = log.collect()
     assert log.rdd.getNumPartitions() == 7
@@ -57,42 +63,28 @@ def test_each_batch_is_a_row_in_any_task(spark: Any, dev_cluster: KproxyProcess,
     assert len({row.producer_id for row in rows}) == 1
 
 
-def test_short_log_is_read_equally_without_spark(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
-    ends = f'{{"{topic}":{{"0":40,"1":0,"2":25}}}}'
-    log = log_source.read_log(spark, dev_cluster.kafka, topics=[topic], end_offsets=ends)
-    size = sum(row.bytes for row in log.collect())
-
-    def read(end_offsets: str = ends, *, most_batches: int = 13, most_bytes: int = size) -> Any:
-        return read_short_log(
-            spark,
-            dev_cluster.kafka,
-            topics=[topic],
-            end_offsets=end_offsets,
-            most_batches=most_batches,
-            most_bytes=most_bytes,
-        )
-
-    short = read()
-    assert short.schema == LOG_SCHEMA
-    assert sorted(short.collect()) == sorted(log.collect())
-    assert read(most_batches=12) is None
-    assert read(most_bytes=size - 1) is None
-    nothing = read(f'{{"{topic}":{{"0":0,"1":0,"2":0}}}}')
-    assert (nothing.schema, nothing.count()) == (LOG_SCHEMA, 0)
+def test_headers_are_read_equally_without_spark(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
+    options = log_options(dev_cluster.kafka, topics=[topic], ends=ends_in(topic))
+    rows = read_log(spark, options).collect()
+    size = sum(row.bytes for row in rows)
+    read = read_headers(read_options(options), 13, size)
+    names = Batch._fields
+    assert sorted((*which, *each) for which, batches in read.items() for each in batches) == sorted(
+        (row.topic, row.partition, *(row[name] for name in names)) for row in rows
+    )
+    for most in ((12, size), (13, size - 1)):
+        with pytest.raises(TooLarge):
+            read_headers(read_options(options), *most)
 
 
-def test_log_bounds_are_read_at_execution(spark: Any, dev_cluster: KproxyProcess) -> None:
+def test_log_bounds_name_topic_and_compaction(dev_cluster: KproxyProcess) -> None:
     name = f"bounds-{uuid.uuid4().hex[:10]}"
     create_topic(dev_cluster.kafka, name, 2)
-    log_source.register(spark)
-    options = {"bootstrap": dev_cluster.kafka, "topicPattern": f"{name}.*", "compactedTopics": name}
-    bounds = spark.read.format(log_source.BOUNDS_FORMAT).options(**options).load()
-    assert bounds.schema == BOUNDS_SCHEMA
     produce(dev_cluster.kafka, name, [b"value"] * 3, partition=1)
-    rows = sorted(map(tuple, bounds.collect()))
-    topic_id = rows[0][-1]
-    assert rows == [(name, 0, 0, 0, True, topic_id), (name, 1, 0, 3, True, topic_id)]
-    assert len(bytes.fromhex(topic_id)) == TOPIC_ID_BYTES
+    bounds = bounds_now(dev_cluster.kafka, [name], compacted=[name])
+    assert [(*which, *each[:3]) for which, each in bounds.items()] == [(name, 0, 0, 0, True), (name, 1, 0, 3, True)]
+    (topic_id,) = {each.topic_id for each in bounds.values()}
+    assert len(bytes.fromhex(topic_id or "")) == TOPIC_ID_BYTES
 
 
 def test_missing_topic_is_named_by_driver_and_spark(spark: Any, dev_cluster: KproxyProcess) -> None:
@@ -100,11 +92,11 @@ def test_missing_topic_is_named_by_driver_and_spark(spark: Any, dev_cluster: Kpr
 
     said = f"There is no topic missing at {dev_cluster.kafka}."
     with pytest.raises(LogReadFailed, match=f"^{said}$"):
-        log_source.fix_ends(dev_cluster.kafka, topics=["missing"])
+        ends_of(dev_cluster.kafka, ["missing"])
     with pytest.raises(AnalysisException, match=said):
-        log_source.read_log(spark, dev_cluster.kafka, topics=["missing"]).collect()
+        read_log(spark, log_options(dev_cluster.kafka, topics=["missing"])).collect()
 
 
 def test_options_are_judged_before_spark_sees_them(spark: Any) -> None:
     with pytest.raises(LogReadFailed, match="Say what to read"):
-        log_source.read_log(spark, f"127.0.0.1:{free_port()}")
+        read_log(spark, log_options(f"127.0.0.1:{free_port()}", topics=[]))

@@ -43,7 +43,7 @@ ingest = ["--from", f"json:{directory}/in", "--schema", "id INT, name STRING", "
 ingest += ["--topic", topic, "--checkpoint", f"{directory}/checkpoint", "--on-new-columns", "add"]
 copy = ["--from", f"kafka:{topic}", "--key", "key", "--value-column", "value", "--partitions", "2"]
 copy += ["--topic", f"{topic}-copy", "--checkpoint", f"{directory}/copy"]
-audit = ["--topics", topic, "--output", f"{directory}/tables", "--strict"]
+audit = ["--topics", topic, "--output", f"{directory}/tables", "--engine", "spark"]
 with open_session(SessionOptions("both jobs", master=master, settings=settings)):
     status = main(["pipeline", "ingest", "--bootstrap", bootstrap, *ingest])
     status = status or main(["pipeline", "ingest", "--bootstrap", bootstrap, *copy])

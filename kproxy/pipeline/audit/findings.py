@@ -1,338 +1,376 @@
-"""Turn faults and unproven times into findings, one row each."""
+"""Turn what was judged into rows of the result tables: sentences of findings, counts of partitions and windows.
+
+Everything here is pure. A row is a dict by the names in `columns.py`; of a finding only the columns that it has.
+"""
 
 from __future__ import annotations
 
-from functools import reduce
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
-from pyspark.sql import Column, DataFrame, Window
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
-
-from kproxy.pipeline.audit.intervals import BUCKET, PARTITION, in_buckets, log_id
-from kproxy.pipeline.audit.schemas import (
+from kproxy.pipeline.audit.columns import (
     CORRUPT,
     DELETED,
     DUPLICATE,
-    FINDINGS_SCHEMA,
+    FINDING_KINDS,
+    FINDINGS,
     GAP,
+    GONE,
     LOST,
     OVERLAP,
+    PARTITIONS,
     UNCHECKED,
+    WINDOWS,
 )
+from kproxy.pipeline.audit.judge import (
+    Amounts,
+    Batch,
+    Bounds,
+    Gone,
+    Island,
+    JudgeRules,
+    Ownership,
+    PartitionPart,
+    Repeat,
+    Told,
+)
+from kproxy.pipeline.audit.proof import Unproven
 
-# A producer's sequence numbers repeat after this many records; batches further apart are not duplicates.
-_LAP = (1 << 31) - 1
+Row = dict[str, Any]
+Ownerships = Mapping[tuple[int, int], Ownership]
 
-
-def duplicates(log: DataFrame) -> DataFrame:
-    """Return repeated batches: LOG_SCHEMA and `first_base_offset`, the previous copy's."""
-    batches = log.where(
-        "producer_id >= 0 and base_sequence >= 0 and not is_control and coalesce(crc_ok, true)"
-    ).withColumn("batch_id", F.xxhash64(*PARTITION, "producer_id", "producer_epoch", "base_sequence"))
-    copies = Window.partitionBy("batch_id").orderBy("base_offset")
-    distance = F.col("base_offset") - F.col("first_base_offset")
-    return (
-        batches.withColumn("first_base_offset", F.lag("base_offset").over(copies))
-        .where((distance > 0) & (distance < _LAP))
-        .drop("batch_id")
-    )
-
-
-def duplicate_windows(duplicates: DataFrame, claims: DataFrame, *, bits: int) -> DataFrame:
-    """Count by log_id and window_ms the repeated records of which either copy was acknowledged then."""
-    copies = duplicates.select(
-        log_id().alias("log_id"),
-        "base_offset",
-        F.col("record_count").cast("long").alias("records"),
-        F.explode(F.array("base_offset", "first_base_offset")).alias("start"),
-    )
-    probes = in_buckets(copies.withColumn("end", F.col("start") + 1), bits).select(
-        *BUCKET, "base_offset", "records", F.col("start").alias("probe")
-    )
-    told = claims.select(*BUCKET, "start", "end", "window_ms").join(F.broadcast(probes), list(BUCKET))
-    # If both copies were acknowledged, the later acknowledgement is the wrong one.
-    return (
-        told.where("start <= probe and probe < end")
-        .groupBy("log_id", "base_offset")
-        .agg(F.max("window_ms").alias("window_ms"), F.max("records").alias("records"))
-        .groupBy("log_id", "window_ms")
-        .agg(F.sum("records").alias("duplicated"))
-    )
+_COUNTS: Final = (
+    *("present", "lost", "removed", "deleted", "gone", "duplicated", "overlapped", "late", "batches", "bytes"),
+    *("unclaimed", "corrupt", "unchecked", "unsequenced"),
+)
+_ACKED: Final = ("present", "lost", "removed", "deleted", "gone")
 
 
-def _as_findings(frame: DataFrame, kind: str, **columns: Column) -> DataFrame:
-    columns["kind"] = F.lit(kind)
-    nothing = F.lit(None)
-    return frame.select(*(columns.get(f.name, nothing).cast(f.dataType).alias(f.name) for f in FINDINGS_SCHEMA.fields))
+def _amounts(amounts: Amounts) -> Row:
+    counts = amounts.counts
+    return {
+        **{name: counts[name] for name in _COUNTS},
+        "acked": sum(counts[name] for name in _ACKED),
+        "producers": len(amounts.producers),
+        "owners": sorted(amounts.by_owner),
+        **amounts.percentiles(),
+    }
 
 
-def of_duplicates(duplicates: DataFrame) -> DataFrame:
-    names = ("topic", "partition", "producer_id", "producer_epoch")
-    return _as_findings(
-        duplicates,
-        DUPLICATE,
-        **{name: F.col(name) for name in names},
-        first_offset=F.col("base_offset"),
-        last_offset=F.col("last_offset"),
-        records=F.col("record_count"),
-        detail=F.format_string(
-            "The batch at offset %d of %s/%d is already at offset %d: sequence number %d of producer %d.",
-            *map(F.col, ("base_offset", *PARTITION, "first_base_offset", "base_sequence", "producer_id")),
-        ),
-    )
+def window_row(topic: str, partition: int, begin_ms: int, length_ms: int, amounts: Amounts, *, unproven: bool) -> Row:
+    """Return a row of WINDOWS. Its amounts have `ownership_changes` among the counts."""
+    times = (datetime.fromtimestamp(ms / 1000, UTC) for ms in (begin_ms, begin_ms + length_ms))
+    row = {
+        "topic": topic,
+        "partition": partition,
+        **dict(zip(("window_start", "window_end"), times, strict=True)),
+        **_amounts(amounts),
+        "ownership_changes": amounts.counts["ownership_changes"],
+        "unproven": unproven or amounts.counts["gone"] > 0,
+    }
+    return {name: row[name] for name in WINDOWS}
 
 
-def of_corrupt(log: DataFrame) -> DataFrame:
-    return _as_findings(
-        log.where("crc_ok = false"),
-        CORRUPT,
-        topic=F.col("topic"),
-        partition=F.col("partition"),
-        first_offset=F.col("base_offset"),
-        last_offset=F.col("last_offset"),
-        records=F.col("last_offset") - F.col("base_offset") + 1,
-        detail=F.format_string(
-            "The batch at offset %d of %s/%d does not match its checksum: its records may be corrupt.",
-            *map(F.col, ("base_offset", *PARTITION)),
-        ),
-    )
+def partition_row(
+    topic: str, partition: int, part: PartitionPart, bounds: Bounds | None, changes: int, *, unproven: bool
+) -> Row:
+    """Return a row of PARTITIONS."""
+    counts = part.amounts.counts
+    row = {
+        "topic": topic,
+        "partition": partition,
+        **_amounts(part.amounts),
+        "ownership_changes": changes,
+        "unproven": unproven or counts["unchecked"] + counts["gone"] > 0,
+        "log_start_offset": None if bounds is None else bounds.log_start_offset,
+        "end_offset": None if bounds is None else bounds.end_offset,
+    }
+    return {name: row[name] for name in PARTITIONS}
 
 
-def batch_counts(log: DataFrame) -> DataFrame:
-    """Count batches by partition.
+def ownership_changes(ownerships: Ownerships, length_ms: int) -> Counter[int]:
+    """Count changes of owner by window: that of the new owner's first acknowledgement.
 
-    `corrupt`: wrong checksum. `unchecked`: checksum not checked. `unsequenced`: without sequence numbers, so that
-    duplicates among them cannot be found.
+    The same owner at another revision is not a change: a late answer may have a former revision of its owner.
     """
-    is_sequenced = (F.col("producer_id") >= 0) & (F.col("base_sequence") >= 0)
-    return log.groupBy(*PARTITION).agg(
-        F.count_if(F.col("crc_ok") == F.lit(False)).alias("corrupt"),
-        F.count_if(F.col("crc_ok").isNull()).alias("unchecked"),
-        F.count_if(~is_sequenced & ~F.col("is_control") & F.coalesce("crc_ok", F.lit(True))).alias("unsequenced"),
-    )
+    order = sorted((each.first_acked_at, revision, owner) for (owner, revision), each in ownerships.items())
+    pairs = pairwise(order)
+    return Counter(at - at % length_ms for (_, _, before), (at, _, owner) in pairs if owner != before)
 
 
-def of_unchecked(batch_counts: DataFrame) -> DataFrame:
-    """Return a finding for each partition with unchecked batches."""
-    return _as_findings(
-        batch_counts.where("unchecked > 0"),
-        UNCHECKED,
-        **{name: F.col(name) for name in PARTITION},
-        detail=F.format_string(
-            "%s/%d: %s not checked, because crc32c is not installed where the log was read. The log may be corrupt.",
-            *map(F.col, PARTITION),
-            F.when(F.col("unchecked") == 1, F.lit("the checksum of one batch was")).otherwise(
-                F.format_string("the checksums of %d batches were", "unchecked")
-            ),
-        ),
-    )
+def owner_rows(topic: str, partition: int, ownerships: Ownerships) -> list[Row]:
+    """Return rows of OWNERS."""
+    return [
+        {
+            "topic": topic,
+            "partition": partition,
+            "owner": owner,
+            "revision": revision,
+            "first_acked_at": each.first_acked_at,
+            "last_acked_at": each.last_acked_at,
+            "records": each.records,
+            "bytes": each.bytes,
+        }
+        for (owner, revision), each in ownerships.items()
+    ]
 
 
-def of_other_topics(gone: DataFrame, kind: str) -> DataFrame:
-    """Return a finding for each partition and id of a deleted topic; of kind DELETED if the user declared it."""
-    by = (*PARTITION, "topic_id", "now")
-    theirs = (
-        gone.where(F.col("is_declared") == F.lit(kind == DELETED))
-        .groupBy(*by)
-        .agg(F.sum("records").alias("records"), F.min("from_ms").alias("from_ms"), F.max("to_ms").alias("to_ms"))
-    )
-    was = F.when(F.col("topic_id").isNotNull(), F.format_string("its id was %s, and ", "topic_id")).otherwise("")
-    none = F.lit("no topic has that name now")
-    now = F.when(F.col("now").isNotNull(), F.format_string("the topic of that name now has %s", "now")).otherwise(none)
-    unsaid = F.format_string(
-        " It is unknown whether they were in the log until then. If the deletion was on purpose, give "
-        "--deleted-topic %s.",
-        F.col("topic"),
-    )
-    told = F.format_string(
-        "%d records of %s/%d were acknowledged in a topic that has been deleted: %s%s.",
-        *(F.col("records"), *map(F.col, PARTITION), was, now),
-    )
-    return _as_findings(
-        theirs,
-        kind,
-        **{name: F.col(name) for name in (*PARTITION, "records", "from_ms", "to_ms")},
-        detail=told if kind == DELETED else F.concat(told, unsaid),
-    )
+def findings_of(
+    topic: str, partition: int, part: PartitionPart, bounds: Bounds | None, deleted: Iterable[str], most: int
+) -> tuple[list[Row], Counter[str]]:
+    """Return at most `most` findings of each kind, by offset, and how many there are of each."""
+    rows: list[Row] = []
+    for island in sorted(part.islands, key=lambda each: each.start):
+        rows += _lost(topic, partition, island, bounds) if island.kind == LOST else [_overlap(topic, partition, island)]
+    rows += [_repeated(topic, partition, each) for each in part.repeats]
+    rows += [_corrupt(topic, partition, each) for each in part.corrupt]
+    found = Counter(part.found)
+    if unchecked := part.amounts.counts["unchecked"]:
+        rows.append(_unchecked(topic, partition, unchecked))
+        found[UNCHECKED] += 1
+    kind = DELETED if topic in deleted else GONE
+    for topic_id, gone in sorted(part.gone.items(), key=str):
+        rows.append(_gone(topic, partition, kind, topic_id, gone, bounds))
+        found[kind] += 1
+    listed: Counter[str] = Counter()
+    kept = []
+    for row in rows:
+        listed[row["kind"]] += 1
+        if listed[row["kind"]] <= most:
+            kept.append({"topic": topic, "partition": partition, **row})
+    # Several owners or trails of one island are several findings.
+    return kept, found | Counter({kind: min(count, most) for kind, count in listed.items()})
 
 
-def of_unproven(unproven: DataFrame, kind: str) -> DataFrame:
-    names = ("proxy", "incarnation", "sequence", "from_ms", "to_ms")
-    missing = F.when(F.col("missing") == 1, F.lit("A row is")).otherwise(F.format_string("%d rows are", "missing"))
-    lost_rows = F.format_string(
-        "%s missing from the trail of %s: the trail may lack records that the proxy acknowledged then.",
-        missing,
-        F.col("proxy"),
-    )
-    cut_off = F.format_string(
-        "The trail of %s has no end: the proxy was killed or cut off, and its last acknowledgements may be missing.",
-        F.col("proxy"),
-    )
-    not_yet = F.format_string(
-        "The trail of %s continues: its last rows before the end of this audit had not arrived when the audit read "
-        "it. Run the audit again later.",
-        F.col("proxy"),
-    )
-    without_end = F.when(F.col("lives"), not_yet).otherwise(cut_off)
-    return _as_findings(
-        unproven.where(F.col("kind") == kind),
-        kind,
-        **{name: F.col(name) for name in names},
-        detail=lost_rows if kind == GAP else without_end,
-    )
+class Findings:
+    """The first `most` findings of each kind by topic, partition and offset, and how many there are of each."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._rows: list[Row] = []
+        self._found: Counter[str] = Counter()
+
+    def note(self, rows: Iterable[Row], found: Mapping[str, int]) -> None:
+        """Add rows, of which there are `found` by kind, all told."""
+        self._rows += rows
+        self._found.update(found)
+        if len(self._rows) > 2 * self._most * len(FINDING_KINDS):
+            self._rows = self._first()
+
+    def add(self, other: Findings) -> None:
+        self.note(other._rows, other._found)
+
+    def whole(self) -> list[Row]:
+        """Return rows of FINDINGS."""
+        return [
+            {name: row.get(name) for name in FINDINGS} | {"of_kind": self._found[row["kind"]]} for row in self._first()
+        ]
+
+    def _first(self) -> list[Row]:
+        listed: Counter[str] = Counter()
+        kept = []
+        for row in sorted(self._rows, key=lambda row: tuple(_nulls_first(row.get(name)) for name in _ORDER)):
+            listed[row["kind"]] += 1
+            if listed[row["kind"]] <= self._most:
+                kept.append(row)
+        return kept
 
 
-def concerned(islands: DataFrame, claims: DataFrame, *, bits: int) -> DataFrame:
-    """Return the claims within each island, cut to it. The islands are broadcast, so they must be few."""
-    island = islands.select(
-        "kind", "log_id", "replaced", "start", "end", *(F.col(n).alias(f"island_{n}") for n in _ENDS)
-    )
-    pieces = in_buckets(island, bits).withColumnsRenamed({"start": "piece_start", "end": "piece_end"})
-    both = claims.join(F.broadcast(pieces), list(BUCKET)).where("start < piece_end and piece_start < end")
-    return both.select(
-        *(c for c in both.columns if c not in ("start", "end")),
-        F.greatest("start", "piece_start").alias("first"),
-        F.least("end", "piece_end").alias("behind"),
-    )
+_ORDER: Final = ("kind", "topic", "partition", "first_offset", "from_ms")
 
 
-_ENDS = ("start", "end")
-_ISLAND = (*PARTITION, "kind", "island_start", "island_end", "replaced")
+def _nulls_first(value: Any) -> tuple[bool, Any]:
+    return (value is not None, value)
 
 
-_NO_LOG = "and there is no log of this partition. If its topic was deleted on purpose, give --deleted-topic %s."
+_NO_LOG: Final = "and there is no log of this partition. If its topic was deleted on purpose, give --deleted-topic {}."
+_ACKS_1: Final = " They were written with acks=1, so they may be lost if the owner dies before replication."
 
 
-def of_lost(concerned: DataFrame, bounds: DataFrame) -> DataFrame:
-    """Return a finding for each island, owner and trail; it names the producer if there was only one."""
-    by = (*_ISLAND, "owner", "revision", "proxy", "incarnation")
-    lost = (
-        concerned.where(F.col("kind") == LOST)
-        .groupBy(*by)
-        .agg(
-            F.min("first").alias("first"),
-            F.max("behind").alias("behind"),
-            F.sum(F.col("behind") - F.col("first")).alias("records"),
-            F.min("sequence").alias("sequence"),
-            F.min("first_acked_at").alias("from_ms"),
-            F.max("last_acked_at").alias("to_ms"),
-            F.min("acks").alias("acks"),
-            *(_only_one(name) for name in ("producer_id", "producer_epoch")),
+def _lost(topic: str, partition: int, island: Island, bounds: Bounds | None) -> list[Row]:
+    """Return a finding for each owner and trail; it names the producer if there was only one."""
+    rows = []
+    for (owner, revision, proxy, incarnation), told in island.told.items():
+        if bounds is None:
+            why = _NO_LOG.format(topic)
+        elif island.replaced:
+            why = "and the log has other records there."
+        elif told.first >= bounds.end_offset:
+            why = f"and the log ends earlier, at offset {bounds.end_offset}."
+        else:
+            why = "and the log does not have them."
+        last = told.behind - 1
+        producer_id, producer_epoch = told.producer or (None, None)
+        rows.append(
+            {
+                "kind": LOST,
+                "first_offset": told.first,
+                "last_offset": last,
+                # A record may have been acknowledged twice.
+                "records": min(told.records, told.behind - told.first),
+                "owner": owner,
+                "revision": revision,
+                "proxy": proxy,
+                "incarnation": incarnation,
+                "producer_id": producer_id,
+                "producer_epoch": producer_epoch,
+                "sequence": told.sequence,
+                "from_ms": told.from_ms,
+                "to_ms": told.to_ms,
+                "detail": f"Broker {owner} acknowledged offsets {told.first} to {last} of {topic}/{partition} at "
+                f"revision {revision}, {why}{_ACKS_1 if told.acks == 1 else ''}",
+            }
         )
-        .join(F.broadcast(bounds), list(PARTITION), "left")
-    )
-    end = F.col("end_offset")
-    last = F.col("behind") - 1
-    told = F.format_string(
-        "Broker %d acknowledged offsets %d to %d of %s/%d at revision %d, ",
-        *(F.col("owner"), F.col("first"), last, *map(F.col, PARTITION), F.col("revision")),
-    )
-    why = (
-        F.when(end.isNull(), F.format_string(_NO_LOG, F.col("topic")))
-        .when(F.col("replaced"), F.lit("and the log has other records there."))
-        .when(F.col("first") >= end, F.format_string("and the log ends earlier, at offset %d.", end))
-        .otherwise(F.lit("and the log does not have them."))
-    )
-    names = (
-        "owner",
-        "revision",
-        "proxy",
-        "incarnation",
-        "producer_id",
-        "producer_epoch",
-        "sequence",
-        "from_ms",
-        "to_ms",
-    )
-    return _as_findings(
-        lost,
-        LOST,
-        **{name: F.col(name) for name in (*PARTITION, *names)},
-        first_offset=F.col("first"),
-        last_offset=last,
-        # A record may have been acknowledged twice.
-        records=F.least(F.col("records"), F.col("behind") - F.col("first")),
-        detail=F.concat(told, why, _acks_1()),
-    )
+    return sorted(rows, key=lambda row: (row["first_offset"], row["owner"], row["revision"]))
 
 
-def of_overlaps(concerned: DataFrame) -> DataFrame:
-    """Return a finding for each island, with the first ownership that assigned the offsets and the last other one.
+def _overlap(topic: str, partition: int, island: Island) -> Row:
+    """Name the first ownership that assigned the offsets and the last other one: of another owner, if there is any."""
+    told: Sequence[Told] = list(island.told.values())
+    one = min(each.earliest for each in told)
+    latest = max(each.latest for each in told)
+    lowest = min(told, key=lambda each: each.earliest[1]).earliest
+    highest = max(told, key=lambda each: each.latest[1]).latest
+    other = next((each for each in (latest, highest, lowest) if each[1] != one[1]), latest)
+    revision, owner, _, proxy, incarnation, sequence, producer_id, producer_epoch = one
+    other_revision, other_owner = other[:2]
+    if other_owner != owner:
+        who = f"and by broker {other_owner} at revision {other_revision}"
+    else:
+        who = "twice" if revision == other_revision else f"and again at revision {other_revision}"
+    last = island.end - 1
+    acks_1 = _ACKS_1 if any(each.acks == 1 for each in told) else ""
+    return {
+        "kind": OVERLAP,
+        "first_offset": island.start,
+        "last_offset": last,
+        "records": island.end - island.start,
+        "owner": owner,
+        "revision": revision,
+        "other_owner": other_owner,
+        "other_revision": other_revision,
+        "proxy": proxy,
+        "incarnation": incarnation,
+        "producer_id": producer_id,
+        "producer_epoch": producer_epoch,
+        "sequence": sequence,
+        "from_ms": min(each.from_ms for each in told),
+        "to_ms": max(each.to_ms for each in told),
+        "detail": f"Offsets {island.start} to {last} of {topic}/{partition} were assigned by broker {owner} at "
+        f"revision {revision} {who}. The log keeps at most one of two records at an offset.{acks_1}",
+    }
 
-    The other one is of another owner, if there is any.
-    """
-    names = (
-        "revision", "owner", "first_acked_at", "proxy", "incarnation", "sequence", "producer_id", "producer_epoch",
-    )  # fmt: skip
-    claim = F.struct(*names)
-    doubled = (
-        concerned.where(F.col("kind") == OVERLAP)
-        .groupBy(*_ISLAND)
-        .agg(
-            F.min(claim).alias("one"),
-            F.max(claim).alias("latest"),
-            F.min_by(claim, "owner").alias("lowest"),
-            F.max_by(claim, "owner").alias("highest"),
-            F.min("first_acked_at").alias("from_ms"),
-            F.max("last_acked_at").alias("to_ms"),
-            F.min("acks").alias("acks"),
+
+def _repeated(topic: str, partition: int, repeat: Repeat) -> Row:
+    batch = repeat.batch
+    return {
+        "kind": DUPLICATE,
+        "first_offset": batch.base_offset,
+        "last_offset": batch.last_offset,
+        "records": batch.record_count,
+        "producer_id": batch.producer_id,
+        "producer_epoch": batch.producer_epoch,
+        "detail": f"The batch at offset {batch.base_offset} of {topic}/{partition} is already at offset "
+        f"{repeat.first_base_offset}: sequence number {batch.base_sequence} of producer {batch.producer_id}.",
+    }
+
+
+def _corrupt(topic: str, partition: int, batch: Batch) -> Row:
+    return {
+        "kind": CORRUPT,
+        "first_offset": batch.base_offset,
+        "last_offset": batch.last_offset,
+        "records": batch.last_offset - batch.base_offset + 1,
+        "detail": f"The batch at offset {batch.base_offset} of {topic}/{partition} does not match its checksum: its "
+        f"records may be corrupt.",
+    }
+
+
+def _unchecked(topic: str, partition: int, count: int) -> Row:
+    what = "the checksum of one batch was" if count == 1 else f"the checksums of {count} batches were"
+    return {
+        "kind": UNCHECKED,
+        "detail": f"{topic}/{partition}: {what} not checked, because crc32c is not installed where the log was read. "
+        f"The log may be corrupt.",
+    }
+
+
+def _gone(topic: str, partition: int, kind: str, topic_id: str | None, gone: Gone, bounds: Bounds | None) -> Row:
+    was = f"its id was {topic_id}, and " if topic_id else ""
+    is_there = bounds is not None and bounds.topic_id is not None
+    now = f"the topic of that name now has {bounds.topic_id}" if bounds and is_there else "no topic has that name now"
+    unsaid = (
+        ""
+        if kind == DELETED
+        else (
+            f" It is unknown whether they were in the log until then. If the deletion was on purpose, give "
+            f"--deleted-topic {topic}."
         )
-        .withColumn("other", _of_another_owner("latest", "highest", "lowest"))
     )
-    is_one_owner = F.col("one.owner") == F.col("other.owner")
-    where = F.format_string(
-        "Offsets %d to %d of %s/%d were assigned by broker %d at revision %d ",
-        *(F.col("island_start"), F.col("island_end") - 1, *map(F.col, PARTITION)),
-        *(F.col("one.owner"), F.col("one.revision")),
-    )
-    two = F.format_string("and by broker %d at revision %d", F.col("other.owner"), F.col("other.revision"))
-    again = F.format_string("and again at revision %d", F.col("other.revision"))
-    once_more = F.when(F.col("one.revision") == F.col("other.revision"), F.lit("twice")).otherwise(again)
-    who = F.when(is_one_owner, once_more).otherwise(two)
-    so = F.lit(". The log keeps at most one of two records at an offset.")
-    of_one = ("owner", "revision", "proxy", "incarnation", "producer_id", "producer_epoch", "sequence")
-    return _as_findings(
-        doubled,
-        OVERLAP,
-        **{name: F.col(name) for name in (*PARTITION, "from_ms", "to_ms")},
-        **{name: F.col(f"one.{name}") for name in of_one},
-        other_owner=F.col("other.owner"),
-        other_revision=F.col("other.revision"),
-        first_offset=F.col("island_start"),
-        last_offset=F.col("island_end") - 1,
-        records=F.col("island_end") - F.col("island_start"),
-        detail=F.concat(where, who, so, _acks_1()),
-    )
+    return {
+        "kind": kind,
+        "records": gone.records,
+        "from_ms": gone.from_ms,
+        "to_ms": gone.to_ms,
+        "detail": f"{gone.records} records of {topic}/{partition} were acknowledged in a topic that has been deleted: "
+        f"{was}{now}.{unsaid}",
+    }
 
 
-def _of_another_owner(*claims: str) -> Column:
-    """Return the first of `claims` with another owner than `one`, else the first."""
-    others = [F.when(F.col(f"{claim}.owner") != F.col("one.owner"), F.col(claim)) for claim in claims]
-    return F.coalesce(*others, F.col(claims[0]))
+def of_unproven(unproven: Unproven) -> Row:
+    """Return the finding of a gap or a tail."""
+    proxy, missing = unproven.proxy, unproven.missing
+    if unproven.kind == GAP:
+        rows = "A row is" if missing == 1 else f"{missing} rows are"
+        detail = (
+            f"{rows} missing from the trail of {proxy}: the trail may lack records that the proxy acknowledged then."
+        )
+    elif unproven.lives:
+        detail = (
+            f"The trail of {proxy} continues: its last rows before the end of this audit had not arrived when the "
+            f"audit read it. Run the audit again later."
+        )
+    else:
+        detail = (
+            f"The trail of {proxy} has no end: the proxy was killed or cut off, and its last acknowledgements may be "
+            f"missing."
+        )
+    return {
+        "kind": unproven.kind,
+        "proxy": proxy,
+        "incarnation": unproven.incarnation,
+        "sequence": unproven.sequence,
+        "from_ms": unproven.from_ms,
+        "to_ms": unproven.to_ms,
+        "detail": detail,
+    }
 
 
-def _only_one(name: str) -> Column:
-    return F.when(F.min(name) == F.max(name), F.min(name)).alias(name)
+class Summed(NamedTuple):
+    """A partition's rows of the result tables. `changes`: of ownership, by window."""
+
+    row: Row
+    findings: list[Row]
+    found: Mapping[str, int]
+    owners: list[Row]
+    changes: Mapping[int, int]
 
 
-def _acks_1() -> Column:
-    warning = " They were written with acks=1, so they may be lost if the owner dies before replication."
-    return F.when(F.col("acks") == 1, F.lit(warning)).otherwise(F.lit(""))
-
-
-def first_of(frame: DataFrame, limit: int, *order: str) -> DataFrame:
-    """Return at most `limit` rows of each kind, in `order`."""
-    by_kind = Window.partitionBy("kind").orderBy(*order)
-    return frame.withColumn("nth", F.row_number().over(by_kind)).where(F.col("nth") <= limit).drop("nth")
-
-
-def numbers(*kinds: DataFrame) -> DataFrame:
-    """Count the rows by `kind`, as `found`."""
-    counts = [frame.groupBy("kind").agg(F.count("*").alias("found")) for frame in kinds]
-    return reduce(DataFrame.unionByName, counts)
-
-
-def with_numbers(listed: DataFrame, numbers: DataFrame) -> DataFrame:
-    """Add `of_kind`, the number of findings of the kind, to the `listed` ones, which must be few."""
-    here = F.count("*").over(Window.partitionBy("kind"))
-    joined = listed.join(F.broadcast(numbers), "kind", "left")
-    return joined.withColumn("of_kind", F.greatest("found", here)).drop("found")
+def sum_up(
+    topic: str,
+    partition: int,
+    part: PartitionPart,
+    bounds: Bounds | None,
+    deleted: Iterable[str],
+    rules: JudgeRules,
+    *,
+    unproven: bool,
+) -> Summed:
+    """Return the rows of a judged partition; `unproven`: some trail is, at some time."""
+    changes = ownership_changes(part.ownerships, rules.window_ms)
+    findings, found = findings_of(topic, partition, part, bounds, deleted, rules.max_findings)
+    row = partition_row(topic, partition, part, bounds, changes.total(), unproven=unproven)
+    return Summed(row, findings, found, owner_rows(topic, partition, part.ownerships), changes)

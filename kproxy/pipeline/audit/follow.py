@@ -28,7 +28,6 @@ earlier readings have from its start on: the log may have been truncated since, 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -39,10 +38,12 @@ from typing import Any, Final
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, Window
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql.types import StructType
 from rich.console import Console
 from rich.text import Text
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.columns import LOST, UNPROVEN_KINDS
 from kproxy.pipeline.audit.follow_state import (
     LISTED,
     REPORTED_KINDS,
@@ -56,21 +57,19 @@ from kproxy.pipeline.audit.follow_state import (
     trail_of,
     unreported,
 )
-from kproxy.pipeline.audit.log_client import LogReadFailed
-from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, read_log, read_short_log
-from kproxy.pipeline.audit.run import (
-    LOG_LOOKBACK_MS,
-    AuditJob,
-    check,
-    existing,
-    first_offsets,
-    fitted,
-    keep,
-    stays_in_memory,
-)
-from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, FINDINGS_SCHEMA, LOG_SCHEMA, LOST, TRAIL_SCHEMA, UNPROVEN_KINDS
-from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
-from kproxy.pipeline.audit.trail import JSON, TOPIC, only_rows, rows_of
+from kproxy.pipeline.audit.judge import Batch
+from kproxy.pipeline.audit.log_client import LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.log_options import read_options
+from kproxy.pipeline.audit.log_source import log_options, read_log
+from kproxy.pipeline.audit.logs import TooLarge, bounds_now, ends_of, existing, read_headers
+from kproxy.pipeline.audit.report_facts import FAULTY, UNPROVEN
+from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, check
+from kproxy.pipeline.audit.run_spark import bounds_frame, first_offsets, fitted, keep, stays_in_memory
+from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, FINDINGS_SCHEMA, LOG_SCHEMA, TRAIL_SCHEMA
+from kproxy.pipeline.audit.tables import Tables, audit_tables
+from kproxy.pipeline.audit.trail import only_rows, rows_of
+from kproxy.pipeline.audit.trail_place import JSON, TOPIC
 from kproxy.pipeline.ingest.job import Stop, stopped_by_signals
 from kproxy.pipeline.kafka_access import spark_options
 from kproxy.pipeline.progress import Report
@@ -128,7 +127,9 @@ def run_follow_job(
                     stop=stop,
                 )
             stage.finish(_progress(state))
-    return 1 if state.failures or (job.strict and state.unproven) else 0
+    if state.failures:
+        return FAULTY
+    return UNPROVEN if state.unproven and not job.allow_unproven else 0
 
 
 def pages_of(session: Any, job: AuditJob, following: FollowOptions) -> DataFrame:
@@ -422,6 +423,11 @@ class Follower:
             self._inputs.forget(forgotten.batch)
 
 
+# What the judge needs of a batch.
+HEADER_SCHEMA: Final = StructType([LOG_SCHEMA[name] for name in ("topic", "partition", *Batch._fields)])
+# Logs are read in this process up to here: some seconds of work.
+MOST_BATCHES: Final = 20_000
+MOST_BYTES: Final = 256 << 20
 _STARTS = "topic string, partition int, read_from long"
 
 
@@ -456,41 +462,35 @@ class FollowInputs:
         Start at the first offset of the batch, or at the end of the last reading, whichever is lower.
         """
         ranges = self._needed(new)
-        needed: dict[str, dict[str, int]] = {}
-        for which, first in first_offsets(ranges).items():
-            needed.setdefault(which.topic, {})[str(which.partition)] = first
+        needed = first_offsets(ranges)
         # Topics deleted since have no log.
-        there = existing(self._job.bootstrap, needed, self._job.kafka) if needed else ()
-        needed = {topic: needed[topic] for topic in there}
-        if not needed:
+        there = existing(self._job.bootstrap, {which.topic for which in needed}, self._job.kafka) if needed else ()
+        if not there:
             self._place.delete(f"log/batch={batch}")
             self._place.delete(f"starts/batch={batch}")
             return
-        ends = _decode(fix_ends(self._job.bootstrap, topics=sorted(needed), kafka=self._job.kafka))
+        ends = ends_of(self._job.bootstrap, there, self._job.kafka)
         # Partitions that the batch does not mention start at their end, so nothing of them is read.
-        starts = {
-            topic: {**ends[topic], **_starts(state.read_to.get(topic, {}), needed[topic], ends[topic])}
-            for topic in needed
-        }
-        topics, begin, end = sorted(needed), _encode(starts), _encode(ends)
-        cluster = (self._session, self._job.bootstrap)
-        read: dict[str, Any] = {"topics": topics, "start_offsets": begin, "end_offsets": end, "kafka": self._job.kafka}
-        log = read_short_log(*cluster, **read)
-        if log is None:
-            log = read_log(*cluster, **read)
-        begun = [
-            (topic, int(partition), starts[topic][partition])
-            for topic, firsts_needed in needed.items()
-            for partition in firsts_needed
-            if partition in ends[topic]
-        ]
+        starts = {which: _start(which, needed.get(which, end), end, state) for which, end in ends.items()}
+        kafka = self._job.kafka
+        log = self._headers(log_options(self._job.bootstrap, topics=there, starts=starts, ends=ends, kafka=kafka))
+        begun = [(*which, starts[which]) for which in needed if which in ends]
         with as_spark_failure("The logs could not be read"):
             frame = self._session.createDataFrame(begun, _STARTS).coalesce(1)
             frame.write.mode("overwrite").parquet(self._place.below(f"starts/batch={batch}"))
             log.write.mode("overwrite").parquet(self._place.below(f"log/batch={batch}"))
-        for topic, firsts_needed in needed.items():
-            read_to = {partition: ends[topic][partition] for partition in firsts_needed if partition in ends[topic]}
-            state.read_to[topic] = {**state.read_to.get(topic, {}), **read_to}
+        for which in needed:
+            if which in ends:
+                state.read_to.setdefault(which.topic, {})[str(which.partition)] = ends[which]
+
+    def _headers(self, options: Mapping[str, str]) -> DataFrame:
+        """Read short logs in this process: Spark takes seconds to start reading a source in Python."""
+        try:
+            read = read_headers(read_options(options), MOST_BATCHES, MOST_BYTES)
+        except TooLarge:
+            return read_log(self._session, options).select(*HEADER_SCHEMA.names)
+        rows = [(*which, *each) for which, batches in read.items() for each in batches]
+        return self._session.createDataFrame(rows, HEADER_SCHEMA)
 
     def audited(self, state: FollowState, rules: AuditRules) -> Tables:
         """Audit all kept micro-batches."""
@@ -523,14 +523,14 @@ class FollowInputs:
         """Return the headers; where a log was read twice, those of the later reading."""
         there = [batch for batch in batches if self._place.has(self._place.below(f"log/batch={batch}"))]
         if not there:
-            return self._session.createDataFrame([], LOG_SCHEMA)
+            return self._session.createDataFrame([], HEADER_SCHEMA)
         on = ["topic", "partition", "batch"]
         later = Window.partitionBy("topic", "partition").orderBy("batch").rowsBetween(1, Window.unboundedFollowing)
         again = self._kept("starts", there).select(*on, F.min("read_from").over(later).alias("read_again_from"))
         log = self._kept("log", there).join(F.broadcast(again), on, "left")
         log = log.where("read_again_from is null or base_offset < read_again_from")
         # A record batch that spans the start of a later reading is in both.
-        header = F.max_by(F.struct(*LOG_SCHEMA.names), "batch").alias("header")
+        header = F.max_by(F.struct(*HEADER_SCHEMA.names), "batch").alias("header")
         return log.groupBy("topic", "partition", "base_offset").agg(header).select("header.*")
 
     def _bounds(self, rows: DataFrame) -> DataFrame:
@@ -539,8 +539,9 @@ class FollowInputs:
         topics = existing(self._job.bootstrap, named, self._job.kafka) if named else ()
         if not topics:
             return self._session.createDataFrame([], BOUNDS_SCHEMA)
-        bounds = bounds_now(self._job.bootstrap, topics=topics, compacted=self._job.compacted, kafka=self._job.kafka)
-        return self._session.createDataFrame(bounds, BOUNDS_SCHEMA)
+        return bounds_frame(
+            self._session, bounds_now(self._job.bootstrap, topics, self._job.compacted, self._job.kafka)
+        )
 
     def _needed(self, rows: DataFrame) -> DataFrame:
         return rows.where(judged(self._job, lookback_ms=LOG_LOOKBACK_MS))
@@ -567,19 +568,6 @@ class FollowInputs:
         return joined.withColumn("sequence", sequence).drop("forgotten").where("sequence >= 0")
 
 
-def _starts(read_to: Mapping[str, int], needed: Mapping[str, int], ends: Mapping[str, int]) -> dict[str, int]:
+def _start(which: TopicPartition, first: int, end: int, state: FollowState) -> int:
     """Return where to start reading: no later than the last reading's end, so that nothing is skipped."""
-    return {
-        partition: min(first, read_to.get(partition, first), ends[partition])
-        for partition, first in needed.items()
-        if partition in ends
-    }
-
-
-def _encode(offsets: Mapping[str, Mapping[str, int]]) -> str:
-    return json.dumps(offsets, separators=(",", ":"))
-
-
-def _decode(offsets: str) -> dict[str, dict[str, int]]:
-    decoded: dict[str, dict[str, int]] = json.loads(offsets)
-    return decoded
+    return min(first, state.read_to.get(which.topic, {}).get(str(which.partition), first), end)

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kproxy.pipeline.audit.schemas import UNPROVEN_KINDS, WRONG_KINDS
+from kproxy.pipeline.audit.columns import UNPROVEN_KINDS, WRONG_KINDS
 from kproxy.pipeline.spark import as_spark_failure
 
 # Findings remembered, so that none is reported twice. More than are listed at a time.

@@ -505,7 +505,7 @@ class LogClient:
             which, code = refused[0].resource_name, refused[0].error_code
             reason = f"Whether topic {which} is compacted cannot be read: {error_codes.name_of(code)}"
             if code not in PASSING:
-                raise LogReadFailed(f"{reason}; say by option compactedTopics which topics are.")
+                raise LogReadFailed(f"{reason}; name the compacted topics with --compacted.")
             patience.pause(reason)
 
     def fetch(self, which: TopicPartition, offset: int, max_bytes: int, patience: Patience) -> PartitionFetched:

@@ -1,4 +1,4 @@
-"""The options of the formats "kproxy_log" and "kproxy_bounds", and the ranges of offsets that they ask for.
+"""The options of the format "kproxy_log", and the ranges of offsets that they ask for.
 
 Each process that Spark starts for a source parses the same text. Nothing here needs Spark.
 
@@ -136,7 +136,6 @@ _KNOWN: Final = {
         "timeoutMs",
         "patienceMs",
         "checkCrc",
-        "compactedTopics",
     )
 }
 
@@ -154,7 +153,6 @@ class LogOptions(NamedTuple):
     timeout_ms: int = DEFAULT_TIMEOUT_MS
     patience_ms: int = DEFAULT_PATIENCE_MS
     check_crc: str = CHECKS[0]
-    compacted_topics: tuple[str, ...] | None = None
     kafka: KafkaOptions = NO_OPTIONS
 
     def client(self) -> LogClient:
@@ -183,7 +181,6 @@ def read_options(options: Mapping[str, str]) -> LogOptions:
     if check_crc not in CHECKS:
         raise LogReadFailed(f"Option checkCrc is {check_crc!r}: write one of {', '.join(CHECKS)}.")
     per_partition = given.get("offsetsperpartition")
-    compacted = given.get("compactedtopics")
     return LogOptions(
         parse_bootstrap(given.get("bootstrap", "")),
         topics,
@@ -195,7 +192,6 @@ def read_options(options: Mapping[str, str]) -> LogOptions:
         _positive(given, "timeoutMs", DEFAULT_TIMEOUT_MS),
         _positive(given, "patienceMs", DEFAULT_PATIENCE_MS),
         check_crc,
-        None if compacted is None else _names(compacted),
         KafkaOptions(kafka),
     )
 

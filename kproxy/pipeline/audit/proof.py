@@ -1,20 +1,19 @@
-"""Find the rows of a trail, its missing rows, and its unproven times.
+"""Find what trails do not prove: missing rows, and trails without an end.
 
-A piece is 64 sequence numbers of one trail with a bit for each one present, so that repeated and missing rows are found
-without sorting.
+A `TrailPart` is what is known of consecutive rows of one trail; parts can be joined, so ranges of a trail may be read
+by different processes. Everything here is pure. Times are milliseconds since the epoch.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final, NamedTuple
 
-from pyspark.sql import Column, DataFrame, Window
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from kproxy.pipeline.audit.columns import GAP, TAIL
 
-from kproxy.pipeline.audit.schemas import GAP, TAIL
-from kproxy.pipeline.audit.trail import SHIPPING_MS
-
-TRAIL: Final = ("proxy", "incarnation")
 # For a trail whose first row is lost, and with it the interval: the longest that can be configured (audit.interval_s),
 # plus the delay allowed to a proxy.
 _INTERVAL_MS: Final = 61_000
@@ -23,202 +22,212 @@ _MARK_MS: Final = 10_000
 FIRST_ROW_MS: Final = _INTERVAL_MS + _MARK_MS
 # Longer than a proxy that is being replaced serves its last clients.
 _HANDOVER_MS: Final = 600_000
-_PIECE_BITS: Final = 6
-# Pieces in a block within which rows are examined one by one.
-_BLOCK_BITS: Final = 16
+# Gaps of a trail that are told one by one; the rest is told as one.
+_MOST_GAPS: Final = 1_000
+
+TrailName = tuple[str, str]
+"""A trail's proxy and incarnation."""
 
 
-def pieces(rows: DataFrame) -> DataFrame:
-    """Return one row for each 64 sequence numbers of a trail: how many `rows`, which (`bits`), first, last, times.
+class Stamp(NamedTuple):
+    """What every row of a trail has; `interval_ms` and `mark_ms` are in its first one."""
 
-    `at` rises with the sequence number, so sums are enough: no sort, little memory.
-    """
-    sequence, at = F.col("sequence"), F.col("at")
-
-    def of(kind: str, value: Column) -> Column:
-        return F.max(F.when(F.col("kind") == kind, value))
-
-    return rows.groupBy(*TRAIL, F.shiftright(sequence, _PIECE_BITS).alias("piece")).agg(
-        F.count("*").alias("rows"),
-        F.bit_or(F.expr(f"shiftleft(1L, cast(sequence & {(1 << _PIECE_BITS) - 1} as int))")).alias("bits"),
-        F.min(sequence).alias("first"),
-        F.max(sequence).alias("last"),
-        F.min(at).alias("first_at"),
-        F.max(at).alias("last_at"),
-        of("begin", at).alias("begin_at"),
-        F.max("interval_ms").alias("interval_ms"),
-        F.max("mark_ms").alias("mark_ms"),
-        of("mark", sequence).alias("last_mark"),
-        of("end", sequence).alias("end"),
-    )
+    sequence: int
+    at: int
+    kind: str
+    interval_ms: int | None
+    mark_ms: int | None
 
 
-def each_once(rows: DataFrame, pieces: DataFrame) -> DataFrame:
-    """Return `rows` without those shipped twice."""
-    block = F.shiftright("sequence", _BLOCK_BITS).alias("block")
-    twice = (
-        pieces.where(F.col("rows") != F.bit_count("bits"))
-        .select(*TRAIL, F.shiftright("piece", _BLOCK_BITS - _PIECE_BITS).alias("block"))
-        .distinct()
-    )
-    keys = [*TRAIL, "block"]
-    marked = rows.select("*", block)
-    sure = marked.join(F.broadcast(twice), keys, "left_anti")
-    doubtful = marked.join(F.broadcast(twice), keys, "left_semi").dropDuplicates([*TRAIL, "sequence"])
-    return sure.unionByName(doubtful).drop("block")
+@dataclass(slots=True)
+class Gap:
+    """Rows that are missing from `sequence` on; `before_at` and `behind_at`: when the rows around were closed."""
+
+    sequence: int
+    missing: int
+    before_at: int
+    behind_at: int
 
 
-def trails(pieces: DataFrame) -> DataFrame:
-    """Return one row for each trail.
+@dataclass(slots=True)
+class TrailPart:
+    """Rows of one trail. `last_mark` and `end`: the sequence numbers of the last such rows."""
 
-    `whole_until`: the time up to which it is complete; null if it ended in order. `next_begin`: when the proxy's next
-    incarnation began; `previous_at`: when the previous one was last heard of. Both are null if incarnations overlap:
+    first: int
+    last: int
+    first_at: int
+    last_at: int
+    begin_at: int | None = None
+    interval_ms: int | None = None
+    mark_ms: int | None = None
+    last_mark: int | None = None
+    end: int | None = None
+    gaps: list[Gap] = field(default_factory=list)
+
+    def _miss(self, gap: Gap) -> None:
+        if len(self.gaps) < _MOST_GAPS:
+            self.gaps.append(gap)
+            return
+        self.gaps[-1].missing += gap.missing
+        self.gaps[-1].behind_at = gap.behind_at
+
+    def join(self, later: TrailPart) -> None:
+        """Add the rows that come after these."""
+        if later.first > self.last + 1:
+            self._miss(Gap(self.last + 1, later.first - self.last - 1, self.last_at, later.first_at))
+        for gap in later.gaps:
+            self._miss(gap)
+        self.last, self.last_at = later.last, later.last_at
+        for name in ("begin_at", "interval_ms", "mark_ms", "last_mark", "end"):
+            if getattr(later, name) is not None:
+                setattr(self, name, getattr(later, name))
+
+
+def trail_part(stamps: Iterable[Stamp]) -> TrailPart:
+    """Return what is known of a trail by some of its rows, at least one, in any order; some may be there twice."""
+    part: TrailPart | None = None
+    for stamp in sorted(stamps, key=lambda stamp: stamp[:2]):
+        sequence, at, kind, interval_ms, mark_ms = stamp
+        if part is not None and sequence == part.last:
+            continue
+        begin_at = at if kind == "begin" else None
+        mark, end = (sequence if kind == wanted else None for wanted in ("mark", "end"))
+        new = TrailPart(sequence, sequence, at, at, begin_at, interval_ms, mark_ms, mark, end)
+        if part is None:
+            part = new
+        else:
+            part.join(new)
+    assert part is not None  # noqa: S101 - callers have a row
+    return part
+
+
+@dataclass(slots=True)
+class ProvenTrail:
+    """A trail and its neighbours.
+
+    `whole_until`: the time up to which it is complete; None if it ended in order. `next_begin`: when the proxy's next
+    incarnation began; `previous_at`: when the previous one was last heard of. Both are None if incarnations overlap:
     the old one still answers its clients while the new one serves, and neither's time is bounded by the other's. If
     incarnations of a name overlap for long, several proxies have that name (for example behind one address), and none
     is known to succeed another.
     """
-    whole = pieces.groupBy(*TRAIL).agg(
-        F.min("first").alias("first"),
-        F.max("last").alias("last"),
-        F.min("first_at").alias("first_at"),
-        F.max("last_at").alias("last_at"),
-        F.max("begin_at").alias("begin_at"),
-        F.coalesce(F.max("interval_ms"), F.lit(_INTERVAL_MS)).alias("interval_ms"),
-        F.coalesce(F.max("mark_ms"), F.lit(_MARK_MS)).alias("mark_ms"),
-        F.max("last_mark").alias("last_mark"),
-        F.max("end").alias("end"),
-    )
-    by_time = Window.partitionBy("proxy").orderBy(F.coalesce("begin_at", "first_at"), "incarnation")
-    next_begin = F.lead(F.coalesce("begin_at", "first_at")).over(by_time)
-    previous_at = F.lag("last_at").over(by_time)
-    heard_before = F.max("last_at").over(by_time.rowsBetween(Window.unboundedPreceding, -1))
-    together_ms = F.least("last_at", heard_before) - F.coalesce("begin_at", "first_at")
-    known = F.when(F.col("last_mark") == F.col("last"), F.col("last_at"))
-    followed = whole.select(
-        "*",
-        F.when(F.col("end").isNull(), F.coalesce(known, F.col("last_at") - F.col("interval_ms"))).alias("whole_until"),
-        F.when(next_begin > F.col("last_at"), next_begin).alias("next_begin"),
-        F.when(previous_at < F.col("first_at"), previous_at).alias("previous_at"),
-        F.when(heard_before.isNotNull(), together_ms).alias("together_ms"),
-    )
-    # Null if there is only one.
-    is_shared = F.coalesce(F.max("together_ms").over(Window.partitionBy("proxy")) > _HANDOVER_MS, F.lit(False))
-    neighbours = {name: F.when(~is_shared, F.col(name)) for name in ("next_begin", "previous_at")}
-    return followed.withColumns(neighbours).drop("together_ms")
+
+    rows: TrailPart
+    interval_ms: int
+    mark_ms: int
+    whole_until: int | None
+    next_begin: int | None = None
+    previous_at: int | None = None
+
+    def lives(self, heard_ms: int) -> bool:
+        """Return whether it has no end and no successor, and its next row is not due before `heard_ms`."""
+        due = self.rows.last_at + self.mark_ms + self.interval_ms
+        return self.rows.end is None and due >= heard_ms and self.next_begin is None
 
 
-def audit_end(trails: DataFrame, *, read_at_ms: int, to_ms: int | None, shipping_ms: int = SHIPPING_MS) -> DataFrame:
-    """Return the end of the audit, in one row.
-
-    `end_ms`: the end of the time to judge; `heard_ms`: every live proxy promised a row by then. Without `to_ms` the end
-    is when the trail was read, or, while proxies still write, the time up to which all live trails are complete;
-    otherwise the last seconds of live proxies would always be unproven. `shipping_ms`: the longest time from closing a
-    row until it can be read.
-    """
-    heard = F.lit(read_at_ms - shipping_ms).cast("long")
-    until = F.min(F.when(_lives(heard), F.col("whole_until")))
-    return trails.agg(
-        F.lit(to_ms).cast("long").alias("to_ms"), F.coalesce(until, F.lit(read_at_ms)).alias("until")
-    ).select(F.coalesce("to_ms", "until").alias("end_ms"), heard.alias("heard_ms"))
+Trails = Mapping[TrailName, ProvenTrail]
 
 
-def _lives(heard_ms: Column) -> Column:
-    """Return whether a trail is live: it has no end and no successor, and its next row is not due before `heard_ms`."""
-    due = F.col("last_at") + F.col("mark_ms") + F.col("interval_ms")
-    return F.col("end").isNull() & (due >= heard_ms) & F.col("next_begin").isNull()
+def trails(parts: Mapping[TrailName, TrailPart]) -> Trails:
+    """Return the trails with what follows from others of the same proxy."""
+    found: dict[TrailName, ProvenTrail] = {}
+    by_proxy: dict[str, list[tuple[int, str, ProvenTrail]]] = defaultdict(list)
+    for (proxy, incarnation), rows in parts.items():
+        interval_ms = _INTERVAL_MS if rows.interval_ms is None else rows.interval_ms
+        mark_ms = _MARK_MS if rows.mark_ms is None else rows.mark_ms
+        known = rows.last_at if rows.last_mark == rows.last else rows.last_at - interval_ms
+        trail = ProvenTrail(rows, interval_ms, mark_ms, known if rows.end is None else None)
+        found[proxy, incarnation] = trail
+        by_proxy[proxy].append((rows.first_at if rows.begin_at is None else rows.begin_at, incarnation, trail))
+    for incarnations in by_proxy.values():
+        incarnations.sort(key=lambda each: each[:2])
+        heard = None
+        together_ms = 0
+        for begin, _, trail in incarnations:
+            if heard is not None:
+                together_ms = max(together_ms, min(trail.rows.last_at, heard) - begin)
+            heard = trail.rows.last_at if heard is None else max(heard, trail.rows.last_at)
+        if together_ms > _HANDOVER_MS:
+            continue
+        for (_, _, one), (begin, _, other) in pairwise(incarnations):
+            if begin > one.rows.last_at:
+                one.next_begin = begin
+            if one.rows.last_at < other.rows.first_at:
+                other.previous_at = one.rows.last_at
+    return found
 
 
-def gaps(
-    rows: DataFrame,
-    pieces: DataFrame,
-    trails: DataFrame,
+class Unproven(NamedTuple):
+    """A time for which rows are missing (GAP) or may be (TAIL), from the row with number `sequence` on."""
+
+    kind: str
+    proxy: str
+    incarnation: str
+    sequence: int
+    missing: int
+    from_ms: int
+    to_ms: int
+    lives: bool = False
+
+
+def unproven(
+    trails: Trails,
     *,
+    read_at_ms: int,
+    shipping_ms: int,
+    from_ms: int | None = None,
+    to_ms: int | None = None,
     read_from_ms: int | None = None,
-) -> DataFrame:
-    """Return the missing rows: proxy, incarnation, `sequence` of the first, number (`missing`), from_ms, to_ms.
+    is_all: bool = True,
+) -> list[Unproven]:
+    """Return the gaps and the tails within the time to judge.
+
+    Without `to_ms` that ends when the trail was read, or, while proxies still write, at the time up to which all live
+    trails are complete; otherwise the last seconds of live proxies would always be unproven. `shipping_ms`: the longest
+    time from closing a row until it can be read. `is_all`: whether everything was read; if not, only trails with a
+    successor count as ended.
+    """
+    heard_ms = read_at_ms - shipping_ms
+    alive = [trail.whole_until for trail in trails.values() if trail.lives(heard_ms)]
+    end_ms = to_ms if to_ms is not None else min((each for each in alive if each is not None), default=read_at_ms)
+    found = list(_gaps(trails, read_from_ms))
+    for (proxy, incarnation), trail in trails.items():
+        rows = trail.rows
+        if trail.whole_until is None or not (is_all or trail.next_begin is not None):
+            continue
+        until = end_ms if trail.next_begin is None else trail.next_begin
+        # A live trail is complete up to the audit's end, and nothing of it is missing.
+        if trail.whole_until < until:
+            times = trail.whole_until, until
+            found.append(Unproven(TAIL, proxy, incarnation, rows.last, 0, *times, trail.lives(heard_ms)))
+    judged = []
+    for each in found:
+        begin = each.from_ms if from_ms is None else max(each.from_ms, from_ms)
+        end = min(each.to_ms, end_ms)
+        if begin < end:
+            judged.append(each._replace(from_ms=begin, to_ms=end))
+    return judged
+
+
+def _gaps(trails: Trails, read_from_ms: int | None) -> Iterable[Unproven]:
+    """Yield the missing rows.
 
     A row is closed at most `interval_ms` after an acknowledgement in it. So the acknowledgements in a missing row came
     after the closing of the row before it minus that interval, and before the closing of the row after it. A missing
     first row is a gap, except of trails that existed before `read_from_ms`.
     """
-    edges = pieces.select(*TRAIL, "first", "last", "first_at", "last_at")
-    along = Window.partitionBy(*TRAIL).orderBy("first")
-    between = edges.select(
-        *TRAIL,
-        (F.lag("last").over(along) + 1).alias("sequence"),
-        F.col("first").alias("behind"),
-        F.lag("last_at").over(along).alias("before_at"),
-        F.col("first_at").alias("behind_at"),
-    )
-    within = _gaps_within(rows, pieces)
-    earliest = trails.agg((F.min("first_at") - F.max("interval_ms")).alias("earliest"))
-    is_headless = F.col("first") > 0
-    if read_from_ms is not None:
-        is_headless &= F.col("first_at") > read_from_ms + FIRST_ROW_MS
-    headless = trails.where(is_headless).crossJoin(F.broadcast(earliest)).select(
-        *TRAIL,
-        F.lit(0).cast("long").alias("sequence"),
-        F.col("first").alias("behind"),
-        (F.coalesce("previous_at", "earliest") + F.col("interval_ms")).alias("before_at"),
-        F.col("first_at").alias("behind_at"),
-    )  # fmt: skip
-    intervals = trails.select(*TRAIL, "interval_ms")
-    return (
-        between.unionByName(within)
-        .unionByName(headless)
-        .where("sequence < behind")
-        .join(F.broadcast(intervals), list(TRAIL))
-        .select(
-            *TRAIL,
-            "sequence",
-            (F.col("behind") - F.col("sequence")).alias("missing"),
-            (F.col("before_at") - F.col("interval_ms")).alias("from_ms"),
-            F.col("behind_at").alias("to_ms"),
-        )
-    )
+    earliest = min((trail.rows.first_at for trail in trails.values()), default=0)
+    earliest -= max((trail.interval_ms for trail in trails.values()), default=0)
+    for (proxy, incarnation), trail in trails.items():
+        rows = trail.rows
+        if rows.first > 0 and (read_from_ms is None or rows.first_at > read_from_ms + FIRST_ROW_MS):
+            begin = earliest if trail.previous_at is None else trail.previous_at
+            yield Unproven(GAP, proxy, incarnation, 0, rows.first, begin, rows.first_at)
+        for gap in rows.gaps:
+            begin = gap.before_at - trail.interval_ms
+            yield Unproven(GAP, proxy, incarnation, gap.sequence, gap.missing, begin, gap.behind_at)
 
 
-def _gaps_within(rows: DataFrame, pieces: DataFrame) -> DataFrame:
-    holed = pieces.where(F.bit_count("bits") <= F.col("last") - F.col("first")).select(*TRAIL, "piece")
-    piece = F.shiftright("sequence", _PIECE_BITS).alias("piece")
-    keys = [*TRAIL, "piece"]
-    among = rows.select(*TRAIL, piece, "sequence", "at").join(F.broadcast(holed), keys, "left_semi")
-    along = Window.partitionBy(*keys).orderBy("sequence")
-    return among.select(
-        *TRAIL,
-        (F.lag("sequence").over(along) + 1).alias("sequence"),
-        F.col("sequence").alias("behind"),
-        F.lag("at").over(along).alias("before_at"),
-        F.col("at").alias("behind_at"),
-    )
-
-
-def tails(trails: DataFrame, end: DataFrame, *, is_all: bool = True) -> DataFrame:
-    """Return the trails without an end: proxy, incarnation, `sequence` of the last row, from_ms, to_ms, `lives`.
-
-    A live one is included if the time to judge is longer than it covers. `is_all`: whether everything was read; if not,
-    only trails with a successor count as ended.
-    """
-    return (
-        trails.where(F.col("end").isNull() & (F.lit(is_all) | F.col("next_begin").isNotNull()))
-        .crossJoin(F.broadcast(end))
-        .select(
-            *TRAIL,
-            F.col("last").alias("sequence"),
-            F.col("whole_until").alias("from_ms"),
-            F.coalesce("next_begin", "end_ms").alias("to_ms"),
-            _lives(F.col("heard_ms")).alias("lives"),
-        )
-        # A trail that is complete up to the audit's end is live, and nothing of it is missing.
-        .where("from_ms < to_ms")
-    )
-
-
-def unproven(gaps: DataFrame, tails: DataFrame, end: DataFrame, *, from_ms: int | None) -> DataFrame:
-    """Return gaps and tails within the time to judge as findings, without their sentences."""
-    both = gaps.select("*", F.lit(False).alias("lives"), F.lit(GAP).alias("kind")).unionByName(
-        tails.select("*", F.lit(0).cast("long").alias("missing"), F.lit(TAIL).alias("kind"))
-    )
-    judged = both.crossJoin(F.broadcast(end)).withColumn("to_ms", F.least("to_ms", "end_ms")).drop(*end.columns)
-    begin = F.col("from_ms") if from_ms is None else F.greatest("from_ms", F.lit(from_ms))
-    return judged.withColumn("from_ms", begin).where("from_ms < to_ms")
+def is_unproven(begin_ms: int, length_ms: int, missing: Iterable[Unproven]) -> bool:
+    """Return whether a trail proves nothing about some of a window of time."""
+    return any(each.from_ms < begin_ms + length_ms and each.to_ms >= begin_ms for each in missing)

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+# Exit statuses.
+FAULTY: Final = 1
+UNPROVEN: Final = 3
 # The label in `Facts.about` of the time when the trail was read; the report covers nothing later.
 TRAIL_READ: Final = "trail read"
 
@@ -182,9 +185,11 @@ class Verdict:
     def clean(self) -> bool:
         return not (self.failed or self.unproven or self.empty or self.sums.deleted)
 
-    def exit_status(self, *, strict: bool = False) -> int:
-        """Return the command's exit status: 1 after a fault, and with `strict` also if something is unproven."""
-        return 1 if self.failed or (strict and self.unproven) else 0
+    def exit_status(self, *, allow_unproven: bool = False) -> int:
+        """Return the command's exit status: 1 after a fault, 3 if something is unproven, unless that is allowed."""
+        if self.failed:
+            return FAULTY
+        return UNPROVEN if self.unproven and not allow_unproven else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.columns import WRONG_KINDS
 from kproxy.pipeline.audit.report_facts import Facts, Finding, Partition, State, Sums, Verdict
 from kproxy.pipeline.audit.report_plots import Plot, plots
 from kproxy.pipeline.audit.report_text import (
@@ -32,7 +33,6 @@ from kproxy.pipeline.audit.report_text import (
     summary,
     where,
 )
-from kproxy.pipeline.audit.schemas import WRONG_KINDS
 
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 # Findings shown at once; the others are folded.

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
+from kproxy.pipeline.audit.columns import LOST, OVERLAP
 from kproxy.pipeline.audit.report_facts import Facts, Grid, Holding, Partition, State
 from kproxy.pipeline.audit.report_text import STATE_NAMES, counted, duration, printable, shortened, utc
-from kproxy.pipeline.audit.schemas import LOST, OVERLAP
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

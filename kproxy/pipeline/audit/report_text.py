@@ -15,8 +15,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
-from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, Finding, Partition, State, Sums, Verdict
-from kproxy.pipeline.audit.schemas import (
+from kproxy.pipeline.audit.columns import (
     CORRUPT,
     DELETED,
     DUPLICATE,
@@ -29,6 +28,7 @@ from kproxy.pipeline.audit.schemas import (
     UNCHECKED,
     WRONG_KINDS,
 )
+from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, Finding, Partition, State, Sums, Verdict
 
 _EPOCH = datetime(1970, 1, 1)
 # Singular and plural.

@@ -1,85 +1,75 @@
-"""Run one audit: check the sources, read the trail and the logs, write the tables, report.
+"""Run one audit: check the sources, read the trail and the logs, judge, report.
 
-States of the command: CHECKING (nothing started) -> STARTING (Spark) -> AUDITING -> REPORTING -> DONE. The tables are
-on disk before the report, so that it can be made again.
+A small audit is done in this process (`in_process.py`), a larger one on Spark (`run_spark.py`); both call the same
+judge. By default an audit begins here, and goes on to Spark when it turns out to be too large, or when a cluster is
+named.
 
 The order matters. The trail is read up to a fixed end before the ends of the logs are looked up, so its records must be
 in the logs; records acknowledged with acks=1 get some seconds to be replicated. The logs' beginnings are looked up
 last, so that what retention removes meanwhile is known.
-
-Large audits use enough shuffle partitions for each task to work in memory, and keep tables that are read several times
-in Parquet files. For small audits Spark would spend most of its time on compiling, replanning, empty tasks and files:
-they are interpreted, in one partition, in memory.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
-from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from rich.console import Console
 
 from kproxy import installed
-from kproxy.config.parsing import is_topic_name
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.coverage import Land
+from kproxy.pipeline.audit.in_process import Results, audit_rows
+from kproxy.pipeline.audit.judge import Batch, Bounds
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
-from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, parse_bootstrap, parse_offsets
-from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log, read_short_log
+from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, parse_bootstrap, read_options, written
+from kproxy.pipeline.audit.logs import (
+    TooLarge,
+    bounds_now,
+    ends_behind,
+    ends_of,
+    existing,
+    offsets_at,
+    read_headers,
+    starts_at_or_before,
+)
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_text import show_table, utc
-from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
-from kproxy.pipeline.audit.tables import (
-    NAMES,
-    WINDOW_MS,
-    AuditRules,
-    Tables,
-    audit_tables,
-    read_results,
-    write_results,
-)
-from kproxy.pipeline.audit.trail import JSON, PARQUET, TOPIC, TrailPlace, read_files, read_topic
+from kproxy.pipeline.audit.rules import WINDOW_MS, AuditRules
+from kproxy.pipeline.audit.trail_place import JSON, PARQUET, TOPIC, TrailPlace
+from kproxy.pipeline.audit.trail_reader import read_files, read_topic
+from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaOptions
 from kproxy.pipeline.preflight import check_report
-from kproxy.pipeline.progress import JobsProgress, Report
-from kproxy.pipeline.session import SessionOptions, open_session
-from kproxy.pipeline.spark import as_spark_failure, in_one_process, on_this_machine
+from kproxy.pipeline.progress import Report, Stage
+from kproxy.pipeline.session import is_submitted
 
-# Spark's readers ignore names that begin with `_`, so readers of the results do not read intermediate tables.
-_WORK = "_work"
+if TYPE_CHECKING:
+    from kproxy.pipeline.session import SessionOptions
+
 # With a time to judge from, the trail is read from this long before it: a proxy that was heard of then, and is silent
 # since, may have acknowledged records that no row lists.
 TRAIL_LOOKBACK_MS: Final = 86_400_000
 # And logs are read from the first offset acknowledged this long before it: records of that time may be in the log
 # twice, if the producer sent them again within its delivery.timeout.ms.
 LOG_LOOKBACK_MS: Final = 120_000
-TOPICS_TIMEOUT_S: Final = 5.0
-ENDS_PATIENCE_S: Final = 5.0
-_PAUSE_S: Final = 0.25
-_BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
-# Rows of the trail and batches of the log. Up to here compiling takes more time than it saves.
-FEW: Final = 50_000
-_SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
-_FOR_FEW: Final = {
-    _SHUFFLE_PARTITIONS: "1",
-    "spark.sql.adaptive.enabled": "false",
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-}
-# About 60 MB, with two endpoints for each row.
-_ROWS_PER_TASK: Final = 300_000
-_MAX_PARTITIONS: Final = 10_000
+# What is judged in this process by default: about fifteen seconds of work, and some hundreds of MiB.
+MOST_ROWS: Final = 1_000_000
+MOST_BATCHES: Final = 1_000_000
+# Batches are fetched whole and their checksums computed.
+MOST_BYTES: Final = 1 << 30
+AUTO: Final = "auto"
+LOCAL: Final = "local"
+SPARK: Final = "spark"
+ENGINES: Final = (AUTO, LOCAL, SPARK)
+NO_VERDICT: Final = 2
+PATIENCE_S: Final = 5.0
+_ENDINGS: Final = {JSON: ".jsonl", PARQUET: ".parquet"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +80,8 @@ class AuditJob:
     proxy or the brokers, whose logs are read; `trail_bootstrap`: the cluster of the trail's topic, if another. `topics`
     empty: all in the trail; `deleted_topics`: topics of these names were deleted on purpose. `compacted`: the compacted
     topics, None to ask the brokers. `output`: a directory, or any address that Spark writes to and all executors reach,
-    for the tables; None for a temporary directory. `strict`: exit with 1 also if something is unproven. `kafka`:
-    options of Kafka's clients for both clusters.
+    for the tables; None for none. `allow_unproven`: exit with 0 if nothing is wrong and something is unproven. `kafka`:
+    options of Kafka's clients for both clusters. `engine`: LOCAL or SPARK, or AUTO to choose by size.
     """
 
     bootstrap: str
@@ -105,254 +95,46 @@ class AuditJob:
     compacted: tuple[str, ...] | None = None
     output: str | None = None
     report: Path | None = None
-    strict: bool = False
+    allow_unproven: bool = False
     kafka: KafkaOptions = NO_OPTIONS
+    engine: str = AUTO
+
+    @property
+    def read_from_ms(self) -> int | None:
+        """The time from which the trail is read; None for all of it."""
+        return None if self.from_ms is None else max(0, self.from_ms - TRAIL_LOOKBACK_MS)
+
+    def rules(self, read_at_ms: int) -> AuditRules:
+        return AuditRules(
+            read_at_ms=read_at_ms,
+            topics=self.topics,
+            deleted_topics=self.deleted_topics,
+            from_ms=self.from_ms,
+            read_from_ms=self.read_from_ms,
+            to_ms=self.to_ms,
+            window_ms=self.window_ms,
+            shipping_ms=self.trail.shipping_ms,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class AuditResult:
-    """The tables and their `about`, as written. `rows`: how many rows and batches were read."""
+class Audited:
+    """An audit in this process. `rows`: how many rows and batches were read."""
 
-    tables: Tables
+    results: Results
     about: Mapping[str, str]
     rows: int
 
 
-def run_audit(session: Any, job: AuditJob, output: str, about: Mapping[str, str]) -> AuditResult:
-    """Audit once, and write the tables to `output`.
-
-    Raise StartupError if there is nothing to read, else SparkFailed or LogReadFailed. `about` is stored with the
-    results. Intermediate tables are in a directory beside them until the end.
-    """
-    with as_spark_failure("The audit failed"), work_in(session, f"{output.rstrip('/')}/{_WORK}") as land:
-        # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
-        read_at_ms = int(time.time() * 1000)
-        rows = land("rows", _read_trail(session, job))
-        topics = _there(job) if job.topics else _topics_of(rows, job)
-        log, bounds = _read_logs(session, job, topics, rows, land)
-        rules = AuditRules(
-            read_at_ms=read_at_ms,
-            topics=job.topics,
-            deleted_topics=job.deleted_topics,
-            from_ms=job.from_ms,
-            read_from_ms=_read_from_ms(job),
-            to_ms=job.to_ms,
-            window_ms=job.window_ms,
-            shipping_ms=job.trail.shipping_ms,
-        )
-        words = {**about, TRAIL_READ: f"{utc(read_at_ms)} UTC"}
-        amount, tables = judge(session, rows, log, bounds, rules, land, output, words)
-    return AuditResult(tables, words, amount)
-
-
-def judge(
-    session: Any,
-    rows: DataFrame,
-    log: DataFrame,
-    bounds: DataFrame,
-    rules: AuditRules,
-    land: Land,
-    output: str,
-    about: Mapping[str, str],
-) -> tuple[int, Tables]:
-    """Audit the inputs and write the tables to `output`. Return the number of input rows, and the tables."""
-    inputs = (rows, log, bounds)
-    amount = rows.count() + log.count()
-    in_memory = stays_in_memory(session, amount)
-    with fitted(session, amount):
-        if in_memory:
-            rows, log, bounds = (keep("", frame) for frame in inputs)
-        tables = audit_tables(rows, log, bounds, rules, keep if in_memory else land)
-        if in_memory:
-            tables = Tables(*(keep(name, getattr(tables, name)) for name in NAMES))
-        write_results(tables, output, about)
-    return amount, tables if in_memory else read_results(session, output)[0]
-
-
-def _read_trail(session: Any, job: AuditJob) -> DataFrame:
-    place, from_ms = job.trail, _read_from_ms(job)
-    if place.kind != TOPIC:
-        return read_files(session, place, from_ms=from_ms)
-    bootstrap, topics, starts = job.trail_bootstrap or job.bootstrap, (place.name,), "earliest"
-    try:
-        ends = fix_ends(bootstrap, topics=topics, kafka=job.kafka)
-        if from_ms is not None:
-            starts = fix_starts(bootstrap, topics=topics, from_ms=from_ms, ends=ends, kafka=job.kafka)
-    except LogReadFailed as error:
-        raise StartupError(f"The audit trail could not be read: {error}") from error
-    return read_topic(session, place.name, bootstrap=bootstrap, starts=starts, ends=ends, kafka=job.kafka)
-
-
-def _read_from_ms(job: AuditJob) -> int | None:
-    return None if job.from_ms is None else max(0, job.from_ms - TRAIL_LOOKBACK_MS)
-
-
-def _there(job: AuditJob) -> tuple[str, ...]:
-    """Return the named topics without deleted ones that were not created anew."""
-    deleted = set(job.topics) & set(job.deleted_topics)
-    living = set(existing(job.bootstrap, deleted, job.kafka)) if deleted else set()
-    return tuple(topic for topic in job.topics if topic not in deleted - living)
-
-
-def _topics_of(rows: DataFrame, job: AuditJob) -> tuple[str, ...]:
-    """Return the trail's topics that exist."""
-    named = rows.where("topic is not null").select("topic").distinct().collect()
-    return existing(job.bootstrap, {row.topic for row in named}, job.kafka)
-
-
-def existing(bootstrap: str, topics: Collection[str], kafka: Mapping[str, str] = NO_OPTIONS) -> tuple[str, ...]:
-    """Return those of `topics` that exist, sorted.
-
-    A topic that Metadata does not list may be hidden, so brokers are asked for it by name and must deny that it exists.
-    Raise LogReadFailed, for example if a topic may not be read.
-    """
-    with LogClient(
-        parse_bootstrap(bootstrap),
-        timeout_s=TOPICS_TIMEOUT_S,
-        patience_s=2 * TOPICS_TIMEOUT_S,
-        kafka=kafka,
-    ) as client:
-        there = set(topics) & client.partitions(None).keys()
-        hidden = [topic for topic in topics if topic not in there and is_topic_name(topic)]
-        if hidden:
-            there |= client.partitions_if_any(hidden).keys()
-    return tuple(sorted(there))
-
-
-def _read_logs(
-    session: Any, job: AuditJob, topics: tuple[str, ...], rows: DataFrame, land: Land
-) -> tuple[DataFrame, DataFrame]:
-    """Return the logs' headers and bounds; topics deleted since the trail was written have none."""
-    if not topics:
-        return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
-    acknowledged = acknowledged_by_one(rows)
-    ends = ends_behind(acknowledged, lambda: fix_ends(job.bootstrap, topics=topics, kafka=job.kafka))
-    starts = None
-    if job.from_ms is not None:
-        starts = starts_at_or_before(first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS), ends)
-    read: dict[str, Any] = {"topics": topics, "start_offsets": starts, "end_offsets": ends, "kafka": job.kafka}
-    log = read_short_log(session, job.bootstrap, **read)
-    if log is None:
-        log = land("log", read_log(session, job.bootstrap, **read))
-    bounds = bounds_now(job.bootstrap, topics=topics, compacted=job.compacted, kafka=job.kafka)
-    return log, session.createDataFrame(bounds, BOUNDS_SCHEMA)
-
-
-@contextmanager
-def work_in(session: Any, directory: str) -> Iterator[Land]:
-    """Yield a `Land` that writes tables to Parquet files, which need no memory and are read by column."""
-
-    def land(name: str, frame: DataFrame) -> DataFrame:
-        place = f"{directory}/{name}"
-        frame.write.mode("overwrite").parquet(place)
-        return session.read.schema(frame.schema).parquet(place)
-
-    try:
-        yield land
-    finally:
-        jvm = session._jvm
-        path = jvm.org.apache.hadoop.fs.Path(directory)
-        path.getFileSystem(session._jsc.hadoopConfiguration()).delete(path, True)
-
-
-@contextmanager
-def fitted(session: Any, rows: int) -> Iterator[None]:
-    """Set the session's settings for an audit of `rows` rows while the block runs."""
-    wanted = _FOR_FEW if rows <= FEW else _for_many(session, rows)
-    before = {name: session.conf.get(name) for name in wanted}
-    try:
-        for name, value in wanted.items():
-            session.conf.set(name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            session.conf.set(name, value)
-
-
-def _for_many(session: Any, rows: int) -> Mapping[str, str]:
-    """Return enough shuffle partitions, at least the session's number: Spark joins small ones, but splits none."""
-    needed = min(rows // _ROWS_PER_TASK, _MAX_PARTITIONS)
-    return {_SHUFFLE_PARTITIONS: str(max(int(session.conf.get(_SHUFFLE_PARTITIONS)), needed))}
-
-
-def stays_in_memory(session: Any, rows: int) -> bool:
-    """Return whether `keep` is right for so many rows; never if an executor may be lost with its memory."""
-    return rows <= FEW and in_one_process(session.sparkContext.master)
-
-
-def keep(_: str, frame: DataFrame) -> DataFrame:
-    """Keep a table in memory until it is garbage: a `Land`. One partition needs no shuffle to group or join."""
-    return frame.coalesce(1).localCheckpoint()
-
-
-def acknowledged_by_one(rows: DataFrame) -> dict[TopicPartition, int]:
-    """Return, by partition, the offset after the last one that the trail has as acknowledged with acks=1."""
-    ranges = rows.where("kind = 'range' and acks = 1")
-    behind = ranges.groupBy("topic", "partition").agg(F.max(F.expr(_BEHIND_LAST)).alias("behind"))
-    return {TopicPartition(row.topic, row.partition): row.behind for row in behind.collect()}
-
-
-def ends_behind(
-    acknowledged: Offsets,
-    ask: Callable[[], str],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> str:
-    """Call `ask` until the ends (as of `log_source.fix_ends`) reach `acknowledged`, for at most ENDS_PATIENCE_S.
-
-    Records acknowledged with acks=1 become readable a little later. Partitions that `ask` does not return are not
-    awaited. Errors are those of `ask`.
-    """
-    deadline = clock() + ENDS_PATIENCE_S
-    while True:
-        text = ask()
-        _, ends = parse_offsets(text, "endOffsets")
-        if clock() >= deadline or all(ends.get(which, behind) >= behind for which, behind in acknowledged.items()):
-            return text
-        sleep(_PAUSE_S)
-
-
-# The lowest first offset of a row's spans.
-_FIRST_OFFSET: Final = "array_min(filter(spans, (each, index) -> index % 2 = 0))"
-
-
-def first_acknowledged(rows: DataFrame, since_ms: int) -> dict[TopicPartition, int]:
-    """Return, by partition, the lowest offset that the trail has as acknowledged at `since_ms` or later."""
-    return first_offsets(rows.where((F.col("kind") == "range") & (F.col("last_acked_at") >= since_ms)))
-
-
-def first_offsets(ranges: DataFrame) -> dict[TopicPartition, int]:
-    """Return, by partition, the lowest offset in a trail's rows of kind `range`."""
-    firsts = ranges.groupBy("topic", "partition").agg(F.min(F.expr(_FIRST_OFFSET)).alias("first"))
-    return {TopicPartition(row.topic, row.partition): row.first for row in firsts.collect()}
-
-
-def starts_at_or_before(first: Offsets, ends: str) -> str:
-    """Return where to start reading, as JSON like `ends`: at the `first` offset needed, else at the end."""
-    _, behind = parse_offsets(ends, "endOffsets")
-    return offsets_as_json({which: min(first.get(which, end), end) for which, end in behind.items()})
-
-
-NO_VERDICT: Final = 2
-PATIENCE_S: Final = 5.0
-_ENDINGS: Final = {JSON: ".jsonl", PARQUET: ".parquet"}
-
-
 def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | None = None) -> int:
-    """Run the audit and return the exit status. Raise StartupError if it cannot start, SparkFailed if Spark fails."""
-    if spark.master is not None:
-        _check_output(job, spark.master)
+    """Run the audit and return the exit status.
+
+    Raise StartupError if it cannot start, LogReadFailed if brokers cannot be read, SparkFailed if Spark fails.
+    """
     check(job)
     display = display or Report()
     with display:
-        stage = display.stage("Spark", "starting")
-        with open_session(spark, lambda jars: stage.say(f"first start: {jars} jars downloaded")) as opened:
-            session = opened.session
-            where = session.sparkContext.master
-            stage.finish(f"version {session.version}, {where}")
-            _check_output(job, where)
-            facts = audit(session, job, display)
+        facts = audit(job, spark, display)
     # Show the result before writing the report, which may fail.
     show_table(facts, Console(highlight=False))
     if job.report is not None:
@@ -361,14 +143,122 @@ def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | Non
         display.say(f"Tables: {job.output}")
     if job.report is not None:
         display.say(f"Report: {job.report.resolve()}")
-    return facts.verdict.exit_status(strict=job.strict)
+    return facts.verdict.exit_status(allow_unproven=job.allow_unproven)
 
 
-def _check_output(job: AuditJob, master: str) -> None:
-    if job.output is None and not on_this_machine(master):
+def audit(job: AuditJob, spark: SessionOptions | None, display: Report) -> Facts:
+    """Audit here, or on Spark if the audit is large or a cluster is named. Errors are those of `run_audit_job`.
+
+    `spark` None: the engine is LOCAL.
+    """
+    if _begins_here(job, spark):
+        stage = display.stage("audit", "reading the trail")
+        try:
+            audited = audit_here(job, stage, is_bounded=job.engine == AUTO)
+        except TooLarge:
+            stage.finish("too large for one process")
+        else:
+            if job.output is not None:
+                audited.results.write(job.output, audited.about)
+            facts = gather(audited.results, audited.about)
+            stage.finish(f"{facts.sums.acked:,} acknowledged records")
+            return facts
+    assert spark is not None  # noqa: S101 - as above
+    from kproxy.pipeline.spark import require_pyspark
+
+    require_pyspark()
+    from kproxy.pipeline.audit.run_spark import audit_on_spark
+
+    return audit_on_spark(job, spark, display)
+
+
+def _begins_here(job: AuditJob, spark: SessionOptions | None) -> bool:
+    is_elsewhere = any("://" in place for place in (job.trail.name, job.output or ""))
+    is_cluster = spark is not None and (spark.master is not None or is_submitted())
+    if job.engine == LOCAL and (is_elsewhere or is_cluster):
         raise StartupError(
-            f"On a cluster ({master}) the tables need a place that all its machines reach: give --output DIR."
+            "--engine local runs in this process with files of this machine: drop --master, spark-submit and ://."
         )
+    return job.engine == LOCAL or (job.engine == AUTO and not is_elsewhere and not is_cluster)
+
+
+def audit_here(job: AuditJob, stage: Stage | None = None, *, is_bounded: bool = False) -> Audited:
+    """Audit in this process. Raise TooLarge beyond MOST_ROWS and the other bounds, if the audit `is_bounded`."""
+    # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
+    read_at_ms = int(time.time() * 1000)
+    rows: list[TrailRow] = []
+    for row in _read_trail(job):
+        rows.append(row)
+        if is_bounded and len(rows) > MOST_ROWS:
+            raise TooLarge
+    ranges = [row for row in rows if row.kind == "range"]
+    topics = there(job) if job.topics else existing(job.bootstrap, {row.topic or "" for row in ranges}, job.kafka)
+    if stage is not None:
+        stage.say(f"reading the logs of {len(topics)} topics")
+    log: Mapping[TopicPartition, list[Batch]] = {}
+    bounds: Mapping[TopicPartition, Bounds] = {}
+    if topics:
+        ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(job.bootstrap, topics, job.kafka))
+        given = {"endOffsets": offsets_as_json(ends)}
+        if job.from_ms is not None:
+            first = first_acknowledged(ranges, job.from_ms - LOG_LOOKBACK_MS)
+            given["startOffsets"] = offsets_as_json(starts_at_or_before(first, ends))
+        options = read_options(written(job.bootstrap, topics, None, given, job.kafka))
+        most = (MOST_BATCHES, MOST_BYTES) if is_bounded else ()
+        log = read_headers(options, *most)
+        bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka)
+    results = audit_rows(rows, log, bounds, job.rules(read_at_ms))
+    words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
+    return Audited(results, words, len(rows) + sum(map(len, log.values())))
+
+
+def _read_trail(job: AuditJob) -> Iterator[TrailRow]:
+    if job.trail.kind != TOPIC:
+        yield from read_files(job.trail, job.read_from_ms)
+        return
+    bootstrap, starts, ends = trail_offsets(job)
+    options = read_options(written(bootstrap, (job.trail.name,), None, {}, job.kafka))
+    with options.client() as client:
+        yield from read_topic(client, starts, ends)
+
+
+def trail_offsets(job: AuditJob) -> tuple[str, Offsets, Offsets]:
+    """Return the address of the trail's topic, and where to begin and to end reading it. Raise StartupError."""
+    bootstrap, topics = job.trail_bootstrap or job.bootstrap, (job.trail.name,)
+    try:
+        ends = ends_of(bootstrap, topics, job.kafka)
+        starts = {} if job.read_from_ms is None else offsets_at(bootstrap, topics, job.read_from_ms, ends, job.kafka)
+    except LogReadFailed as error:
+        raise StartupError(f"The audit trail could not be read: {error}") from error
+    return bootstrap, starts, ends
+
+
+def acknowledged_by_one(ranges: Sequence[TrailRow]) -> dict[TopicPartition, int]:
+    """Return, by partition, the offset after the last one that the trail has as acknowledged with acks=1."""
+    behind: dict[TopicPartition, int] = {}
+    for row in ranges:
+        if row.acks == 1 and row.topic is not None and row.partition is not None and row.spans:
+            which = TopicPartition(row.topic, row.partition)
+            behind[which] = max(behind.get(which, 0), row.spans[-2] + row.spans[-1])
+    return behind
+
+
+def first_acknowledged(ranges: Sequence[TrailRow], since_ms: int) -> dict[TopicPartition, int]:
+    """Return, by partition, the lowest offset that the trail has as acknowledged at `since_ms` or later."""
+    first: dict[TopicPartition, int] = {}
+    for row in ranges:
+        if (row.last_acked_at or 0) >= since_ms and row.topic is not None and row.partition is not None and row.spans:
+            which = TopicPartition(row.topic, row.partition)
+            lowest = min(row.spans[::2])
+            first[which] = min(first.get(which, lowest), lowest)
+    return first
+
+
+def there(job: AuditJob) -> tuple[str, ...]:
+    """Return the named topics without deleted ones that were not created anew."""
+    deleted = set(job.topics) & set(job.deleted_topics)
+    living = set(existing(job.bootstrap, deleted, job.kafka)) if deleted else set()
+    return tuple(topic for topic in job.topics if topic not in deleted - living)
 
 
 def check(job: AuditJob) -> None:
@@ -441,22 +331,6 @@ def _client(bootstrap: str, flag: str, kafka: Mapping[str, str]) -> LogClient:
         return LogClient(addresses, timeout_s=PATIENCE_S, patience_s=PATIENCE_S, kafka=kafka)
     except LogReadFailed as error:
         raise StartupError(str(error)) from error
-
-
-def audit(session: Any, job: AuditJob, display: Report) -> Facts:
-    """Audit in an open session. Raise SparkFailed or StartupError."""
-    with ExitStack() as stack:
-        output = job.output
-        if output is None:
-            output = tempfile.mkdtemp(prefix="kproxy-audit-")
-            stack.callback(shutil.rmtree, output, ignore_errors=True)
-        stage = display.stage("audit", "reading the trail")
-        with JobsProgress(session, stage):
-            result = run_audit(session, job, output, about(job))
-            with fitted(session, result.rows):
-                facts = gather(result.tables, result.about)
-        stage.finish(f"{facts.sums.acked:,} acknowledged records")
-        return facts
 
 
 def about(job: AuditJob) -> Mapping[str, str]:

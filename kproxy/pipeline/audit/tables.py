@@ -1,139 +1,142 @@
-"""Audit a trail's rows against logs, and store the result tables.
+"""Audit on Spark, and store the result tables.
 
-The inputs are rows, batch headers and log bounds. The results are one directory of Parquet files for each table. Every
-report is made from these tables, so that it can be made again from the files, and any tool that reads Parquet can query
-them.
+Rows of trails, batch headers and log bounds go in. The offsets of a partition are cut into buckets, ranges that any
+executor judges alone (`spark_tasks.py`, `judge.py`), so no partition is too large for a task; the parts of a window of
+time, and those of a partition, are then added up by key. The results are one directory of Parquet files for each table:
+a report can be made again from them, and any tool that reads Parquet can query them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Final
+from functools import partial, reduce
+from operator import or_
+from typing import Any, Final
 
 from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit import coverage, findings, measures, proof
-from kproxy.pipeline.audit.coverage import Land
-from kproxy.pipeline.audit.intervals import BUCKET_BITS, PARTITION, claims, held, log_id
+from kproxy.pipeline.audit.columns import ABOUT, OWNERS, PARTITIONS
+from kproxy.pipeline.audit.findings import of_unproven
+from kproxy.pipeline.audit.judge import Batch, Bounds, PartitionPart, Range
+from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart
+from kproxy.pipeline.audit.report_gather import R
+from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.schemas import (
-    DELETED,
     FINDINGS_SCHEMA,
-    GAP,
-    GONE,
     OWNERS_SCHEMA,
     PARTITIONS_SCHEMA,
-    TAIL,
     THROUGHPUT_SCHEMA,
     WINDOWS_SCHEMA,
 )
-from kproxy.pipeline.audit.trail import SHIPPING_MS
+from kproxy.pipeline.audit.spark_tasks import (
+    FLOWS,
+    JUDGED,
+    PARTS,
+    REPEATS,
+    TRAIL_PARTS,
+    BucketJudge,
+    PackedFindings,
+    PartitionSum,
+    Reduce,
+    Unpack,
+    WindowSum,
+    flows,
+    part_of_trail,
+    repeats_among,
+)
 from kproxy.pipeline.spark import as_spark_failure
 
-_WINDOW = (*PARTITION, "window_ms")
+# Stores a named table, and returns it so that it can be read several times without being computed again.
+Land = Callable[[str, DataFrame], DataFrame]
 
-# Defaults.
-WINDOW_MS: Final = 10_000
-LATE_AFTER_MS: Final = 60_000
-MAX_FINDINGS: Final = 1_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditRules:
-    """The rules of an audit: records acknowledged from `from_ms` to before `to_ms`; None for no limit.
-
-    `read_at_ms`: when the trail was read; `read_from_ms`: only rows shipped from then on were read, None for all.
-    `topics`: () for all in the trail. `window_ms`: the length of a window. A row that is shipped more than
-    `late_after_ms` after it was closed is late; a live proxy's rows take up to `shipping_ms` until they can be read. At
-    most `max_findings` of a kind are listed; the counts are of all. `is_all` False: there are later rows, which are
-    not missing. `deleted_topics`: topics that the user says were deleted on purpose.
-    """
-
-    read_at_ms: int
-    topics: tuple[str, ...] = ()
-    from_ms: int | None = None
-    read_from_ms: int | None = None
-    to_ms: int | None = None
-    window_ms: int = WINDOW_MS
-    late_after_ms: int = LATE_AFTER_MS
-    shipping_ms: int = SHIPPING_MS
-    max_findings: int = MAX_FINDINGS
-    is_all: bool = True
-    deleted_topics: tuple[str, ...] = ()
-    bucket_bits: int = BUCKET_BITS
+PARTITION: Final = ("topic", "partition")
+_WINDOW: Final = (*PARTITION, "window_ms")
+_BUCKET: Final = (*PARTITION, "gone", "bucket")
+# 2^18 offsets: some thousands of batches usually, a quarter of a million at worst.
+BUCKET_BITS: Final = 18
+# So many rows of a trail are examined together.
+_BLOCK_BITS: Final = 18
+_BATCHES_PER_TASK: Final = 200_000
 
 
-@dataclass(frozen=True, slots=True)
-class _Trail:
-    """The tables that the audit derives from the trail alone."""
-
-    judged: DataFrame
-    cells: DataFrame
-    latencies: DataFrame
-    unproven: DataFrame
-
-
-def audit_tables(rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land) -> Tables:
+def audit_tables(
+    rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land, bits: int = BUCKET_BITS
+) -> Tables:
     """Audit a whole trail.
 
-    `rows` have TRAIL_SCHEMA and `shipped_at`, in any order; `log` and `bounds` have their schemas. All three are read
-    several times. `land` stores intermediate tables that are read several times.
+    `rows` have TRAIL_SCHEMA and `shipped_at`, in any order; `log` and `bounds` have their schemas. Rows and log are
+    read several times. `land` stores intermediate tables that are read several times.
     """
-    trail = _trail(rows, rules, land)
-    if "topic_id" not in bounds.columns:
-        bounds = bounds.withColumn("topic_id", F.lit(None).cast("string"))
-    here, elsewhere = _by_topic_id(trail.judged, bounds, rules)
-    given_out = claims(here, length_ms=rules.window_ms, bits=rules.bucket_bits)
-    by_id = ("topic_id", "now", "is_declared")
-    gone = land("gone", measures.records(elsewhere, *by_id, length_ms=rules.window_ms, bits=rules.bucket_bits))
-    segments = land("segments", coverage.segments(given_out, held(log, bits=rules.bucket_bits), bounds, land))
-    doubled = land("duplicates", findings.duplicates(log))
-    batches = land("batches", findings.batch_counts(log))
-    owners = measures.owners(trail.cells)
-    changes = measures.ownership_changes(owners, length_ms=rules.window_ms)
-    by_log = trail.cells.select(*PARTITION).unionByName(bounds.select(*PARTITION)).distinct()
-    logs = land("logs", by_log.withColumn("log_id", log_id()))
-    windows = _windows(trail, segments, doubled, batches, given_out, gone, changes, logs, rules)
+    session = rows.sparkSession
+    judge, missing = rules.prove(_trail_parts(rows))
+    limits = {(each.topic, each.partition): _bounds(each) for each in bounds.collect()}
+    deleted = frozenset(rules.deleted_topics)
+    judged = _judged_rows(rows, rules, {topic: each.topic_id for (topic, _), each in limits.items()})
+    claims = judged.withColumn("bucket", F.explode(_buckets(bits)))
+    batches = log.select(*PARTITION, *Batch._fields)
+    again = land("repeats", _repeats(batches, log.count()))
+    of_buckets = BucketJudge(judge, limits, deleted, bits)
+    parts = land(
+        "parts",
+        claims.groupBy(*_BUCKET)
+        .cogroup(_in_log(batches, again, bits).groupBy(*_BUCKET))
+        .applyInArrow(lambda key, trail, log: of_buckets(key, trail, log), PARTS)
+        .unionByName(_empty_parts(session, limits)),
+    )
+    of_partitions = PartitionSum(judge, limits, deleted, bool(missing))
+    sums = land(
+        "sums",
+        parts.where("window_ms is null")
+        .groupBy(*PARTITION)
+        .applyInArrow(lambda key, part: of_partitions(key, part), JUDGED),
+    )
+    listed = fold(sums.select("findings", "found"), partial(PackedFindings, judge.max_findings))
+    for each in map(of_unproven, missing):
+        listed.note([each], {each["kind"]: 1})
+    findings = [tuple(row.values()) for row in listed.whole()]
+    partitions = land("partitions", sums.select("row").mapInArrow(Unpack(PARTITIONS), PARTITIONS_SCHEMA))
+    unchecked = partitions.where("unchecked > 0").select(*PARTITION).collect()
+    of_windows = WindowSum(rules.window_ms, missing, frozenset((each.topic, each.partition) for each in unchecked))
     return Tables(
-        windows=windows,
-        partitions=_partitions(trail, segments, doubled, batches, gone, changes, logs, bounds),
-        findings=_findings(trail, segments, doubled, batches, gone, given_out, log, bounds, rules, land),
-        owners=owners,
-        throughput=measures.throughput(trail.cells),
+        windows=_with_all_parts(parts, sums)
+        .groupBy(*_WINDOW)
+        .applyInArrow(lambda key, part: of_windows(key, part), WINDOWS_SCHEMA),
+        partitions=partitions,
+        findings=session.createDataFrame(findings, FINDINGS_SCHEMA),
+        owners=sums.select("owners").mapInArrow(Unpack(OWNERS), OWNERS_SCHEMA),
+        throughput=_throughput(parts),
     )
 
 
-def _by_topic_id(ranges: DataFrame, bounds: DataFrame, rules: AuditRules) -> tuple[DataFrame, DataFrame]:
-    """Split the rows into those of existing topics and those of deleted ones, by topic id.
-
-    A topic of the same name with another id is another topic: their offsets are unrelated. Rows without an id count as
-    the existing topic's. If no topic has the name, the user must have declared it deleted (`is_declared`), else it
-    counts as existing. `now` is the id of the existing topic of that name, if any.
-    """
-    living = bounds.select("topic", F.col("topic_id").alias("now"), F.lit(True).alias("lives")).distinct()
-    is_declared = F.col("topic").isin(*rules.deleted_topics)
-    known = ranges.join(F.broadcast(living), "topic", "left").withColumn("is_declared", is_declared)
-    is_other = F.coalesce(F.col("topic_id") != F.col("now"), F.lit(False))
-    is_other |= F.col("lives").isNull() & F.col("is_declared")
-    extra = ("now", "lives", "is_declared")
-    return known.where(~is_other).drop(*extra), known.where(is_other)
+def fold(frame: DataFrame, begin: Callable[[], R]) -> R:
+    """Reduce a table on the executors; the driver adds what the tasks come to. Raise what Spark raises."""
+    whole = begin()
+    for packed in frame.mapInArrow(Reduce(begin), "part binary").collect():
+        whole.add(pickle.loads(packed.part))  # noqa: S301 - of this job
+    return whole
 
 
-def _by_declaration(gone: DataFrame, *keys: str) -> DataFrame:
-    """Count by `keys` the records in topics declared deleted (`deleted`) and in others (`gone`)."""
-    records = F.col("records")
-    return gone.groupBy(*keys).agg(
-        F.sum(F.when(F.col("is_declared"), records).otherwise(0)).alias("deleted"),
-        F.sum(F.when(F.col("is_declared"), 0).otherwise(records)).alias("gone"),
-    )
+def _trail_parts(rows: DataFrame) -> dict[TrailName, TrailPart]:
+    stamps = rows.select("proxy", "incarnation", *Stamp._fields)
+    by_block = stamps.groupBy("proxy", "incarnation", F.shiftright("sequence", _BLOCK_BITS))
+    parts: dict[TrailName, TrailPart] = {}
+    for each in sorted(by_block.applyInArrow(part_of_trail, TRAIL_PARTS).collect(), key=lambda each: each.first):
+        part, name = pickle.loads(each.part), (each.proxy, each.incarnation)  # noqa: S301 - of this job
+        if name in parts:
+            parts[name].join(part)
+        else:
+            parts[name] = part
+    return parts
 
 
-def _trail(rows: DataFrame, rules: AuditRules, land: Land) -> _Trail:
-    pieces = land("pieces", proof.pieces(rows))
-    trails = land("trails", proof.trails(pieces))
+def _judged_rows(rows: DataFrame, rules: AuditRules, living: Mapping[str, str | None]) -> DataFrame:
+    """Return the rows to judge; `gone` is empty but for rows of deleted topics, as `AuditRules.is_gone` says."""
     judged = F.col("kind") == "range"
     if rules.topics:
         judged &= F.col("topic").isin(*rules.topics)
@@ -141,163 +144,85 @@ def _trail(rows: DataFrame, rules: AuditRules, land: Land) -> _Trail:
         judged &= F.col("last_acked_at") >= rules.from_ms
     if rules.to_ms is not None:
         judged &= F.col("last_acked_at") < rules.to_ms
-    ranges = proof.each_once(rows.where(judged), pieces)
-    end = proof.audit_end(trails, read_at_ms=rules.read_at_ms, to_ms=rules.to_ms, shipping_ms=rules.shipping_ms)
-    missing = proof.gaps(rows, pieces, trails, read_from_ms=rules.read_from_ms)
-    unproven = proof.unproven(missing, proof.tails(trails, end, is_all=rules.is_all), end, from_ms=rules.from_ms)
-    cells = measures.cells(ranges, trails, length_ms=rules.window_ms, late_after_ms=rules.late_after_ms)
-    return _Trail(
-        judged=ranges,
-        cells=land("cells", cells),
-        latencies=land("latencies", measures.latencies(ranges, length_ms=rules.window_ms)),
-        unproven=land("unproven", unproven),
+    session = rows.sparkSession
+    there = session.createDataFrame(list(living.items()), "topic string, now string")
+    there = there.withColumn("lives", F.lit(True))
+    known = rows.where(judged).join(F.broadcast(there), "topic", "left")
+    is_gone = F.coalesce(F.col("topic_id") != F.col("now"), F.lit(False))
+    is_gone |= F.col("lives").isNull() & F.col("topic").isin(*rules.deleted_topics)
+    gone = F.when(is_gone, F.concat(F.lit("="), F.coalesce("topic_id", F.lit("")))).otherwise("")
+    return known.select(*PARTITION, *Range._fields, gone.alias("gone"))
+
+
+def _buckets(bits: int) -> Column:
+    """Return the buckets that a row's spans have offsets in."""
+    first = f"shiftright(spans[0], {bits})"
+    last = f"shiftright(element_at(spans, -2) + greatest(element_at(spans, -1), 1L) - 1, {bits})"
+    # Spark does not compile lambdas, so the usual rows, within one bucket, avoid them.
+    one = f"size(spans) = 2 and {first} = {last}"
+    several = (
+        f"array_distinct(flatten(transform(sequence(0, size(spans) div 2 - 1), k -> sequence("
+        f"shiftright(spans[2 * k], {bits}), "
+        f"shiftright(spans[2 * k] + greatest(spans[2 * k + 1], 1L) - 1, {bits})))))"
+    )
+    return F.expr(f"case when {one} then array({first}) else {several} end")
+
+
+def _repeats(batches: DataFrame, count: int) -> DataFrame:
+    """Return REPEATS of all logs. Batches that may be copies of each other are in one group."""
+    groups = max(1, count // _BATCHES_PER_TASK)
+    group = F.pmod(F.xxhash64("producer_id", "producer_epoch", "base_sequence"), F.lit(groups)).alias("group")
+    sequenced = batches.where("producer_id >= 0 and base_sequence >= 0")
+    return sequenced.groupBy(*PARTITION, group).applyInArrow(repeats_among, REPEATS)
+
+
+def _in_log(batches: DataFrame, again: DataFrame, bits: int) -> DataFrame:
+    """Return the batches by bucket, and the repeated ones again (`probe`) by the buckets of both copies."""
+    bucket = F.sequence(F.shiftright("base_offset", bits), F.shiftright("last_offset", bits))
+    nothing = F.lit(None).cast("long")
+    headers = batches.withColumn("first_base_offset", nothing).withColumn("probe", nothing)
+    headers = headers.withColumn("bucket", F.explode(bucket))
+    probes = again.withColumn("probe", F.explode(F.array("base_offset", "first_base_offset")))
+    probes = probes.withColumn("bucket", F.shiftright("probe", bits))
+    return headers.unionByName(probes).withColumn("gone", F.lit(""))
+
+
+def _empty_parts(session: SparkSession, limits: Mapping[tuple[str, int], Bounds]) -> DataFrame:
+    """Return a part for each partition that exists: even one without rows and batches has a row in the results."""
+    empty = bytearray(pickle.dumps((0, PartitionPart())))
+    rows = [(topic, partition, None, None, None, empty) for topic, partition in limits]
+    return session.createDataFrame(rows, PARTS)
+
+
+def _with_all_parts(parts: DataFrame, sums: DataFrame) -> DataFrame:
+    """Return the parts of windows with what is counted in one of them only after all parts are known.
+
+    A repeated batch counts in the last window in which either copy was acknowledged: the later acknowledgement is the
+    wrong one. A change of ownership counts where it began.
+    """
+    no_part, no_copy = F.lit(None).cast("binary").alias("part"), F.lit(None).cast("long").alias("copy")
+    copies = parts.where("copy is not null").groupBy(*PARTITION, "copy")
+    counted = copies.agg(F.max("window_ms").alias("window_ms"), F.max("records").alias("records"))
+    changes = sums.select(*PARTITION, F.explode("changes").alias("window_ms", "records"))
+    return (
+        parts.where("window_ms is not null and part is not null")
+        .unionByName(counted.select("*", no_part))
+        .unionByName(changes.select("*", no_part, no_copy))
     )
 
 
-def _windows(
-    trail: _Trail,
-    segments: DataFrame,
-    doubled: DataFrame,
-    batches: DataFrame,
-    given_out: DataFrame,
-    gone: DataFrame,
-    changes: DataFrame,
-    logs: DataFrame,
-    rules: AuditRules,
-) -> DataFrame:
-    by_window = ["log_id", "window_ms"]
-    copies = findings.duplicate_windows(doubled, given_out, bits=rules.bucket_bits)
-    counts = (
-        coverage.window_counts(segments)
-        .join(copies, by_window, "full")
-        .join(F.broadcast(logs), "log_id")
-        .drop("log_id")
-    )
-    amounts = measures.amounts(trail.cells, *_WINDOW)
-    percentiles = measures.percentiles(trail.latencies, *_WINDOW)
-    joined = amounts.join(counts, list(_WINDOW), "left").join(percentiles, list(_WINDOW), "left")
-    joined = joined.join(_by_declaration(gone, *_WINDOW), list(_WINDOW), "left")
-    joined = joined.join(changes, list(_WINDOW), "left").join(
-        F.broadcast(_unproven_windows(trail, rules)), "window_ms", "left"
-    )
-    # The window of an unchecked batch is not known, so it counts in all windows of its partition.
-    joined = joined.join(F.broadcast(batches.select(*PARTITION, "unchecked")), list(PARTITION), "left").withColumn(
-        "unproven", _is_unproven()
-    )
-    complete = _added_up(joined).select(
-        "*",
-        F.timestamp_millis("window_ms").alias("window_start"),
-        F.timestamp_millis(F.col("window_ms") + rules.window_ms).alias("window_end"),
-    )
-    return _shaped(complete, WINDOWS_SCHEMA)
+def _throughput(parts: DataFrame) -> DataFrame:
+    """Return THROUGHPUT: records and bytes by window and owner."""
+    of_windows = parts.where("window_ms is not null and part is not null").select("window_ms", "part")
+    summed = of_windows.mapInArrow(flows, FLOWS).groupBy("window_ms", "owner")
+    added = summed.agg(F.sum("records").alias("records"), F.sum("bytes").alias("bytes"))
+    return added.select(F.timestamp_millis("window_ms").alias("window_start"), "owner", "records", "bytes")
 
 
-def _added_up(counts: DataFrame) -> DataFrame:
-    """Add `acked`."""
-    present, lost, removed, deleted, gone = (
-        F.coalesce(name, F.lit(0)) for name in ("present", "lost", "removed", "deleted", "gone")
-    )
-    return counts.withColumn("acked", present + lost + removed + deleted + gone)
+def _bounds(row: Any) -> Bounds:
+    return Bounds(row.log_start_offset, row.end_offset, bool(row.is_compacted), row.topic_id)
 
 
-def _unproven_windows(trail: _Trail, rules: AuditRules) -> DataFrame:
-    begins = trail.cells.select("window_ms").distinct()
-    meets = (F.col("from_ms") < F.col("window_ms") + rules.window_ms) & (F.col("to_ms") >= F.col("window_ms"))
-    intervals = F.broadcast(trail.unproven.select("from_ms", "to_ms"))
-    return begins.join(intervals, meets, "left_semi").withColumn("unproven", F.lit(True))
-
-
-def _is_unproven() -> Column:
-    """Return whether it is unproven: by trails, unchecked batches, or an undeclared deletion of a topic."""
-    return F.coalesce("unproven", F.lit(False)) | (F.coalesce("unchecked", F.lit(0)) + F.coalesce("gone", F.lit(0)) > 0)
-
-
-def _partitions(
-    trail: _Trail,
-    segments: DataFrame,
-    doubled: DataFrame,
-    batches: DataFrame,
-    gone: DataFrame,
-    changes: DataFrame,
-    logs: DataFrame,
-    bounds: DataFrame,
-) -> DataFrame:
-    on = list(PARTITION)
-    copies = doubled.groupBy(*on).agg(F.sum(F.col("record_count").cast("long")).alias("duplicated"))
-    joined = (
-        logs.join(coverage.partition_counts(segments), "log_id", "left")
-        .join(measures.amounts(trail.cells, *on), on, "left")
-        .join(copies, on, "left")
-        .join(_by_declaration(gone, *on), on, "left")
-        .join(measures.percentiles(trail.latencies, *on), on, "left")
-        .join(changes.groupBy(*on).agg(F.sum("ownership_changes").alias("ownership_changes")), on, "left")
-        .join(bounds, on, "left")
-        .join(batches, on, "left")
-        # The missing rows of a trail may be of any partition.
-        .crossJoin(F.broadcast(trail.unproven.agg((F.count("*") > 0).alias("unproven"))))
-        .withColumn("unproven", _is_unproven())
-    )
-    return _shaped(_added_up(joined), PARTITIONS_SCHEMA)
-
-
-_UNKNOWN = ("p50_ms", "p95_ms", "p99_ms", "max_ms", "log_start_offset", "end_offset")
-
-
-def _shaped(frame: DataFrame, schema: object) -> DataFrame:
-    """Return the columns of `schema`; counts, flags and lists that are missing are 0, false or empty, not null."""
-    columns = []
-    for field in schema.fields:  # type: ignore[attr-defined]  # pyspark's types are not followed
-        column = F.col(field.name).cast(field.dataType)
-        if field.name == "owners":
-            column = F.coalesce(column, F.array().cast(field.dataType))
-        elif field.name == "unproven":
-            column = F.coalesce(column, F.lit(False))
-        elif field.dataType.typeName() == "long" and field.name not in _UNKNOWN:
-            column = F.coalesce(column, F.lit(0).cast("long"))
-        columns.append(column.alias(field.name))
-    return frame.select(*columns)
-
-
-def _findings(
-    trail: _Trail,
-    segments: DataFrame,
-    doubled: DataFrame,
-    batches: DataFrame,
-    gone: DataFrame,
-    given_out: DataFrame,
-    log: DataFrame,
-    bounds: DataFrame,
-    rules: AuditRules,
-    land: Land,
-) -> DataFrame:
-    """Return at most `max_findings` of each kind. The islands listed are bounded, so they can be broadcast."""
-    limit = rules.max_findings
-    islands = land("islands", coverage.islands(segments))
-    first_islands = findings.first_of(islands, limit, "log_id", "start")
-    about = findings.concerned(first_islands, given_out, bits=rules.bucket_bits)
-    by_offset = ("topic", "partition", "first_offset")
-    duplicates, corrupt = findings.of_duplicates(doubled), findings.of_corrupt(log)
-    not_of_offsets = (
-        findings.of_other_topics(gone, GONE)
-        .unionByName(findings.of_other_topics(gone, DELETED))
-        .unionByName(findings.of_unchecked(batches))
-        .unionByName(findings.of_unproven(trail.unproven, GAP))
-        .unionByName(findings.of_unproven(trail.unproven, TAIL))
-    )
-    everything = (
-        findings.of_lost(about, bounds)
-        .unionByName(findings.of_overlaps(about))
-        .unionByName(findings.first_of(duplicates, limit, *by_offset))
-        .unionByName(findings.first_of(corrupt, limit, *by_offset))
-        .unionByName(not_of_offsets)
-    )
-    told = findings.first_of(everything.drop("of_kind"), limit, *by_offset, "from_ms")
-    counted = findings.with_numbers(told, findings.numbers(islands, duplicates, corrupt, not_of_offsets))
-    return counted.select(*FINDINGS_SCHEMA.names)
-
-
-# The description of the audit, a row for each label and text. Written last: a directory that has it is complete.
-ABOUT = "about"
 _ABOUT_SCHEMA = "label string, text string"
 
 
@@ -316,6 +241,21 @@ class Tables:
     findings: DataFrame
     owners: DataFrame
     throughput: DataFrame
+
+    def listed(self) -> list[Mapping[str, Any]]:
+        return [row.asDict() for row in self.findings.collect()]
+
+    def fold(self, table: str, begin: Callable[[], R], only: Collection[tuple[str, int]] | None = None) -> R:
+        """Reduce a table on the executors, or its rows of these few partitions (`report_gather.Source`)."""
+        frame = getattr(self, table)
+        if only is not None:
+            numbers = defaultdict(list)
+            for topic, partition in only:
+                numbers[topic].append(partition)
+            # A filter, with which Parquet skips files; no join.
+            those = [(F.col("topic") == topic) & F.col("partition").isin(*each) for topic, each in numbers.items()]
+            frame = frame.where(reduce(or_, those, F.lit(False)))
+        return fold(frame, begin)
 
 
 NAMES = tuple(field.name for field in fields(Tables))

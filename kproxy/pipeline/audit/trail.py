@@ -7,65 +7,27 @@ missing, which the audit reports as a gap.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
+from kproxy.pipeline.audit.trail_place import JSON, TrailPlace
+from kproxy.pipeline.audit.trail_rows import KINDS, LAST_MS, MOST_BYTES, MOST_IN_SPANS, MOST_OFFSETS, MOST_RECORDS
 from kproxy.pipeline.kafka_access import NO_OPTIONS, spark_options
-from kproxy.trail.parquet_sink import FILE_S
 
-TOPIC: Final = "topic"
-JSON: Final = "json"
-PARQUET: Final = "parquet"
-_KINDS: Final = ("begin", "range", "mark", "end")
 _NEEDED_OF_RANGE: Final = ("topic", "partition", "owner", "revision", "producer_id")
-# The time from closing a row until it can be read: some seconds; for Parquet also the time to fill a file.
-SHIPPING_MS: Final = 5_000
-_GATHERING_MS: Final = round(FILE_S * 1000)
-# Limits far above real values, and far below those whose sums overflow.
-_LAST_MS: Final = 1 << 47
-_MOST_OFFSETS: Final = 1 << 60
-_MOST_RECORDS: Final = 1 << 36
-_MOST_BYTES: Final = 1 << 48
 _AMOUNTS: Final = {
-    "record_count": _MOST_RECORDS,
-    "batches": _MOST_RECORDS,
-    "bytes": _MOST_BYTES,
-    "first_acked_at": _LAST_MS,
-    "last_acked_at": _LAST_MS,
+    "record_count": MOST_RECORDS,
+    "batches": MOST_RECORDS,
+    "bytes": MOST_BYTES,
+    "first_acked_at": LAST_MS,
+    "last_acked_at": LAST_MS,
 }
-# A row has at most four times kproxy.trail.acknowledgements.MAX_SPANS numbers.
-_MOST_IN_SPANS: Final = 10_000
-
-
-class TrailPlace(NamedTuple):
-    """The place of a trail: `kind` TOPIC, JSON or PARQUET; `name` of the topic or the directory."""
-
-    kind: str
-    name: str
-
-    @property
-    def shipping_ms(self) -> int:
-        """The longest time from closing a row until it can be read there."""
-        return SHIPPING_MS + (_GATHERING_MS if self.kind == PARQUET else 0)
-
-
-def parse_trail(text: str) -> TrailPlace:
-    """Parse `topic`, `topic:NAME`, `json:DIR` or `parquet:DIR`. Raise StartupError if it is none of them."""
-    return parse_place(f"{TOPIC}:{DEFAULT_TOPIC}" if text == TOPIC else text)
-
-
-def parse_place(text: str) -> TrailPlace:
-    """Parse `topic:NAME`, `json:DIR` or `parquet:DIR`. Raise StartupError."""
-    kind, _, name = text.partition(":")
-    if kind not in (TOPIC, JSON, PARQUET) or not name:
-        raise StartupError(f"{text!r} is no place of an audit trail: give topic:NAME, json:DIR or parquet:DIR.")
-    return TrailPlace(kind, name)
 
 
 def read_files(session: Any, place: TrailPlace, *, from_ms: int | None = None) -> DataFrame:
@@ -94,17 +56,17 @@ def read_topic(
     topic: str,
     *,
     bootstrap: str,
-    ends: str,
-    starts: str = "earliest",
+    starts: Offsets,
+    ends: Offsets,
     kafka: Mapping[str, str] = NO_OPTIONS,
 ) -> DataFrame:
-    """Return TRAIL_SCHEMA and `shipped_at`, from `starts` up to `ends`, JSON as of `log_source.fix_ends`."""
+    """Return TRAIL_SCHEMA and `shipped_at`, from `starts`, the topic's beginning if empty, up to `ends`."""
     options = {
         **spark_options(kafka),
         "kafka.bootstrap.servers": bootstrap,
         "subscribe": topic,
-        "startingOffsets": starts,
-        "endingOffsets": ends,
+        "startingOffsets": offsets_as_json(starts) if starts else "earliest",
+        "endingOffsets": offsets_as_json(ends),
         # Rows removed by retention during the read are missing from the trail, which the audit reports.
         "failOnDataLoss": "false",
     }
@@ -128,23 +90,23 @@ def only_rows(rows: DataFrame) -> DataFrame:
     Other clients may write anything to the topic. Rows that no proxy writes must not make the audit fail, by numbers
     that overflow or that stand for too much data: they are left out, as partial rows are.
     """
-    is_row = F.col("kind").isin(*_KINDS) & F.col("proxy").isNotNull() & F.col("incarnation").isNotNull()
-    is_row &= _is_within("sequence", _MOST_OFFSETS) & _is_within("at", _LAST_MS)
+    is_row = F.col("kind").isin(*KINDS) & F.col("proxy").isNotNull() & F.col("incarnation").isNotNull()
+    is_row &= _is_within("sequence", MOST_OFFSETS) & _is_within("at", LAST_MS)
     for name in ("interval_ms", "mark_ms"):
-        is_row &= F.col(name).isNull() | _is_within(name, _LAST_MS)
+        is_row &= F.col(name).isNull() | _is_within(name, LAST_MS)
     return rows.where(is_row & ((F.col("kind") != "range") | F.coalesce(_is_range(), F.lit(False))))
 
 
 def _is_range() -> Column:
     spans = F.col("spans")
     length = F.size(spans)
-    fits = (length >= 2) & (length % 2 == 0) & (length <= _MOST_IN_SPANS)
+    fits = (length >= 2) & (length % 2 == 0) & (length <= MOST_IN_SPANS)
     # `array_min` and `array_max` ignore nulls.
     fits &= F.size(F.array_compact(spans)) == length
-    fits &= (F.array_min(spans) >= 0) & (F.array_max(spans) <= _MOST_OFFSETS)
+    fits &= (F.array_min(spans) >= 0) & (F.array_max(spans) <= MOST_OFFSETS)
     # Spark does not compile lambdas, so the usual rows, with one span, avoid them.
     counts = F.filter(spans, lambda each, place: place % 2 == 1)
-    fits &= F.when(length == 2, F.get(spans, F.lit(1))).otherwise(F.array_max(counts)) <= _MOST_RECORDS
+    fits &= F.when(length == 2, F.get(spans, F.lit(1))).otherwise(F.array_max(counts)) <= MOST_RECORDS
     for name in _NEEDED_OF_RANGE:
         fits &= F.col(name).isNotNull()
     for name, most in _AMOUNTS.items():

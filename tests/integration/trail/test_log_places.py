@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from kproxy.pipeline.audit.log_client import LogReadFailed
-from kproxy.pipeline.audit.run import existing
+from kproxy.pipeline.audit.logs import existing
 from kproxy_codec import error_codes
 from kproxy_codec.control import decode_request
 from tests.support.brokers.scripted_upstream import Asked

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pyspark.sql import DataFrame
-from pyspark.sql.types import LongType, StructField, StructType
-
-from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA, TRAIL_SCHEMA
+from kproxy.pipeline.audit.in_process import Results, audit_rows
+from kproxy.pipeline.audit.judge import Batch, Bounds
+from kproxy.pipeline.audit.log_client import TopicPartition
+from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.trail_rows import TrailRow
 
 BEGAN_AT = 1_760_000_000_000
 INTERVAL_MS = 5_000
-SHIPPED_SCHEMA = StructType([*TRAIL_SCHEMA.fields, StructField("shipped_at", LongType())])
 
 Row = dict[str, Any]
 
@@ -135,20 +136,21 @@ def bounds(
     }
 
 
-def _frame(spark: Any, rows: Iterable[Row], schema: StructType) -> DataFrame:
-    return spark.createDataFrame([tuple(row.get(name) for name in schema.names) for row in rows], schema).coalesce(1)
+def trail_rows(rows: Iterable[Row]) -> list[TrailRow]:
+    names = TrailRow.__struct_fields__
+    return [TrailRow(**{name: value for name, value in row.items() if name in names}) for row in rows]
 
 
-def trail_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
-    return _frame(spark, rows, SHIPPED_SCHEMA)
-
-
-def log_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
-    return _frame(spark, rows, LOG_SCHEMA)
-
-
-def bounds_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
-    return _frame(spark, rows, BOUNDS_SCHEMA)
+def judged_here(rows: Iterable[Row], log: Iterable[Row], limits: Iterable[Row], rules: AuditRules) -> Results:
+    """Audit in this process."""
+    batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
+    for row in log:
+        batches[TopicPartition(row["topic"], row["partition"])].append(Batch(*(row[name] for name in Batch._fields)))
+    bounds = {
+        TopicPartition(row["topic"], row["partition"]): Bounds(*(row[name] for name in Bounds._fields))
+        for row in limits
+    }
+    return audit_rows(trail_rows(rows), batches, bounds, rules)
 
 
 def shared_names() -> list[Row]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from kproxy.pipeline.audit.columns import FINDING_KINDS, FINDINGS, GAP, LOST, UNPROVEN_KINDS
 from kproxy.pipeline.audit.follow_state import ALERTS_PER_KIND, LISTED, REMEMBERED_AT_MOST, FollowState, new_alerts
-from kproxy.pipeline.audit.schemas import FINDING_KINDS, FINDINGS_SCHEMA, GAP, LOST, UNPROVEN_KINDS
 
 
 def lost(first: int, records: int = 1, of_kind: int = 1) -> dict[str, Any]:
-    row = dict.fromkeys(FINDINGS_SCHEMA.names)
+    row = dict.fromkeys(FINDINGS)
     offsets = {"first_offset": first, "last_offset": first + records - 1, "records": records}
     return {**row, "kind": LOST, "topic": "t", "partition": 0, **offsets, "of_kind": of_kind, "detail": "Gone."}
 
 
 def gap(sequence: int) -> dict[str, Any]:
-    return {**dict.fromkeys(FINDINGS_SCHEMA.names), "kind": GAP, "sequence": sequence, "of_kind": 1, "detail": "Hole."}
+    return {**dict.fromkeys(FINDINGS), "kind": GAP, "sequence": sequence, "of_kind": 1, "detail": "Hole."}
 
 
 def told(state: FollowState, *findings: dict[str, Any]) -> list[str]:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kproxy.pipeline.audit.log_client import TopicPartition
-from kproxy.pipeline.audit.log_options import offsets_as_json
-from kproxy.pipeline.audit.run import ENDS_PATIENCE_S, ends_behind
+from kproxy.pipeline.audit.logs import ENDS_PATIENCE_S, ends_behind
 
 ZERO, ONE, OTHER = TopicPartition("t", 0), TopicPartition("t", 1), TopicPartition("gone", 0)
 
@@ -21,14 +20,14 @@ class Site:
         self.asked = 0
         self.now = 100.0
 
-    def ask(self) -> str:
+    def ask(self) -> Mapping[TopicPartition, int]:
         self.asked += 1
-        return offsets_as_json(self._answers[min(self.asked, len(self._answers)) - 1])
+        return self._answers[min(self.asked, len(self._answers)) - 1]
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def ends(self, told: Mapping[TopicPartition, int]) -> str:
+    def ends(self, told: Mapping[TopicPartition, int]) -> Mapping[TopicPartition, int]:
         return ends_behind(told, self.ask, clock=lambda: self.now, sleep=self.sleep)
 
 
@@ -46,11 +45,11 @@ def test_log_ends_are_read_until_acknowledgements_show(
     told: Mapping[TopicPartition, int], answers: Sequence[Mapping[TopicPartition, int]], asked: int
 ) -> None:
     site = Site(answers)
-    assert site.ends(told) == offsets_as_json(answers[-1])
+    assert site.ends(told) == answers[-1]
     assert site.asked == asked
 
 
 def test_missing_acknowledgements_are_awaited_for_seconds() -> None:
     site = Site([{ZERO: 3}])
-    assert site.ends({ZERO: 5}) == offsets_as_json({ZERO: 3})
+    assert site.ends({ZERO: 5}) == {ZERO: 3}
     assert ENDS_PATIENCE_S <= site.now - 100.0 < ENDS_PATIENCE_S + 1

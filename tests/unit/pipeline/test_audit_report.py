@@ -367,7 +367,7 @@ def test_narrow_terminal_drops_columns_and_cuts_no_numbers(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "status", "strict"),
+    ("verdict", "status", "allowed"),
     [
         (Verdict(Sums(1, 5, 5)), 0, 0),
         (Verdict(Sums(1, 5, 5, unsequenced=2)), 0, 0),
@@ -376,18 +376,18 @@ def test_narrow_terminal_drops_columns_and_cuts_no_numbers(width: int) -> None:
         (Verdict(Sums(1, 5, 5, overlapped=1), conflicts=1), 1, 1),
         (Verdict(Sums(1, 5, 5, duplicated=1)), 1, 1),
         (Verdict(Sums(1, 5, 5, corrupt=1)), 1, 1),
-        (Verdict(Sums(1, 5, 5, unchecked=1, unproven=1)), 0, 1),
+        (Verdict(Sums(1, 5, 5, unchecked=1, unproven=1)), 3, 0),
         (Verdict(Sums(1, 5, 2, removed=3)), 0, 0),
-        (Verdict(Sums(1, 5, 5, unproven=1)), 0, 1),
+        (Verdict(Sums(1, 5, 5, unproven=1)), 3, 0),
         (Verdict(Sums(1, 5, 3, deleted=2)), 0, 0),
-        (Verdict(Sums(1, 5, 3, gone=2, unproven=1)), 0, 1),
-        (Verdict(Sums(1, 5, 5), trail_faults=1), 0, 1),
+        (Verdict(Sums(1, 5, 3, gone=2, unproven=1)), 3, 0),
+        (Verdict(Sums(1, 5, 5), trail_faults=1), 3, 0),
         (Verdict(Sums()), 0, 0),
     ],
 )
-def test_exit_status_is_1_for_findings(verdict: Verdict, status: int, strict: int) -> None:
+def test_exit_status_tells_findings_from_unproven(verdict: Verdict, status: int, allowed: int) -> None:
     assert verdict.exit_status() == status
-    assert verdict.exit_status(strict=True) == strict
+    assert verdict.exit_status(allow_unproven=True) == allowed
     assert verdict.clean == (headline(verdict) in ("Clean", "Clean, duplicates not known"))
 
 

@@ -12,9 +12,9 @@ from kproxy.cli.pipeline import kafka_options
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_client import LogReadFailed
 from kproxy.pipeline.audit.log_options import read_options, written
-from kproxy.pipeline.audit.log_source import fix_ends
-from kproxy.pipeline.audit.run import AuditJob, check, existing
-from kproxy.pipeline.audit.trail import parse_trail
+from kproxy.pipeline.audit.logs import ends_of, existing
+from kproxy.pipeline.audit.run import AuditJob, check
+from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.kafka_access import KafkaOptions, WrongKafkaOption, read_access, read_properties
 from tests.support.security.tls_files import Signer
 
@@ -122,7 +122,7 @@ def test_file_missing_at_connection_time_is_named() -> None:
     with pytest.raises(LogReadFailed, match=f"{name} /nonexistent cannot be read"):
         existing("127.0.0.1:1", ["t"], gone)
     with pytest.raises(LogReadFailed, match=f"{name} /nonexistent cannot be read"):
-        fix_ends("127.0.0.1:1", topics=["t"], kafka=gone)
+        ends_of("127.0.0.1:1", ["t"], kafka=gone)
     job = AuditJob(bootstrap="127.0.0.1:1", trail=parse_trail("topic"), kafka=gone)
     with pytest.raises(StartupError, match=f"^{name} /nonexistent cannot be read"):
         check(job)

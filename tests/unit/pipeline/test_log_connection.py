@@ -13,7 +13,7 @@ import pytest
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_client import BrokerFailed, LogConnection, LogReadFailed
 from kproxy.pipeline.audit.run import check_places
-from kproxy.pipeline.audit.trail import parse_trail
+from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.routing.topology import Address
 from kproxy_codec.foreign import ANSWER_TO_HTTP
 
@@ -74,7 +74,7 @@ def listening(behaviour: Behaviour) -> Iterator[Address]:
     [(answers_http, "HTTP"), (waits_for_a_line, "HTTP"), (closes_what_is_no_http, "HTTP"), (alerts, "TLS")],
 )
 def test_other_protocol_is_named_at_once(behaviour: Behaviour, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy.pipeline.audit.run.TOPICS_TIMEOUT_S", 3 * SOON_S)
+    monkeypatch.setattr("kproxy.pipeline.audit.logs.TOPICS_TIMEOUT_S", 3 * SOON_S)
     began = time.monotonic()
     with listening(behaviour) as address, pytest.raises(StartupError) as raised:
         check_places(str(address), parse_trail("topic"), str(address), ())

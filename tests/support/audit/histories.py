@@ -1,31 +1,18 @@
-"""The audit against one that looks at every offset by itself, on random small histories: a topic each, one audit.
-
-Each run has new seeds. `KPROXY_SEEDS=1000 KPROXY_FIRST_SEED=5000` judges these histories; what fails names its seed.
-"""
+"""Random small histories of a partition, and a model of the audit that looks at every offset by itself."""
 
 from __future__ import annotations
 
-import os
 import random
-import secrets
 from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
-import pytest
+from tests.support.audit.trails import Row, Trail, batch, bounds
 
-from kproxy.pipeline.audit.run import work_in
-from kproxy.pipeline.audit.tables import AuditRules, Tables, audit_tables
-from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, bounds_frame, log_frame, trail_frame
-
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
-
-FIRST_SEED = int(os.environ.get("KPROXY_FIRST_SEED", secrets.randbelow(1 << 31)))
-SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("KPROXY_SEEDS", "60")))
 WINDOW_MS = 10_000
-# Offsets go over several buckets.
-BUCKET_BITS = 4
 OFFSETS = 80
+WHOLE = 62
 END = OFFSETS - 5
+COUNTED = ("present", "lost", "removed", "overlapped", "unclaimed", "duplicated")
 JUDGED = ("present", "lost", "removed", "overlapped")
 
 
@@ -93,8 +80,8 @@ class Judged(NamedTuple):
     overlapped: set[int]
 
 
-def judge(history: History) -> Judged:
-    """Offset by offset, claim by claim."""
+def judge(history: History, bits: int = WHOLE) -> Judged:
+    """Offset by offset, claim by claim. `bits`: offsets are judged in ranges of that size."""
     held: dict[int, tuple[int, ...] | None] = {}
     for header in history.log:
         if header["is_control"] or header["crc_ok"] is False:
@@ -102,7 +89,7 @@ def judge(history: History) -> Judged:
         base = header["base_offset"]
         for offset in range(base, base + header["record_count"]):
             held[offset] = _record(header["producer_id"], header["producer_epoch"], base - header["base_sequence"])
-    claims = _claims(history)
+    claims = _claims(history, bits)
     told = Judged(Counter(), defaultdict(Counter), set(), set())
     for offset in range(OFFSETS + 100):
         by_record = claims.get(offset, {})
@@ -131,8 +118,8 @@ def _record(producer: int, epoch: int, distance: int) -> tuple[int, ...] | None:
     return (producer, epoch, distance) if producer >= 0 else None
 
 
-def _claims(history: History) -> dict[int, dict[tuple[int, ...], int]]:
-    """By offset: of each record the window in which it was first claimed, as far as a bucket knows."""
+def _claims(history: History, bits: int) -> dict[int, dict[tuple[int, ...], int]]:
+    """By offset: of each record the window in which it was first claimed, as far as a range of offsets knows."""
     claims: dict[int, list[tuple[int, int, tuple[int, ...], int]]] = defaultdict(list)
     for nth, row in enumerate(history.acked):
         before = 0
@@ -142,7 +129,7 @@ def _claims(history: History) -> dict[int, dict[tuple[int, ...], int]]:
             record = _record(row["producer_id"], row["producer_epoch"], distance) or (-1, nth, start)
             window = row["last_acked_at"] - row["last_acked_at"] % WINDOW_MS
             for offset in range(start, start + count):
-                begin = max(start, offset >> BUCKET_BITS << BUCKET_BITS)
+                begin = max(start, offset >> bits << bits)
                 claims[offset].append((begin, row["first_acked_at"], record, window))
     by_offset: dict[int, dict[tuple[int, ...], int]] = {}
     for offset, found in claims.items():
@@ -163,88 +150,5 @@ def _duplicated(log: list[Row]) -> int:
     return records
 
 
-class Audited(NamedTuple):
-    partitions: dict[str, Row]
-    windows: dict[str, dict[int, Row]]
-    findings: dict[str, list[Row]]
-
-
-@pytest.fixture(scope="module")
-def histories() -> dict[int, tuple[Trail, History]]:
-    return {seed: make(seed) for seed in SEEDS}
-
-
-@pytest.fixture(scope="module")
-def audited(
-    spark: Any, histories: dict[int, tuple[Trail, History]], tmp_path_factory: pytest.TempPathFactory
-) -> Audited:
-    rows: list[Row] = []
-    for trail, _ in histories.values():
-        trail.end(1_000_000)
-        rows += trail.rows
-    log = [header for _, history in histories.values() for header in history.log]
-    limits = [
-        bounds(topic_of(seed), END, start=history.start, is_compacted=history.is_compacted)
-        for seed, (_, history) in histories.items()
-    ]
-    rules = AuditRules(
-        read_at_ms=BEGAN_AT + 2_000_000, window_ms=WINDOW_MS, bucket_bits=BUCKET_BITS, max_findings=100_000
-    )
-    frames = trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits)
-    with work_in(spark, str(tmp_path_factory.mktemp("work"))) as land:
-        return collected(audit_tables(*frames, rules, land))
-
-
-def collected(tables: Tables) -> Audited:
-    partitions = {row.topic: row.asDict() for row in tables.partitions.collect()}
-    windows: dict[str, dict[int, Row]] = defaultdict(dict)
-    for row in tables.windows.collect():
-        windows[row.topic][round(row.window_start.timestamp() * 1000)] = row.asDict()
-    findings: dict[str, list[Row]] = defaultdict(list)
-    for row in tables.findings.collect():
-        findings[row.topic].append(row.asDict())
-    return Audited(partitions, windows, findings)
-
-
-def test_histories_are_of_every_kind() -> None:
-    """Each kind is in a tenth of the histories; duplicates, the rarest, are in 18 %. This needs no Spark: judge 500."""
-    seen: Counter[str] = Counter()
-    for seed in range(FIRST_SEED, FIRST_SEED + 500):
-        seen.update({name: 1 for name, count in judge(make(seed)[1]).counts.items() if count})
-    assert all(seen[name] >= 50 for name in (*JUDGED, "unclaimed", "duplicated")), f"from seed {FIRST_SEED}: {seen}"
-
-
-@pytest.mark.long
-def test_partitions_match_the_offset_by_offset_model(
-    audited: Audited, histories: dict[int, tuple[Trail, History]]
-) -> None:
-    for seed, (_, history) in histories.items():
-        expected = judge(history).counts
-        told = audited.partitions[topic_of(seed)]
-        names = (*JUDGED, "unclaimed", "duplicated")
-        assert {name: told[name] for name in names} == {name: expected[name] for name in names}, f"seed {seed}"
-
-
-@pytest.mark.long
-def test_windows_match_the_offset_by_offset_model(
-    audited: Audited, histories: dict[int, tuple[Trail, History]]
-) -> None:
-    for seed, (_, history) in histories.items():
-        expected = judge(history).windows
-        for window, told in audited.windows[topic_of(seed)].items():
-            wanted = {name: expected[window][name] for name in JUDGED}
-            assert {name: told[name] for name in JUDGED} == wanted, f"seed {seed}, window {window}"
-
-
-@pytest.mark.long
-def test_findings_match_the_offset_by_offset_model(
-    audited: Audited, histories: dict[int, tuple[Trail, History]]
-) -> None:
-    for seed, (_, history) in histories.items():
-        expected = judge(history)
-        for kind, offsets in (("lost", expected.lost), ("overlap", expected.overlapped)):
-            told: set[int] = set()
-            for row in audited.findings[topic_of(seed)]:
-                if row["kind"] == kind:
-                    told.update(range(row["first_offset"], row["last_offset"] + 1))
-            assert told == offsets, f"seed {seed}, {kind}"
+def bounds_of(seed: int, history: History) -> Row:
+    return bounds(topic_of(seed), END, start=history.start, is_compacted=history.is_compacted)

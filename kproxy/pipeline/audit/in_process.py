@@ -1,0 +1,165 @@
+"""Judge a small audit in this process, with the judge of `judge.py` on whole partitions and without Spark."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit import columns
+from kproxy.pipeline.audit.columns import ABOUT, arrow_schema
+from kproxy.pipeline.audit.findings import Findings, Row, of_unproven, sum_up, window_row
+from kproxy.pipeline.audit.judge import (
+    Amounts,
+    Batch,
+    Bounds,
+    JudgeRules,
+    Range,
+    judge_gone,
+    judge_log,
+    repeats,
+)
+from kproxy.pipeline.audit.log_client import TopicPartition
+from kproxy.pipeline.audit.proof import Stamp, TrailName, Unproven, is_unproven, trail_part
+from kproxy.pipeline.audit.report_gather import R
+from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.trail_rows import TrailRow
+
+
+@dataclass(slots=True)
+class Results:
+    """The rows of the result tables, by the names in `columns.py`."""
+
+    windows: list[Row] = field(default_factory=list)
+    partitions: list[Row] = field(default_factory=list)
+    findings: list[Row] = field(default_factory=list)
+    owners: list[Row] = field(default_factory=list)
+    throughput: list[Row] = field(default_factory=list)
+
+    def write(self, directory: str, about: Mapping[str, str]) -> None:
+        """Write all tables to a directory of this machine, replacing earlier ones, as `tables.write_results` does.
+
+        Raise StartupError.
+        """
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise StartupError(
+                "--output writes Parquet files, with pyarrow: pip install 'kproxy-kafka[parquet]'."
+            ) from error
+        tables = {name: (getattr(self, name), getattr(columns, name.upper())) for name in self.__slots__}
+        rows = [{"label": label, "text": text} for label, text in about.items()]
+        tables[ABOUT] = (rows, {"label": "string", "text": "string"})
+        try:
+            for name, (listed, kinds) in tables.items():
+                place = Path(directory, name)
+                shutil.rmtree(place, ignore_errors=True)
+                place.mkdir(parents=True)
+                parquet.write_table(pa.Table.from_pylist(listed, arrow_schema(kinds)), place / "part-00000.parquet")
+        except OSError as error:
+            reason = error.strerror or error
+            raise StartupError(f"The audit's results could not be written to {directory}: {reason}.") from error
+
+    def listed(self) -> list[Row]:
+        return self.findings
+
+    def fold(self, table: str, begin: Callable[[], R], only: Collection[tuple[str, int]] | None = None) -> R:
+        """Reduce a table, or its rows of these partitions (`report_gather.Source`)."""
+        reduced = begin()
+        for row in getattr(self, table):
+            if only is None or (row["topic"], row["partition"]) in only:
+                reduced.read(row)
+        return reduced
+
+
+def audit_rows(
+    rows: Iterable[TrailRow],
+    log: Mapping[TopicPartition, list[Batch]],
+    bounds: Mapping[TopicPartition, Bounds],
+    rules: AuditRules,
+) -> Results:
+    """Audit a whole trail. `rows` in any order; `log` and `bounds` by topic and partition."""
+    living = {topic: limits.topic_id for (topic, _), limits in bounds.items()}
+    stamps: dict[TrailName, list[Stamp]] = defaultdict(list)
+    # By partition and, for deleted topics, id; that of the existing topic is "".
+    ranges: dict[TopicPartition, dict[str | None, list[Range]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        stamps[row.proxy, row.incarnation].append(row.stamp())
+        if row.kind != "range" or row.topic is None or row.partition is None:
+            continue
+        if rules.judges(row.topic, row.last_acked_at or 0):
+            topic_id = row.topic_id if rules.is_gone(row.topic, row.topic_id, living) else ""
+            ranges[TopicPartition(row.topic, row.partition)][topic_id].append(row.acknowledged())
+    judge, missing = rules.prove({name: trail_part(each) for name, each in stamps.items()})
+    audit = _Audit(rules, judge, missing)
+    for which in sorted(bounds.keys() | ranges.keys() | log.keys()):
+        audit.judge_partition(which, ranges.get(which, {}), log.get(which, []), bounds.get(which))
+    return audit.results()
+
+
+class _Audit:
+    def __init__(self, rules: AuditRules, judge: JudgeRules, missing: list[Unproven]) -> None:
+        self._rules = rules
+        self._judge = judge
+        self._missing = missing
+        self._results = Results()
+        self._findings = Findings(rules.max_findings)
+        self._flows: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
+
+    def judge_partition(
+        self,
+        which: TopicPartition,
+        ranges: Mapping[str | None, list[Range]],
+        batches: list[Batch],
+        bounds: Bounds | None,
+    ) -> None:
+        topic, partition = which
+        deleted = self._rules.deleted_topics
+        probes = [(at, each) for each in repeats(batches) for at in (each.batch.base_offset, each.first_base_offset)]
+        windows, part, copies = judge_log(ranges.get("", ()), batches, bounds, self._judge, probes=probes)
+        for topic_id, theirs in ranges.items():
+            if topic_id != "":
+                more, gone = judge_gone(theirs, topic_id, self._judge, is_declared=topic in deleted)
+                part.add(gone, self._rules.max_findings)
+                for window, amounts in more.items():
+                    windows.setdefault(window, Amounts()).add(amounts)
+        summed = sum_up(topic, partition, part, bounds, deleted, self._judge, unproven=bool(self._missing))
+        self._results.partitions.append(summed.row)
+        self._results.owners += summed.owners
+        self._findings.note(summed.findings, summed.found)
+        for window, records in copies.values():
+            windows[window].counts["duplicated"] += records
+        for window, changes in summed.changes.items():
+            if window in windows:
+                windows[window].counts["ownership_changes"] += changes
+        for window, amounts in sorted(windows.items()):
+            self._note_window(which, window, amounts, unproven=summed.row["unchecked"] > 0)
+
+    def _note_window(self, which: TopicPartition, window: int, amounts: Amounts, *, unproven: bool) -> None:
+        length_ms = self._rules.window_ms
+        unproven |= is_unproven(window, length_ms, self._missing)
+        self._results.windows.append(window_row(*which, window, length_ms, amounts, unproven=unproven))
+        for owner, (records, size) in amounts.by_owner.items():
+            flow = self._flows[window, owner]
+            flow[0] += records
+            flow[1] += size
+
+    def results(self) -> Results:
+        for each in map(of_unproven, self._missing):
+            self._findings.note([each], {each["kind"]: 1})
+        self._results.findings = self._findings.whole()
+        self._results.throughput = [
+            {
+                "window_start": datetime.fromtimestamp(window / 1000, UTC),
+                "owner": owner,
+                "records": records,
+                "bytes": size,
+            }
+            for (window, owner), (records, size) in sorted(self._flows.items())
+        ]
+        return self._results

@@ -1,0 +1,648 @@
+"""Judge one partition's log: hold the acknowledged offsets against the batches that the log has.
+
+A judgement is one sweep over sorted offsets, a pure function. Its result, a `PartitionPart` and an `Amounts` for each
+window of time, can be added to that of another range of offsets or of another process, so the same function judges a
+whole partition in this process or ranges of it on a cluster. Nothing here needs Spark.
+
+Intervals of offsets are half-open, [start, end). Times are milliseconds since the epoch.
+
+Invariants
+1. An offset counts once in its partition, and once for each acknowledgement in that one's window: present, lost or
+   removed; and overlapped, if it was acknowledged for two records.
+2. Two acknowledgements are of one record only if an idempotent producer's sequence numbers say so.
+3. A row of the trail counts once, however often it was shipped.
+4. The work is in proportion to rows and batches times their logarithm, whatever offsets a forged trail names: for the
+   words of findings at most `CLAIMS_EXAMINED` acknowledgements of an offset are looked at, `_MOST_EXAMINED` in all, and
+   then one of each.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from kproxy.pipeline.audit.columns import CORRUPT, DUPLICATE, LOST, OVERLAP
+
+# A producer's sequence numbers repeat after so many records.
+_SEQUENCES: Final = 1 << 31
+# Batches with one sequence number that are further apart are not duplicates.
+_LAP: Final = _SEQUENCES - 1
+_EVERYWHERE: Final = 1 << 62
+CLAIMS_EXAMINED: Final = 1_000
+_MOST_EXAMINED: Final = 1_000_000
+# 50 latency bins for each factor of e, for an error of at most 1 %.
+_BINS: Final = 50
+_PERCENTILES: Final = {"p50_ms": 0.5, "p95_ms": 0.95, "p99_ms": 0.99}
+
+
+class Range(NamedTuple):
+    """A row of a trail with acknowledgements, as kproxy.trail.rows.Range; `shipped_at`: when it came to its topic."""
+
+    proxy: str
+    incarnation: str
+    sequence: int
+    at: int
+    shipped_at: int | None
+    owner: int
+    revision: int
+    acks: int | None
+    connection: int | None
+    producer_id: int
+    producer_epoch: int | None
+    first_sequence: int | None
+    record_count: int
+    batches: int
+    bytes: int
+    first_acked_at: int
+    last_acked_at: int
+    spans: Sequence[int]
+    latency_us: Sequence[int] | None
+
+
+class Batch(NamedTuple):
+    """The header of a batch in a log; `crc_ok` None: its checksum was not checked."""
+
+    base_offset: int
+    last_offset: int
+    record_count: int
+    producer_id: int
+    producer_epoch: int
+    base_sequence: int
+    is_control: bool
+    crc_ok: bool | None
+
+
+class Bounds(NamedTuple):
+    """Where a log begins and ends. `topic_id` in hex, None if brokers have none."""
+
+    log_start_offset: int
+    end_offset: int
+    is_compacted: bool
+    topic_id: str | None
+
+
+class Repeat(NamedTuple):
+    """A batch that is in its log once more; `first_base_offset`: where the copy before it is."""
+
+    batch: Batch
+    first_base_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeRules:
+    """`window_ms`: the length of a window. `promised_ms`: by trail, how long it may keep a row open. A row that is
+    shipped more than `late_after_ms` after it was closed is late. At most `max_findings` of a kind are listed."""
+
+    window_ms: int
+    promised_ms: dict[tuple[str, str], int]
+    late_after_ms: int
+    max_findings: int
+
+    def window(self, at: int) -> int:
+        """Return the start of the window that contains `at`."""
+        return at - at % self.window_ms
+
+
+@dataclass(slots=True)
+class Amounts:
+    """What was acknowledged, in one window of time or in all. Counts are of records but for `batches` and `bytes`.
+
+    `by_owner`: records and bytes. `latencies`: by bin, the samples and the longest one in microseconds: bins can be
+    added, percentiles cannot.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    by_owner: dict[int, list[int]] = field(default_factory=dict)
+    producers: set[Any] = field(default_factory=set)
+    latencies: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, other: Amounts) -> None:
+        self.counts.update(other.counts)
+        self.producers |= other.producers
+        for owner, (records, size) in other.by_owner.items():
+            own = self.by_owner.setdefault(owner, [0, 0])
+            own[0] += records
+            own[1] += size
+        for number, (samples, longest) in other.latencies.items():
+            bin_ = self.latencies.setdefault(number, [0, 0])
+            bin_[0] += samples
+            bin_[1] = max(bin_[1], longest)
+
+    def count(self, row: Range, *, is_late: bool) -> None:
+        counts, records = self.counts, row.record_count
+        counts["records"] += records
+        counts["batches"] += row.batches
+        counts["bytes"] += row.bytes
+        if is_late:
+            counts["late"] += records
+        own = self.by_owner.get(row.owner)
+        if own is None:
+            own = self.by_owner[row.owner] = [0, 0]
+        own[0] += records
+        own[1] += row.bytes
+        # Producers without an id are told apart by their connections.
+        self.producers.add(row.producer_id if row.producer_id >= 0 else (row.proxy, row.incarnation, row.connection))
+        for us in row.latency_us or ():
+            number = int(math.log(max(us, 1)) * _BINS)
+            bin_ = self.latencies.setdefault(number, [0, 0])
+            bin_[0] += 1
+            bin_[1] = max(bin_[1], us)
+
+    def percentiles(self) -> dict[str, float | None]:
+        """Return p50_ms, p95_ms, p99_ms and max_ms: the middle of the lowest bin with that share of the samples."""
+        if not self.latencies:
+            return dict.fromkeys((*_PERCENTILES, "max_ms"))
+        longest = max(us for _, us in self.latencies.values()) / 1000
+        total = sum(samples for samples, _ in self.latencies.values())
+        found: dict[str, float | None] = {}
+        for name, share in _PERCENTILES.items():
+            rest = math.ceil(total * share)
+            for number in sorted(self.latencies):
+                rest -= self.latencies[number][0]
+                if rest <= 0:
+                    # The middle of the highest bin may be above every sample.
+                    found[name] = min(math.exp((number + 0.5) / _BINS) / 1000, longest)
+                    break
+        return {**found, "max_ms": longest}
+
+
+# The fields of a claim that its finding names, compared in this order.
+Who = tuple[int, int, int, str, str, int, int, int | None]
+
+
+@dataclass(slots=True)
+class Told:
+    """What one trail says of one owner's acknowledgements in an island."""
+
+    first: int
+    behind: int
+    records: int
+    earliest: Who
+    latest: Who
+    sequence: int
+    from_ms: int
+    to_ms: int
+    acks: int | None
+    # None if there are several.
+    producer: tuple[int, int | None] | None
+
+    def add(self, other: Told) -> None:
+        self.first = min(self.first, other.first)
+        self.behind = max(self.behind, other.behind)
+        self.records += other.records
+        self.earliest = min(self.earliest, other.earliest)
+        self.latest = max(self.latest, other.latest)
+        self.sequence = min(self.sequence, other.sequence)
+        self.from_ms = min(self.from_ms, other.from_ms)
+        self.to_ms = max(self.to_ms, other.to_ms)
+        self.acks = _least(self.acks, other.acks)
+        if self.producer != other.producer:
+            self.producer = None
+
+
+@dataclass(slots=True)
+class Island:
+    """Contiguous offsets that are lost or overlapped, under the same owners.
+
+    `owned`: equal for equal owners. `replaced`: the log has other records there.
+    """
+
+    kind: str
+    start: int
+    end: int
+    owned: int
+    replaced: bool
+    told: dict[tuple[int, int, str, str], Told] = field(default_factory=dict)
+
+    def continues(self, other: Island) -> bool:
+        mine, theirs = (self.kind, self.owned, self.replaced), (other.kind, other.owned, other.replaced)
+        return other.end == self.start and mine == theirs
+
+    def add(self, row: Range, start: int, end: int) -> None:
+        """Note that `row` acknowledged these offsets."""
+        who = (
+            row.revision, row.owner, row.first_acked_at, row.proxy, row.incarnation, row.sequence,
+            row.producer_id, row.producer_epoch,
+        )  # fmt: skip
+        times = row.first_acked_at, row.last_acked_at
+        producer = row.producer_id, row.producer_epoch
+        told = Told(start, end, end - start, who, who, row.sequence, *times, row.acks, producer)
+        self._tell((row.owner, row.revision, row.proxy, row.incarnation), told)
+
+    def extend(self, later: Island) -> None:
+        self.end = later.end
+        for key, told in later.told.items():
+            self._tell(key, told)
+
+    def _tell(self, key: tuple[int, int, str, str], told: Told) -> None:
+        if key in self.told:
+            self.told[key].add(told)
+        elif len(self.told) < CLAIMS_EXAMINED:
+            self.told[key] = told
+
+
+@dataclass(slots=True)
+class Ownership:
+    """What one broker acknowledged under one revision of its ownership."""
+
+    first_acked_at: int
+    last_acked_at: int
+    records: int
+    bytes: int
+
+    def add(self, other: Ownership) -> None:
+        self.first_acked_at = min(self.first_acked_at, other.first_acked_at)
+        self.last_acked_at = max(self.last_acked_at, other.last_acked_at)
+        self.records += other.records
+        self.bytes += other.bytes
+
+
+@dataclass(slots=True)
+class Gone:
+    """Records that were acknowledged in a topic of the same name with another id, or of none any more."""
+
+    records: int
+    from_ms: int
+    to_ms: int
+
+
+@dataclass(slots=True)
+class PartitionPart:
+    """The judgement of one range of a partition's offsets, or of all. `found`: the findings by kind, listed or not."""
+
+    amounts: Amounts = field(default_factory=Amounts)
+    ownerships: dict[tuple[int, int], Ownership] = field(default_factory=dict)
+    islands: list[Island] = field(default_factory=list)
+    corrupt: list[Batch] = field(default_factory=list)
+    repeats: list[Repeat] = field(default_factory=list)
+    gone: dict[str | None, Gone] = field(default_factory=dict)
+    found: Counter[str] = field(default_factory=Counter)
+
+    def add(self, later: PartitionPart, most: int) -> None:
+        """Add the judgement of later offsets; islands that meet are joined. At most `most` of a kind stay listed."""
+        self.amounts.add(later.amounts)
+        for ownership, theirs in later.ownerships.items():
+            if ownership in self.ownerships:
+                self.ownerships[ownership].add(theirs)
+            else:
+                self.ownerships[ownership] = theirs
+        self.found.update(later.found)
+        for island in later.islands:
+            before = next((each for each in reversed(self.islands) if each.kind == island.kind), None)
+            if before is not None and island.continues(before):
+                before.extend(island)
+                self.found[island.kind] -= 1
+            else:
+                self.islands.append(island)
+        self.islands = _first(self.islands, most)
+        self.corrupt = [*self.corrupt, *later.corrupt][:most]
+        self.repeats = [*self.repeats, *later.repeats][:most]
+        for topic_id, theirs_gone in later.gone.items():
+            own = self.gone.setdefault(topic_id, Gone(0, theirs_gone.from_ms, theirs_gone.to_ms))
+            own.records += theirs_gone.records
+            own.from_ms = min(own.from_ms, theirs_gone.from_ms)
+            own.to_ms = max(own.to_ms, theirs_gone.to_ms)
+
+
+def _first(islands: list[Island], most: int) -> list[Island]:
+    """Keep the first `most` islands of each kind and the last one, which the next range may continue."""
+    kept: list[Island] = []
+    for kind in (LOST, OVERLAP):
+        those = [each for each in islands if each.kind == kind]
+        kept += those if len(those) <= most + 1 else [*those[:most], those[-1]]
+    return kept
+
+
+Windows = dict[int, Amounts]
+
+
+class _Claim(NamedTuple):
+    """An acknowledged range of offsets. `same` is equal for acknowledgements of one record; `record` identifies it in
+    the log, None without a producer id."""
+
+    start: int
+    at: int
+    number: int
+    end: int
+    same: Any
+    record: tuple[int, int | None, int] | None
+    row: Range
+
+
+def repeats(batches: Iterable[Batch]) -> list[Repeat]:
+    """Return the batches that are in a log more than once, by producer id, epoch and sequence number."""
+    last: dict[tuple[int, int, int], int] = {}
+    found = []
+    for batch in sorted(batches):
+        if batch.producer_id < 0 or batch.base_sequence < 0 or batch.is_control or batch.crc_ok is False:
+            continue
+        key = batch.producer_id, batch.producer_epoch, batch.base_sequence
+        before = last.get(key)
+        if before is not None and 0 < batch.base_offset - before < _LAP:
+            found.append(Repeat(batch, before))
+        last[key] = batch.base_offset
+    return found
+
+
+def judge_log(
+    rows: Iterable[Range],
+    batches: Iterable[Batch],
+    bounds: Bounds | None,
+    rules: JudgeRules,
+    start: int = 0,
+    end: int = _EVERYWHERE,
+    probes: Iterable[tuple[int, Repeat]] = (),
+) -> tuple[Windows, PartitionPart, dict[int, tuple[int, int]]]:
+    """Judge the offsets [start, end) of a partition; without bounds it no longer exists.
+
+    `rows` and `batches`: those that have offsets there. `probes`: repeated batches, each by the offset of a copy. Also
+    return, by base offset of a repeated batch, the window of the last acknowledgement of a copy, and its records.
+    """
+    sweep = _Sweep(bounds, rules, start, end)
+    sweep.read_rows(rows)
+    sweep.read_log(batches)
+    sweep.run()
+    return sweep.windows, sweep.part, sweep.find(probes)
+
+
+def judge_gone(
+    rows: Iterable[Range],
+    topic_id: str | None,
+    rules: JudgeRules,
+    *,
+    is_declared: bool,
+    start: int = 0,
+    end: int = _EVERYWHERE,
+) -> tuple[Windows, PartitionPart]:
+    """Judge the offsets [start, end) of a deleted topic's partition: each counts once, by the first row that has it."""
+    sweep = _Sweep(None, rules, start, end)
+    sweep.read_rows(rows)
+    kind = "deleted" if is_declared else "gone"
+    reach = 0
+    for claim in sorted(sweep.claims):
+        row = claim.row
+        told = sweep.part.gone.setdefault(topic_id, Gone(0, row.first_acked_at, row.last_acked_at))
+        told.from_ms = min(told.from_ms, row.first_acked_at)
+        told.to_ms = max(told.to_ms, row.last_acked_at)
+        new = max(0, claim.end - max(claim.start, reach))
+        reach = max(reach, claim.end)
+        told.records += new
+        for amounts in (sweep.part.amounts, sweep.window_of(row)):
+            amounts.counts[kind] += new
+    return sweep.windows, sweep.part
+
+
+class _Sweep:
+    def __init__(self, bounds: Bounds | None, rules: JudgeRules, start: int, end: int) -> None:
+        self.part = PartitionPart()
+        self.windows: Windows = {}
+        self.claims: list[_Claim] = []
+        self._rules = rules
+        self._start = start
+        self._end = end
+        self._log_start = 0 if bounds is None else bounds.log_start_offset
+        # Compaction leaves holes up to a log's end, but replaces no record by another.
+        self._holes_until = max(self._log_start, bounds.end_offset) if bounds and bounds.is_compacted else 0
+        self._held: list[tuple[int, int, tuple[int, int, int] | None]] = []
+        self._at = 0
+        self._may_examine = _MOST_EXAMINED
+        # Running sums over the swept offsets.
+        self._present = self._lost = self._removed = self._overlapped = self._claimed = 0
+
+    def window_of(self, row: Range) -> Amounts:
+        window = self._rules.window(row.last_acked_at)
+        amounts = self.windows.get(window)
+        if amounts is None:
+            amounts = self.windows[window] = Amounts()
+        return amounts
+
+    def read_rows(self, rows: Iterable[Range]) -> None:
+        """Note what the rows acknowledge, each row once."""
+        seen: set[tuple[str, str, int]] = set()
+        claims, low, high = self.claims, self._start, self._end
+        for row in rows:
+            key = row.proxy, row.incarnation, row.sequence
+            if key in seen:
+                continue
+            seen.add(key)
+            spans, producer = row.spans, row.producer_id
+            if low <= min(spans[::2]) < high:
+                self._account(row)
+            sequence, before = (row.first_sequence or 0), 0
+            for k in range(0, len(spans), 2):
+                first, count = spans[k], spans[k + 1]
+                begin, behind = max(first, low), min(first + count, high)
+                if begin < behind:
+                    number = len(claims)
+                    # Offset minus sequence number: both rise together, except that sequence numbers wrap.
+                    record = None
+                    if producer >= 0:
+                        record = (producer, row.producer_epoch, (first - before - sequence) % _SEQUENCES)
+                    same = number if record is None else record
+                    claims.append(_Claim(begin, row.first_acked_at, number, behind, same, record, row))
+                before += count
+        for amounts in self.windows.values():
+            self.part.amounts.add(amounts)
+
+    def _account(self, row: Range) -> None:
+        promised = self._rules.promised_ms.get((row.proxy, row.incarnation))
+        is_late = promised is not None and row.at - row.first_acked_at > promised
+        is_late |= row.shipped_at is not None and row.shipped_at - row.at > self._rules.late_after_ms
+        self.window_of(row).count(row, is_late=is_late)
+        own = self.part.ownerships.get((row.owner, row.revision))
+        if own is None:
+            times = row.first_acked_at, row.last_acked_at
+            own = self.part.ownerships[row.owner, row.revision] = Ownership(*times, 0, 0)
+        own.first_acked_at = min(own.first_acked_at, row.first_acked_at)
+        own.last_acked_at = max(own.last_acked_at, row.last_acked_at)
+        own.records += row.record_count
+        own.bytes += row.bytes
+
+    def read_log(self, batches: Iterable[Batch]) -> None:
+        """Note what the log holds: of a batch with fewer records than offsets, the first ones."""
+        counts, found, held = self.part.amounts.counts, self.part.found, self._held
+        reach = self._start
+        for batch in sorted(batches):
+            base, is_here = batch.base_offset, self._start <= batch.base_offset < self._end
+            if batch.crc_ok is not True and is_here:
+                counts["unchecked" if batch.crc_ok is None else "corrupt"] += 1
+            if batch.crc_ok is False:
+                if is_here:
+                    found[CORRUPT] += 1
+                    if found[CORRUPT] <= self._rules.max_findings:
+                        self.part.corrupt.append(batch)
+                continue
+            if batch.is_control:
+                continue
+            is_sequenced = batch.producer_id >= 0 and batch.base_sequence >= 0
+            if is_here and not is_sequenced:
+                counts["unsequenced"] += 1
+            record = None
+            if batch.producer_id >= 0:
+                record = (batch.producer_id, batch.producer_epoch, (base - batch.base_sequence) % _SEQUENCES)
+            first = max(base, reach)
+            behind = min(base + min(batch.record_count, batch.last_offset + 1 - base), self._end)
+            if first < behind:
+                held.append((first, behind, record))
+                reach = behind
+        counts["unclaimed"] += sum(behind - first for first, behind, _ in held)
+
+    def run(self) -> None:
+        """Sweep over the claims, which may overlap, and the log, in which nothing overlaps."""
+        self.claims.sort()
+        claims = self.claims
+        first, reach = 0, -1
+        for number, claim in enumerate(claims):
+            if claim.start >= reach and number:
+                self._judge(claims[first:number])
+                first = number
+            reach = max(reach, claim.end)
+        if claims:
+            self._judge(claims[first:])
+        counts = self.part.amounts.counts
+        counts["present"] += self._present
+        counts["lost"] += self._lost
+        counts["removed"] += self._removed
+        counts["overlapped"] += self._overlapped
+        counts["unclaimed"] -= self._claimed
+
+    def _judge(self, claims: Sequence[_Claim]) -> None:
+        """Judge claims whose offsets no other claim has."""
+        if len(claims) == 1:
+            claim = claims[0]
+            before = self._sums()
+            self._hold(claim.start, claim.end, claims, 1, _ownership(claim), claim.record)
+            self._count(claim, before)
+            return
+        whole = _without_resent(claims)
+        # By offset: how many claims begin (first) and end there.
+        borders = sorted({claim.start for claim in whole} | {claim.end for claim in whole})
+        active: dict[int, _Claim] = {}
+        ending: list[tuple[int, int]] = []
+        sums = {}
+        waiting = owned = 0
+        for at, behind in zip(borders, [*borders[1:], borders[-1]], strict=True):
+            sums[at] = self._sums()
+            while ending and ending[0][0] <= at:
+                owned -= _ownership(active.pop(heapq.heappop(ending)[1]))
+            while waiting < len(whole) and whole[waiting].start <= at:
+                claim = whole[waiting]
+                active[claim.number] = claim
+                owned += _ownership(claim)
+                heapq.heappush(ending, (claim.end, claim.number))
+                waiting += 1
+            if active and at < behind:
+                record = next(iter(active.values())).record if len(active) == 1 else None
+                self._hold(at, behind, active.values(), len(active), owned, record)
+        for claim in whole:
+            self._count(claim, sums[claim.start], sums[claim.end])
+
+    def _sums(self) -> tuple[int, int, int, int]:
+        return self._present, self._lost, self._removed, self._overlapped
+
+    def _count(self, claim: _Claim, before: tuple[int, ...], after: tuple[int, ...] | None = None) -> None:
+        """Count a claim's offsets in its window: a count is the sum at its end less that at its start."""
+        counts = self.window_of(claim.row).counts
+        for name, low, high in zip(
+            ("present", "lost", "removed", "overlapped"), before, after or self._sums(), strict=True
+        ):
+            if high != low:
+                counts[name] += high - low
+
+    def _hold(self, start: int, end: int, claims: Iterable[_Claim], times: int, owned: int, record: Any) -> None:
+        """Hold offsets that were acknowledged `times` times, all by the same claims, against the log."""
+        if times > 1:
+            self._overlapped += end - start
+            self._island(OVERLAP, start, end, claims, owned, replaced=False)
+        held, at = self._held, start
+        while at < end:
+            while self._at < len(held) and held[self._at][1] <= at:
+                self._at += 1
+            if self._at == len(held) or held[self._at][0] >= end:
+                self._absent(at, end, claims, owned, self._holes_until or self._log_start, replaced=False)
+                return
+            first, behind, there = held[self._at]
+            if first > at:
+                self._absent(at, first, claims, owned, self._holes_until or self._log_start, replaced=False)
+                at = first
+            behind = min(behind, end)
+            self._claimed += behind - at
+            # If an offset was acknowledged for two records, one of them is missing, and nobody knows which.
+            if times > 1 or there == record:
+                self._present += behind - at
+            else:
+                self._absent(at, behind, claims, owned, self._log_start, replaced=True)
+            at = behind
+
+    def _absent(
+        self, start: int, end: int, claims: Iterable[_Claim], owned: int, reach: int, *, replaced: bool
+    ) -> None:
+        removed = max(0, min(end, reach) - start)
+        self._removed += removed
+        if end - start > removed:
+            self._lost += end - start - removed
+            self._island(LOST, start + removed, end, claims, owned, replaced=replaced)
+
+    def _island(self, kind: str, start: int, end: int, claims: Iterable[_Claim], owned: int, *, replaced: bool) -> None:
+        island, islands, found = Island(kind, start, end, owned, replaced), self.part.islands, self.part.found
+        before = next((each for each in reversed(islands) if each.kind == kind), None)
+        for claim in islice(claims, min(CLAIMS_EXAMINED, max(1, self._may_examine))):
+            self._may_examine -= 1
+            island.add(claim.row, start, end)
+        if before is not None and island.continues(before):
+            before.extend(island)
+            return
+        found[kind] += 1
+        if before is not None and found[kind] > self._rules.max_findings + 1:
+            # Only the last one is kept, which the next range may continue.
+            islands.remove(before)
+        islands.append(island)
+
+    def find(self, probes: Iterable[tuple[int, Repeat]]) -> dict[int, tuple[int, int]]:
+        """Note the repeated batches that are here, each by the probe of its own offset.
+
+        Return, by base offset of a repeated batch, the last window in which a copy was acknowledged, and its records.
+        """
+        wanted = []
+        for at, repeat in sorted(probes):
+            batch = repeat.batch
+            wanted.append((at, batch.base_offset, batch.record_count))
+            if at == batch.base_offset:
+                self.part.found[DUPLICATE] += 1
+                self.part.amounts.counts["duplicated"] += batch.record_count
+                if self.part.found[DUPLICATE] <= self._rules.max_findings:
+                    self.part.repeats.append(repeat)
+        places = [at for at, _, _ in wanted]
+        found: dict[int, tuple[int, int]] = {}
+        for claim in self.claims if wanted else ():
+            window = self._rules.window(claim.row.last_acked_at)
+            for k in range(bisect_left(places, claim.start), bisect_left(places, claim.end)):
+                _, base, records = wanted[k]
+                found[base] = max(found.get(base, (window, records)), (window, records))
+        return found
+
+
+def _without_resent(claims: Sequence[_Claim]) -> list[_Claim]:
+    """Remove from each claim the part that an earlier one of the same records covers: it was sent again."""
+    said: dict[Any, int] = {}
+    kept = []
+    for claim in claims:
+        start = max(claim.start, said.get(claim.same, 0))
+        said[claim.same] = max(claim.end, start)
+        if start < claim.end:
+            kept.append(claim if start == claim.start else claim._replace(start=start))
+    return sorted(kept)
+
+
+def _ownership(claim: _Claim) -> int:
+    return hash((claim.row.owner, claim.row.revision))
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return min((each for each in (one, other) if each is not None), default=None)

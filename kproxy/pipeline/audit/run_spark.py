@@ -1,0 +1,249 @@
+"""Run one audit on Spark: read the trail and the logs, write the tables, and reduce them to a report's facts.
+
+Large audits use enough shuffle partitions for each task to work in memory, and keep tables that are read several times
+in Parquet files. For small audits Spark would spend most of its time on compiling, replanning, empty tasks and files:
+they are interpreted, in one partition, in memory. The tables are on disk before the report, so that it can be made
+again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.judge import Bounds
+from kproxy.pipeline.audit.log_client import TopicPartition
+from kproxy.pipeline.audit.log_source import log_options, read_log
+from kproxy.pipeline.audit.logs import (
+    bounds_now,
+    ends_behind,
+    ends_of,
+    existing,
+    starts_at_or_before,
+)
+from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
+from kproxy.pipeline.audit.report_gather import gather
+from kproxy.pipeline.audit.report_text import utc
+from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, about, there, trail_offsets
+from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
+from kproxy.pipeline.audit.tables import NAMES, Land, Tables, audit_tables, read_results, write_results
+from kproxy.pipeline.audit.trail import read_files, read_topic
+from kproxy.pipeline.audit.trail_place import TOPIC
+from kproxy.pipeline.progress import JobsProgress, Report
+from kproxy.pipeline.session import SessionOptions, open_session
+from kproxy.pipeline.spark import as_spark_failure, in_one_process, on_this_machine
+
+# Spark's readers ignore names that begin with `_`, so readers of the results do not read intermediate tables.
+_WORK = "_work"
+_BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
+# Rows of the trail and batches of the log. Up to here compiling takes more time than it saves.
+FEW: Final = 50_000
+_SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
+_FOR_FEW: Final = {
+    _SHUFFLE_PARTITIONS: "1",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+}
+# About 60 MB, with two endpoints for each row.
+_ROWS_PER_TASK: Final = 300_000
+_MAX_PARTITIONS: Final = 10_000
+
+
+def audit_on_spark(job: AuditJob, spark: SessionOptions, display: Report) -> Facts:
+    """Audit in a session of its own. Raise SparkFailed, StartupError or LogReadFailed."""
+    if spark.master is not None:
+        _check_output(job, spark.master)
+    stage = display.stage("Spark", "starting")
+    with open_session(spark, lambda jars: stage.say(f"first start: {jars} jars downloaded")) as opened:
+        session = opened.session
+        where = session.sparkContext.master
+        stage.finish(f"version {session.version}, {where}")
+        _check_output(job, where)
+        return audit_in(session, job, display)
+
+
+def _check_output(job: AuditJob, master: str) -> None:
+    if job.output is None and not on_this_machine(master):
+        raise StartupError(
+            f"On a cluster ({master}) the tables need a place that all its machines reach: give --output DIR."
+        )
+
+
+def audit_in(session: Any, job: AuditJob, display: Report) -> Facts:
+    """Audit in an open session. Errors are those of `audit_on_spark`."""
+    with ExitStack() as stack:
+        output = job.output
+        if output is None:
+            output = tempfile.mkdtemp(prefix="kproxy-audit-")
+            stack.callback(shutil.rmtree, output, ignore_errors=True)
+        stage = display.stage("audit", "reading the trail")
+        with JobsProgress(session, stage):
+            result = run_audit(session, job, output, about(job))
+            with fitted(session, result.rows), as_spark_failure("The audit's results could not be read"):
+                facts = gather(result.tables, result.about)
+        stage.finish(f"{facts.sums.acked:,} acknowledged records")
+        return facts
+
+
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """The tables and their `about`, as written. `rows`: how many rows and batches were read."""
+
+    tables: Tables
+    about: Mapping[str, str]
+    rows: int
+
+
+def run_audit(session: Any, job: AuditJob, output: str, about: Mapping[str, str]) -> AuditResult:
+    """Audit once, and write the tables to `output`.
+
+    Raise StartupError if there is nothing to read, else SparkFailed or LogReadFailed. `about` is stored with the
+    results. Intermediate tables are in a directory beside them until the end.
+    """
+    with as_spark_failure("The audit failed"), work_in(session, f"{output.rstrip('/')}/{_WORK}") as land:
+        # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
+        read_at_ms = int(time.time() * 1000)
+        rows = land("rows", _read_trail(session, job))
+        topics = there(job) if job.topics else _topics_of(rows, job)
+        log, bounds = _read_logs(session, job, topics, rows, land)
+        rules = job.rules(read_at_ms)
+        words = {**about, TRAIL_READ: f"{utc(read_at_ms)} UTC"}
+        amount, tables = judge(session, rows, log, bounds, rules, land, output, words)
+    return AuditResult(tables, words, amount)
+
+
+def judge(
+    session: Any,
+    rows: DataFrame,
+    log: DataFrame,
+    bounds: DataFrame,
+    rules: AuditRules,
+    land: Land,
+    output: str,
+    about: Mapping[str, str],
+) -> tuple[int, Tables]:
+    """Audit the inputs and write the tables to `output`. Return the number of input rows, and the tables."""
+    inputs = (rows, log, bounds)
+    amount = rows.count() + log.count()
+    in_memory = stays_in_memory(session, amount)
+    with fitted(session, amount):
+        if in_memory:
+            rows, log, bounds = (keep("", frame) for frame in inputs)
+        tables = audit_tables(rows, log, bounds, rules, keep if in_memory else land)
+        if in_memory:
+            tables = Tables(*(keep(name, getattr(tables, name)) for name in NAMES))
+        write_results(tables, output, about)
+    return amount, tables if in_memory else read_results(session, output)[0]
+
+
+def _read_trail(session: Any, job: AuditJob) -> DataFrame:
+    if job.trail.kind != TOPIC:
+        return read_files(session, job.trail, from_ms=job.read_from_ms)
+    bootstrap, starts, ends = trail_offsets(job)
+    return read_topic(session, job.trail.name, bootstrap=bootstrap, starts=starts, ends=ends, kafka=job.kafka)
+
+
+def _topics_of(rows: DataFrame, job: AuditJob) -> tuple[str, ...]:
+    """Return the trail's topics that exist."""
+    named = rows.where("topic is not null").select("topic").distinct().collect()
+    return existing(job.bootstrap, {row.topic for row in named}, job.kafka)
+
+
+def _read_logs(
+    session: Any, job: AuditJob, topics: tuple[str, ...], rows: DataFrame, land: Land
+) -> tuple[DataFrame, DataFrame]:
+    """Return the logs' headers and bounds; topics deleted since the trail was written have none."""
+    if not topics:
+        return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
+    acknowledged = acknowledged_by_one(rows)
+    ends = ends_behind(acknowledged, lambda: ends_of(job.bootstrap, topics, job.kafka))
+    starts = None
+    if job.from_ms is not None:
+        starts = starts_at_or_before(first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS), ends)
+    options = log_options(job.bootstrap, topics=topics, starts=starts, ends=ends, kafka=job.kafka)
+    log = land("log", read_log(session, options))
+    return log, bounds_frame(session, bounds_now(job.bootstrap, topics, job.compacted, job.kafka))
+
+
+def bounds_frame(session: Any, bounds: Mapping[TopicPartition, Bounds]) -> DataFrame:
+    return session.createDataFrame([(*which, *each) for which, each in bounds.items()], BOUNDS_SCHEMA)
+
+
+@contextmanager
+def work_in(session: Any, directory: str) -> Iterator[Land]:
+    """Yield a `Land` that writes tables to Parquet files, which need no memory and are read by column."""
+
+    def land(name: str, frame: DataFrame) -> DataFrame:
+        place = f"{directory}/{name}"
+        frame.write.mode("overwrite").parquet(place)
+        return session.read.schema(frame.schema).parquet(place)
+
+    try:
+        yield land
+    finally:
+        jvm = session._jvm
+        path = jvm.org.apache.hadoop.fs.Path(directory)
+        path.getFileSystem(session._jsc.hadoopConfiguration()).delete(path, True)
+
+
+@contextmanager
+def fitted(session: Any, rows: int) -> Iterator[None]:
+    """Set the session's settings for an audit of `rows` rows while the block runs."""
+    wanted = _FOR_FEW if rows <= FEW else _for_many(session, rows)
+    before = {name: session.conf.get(name) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            session.conf.set(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            session.conf.set(name, value)
+
+
+def _for_many(session: Any, rows: int) -> Mapping[str, str]:
+    """Return enough shuffle partitions, at least the session's number: Spark joins small ones, but splits none."""
+    needed = min(rows // _ROWS_PER_TASK, _MAX_PARTITIONS)
+    return {_SHUFFLE_PARTITIONS: str(max(int(session.conf.get(_SHUFFLE_PARTITIONS)), needed))}
+
+
+def stays_in_memory(session: Any, rows: int) -> bool:
+    """Return whether `keep` is right for so many rows; never if an executor may be lost with its memory."""
+    return rows <= FEW and in_one_process(session.sparkContext.master)
+
+
+def keep(_: str, frame: DataFrame) -> DataFrame:
+    """Keep a table in memory until it is garbage: a `Land`. One partition needs no shuffle to group or join."""
+    return frame.coalesce(1).localCheckpoint()
+
+
+def acknowledged_by_one(rows: DataFrame) -> dict[TopicPartition, int]:
+    """Return, by partition, the offset after the last one that the trail has as acknowledged with acks=1."""
+    ranges = rows.where("kind = 'range' and acks = 1")
+    behind = ranges.groupBy("topic", "partition").agg(F.max(F.expr(_BEHIND_LAST)).alias("behind"))
+    return {TopicPartition(row.topic, row.partition): row.behind for row in behind.collect()}
+
+
+# The lowest first offset of a row's spans.
+_FIRST_OFFSET: Final = "array_min(filter(spans, (each, index) -> index % 2 = 0))"
+
+
+def first_acknowledged(rows: DataFrame, since_ms: int) -> dict[TopicPartition, int]:
+    """Return, by partition, the lowest offset that the trail has as acknowledged at `since_ms` or later."""
+    return first_offsets(rows.where((F.col("kind") == "range") & (F.col("last_acked_at") >= since_ms)))
+
+
+def first_offsets(ranges: DataFrame) -> dict[TopicPartition, int]:
+    """Return, by partition, the lowest offset in a trail's rows of kind `range`."""
+    firsts = ranges.groupBy("topic", "partition").agg(F.min(F.expr(_FIRST_OFFSET)).alias("first"))
+    return {TopicPartition(row.topic, row.partition): row.first for row in firsts.collect()}

@@ -1,0 +1,204 @@
+"""What executors do for an audit: call the pure judge with groups of rows, and add up its parts.
+
+Rows come and go as Arrow tables. A part travels pickled, between processes of one job. Executors have this package
+without its dependencies, so nothing here needs more than pyarrow.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kproxy.pipeline.audit.columns import WINDOWS, arrow_schema
+from kproxy.pipeline.audit.findings import Findings, sum_up, window_row
+from kproxy.pipeline.audit.judge import (
+    Amounts,
+    Batch,
+    Bounds,
+    JudgeRules,
+    PartitionPart,
+    Range,
+    Repeat,
+    judge_gone,
+    judge_log,
+    repeats,
+)
+from kproxy.pipeline.audit.proof import Stamp, Unproven, is_unproven, trail_part
+from kproxy.pipeline.audit.report_gather import Reduced
+
+TRAIL_PARTS: Final = "proxy string, incarnation string, first long, part binary"
+REPEATS: Final = (
+    "topic string, partition int, base_offset long, last_offset long, record_count int, producer_id long, "
+    "producer_epoch int, base_sequence int, is_control boolean, crc_ok boolean, first_base_offset long"
+)
+# A part of a window of time, or, where that is null, of a partition. `copy`: the base offset of a repeated batch of
+# which a copy was acknowledged in the window; it has no part.
+PARTS: Final = "topic string, partition int, window_ms long, copy long, records long, part binary"
+FLOWS: Final = "window_ms long, owner int, records long, bytes long"
+JUDGED: Final = (
+    "topic string, partition int, row binary, findings binary, found binary, owners binary, changes map<bigint,bigint>"
+)
+
+
+def _rows(table: Any, names: Iterable[str]) -> Iterator[tuple[Any, ...]]:
+    return zip(*(table.column(name).to_pylist() for name in names), strict=True)
+
+
+def _table(schema: str, rows: list[tuple[Any, ...]]) -> Any:
+    """Return an Arrow table; `schema` in Spark's words."""
+    import pyarrow as pa
+
+    fields = arrow_schema(dict(each.split(" ") for each in schema.split(", ")))
+    columns = list(zip(*rows, strict=True)) or [()] * len(fields)
+    return pa.table([pa.array(column, each.type) for column, each in zip(columns, fields, strict=True)], fields)
+
+
+def part_of_trail(key: tuple[Any, ...], table: Any) -> Any:
+    """Return TRAIL_PARTS of the rows of a trail whose sequence numbers are close."""
+    proxy, incarnation, _ = (each.as_py() for each in key)
+    part = trail_part(map(Stamp._make, _rows(table, Stamp._fields)))
+    return _table(TRAIL_PARTS, [(proxy, incarnation, part.first, pickle.dumps(part))])
+
+
+def repeats_among(key: tuple[Any, ...], table: Any) -> Any:
+    """Return REPEATS of batches; those of one producer, epoch and sequence number are together."""
+    topic, partition, _ = (each.as_py() for each in key)
+    found = repeats(map(Batch._make, _rows(table, Batch._fields)))
+    return _table(REPEATS, [(topic, partition, *each.batch, each.first_base_offset) for each in found])
+
+
+@dataclass(frozen=True, slots=True)
+class BucketJudge:
+    """Judge a bucket: a range of 2^`bits` offsets of a partition. `deleted`: topics declared deleted on purpose."""
+
+    rules: JudgeRules
+    bounds: Mapping[tuple[str, int], Bounds]
+    deleted: frozenset[str]
+    bits: int
+
+    def __call__(self, key: tuple[Any, ...], trail: Any, log: Any) -> Any:
+        """Return PARTS. `gone` in the key is empty but for rows of a deleted topic, then "=" and its id, if any."""
+        topic, partition, gone, bucket = (each.as_py() for each in key)
+        rows = map(Range._make, _rows(trail, Range._fields))
+        span = {"start": bucket << self.bits, "end": (bucket + 1) << self.bits}
+        copies: Mapping[int, tuple[int, int]] = {}
+        if gone:
+            windows, part = judge_gone(rows, gone[1:] or None, self.rules, is_declared=topic in self.deleted, **span)
+        else:
+            batches, probes = [], []
+            for first_base_offset, probe, *header in _rows(log, ("first_base_offset", "probe", *Batch._fields)):
+                batch = Batch._make(header)
+                if probe is None:
+                    batches.append(batch)
+                else:
+                    probes.append((probe, Repeat(batch, first_base_offset)))
+            bounds = self.bounds.get((topic, partition))
+            windows, part, copies = judge_log(rows, batches, bounds, self.rules, probes=probes, **span)
+        out: list[tuple[Any, ...]] = [
+            (topic, partition, window, None, None, pickle.dumps(each)) for window, each in windows.items()
+        ]
+        out += [(topic, partition, window, base, records, None) for base, (window, records) in copies.items()]
+        out.append((topic, partition, None, None, None, pickle.dumps((bucket, part))))
+        return _table(PARTS, out)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionSum:
+    """Add up the parts of a partition, and turn them into rows of the result tables."""
+
+    rules: JudgeRules
+    bounds: Mapping[tuple[str, int], Bounds]
+    deleted: frozenset[str]
+    is_unproven: bool
+
+    def __call__(self, key: tuple[Any, ...], table: Any) -> Any:
+        """Return JUDGED."""
+        topic, partition = (each.as_py() for each in key)
+        parts = sorted((pickle.loads(each) for each in table.column("part").to_pylist()), key=lambda each: each[0])  # noqa: S301 - of this job
+        whole = PartitionPart()
+        for _, part in parts:
+            whole.add(part, self.rules.max_findings)
+        bounds = self.bounds.get((topic, partition))
+        row, findings, found, owners, changes = sum_up(
+            topic, partition, whole, bounds, self.deleted, self.rules, unproven=self.is_unproven
+        )
+        packed = (pickle.dumps(each) for each in (row, findings, found, owners))
+        return _table(JUDGED, [(topic, partition, *packed, list(changes.items()))])
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSum:
+    """Add up the parts of a window of time, and turn them into a row. `unproven_partitions`: in all their windows."""
+
+    length_ms: int
+    missing: list[Unproven]
+    unproven_partitions: frozenset[tuple[str, int]]
+
+    def __call__(self, key: tuple[Any, ...], table: Any) -> Any:
+        """Return WINDOWS: a row, or none if nothing was acknowledged in the window."""
+        import pyarrow as pa
+
+        topic, partition, window_ms = (each.as_py() for each in key)
+        amounts = Amounts()
+        extra = {"duplicated": 0, "ownership_changes": 0}
+        for part, copy, records in _rows(table, ("part", "copy", "records")):
+            if part is not None:
+                amounts.add(pickle.loads(part))  # noqa: S301 - of this job
+            else:
+                extra["ownership_changes" if copy is None else "duplicated"] += records
+        if not amounts.by_owner and not amounts.counts.total():
+            return pa.Table.from_pylist([], arrow_schema(WINDOWS))
+        amounts.counts.update(extra)
+        unproven = (topic, partition) in self.unproven_partitions
+        unproven |= is_unproven(window_ms, self.length_ms, self.missing)
+        row = window_row(topic, partition, window_ms, self.length_ms, amounts, unproven=unproven)
+        return pa.Table.from_pylist([row], arrow_schema(WINDOWS))
+
+
+def flows(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield FLOWS: the records and bytes by window and owner of parts of windows."""
+    for batch in batches:
+        out = []
+        for window_ms, part in _rows(batch, ("window_ms", "part")):
+            by_owner = pickle.loads(part).by_owner  # noqa: S301 - of this job
+            out += [(window_ms, owner, records, size) for owner, (records, size) in by_owner.items()]
+        yield from _table(FLOWS, out).to_batches()
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """Yield the rows that the only column of a frame has pickled: one for each value, or a list of them."""
+
+    names: Mapping[str, str]
+
+    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+        import pyarrow as pa
+
+        for batch in batches:
+            for packed in batch.column(0).to_pylist():
+                rows = pickle.loads(packed)  # noqa: S301 - of this job
+                rows = rows if isinstance(rows, list) else [rows]
+                yield from pa.Table.from_pylist(rows, arrow_schema(self.names)).to_batches()
+
+
+class PackedFindings(Findings):
+    """Reads what partitions have."""
+
+    def read(self, row: Mapping[str, Any]) -> None:
+        self.note(pickle.loads(row["findings"]), pickle.loads(row["found"]))  # noqa: S301 - of this job
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Read the rows of a task, and yield the one pickled result."""
+
+    begin: Callable[[], Reduced]
+
+    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+        reduced = self.begin()
+        for batch in batches:
+            for row in batch.to_pylist():
+                reduced.read(row)
+        yield from _table("part binary", [(pickle.dumps(reduced),)]).to_batches()

@@ -1,0 +1,99 @@
+"""Read a trail in this process: from its topic, or from files on this machine. Without Spark.
+
+Text that is not a trail row is left out, such as the partial last line of a killed proxy (`trail_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.log_client import EARLIEST, LogClient, LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.log_options import Offsets
+from kproxy.pipeline.audit.trail_place import PARQUET, TrailPlace
+from kproxy.pipeline.audit.trail_rows import TrailRow, only_rows, rows_in
+from kproxy_codec import error_codes
+
+_FETCH_BYTES: Final = 4 << 20
+# A broker answers an empty fetch after a short wait; compaction may have removed the last records before an end.
+_EMPTY_ANSWERS: Final = 3
+
+
+def read_files(place: TrailPlace, from_ms: int | None = None) -> Iterator[TrailRow]:
+    """Yield the rows closed from `from_ms` on. Raise StartupError if a file cannot be read."""
+    reader = _parquet_rows if place.kind == PARQUET else _json_rows
+    for file in sorted(Path(place.name).glob("*.parquet" if place.kind == PARQUET else "*.jsonl")):
+        try:
+            for row in reader(file):
+                if from_ms is None or row.at >= from_ms:
+                    yield row
+        except OSError as error:
+            raise StartupError(f"The trail could not be read: {file}: {error.strerror or error}.") from error
+
+
+def _json_rows(file: Path) -> Iterator[TrailRow]:
+    with file.open("rb") as lines:
+        for line in lines:
+            yield from rows_in(line)
+
+
+def _parquet_rows(file: Path) -> Iterator[TrailRow]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise StartupError("A trail in Parquet files needs pyarrow: pip install 'kproxy-kafka[parquet]'.") from error
+    from kproxy.trail.parquet_sink import SCHEMA
+
+    names = [name for name in TrailRow.__struct_fields__ if name != "shipped_at"]
+    try:
+        # Files of other releases may lack columns, have more, or narrower numbers.
+        opened = pyarrow.parquet.ParquetFile(file)
+        there = [name for name in names if name in opened.schema_arrow.names]
+        for batch in opened.iter_batches(columns=there):
+            table = pyarrow.Table.from_batches([batch])
+            columns = {name: table.column(name).cast(SCHEMA.field(name).type).to_pylist() for name in there}
+            values = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+            needed = ("kind", "proxy", "incarnation", "sequence", "at")
+            yield from only_rows(TrailRow(**row) for row in values if None not in map(row.get, needed))
+    except pyarrow.ArrowException as error:
+        raise StartupError(f"The trail could not be read: {file}: {error}.") from error
+
+
+def read_topic(client: LogClient, starts: Offsets, ends: Offsets) -> Iterator[TrailRow]:
+    """Yield the rows in a topic's partitions from `starts`, a log's beginning by default, to `ends`.
+
+    Rows that retention has removed are missing from the trail, which the audit reports. Raise LogReadFailed.
+    """
+    for which, end in ends.items():
+        yield from _partition_rows(client, which, starts.get(which, 0), end)
+
+
+def _partition_rows(client: LogClient, which: TopicPartition, position: int, end: int) -> Iterator[TrailRow]:
+    from kafka.record.memory_records import MemoryRecords
+
+    patience = client.patience()
+    max_bytes = _FETCH_BYTES
+    empty_answers = 0
+    while position < end and empty_answers < _EMPTY_ANSWERS:
+        fetched = client.fetch(which, position, max_bytes, patience)
+        if fetched.error_code == error_codes.OFFSET_OUT_OF_RANGE:
+            earliest = client.list_offsets([which], EARLIEST)[which]
+            if earliest <= position:
+                patience.pause(f"The log of {which} was to be read up to offset {end} and is shorter now")
+            position = max(position, earliest)
+            continue
+        if fetched.error_code != error_codes.NONE:
+            name = error_codes.name_of(fetched.error_code)
+            raise LogReadFailed(f"{which} cannot be read at offset {position}: {name}.")
+        before = position
+        records = MemoryRecords(bytes(fetched.records or b""))
+        while (batch := records.next_batch()) is not None:
+            for record in batch:
+                if position <= record.offset < end:
+                    yield from rows_in(record.value or b"", record.timestamp)
+            position = max(position, batch.next_offset)
+        empty_answers = empty_answers + 1 if position == before else 0
+        patience.succeeded()

@@ -1,0 +1,116 @@
+"""Decode the rows of a trail in this process, and tell a proxy's rows from others'.
+
+Anyone may write to the trail's topic. Rows that no proxy writes must not make the audit fail, by numbers that overflow
+or that stand for too much data: they are left out, as partial rows are. Their sequence numbers are then missing, which
+the audit reports as a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import msgspec
+
+from kproxy.pipeline.audit.judge import Range
+from kproxy.pipeline.audit.proof import Stamp
+
+KINDS: Final = ("begin", "range", "mark", "end")
+# Limits far above real values, and far below those whose sums overflow.
+LAST_MS: Final = 1 << 47
+MOST_OFFSETS: Final = 1 << 60
+MOST_RECORDS: Final = 1 << 36
+MOST_BYTES: Final = 1 << 48
+# A row has at most four times kproxy.trail.acknowledgements.MAX_SPANS numbers.
+MOST_IN_SPANS: Final = 10_000
+
+
+class TrailRow(msgspec.Struct):
+    """A row of any kind, as kproxy.trail.rows describes; fields that a kind lacks are None."""
+
+    kind: str
+    proxy: str
+    incarnation: str
+    sequence: int
+    at: int
+    interval_ms: int | None = None
+    mark_ms: int | None = None
+    topic: str | None = None
+    topic_id: str | None = None
+    partition: int | None = None
+    owner: int | None = None
+    revision: int | None = None
+    acks: int | None = None
+    connection: int | None = None
+    producer_id: int | None = None
+    producer_epoch: int | None = None
+    first_sequence: int | None = None
+    record_count: int | None = None
+    batches: int | None = None
+    bytes: int | None = None
+    first_acked_at: int | None = None
+    last_acked_at: int | None = None
+    spans: list[int] | None = None
+    latency_us: list[int] | None = None
+    shipped_at: int | None = None
+
+    def stamp(self) -> Stamp:
+        return Stamp(self.sequence, self.at, self.kind, self.interval_ms, self.mark_ms)
+
+    def acknowledged(self) -> Range:
+        """Return the row as the judge has it. Only for a valid row of kind `range`."""
+        return Range(
+            self.proxy, self.incarnation, self.sequence, self.at, self.shipped_at, self.owner or 0, self.revision or 0,
+            self.acks, self.connection, -1 if self.producer_id is None else self.producer_id, self.producer_epoch,
+            self.first_sequence, self.record_count or 0, self.batches or 0, self.bytes or 0, self.first_acked_at or 0,
+            self.last_acked_at or 0, self.spans or (), self.latency_us,
+        )  # fmt: skip
+
+
+_DECODER: Final = msgspec.json.Decoder(TrailRow)
+
+
+def rows_in(page: bytes, shipped_at: int | None = None) -> Iterator[TrailRow]:
+    """Yield the rows in lines of JSON, without those that no proxy writes."""
+    for line in page.split(b"\n"):
+        try:
+            row = _DECODER.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        row.shipped_at = shipped_at
+        if is_row(row):
+            yield row
+
+
+def only_rows(rows: Iterable[TrailRow]) -> Iterator[TrailRow]:
+    return (row for row in rows if is_row(row))
+
+
+def is_row(row: TrailRow) -> bool:
+    """Return whether a proxy may have written it."""
+    if row.kind not in KINDS or not 0 <= row.sequence <= MOST_OFFSETS or not 0 <= row.at <= LAST_MS:
+        return False
+    if any(value is not None and not 0 <= value <= LAST_MS for value in (row.interval_ms, row.mark_ms)):
+        return False
+    return row.kind != "range" or _is_range(row)
+
+
+def _is_range(row: TrailRow) -> bool:
+    spans = row.spans
+    if not spans or len(spans) % 2 or len(spans) > MOST_IN_SPANS or min(spans) < 0 or max(spans) > MOST_OFFSETS:
+        return False
+    if max(spans[1::2]) > MOST_RECORDS:
+        return False
+    if None in (row.topic, row.partition, row.owner, row.revision) or row.producer_id is None:
+        return False
+    for value, most in (
+        (row.record_count, MOST_RECORDS),
+        (row.batches, MOST_RECORDS),
+        (row.bytes, MOST_BYTES),
+        (row.first_acked_at, LAST_MS),
+        (row.last_acked_at, LAST_MS),
+    ):
+        if value is None or not 0 <= value <= most:
+            return False
+    sequence = -1 if row.first_sequence is None else row.first_sequence
+    return row.producer_id < 0 or (row.producer_epoch is not None and sequence >= 0)

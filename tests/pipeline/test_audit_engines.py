@@ -1,0 +1,166 @@
+"""An audit on Spark says what the audit in this process says, for the same trails and logs.
+
+Each run draws new histories; what fails names their seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit import run_spark
+from kproxy.pipeline.audit.in_process import Results
+from kproxy.pipeline.audit.report_gather import Limits, gather
+from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.run_spark import FEW, acknowledged_by_one, fitted, judge, keep
+from kproxy.pipeline.audit.tables import NAMES, Tables, audit_tables, read_results
+from tests.support.audit import cases
+from tests.support.audit.frames import bounds_frame, log_frame, trail_frame
+from tests.support.audit.histories import bounds_of, make
+from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, judged_here, shared_names
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+PARTITIONS, ADAPTIVE = "spark.sql.shuffle.partitions", "spark.sql.adaptive.enabled"
+FIRST_SEED = secrets.randbelow(1 << 31)
+SEEDS = range(FIRST_SEED, FIRST_SEED + 40)
+# Small, so that cases and histories meet the boundaries of buckets.
+BITS = 5
+
+
+def inputs() -> tuple[list[Row], list[Row], list[Row], AuditRules]:
+    """All cases, random histories, and trails with holes."""
+    rows, log, limits, rules = cases.inputs()
+    for seed in SEEDS:
+        trail, history = make(seed)
+        trail.end(200_000)
+        rows += trail.rows
+        log += history.log
+        limits.append(bounds_of(seed, history))
+    return rows + shared_names(), log, limits, rules
+
+
+@pytest.fixture(scope="module")
+def here() -> Results:
+    return judged_here(*inputs())
+
+
+@pytest.fixture(scope="module")
+def on_spark(spark: Any) -> Iterator[Tables]:
+    rows, log, limits, rules = inputs()
+    frames = trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits)
+    with fitted(spark, len(rows)):
+        trail, headers, ends = (keep("", frame) for frame in frames)
+        tables = audit_tables(trail, headers, ends, rules, keep, BITS)
+        yield Tables(*(keep(name, getattr(tables, name)) for name in NAMES))
+
+
+def comparable(rows: Any, *without: str) -> list[str]:
+    """Rows as sorted texts, without what depends on where ranges of offsets begin."""
+    plain = [row if isinstance(row, dict) else row.asDict() for row in rows]
+    times = ("window_start", "window_end")
+    kept = [{name: value for name, value in row.items() if name not in (*without, *times)} for row in plain]
+    for row, each in zip(plain, kept, strict=True):
+        each.update({name: round(row[name].timestamp()) for name in times if name in row})
+    return sorted(json.dumps(each, sort_keys=True) for each in kept)
+
+
+@pytest.mark.parametrize("name", ["partitions", "owners", "throughput"])
+def test_both_engines_fill_the_same_tables(here: Results, on_spark: Tables, name: str) -> None:
+    assert comparable(getattr(on_spark, name).collect()) == comparable(getattr(here, name)), f"seeds {SEEDS}"
+
+
+def test_both_engines_have_the_same_windows(here: Results, on_spark: Tables) -> None:
+    """But for records sent again over a border of buckets, which count where each bucket first sees them."""
+    judged = ("acked", "present", "lost", "removed", "deleted", "gone", "overlapped")
+    told = comparable(on_spark.windows.collect(), *judged)
+    assert told == comparable(here.windows, *judged), f"seeds {SEEDS}"
+    named = {f"seed-{seed}" for seed in SEEDS}
+    exact = [
+        [row for row in rows if row["topic"] not in named]
+        for rows in ([row.asDict() for row in on_spark.windows.collect()], here.windows)
+    ]
+    assert comparable(exact[0], "gone", "acked", "deleted") == comparable(exact[1], "gone", "acked", "deleted")
+
+
+def test_both_engines_have_the_same_findings(here: Results, on_spark: Tables) -> None:
+    assert comparable(on_spark.listed()) == comparable(here.listed()), f"seeds {SEEDS}"
+
+
+def test_both_engines_give_the_same_report(here: Results, on_spark: Tables) -> None:
+    limits = Limits(partitions=20, drawn=8, columns=7, findings=12, holdings=2)
+    facts = [gather(source, {"made": "now"}, limits) for source in (here, on_spark)]
+    assert facts[0] == facts[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "partitions"), [(0, "1"), (FEW, "1"), (FEW + 1, None), (299_999, None), (30_000_000, "100")]
+)
+def test_settings_follow_input_size_and_are_reset(spark: Any, rows: int, partitions: str | None) -> None:
+    before = spark.conf.get(PARTITIONS), spark.conf.get(ADAPTIVE)
+    with fitted(spark, rows):
+        assert spark.conf.get(PARTITIONS) == (partitions or before[0])
+    assert (spark.conf.get(PARTITIONS), spark.conf.get(ADAPTIVE)) == before
+
+
+@pytest.mark.long
+def test_results_are_equal_from_memory_and_files(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trail = Trail()
+    trail.acked("t", 0, 100, at=11_000)
+    trail.acked("t", 50, 100, at=12_000, owner=2, revision=9)
+    trail.end(60_000)
+    rules = AuditRules(read_at_ms=BEGAN_AT + 70_000)
+    frames = (
+        trail_frame(spark, trail.rows),
+        log_frame(spark, [batch("t", 0, 140)]),
+        bounds_frame(spark, [bounds("t", 140)]),
+    )
+    rows, log, limits = (keep("", frame) for frame in frames)
+
+    def judged(place: str) -> dict[str, list[Any]]:
+        output = str(tmp_path / place)
+        with pytest.raises(StartupError, match="has no audit's results"):
+            read_results(spark, output)
+        amount, tables = judge(spark, rows, log, limits, rules, keep, output, {"made": "now"})
+        assert amount == len(trail.rows) + 1
+        written, about = read_results(spark, output)
+        assert about == {"made": "now"}
+        assert collected(tables) == collected(written)
+        return collected(tables)
+
+    in_memory = judged("memory")
+    assert [row.kind for row in in_memory["findings"]] == ["lost", "overlap"]
+    monkeypatch.setattr(run_spark, "stays_in_memory", lambda session, rows: False)
+    assert judged("files") == in_memory
+
+
+@pytest.mark.long
+def test_results_written_here_are_read_by_spark(spark: Any, here: Results, tmp_path: Path) -> None:
+    # A second audit takes the place of the first.
+    for _ in range(2):
+        here.write(str(tmp_path), {"made": "now"})
+    read, about = read_results(spark, str(tmp_path))
+    assert about == {"made": "now"}
+    for name in NAMES:
+        assert comparable(getattr(read, name).collect()) == comparable(getattr(here, name)), name
+
+
+def test_single_replica_acknowledgements_are_reported_by_partition(spark: Any) -> None:
+    trail = Trail()
+    trail.acked("t", 0, 100, acks=1)
+    trail.acked("t", 100, 5, 110, 10, acks=1)
+    trail.acked("t", 120, 10)
+    trail.acked("t", 7, 1, partition=1, acks=1)
+    trail.acked("by-all", 0, 10)
+    trail.end(60_000)
+    assert acknowledged_by_one(trail_frame(spark, trail.rows)) == {("t", 0): 120, ("t", 1): 8}
+
+
+def collected(tables: Tables) -> dict[str, list[Any]]:
+    return {name: sorted(getattr(tables, name).collect(), key=str) for name in NAMES}

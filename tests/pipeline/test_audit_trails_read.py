@@ -1,0 +1,117 @@
+"""Spark reads trails from files and topics: whole rows, of any release, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.trail import read_files, rows_of
+from kproxy.pipeline.audit.trail_place import parse_place
+from kproxy.pipeline.spark import SparkFailed, as_spark_failure
+from kproxy.trail.parquet_sink import SCHEMA
+from tests.support.audit.frames import SHIPPED_SCHEMA, trail_frame
+from tests.support.audit.trails import Row, Trail
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+
+def long_trail(proxy: str, rows: int) -> Trail:
+    trail = Trail(proxy, proxy)
+    for n in range(1, rows):
+        trail.acked("topic", n * 10, 10, at=n * 1000)
+    trail.end(rows * 1000)
+    return trail
+
+
+def page(rows: list[Row]) -> str:
+    return "\n".join(json.dumps({name: value for name, value in row.items() if value is not None}) for row in rows)
+
+
+def told(frame: Any) -> list[Row]:
+    return sorted((row.asDict() for row in frame.collect()), key=lambda row: row["sequence"])
+
+
+def whole(rows: list[Row]) -> list[Row]:
+    return [{name: row.get(name) for name in SHIPPED_SCHEMA.names} for row in rows]
+
+
+BAD = [
+    '{"kind":"range","proxy":"p","incarnation":"p","sequence":900,"at":1,"topic":"t","spans":[1]}',
+    '{"kind":"range","proxy":"p","incarnation":"p","sequence":901,"at":1}',
+    '{"kind":"begin","proxy":"p","sequence":902,"at":1}',
+    '{"kind":"other","proxy":"p","incarnation":"p","sequence":903,"at":1}',
+    '{"kind":"mark","proxy":"p","incarn',
+    "",
+]
+
+
+def test_json_files_are_read_without_torn_rows(spark: Any, tmp_path: Path) -> None:
+    trail = long_trail("p", 5)
+    (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD]))
+    (tmp_path / "a.jsonl.tmp").write_text(page(long_trail("q", 5).rows))
+    assert told(read_files(spark, parse_place(f"json:{tmp_path}"))) == whole(trail.rows)
+
+
+def test_parquet_files_are_read_at_any_integer_width(spark: Any, tmp_path: Path) -> None:
+    trail = long_trail("p", 5)
+    narrow = trail_frame(spark, trail.rows).drop("shipped_at").withColumn("batches", trail_frame_column("batches"))
+    narrow.write.mode("overwrite").parquet(str(tmp_path / "trail"))
+    # A killed process left it, and it is not whole.
+    (tmp_path / "trail" / "kproxy-audit-1-2-000003.parquet.tmp").write_bytes(b"PAR1")
+    assert told(read_files(spark, parse_place(f"parquet:{tmp_path}/trail"))) == whole(trail.rows)
+
+
+def test_files_of_several_releases_are_read_together(spark: Any, tmp_path: Path) -> None:
+    """The columns of one file are not those of all: of the later rows no topic's id may be forgotten."""
+    trail = Trail("p", "p")
+    trail.acked("topic", 0, 10, at=1_000)
+    trail.acked("topic", 10, 10, at=2_000, topic_id="0f")
+    rows = [{name: row.get(name) for name in SCHEMA.names} for row in trail.rows]
+    earlier = pyarrow.Table.from_pylist(rows[:2], SCHEMA).drop_columns(["topic_id", "mark_ms"])
+    later = pyarrow.Table.from_pylist(rows[2:], SCHEMA).append_column("surplus", [["of the future"]])
+    for name, table in (("1", earlier), ("2", later)):
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    expected = whole(trail.rows)
+    expected[0]["mark_ms"] = None
+    assert told(read_files(spark, parse_place(f"parquet:{tmp_path}"))) == expected
+
+
+def test_a_file_that_is_not_whole_is_named(spark: Any, tmp_path: Path) -> None:
+    whole_one = pyarrow.Table.from_pylist([dict.fromkeys(SCHEMA.names)], SCHEMA)
+    pyarrow.parquet.write_table(whole_one, tmp_path / "1.parquet")
+    (tmp_path / "2.parquet").write_bytes((tmp_path / "1.parquet").read_bytes()[:-100])
+    with (
+        pytest.raises(SparkFailed, match=r"The trail could not be read: .*2\.parquet"),
+        as_spark_failure("The trail could not be read"),
+    ):
+        read_files(spark, parse_place(f"parquet:{tmp_path}")).collect()
+
+
+def trail_frame_column(name: str) -> Any:
+    from pyspark.sql import functions
+
+    return functions.col(name).cast("int")
+
+
+def test_topic_pages_are_read_with_their_ship_time(spark: Any) -> None:
+    trail = long_trail("p", 5)
+    messages = [(bytearray(page(trail.rows[:2]).encode()), 7.0), (bytearray("\n".join(BAD).encode()), 8.0)]
+    messages.append((bytearray(page(trail.rows[2:]).encode()), 9.5))
+    frame = spark.createDataFrame(messages, "value binary, seconds double").selectExpr(
+        "value", "timestamp_millis(cast(seconds * 1000 as long)) as timestamp"
+    )
+    shipped = [7_000, 7_000, 9_500, 9_500, 9_500, 9_500]
+    expected = [{**row, "shipped_at": at} for row, at in zip(whole(trail.rows), shipped, strict=True)]
+    assert told(rows_of(frame)) == expected
+
+
+def test_a_directory_that_is_not_there_is_named(spark: Any, tmp_path: Path) -> None:
+    for kind in ("json", "parquet"):
+        with pytest.raises(StartupError, match=r"no audit trail in .*nowhere"):
+            read_files(spark, parse_place(f"{kind}:{tmp_path}/nowhere"))

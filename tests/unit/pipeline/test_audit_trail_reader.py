@@ -1,0 +1,90 @@
+"""A trail is read from files in this process: whole rows, of any release, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from kproxy.errors import StartupError
+from kproxy.pipeline.audit.trail_place import parse_place
+from kproxy.pipeline.audit.trail_reader import read_files
+from kproxy.pipeline.audit.trail_rows import TrailRow
+from kproxy.trail.parquet_sink import SCHEMA
+from tests.support.audit.trails import Row, Trail, trail_rows
+
+
+def some_trail(proxy: str = "p") -> Trail:
+    trail = Trail(proxy, proxy)
+    for n in range(1, 5):
+        trail.acked("topic", n * 10, 10, at=n * 1000, topic_id="0f" if n > 2 else None)
+    trail.end(5000)
+    return trail
+
+
+def page(rows: list[Row]) -> str:
+    return "\n".join(json.dumps({name: value for name, value in row.items() if value is not None}) for row in rows)
+
+
+def read(place: str, from_ms: int | None = None) -> list[TrailRow]:
+    return list(read_files(parse_place(place), from_ms))
+
+
+BAD = [
+    '{"kind":"range","proxy":"p","incarnation":"p","sequence":900,"at":1,"topic":"t","spans":[1]}',
+    '{"kind":"range","proxy":"p","incarnation":"p","sequence":901,"at":1}',
+    '{"kind":"begin","proxy":"p","sequence":902,"at":1}',
+    '{"kind":"other","proxy":"p","incarnation":"p","sequence":903,"at":1}',
+    '{"kind":"mark","proxy":"p","incarn',
+    "",
+]
+
+
+def test_json_files_are_read_without_torn_rows(tmp_path: Path) -> None:
+    trail = some_trail()
+    (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD]))
+    (tmp_path / "a.jsonl.tmp").write_text(page(some_trail("q").rows))
+    assert read(f"json:{tmp_path}") == trail_rows(trail.rows)
+    late = trail_rows(trail.rows)[3:]
+    assert read(f"json:{tmp_path}", from_ms=late[0].at) == late
+
+
+def test_parquet_files_of_several_releases_are_read(tmp_path: Path) -> None:
+    """The columns and the widths of numbers of one file are not those of all."""
+    trail = some_trail()
+    rows = [{name: row.get(name) for name in SCHEMA.names} for row in trail.rows]
+    earlier = pyarrow.Table.from_pylist(rows[:2], SCHEMA).drop_columns(["topic_id", "mark_ms"])
+    narrow = SCHEMA.set(SCHEMA.get_field_index("batches"), pyarrow.field("batches", pyarrow.int32()))
+    later = pyarrow.Table.from_pylist(rows[2:], narrow).append_column("surplus", [["of the future"] * len(rows[2:])])
+    for name, table in (("1", earlier), ("2", later)):
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    # A killed process left it, and it is not whole.
+    (tmp_path / "kproxy-audit-1-2-000003.parquet.tmp").write_bytes(b"PAR1")
+    expected = trail_rows(trail.rows)
+    expected[0].mark_ms = None
+    assert read(f"parquet:{tmp_path}") == expected
+
+
+def test_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([dict.fromkeys(SCHEMA.names)], SCHEMA), tmp_path / "1.parquet"
+    )
+    assert read(f"parquet:{tmp_path}") == []
+    (tmp_path / "2.parquet").write_bytes((tmp_path / "1.parquet").read_bytes()[:-100])
+    with pytest.raises(StartupError, match=r"The trail could not be read: .*2\.parquet"):
+        read(f"parquet:{tmp_path}")
+
+
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").mkdir()
+    with pytest.raises(StartupError, match=r"The trail could not be read: .*a\.jsonl: Is a directory"):
+        read(f"json:{tmp_path}")
+
+
+@pytest.mark.parametrize("text", ["", "topic:", "json", "csv:/tmp"])
+def test_invalid_trail_location_is_refused(text: str) -> None:
+    with pytest.raises(StartupError, match="give topic:NAME, json:DIR or parquet:DIR"):
+        parse_place(text)
