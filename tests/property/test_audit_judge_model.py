@@ -61,10 +61,13 @@ def test_audit_matches_the_offset_by_offset_model() -> None:
             )
         for kind, offsets in (("lost", expected.lost), ("overlap", expected.overlapped)):
             told: set[int] = set()
+            possible: set[int] = set()
             for row in results.findings:
+                # Of a batch that lacks records nobody knows which.
+                named = possible if "the batch there lacks" in row["detail"] else told
                 if row["kind"] == kind:
-                    told.update(range(row["first_offset"], row["last_offset"] + 1))
-            assert told == offsets, f"seed {seed}, {kind}"
+                    named.update(range(row["first_offset"], row["last_offset"] + 1))
+            assert told <= offsets <= told | possible, f"seed {seed}, {kind}"
 
 
 def judged_in_ranges(rows: list[Row], history: History) -> tuple[Windows, PartitionPart]:

@@ -194,23 +194,28 @@ def _lost(topic: str, partition: int, island: Island, bounds: Bounds | None) -> 
     """Return a finding for each owner and trail; it names the producer if there was only one."""
     rows = []
     for (owner, revision, proxy, incarnation), told in island.told.items():
+        # A record may have been acknowledged twice.
+        records = min(told.records, told.behind - told.first)
+        first, behind = island.within or (told.first, told.behind)
+        last = behind - 1
         if bounds is None:
             why = _NO_LOG.format(topic)
+        elif island.within:
+            lacks = "one of its records, and does not say which" if records == 1 else f"{records} of its records"
+            why = f"and the batch there lacks {lacks}."
         elif island.replaced:
             why = "and the log has other records there."
-        elif told.first >= bounds.end_offset:
+        elif first >= bounds.end_offset:
             why = f"and the log ends earlier, at offset {bounds.end_offset}."
         else:
             why = "and the log does not have them."
-        last = told.behind - 1
         producer_id, producer_epoch = told.producer or (None, None)
         rows.append(
             {
                 "kind": LOST,
-                "first_offset": told.first,
+                "first_offset": first,
                 "last_offset": last,
-                # A record may have been acknowledged twice.
-                "records": min(told.records, told.behind - told.first),
+                "records": records,
                 "owner": owner,
                 "revision": revision,
                 "proxy": proxy,
@@ -220,7 +225,7 @@ def _lost(topic: str, partition: int, island: Island, bounds: Bounds | None) -> 
                 "sequence": told.sequence,
                 "from_ms": told.from_ms,
                 "to_ms": told.to_ms,
-                "detail": f"Broker {owner} acknowledged offsets {told.first} to {last} of {topic}/{partition} at "
+                "detail": f"Broker {owner} acknowledged offsets {first} to {last} of {topic}/{partition} at "
                 f"revision {revision}, {why}{_ACKS_1 if told.acks == 1 else ''}",
             }
         )

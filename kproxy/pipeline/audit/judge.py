@@ -210,7 +210,8 @@ class Told:
 class Island:
     """Contiguous offsets that are lost or overlapped, under the same owners.
 
-    `owned`: equal for equal owners. `replaced`: the log has other records there.
+    `owned`: equal for equal owners. `replaced`: the log has other records there. `within`: the offsets of a batch that
+    has fewer records than offsets; which ones are missing is not known.
     """
 
     kind: str
@@ -218,11 +219,12 @@ class Island:
     end: int
     owned: int
     replaced: bool
+    within: tuple[int, int] | None = None
     told: dict[tuple[int, int, str, str], Told] = field(default_factory=dict)
 
     def continues(self, other: Island) -> bool:
-        mine, theirs = (self.kind, self.owned, self.replaced), (other.kind, other.owned, other.replaced)
-        return other.end == self.start and mine == theirs
+        mine = self.kind, self.owned, self.replaced, self.within
+        return other.end == self.start and mine == (other.kind, other.owned, other.replaced, other.within)
 
     def add(self, row: Range, start: int, end: int) -> None:
         """Note that `row` acknowledged these offsets."""
@@ -335,6 +337,15 @@ class _Claim(NamedTuple):
     row: Range
 
 
+class _Held(NamedTuple):
+    """Offsets that the log has; `within` is set if a batch with these offsets, of those in it, lacks their records."""
+
+    start: int
+    end: int
+    record: tuple[int, int, int] | None
+    within: tuple[int, int] | None = None
+
+
 def repeats(batches: Iterable[Batch]) -> list[Repeat]:
     """Return the batches that are in a log more than once, by producer id, epoch and sequence number."""
     last: dict[tuple[int, int, int], int] = {}
@@ -409,7 +420,7 @@ class _Sweep:
         self._log_start = 0 if bounds is None else bounds.log_start_offset
         # Compaction leaves holes up to a log's end, but replaces no record by another.
         self._holes_until = max(self._log_start, bounds.end_offset) if bounds and bounds.is_compacted else 0
-        self._held: list[tuple[int, int, tuple[int, int, int] | None]] = []
+        self._held: list[_Held] = []
         self._at = 0
         self._may_examine = _MOST_EXAMINED
         # Running sums over the swept offsets.
@@ -465,7 +476,7 @@ class _Sweep:
         own.bytes += row.bytes
 
     def read_log(self, batches: Iterable[Batch]) -> None:
-        """Note what the log holds: of a batch with fewer records than offsets, the first ones."""
+        """Note what the log holds: of a batch with fewer records than offsets, as if it were the first ones."""
         counts, found, held = self.part.amounts.counts, self.part.found, self._held
         reach = self._start
         for batch in sorted(batches):
@@ -489,9 +500,14 @@ class _Sweep:
             first = max(base, reach)
             behind = min(base + min(batch.record_count, batch.last_offset + 1 - base), self._end)
             if first < behind:
-                held.append((first, behind, record))
+                held.append(_Held(first, behind, record))
+                counts["unclaimed"] += behind - first
                 reach = behind
-        counts["unclaimed"] += sum(behind - first for first, behind, _ in held)
+            # Compaction leaves such batches too, and takes nothing that counts as lost.
+            first, behind = max(base + batch.record_count, reach), min(batch.last_offset + 1, self._end)
+            if first < behind and not self._holes_until:
+                held.append(_Held(first, behind, None, (base, batch.last_offset + 1)))
+                reach = behind
 
     def run(self) -> None:
         """Sweep over the claims, which may overlap, and the log, in which nothing overlaps."""
@@ -559,19 +575,23 @@ class _Sweep:
         """Hold offsets that were acknowledged `times` times, all by the same claims, against the log."""
         if times > 1:
             self._overlapped += end - start
-            self._island(OVERLAP, start, end, claims, owned, replaced=False)
+            self._note(Island(OVERLAP, start, end, owned, replaced=False), claims)
         held, at = self._held, start
         while at < end:
-            while self._at < len(held) and held[self._at][1] <= at:
+            while self._at < len(held) and held[self._at].end <= at:
                 self._at += 1
-            if self._at == len(held) or held[self._at][0] >= end:
+            if self._at == len(held) or held[self._at].start >= end:
                 self._absent(at, end, claims, owned, self._holes_until or self._log_start, replaced=False)
                 return
-            first, behind, there = held[self._at]
+            first, behind, there, within = held[self._at]
             if first > at:
                 self._absent(at, first, claims, owned, self._holes_until or self._log_start, replaced=False)
                 at = first
             behind = min(behind, end)
+            if within is not None:
+                self._absent(at, behind, claims, owned, self._log_start, replaced=False, within=within)
+                at = behind
+                continue
             self._claimed += behind - at
             # If an offset was acknowledged for two records, one of them is missing, and nobody knows which.
             if times > 1 or there == record:
@@ -581,20 +601,28 @@ class _Sweep:
             at = behind
 
     def _absent(
-        self, start: int, end: int, claims: Iterable[_Claim], owned: int, reach: int, *, replaced: bool
+        self,
+        start: int,
+        end: int,
+        claims: Iterable[_Claim],
+        owned: int,
+        reach: int,
+        *,
+        replaced: bool,
+        within: tuple[int, int] | None = None,
     ) -> None:
         removed = max(0, min(end, reach) - start)
         self._removed += removed
         if end - start > removed:
             self._lost += end - start - removed
-            self._island(LOST, start + removed, end, claims, owned, replaced=replaced)
+            self._note(Island(LOST, start + removed, end, owned, replaced, within), claims)
 
-    def _island(self, kind: str, start: int, end: int, claims: Iterable[_Claim], owned: int, *, replaced: bool) -> None:
-        island, islands, found = Island(kind, start, end, owned, replaced), self.part.islands, self.part.found
+    def _note(self, island: Island, claims: Iterable[_Claim]) -> None:
+        islands, found, kind = self.part.islands, self.part.found, island.kind
         before = next((each for each in reversed(islands) if each.kind == kind), None)
         for claim in islice(claims, min(CLAIMS_EXAMINED, max(1, self._may_examine))):
             self._may_examine -= 1
-            island.add(claim.row, start, end)
+            island.add(claim.row, island.start, island.end)
         if before is not None and island.continues(before):
             before.extend(island)
             return

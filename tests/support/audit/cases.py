@@ -136,7 +136,15 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300)),
         [(0, 300, {"records": 299})],
         {"acked": 300, "present": 299, "lost": 1},
-        [{"kind": "lost", "records": 1}],
+        [
+            {
+                "kind": "lost",
+                "first_offset": 0,
+                "last_offset": 299,
+                "records": 1,
+                "detail": "and the batch there lacks one of its records, and does not say which.",
+            }
+        ],
     ),
     "corrupt": Case(
         acked(ack(0, 300)),
