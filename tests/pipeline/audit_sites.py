@@ -15,7 +15,7 @@ from typing import Any
 
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-from kproxy.pipeline.audit.report_facts import gather
+from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.run import AuditJob, run_audit
 from kproxy.pipeline.audit.tables import Tables
 from kproxy.pipeline.audit.trail import JSON, TrailPlace

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.report_facts import Cell, Flow, Grid, Holding, Latency, Limits, State, Sums, gather
+from kproxy.pipeline.audit.report_facts import Cell, Grid, Holding, State, Sums
+from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.report_html import report_page
 from kproxy.pipeline.audit.schemas import (
     FINDINGS_SCHEMA,
@@ -77,11 +78,9 @@ def test_each_table_enters_the_report_unchanged(spark: Any) -> None:
             _partition("b", 0, acked=5, present=5, unproven=True, unchecked=6, unsequenced=5, late=1, unclaimed=4),
         ],
         windows=[
-            _window("a", 0, 0, acked=20, p50_ms=1.0, p95_ms=2.0, p99_ms=3.0, max_ms=4.0),
-            _window("a", 0, 2, acked=10, removed=1, p50_ms=1.0, p95_ms=2.0, p99_ms=8.0, max_ms=9.0),
-            _window(
-                "a", 1, 0, acked=10, lost=2, overlapped=2, unproven=True, p50_ms=2.0, p95_ms=2.0, p99_ms=2.0, max_ms=2.0
-            ),
+            _window("a", 0, 0, acked=20),
+            _window("a", 0, 2, acked=10, removed=1),
+            _window("a", 1, 0, acked=10, lost=2, overlapped=2, unproven=True),
             _window("b", 0, 1, acked=5, unproven=True),
         ],
         findings=[
@@ -95,10 +94,6 @@ def test_each_table_enters_the_report_unchanged(spark: Any) -> None:
             {"topic": "a", "partition": 1, "owner": owner, "revision": 6 + owner, "first_acked_at": start_ms + owner}
             | {"last_acked_at": start_ms + owner + 10, "records": 5, "bytes": 50}
             for owner in (2, 1)
-        ],
-        throughput=[
-            {"window_start": START_S + 60 * minute, "owner": 1, "records": 10 + minute, "bytes": 100}
-            for minute in (0, 2)
         ],
     )
     facts = gather(tables, {"Bootstrap": "here"})
@@ -131,8 +126,6 @@ def test_each_table_enters_the_report_unchanged(spark: Any) -> None:
         Holding("a", 1, 1, 7, start_ms + 1, start_ms + 11, 5),
         Holding("a", 1, 2, 8, start_ms + 2, start_ms + 12, 5),
     )
-    assert facts.flows == (Flow(0, 1, 10, 100), Flow(2, 1, 12, 100))
-    assert facts.latencies == (Latency(0, 2.0, 2.0, 3.0, 4.0), Latency(2, 1.0, 2.0, 8.0, 9.0))
     assert [(finding.kind, finding.detail) for finding in facts.findings] == [
         *(("lost", "Gone."), ("overlap", "Both."), ("overlap", "Twice."), ("corrupt", "Broken."), ("tail", "No end."))
     ]
@@ -162,13 +155,8 @@ def test_worst_rows_are_kept_and_others_counted(spark: Any) -> None:
             | {"last_acked_at": start_ms + turn, "records": 1, "bytes": 1}
             for turn in range(50)
         ],
-        throughput=[
-            {"window_start": START_S + 420 * minute, "owner": owner, "records": owner, "bytes": 1}
-            for minute in range(100)
-            for owner in range(12)
-        ],
     )
-    limits = Limits(partitions=10, drawn=3, columns=20, findings=5, holdings=4, owners=2)
+    limits = Limits(partitions=10, drawn=3, columns=20, findings=5, holdings=4)
     facts = gather(tables, {}, limits)
     assert facts.sums.partitions == 200
     assert [one.partition for one in facts.partitions] == [150, 30, 0, 1, 2, 3, 4, 5, 6, 7]
@@ -185,9 +173,6 @@ def test_worst_rows_are_kept_and_others_counted(spark: Any) -> None:
     assert [cell.column for cell in facts.cells if cell.state is State.LOST] == [0]
     assert [holding.revision for holding in facts.holdings] == [0, 1, 2, 3]
     assert facts.hidden_holdings == 46
-    assert {flow.owner for flow in facts.flows} == {11, 10, None}
-    assert sum(flow.records for flow in facts.flows) == 100 * sum(range(12))
-    assert max(flow.column for flow in facts.flows) == 19
     assert len(report_page(facts)) < 1_000_000
 
 

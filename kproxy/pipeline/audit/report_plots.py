@@ -1,8 +1,8 @@
 """Draw the report's plots as SVG for the inside of an HTML page.
 
-Four plots: the state of each partition over time, its owners over time, the throughput by owner, and the time to
-acknowledge. matplotlib is imported when the first plot is drawn, never before. It ignores the user's settings, opens
-no window, and gives the same text for the same facts: no date, no random ids.
+Two plots: the state of each partition over time, and its owners over time. matplotlib is imported when the first plot
+is drawn, never before. It ignores the user's settings, opens no window, and gives the same text for the same facts: no
+date, no random ids.
 
 Colours have names (`colour("lost")`). They are drawn as placeholders and written as CSS variables (`var(--lost)`), so
 one drawing fits light and dark pages. Text stays text, for screen readers, search and copying. States and owners also
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
-from kproxy.pipeline.audit.report_facts import Facts, Flow, Grid, Holding, Latency, Partition, State
+from kproxy.pipeline.audit.report_facts import Facts, Grid, Holding, Partition, State
 from kproxy.pipeline.audit.report_text import STATE_NAMES, counted, duration, printable, shortened, utc
 from kproxy.pipeline.audit.schemas import LOST, OVERLAP
 
@@ -233,9 +233,7 @@ def not_drawn(facts: Facts, drawn: int) -> str:
 
 def owner_numbers(facts: Facts) -> dict[int | None, int]:
     """Return each owner's number, which selects its colour and hatching in all plots."""
-    owners = sorted(
-        {one.owner for one in facts.holdings} | {flow.owner for flow in facts.flows if flow.owner is not None}
-    )
+    owners = sorted({one.owner for one in facts.holdings})
     return {**{owner: place % (OWNER_COLOURS - 1) for place, owner in enumerate(owners)}, None: OWNER_COLOURS - 1}
 
 
@@ -247,10 +245,6 @@ def owner_style(number: int) -> dict[str, Any]:
         "hatchcolor": colour("hatch"),
         "linewidth": 0.8,
     }
-
-
-def owner_name(owner: int | None) -> str:
-    return "other brokers" if owner is None else f"broker {owner}"
 
 
 TIMELINES_AT_MOST: Final = 20
@@ -448,123 +442,4 @@ def plots(facts: Facts) -> list[Plot]:
         made.append(completeness(facts, facts.grid))
     if facts.holdings:
         made.append(ownership(facts, facts.grid))
-    if facts.flows:
-        made.append(_throughput(facts, facts.grid))
-    if facts.latencies:
-        made.append(_latency(facts, facts.grid))
     return made
-
-
-def _throughput(facts: Facts, grid: Grid) -> Plot:
-    numbers = owner_numbers(facts)
-    owners = sorted({flow.owner for flow in facts.flows}, key=lambda owner: (owner is None, owner or 0))
-    rates = {owner: _rates(facts.flows, owner, grid) for owner in owners}
-
-    def paint(figure: Figure, wide: bool) -> None:
-        from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-        per_row = 5 if wide else 3
-        legend_in = 0.24 * -(-len(owners) // per_row) + 0.1
-        axes = axes_on(figure, left_in=0.75, top_in=legend_in)
-        edges = [(grid.start_ms + column * grid.step_ms) / DAY_MS for column in range(grid.columns + 1)]
-        below = [0.0] * (grid.columns + 1)
-        for owner in owners:
-            above = [low + rate for low, rate in zip(below, [*rates[owner], rates[owner][-1]], strict=True)]
-            style = owner_style(numbers[owner])
-            axes.fill_between(edges, below, above, step="post", label=owner_name(owner), **style)
-            below = above
-        axes.stairs(below[:-1], edges, color=colour("ink"), linewidth=1.0, baseline=None)
-        axes.set_ylim(0, max(below) * 1.05 or 1)
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: _short(rate)))
-        axes.grid(axis="y")
-        axes.set_axisbelow(True)
-        axes.set_ylabel("records/s")
-        time_axis(axes, grid.start_ms, grid.end_ms, wide=wide)
-        figure.legend(
-            loc="upper left", bbox_to_anchor=(0.0, 1.0), ncols=per_row, handlelength=1.6, columnspacing=1.2, borderpad=0
-        )
-
-    wide, narrow = drawn_twice("throughput", 3.0, paint)
-    total = {owner: sum(flow.records for flow in facts.flows if flow.owner == owner) for owner in owners}
-    told = ", ".join(f"{owner_name(owner)} {total[owner]:,}" for owner in owners)
-    return Plot(
-        name="throughput",
-        title="Throughput by owner",
-        caption=f"Acknowledged records a second, stacked, in steps of {duration(grid.step_ms)}.",
-        alternative=f"Records acknowledged in all: {told}.",
-        wide=wide,
-        narrow=narrow,
-    )
-
-
-def _rates(flows: Sequence[Flow], owner: int | None, grid: Grid) -> list[float]:
-    rates = [0.0] * grid.columns
-    for flow in flows:
-        if flow.owner == owner:
-            rates[flow.column] += flow.records * 1000 / grid.step_ms
-    return rates
-
-
-def _short(rate: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if rate >= size:
-            return f"{rate / size:g} {unit}"
-    return f"{rate:g}"
-
-
-def _latency(facts: Facts, grid: Grid) -> Plot:
-    lines: list[tuple[str, str, Any, float]] = [
-        ("p50_ms", "median", "-", 2.2),
-        ("p95_ms", "95 %", (0, (6, 2)), 1.6),
-        ("p99_ms", "99 %", (0, (3, 1.5)), 1.6),
-        ("max_ms", "longest", (0, (1, 1.2)), 1.3),
-    ]
-
-    def paint(figure: Figure, wide: bool) -> None:
-        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-        axes = axes_on(figure, left_in=0.75, top_in=0.4)
-        by_column = {latency.column: latency for latency in facts.latencies}
-        middles = [(grid.start_ms + (column + 0.5) * grid.step_ms) / DAY_MS for column in range(grid.columns)]
-        for name, label, dashes, thick in lines:
-            values = [_or_nan(by_column.get(column), name) for column in range(grid.columns)]
-            alone = "o" if len(by_column) * 8 < grid.columns or grid.columns < 3 else None
-            axes.plot(
-                middles,
-                values,
-                linestyle=dashes,
-                linewidth=thick,
-                marker=alone,
-                markersize=4,
-                color=colour("ink" if name == "p50_ms" else "muted"),
-                label=label,
-            )
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(numticks=6))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: duration(ms)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.grid(axis="y")
-        axes.set_axisbelow(True)
-        time_axis(axes, grid.start_ms, grid.end_ms, wide=wide)
-        figure.legend(
-            loc="upper left", bbox_to_anchor=(0.0, 1.0), ncols=4, handlelength=2.6, columnspacing=1.2, borderpad=0
-        )
-
-    wide, narrow = drawn_twice("latency", 2.8, paint)
-    worst = max(facts.latencies, key=lambda latency: latency.p99_ms)
-    highest = max(latency.max_ms for latency in facts.latencies)
-    return Plot(
-        name="latency",
-        title="Time to acknowledge",
-        caption="From a request's first byte to the broker's acknowledgement: in each step of "
-        f"{duration(grid.step_ms)} the slowest partition's.",
-        alternative=f"The 99th percentile is {duration(worst.p99_ms)} at its highest, the longest {duration(highest)}.",
-        wide=wide,
-        narrow=narrow,
-    )
-
-
-def _or_nan(latency: Latency | None, name: str) -> float:
-    # A logarithmic axis cannot show 0. A microsecond is below the resolution of the measurement.
-    return float("nan") if latency is None else max(float(getattr(latency, name)), 0.001)

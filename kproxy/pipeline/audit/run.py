@@ -35,7 +35,8 @@ from kproxy.pipeline.audit.coverage import Land
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
 from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, parse_bootstrap, parse_offsets
 from kproxy.pipeline.audit.log_source import bounds_now, fix_ends, fix_starts, read_log, read_short_log
-from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, gather
+from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
+from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_text import show_table, utc
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA

@@ -10,10 +10,8 @@ from kproxy.pipeline.audit.report_facts import (
     Facts,
     Finding,
     FindingCount,
-    Flow,
     Grid,
     Holding,
-    Latency,
     Partition,
     State,
     Sums,
@@ -66,11 +64,6 @@ def _facts(partitions: tuple[Partition, ...]) -> Facts:
             if 2 in one.owners or column % 20 != 19
         ),
         holdings=tuple(holding for one in partitions[:40] for holding in _holdings(one)),
-        flows=tuple(_flow(column, owner) for column in range(COLUMNS) for owner in OWNERS),
-        latencies=tuple(
-            Latency(column, 2.0 + column % 3, 6.0 + column % 5, 9.0 + column % 7 * 2, 30.0 + column % 11 * 40)
-            for column in range(COLUMNS)
-        ),
         about={
             "Bootstrap": "127.0.0.1:9092",
             "Trail": "topic __kproxy_audit, 3 proxies, 4 incarnations",
@@ -90,12 +83,6 @@ def _holdings(one: Partition) -> list[Holding]:
         Holding(one.topic, one.partition, 2, 1041 + one.partition, START_MS, taken, half),
         Holding(one.topic, one.partition, 3, 1190 + one.partition, taken + 9_000, end, half),
     ]
-
-
-def _flow(column: int, owner: int) -> Flow:
-    base = 8_000 + column % 7 * 220
-    factor = {1: 1, 2: 1 if column < TAKEN_AT else 0, 3: 1 if column < TAKEN_AT else 2}[owner]
-    return Flow(column, owner, base * factor, base * factor * 180)
 
 
 def _with(facts: Facts, at: int, states: dict[int, State], *findings: Finding, **counts: int) -> Facts:
@@ -261,12 +248,6 @@ def huge() -> Facts:
             for begin in (START_MS + turn * 86_400_000 * 9,)
         ),
         hidden_holdings=12_345,
-        flows=tuple(
-            Flow(column, owner, 10_000_000 * (1 + (owner or 9) % 4), 10**9)
-            for column in range(96)
-            for owner in (*range(8), None)
-        ),
-        latencies=tuple(Latency(column, 1.2, 80.0, 900.0, 61_000.0) for column in range(96)),
     )
 
 
@@ -282,8 +263,6 @@ def tiny() -> Facts:
         grid=Grid(START_MS, 1000, 1, 1),
         cells=(Cell("t", 0, 0, State.COMPLETE),),
         holdings=(Holding("t", 0, 1, 7, START_MS + 10, START_MS + 10, 1),),
-        flows=(Flow(0, 1, 1, 70),),
-        latencies=(Latency(0, 3.0, 3.0, 3.0, 3.0),),
     )
 
 
