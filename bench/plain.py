@@ -91,9 +91,6 @@ def plain(
     svg_directory: Path | None = None,
 ) -> None:
     """Measure, print the tables, and write JSON and plots. SystemExit if a contestant does not serve."""
-    if svg_directory is not None:
-        # Fail before minutes of measuring, not after them.
-        _expect_matplotlib()
     console.width = max(console.width, MIN_WIDTH)
     loads = [shape_load(shape) for shape in MEASURED]
     figures = Figures(
@@ -245,13 +242,6 @@ def _expect_peer(peer: Peer) -> None:
             if time.monotonic() > deadline:
                 raise SystemExit(f"{peer.name} does not listen at {peer.host}:{peer.port}: {error}") from error
             time.sleep(0.2)
-
-
-def _expect_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise SystemExit("plots need matplotlib, which `make install` installs (the extra `spark`)") from error
 
 
 def machine() -> dict[str, Any]:

@@ -1,150 +1,125 @@
-"""Plots of `bench.plain` as SVG files, in the style of the audit's report, for light and dark pages.
-
-The report's plots use the colours of their page's style sheet. A file has its own style sheet, with the same values.
-"""
+"""Plots of `bench.plain` as SVG files, in the colours of the audit's report, for light and dark pages."""
 
 from __future__ import annotations
 
+import html
 import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bench.plain_figures import DIRECT, HAPROXY, KPROXY, PERCENTILES, Figures
 from kproxy.pipeline.audit.report_html import STYLE
-from kproxy.pipeline.audit.report_plots import OWNER_COLOURS, axes_on, colour, draw
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-WIDTH_IN = 9.0
-HEIGHT_IN = 3.6
-LEFT_IN = 0.9
-_COLOURS = {DIRECT: "owner-8", HAPROXY: "owner-1", KPROXY: "owner-0"}
-_FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif'
+WIDTH, HEIGHT = 864, 346
+LEFT, RIGHT, TOP, BOTTOM = 80, 850, 40, 300
+_COLOURS = {DIRECT: "removed", HAPROXY: "owner-1", KPROXY: "owner-0"}
+# Of peers.
+_OTHERS = ("owner-2", "owner-3", "owner-4", "owner-5")
 _VARIABLE = re.compile(r"(--[\w-]+):\s*([^;]+);")
+
+# The values of each contestant, for each group of bars.
+Values = dict[str, list[list[float]]]
 
 
 def write_plots(figures: Figures, directory: Path) -> list[Path]:
     """Plot CPU time, its ratios to haproxy's if there are any, and latency; return the files written."""
-    plots: dict[str, Callable[[Axes], None]] = {
-        "plain-cpu": lambda axes: _paint_cpu(axes, figures),
-        "plain-latency": lambda axes: _paint_latency(axes, figures),
+    shapes = [shape.name for shape in figures.shapes]
+    cpu = {name: [by_shape[shape] for shape in shapes] for name, by_shape in figures.cpu.items()}
+    latency = {name: [found.of(percent) for percent in PERCENTILES] for name, found in figures.latency.items()}
+    plots = {
+        "plain-cpu": drawn(
+            "CPU µs per request, by partitions × batch of a request", shapes, cpu, lambda value: f"{value:,.3g}"
+        ),
+        "plain-latency": drawn(
+            f"latency in µs at {figures.rate:,} requests/s",
+            [f"p{percent}" for percent in PERCENTILES],
+            latency,
+            lambda value: f"{value:,.0f}",
+        ),
     }
-    if HAPROXY in figures.cpu:
-        plots["plain-ratio"] = lambda axes: _paint_ratio(axes, figures)
+    if HAPROXY in cpu:
+        ratios = {
+            name: [
+                [one / other for one, other in zip(ones, others, strict=True)]
+                for ones, others in zip(groups, cpu[HAPROXY], strict=True)
+            ]
+            for name, groups in cpu.items()
+            if name != HAPROXY
+        }
+        title = "CPU time × haproxy's, by partitions × batch of a request"
+        plots["plain-ratio"] = drawn(title, shapes, ratios, lambda value: f"{value:.1f}×", logarithmic=False)
     directory.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, paint in sorted(plots.items()):
-        path = directory / f"{name}.svg"
-        path.write_text(drawn(name, paint), encoding="utf-8")
-        written.append(path)
+    written = [directory / f"{name}.svg" for name in sorted(plots)]
+    for path in written:
+        path.write_text(plots[path.stem], encoding="utf-8")
     return written
 
 
-def drawn(name: str, paint: Callable[[Axes], None]) -> str:
-    """A whole SVG file."""
+def drawn(
+    title: str, groups: Sequence[str], values: Values, label: Callable[[float], str], *, logarithmic: bool = True
+) -> str:
+    """Return an SVG file: a bar for the median of each contestant, with a line from the lowest to the highest."""
+    ticks, height = _scale(
+        [value for by_group in values.values() for group in by_group for value in group], logarithmic
+    )
+    parts = [f'<text x="10" y="22">{html.escape(title)}</text>']
+    for tick in ticks:
+        y = BOTTOM - height(tick)
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" style="stroke:var(--line)"/>')
+        parts.append(f'<text class="muted" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,g}</text>')
+    group_wide = (RIGHT - LEFT) / len(groups)
+    wide = group_wide * 0.8 / len(values)
+    for place, (name, by_group) in enumerate(values.items()):
+        colour = _COLOURS.get(name, _OTHERS[place % len(_OTHERS)])
+        fill = f'style="fill:var(--{colour});stroke:var(--ink)"'
+        key = RIGHT - 110 * (len(values) - place)
+        parts.append(f'<rect x="{key}" y="12" width="12" height="12" {fill}/>')
+        parts.append(f'<text x="{key + 18}" y="22">{html.escape(name)}</text>')
+        for group, found in enumerate(by_group):
+            left = LEFT + group * group_wide + group_wide * 0.1 + place * wide
+            median, low, high = (height(value) for value in (statistics.median(found), min(found), max(found)))
+            parts.append(
+                f'<rect x="{left:.1f}" y="{BOTTOM - median:.1f}" width="{wide * 0.92:.1f}" '
+                f'height="{median:.1f}" {fill}/>'
+            )
+            middle = left + wide * 0.46
+            parts.append(f'<path d="M{middle:.1f} {BOTTOM - low:.1f}V{BOTTOM - high:.1f}" style="stroke:var(--ink)"/>')
+            parts.append(
+                f'<text class="value" x="{middle:.1f}" y="{BOTTOM - high - 4:.1f}" text-anchor="middle">'
+                f"{label(statistics.median(found))}</text>"
+            )
+    for group, name in enumerate(groups):
+        middle = LEFT + (group + 0.5) * group_wide
+        parts.append(f'<text x="{middle:.1f}" y="{BOTTOM + 20}" text-anchor="middle">{html.escape(name)}</text>')
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'role="img"><title>{html.escape(title)}</title><style>{_style()}</style>\n{body}\n</svg>\n'
+    )
 
-    def paint_figure(figure: Figure) -> None:
-        paint(axes_on(figure, left_in=LEFT_IN, top_in=0.35))
 
-    svg = draw(name, WIDTH_IN, HEIGHT_IN, paint_figure)
-    size = f'xmlns="http://www.w3.org/2000/svg" width="{WIDTH_IN * 96:.0f}" height="{HEIGHT_IN * 96:.0f}" '
-    begin = svg.index(">") + 1
-    head = svg[:begin].replace("<svg ", f"<svg {size}", 1)
-    return f"{head}\n<style>{_style()}</style>\n{svg[begin:]}\n"
+def _scale(values: Sequence[float], logarithmic: bool) -> tuple[list[float], Callable[[float], float]]:
+    """Return the ticks of an axis, and the height in pixels of a value."""
+    tall, most = BOTTOM - TOP - 20, max(values)
+    if logarithmic:
+        lowest = math.floor(math.log10(min(values)))
+        decades = max(1.0, math.log10(most) - lowest)
+        ticks = [10.0**power for power in range(lowest, math.floor(math.log10(most)) + 1)]
+        return ticks, lambda value: tall * (math.log10(value) - lowest) / decades
+    unit = 10.0 ** math.floor(math.log10(most))
+    step = next(unit * part for part in (0.2, 0.5, 1, 2) if most <= 5 * unit * part)
+    return [step * count for count in range(int(most / step) + 1)], lambda value: tall * value / most
 
 
 def _style() -> str:
-    """The report's colours for light and for dark pages, and the relevant lines of matplotlib's style sheet."""
+    """Return the report's colours for light and for dark pages, and the fonts."""
     light, _, dark = STYLE.partition("@media (prefers-color-scheme: dark)")
     dark = dark.partition("} }")[0]
     one, other = (" ".join(f"{name}:{value};" for name, value in _VARIABLE.findall(part)) for part in (light, dark))
     return (
-        f"svg {{ {one} font-family: {_FONT}; background: var(--paper); }} "
-        f"@media (prefers-color-scheme: dark) {{ svg {{ {other} }} }} "
-        "svg * { stroke-linejoin: round; stroke-linecap: butt; }"
+        f"svg {{ {one} background: var(--paper); font: 13px system-ui, sans-serif; }} text {{ fill: var(--ink); }} "
+        f".muted {{ fill: var(--muted); }} .value {{ font-size: 11px; }} "
+        f"@media (prefers-color-scheme: dark) {{ svg {{ {other} }} }}"
     )
-
-
-def _colour(name: str, number: int) -> str:
-    """The colour of a contestant; peers have others than the rest."""
-    return colour(_COLOURS.get(name, f"owner-{2 + number % (OWNER_COLOURS - 3)}"))
-
-
-def _paint_bars(
-    axes: Axes, groups: Sequence[str], values: dict[str, list[list[float]]], label: Callable[[float], str]
-) -> None:
-    """A bar for the median of each, with a line from the lowest to the highest."""
-    wide = 0.8 / len(values)
-    for number, (name, by_group) in enumerate(values.items()):
-        places = [group + (number - (len(values) - 1) / 2) * wide for group in range(len(groups))]
-        medians = [statistics.median(found) for found in by_group]
-        axes.bar(
-            places,
-            medians,
-            wide * 0.92,
-            color=_colour(name, number),
-            edgecolor=colour("ink"),
-            linewidth=0.6,
-            label=name,
-        )
-        axes.vlines(places, [min(f) for f in by_group], [max(f) for f in by_group], colors=colour("ink"), linewidth=1.2)
-        for place, median, found in zip(places, medians, by_group, strict=True):
-            axes.annotate(
-                label(median),
-                (place, max(found)),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                bbox={"facecolor": colour("paper"), "edgecolor": "none", "pad": 0.5},
-            )
-    axes.set_xticks(range(len(groups)), groups, color=colour("ink"))
-    axes.grid(axis="y")
-    axes.set_axisbelow(True)
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(values), borderaxespad=0.1)
-
-
-def _set_log_scale(axes: Axes, values: dict[str, list[list[float]]]) -> None:
-    """Set an axis from the power of ten below the least value, with plain numbers at the powers."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    found = [value for by_group in values.values() for group in by_group for value in group]
-    axes.set_yscale("log")
-    axes.set_ylim(10 ** math.floor(math.log10(min(found))), 1.8 * max(found))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _paint_cpu(axes: Axes, figures: Figures) -> None:
-    shapes = [shape.name for shape in figures.shapes]
-    values = {name: [by_shape[shape] for shape in shapes] for name, by_shape in figures.cpu.items()}
-    _set_log_scale(axes, values)
-    _paint_bars(axes, shapes, values, lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.1f}")
-    axes.set_ylabel("CPU µs per request")
-    axes.set_xlabel("partitions × batch of a request")
-
-
-def _paint_ratio(axes: Axes, figures: Figures) -> None:
-    shapes = [shape.name for shape in figures.shapes]
-    floor = figures.cpu[HAPROXY]
-    values = {
-        name: [[one / other for one, other in zip(by_shape[shape], floor[shape], strict=True)] for shape in shapes]
-        for name, by_shape in figures.cpu.items()
-        if name != HAPROXY
-    }
-    _paint_bars(axes, shapes, values, lambda value: f"{value:.1f}×")
-    axes.axhline(1.0, color=colour("ink"), linewidth=1.0, linestyle="--")
-    axes.set_ylabel("CPU time × haproxy's")
-    axes.set_xlabel("partitions × batch of a request")
-
-
-def _paint_latency(axes: Axes, figures: Figures) -> None:
-    values = {name: [found.of(percent) for percent in PERCENTILES] for name, found in figures.latency.items()}
-    _set_log_scale(axes, values)
-    _paint_bars(axes, [f"p{percent}" for percent in PERCENTILES], values, lambda value: f"{value:,.0f}")
-    axes.set_ylabel(f"µs at {figures.rate:,} requests/s")

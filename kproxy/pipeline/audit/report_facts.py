@@ -6,9 +6,10 @@ Counts are of records unless stated otherwise; times are milliseconds since the 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 # Exit statuses.
 FAULTY: Final = 1
@@ -30,30 +31,108 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """The words for a count that makes a verdict fail.
+
+    `headline` and `cell`: in the headline, and in a partition's verdict. `sentence` follows the count, with its verb
+    and nouns for one and for many: `is|are not in the log`.
+    """
+
+    headline: str
+    cell: str
+    sentence: str
+
+    def said(self, count: int) -> str:
+        return re.sub(r"(\w+)\|(\w+)", r"\1" if count == 1 else r"\2", self.sentence)
+
+
+ASSIGNED_TWICE: Final = Fault(
+    "offsets assigned twice", "overlapped", "was|were assigned an offset that another record has too"
+)
+SPLIT_BRAIN: Final = Fault("split brain", "overlapped", "was|were assigned an offset that another broker assigned too")
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How reports show a count. It is declared with its field of `Sums`; all else follows from `COUNTS`.
+
+    `meaning`: for the list of words. `unit`: what is counted, if not records. `rare`: its column is left out where all
+    are 0. `warning`: a count other than 0 leaves something unproven. `absent`: why records that are accounted for are
+    not in the log.
+    """
+
+    meaning: str
+    unit: str = ""
+    rare: bool = True
+    warning: bool = False
+    absent: str = ""
+    fault: Fault | None = None
+
+
+def _count(meaning: str, **others: Any) -> Any:
+    return field(default=0, metadata={"count": Count(meaning, **others)})
+
+
+@dataclass(frozen=True, slots=True)
 class Sums:
-    """The counts of one partition, or of several.
+    """The counts of one partition, or of several; those without a meaning are no columns of a report.
 
-    `unproven` counts partitions with anything unproven. `deleted` and `gone` are records of deleted topics; the former
-    were declared deleted by the user.
-
-    `corrupt`, `unchecked` and `unsequenced` count batches: with a wrong checksum, with one that was not checked, and
-    without sequence numbers, so that duplicates among them cannot be found.
+    `unproven` counts partitions with anything unproven.
     """
 
     partitions: int = 0
-    acked: int = 0
-    present: int = 0
-    lost: int = 0
-    removed: int = 0
-    duplicated: int = 0
-    overlapped: int = 0
-    unclaimed: int = 0
-    deleted: int = 0
-    gone: int = 0
-    corrupt: int = 0
-    unchecked: int = 0
-    unsequenced: int = 0
-    late: int = 0
+    acked: int = _count("Records that a proxy acknowledged to a producer and noted in its trail.", rare=False)
+    present: int = _count("Acknowledged records that are in the log at their offsets.", rare=False)
+    lost: int = _count(
+        "Acknowledged records that are not in the log, although neither retention nor compaction removed them.",
+        rare=False,
+        fault=Fault("loss", "lost", "is|are not in the log"),
+    )
+    overlapped: int = _count(
+        "Acknowledged records whose offset another record has too. If two brokers assigned it: split brain.",
+        rare=False,
+        fault=ASSIGNED_TWICE,
+    )
+    duplicated: int = _count(
+        "Records that are in the log more than once, by producer id and sequence number.",
+        rare=False,
+        fault=Fault("duplicates", "duplicates", "is|are in the log more than once"),
+    )
+    corrupt: int = _count(
+        "Batches in the log that do not match their checksums.",
+        unit="batches",
+        fault=Fault(
+            "corrupt batches",
+            "corrupt",
+            "batch|batches in the log does|do not match its|their checksum|checksums",
+        ),
+    )
+    removed: int = _count(
+        "Acknowledged records that retention or compaction has removed since.",
+        absent="removed by retention or compaction",
+    )
+    deleted: int = _count(
+        "Acknowledged records of a topic that was deleted on purpose (--deleted-topic).",
+        absent="deleted with their topics",
+    )
+    gone: int = _count(
+        "Acknowledged records of a topic whose id no longer exists, without --deleted-topic.",
+        warning=True,
+        absent="gone with deleted topics",
+    )
+    unclaimed: int = _count(
+        "Records in the log that no trail has: written past the proxies, with acks=0, or during a gap."
+    )
+    unsequenced: int = _count(
+        "Batches of producers without idempotence. Without sequence numbers duplicates cannot be found.",
+        unit="batches",
+    )
+    unchecked: int = _count(
+        "Batches whose checksums were not verified, because crc32c is not installed. They may be corrupt.",
+        unit="batches",
+        warning=True,
+    )
+    late: int = _count("Rows that reached the trail later than the proxy promises. They count like all others.")
     batches: int = 0
     bytes: int = 0
     ownership_changes: int = 0
@@ -64,10 +143,18 @@ class Sums:
         return Sums(*(getattr(self, name) - sum(getattr(other, name) for other in others) for name in Sums.__slots__))
 
     @property
+    def faults(self) -> list[tuple[Fault, int]]:
+        """Return the faults that there are, with their numbers."""
+        found = [(count.fault, getattr(self, name)) for name, count in COUNTS.items()]
+        return [(fault, number) for fault, number in found if fault and number]
+
+    @property
     def failed(self) -> bool:
-        return bool(self.lost or self.duplicated or self.overlapped or self.corrupt)
+        return bool(self.faults)
 
 
+# The columns of counts in their order.
+COUNTS: Final[dict[str, Count]] = {one.name: one.metadata["count"] for one in fields(Sums) if one.metadata}
 # The counts that each partition has a column for.
 SUMMED: Final = tuple(name for name in Sums.__slots__ if name not in ("partitions", "unproven"))
 
@@ -172,6 +259,13 @@ class Verdict:
     @property
     def failed(self) -> bool:
         return self.sums.failed
+
+    @property
+    def faults(self) -> list[tuple[Fault, int]]:
+        return [
+            (SPLIT_BRAIN if fault is ASSIGNED_TWICE and self.conflicts else fault, number)
+            for fault, number in self.sums.faults
+        ]
 
     @property
     def unproven(self) -> bool:

@@ -1,423 +1,250 @@
-"""Draw the report's plots as SVG for the inside of an HTML page.
+"""Draw the report's two plots: the state of each partition over time, and who acknowledged when.
 
-Two plots: the state of each partition over time, and its owners over time. matplotlib is imported when the first plot
-is drawn, never before. It ignores the user's settings, opens no window, and gives the same text for the same facts: no
-date, no random ids.
-
-Colours have names (`colour("lost")`). They are drawn as placeholders and written as CSS variables (`var(--lost)`), so
-one drawing fits light and dark pages. Text stays text, for screen readers, search and copying. States and owners also
-differ by hatching, marks and labels, not by colour alone.
+A plot is a table with a row for each partition: its name, and a drawing of the time. Drawings have their heights in
+pixels and their places in time in percent, so that one drawing fits phones and desktops and its text keeps its size.
+Colours are variables of the page's style sheet, for light and dark pages; states and owners also differ by hatching,
+and each bar has a title.
 """
 
 from __future__ import annotations
 
-import io
-import re
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from itertools import groupby
+from typing import Final
 
-from kproxy.pipeline.audit.columns import LOST, OVERLAP
 from kproxy.pipeline.audit.report_facts import Facts, Grid, Holding, Partition, State
-from kproxy.pipeline.audit.report_text import STATE_NAMES, counted, duration, printable, shortened, utc
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.path import Path
-
-
-OWNER_COLOURS: Final = 9
-_NAMES: Final = (
-    *("paper", "ink", "muted", "line", "complete", "removed", "unproven", "duplicated", "overlapped", "lost", "hatch"),
-    *(f"owner-{number}" for number in range(OWNER_COLOURS)),
+from kproxy.pipeline.audit.report_text import (
+    STATE_NAMES,
+    counted,
+    duration,
+    escaped,
+    owner_in_words,
+    printable,
+    shortened,
+    span_in_words,
+    utc,
 )
-# Nearly black, one for each name; nothing else is drawn in these colours.
-_PLACEHOLDERS: Final = {name: f"#0102{number:02x}" for number, name in enumerate(_NAMES, 16)}
 
-POINTS_PER_INCH: Final = 72
-_SETTINGS: Final[dict[str, Any]] = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.family": ["DejaVu Sans"],
-    "font.size": 10,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.8,
-    "axes.edgecolor": _PLACEHOLDERS["line"],
-    "axes.labelcolor": _PLACEHOLDERS["muted"],
-    "xtick.color": _PLACEHOLDERS["line"],
-    "ytick.color": _PLACEHOLDERS["line"],
-    "xtick.labelcolor": _PLACEHOLDERS["muted"],
-    "ytick.labelcolor": _PLACEHOLDERS["ink"],
-    "text.color": _PLACEHOLDERS["ink"],
-    "grid.color": _PLACEHOLDERS["line"],
-    "grid.linewidth": 0.5,
-    "hatch.linewidth": 1.0,
-    "legend.frameon": False,
-    "legend.fontsize": 10,
-    "path.simplify": True,
-    "timezone": "UTC",
+# Strokes in a tile of 8 by 8 pixels. Those of faults have the colour of the paper.
+_RISING: Final = "M-1 1L1-1M0 8L8 0M7 9L9 7"
+_FALLING: Final = "M-1 7L1 9M0 0L8 8M7-1L9 1"
+_LEVEL: Final = "M0 4H8"
+_UPRIGHT: Final = "M4 0V8"
+OWNER_HATCHES: Final = (
+    *("", _RISING, _FALLING, _LEVEL, _UPRIGHT, _RISING + _FALLING, _LEVEL + _UPRIGHT, "M2 0V8M6 0V8"),
+)
+STATE_HATCHES: Final = {
+    State.COMPLETE: ("", "hatch"),
+    State.REMOVED: (_LEVEL, "hatch"),
+    State.UNPROVEN: (_RISING, "hatch"),
+    State.DUPLICATED: ("M4 1V7M1 4H7", "paper"),
+    State.OVERLAPPED: ("M4 1L7 4L4 7L1 4z", "paper"),
+    State.LOST: ("M1 1L7 7M7 1L1 7", "paper"),
 }
-_TAG: Final = re.compile(r"<[^>]*>")
-_LONG_FLOAT: Final = re.compile(r"-?\d+\.\d{3,}")
-_FONT: Final = re.compile(r"font-family: [^;\"]*;?\s*")
-_ID: Final = re.compile(r'(\bid="|href="#|url\(#)')
-# SVG allows CSS variables in a style, but not in every attribute.
-_FILL: Final = re.compile(r'fill="(#0102[0-9a-f]{2})"')
-_NAMESPACE: Final = re.compile(r'\sxmlns(?::\w+)?="[^"]*"')
+ROW_PX: Final = 20
+BAR_PX: Final = 16
+NAME_AT_MOST: Final = 48
+TIMELINES_AT_MOST: Final = 20
+LANES_AT_MOST: Final = 3
+# The class of what only wide or only narrow pages show, and the least pixels for a percent of the time there.
+_WIDTHS: Final = {"wide": 5.5, "narrow": 3.4}
+LETTER_PX: Final = 7
 
-
-def colour(name: str) -> str:
-    return _PLACEHOLDERS[name]
-
-
-def draw(name: str, width: float, height: float, paint: Callable[[Figure], None]) -> str:
-    """Return the `<svg>` element that `paint` draws; `width` and `height` in inches, `name` prefixes its ids."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    text = io.StringIO()
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        # The font lacks a letter. The browser uses another font anyway.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        matplotlib.rcdefaults()
-        settings: Any = {**_SETTINGS, "svg.hashsalt": name}
-        matplotlib.rcParams.update(settings)
-        figure = Figure(figsize=(width, height), facecolor="none")
-        FigureCanvasSVG(figure)
-        paint(figure)
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(text, format="svg", metadata=nothing, facecolor="none")
-    return _for_a_page(text.getvalue(), name)
-
-
-def _for_a_page(svg: str, name: str) -> str:
-    """Remove prologue, namespaces and sizes, which only a file needs; prefix ids and insert the page's colours."""
-    svg = svg[svg.index("<svg") :]
-    # matplotlib's style sheet would apply to the whole page. The page has the same rules for drawings.
-    for element in ("metadata", "style"):
-        svg = re.sub(rf"<{element}\b.*?</{element}>", "", svg, flags=re.DOTALL)
-    names = {placeholder: f"var(--{own})" for own, placeholder in _PLACEHOLDERS.items()}
-
-    def rewrite(match: re.Match[str]) -> str:
-        tag = _NAMESPACE.sub("", match[0]).replace("xlink:href", "href")
-        if tag.startswith("<svg"):
-            tag = re.sub(r'\s(?:width|height|version)="[^"]*"', "", tag)
-        tag = _LONG_FLOAT.sub(lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), tag)
-        tag = _FONT.sub("", tag)
-        tag = _FILL.sub(r'style="fill: \1"', tag)
-        tag = _ID.sub(rf"\g<1>{name}-", tag)
-        return re.sub(r"#0102[0-9a-f]{2}", lambda hexadecimal: names.get(hexadecimal[0], hexadecimal[0]), tag)
-
-    return _TAG.sub(rewrite, svg).strip()
-
-
-WIDE_IN: Final = 10.4
-NARROW_IN: Final = 5.2
-# Room for half of the last tick label.
-RIGHT_IN: Final = 0.3
-_BOTTOM_IN = 0.5
 DAY_MS: Final = 86_400_000
-# Later times are beyond matplotlib's calendar.
-LAST_DATE_MS: Final = 253_000_000_000_000
-LETTER_PT: Final = 6.0
-HATCHES: Final = ("", "//", "\\\\", "--", "||", "xx", "++", "////", "--||")
+LAST_DATE_MS: Final = 253_402_300_799_999
+TICKS_AT_MOST: Final = 8
+_STEPS: Final = (
+    *(unit * count for unit in (1, 10, 100) for count in (1, 2, 5)),
+    *(unit * count for unit in (1000, 60_000) for count in (1, 2, 5, 10, 15, 30)),
+    *(3_600_000 * count for count in (1, 2, 3, 6, 12)),
+    *(DAY_MS * count * 10**power for power in range(6) for count in (1, 2, 5)),
+)
+# The longest time in ms, and the part of `2026-11-21 20:15:00.250` that its ticks show.
+_SHOWN: Final = (
+    *((5_000, slice(11, 23)), (600_000, slice(11, 19)), (DAY_MS, slice(11, 16)), (4 * DAY_MS, slice(5, 16))),
+    (float("inf"), slice(0, 10)),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Plot:
-    """One plot, drawn for wide and for narrow screens. `alternative` is its text for screen readers."""
+class Time:
+    """The time that a plot shows."""
 
-    name: str
-    title: str
-    caption: str
-    alternative: str
-    wide: str
-    narrow: str
+    begin_ms: int
+    end_ms: int
 
+    def percent(self, ms: float) -> float:
+        return round((ms - self.begin_ms) * 100 / max(1, self.end_ms - self.begin_ms), 2)
 
-def drawn_twice(name: str, height_in: float, paint: Callable[[Figure, bool], None]) -> tuple[str, str]:
-    wide = draw(f"{name}-wide", WIDE_IN, height_in, lambda figure: paint(figure, True))
-    return wide, draw(f"{name}-narrow", NARROW_IN, height_in, lambda figure: paint(figure, False))
-
-
-def axes_on(figure: Figure, *, left_in: float, top_in: float = 0.15) -> Axes:
-    width, height = figure.get_size_inches()
-    return figure.add_axes(
-        (
-            left_in / width,
-            _BOTTOM_IN / height,
-            (width - left_in - RIGHT_IN) / width,
-            (height - top_in - _BOTTOM_IN) / height,
+    def bar(self, from_ms: int, to_ms: int, top: float, height: int, fill: str, title: str) -> str:
+        left = self.percent(from_ms)
+        return (
+            f'<rect x="{left:g}%" y="{top:g}" width="{self.percent(to_ms) - left:.4g}%" height="{height}" '
+            f'fill="{fill}"><title>{escaped(title)}, {span_in_words(from_ms, to_ms)}</title></rect>'
         )
+
+    def ticks(self) -> tuple[str, list[tuple[float, str]]]:
+        """Return the days, and a few round times as (percent, label); beyond the calendar only the first time."""
+        if self.begin_ms < 0 or self.end_ms > LAST_DATE_MS:
+            return "UTC", [(0.0, utc(self.begin_ms))]
+        long_ms = max(1, self.end_ms - self.begin_ms)
+        step = next(step for step in _STEPS if long_ms < step * TICKS_AT_MOST)
+        part = next(part for longest_ms, part in _SHOWN if long_ms <= longest_ms)
+        times = range(-(-self.begin_ms // step) * step, self.end_ms + 1, step)
+        first, last = utc(self.begin_ms)[:10], utc(self.begin_ms + long_ms - 1)[:10]
+        days = f"{first} (UTC)" if first == last else f"{first} to {last} (UTC)"
+        return days, [(self.percent(ms), utc(ms)[part]) for ms in times]
+
+
+# A row of a plot: the partition, what the drawing shows for screen readers, its height, the drawing.
+Row = tuple[str, str, int, str]
+
+
+def plots(facts: Facts) -> str:
+    """Return the plots for which there is data, as HTML."""
+    grid = facts.grid
+    if grid is None:
+        return ""
+    tiles = {state.value: hatch for state, hatch in STATE_HATCHES.items()}
+    tiles |= {f"owner-{number}": (strokes, "hatch") for number, strokes in enumerate(OWNER_HATCHES)}
+    patterns = "".join(
+        f'<pattern id="{name}" width="8" height="8" patternUnits="userSpaceOnUse">'
+        f'<rect width="8" height="8" style="fill:var(--{name})"/><path d="{strokes}" style="stroke:var(--{colour})"/>'
+        "</pattern>"
+        for name, (strokes, colour) in tiles.items()
+    )
+    return (
+        f'<svg class="patterns" width="0" height="0" aria-hidden="true">{patterns}</svg>'
+        f"{_completeness(facts, grid) if facts.cells else ''}{_ownership(facts, grid) if facts.holdings else ''}"
     )
 
 
-def time_axis(axes: Axes, begin_ms: int, end_ms: int, *, wide: bool) -> None:
-    """Set up an x axis of days since the epoch. Ticks show the clock or the date, whichever differs; UTC."""
-    from matplotlib.dates import DAILY, HOURLY, MINUTELY, MONTHLY, SECONDLY, AutoDateLocator
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    end_ms = max(end_ms, begin_ms + 1)
-    axes.set_xlim(begin_ms / DAY_MS, end_ms / DAY_MS)
-    if begin_ms < 0 or end_ms > LAST_DATE_MS:
-        axes.xaxis.set_major_locator(MaxNLocator(4))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda days, _: duration(days * DAY_MS - begin_ms)))
-        axes.set_xlabel(f"since {utc(begin_ms)} UTC")
-        return
-    locator = AutoDateLocator(tz="UTC", minticks=3, maxticks=8 if wide else 4)  # type: ignore[no-untyped-call]
-    # The locator's largest steps (30 s, 30 min, …) give too many ticks for axes just below the next unit's range.
-    for unit, next_unit in ((SECONDLY, 60), (MINUTELY, 60), (HOURLY, 24), (DAILY, 31), (MONTHLY, 12)):
-        locator.intervald[unit] = [*locator.intervald[unit], next_unit]
-    axes.xaxis.set_major_locator(locator)
-    part = next(part for longest_ms, part in _SHOWN if end_ms - begin_ms <= longest_ms)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda days, _: utc(round(days * DAY_MS))[part]))
-    day, last_day = utc(begin_ms)[:10], utc(max(begin_ms, end_ms - 1))[:10]
-    axes.set_xlabel(f"{day} (UTC)" if day == last_day else f"{day} to {last_day} (UTC)")
-
-
-# The longest axis in ms, and the part of `2026-11-21 20:15:00.250` that its ticks show.
-_SHOWN: Final = (
-    (5_000, slice(11, 23)),
-    (600_000, slice(11, 19)),
-    (DAY_MS, slice(11, 16)),
-    (4 * DAY_MS, slice(5, 16)),
-    (1000 * DAY_MS, slice(0, 10)),
-    (float("inf"), slice(0, 7)),
-)
+def _plot(name: str, title: str, caption: str, key: Iterable[tuple[str, str]], time: Time, rows: Iterable[Row]) -> str:
+    """Return a plot; `key` has the fills and their meanings."""
+    days, ticks = time.ticks()
+    lines = "".join(f'<line x1="{at:g}%" x2="{at:g}%" y2="100%"/>' for at, _ in ticks)
+    labels = "".join(
+        f'<text x="{at:g}%" y="14" text-anchor="{"start" if at < 10 else "end" if at > 90 else "middle"}" '
+        f'class="{"wide" if number % 2 else "each"}">{label}</text>'
+        for number, (at, label) in enumerate(ticks)
+    )
+    keys = "".join(
+        f'<li><svg width="16" height="16" aria-hidden="true"><rect width="16" height="16" fill="{fill}"/></svg>'
+        f"{escaped(text)}</li>"
+        for fill, text in key
+    )
+    body = "".join(
+        f'<tr><th scope="row">{escaped(shortened(printable(row), NAME_AT_MOST))}</th><td><svg height="{height}" '
+        f'role="img"><title>{escaped(f"{row}: {told}")}</title>{lines}{drawing}</svg></td></tr>'
+        for row, told, height, drawing in rows
+    )
+    return (
+        f'<h2 id="{name}">{title}</h2><figure aria-labelledby="{name}"><figcaption>{escaped(caption)}</figcaption>'
+        f'<ul class="key">{keys}</ul><table class="plot"><tbody>{body}</tbody><tfoot><tr><th>{days}</th>'
+        f'<td><svg height="20" aria-hidden="true">{labels}</svg></td></tr></tfoot></table></figure>'
+    )
 
 
-def row_labels(names: Sequence[str], *, wide: bool) -> tuple[list[str], float]:
-    """Return the names, shortened to fit beside a plot, and their width in inches."""
-    cut = [shortened(printable(name), 34 if wide else 16) for name in names]
-    return cut, 0.25 + max((len(name) for name in cut), default=0) * LETTER_PT / POINTS_PER_INCH
-
-
-def name_rows(axes: Axes, labels: Sequence[str]) -> None:
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.set_yticks(range(len(labels)), labels)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-
-
-def mark(axes: Axes, at: Sequence[tuple[float, float]], mark: str, shade: str, *, size: float) -> None:
-    x, y = zip(*at, strict=True)
-    axes.plot(x, y, linestyle="none", marker=mark, markersize=size, color=shade, markeredgewidth=1.4, clip_on=False)
-
-
-def boxes_path(boxes: Sequence[tuple[float, float, float, float]]) -> Path:
-    """Join rectangles (left, right, top, bottom) into one path, so that thousands are one small element."""
-    from matplotlib.path import Path
-
-    corners = [((a, c), (b, c), (b, d), (a, d), (a, c)) for a, b, c, d in boxes]
-    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * len(boxes)
-    return Path([corner for box in corners for corner in box], codes)
-
-
-def in_order(facts: Facts, keys: set[tuple[str, int]]) -> list[Partition]:
+def _in_order(facts: Facts, keys: Iterable[tuple[str, int]]) -> list[Partition]:
     """Return the partitions `keys`, sorted by name."""
-    chosen = [one for one in facts.partitions if (one.topic, one.partition) in keys]
-    return sorted(chosen, key=lambda one: (one.topic, one.partition))
+    chosen = set(keys)
+    found = [one for one in facts.partitions if (one.topic, one.partition) in chosen]
+    return sorted(found, key=lambda one: (one.topic, one.partition))
 
 
-def not_drawn(facts: Facts, drawn: int) -> str:
+def _not_drawn(facts: Facts, drawn: int) -> str:
     hidden = facts.sums.partitions - drawn
     return f" Not drawn: {counted(hidden, 'partition')}, none worse than these." if hidden > 0 else ""
 
 
-def owner_numbers(facts: Facts) -> dict[int | None, int]:
-    """Return each owner's number, which selects its colour and hatching in all plots."""
-    owners = sorted({one.owner for one in facts.holdings})
-    return {**{owner: place % (OWNER_COLOURS - 1) for place, owner in enumerate(owners)}, None: OWNER_COLOURS - 1}
-
-
-def owner_style(number: int) -> dict[str, Any]:
-    return {
-        "facecolor": colour(f"owner-{number}"),
-        "edgecolor": colour("paper"),
-        "hatch": HATCHES[number],
-        "hatchcolor": colour("hatch"),
-        "linewidth": 0.8,
-    }
-
-
-TIMELINES_AT_MOST: Final = 20
-LANES_AT_MOST: Final = 3
-BAR_TALL: Final = 0.42
-# Marks in the cells of a state, and on a partition's bars: mark, colour, and its text in the caption.
-STATE_MARKS: Final = {State.LOST: "x", State.OVERLAPPED: "D", State.DUPLICATED: "+"}
-FINDING_MARKS: Final = {
-    OVERLAP: ("D", "overlapped", "A diamond: offsets assigned twice."),
-    LOST: ("X", "lost", "A cross: records lost."),
-}
-
-
-def completeness(facts: Facts, grid: Grid) -> Plot:
-    drawn = in_order(facts, {(cell.topic, cell.partition) for cell in facts.cells})
+def _completeness(facts: Facts, grid: Grid) -> str:
     states = {(cell.topic, cell.partition, cell.column): cell.state for cell in facts.cells}
-    rows = [
-        [states.get((one.topic, one.partition, column), State.NOTHING) for column in range(grid.columns)]
+    drawn = _in_order(facts, ((cell.topic, cell.partition) for cell in facts.cells))
+    rows = {
+        one.name: [states.get((one.topic, one.partition, at), State.NOTHING) for at in range(grid.columns)]
         for one in drawn
-    ]
-    names = [one.name for one in drawn]
+    }
+    caption = f"Each partition over time, in steps of {duration(grid.step_ms)}, the worst of a step shown."
     if facts.trail_holes:
-        holes = set(facts.trail_holes)
-        rows.insert(0, [State.UNPROVEN if column in holes else State.NOTHING for column in range(grid.columns)])
-        names.insert(0, "trails")
-    height = 0.75 + 0.24 * max(len(rows), 2)
-
-    def paint(figure: Figure, wide: bool) -> None:
-        labels, left_in = row_labels(names, wide=wide)
-        axes = axes_on(figure, left_in=left_in)
-        name_rows(axes, labels)
-        for state in State:
-            _paint_state(axes, grid, rows, state)
-        time_axis(axes, grid.start_ms, grid.end_ms, wide=wide)
-
-    seen = {state: sum(row.count(state) for row in rows[1 if facts.trail_holes else 0 :]) for state in State}
-    told = ", ".join(f"{seen[state]:,} {STATE_NAMES[state]}" for state in reversed(State) if seen[state])
-    step = f"steps of {duration(grid.step_ms)}"
-    wide, narrow = drawn_twice("completeness", height, paint)
-    return Plot(
-        name="completeness",
-        title="Completeness",
-        caption=f"Each partition over time, in {step}, the worst of a step shown."
-        + (" The row “trails” shows when a proxy's trail has a gap." if facts.trail_holes else "")
-        + not_drawn(facts, len(drawn)),
-        alternative=f"{counted(len(drawn), 'partition')} in {counted(grid.columns, 'step')}: {told}.",
-        wide=wide,
-        narrow=narrow,
+        holes = [State.UNPROVEN if at in facts.trail_holes else State.NOTHING for at in range(grid.columns)]
+        rows = {"trails": holes, **rows}
+        caption += " The row “trails” shows when a proxy's trail has a gap."
+    seen = {state for row in rows.values() for state in row}
+    return _plot(
+        "completeness",
+        "Completeness",
+        caption + _not_drawn(facts, len(drawn)),
+        [(_fill(state), STATE_NAMES[state]) for state in reversed(State) if state in seen],
+        Time(grid.start_ms, grid.end_ms),
+        [_states(name, grid, row) for name, row in rows.items()],
     )
 
 
-def _paint_state(axes: Axes, grid: Grid, rows: Sequence[Sequence[State]], state: State) -> None:
-    """Draw all cells of one state, neighbours joined."""
-    from matplotlib.patches import PathPatch
-
-    runs = [(y, begin, end) for y, row in enumerate(rows) for begin, end in _runs(row, state)]
-    if not runs:
-        return
-    left, step = grid.start_ms / DAY_MS, grid.step_ms / DAY_MS
-    half = 0.06 if state is State.NOTHING else 0.4
-    boxes = [(left + begin * step, left + end * step, y - half, y + half) for y, begin, end in runs]
-    fill = colour("line" if state is State.NOTHING else state.value)
-    hatched = {"hatch": "/////", "hatchcolor": colour("hatch")} if state is State.UNPROVEN else {}
-    axes.add_patch(PathPatch(boxes_path(boxes), facecolor=fill, edgecolor="none", linewidth=0, **hatched))
-    if state in STATE_MARKS:
-        middles = [(left + (column + 0.5) * step, y) for y, begin, end in runs for column in range(begin, end)]
-        mark(axes, middles, STATE_MARKS[state], colour("paper"), size=4.0)
+def _fill(state: State) -> str:
+    return "var(--line)" if state is State.NOTHING else f"url(#{state.value})"
 
 
-def _runs(row: Sequence[State], state: State) -> list[tuple[int, int]]:
-    """Return the half-open runs of columns in which `row` has `state`."""
-    edges = [at for at in range(len(row) + 1) if _is(row, at, state) != _is(row, at - 1, state)]
-    return list(zip(edges[::2], edges[1::2], strict=True))
+def _states(name: str, grid: Grid, states: Sequence[State]) -> Row:
+    """Return a row of states, equal neighbours joined."""
+    time = Time(grid.start_ms, grid.end_ms)
+    drawing, begin = "", grid.start_ms
+    for state, run in groupby(states):
+        end = begin + grid.step_ms * len(list(run))
+        height = 2 if state is State.NOTHING else BAR_PX
+        drawing += time.bar(begin, end, (ROW_PX - height) / 2, height, _fill(state), STATE_NAMES[state])
+        begin = end
+    counts = [(states.count(state), STATE_NAMES[state]) for state in reversed(State) if state in states]
+    told = ", ".join(f"{count:,} {state}" for count, state in counts)
+    return name, f"of {counted(grid.columns, 'step')} {told}", ROW_PX, drawing
 
 
-def _is(row: Sequence[State], at: int, state: State) -> bool:
-    return 0 <= at < len(row) and row[at] is state
-
-
-def ownership(facts: Facts, grid: Grid) -> Plot:
+def _ownership(facts: Facts, grid: Grid) -> str:
     held = defaultdict(list)
     for holding in facts.holdings:
         held[holding.topic, holding.partition].append(holding)
     worst = [(one.topic, one.partition) for one in facts.partitions if (one.topic, one.partition) in held]
-    drawn = in_order(facts, set(worst[:TIMELINES_AT_MOST]))
+    drawn = _in_order(facts, worst[:TIMELINES_AT_MOST])
     shown = [holding for one in drawn for holding in held[one.topic, one.partition]]
-    begin = min([grid.start_ms, *(holding.first_ms for holding in shown)])
-    end = max([grid.end_ms, *(holding.last_ms for holding in shown)])
-    numbers = owner_numbers(facts)
-    lanes = [_lanes(held[one.topic, one.partition]) for one in drawn]
-    # Bars of owners at the same time are drawn below each other, so such a row is taller.
-    tops = [0.0, *accumulate(0.45 + 0.45 * (max(row) + 1) for row in lanes)]
-    marks = _marks(facts, drawn, tops)
-
-    def paint(figure: Figure, wide: bool) -> None:
-        labels, left_in = row_labels([one.name for one in drawn], wide=wide)
-        axes = axes_on(figure, left_in=left_in)
-        name_rows(axes, labels)
-        axes.set_ylim(tops[-1], 0)
-        axes.set_yticks([top + 0.23 + 0.225 * (max(row) + 1) for top, row in zip(tops, lanes, strict=False)], labels)
-        ms_per_point = (end - begin) / ((figure.get_size_inches()[0] - left_in - RIGHT_IN) * POINTS_PER_INCH)
-        bars = [
-            _Bar(holding, top + 0.25 + 0.45 * lane, ms_per_point)
-            for one, top, row in zip(drawn, tops, lanes, strict=False)
-            for holding, lane in zip(held[one.topic, one.partition], row, strict=True)
-        ]
-        _paint_bars(axes, bars, numbers)
-        for kind, (shape, shade, _) in FINDING_MARKS.items():
-            if marks[kind]:
-                mark(axes, marks[kind], shape, colour(shade), size=7.5)
-        time_axis(axes, begin, end, wide=wide)
-
-    wide, narrow = drawn_twice("ownership", 0.65 + 0.44 * max(tops[-1], 2), paint)
-    changes = sum(one.sums.ownership_changes for one in drawn)
-    told = " ".join(name for kind, (_, _, name) in FINDING_MARKS.items() if marks[kind])
-    hidden = counted(facts.hidden_holdings, "more stretch", "more stretches")
-    return Plot(
-        name="ownership",
-        title="Who acknowledged when",
-        caption="One bar for each owner and ownership revision (r), from its first acknowledgement to its last. "
-        + told
-        + (f" {hidden} of ownership did not fit." if facts.hidden_holdings else "")
-        + not_drawn(facts, len(drawn)),
-        alternative=f"{counted(len(drawn), 'partition')}, {counted(len(shown), 'stretch', 'stretches')} of ownership, "
-        f"{counted(changes, 'change')} of owner; the table of partitions names the owners.",
-        wide=wide,
-        narrow=narrow,
+    time = Time(
+        min([grid.start_ms, *(holding.first_ms for holding in shown)]),
+        max([grid.end_ms, *(holding.last_ms for holding in shown)]),
+    )
+    owners = sorted({holding.owner for holding in shown})
+    fills = {owner: f"url(#owner-{place % len(OWNER_HATCHES)})" for place, owner in enumerate(owners)}
+    caption = "One bar for each owner and ownership revision (r), from its first acknowledgement to its last."
+    if facts.hidden_holdings:
+        caption += f" {counted(facts.hidden_holdings, 'more stretch', 'more stretches')} of ownership did not fit."
+    return _plot(
+        "ownership",
+        "Who acknowledged when",
+        caption + _not_drawn(facts, len(drawn)),
+        # With more owners, several have the same fill.
+        [(fills[owner], f"broker {owner}") for owner in owners if len(owners) <= len(OWNER_HATCHES)],
+        time,
+        [_owners(one.name, held[one.topic, one.partition], time, fills) for one in drawn],
     )
 
 
-def _marks(facts: Facts, drawn: Sequence[Partition], tops: Sequence[float]) -> dict[str, list[tuple[float, float]]]:
-    marks: dict[str, list[tuple[float, float]]] = {kind: [] for kind in FINDING_MARKS}
-    rows = {(one.topic, one.partition): top for one, top in zip(drawn, tops, strict=False)}
-    for found in facts.findings:
-        if found.kind not in marks or found.topic is None or found.partition is None or found.from_ms is None:
-            continue
-        if (found.topic, found.partition) in rows:
-            marks[found.kind].append((found.from_ms / DAY_MS, rows[found.topic, found.partition] + 0.12))
-    return marks
-
-
-class _Bar:
-    """The place of a holding, in days since the epoch and in rows; at least two points wide, to be visible."""
-
-    def __init__(self, holding: Holding, top: float, ms_per_point: float) -> None:
-        self.owner = holding.owner
-        self.left = holding.first_ms / DAY_MS
-        self.right = max(holding.last_ms, holding.first_ms + 2 * ms_per_point) / DAY_MS
-        self.top = top
-        self.bottom = top + BAR_TALL
-        points = (self.right - self.left) * DAY_MS / ms_per_point if ms_per_point else 0
-        names = (
-            f"broker {holding.owner} r{holding.revision}",
-            f"{holding.owner} r{holding.revision}",
-            str(holding.owner),
-        )
-        self.label = next((name for name in names if len(name) * LETTER_PT + 4 < points), "")
-
-
-def _paint_bars(axes: Axes, bars: Sequence[_Bar], numbers: dict[int | None, int]) -> None:
-    from matplotlib.patches import PathPatch
-
-    of_number = defaultdict(list)
-    for bar in bars:
-        of_number[numbers[bar.owner]].append((bar.left, bar.right, bar.top, bar.bottom))
-    for number, boxes in sorted(of_number.items()):
-        axes.add_patch(PathPatch(boxes_path(boxes), **owner_style(number)))
-    ticks = boxes_path([(bar.left, bar.left, bar.top, bar.bottom) for bar in bars])
-    axes.add_patch(PathPatch(ticks, facecolor="none", edgecolor=colour("ink"), linewidth=1.2))
-    for bar in bars:
-        if bar.label:
-            middle = (bar.left, (bar.top + bar.bottom) / 2)
-            axes.annotate(bar.label, middle, xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+def _owners(name: str, holdings: Sequence[Holding], time: Time, fills: dict[int, str]) -> Row:
+    """Return the bars of the owners; those at the same time are below each other."""
+    lanes = _lanes(holdings)
+    drawing = ""
+    for one, lane in zip(holdings, lanes, strict=True):
+        top = lane * ROW_PX + (ROW_PX - BAR_PX) // 2
+        title = f"{owner_in_words(one.owner, one.revision)}, {counted(one.records, 'record')}"
+        drawing += time.bar(one.first_ms, one.last_ms, top, BAR_PX, fills[one.owner], title)
+        left = time.percent(one.first_ms)
+        drawing += f'<rect class="edge" x="{left:g}%" y="{top}" width="1.5" height="{BAR_PX}"/>'
+        # The longest name that fits the bar.
+        names = (f"broker {one.owner} r{one.revision}", f"{one.owner} r{one.revision}", str(one.owner))
+        for width, least_px in _WIDTHS.items():
+            room = (time.percent(one.last_ms) - left) * least_px
+            if label := next((label for label in names if len(label) * LETTER_PX + 8 < room), ""):
+                drawing += f'<text class="{width}" x="{left:g}%" dx="5" y="{top + BAR_PX - 4}">{label}</text>'
+    told = ", ".join(owner_in_words(one.owner, one.revision) for one in holdings)
+    return name, told, (max(lanes) + 1) * ROW_PX, drawing
 
 
 def _lanes(holdings: Sequence[Holding]) -> list[int]:
@@ -431,15 +258,3 @@ def _lanes(holdings: Sequence[Holding]) -> list[int]:
         ends[lane] = max(ends[lane], holding.last_ms)
         lanes.append(lane)
     return lanes
-
-
-def plots(facts: Facts) -> list[Plot]:
-    """Draw the plots for which there is data."""
-    if facts.grid is None:
-        return []
-    made = []
-    if facts.cells:
-        made.append(completeness(facts, facts.grid))
-    if facts.holdings:
-        made.append(ownership(facts, facts.grid))
-    return made

@@ -6,11 +6,12 @@ findings.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Final
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
@@ -28,7 +29,7 @@ from kproxy.pipeline.audit.columns import (
     UNCHECKED,
     WRONG_KINDS,
 )
-from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts, Finding, Partition, State, Sums, Verdict
+from kproxy.pipeline.audit.report_facts import COUNTS, TRAIL_READ, Facts, Finding, Partition, State, Sums, Verdict
 
 _EPOCH = datetime(1970, 1, 1)
 # Singular and plural.
@@ -45,47 +46,23 @@ KIND_NAMES = {
 }
 
 STATE_NAMES = {
+    **{state: state.value for state in State},
     State.NOTHING: "nothing acknowledged",
-    State.COMPLETE: "complete",
-    State.REMOVED: "removed by retention or compaction",
-    State.UNPROVEN: "unproven",
-    State.DUPLICATED: "duplicated",
-    State.OVERLAPPED: "overlapped",
-    State.LOST: "lost",
+    State.REMOVED: COUNTS["removed"].absent,
 }
-GLOSSARY = {
-    "acked": "Records that a proxy acknowledged to a producer and noted in its trail.",
-    "present": "Acknowledged records that are in the log at their offsets.",
-    "lost": "Acknowledged records that are not in the log, although neither retention nor compaction removed them.",
-    "overlapped": "Acknowledged records whose offset another record has too. If two brokers assigned it: split brain.",
-    "duplicated": "Records that are in the log more than once, by producer id and sequence number.",
-    "unsequenced": "Batches of producers without idempotence. Without sequence numbers duplicates cannot be found.",
-    "removed": "Acknowledged records that retention or compaction has removed since.",
-    "deleted": "Acknowledged records of a topic that was deleted on purpose (--deleted-topic).",
-    "gone": "Acknowledged records of a topic whose id no longer exists, without --deleted-topic.",
+# The head of a column of the page, which is also its word in the list of words.
+TITLES: Final = {name: f"{name} {count.unit}".rstrip() for name, count in COUNTS.items()}
+GLOSSARY: Final = {TITLES[name]: count.meaning for name, count in COUNTS.items()} | {
     "unproven": "Windows that cannot be verified: a proxy's trail has a gap or no end, batches are unchecked, or "
-    "records are gone.",
-    "unchecked": "Batches whose checksums were not verified, because crc32c is not installed. They may be corrupt.",
-    "unclaimed": "Records in the log that no trail has: written past the proxies, with acks=0, or during a gap.",
-    "late": "Rows that reached the trail later than the proxy promises. They count like all others.",
+    "records are gone."
 }
 
 
 def headline(verdict: Verdict) -> str:
     """Return the verdict in a few words."""
     sums = verdict.sums
-    wrong = [
-        name
-        for name, count in (
-            ("loss", sums.lost),
-            ("split brain" if verdict.conflicts else "offsets assigned twice", sums.overlapped),
-            ("duplicates", sums.duplicated),
-            ("corrupt batches", sums.corrupt),
-        )
-        if count
-    ]
-    if wrong:
-        return _listed(wrong).capitalize()
+    if verdict.failed:
+        return _listed([fault.headline for fault, _ in verdict.faults]).capitalize()
     if verdict.unproven:
         return "Unproven"
     if verdict.empty:
@@ -98,7 +75,8 @@ def headline(verdict: Verdict) -> str:
 def summary(verdict: Verdict) -> str:
     """Explain the headline in a few sentences, with the numbers and with what the audit does not know."""
     sums = verdict.sums
-    if wrong := _wrong(verdict):
+    if verdict.failed:
+        wrong = [f"{number:,} {fault.said(number)}" for fault, number in verdict.faults]
         found = f"Of {counted(sums.acked, 'acknowledged record')} {_listed(wrong)}."
     elif sums.acked:
         how_often = ", each at one offset" if sums.unsequenced else ", once and at one offset"
@@ -114,39 +92,15 @@ def _unknown(sums: Sums) -> list[str]:
     contents = "Contents are not compared."
     if not sums.unsequenced:
         return [contents]
-    batches = (
-        f"{counted(sums.unsequenced, 'batch', 'batches')} without sequence numbers {_are(sums.unsequenced)} not checked"
-    )
-    return [f"Duplicates are found only for idempotent producers: {batches}.", contents]
-
-
-def _wrong(verdict: Verdict) -> list[str]:
-    sums = verdict.sums
-    said = []
-    if sums.lost:
-        said.append(f"{sums.lost:,} {_are(sums.lost)} not in the log")
-    if sums.overlapped:
-        others = "another broker assigned too" if verdict.conflicts else "another record has too"
-        said.append(f"{sums.overlapped:,} {_were(sums.overlapped)} assigned an offset that {others}")
-    if sums.duplicated:
-        said.append(f"{sums.duplicated:,} {_are(sums.duplicated)} in the log more than once")
-    if sums.corrupt:
-        batches = f"{counted(sums.corrupt, 'batch', 'batches')} in the log"
-        said.append(
-            f"{batches} {'does not match its checksum' if sums.corrupt == 1 else 'do not match their checksums'}"
-        )
-    return said
+    unknown = f"{batches(sums.unsequenced)} without sequence numbers {_are(sums.unsequenced)} not checked"
+    return [f"Duplicates are found only for idempotent producers: {unknown}.", contents]
 
 
 def _there(sums: Sums) -> str:
     absent = [
-        f"{count:,} {how}"
-        for count, how in (
-            (sums.removed, "as removed by retention or compaction"),
-            (sums.deleted, "as deleted with their topics"),
-            (sums.gone, "as gone with deleted topics"),
-        )
-        if count
+        f"{number:,} as {count.absent}"
+        for name, count in COUNTS.items()
+        if count.absent and (number := getattr(sums, name))
     ]
     if absent:
         return (
@@ -163,8 +117,8 @@ def _unproven(verdict: Verdict) -> str:
     sums, holes = verdict.sums, verdict.trail_faults
     said = []
     if sums.unchecked:
-        batches = f"{counted(sums.unchecked, 'batch', 'batches')} {_were(sums.unchecked)}"
-        said.append(f"{batches} not checked against checksums, so the log may be corrupt")
+        unchecked = f"{batches(sums.unchecked)} {_were(sums.unchecked)} not checked against checksums"
+        said.append(f"{unchecked}, so the log may be corrupt")
     if sums.gone:
         records = f"{counted(sums.gone, 'record')} {_are(sums.gone)}"
         said.append(f"{records} gone with deleted topics. If the deletion was on purpose, give --deleted-topic")
@@ -218,18 +172,8 @@ def owners_in_words(owners: Sequence[int]) -> str:
 
 def partition_verdict(sums: Sums) -> str:
     """Return the verdict for a table cell; "at least once" where duplicates cannot be known."""
-    wrong = [
-        name
-        for name, count in (
-            ("lost", sums.lost),
-            ("overlapped", sums.overlapped),
-            ("duplicates", sums.duplicated),
-            ("corrupt", sums.corrupt),
-        )
-        if count
-    ]
-    if wrong:
-        return ", ".join(wrong)
+    if sums.faults:
+        return ", ".join(fault.cell for fault, _ in sums.faults)
     if sums.unproven:
         return "unproven"
     if not sums.acked:
@@ -237,6 +181,16 @@ def partition_verdict(sums: Sums) -> str:
     if sums.deleted:
         return "deleted"
     return "at least once" if sums.unsequenced else "clean"
+
+
+def tone(sums: Sums) -> str:
+    """Return the tone of a partition's verdict: bad, warn, good or idle."""
+    return "bad" if sums.failed else "warn" if sums.unproven else "good" if sums.acked else "idle"
+
+
+def columns(facts: Facts) -> list[str]:
+    """Return the counts that a table shows."""
+    return [name for name, count in COUNTS.items() if not count.rare or getattr(facts.sums, name)]
 
 
 def kinds_counted(facts: Facts) -> str:
@@ -258,9 +212,17 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
+def escaped(text: str) -> str:
+    return html.escape(printable(text))
+
+
 def counted(count: int, one: str, many: str = "") -> str:
     """Return `1 record`, `2,000 records`."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def batches(count: int) -> str:
+    return counted(count, "batch", "batches")
 
 
 def utc(ms: int) -> str:
@@ -280,18 +242,21 @@ def span_in_words(from_ms: int, to_ms: int) -> str:
 
 def duration(ms: float) -> str:
     """Return `250 ms`, `5 s`, `3 min`, `2 h`, `1.5 d`."""
-    for unit, size in (("d", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
-        if ms >= size:
-            return f"{ms / size:.3g} {unit}"
-    return f"{ms:.3g} ms"
+    return _scaled(ms, {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1000, "ms": 0})
+
+
+def time_in_words(ms: float | None) -> str:
+    return "–" if ms is None else duration(ms)
 
 
 def bytes_in_words(count: float) -> str:
     """Return `1.2 GB`, by powers of 1000."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
+    return _scaled(count, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 0})
+
+
+def _scaled(value: float, units: Mapping[str, float]) -> str:
+    unit, size = next((unit, size) for unit, size in units.items() if value >= size)
+    return f"{value / (size or 1):.3g} {unit}"
 
 
 def _listed(parts: list[str]) -> str:
@@ -320,40 +285,11 @@ FINDINGS_AT_MOST: Final = 10
 NAME_LENGTHS: Final = (40, 22)
 # Measures the natural width of a table.
 _UNBOUNDED: Final = Console(width=10_000)
-OWNERS_AT_MOST: Final = 12
 VERDICT_AT_MOST: Final = 13
-# Columns of counts in their order, with their titles. Only those of faults are coloured.
-_TITLES: Final = {
-    "acked": "acked",
-    "present": "present",
-    "lost": "lost",
-    "overlapped": "overlapped",
-    "duplicated": "dupl.",
-    "removed": "removed",
-    "deleted": "deleted",
-    "gone": "gone",
-    "unclaimed": "unclaimed",
-    "corrupt": "corrupt",
-    "unchecked": "unchecked",
-    "late": "late",
-}
-_BAD: Final = ("lost", "overlapped", "duplicated", "corrupt")
-# Shown even if 0 for all partitions; other columns are left out then.
-_ALWAYS: Final = ("acked", "present", "lost", "overlapped", "duplicated")
+OWNERS_AT_MOST: Final = 12
+_STYLES: Final = {"bad": "bold red", "warn": "yellow", "good": "green", "idle": "dim"}
 # Columns that a narrow terminal drops, in this order.
-_LEFT_OUT: Final = (
-    "99 %",
-    "owners",
-    "late",
-    "unclaimed",
-    "unchecked",
-    "corrupt",
-    "removed",
-    "deleted",
-    "gone",
-    "present",
-    "verdict",
-)
+_LEFT_OUT: Final = ("99 %", "owners", *(name for name in reversed(COUNTS) if COUNTS[name].rare), "present", "verdict")
 
 
 def show_table(facts: Facts, console: Console) -> None:
@@ -372,63 +308,47 @@ def show_table(facts: Facts, console: Console) -> None:
 
 def _partitions(facts: Facts, console: Console) -> Table:
     """Return the table of partitions, with as many columns as fit the terminal."""
-    names = [*(name for name in _TITLES if name in _ALWAYS or getattr(facts.sums, name)), "owners", "99 %", "verdict"]
+    names = [*columns(facts), "owners", "99 %", "verdict"]
     table = _table(facts, names, NAME_LENGTHS[0])
     for left_out in range(len(_LEFT_OUT) + 1):
         if Measurement.get(console, _UNBOUNDED.options, table).maximum <= console.width:
             break
-        kept = [name for name in names if name not in _LEFT_OUT[:left_out]]
-        table = _table(facts, kept, NAME_LENGTHS[1])
+        table = _table(facts, [name for name in names if name not in _LEFT_OUT[:left_out]], NAME_LENGTHS[1])
     return table
 
 
 def _table(facts: Facts, names: Sequence[str], longest: int) -> Table:
-    shown = facts.partitions[:ROWS_AT_MOST]
+    widest = {"verdict": VERDICT_AT_MOST, "owners": OWNERS_AT_MOST}
     table = Table(Column("partition", no_wrap=True))
     for name in names:
-        if name in _TITLES:
-            table.add_column(_TITLES[name], justify="right", no_wrap=True)
-        elif name == "verdict":
-            table.add_column(name, max_width=VERDICT_AT_MOST)
-        else:
-            table.add_column(
-                name, no_wrap=True, max_width=OWNERS_AT_MOST, justify="right" if name == "99 %" else "left"
-            )
-    for partition in shown:
-        others = {
-            "verdict": _verdict(partition.sums),
-            "owners": Text(owners_in_words(partition.owners)),
-            "99 %": Text("–" if partition.p99_ms is None else duration(partition.p99_ms)),
-        }
-        _add(table, _name(partition, longest), partition.sums, names, others)
-    hidden = facts.sums.without([partition.sums for partition in shown])
+        justify: JustifyMethod = "left" if name in widest else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "verdict", max_width=widest.get(name))
+
+    def add(title: str, sums: Sums, one: Partition | None = None) -> None:
+        table.add_row(Text(title), *[_cell(name, sums, one) for name in names])
+
+    shown = facts.partitions[:ROWS_AT_MOST]
+    for one in shown:
+        add(f"{shortened(printable(one.topic), longest)}/{one.partition}", one.sums, one)
+    hidden = facts.sums.without([one.sums for one in shown])
     if hidden.partitions:
         table.add_section()
-        _add(table, f"{hidden.partitions:,} more", hidden, names, {"verdict": _verdict(hidden)})
+        add(f"{hidden.partitions:,} more", hidden)
     if facts.sums.partitions > 1:
         table.add_section()
-        _add(table, f"all {facts.sums.partitions:,}", facts.sums, names, {"verdict": _verdict(facts.sums)})
+        add(f"all {facts.sums.partitions:,}", facts.sums)
     return table
 
 
-def _add(table: Table, title: str, sums: Sums, names: Sequence[str], others: Mapping[str, Text]) -> None:
-    cells = [_count(sums, name) if name in _TITLES else others.get(name, Text()) for name in names]
-    table.add_row(Text(title), *cells)
-
-
-def _count(sums: Sums, name: str) -> Text:
-    count = getattr(sums, name)
-    style = "" if name not in _BAD else "bold red" if count else "dim"
-    return Text(f"{count:,}", style=style, no_wrap=True)
-
-
-def _name(partition: Partition, longest: int) -> str:
-    return f"{shortened(printable(partition.topic), longest)}/{partition.partition}"
-
-
-def _verdict(sums: Sums) -> Text:
-    style = "bold red" if sums.failed else "yellow" if sums.unproven else "green" if sums.acked else "dim"
-    return Text(partition_verdict(sums), style=style)
+def _cell(name: str, sums: Sums, one: Partition | None) -> Text:
+    if name == "verdict":
+        return Text(partition_verdict(sums), style=_STYLES[tone(sums)])
+    if name in COUNTS:
+        number = getattr(sums, name)
+        return Text(f"{number:,}", style="" if not COUNTS[name].fault else "bold red" if number else "dim")
+    if one is None:
+        return Text()
+    return Text(owners_in_words(one.owners) if name == "owners" else time_in_words(one.p99_ms))
 
 
 def _show_findings(facts: Facts, console: Console) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from struct import pack_into
+from xml.etree import ElementTree
 
 import pytest
 
@@ -10,7 +12,8 @@ from bench.fast_broker import FastBroker
 from bench.load import MANY_PARTITIONS, VERSION, Shape, produce_frame
 from bench.null_broker import NullBroker
 from bench.plain import MEASURED
-from bench.plain_figures import DIRECT, KPROXY, Figures, Latency, Ratio, fit, percentile, ratio
+from bench.plain_figures import DIRECT, HAPROXY, KPROXY, Figures, Latency, Ratio, fit, percentile, ratio
+from bench.plain_plots import write_plots
 from kproxy_codec.framing import RESPONSE_CORRELATION_ID_OFFSET, ReceiveArena
 from kproxy_codec.produce import PRODUCE_API
 
@@ -33,6 +36,18 @@ def test_added_latency_is_relative_to_same_round() -> None:
             found.latency.setdefault(name, Latency()).add([micros * 1e-6] * 99 + [1.0])
     assert found.added(KPROXY, 50) == pytest.approx([100.0, 300.0])
     assert found.latency[KPROXY].of(99) == pytest.approx([200.0, 400.0])
+
+
+def test_plots_are_one_svg_file_each(tmp_path: Path) -> None:
+    found = Figures({}, MEASURED, [], [], 2000)
+    for number, name in enumerate((DIRECT, HAPROXY, KPROXY, "<peer>"), 1):
+        found.cpu[name] = {shape.name: [5.0 * number, 4.0, 700.0] for shape in MEASURED}
+        found.latency[name] = Latency([90.0 * number], [1_000.0])
+    written = write_plots(found, tmp_path)
+    assert [path.name for path in written] == ["plain-cpu.svg", "plain-latency.svg", "plain-ratio.svg"]
+    for path in written:
+        texts = [text.text for text in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+        assert {KPROXY, "<peer>"} <= set(texts)
 
 
 def test_fit_recovers_the_costs_of_the_times() -> None:
