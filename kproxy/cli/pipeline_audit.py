@@ -49,6 +49,13 @@ from kproxy.errors import StartupError
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write an HTML report to this file.",
 )
+@click.option("--json", is_flag=True, help="Print the result as JSON, without a table.")
+@click.option(
+    "--metrics",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write metrics to this file, for a textfile collector of Prometheus.",
+)
 @click.option("--allow-unproven", is_flag=True, help="End with 0 if nothing is wrong and something is unproven.")
 @click.option(
     "--engine",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from kproxy.pipeline.audit import run_spark
 from kproxy.pipeline.audit.in_process import Results
 from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.rules import AuditRules
-from kproxy.pipeline.audit.run_spark import FEW, acknowledged_by_one, fitted, judge, keep
+from kproxy.pipeline.audit.run_spark import acknowledged_by_one, fitted, judge
 from kproxy.pipeline.audit.tables import NAMES, Tables, audit_tables, read_results
 from tests.support.audit import cases
 from tests.support.audit.frames import bounds_frame, log_frame, trail_frame
@@ -27,7 +26,7 @@ from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, judg
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
-PARTITIONS, ADAPTIVE = "spark.sql.shuffle.partitions", "spark.sql.adaptive.enabled"
+PARTITIONS = "spark.sql.shuffle.partitions"
 FIRST_SEED = secrets.randbelow(1 << 31)
 SEEDS = range(FIRST_SEED, FIRST_SEED + 40)
 # Small, so that cases and histories meet the boundaries of buckets.
@@ -51,14 +50,16 @@ def here() -> Results:
     return judged_here(*inputs())
 
 
+def keep(_: str, frame: Any) -> Any:
+    return frame.coalesce(1).localCheckpoint()
+
+
 @pytest.fixture(scope="module")
-def on_spark(spark: Any) -> Iterator[Tables]:
+def on_spark(spark: Any) -> Tables:
     rows, log, limits, rules = inputs()
     frames = trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits)
-    with fitted(spark, len(rows)):
-        trail, headers, ends = (keep("", frame) for frame in frames)
-        tables = audit_tables(trail, headers, ends, rules, keep, BITS)
-        yield Tables(*(keep(name, getattr(tables, name)) for name in NAMES))
+    tables = audit_tables(*(keep("", frame) for frame in frames), rules, keep, BITS)
+    return Tables(*(keep(name, getattr(tables, name)) for name in NAMES))
 
 
 def comparable(rows: Any, *without: str) -> list[str]:
@@ -99,18 +100,16 @@ def test_both_engines_give_the_same_report(here: Results, on_spark: Tables) -> N
     assert facts[0] == facts[1]
 
 
-@pytest.mark.parametrize(
-    ("rows", "partitions"), [(0, "1"), (FEW, "1"), (FEW + 1, None), (299_999, None), (30_000_000, "100")]
-)
-def test_settings_follow_input_size_and_are_reset(spark: Any, rows: int, partitions: str | None) -> None:
-    before = spark.conf.get(PARTITIONS), spark.conf.get(ADAPTIVE)
+@pytest.mark.parametrize(("rows", "partitions"), [(0, None), (299_999, None), (30_000_000, "100")])
+def test_shuffle_partitions_follow_input_size_and_are_reset(spark: Any, rows: int, partitions: str | None) -> None:
+    before = spark.conf.get(PARTITIONS)
     with fitted(spark, rows):
-        assert spark.conf.get(PARTITIONS) == (partitions or before[0])
-    assert (spark.conf.get(PARTITIONS), spark.conf.get(ADAPTIVE)) == before
+        assert spark.conf.get(PARTITIONS) == (partitions or before)
+    assert spark.conf.get(PARTITIONS) == before
 
 
 @pytest.mark.long
-def test_results_are_equal_from_memory_and_files(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_judged_equally_by_driver(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trail = Trail()
     trail.acked("t", 0, 100, at=11_000)
     trail.acked("t", 50, 100, at=12_000, owner=2, revision=9)
@@ -129,15 +128,14 @@ def test_results_are_equal_from_memory_and_files(spark: Any, tmp_path: Path, mon
             read_results(spark, output)
         amount, tables = judge(spark, rows, log, limits, rules, keep, output, {"made": "now"})
         assert amount == len(trail.rows) + 1
-        written, about = read_results(spark, output)
+        _, about = read_results(spark, output)
         assert about == {"made": "now"}
-        assert collected(tables) == collected(written)
         return collected(tables)
 
-    in_memory = judged("memory")
-    assert [row.kind for row in in_memory["findings"]] == ["lost", "overlap"]
-    monkeypatch.setattr(run_spark, "stays_in_memory", lambda session, rows: False)
-    assert judged("files") == in_memory
+    by_driver = judged("driver")
+    assert [row.kind for row in by_driver["findings"]] == ["lost", "overlap"]
+    monkeypatch.setattr(run_spark, "FEW", 0)
+    assert judged("executors") == by_driver
 
 
 @pytest.mark.long

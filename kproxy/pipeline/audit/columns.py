@@ -82,6 +82,7 @@ _COUNTS: Final[Columns] = {
     "removed": "long",
     "deleted": "long",
     "gone": "long",
+    "unread": "long",
     "duplicated": "long",
     "overlapped": "long",
     "unproven": "boolean",
@@ -129,9 +130,10 @@ TAIL: Final = "tail"
 DELETED: Final = "deleted"
 GONE: Final = "gone"
 UNCHECKED: Final = "unchecked"
-FINDING_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT, GONE, UNCHECKED, GAP, TAIL, DELETED)
+UNREAD: Final = "unread"
+FINDING_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT, GONE, UNREAD, UNCHECKED, GAP, TAIL, DELETED)
 # Kinds that report something unproven.
-UNPROVEN_KINDS: Final = (GONE, UNCHECKED, GAP, TAIL)
+UNPROVEN_KINDS: Final = (GONE, UNREAD, UNCHECKED, GAP, TAIL)
 # Kinds that report a fault: all others except DELETED, which the user declared.
 WRONG_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT)
 

@@ -23,6 +23,7 @@ from kproxy.pipeline.audit.columns import (
     OVERLAP,
     PARTITIONS,
     UNCHECKED,
+    UNREAD,
     WINDOWS,
 )
 from kproxy.pipeline.audit.judge import (
@@ -43,10 +44,22 @@ Row = dict[str, Any]
 Ownerships = Mapping[tuple[int, int], Ownership]
 
 _COUNTS: Final = (
-    *("present", "lost", "removed", "deleted", "gone", "duplicated", "overlapped", "late", "batches", "bytes"),
+    *(
+        "present",
+        "lost",
+        "removed",
+        "deleted",
+        "gone",
+        "unread",
+        "duplicated",
+        "overlapped",
+        "late",
+        "batches",
+        "bytes",
+    ),
     *("unclaimed", "corrupt", "unchecked", "unsequenced"),
 )
-_ACKED: Final = ("present", "lost", "removed", "deleted", "gone")
+_ACKED: Final = ("present", "lost", "removed", "deleted", "gone", "unread")
 
 
 def _amounts(amounts: Amounts) -> Row:
@@ -69,7 +82,7 @@ def window_row(topic: str, partition: int, begin_ms: int, length_ms: int, amount
         **dict(zip(("window_start", "window_end"), times, strict=True)),
         **_amounts(amounts),
         "ownership_changes": amounts.counts["ownership_changes"],
-        "unproven": unproven or amounts.counts["gone"] > 0,
+        "unproven": unproven or amounts.counts["gone"] + amounts.counts["unread"] > 0,
     }
     return {name: row[name] for name in WINDOWS}
 
@@ -84,7 +97,7 @@ def partition_row(
         "partition": partition,
         **_amounts(part.amounts),
         "ownership_changes": changes,
-        "unproven": unproven or counts["unchecked"] + counts["gone"] > 0,
+        "unproven": unproven or counts["unchecked"] + counts["gone"] + counts["unread"] > 0,
         "log_start_offset": None if bounds is None else bounds.log_start_offset,
         "end_offset": None if bounds is None else bounds.end_offset,
     }
@@ -325,6 +338,18 @@ def _gone(topic: str, partition: int, kind: str, topic_id: str | None, gone: Gon
     }
 
 
+def _unread(topic: str, partition: int, part: PartitionPart, reason: str) -> Row:
+    records = part.amounts.counts["unread"]
+    return {
+        "kind": UNREAD,
+        "topic": topic,
+        "partition": partition,
+        "records": records,
+        "detail": f"The log of {topic}/{partition} could not be read: {reason.rstrip('.')}. It is unknown whether the "
+        f"{records} records that were acknowledged are there. Run the audit again when it can be read.",
+    }
+
+
 def of_unproven(unproven: Unproven) -> Row:
     """Return the finding of a gap or a tail."""
     proxy, missing = unproven.proxy, unproven.missing
@@ -373,9 +398,16 @@ def sum_up(
     rules: JudgeRules,
     *,
     unproven: bool,
+    unread: str | None = None,
 ) -> Summed:
-    """Return the rows of a judged partition; `unproven`: some trail is, at some time."""
+    """Return the rows of a judged partition; `unproven`: some trail is, at some time.
+
+    `unread`: why its log could not be read.
+    """
     changes = ownership_changes(part.ownerships, rules.window_ms)
     findings, found = findings_of(topic, partition, part, bounds, deleted, rules.max_findings)
-    row = partition_row(topic, partition, part, bounds, changes.total(), unproven=unproven)
+    if unread is not None:
+        findings.append(_unread(topic, partition, part, unread))
+        found[UNREAD] += 1
+    row = partition_row(topic, partition, part, bounds, changes.total(), unproven=unproven or unread is not None)
     return Summed(row, findings, found, owner_rows(topic, partition, part.ownerships), changes)

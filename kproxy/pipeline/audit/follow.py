@@ -31,7 +31,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -65,9 +65,9 @@ from kproxy.pipeline.audit.logs import TooLarge, bounds_now, ends_of, existing, 
 from kproxy.pipeline.audit.report_facts import FAULTY, UNPROVEN
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, check
-from kproxy.pipeline.audit.run_spark import bounds_frame, first_offsets, fitted, keep, stays_in_memory
+from kproxy.pipeline.audit.run_spark import bounds_frame, first_offsets, judged
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, FINDINGS_SCHEMA, LOG_SCHEMA, TRAIL_SCHEMA
-from kproxy.pipeline.audit.tables import Tables, audit_tables
+from kproxy.pipeline.audit.tables import Tables
 from kproxy.pipeline.audit.trail import only_rows, rows_of
 from kproxy.pipeline.audit.trail_place import JSON, TOPIC
 from kproxy.pipeline.ingest.job import Stop, stopped_by_signals
@@ -499,16 +499,7 @@ class FollowInputs:
         rows = self._numbered(state, self._kept("rows", batches).drop("batch"))
         log = self._land("log", self._newest_of_log(batches))
         bounds = self._bounds(rows)
-        amount = rows.count() + log.count()
-        with fitted(self._session, amount):
-            if not stays_in_memory(self._session, amount):
-                return audit_tables(rows, log, bounds, rules, self._land)
-            tables = audit_tables(keep("rows", rows), keep("log", log), keep("bounds", bounds), rules, keep)
-            # Computed while the settings apply. A following audit does not use the other tables.
-            windows, findings, throughput = (
-                keep(name, getattr(tables, name)) for name in ("windows", "findings", "throughput")
-            )
-            return replace(tables, windows=windows, findings=findings, throughput=throughput)
+        return judged(self._session, rows, log, bounds, rules, self._land, rows.count() + log.count())
 
     def tidy(self) -> None:
         """Delete the intermediate tables."""

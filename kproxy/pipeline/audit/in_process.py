@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit import columns
-from kproxy.pipeline.audit.columns import ABOUT, arrow_schema
+from kproxy.pipeline.audit.columns import ABOUT, DELETED, GONE, UNREAD, arrow_schema
 from kproxy.pipeline.audit.findings import Findings, Row, of_unproven, sum_up, window_row
 from kproxy.pipeline.audit.judge import (
     Amounts,
@@ -82,8 +83,9 @@ def audit_rows(
     log: Mapping[TopicPartition, list[Batch]],
     bounds: Mapping[TopicPartition, Bounds],
     rules: AuditRules,
+    unread: Mapping[TopicPartition, str] = MappingProxyType({}),
 ) -> Results:
-    """Audit a whole trail. `rows` in any order; `log` and `bounds` by topic and partition."""
+    """Audit a whole trail. `rows` in any order; `unread`: partitions whose logs could not be read, and why."""
     living = {topic: limits.topic_id for (topic, _), limits in bounds.items()}
     stamps: dict[TrailName, list[Stamp]] = defaultdict(list)
     # By partition and, for deleted topics, id; that of the existing topic is "".
@@ -97,8 +99,9 @@ def audit_rows(
             ranges[TopicPartition(row.topic, row.partition)][topic_id].append(row.acknowledged())
     judge, missing = rules.prove({name: trail_part(each) for name, each in stamps.items()})
     audit = _Audit(rules, judge, missing)
-    for which in sorted(bounds.keys() | ranges.keys() | log.keys()):
-        audit.judge_partition(which, ranges.get(which, {}), log.get(which, []), bounds.get(which))
+    for which in sorted(bounds.keys() | ranges.keys() | log.keys() | unread.keys()):
+        batches = [] if which in unread else log.get(which, [])
+        audit.judge_partition(which, ranges.get(which, {}), batches, bounds.get(which), unread.get(which))
     return audit.results()
 
 
@@ -117,18 +120,22 @@ class _Audit:
         ranges: Mapping[str | None, list[Range]],
         batches: list[Batch],
         bounds: Bounds | None,
+        unread: str | None,
     ) -> None:
         topic, partition = which
         deleted = self._rules.deleted_topics
         probes = [(at, each) for each in repeats(batches) for at in (each.batch.base_offset, each.first_base_offset)]
-        windows, part, copies = judge_log(ranges.get("", ()), batches, bounds, self._judge, probes=probes)
+        here = ranges.get("", ()) if unread is None else ()
+        windows, part, copies = judge_log(here, batches, bounds, self._judge, probes=probes)
         for topic_id, theirs in ranges.items():
-            if topic_id != "":
-                more, gone = judge_gone(theirs, topic_id, self._judge, is_declared=topic in deleted)
+            if topic_id != "" or unread is not None:
+                kind = UNREAD if topic_id == "" else DELETED if topic in deleted else GONE
+                more, gone = judge_gone(theirs, topic_id, self._judge, kind)
                 part.add(gone, self._rules.max_findings)
                 for window, amounts in more.items():
                     windows.setdefault(window, Amounts()).add(amounts)
-        summed = sum_up(topic, partition, part, bounds, deleted, self._judge, unproven=bool(self._missing))
+        unproven = bool(self._missing)
+        summed = sum_up(topic, partition, part, bounds, deleted, self._judge, unproven=unproven, unread=unread)
         self._results.partitions.append(summed.row)
         self._results.owners += summed.owners
         self._findings.note(summed.findings, summed.found)

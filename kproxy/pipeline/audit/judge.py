@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
-from kproxy.pipeline.audit.columns import CORRUPT, DUPLICATE, LOST, OVERLAP
+from kproxy.pipeline.audit.columns import CORRUPT, DUPLICATE, LOST, OVERLAP, UNREAD
 
 # A producer's sequence numbers repeat after so many records.
 _SEQUENCES: Final = 1 << 31
@@ -386,15 +386,16 @@ def judge_gone(
     rows: Iterable[Range],
     topic_id: str | None,
     rules: JudgeRules,
-    *,
-    is_declared: bool,
+    kind: str,
     start: int = 0,
     end: int = _EVERYWHERE,
 ) -> tuple[Windows, PartitionPart]:
-    """Judge the offsets [start, end) of a deleted topic's partition: each counts once, by the first row that has it."""
+    """Judge the offsets [start, end) of a partition whose log cannot be read: each counts once, as `kind`.
+
+    That is DELETED, GONE or UNREAD. The first row that has an offset counts it.
+    """
     sweep = _Sweep(None, rules, start, end)
     sweep.read_rows(rows)
-    kind = "deleted" if is_declared else "gone"
     reach = 0
     for claim in sorted(sweep.claims):
         row = claim.row
@@ -406,6 +407,8 @@ def judge_gone(
         told.records += new
         for amounts in (sweep.part.amounts, sweep.window_of(row)):
             amounts.counts[kind] += new
+    if kind == UNREAD:
+        sweep.part.gone.clear()
     return sweep.windows, sweep.part
 
 

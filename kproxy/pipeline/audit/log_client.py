@@ -425,30 +425,45 @@ class LogClient:
                     raise LogReadFailed(f"Topic {topic} cannot be read: {error_codes.name_of(missing[topic])}.")
             patience.pause(f"Metadata of {', '.join(pending)} is not to be had")
 
-    def list_offsets(self, partitions: Iterable[TopicPartition], timestamp: int) -> dict[TopicPartition, int]:
+    def list_offsets(
+        self, partitions: Iterable[TopicPartition], timestamp: int, unread: dict[TopicPartition, str] | None = None
+    ) -> dict[TopicPartition, int]:
         """Return the first offsets of logs (EARLIEST) or those after the last records (LATEST, the high watermarks).
 
         For a time in milliseconds, return the first offset with that timestamp or a later one, -1 if there is none.
-        Raise LogReadFailed.
+        Raise LogReadFailed; with `unread`, add the partitions that have no leader or are refused, with the reason.
         """
         offsets: dict[TopicPartition, int] = {}
         pending = dict.fromkeys(partitions, "nobody was asked")
         patience = self.patience()
         while pending:
-            for leader, asked in self._by_leader(list(pending), patience).items():
+            leaders = self._by_leader(list(pending), patience, pending if unread is not None else None)
+            for leader, asked in leaders.items():
                 for first in range(0, len(asked), PARTITIONS_PER_QUESTION):
                     part = asked[first : first + PARTITIONS_PER_QUESTION]
-                    offsets.update(self._list_offsets(leader, part, timestamp, pending))
+                    offsets.update(self._list_offsets(leader, part, timestamp, pending, unread))
             if any(which in offsets for which in pending):
                 patience.succeeded()
-            pending = {which: reason for which, reason in pending.items() if which not in offsets}
+            done = offsets.keys() | (unread or {}).keys()
+            pending = {which: reason for which, reason in pending.items() if which not in done}
             if pending:
                 which, reason = next(iter(pending.items()))
-                patience.pause(f"The offsets of {which} are not to be had ({reason})")
+                try:
+                    patience.pause(f"The offsets of {which} are not to be had ({reason})")
+                except LogReadFailed:
+                    if unread is None:
+                        raise
+                    unread.update(pending)
+                    break
         return offsets
 
     def _list_offsets(
-        self, leader: Address, asked: Sequence[TopicPartition], timestamp: int, reasons: dict[TopicPartition, str]
+        self,
+        leader: Address,
+        asked: Sequence[TopicPartition],
+        timestamp: int,
+        reasons: dict[TopicPartition, str],
+        unread: dict[TopicPartition, str] | None,
     ) -> dict[TopicPartition, int]:
         """Return the offsets in a leader's answer. For those missing, add the reason and forget the leader."""
         by_topic: dict[str, list[dict[str, int]]] = defaultdict(list)
@@ -473,8 +488,11 @@ class LogClient:
                     continue
                 self.forget_leader(which)
                 reasons[which] = error_codes.name_of(result.error_code)
-                if result.error_code not in PASSING:
+                if result.error_code in PASSING:
+                    continue
+                if unread is None:
                     raise LogReadFailed(f"The offsets of {which} cannot be read: {reasons[which]}.")
+                unread[which] = reasons[which]
         return offsets
 
     def compacted(self, topics: Collection[str]) -> set[str]:
@@ -527,17 +545,26 @@ class LogClient:
             patience.pause(f"Batches of {which} from offset {offset} on are not to be had ({reason})")
 
     def _by_leader(
-        self, partitions: Sequence[TopicPartition], patience: Patience
+        self,
+        partitions: Sequence[TopicPartition],
+        patience: Patience,
+        reasons: dict[TopicPartition, str] | None = None,
     ) -> dict[Address, list[TopicPartition]]:
-        """Group the partitions by leader; ask for Metadata for unknown leaders."""
+        """Group the partitions by leader; ask for Metadata for unknown leaders.
+
+        Wait for leaders; with `reasons`, leave out partitions that have none now, and say so there.
+        """
         while unknown := [which for which in partitions if which not in self._leaders]:
             for found in self._ask_metadata({which.topic for which in unknown}, patience):
                 for _, index, leader_id, _ in found.partitions():
                     if leader_id in self._brokers:
                         self._leaders[TopicPartition(_name(found), index)] = self._brokers[leader_id]
             leaderless = next((which for which in unknown if which not in self._leaders), None)
-            if leaderless is not None:
+            if leaderless is not None and reasons is None:
                 patience.pause(f"{leaderless} has no leader")
+            elif reasons is not None:
+                reasons.update((which, "it has no leader") for which in unknown if which not in self._leaders)
+                partitions = [which for which in partitions if which in self._leaders]
         by_leader: dict[Address, list[TopicPartition]] = defaultdict(list)
         for which in partitions:
             by_leader[self._leaders[which]].append(which)

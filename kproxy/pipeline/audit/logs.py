@@ -1,14 +1,15 @@
 """Ask a cluster which logs there are and where they begin and end, and read their headers in this process.
 
-Nothing here needs Spark. All functions raise LogReadFailed with one sentence, for example if a topic may not be read.
-`kafka`: options of Kafka's clients about TLS and SASL.
+Nothing here needs Spark. All functions raise LogReadFailed with one sentence, for example if a topic may not be read;
+with `unread`, a partition that cannot be read is noted there instead. `kafka`: options of Kafka's clients about TLS and
+SASL.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kproxy.pipeline.audit.judge import Batch, Bounds
@@ -32,6 +33,10 @@ FIRST_PATIENCE_MS: Final = 10_000
 TOPICS_TIMEOUT_S: Final = 5.0
 ENDS_PATIENCE_S: Final = 5.0
 _PAUSE_S: Final = 0.25
+
+
+Unread = dict[TopicPartition, str]
+"""Partitions without a leader, or that brokers refuse to read, and why. Functions with this argument add to it."""
 
 
 class TooLarge(Exception):
@@ -59,11 +64,17 @@ def existing(bootstrap: str, topics: Collection[str], kafka: Mapping[str, str] =
     return tuple(sorted(there))
 
 
-def ends_of(bootstrap: str, topics: Sequence[str], kafka: Mapping[str, str] = NO_OPTIONS) -> Offsets:
+def ends_of(
+    bootstrap: str, topics: Sequence[str], kafka: Mapping[str, str] = NO_OPTIONS, unread: Unread | None = None
+) -> Offsets:
     """Return where the logs of all partitions of the topics end now."""
     options = _quick(bootstrap, topics, kafka)
     with options.client() as client:
-        return client.list_offsets(options.partitions(client), LATEST)
+        return client.list_offsets(_but(options.partitions(client), unread), LATEST, unread)
+
+
+def _but(partitions: Iterable[TopicPartition], unread: Unread | None) -> list[TopicPartition]:
+    return [which for which in partitions if not unread or which not in unread]
 
 
 def offsets_at(
@@ -84,18 +95,18 @@ def bounds_now(
     topics: Sequence[str],
     compacted: Sequence[str] | None = None,
     kafka: Mapping[str, str] = NO_OPTIONS,
+    unread: Unread | None = None,
 ) -> dict[TopicPartition, Bounds]:
     """Return the bounds of all partitions of the topics. `compacted`: the compacted ones; None to ask the brokers."""
     options = read_options(written(bootstrap, topics, None, {}, kafka))
     with options.client() as client:
-        partitions = options.partitions(client)
+        partitions = _but(options.partitions(client), unread)
         leaves_holes = client.compacted(topics) if compacted is None else set(compacted)
-        ends = client.list_offsets(partitions, LATEST)
-        starts = client.list_offsets(partitions, EARLIEST)
+        ends = client.list_offsets(partitions, LATEST, unread)
+        starts = client.list_offsets(ends, EARLIEST, unread)
         ids = client.topic_ids
     return {
-        which: Bounds(starts[which], ends[which], which.topic in leaves_holes, ids.get(which.topic))
-        for which in partitions
+        which: Bounds(starts[which], ends[which], which.topic in leaves_holes, ids.get(which.topic)) for which in starts
     }
 
 
@@ -124,11 +135,10 @@ def starts_at_or_before(first: Offsets, ends: Offsets) -> Offsets:
     return {which: min(first.get(which, end), end) for which, end in ends.items()}
 
 
-def plan(options: LogOptions, client: LogClient) -> list[list[LogRange]]:
+def plan(options: LogOptions, client: LogClient, unread: Unread | None = None) -> list[list[LogRange]]:
     """Cut the logs into pieces; the client then knows the leaders."""
-    partitions = options.partitions(client)
-    earliest = client.list_offsets(partitions, EARLIEST)
-    latest = client.list_offsets(partitions, LATEST)
+    latest = client.list_offsets(_but(options.partitions(client), unread), LATEST, unread)
+    earliest = client.list_offsets(latest, EARLIEST, unread)
     starts = _resolve(options.start_offsets, "startOffsets", earliest, latest)
     ends = _resolve(options.end_offsets, "endOffsets", earliest, latest)
     return cut(starts, ends, options.offsets_per_partition)
@@ -152,21 +162,27 @@ def headers_in(options: LogOptions, client: LogClient, wanted: LogRange) -> Iter
 
 
 def read_headers(
-    options: LogOptions, most_batches: int | None = None, most_bytes: int | None = None
+    options: LogOptions,
+    most_batches: int | None = None,
+    most_bytes: int | None = None,
+    unread: Unread | None = None,
 ) -> dict[TopicPartition, list[Batch]]:
     """Read all headers in this process, by topic and partition. Raise TooLarge beyond the bounds."""
     read: dict[TopicPartition, list[Batch]] = defaultdict(list)
     batches = size = 0
     with options.client() as client:
-        for wanted in (each for piece in plan(options, client) for each in piece):
-            for rows in headers_in(options, client, wanted):
-                batches += len(rows)
-                size += sum(row[8] for row in rows)
-                if (most_batches is not None and batches > most_batches) or (
-                    most_bytes is not None and size > most_bytes
-                ):
-                    raise TooLarge
-                read[wanted.which] += [Batch(*row[:6], row[9], row[11]) for row in rows]
+        for wanted in (each for piece in plan(options, client, unread) for each in piece):
+            try:
+                for rows in headers_in(options, client, wanted):
+                    batches += len(rows)
+                    size += sum(row[8] for row in rows)
+                    if batches > (most_batches or batches) or size > (most_bytes or size):
+                        raise TooLarge
+                    read[wanted.which] += [Batch(*row[:6], row[9], row[11]) for row in rows]
+            except LogReadFailed as error:
+                if unread is None:
+                    raise
+                unread[wanted.which] = str(error)
     return read
 
 

@@ -120,6 +120,11 @@ class Sums:
         warning=True,
         absent="gone with deleted topics",
     )
+    unread: int = _count(
+        "Acknowledged records of a partition whose log could not be read: it had no leader, or brokers refused.",
+        warning=True,
+        absent="in logs that could not be read",
+    )
     unclaimed: int = _count(
         "Records in the log that no trail has: written past the proxies, with acks=0, or during a gap."
     )

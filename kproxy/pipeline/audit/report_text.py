@@ -27,6 +27,7 @@ from kproxy.pipeline.audit.columns import (
     OVERLAP,
     TAIL,
     UNCHECKED,
+    UNREAD,
     WRONG_KINDS,
 )
 from kproxy.pipeline.audit.report_facts import COUNTS, TRAIL_READ, Facts, Finding, Partition, State, Sums, Verdict
@@ -38,6 +39,7 @@ KIND_NAMES = {
     OVERLAP: ("overlap", "overlaps"),
     DUPLICATE: ("duplicate", "duplicates"),
     CORRUPT: ("corrupt batch", "corrupt batches"),
+    UNREAD: ("partition not read", "partitions not read"),
     UNCHECKED: ("partition not checked", "partitions not checked"),
     DELETED: ("deleted topic's partition", "deleted topics' partitions"),
     GONE: ("partition gone with its topic", "partitions gone with their topics"),
@@ -122,7 +124,9 @@ def _unproven(verdict: Verdict) -> str:
     if sums.gone:
         records = f"{counted(sums.gone, 'record')} {_are(sums.gone)}"
         said.append(f"{records} gone with deleted topics. If the deletion was on purpose, give --deleted-topic")
-    if holes or not (sums.unchecked or sums.gone):
+    if sums.unread:
+        said.append(f"{counted(sums.unread, 'record')} {_are(sums.unread)} in logs that could not be read")
+    if holes or not (sums.unchecked or sums.gone or sums.unread):
         what = f"The trails have {counted(holes, 'gap')}" if holes else "The trails are incomplete"
         said.append(f"{what}: further records acknowledged in that time are unknown")
     concerned = f" ({sums.unproven:,} of {counted(sums.partitions, 'partition')} affected)" if sums.unproven else ""

@@ -28,6 +28,7 @@ from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogRea
 from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, parse_bootstrap, read_options, written
 from kproxy.pipeline.audit.logs import (
     TooLarge,
+    Unread,
     bounds_now,
     ends_behind,
     ends_of,
@@ -39,6 +40,7 @@ from kproxy.pipeline.audit.logs import (
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_html import write_report
+from kproxy.pipeline.audit.report_machine import as_json, write_metrics
 from kproxy.pipeline.audit.report_text import show_table, utc
 from kproxy.pipeline.audit.rules import WINDOW_MS, AuditRules
 from kproxy.pipeline.audit.trail_place import JSON, PARQUET, TOPIC, TrailPlace
@@ -81,7 +83,8 @@ class AuditJob:
     empty: all in the trail; `deleted_topics`: topics of these names were deleted on purpose. `compacted`: the compacted
     topics, None to ask the brokers. `output`: a directory, or any address that Spark writes to and all executors reach,
     for the tables; None for none. `allow_unproven`: exit with 0 if nothing is wrong and something is unproven. `kafka`:
-    options of Kafka's clients for both clusters. `engine`: LOCAL or SPARK, or AUTO to choose by size.
+    options of Kafka's clients for both clusters. `engine`: LOCAL or SPARK, or AUTO to choose by size. `json`: print
+    JSON and not a table. `metrics`: a file for a textfile collector.
     """
 
     bootstrap: str
@@ -96,6 +99,8 @@ class AuditJob:
     output: str | None = None
     report: Path | None = None
     allow_unproven: bool = False
+    json: bool = False
+    metrics: Path | None = None
     kafka: KafkaOptions = NO_OPTIONS
     engine: str = AUTO
 
@@ -135,15 +140,21 @@ def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | Non
     display = display or Report()
     with display:
         facts = audit(job, spark, display)
+    status = facts.verdict.exit_status(allow_unproven=job.allow_unproven)
     # Show the result before writing the report, which may fail.
-    show_table(facts, Console(highlight=False))
+    if job.json:
+        print(as_json(facts, status))  # noqa: T201 - the command's output
+    else:
+        show_table(facts, Console(highlight=False))
+    if job.metrics is not None:
+        write_metrics(facts, status, job.metrics)
     if job.report is not None:
         write_report(facts, job.report)
     if job.output is not None:
         display.say(f"Tables: {job.output}")
     if job.report is not None:
         display.say(f"Report: {job.report.resolve()}")
-    return facts.verdict.exit_status(allow_unproven=job.allow_unproven)
+    return status
 
 
 def audit(job: AuditJob, spark: SessionOptions | None, display: Report) -> Facts:
@@ -197,17 +208,18 @@ def audit_here(job: AuditJob, stage: Stage | None = None, *, is_bounded: bool = 
         stage.say(f"reading the logs of {len(topics)} topics")
     log: Mapping[TopicPartition, list[Batch]] = {}
     bounds: Mapping[TopicPartition, Bounds] = {}
+    unread: Unread = {}
     if topics:
-        ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(job.bootstrap, topics, job.kafka))
+        ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(job.bootstrap, topics, job.kafka, unread))
         given = {"endOffsets": offsets_as_json(ends)}
         if job.from_ms is not None:
             first = first_acknowledged(ranges, job.from_ms - LOG_LOOKBACK_MS)
             given["startOffsets"] = offsets_as_json(starts_at_or_before(first, ends))
         options = read_options(written(job.bootstrap, topics, None, given, job.kafka))
-        most = (MOST_BATCHES, MOST_BYTES) if is_bounded else ()
-        log = read_headers(options, *most)
-        bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka)
-    results = audit_rows(rows, log, bounds, job.rules(read_at_ms))
+        most_batches, most_bytes = (MOST_BATCHES, MOST_BYTES) if is_bounded else (None, None)
+        log = read_headers(options, most_batches, most_bytes, unread)
+        bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka, unread)
+    results = audit_rows(rows, log, bounds, job.rules(read_at_ms), unread)
     words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
     return Audited(results, words, len(rows) + sum(map(len, log.values())))
 

@@ -1,9 +1,7 @@
 """Run one audit on Spark: read the trail and the logs, write the tables, and reduce them to a report's facts.
 
-Large audits use enough shuffle partitions for each task to work in memory, and keep tables that are read several times
-in Parquet files. For small audits Spark would spend most of its time on compiling, replanning, empty tasks and files:
-they are interpreted, in one partition, in memory. The tables are on disk before the report, so that it can be made
-again.
+Tables that are read several times are kept in Parquet files, and there are enough shuffle partitions for each task to
+work in memory. The result tables are on disk before the report, so that it can be made again.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.judge import Bounds
+from kproxy.pipeline.audit.in_process import audit_rows
+from kproxy.pipeline.audit.judge import Batch, Bounds
 from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.log_source import log_options, read_log
 from kproxy.pipeline.audit.logs import (
@@ -36,25 +36,29 @@ from kproxy.pipeline.audit.report_text import utc
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, about, there, trail_offsets
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
-from kproxy.pipeline.audit.tables import NAMES, Land, Tables, audit_tables, read_results, write_results
+from kproxy.pipeline.audit.tables import (
+    NAMES,
+    SCHEMAS,
+    Land,
+    Tables,
+    audit_tables,
+    bounds_in,
+    read_results,
+    write_results,
+)
 from kproxy.pipeline.audit.trail import read_files, read_topic
 from kproxy.pipeline.audit.trail_place import TOPIC
+from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session
-from kproxy.pipeline.spark import as_spark_failure, in_one_process, on_this_machine
+from kproxy.pipeline.spark import as_spark_failure, on_this_machine
 
 # Spark's readers ignore names that begin with `_`, so readers of the results do not read intermediate tables.
 _WORK = "_work"
 _BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
-# Rows of the trail and batches of the log. Up to here compiling takes more time than it saves.
+# Rows of the trail and batches of the log. Up to here the driver judges them.
 FEW: Final = 50_000
 _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
-_FOR_FEW: Final = {
-    _SHUFFLE_PARTITIONS: "1",
-    "spark.sql.adaptive.enabled": "false",
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-}
 # About 60 MB, with two endpoints for each row.
 _ROWS_PER_TASK: Final = 300_000
 _MAX_PARTITIONS: Final = 10_000
@@ -134,17 +138,33 @@ def judge(
     about: Mapping[str, str],
 ) -> tuple[int, Tables]:
     """Audit the inputs and write the tables to `output`. Return the number of input rows, and the tables."""
-    inputs = (rows, log, bounds)
     amount = rows.count() + log.count()
-    in_memory = stays_in_memory(session, amount)
+    tables = judged(session, rows, log, bounds, rules, land, amount)
     with fitted(session, amount):
-        if in_memory:
-            rows, log, bounds = (keep("", frame) for frame in inputs)
-        tables = audit_tables(rows, log, bounds, rules, keep if in_memory else land)
-        if in_memory:
-            tables = Tables(*(keep(name, getattr(tables, name)) for name in NAMES))
         write_results(tables, output, about)
-    return amount, tables if in_memory else read_results(session, output)[0]
+    return amount, read_results(session, output)[0]
+
+
+def judged(
+    session: Any, rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land, amount: int
+) -> Tables:
+    """Audit `amount` rows and batches: few by the driver, as Spark would spend its time on plans and empty tasks."""
+    if amount > FEW:
+        with fitted(session, amount):
+            return audit_tables(rows, log, bounds, rules, land)
+    names = TrailRow.__struct_fields__
+    batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
+    for row in log.collect():
+        batches[TopicPartition(row.topic, row.partition)].append(Batch(*(row[name] for name in Batch._fields)))
+    limits = {TopicPartition(row.topic, row.partition): bounds_in(row) for row in bounds.collect()}
+    trail = [TrailRow(*(row[name] for name in names)) for row in rows.select(*names).collect()]
+    results = audit_rows(trail, batches, limits, rules)
+    return Tables(
+        **{
+            name: session.createDataFrame([tuple(row.values()) for row in getattr(results, name)], SCHEMAS[name])
+            for name in NAMES
+        }
+    )
 
 
 def _read_trail(session: Any, job: AuditJob) -> DataFrame:
@@ -199,32 +219,14 @@ def work_in(session: Any, directory: str) -> Iterator[Land]:
 
 @contextmanager
 def fitted(session: Any, rows: int) -> Iterator[None]:
-    """Set the session's settings for an audit of `rows` rows while the block runs."""
-    wanted = _FOR_FEW if rows <= FEW else _for_many(session, rows)
-    before = {name: session.conf.get(name) for name in wanted}
+    """Use enough shuffle partitions for `rows` rows while the block runs: Spark joins small ones, but splits none."""
+    before = session.conf.get(_SHUFFLE_PARTITIONS)
+    needed = min(rows // _ROWS_PER_TASK, _MAX_PARTITIONS)
+    session.conf.set(_SHUFFLE_PARTITIONS, str(max(int(before), needed)))
     try:
-        for name, value in wanted.items():
-            session.conf.set(name, value)
         yield
     finally:
-        for name, value in before.items():
-            session.conf.set(name, value)
-
-
-def _for_many(session: Any, rows: int) -> Mapping[str, str]:
-    """Return enough shuffle partitions, at least the session's number: Spark joins small ones, but splits none."""
-    needed = min(rows // _ROWS_PER_TASK, _MAX_PARTITIONS)
-    return {_SHUFFLE_PARTITIONS: str(max(int(session.conf.get(_SHUFFLE_PARTITIONS)), needed))}
-
-
-def stays_in_memory(session: Any, rows: int) -> bool:
-    """Return whether `keep` is right for so many rows; never if an executor may be lost with its memory."""
-    return rows <= FEW and in_one_process(session.sparkContext.master)
-
-
-def keep(_: str, frame: DataFrame) -> DataFrame:
-    """Keep a table in memory until it is garbage: a `Land`. One partition needs no shuffle to group or join."""
-    return frame.coalesce(1).localCheckpoint()
+        session.conf.set(_SHUFFLE_PARTITIONS, before)
 
 
 def acknowledged_by_one(rows: DataFrame) -> dict[TopicPartition, int]:

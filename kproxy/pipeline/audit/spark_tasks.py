@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kproxy.pipeline.audit.columns import WINDOWS, arrow_schema
+from kproxy.pipeline.audit.columns import DELETED, GONE, WINDOWS, arrow_schema
 from kproxy.pipeline.audit.findings import Findings, sum_up, window_row
 from kproxy.pipeline.audit.judge import (
     Amounts,
@@ -85,7 +85,8 @@ class BucketJudge:
         span = {"start": bucket << self.bits, "end": (bucket + 1) << self.bits}
         copies: Mapping[int, tuple[int, int]] = {}
         if gone:
-            windows, part = judge_gone(rows, gone[1:] or None, self.rules, is_declared=topic in self.deleted, **span)
+            kind = DELETED if topic in self.deleted else GONE
+            windows, part = judge_gone(rows, gone[1:] or None, self.rules, kind, **span)
         else:
             batches, probes = [], []
             for first_base_offset, probe, *header in _rows(log, ("first_base_offset", "probe", *Batch._fields)):

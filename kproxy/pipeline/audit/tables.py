@@ -75,7 +75,7 @@ def audit_tables(
     """
     session = rows.sparkSession
     judge, missing = rules.prove(_trail_parts(rows))
-    limits = {(each.topic, each.partition): _bounds(each) for each in bounds.collect()}
+    limits = {(each.topic, each.partition): bounds_in(each) for each in bounds.collect()}
     deleted = frozenset(rules.deleted_topics)
     judged = _judged_rows(rows, rules, {topic: each.topic_id for (topic, _), each in limits.items()})
     claims = judged.withColumn("bucket", F.explode(_buckets(bits)))
@@ -219,7 +219,8 @@ def _throughput(parts: DataFrame) -> DataFrame:
     return added.select(F.timestamp_millis("window_ms").alias("window_start"), "owner", "records", "bytes")
 
 
-def _bounds(row: Any) -> Bounds:
+def bounds_in(row: Any) -> Bounds:
+    """Return a row of BOUNDS_SCHEMA without its partition."""
     return Bounds(row.log_start_offset, row.end_offset, bool(row.is_compacted), row.topic_id)
 
 
