@@ -65,7 +65,7 @@ from kproxy.pipeline.audit.logs import TooLarge, bounds_now, ends_of, existing, 
 from kproxy.pipeline.audit.report_facts import FAULTY, UNPROVEN
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, check
-from kproxy.pipeline.audit.run_spark import bounds_frame, first_offsets, judged
+from kproxy.pipeline.audit.run_spark import audited_tables, bounds_frame, first_offsets
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, FINDINGS_SCHEMA, LOG_SCHEMA, TRAIL_SCHEMA
 from kproxy.pipeline.audit.tables import Tables
 from kproxy.pipeline.audit.trail import only_rows, rows_of
@@ -499,7 +499,7 @@ class FollowInputs:
         rows = self._numbered(state, self._kept("rows", batches).drop("batch"))
         log = self._land("log", self._newest_of_log(batches))
         bounds = self._bounds(rows)
-        return judged(self._session, rows, log, bounds, rules, self._land, rows.count() + log.count())
+        return audited_tables(self._session, rows, log, bounds, rules, self._land, rows.count() + log.count())
 
     def tidy(self) -> None:
         """Delete the intermediate tables."""

@@ -139,13 +139,13 @@ def judge(
 ) -> tuple[int, Tables]:
     """Audit the inputs and write the tables to `output`. Return the number of input rows, and the tables."""
     amount = rows.count() + log.count()
-    tables = judged(session, rows, log, bounds, rules, land, amount)
+    tables = audited_tables(session, rows, log, bounds, rules, land, amount)
     with fitted(session, amount):
         write_results(tables, output, about)
     return amount, read_results(session, output)[0]
 
 
-def judged(
+def audited_tables(
     session: Any, rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land, amount: int
 ) -> Tables:
     """Audit `amount` rows and batches: few by the driver, as Spark would spend its time on plans and empty tasks."""

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from kproxy.pipeline.audit.log_client import LogReadFailed
-from kproxy.pipeline.audit.logs import existing
+from kproxy.pipeline.audit.log_client import LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.logs import ends_of, existing
 from kproxy_codec import error_codes
+from kproxy_codec.api_keys import METADATA
 from kproxy_codec.control import decode_request
 from tests.support.brokers.scripted_upstream import Asked
 from tests.support.processes.served import ServedBroker
@@ -58,3 +59,44 @@ async def test_deleted_topic_is_absent_and_not_requested_again() -> None:
 async def test_unreadable_topic_does_not_count_as_deleted() -> None:
     with pytest.raises(LogReadFailed, match=r"^Topic secret cannot be read: TOPIC_AUTHORIZATION_FAILED.$"):
         await existing_among(TOLD_OF, "secret", secret=error_codes.TOPIC_AUTHORIZATION_FAILED)
+
+
+def two_of_three() -> ServedBroker:
+    """A broker that leads partition 0 and refuses 1; partition 2 has no leader."""
+    broker = ServedBroker(1)
+
+    def answer(asked: Asked) -> None:
+        request = decode_request(asked.header.api_key, asked.header.api_version, asked.body)
+        if asked.header.api_key == METADATA:
+            partitions = [{"partition_index": n, "leader_id": 1 if n < 2 else -1} for n in range(3)]
+            topics = [{"error_code": 0, "name": TOLD_OF, "partitions": partitions}]
+            brokers = [{"node_id": 1, "host": "127.0.0.1", "port": broker.port}]
+            asked.answer_message(brokers=brokers, topics=topics)
+            return
+        refused = error_codes.TOPIC_AUTHORIZATION_FAILED
+        found = [
+            {"partition_index": each.partition_index, "error_code": refused if each.partition_index else 0, "offset": 7}
+            for topic in request.topics
+            for each in topic.partitions
+        ]
+        asked.answer_message(topics=[{"name": TOLD_OF, "partitions": found}])
+
+    broker.script = answer
+    return broker
+
+
+async def test_unreadable_partitions_leave_the_others_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy.pipeline.audit.logs.FIRST_PATIENCE_MS", 300)
+    broker = await two_of_three().start()
+    unread: dict[TopicPartition, str] = {}
+    try:
+        ends = await asyncio.to_thread(ends_of, str(broker.address), [TOLD_OF], unread=unread)
+        with pytest.raises(LogReadFailed, match=r"partition (1 cannot be read|2 has no leader)"):
+            await asyncio.to_thread(ends_of, str(broker.address), [TOLD_OF])
+    finally:
+        await broker.stop()
+    assert ends == {TopicPartition(TOLD_OF, 0): 7}
+    assert unread == {
+        TopicPartition(TOLD_OF, 1): "TOPIC_AUTHORIZATION_FAILED",
+        TopicPartition(TOLD_OF, 2): "it has no leader",
+    }

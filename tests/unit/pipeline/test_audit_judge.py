@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from collections import defaultdict
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from kproxy.errors import StartupError
 from kproxy.pipeline.audit import columns
+from kproxy.pipeline.audit.in_process import audit_rows
+from kproxy.pipeline.audit.judge import Batch, Bounds
+from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.report_facts import SUMMED, Sums, Verdict
+from kproxy.pipeline.audit.report_gather import gather
+from kproxy.pipeline.audit.report_machine import as_json, write_metrics
 from kproxy.pipeline.audit.report_text import headline, summary
+from kproxy.pipeline.audit.rules import AuditRules
 from tests.support.audit.cases import CASES, inputs
-from tests.support.audit.trails import Row, judged_here
+from tests.support.audit.trails import BEGAN_AT, Row, Trail, judged_here, trail_rows
 
 COUNTED = (
     *("acked", "present", "lost", "removed", "duplicated", "overlapped", "unclaimed", "corrupt", "unchecked", "late"),
@@ -131,3 +142,48 @@ def test_verdict_states_exactly_what_is_known(audited: Audited, name: str) -> No
     assert ("Duplicates are found only for idempotent producers" in said) == (row["unsequenced"] > 0)
     is_known = row["present"] > 0 and row["unsequenced"] == 0 and not verdict.failed and not verdict.unproven
     assert (", once and at one offset." in said) == is_known
+
+
+def test_unread_partition_is_unproven_and_others_are_judged() -> None:
+    trail = Trail()
+    trail.acked("t", 0, 100, partition=0)
+    trail.acked("t", 0, 50, partition=1)
+    trail.acked("t", 0, 50, 40, 20, partition=1)
+    trail.end(60_000)
+    unread = {TopicPartition("t", 1): "it has no leader", TopicPartition("t", 2): "refused."}
+    log = {TopicPartition("t", 0): [Batch(0, 99, 100, -1, -1, -1, False, True)]}
+    bounds = {TopicPartition("t", 0): Bounds(0, 100, False, None)}
+    results = audit_rows(trail_rows(trail.rows), log, bounds, AuditRules(read_at_ms=BEGAN_AT + 90_000), unread)
+    told = [(row["acked"], row["present"], row["unread"], row["lost"], row["unproven"]) for row in results.partitions]
+    assert told == [(100, 100, 0, 0, False), (60, 0, 60, 0, True), (0, 0, 0, 0, True)]
+    assert [(row["kind"], row["partition"], row["records"]) for row in results.findings] == [
+        ("unread", 1, 60),
+        ("unread", 2, 0),
+    ]
+    assert "t/1 could not be read: it has no leader. It is unknown" in results.findings[0]["detail"]
+    facts = gather(results, {})
+    assert (headline(facts.verdict), facts.verdict.exit_status()) == ("Unproven", 3)
+    assert "60 records are in logs that could not be read" in summary(facts.verdict)
+
+
+def test_programs_read_json_and_metrics(tmp_path: Path) -> None:
+    facts = gather(judged_here(*inputs()), {"made": "now"})
+    document = json.loads(as_json(facts, 1))
+    assert document["exit_status"] == 1
+    assert document["counts"]["lost"] == facts.sums.lost > 0
+    assert document["findings_by_kind"]["lost"]["findings"] == facts.finding_counts["lost"].findings
+    assert len(document["findings"]) + document["findings_not_listed"] == sum(
+        each["findings"] for each in document["findings_by_kind"].values()
+    )
+    assert {"topic", "partition", "first_offset", "detail"} <= document["findings"][0].keys()
+    write_metrics(facts, 1, tmp_path / "audit.prom", now_s=12.0)
+    lines = (tmp_path / "audit.prom").read_text().splitlines()
+    assert f'kproxy_audit_last_records{{state="lost"}} {facts.sums.lost}' in lines
+    assert f'kproxy_audit_last_batches{{state="corrupt"}} {facts.sums.corrupt}' in lines
+    assert {"kproxy_audit_last_exit_status 1", "kproxy_audit_last_run_timestamp_seconds 12"} <= set(lines)
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        checked = subprocess.run([promtool, "check", "metrics"], input="\n".join(lines) + "\n", text=True, check=False)
+        assert checked.returncode == 0
+    with pytest.raises(StartupError, match="--metrics could not be written to"):
+        write_metrics(facts, 1, tmp_path / "no" / "audit.prom")
