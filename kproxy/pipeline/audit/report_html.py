@@ -239,7 +239,7 @@ STYLE: Final = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
-main, .verdict > div { max-width: 74rem; margin: 0 auto; padding: 0 1.25rem; }
+main, .verdict > div { max-width: 80rem; margin: 0 auto; padding: 0 1.25rem; }
 h2 { font-size: 1.25rem; line-height: 1.3; margin: 2.5rem 0 .5rem; }
 p { margin: .4rem 0; } dd, figure { margin: 0; }
 .muted, caption, figcaption { color: var(--muted); font-size: .9rem; }
@@ -271,19 +271,21 @@ summary { cursor: pointer; padding: .4rem 0; font-weight: 600; }
 .key svg { vertical-align: -.15rem; margin-right: .35rem; }
 .patterns { position: absolute; } pattern path { fill: none; stroke-width: 1.2; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-.plot th { padding: 0 .75rem 0 0; font-weight: 400; text-align: right; max-width: 20rem; overflow-wrap: anywhere; }
-.plot td { padding: 0; width: 100%; min-width: 55%; } .plot svg { display: block; width: 100%; overflow: visible; }
+.plot th { padding: 0 .75rem 0 0; font-weight: 400; text-align: right; white-space: nowrap; }
+.plot td { padding: 0; width: 100%; } .plot svg { display: block; width: 100%; overflow: visible; }
 .plot text { font-size: 12px; fill: var(--ink); } .plot line { stroke: var(--line); } .plot .edge { fill: var(--ink); }
-.plot tfoot th, .plot tfoot text { font-size: 12px; color: var(--muted); fill: var(--muted); white-space: nowrap; }
+.plot tfoot th, .plot tfoot text { font-size: 12px; color: var(--muted); fill: var(--muted); }
 .plot .narrow { display: none; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem; }
 .scroll:focus-visible { outline: 2px solid var(--ink); outline-offset: 2px; }
 caption { text-align: left; padding: .6rem .5rem; }
-.partitions :is(th, td) { padding: .4rem .5rem; text-align: right; border-top: 1px solid var(--line);
+.partitions, .partitions .tag { font-size: .82rem; }
+.partitions :is(th, td) { padding: .35rem .4rem; text-align: right; border-top: 1px solid var(--line);
   white-space: nowrap; }
 .partitions thead th { color: var(--muted); font-weight: 600; vertical-align: bottom; }
 .partitions tr > :nth-child(-n+2) { text-align: left; }
-.partitions [scope=row] { font-weight: 600; white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
+.partitions [scope=row] { font-weight: 600; white-space: normal; overflow-wrap: anywhere; min-width: 6.5rem; }
+.partitions td:nth-last-child(7) { white-space: normal; min-width: 7rem; }
 td.bad, td.warn { font-weight: 650; } td.zero { color: var(--muted); } .partitions tfoot { background: var(--raised); }
 .words { display: grid; grid-template-columns: minmax(7rem, auto) 1fr; gap: .35rem 1.25rem; margin: .5rem 0; }
 .words dt { font-weight: 600; } .words dd { overflow-wrap: anywhere; }
@@ -293,7 +295,7 @@ footer { margin: 3rem 0 2rem; padding-top: 1rem; border-top: 1px solid var(--lin
   .verdict svg { width: 3rem; height: 3rem; } .verdict p { font-size: 1.05rem; }
   .numbers { grid-template-columns: repeat(2, 1fr); } .words { grid-template-columns: 1fr; }
   .words dd { margin-bottom: .5rem; }
-  .plot :is(tr, th, td) { display: block; text-align: left; max-width: none; } .plot th { padding: .3rem 0 0; }
+  .plot :is(tbody, tfoot, tr, th, td) { display: block; text-align: left; } .plot th { padding: .3rem 0 0; }
   .plot .wide { display: none; } .plot .narrow { display: revert; }
 }
 @media print { .findings li, figure, tr { break-inside: avoid; } .scroll { overflow: visible; } }

@@ -45,7 +45,7 @@ STATE_HATCHES: Final = {
 }
 ROW_PX: Final = 20
 BAR_PX: Final = 16
-NAME_AT_MOST: Final = 48
+NAME_AT_MOST: Final = 36
 TIMELINES_AT_MOST: Final = 20
 LANES_AT_MOST: Final = 3
 # The class of what only wide or only narrow pages show, and the least pixels for a percent of the time there.
@@ -241,7 +241,7 @@ def _owners(name: str, holdings: Sequence[Holding], time: Time, fills: dict[int,
         names = (f"broker {one.owner} r{one.revision}", f"{one.owner} r{one.revision}", str(one.owner))
         for width, least_px in _WIDTHS.items():
             room = (time.percent(one.last_ms) - left) * least_px
-            if label := next((label for label in names if len(label) * LETTER_PX + 8 < room), ""):
+            if label := next((label for label in names if len(label) * LETTER_PX + 6 < room), ""):
                 drawing += f'<text class="{width}" x="{left:g}%" dx="5" y="{top + BAR_PX - 4}">{label}</text>'
     told = ", ".join(owner_in_words(one.owner, one.revision) for one in holdings)
     return name, told, (max(lanes) + 1) * ROW_PX, drawing

@@ -208,6 +208,7 @@ def test_the_numbers_are_those_of_the_audit(pages: dict[str, str]) -> None:
     assert cells["orders/1"][:6] == ["lost, overlapped", "120,000", "119,800", "200", "400", "0"]
     assert cells["orders/0"][:6] == ["clean", "120,000", "120,000", "0", "0", "0"]
     assert cells["all 12 partitions"][:6] == ["lost, overlapped", "1,440,000", "1,439,800", "200", "400", "0"]
+    assert '<td class="bad">400</td><td class="zero">0</td>' in pages["split_brain"]
     finding = facts.findings[0]
     for told in (
         finding.detail,
@@ -460,3 +461,5 @@ def test_partition_verdict_says_no_more_than_headline(sums: Sums, word: str) -> 
 
 def test_single_lost_record_counts_as_one() -> None:
     assert "1 record is gone with" in summary(Verdict(Sums(1, acked=2, present=1, gone=1, unproven=1)))
+    found = summary(Verdict(Sums(1, acked=2, present=1, lost=1, corrupt=1)))
+    assert "1 is not in the log and 1 batch in the log does not match its checksum." in found
