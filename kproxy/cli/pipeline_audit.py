@@ -116,7 +116,7 @@ def command(
     from kproxy.pipeline.audit.log_client import LogReadFailed
     from kproxy.pipeline.audit.run import NO_VERDICT, AuditJob, run_audit_job
     from kproxy.pipeline.audit.trail_place import TOPIC, parse_trail
-    from kproxy.pipeline.spark import SparkFailed, require_pyspark
+    from kproxy.pipeline.spark import SparkFailed, pyspark_home
 
     spark_flags_given = {name: given.pop(name) for name in ("master", "memory", "conf")}
     bootstrap.addresses()
@@ -142,7 +142,7 @@ def command(
     try:
         if not follow:
             return run_audit_job(job, spark)
-        require_pyspark()
+        pyspark_home()
         from kproxy.pipeline.audit.follow import FollowOptions, run_follow_job
 
         following = FollowOptions(

@@ -175,9 +175,9 @@ def audit(job: AuditJob, spark: SessionOptions | None, display: Report) -> Facts
             stage.finish(f"{facts.sums.acked:,} acknowledged records")
             return facts
     assert spark is not None  # noqa: S101 - as above
-    from kproxy.pipeline.spark import require_pyspark
+    from kproxy.pipeline.spark import pyspark_home
 
-    require_pyspark()
+    pyspark_home()
     from kproxy.pipeline.audit.run_spark import audit_on_spark
 
     return audit_on_spark(job, spark, display)

@@ -69,7 +69,7 @@ def audit_on_spark(job: AuditJob, spark: SessionOptions, display: Report) -> Fac
     if spark.master is not None:
         _check_output(job, spark.master)
     stage = display.stage("Spark", "starting")
-    with open_session(spark, lambda jars: stage.say(f"first start: {jars} jars downloaded")) as opened:
+    with open_session(spark) as opened:
         session = opened.session
         where = session.sparkContext.master
         stage.finish(f"version {session.version}, {where}")
