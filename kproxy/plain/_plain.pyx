@@ -18,9 +18,9 @@ routes of its partitions, answered and noted here; everything else is left to th
 nothing changed. A request that was sent here and does not succeed enters the core like one of the Python plain path:
 its pieces and slot have the attributes that `PlainPath.leave` reads.
 
-The gate: a produce request that wire.h indexes, of an offered version, with acks 1 or all, no partition twice, and a
-deadline ahead. The core is quiet, has handled the topology's version and has no read of many partitions open. No topic
-has a writer group. Every partition's route is proven.
+The gate: a produce request that wire.h indexes, of an offered version, with acks 1 or all or acks=0 that is confirmed,
+no partition twice, a deadline ahead, and room for its partitions. The core is quiet and has handled the topology's
+version. No topic of the request has a writer group. Every partition's route is proven.
 
 States of a slot
   open      some of its parts are unanswered
@@ -66,6 +66,7 @@ cdef extern from "wire.h" nogil:
         KP_MAX_SORTED_INDEX
         KP_MAX_VERSION
         KP_CORRELATION_ID_OFFSET
+        KP_ACKS_BEFORE_TOPICS
         KP_TOPIC_IDS_FROM
         KP_FLEXIBLE_FROM
         KP_ANSWER_CORRELATION_ID_OFFSET
@@ -86,6 +87,7 @@ cdef extern from "wire.h" nogil:
     int16_t kp_int16(const uint8_t *p)
     int32_t kp_int32(const uint8_t *p)
     int64_t kp_int64(const uint8_t *p)
+    void kp_put_int16(uint8_t *p, int16_t value)
     void kp_put_int32(uint8_t *p, int32_t value)
     uint8_t *kp_put_count(uint8_t *p, uint32_t count, int flexible)
     int kp_scan(const uint8_t *frame, uint32_t size, kp_request *request, kp_topic *topics, kp_entry *entries)

@@ -324,9 +324,13 @@ cdef class CompiledPiece:
             <uint32_t>size,
         ):
             return False
-        slot.note(self.first, self.count, received)
+        if not slot.is_silent:
+            slot.note(self.first, self.count, received)
         if self.is_whole:
             self.path.plain.close(slot.head.entry_count)
+            if slot.is_silent:
+                slot.order.unload(slot)
+                return True
             kp_put_int32(received + KP_ANSWER_CORRELATION_ID_OFFSET, slot.head.correlation_id)
             slot.fill_span(view, start, start + size)
             return True
@@ -340,7 +344,7 @@ cdef class CompiledPiece:
             # Its pieces refer to it: without them its request's buffer is free at once, not at the next collection.
             slot.done = None
             self.path.plain.close(slot.head.entry_count)
-            slot.fill([slot.answer])
+            slot.fill([] if slot.is_silent else [slot.answer])
         return True
 
 
@@ -351,7 +355,7 @@ cdef class CompiledPath:
     request sent here into the objects that the core takes.
     """
 
-    cdef object routes, context, counters, topology, acks, upstreams
+    cdef object routes, counters, topology, acks, upstreams
     # What the gate for all requests looks at (kproxy.proxy.fanout.FanoutShell.gate).
     cdef object core, exchanges, numbered
     cdef dict lanes, refused
@@ -361,8 +365,10 @@ cdef class CompiledPath:
     cdef HeldBytes budget
     cdef Clock clock
     cdef object shell, parse, make_exchange
-    # Whether a route to a topic may be kept; None: to every one.
-    cdef object may_write
+    # Whether a route to a topic may be kept; None: to every one. Never to a topic in `gated`: it has a writer group.
+    cdef object may_write, gated
+    # Whether brokers are asked to confirm acks=0.
+    cdef bint confirms_silent
     # Tests use it to refuse requests that could be taken.
     cdef public object may_take
     cdef double deadline_cap_ms
@@ -376,15 +382,17 @@ cdef class CompiledPath:
     # The last ranges looked at, and the versions of Produce in them.
     cdef object ranges
     cdef int64_t lowest, highest
-    # Whether the gate for all requests is known, and whether it is open (`look`).
+    # Whether the gate for all requests is known, and whether it is open (`look`); then the core's open partitions.
     cdef bint has_looked, is_open
+    cdef int64_t core_partitions
 
     def __init__(self, shell, answers, context, parse, make_exchange):
-        self.answers, self.context, self.counters = answers, context, context.counters
+        self.answers, self.counters = answers, context.counters
         self.core, self.plain, self.acks = shell.core, shell.plain, shell.acks
         self.lanes, self.refused, self.exchanges, self.numbered = shell.gate
         self.routes, self.upstreams = shell.core.routes, shell.upstreams
-        self.may_write = shell.may_write
+        self.may_write, self.confirms_silent = shell.may_write, context.confirm_acks0
+        self.gated = () if context.own is None else context.own.gated
         self.topology, self.tally, self.budget = context.topology, context.tally, context.budget
         self.clock = clock_of(context.clock)
         self.shell, self.parse, self.make_exchange = shell, parse, make_exchange
@@ -426,7 +434,7 @@ cdef class CompiledPath:
         if partition_index >= MOST_PLACES:
             return None
         name = self.topology.name_of(topic) if is_id else topic
-        if name is None:
+        if name is None or name in self.gated:
             return None
         if self.may_write is not None and not self.may_write(name):
             return None
@@ -460,11 +468,10 @@ cdef class CompiledPath:
         """Check the gate for all requests; only events that Python handles change it."""
         self.has_looked, self.is_open = True, False
         # The core takes plain requests, and all follow the topology: without calls, this is looked at for each read.
-        if not self.lanes and not self.refused and <int64_t>self.exchanges.partitions == 0:
+        if not self.lanes and not self.refused:
+            self.core_partitions = self.exchanges.partitions
             version = self.topology.version
-            if version == self.core.version and version == self.numbered.version:
-                own = self.context.own
-                self.is_open = own is None or not own.gated
+            self.is_open = version == self.core.version and version == self.numbered.version
         if self.routes.generation != self.generation:
             self.forget()
         return self.is_open
@@ -489,12 +496,15 @@ cdef class CompiledPath:
         cdef const uint8_t *data = chunk + start
         cdef kp_request head
         cdef double deadline
+        cdef int64_t taken
         cdef uint32_t parts = 0
         if size < 8 or kp_int16(data + 4) != PRODUCE_KEY or size > 0x7FFFFFFF:
             return False
         if not (self.is_open if self.has_looked else self.look()):
             return False
-        if not kp_scan(data, <uint32_t>size, &head, _topics, _entries) or not (head.acks == -1 or head.acks == 1):
+        if not kp_scan(data, <uint32_t>size, &head, _topics, _entries):
+            return False
+        if not (head.acks == -1 or head.acks == 1 or (head.acks == 0 and self.confirms_silent)):
             return False
         if head.is_transactional and self.may_write is not None:
             return False
@@ -502,10 +512,12 @@ cdef class CompiledPath:
             self.look_at(ranges)
         if not self.lowest <= head.version <= self.highest:
             return False
-        deadline = first_byte_at + self.seconds_to_answer(head.timeout_ms)
+        # A client that waits for no answer has no timer.
+        deadline = (first_byte_at if head.acks else now) + self.seconds_to_answer(head.timeout_ms)
         if deadline <= now:
             return False
-        if self.plain.open_partitions and self.plain.open_partitions + head.entry_count > KP_MAX_PARTITIONS:
+        taken = self.plain.open_partitions + self.core_partitions
+        if taken and taken + head.entry_count > KP_MAX_PARTITIONS:
             return False
         kept = self.find_all(&head, data, view, start, &parts)
         if kept is None or (self.may_take is not None and not self.may_take()):
@@ -590,7 +602,13 @@ cdef class CompiledPath:
         slot.order = answers
         answers.sequence += 1
         slot.sequence = self.plain.newest = answers.sequence
-        answers.slots.append(slot)
+        if head.acks:
+            answers.slots.append(slot)
+        else:
+            # The client gets no answer; the broker is asked for one.
+            answers.silent += 1
+            slot.is_silent, slot.head.acks = True, 1
+            kp_put_int16(slot.bytes() + head.topics_start - KP_ACKS_BEFORE_TOPICS, 1)
         answers.in_flight_bytes += slot.weight
         self.budget.held += slot.frame_bytes
         self.tally.produced(head.version)

@@ -133,10 +133,10 @@ class Fanout:
 
     @property
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges]:
-        """Whose state decides whether requests may take the plain path unreported and uncounted.
+        """Whose state decides whether requests may take the plain path unreported.
 
-        The first two must be empty, the third must have no partitions. The objects stay the same: the compiled path
-        looks at them without a call.
+        The first two must be empty; the partitions of the third are open as well. The objects stay the same: the
+        compiled path looks at them without a call.
         """
         return self.lanes.table, self._exchanges.refused_lanes, self._exchanges
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,11 @@ from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.answer_reader import AnswerReader
 from kproxy.proxy.memory_budget import Budget
 from kproxy.proxy.plain_path import OpenRequests
+from kproxy_codec.framing import parse_request_header
+from kproxy_codec.partitioned import MAX_PARTITIONS
+from kproxy_codec.produce import parse_produce
 from tests.support.clients.raw_client import batch, produce_frame
+from tests.support.models.playbook_words import answer_frame
 from tests.support.processes.dev import run_kproxy
 
 is_compiled = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
@@ -25,29 +29,42 @@ MOST_PLACES = 65_536
 
 
 class Upstream(AnswerReader):
-    """A connection that is being dialled, and counts what it is to send."""
+    """A connection that is being dialled, and keeps what it is to send."""
 
     owner = 1
-    sent = 0
 
     def __init__(self) -> None:
         super().__init__(FrameReader(1 << 20), None, lambda: 0.0)
+        self.tickets: list[Any] = []
+        self.frames: list[memoryview] = []
 
-    def send(self, *request: Any) -> None:
-        self.sent += 1
+    @property
+    def sent(self) -> int:
+        return len(self.tickets)
+
+    def send(self, ticket: Any, correlation_id: int, buffers: Sequence[memoryview]) -> None:
+        self.tickets.append(ticket)
+        self.frames.extend(buffers)
 
 
 class Client:
-    """A compiled path before a core whose proven routes are `proven`."""
+    """A compiled path before a core whose proven routes are `proven`; topics in `gated` have a writer group."""
 
-    def __init__(self, may_write: Callable[[bytes], bool] | None = None) -> None:
+    def __init__(
+        self,
+        may_write: Callable[[bytes], bool] | None = None,
+        *,
+        gated: Collection[bytes] = (),
+        confirms: bool = False,
+        core_partitions: int = 0,
+    ) -> None:
         self.proven: set[tuple[bytes, int]] = set()
         self.upstream = Upstream()
         self.routes = SimpleNamespace(generation=0, proven_on=lambda *each: 1 if each in self.proven else None)
         core = SimpleNamespace(routes=self.routes, version=1)
         plain = OpenRequests()
         shell = SimpleNamespace(core=core, plain=plain, acks=None, upstreams={1: self.upstream})
-        shell.gate = ({}, {}, SimpleNamespace(partitions=0), SimpleNamespace(version=1))
+        shell.gate = ({}, {}, SimpleNamespace(partitions=core_partitions), SimpleNamespace(version=1))
         shell.may_write = may_write
         context: Any = SimpleNamespace(
             topology=SimpleNamespace(version=1),
@@ -55,16 +72,21 @@ class Client:
             budget=Budget(1 << 30),
             clock=lambda: 0.0,
             limits=SimpleNamespace(deadline_cap_ms=30_000),
-            own=None,
+            own=SimpleNamespace(gated=gated) if gated else None,
+            confirm_acks0=confirms,
             counters=Counter(),
         )
-        answers = AnswerOrder(context, None)  # type: ignore[arg-type]
+        self.answers = answers = AnswerOrder(context, None)  # type: ignore[arg-type]
+        self.budget = context.budget
         nothing = SimpleNamespace()
         assert compiled is not None
         self.path = compiled.CompiledPath(shell, answers, context, nothing, nothing)
 
     def take(self, topic: str, index: int, **fields: Any) -> bool:
-        frame = produce_frame({topic: [index]}, records=batch(), **fields)
+        return self.take_all({topic: [index]}, **fields)
+
+    def take_all(self, topics: Mapping[str, Sequence[int]], **fields: Any) -> bool:
+        frame = produce_frame(topics, records=batch(), **fields)
         taken: bool = self.path.take(memoryview(bytearray(frame)), 0.0, RANGES)
         return taken
 
@@ -129,3 +151,44 @@ def test_route_to_forbidden_topic_is_not_kept() -> None:
         assert not client.take("t", 0, transactional_id="x")
     assert client.path.kept == (1, 1)
     assert Client().take("t", 0) is False
+
+
+@is_compiled
+def test_writer_group_closes_only_its_topics_gate() -> None:
+    client = Client(gated={b"g"})
+    client.proven |= {(b"t", 0), (b"g", 0)}
+    for _ in range(2):
+        assert client.take("t", 0)
+        assert not client.take("g", 0)
+        assert not client.take_all({"t": [0], "g": [0]})
+    assert client.path.kept == (1, 1)
+
+
+@is_compiled
+def test_unconfirmed_silent_request_is_left() -> None:
+    client = Client()
+    client.proven.add((b"t", 0))
+    assert not client.take("t", 0, acks=0)
+    assert client.upstream.sent == 0
+
+
+@is_compiled
+def test_confirmed_silent_request_has_no_answer() -> None:
+    client = Client(confirms=True)
+    client.proven.add((b"t", 0))
+    assert client.take("t", 0, acks=0)
+    sent = client.upstream.frames[0]
+    request = parse_produce(sent, parse_request_header(sent))
+    assert request.acks == 1
+    assert (len(client.answers.slots), client.answers.silent) == (0, 1)
+    assert client.answers.in_flight_bytes == client.budget.held == len(sent)
+    client.upstream.tickets[0].answered(answer_frame(request, "t-0@17"))
+    assert (client.answers.silent, client.answers.in_flight_bytes, client.budget.held) == (0, 0, 0)
+
+
+@is_compiled
+def test_open_partitions_of_core_leave_less_room() -> None:
+    for open_partitions, has_room in ((0, True), (MAX_PARTITIONS - 2, True), (MAX_PARTITIONS - 1, False)):
+        client = Client(core_partitions=open_partitions)
+        client.proven |= {(b"t", 0), (b"t", 1)}
+        assert client.take_all({"t": [0, 1]}) is has_room
