@@ -555,6 +555,10 @@ class Fanout:
         self.routes.forget_outdated(moved)
         if moved is None:
             self._rename()
+            for connection in self._in_flight.connections.values():
+                if self._topology.address(connection.broker) is None:
+                    # What comes next goes elsewhere, or waits.
+                    self.routes.forget_connection(connection.number)
         topics = {topic for topic, _ in moved} if moved is not None else None
         for piece in self._in_flight.ordered():
             exchange = piece.exchange
@@ -632,7 +636,8 @@ class Fanout:
             return
         exchange, connection = piece.exchange, piece.connection
         is_probing = exchange.is_ordered and self.lanes.is_probing(lane_key(exchange, entry), exchange.sequence)
-        if is_probing and connection.state is ConnectionState.OPEN:
+        is_there = connection.state is ConnectionState.OPEN and self._topology.address(connection.broker) is not None
+        if is_probing and is_there:
             self.routes.prove(*exchange.partition(entry), connection.number, piece.routed_at)
         self._outcomes.settle(exchange, (entry,), appended=True)
 

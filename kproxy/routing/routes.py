@@ -7,8 +7,8 @@ it has no state of the producer.
 
 Invariants
 1. A partition has at most one proven route.
-2. A route that is proven under one ownership of the partition is forgotten at the next one, at the end of the
-   connection (`forget_connection`), and when its broker refuses (`refuted`).
+2. A route that is proven under one ownership of the partition is forgotten at the next one, when its broker leaves or
+   the connection ends (`forget_connection`), and when its broker refuses (`refuted`).
 3. `generation` grows with every change that may make an earlier plan wrong: a partition is proven on another
    connection, or a route is forgotten. No plan is used after such a change (kproxy.proxy.plain_path).
 """
@@ -117,7 +117,7 @@ class Routes:
                 self._forget(topic, partition_index)
 
     def forget_connection(self, connection: int) -> None:
-        """Forget the routes of a connection that has ended."""
+        """Forget the routes of a connection that has ended, or whose broker has left."""
         gone = [
             (topic, partition_index)
             for topic, proven in self._proven.items()

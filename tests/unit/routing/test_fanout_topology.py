@@ -106,6 +106,22 @@ def test_removed_broker_gets_nothing_and_is_awaited() -> None:
     assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b2/c2: 3 t-0"]
 
 
+def test_route_to_removed_broker_is_forgotten() -> None:
+    """A request of the plain path would go there, and one of the core would not."""
+    play = proven("t-0 t-1")
+    play.removes(1)
+    assert not play.proven("t-0")
+    assert play.proven("t-1")
+
+
+def test_removed_broker_proves_no_route() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.removes(1)
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10"]
+    assert not play.proven("t-0")
+
+
 def test_removed_broker_without_successor_lets_requests_expire() -> None:
     play = proven()
     play.submits(2, "t-0", producer=None)
