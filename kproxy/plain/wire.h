@@ -50,6 +50,7 @@ typedef struct {
     int32_t correlation_id, timeout_ms;
     int16_t version, acks;
     int is_transactional;
+    uint32_t id_start, id_end;            /* the transactional_id */
 } kp_request;
 
 static inline int16_t kp_int16(const uint8_t *p) { return (int16_t)((uint16_t)p[0] << 8 | p[1]); }
@@ -139,6 +140,7 @@ static inline int kp_scan(const uint8_t *frame, uint32_t size, kp_request *reque
         if (offset >= size || frame[offset++] != 0) return 0;
         if (!kp_uvarint(frame, size, &offset, &length)) return 0;
         request->is_transactional = length > 0;
+        request->id_start = offset;
         if (length) {
             if (length - 1 > size - offset) return 0;
             offset += length - 1;
@@ -149,11 +151,13 @@ static inline int kp_scan(const uint8_t *frame, uint32_t size, kp_request *reque
         offset += 2;
         if (transactional_id < -1) return 0;
         request->is_transactional = transactional_id >= 0;
+        request->id_start = offset;
         if (transactional_id > 0) {
             if ((uint32_t)transactional_id > size - offset) return 0;
             offset += (uint32_t)(uint16_t)transactional_id;
         }
     }
+    request->id_end = offset;
     if (size - offset < KP_ACKS_BEFORE_TOPICS) return 0;
     request->version = (int16_t)version;
     request->correlation_id = kp_int32(frame + KP_CORRELATION_ID_OFFSET);
