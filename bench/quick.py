@@ -3,7 +3,7 @@
 The figure is the CPU time of the proxy process, user and system, over runs of the same load in front of three null
 brokers. kproxy and haproxy take turns, and the least of their runs counts: on a shared machine the least is the least
 disturbed. haproxy in TCP mode parses nothing and splits nothing: it is the floor for a proxy of one address, here in
-front of one broker.
+front of one broker. The last column is kproxy without the compiled plain path (KPROXY_PLAIN=off), as a multiple of it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ PARTITIONS = 100
 START_TIMEOUT_S = 20.0
 UNITS = ("µs/req", "ms/MB", "req/s")
 CHECKOUT = Path(__file__).parents[1]
+# Of the environment.
+NO_CHANGES: Mapping[str, str] = {}
 OWNERS = {TOPIC: [index % BROKERS + 1 for index in range(PARTITIONS)]}
 
 
@@ -55,14 +57,16 @@ def kproxy(ports: list[int], directory: Path, *flags: str) -> Iterator[tuple[int
 
 
 def environment_of(checkout: Path) -> dict[str, str]:
-    """The directories in which Python finds a checkout's packages."""
+    """This environment, in which Python finds a checkout's packages."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(checkout / "codec")])}
 
 
 @contextlib.contextmanager
-def serve(table: Path, *flags: str, checkout: Path = CHECKOUT) -> Iterator[tuple[int, int]]:
+def serve(
+    table: Path, *flags: str, checkout: Path = CHECKOUT, environ: Mapping[str, str] = NO_CHANGES
+) -> Iterator[tuple[int, int]]:
     """(pid, port) of a checkout's kproxy before the brokers of a static table."""
-    with serving(table, *flags, checkout=checkout) as (process, port):
+    with serving(table, *flags, checkout=checkout, environ=environ) as (process, port):
         yield process.pid, port
 
 
@@ -73,11 +77,12 @@ def serving(
     checkout: Path = CHECKOUT,
     command: Sequence[str] = ("kproxy",),
     on_ready: Callable[[str], object] = lambda line: None,
+    environ: Mapping[str, str] = NO_CHANGES,
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The same with the process. `command`: the module, and options before `serve`. `on_ready` gets the ready line."""
     arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0", *flags)
     # `python -m` looks in the working directory first, and elsewhere for modules that it does not have.
-    environment = environment_of(checkout)
+    environment = {**environment_of(checkout), **environ}
     with child(sys.executable, "-m", *command, "serve", *arguments, cwd=checkout, env=environment) as process:
         ready = first_line(process)
         on_ready(ready)
@@ -160,6 +165,7 @@ def quick(console: Console) -> None:
         brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
         ports = [int(first_line(broker)) for broker in brokers]
         proxies = {"kproxy": stack.enter_context(kproxy(ports, directory))}
+        core = {"core": stack.enter_context(serve(write_table(ports, directory), environ={"KPROXY_PLAIN": "off"}))}
         beside = stack.enter_context(haproxy(ports[0], directory))
         if beside is None:
             console.print("haproxy is not installed (apt-get install haproxy): kproxy is measured alone")
@@ -173,8 +179,11 @@ def quick(console: Console) -> None:
             for unit in UNITS:
                 table.add_column(f"{name}\n{unit}", justify="right")
         table.add_column("kproxy /\nhaproxy", justify="right")
+        table.add_column("not compiled /\nkproxy", justify="right")
         for load in map(shape_load, SHAPES):
-            costs = take_turns(load, proxies, ROUNDS)
+            costs = take_turns(load, {**proxies, **core}, ROUNDS)
+            slower = costs.pop("core").cpu / costs["kproxy"].cpu
             ratio = f"{costs['kproxy'].cpu / costs['haproxy'].cpu:.2f}" if "haproxy" in costs else "-"
-            table.add_row(load.name, *(cell for cost in costs.values() for cell in cells(load, cost)), ratio)
+            shown = (cell for cost in costs.values() for cell in cells(load, cost))
+            table.add_row(load.name, *shown, ratio, f"{slower:.1f}")
         console.print(table)

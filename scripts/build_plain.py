@@ -1,7 +1,7 @@
 """Build the compiled plain path, kproxy/plain/_plain: `python scripts/build_plain.py` builds it in place.
 
 Cython writes the C file, which a source distribution includes; a C compiler and Python's headers build the extension
-from it. Without them kproxy runs its plain path in Python, and the last line says so.
+from it. Without them kproxy forwards all requests in Python, and the last line says so.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> int:
     try:
         build(PACKAGE)
     except NotBuilt as reason:
-        print(f"The plain path is not compiled: {reason}. kproxy runs it in Python, which costs more CPU.")
+        print(f"The plain path is not compiled: {reason}. kproxy does its work in Python, which costs more CPU.")
     else:
         print("The plain path is compiled.")
     return 0

@@ -27,7 +27,6 @@ from kproxy_codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
     Place,
-    Places,
     Tag,
     blank_current_leader,
     blank_epochs,
@@ -288,9 +287,6 @@ class FetchApi:
 
     def response_ends(self, api_version: int, throttle_time_ms: int, tags: list[Tag]) -> tuple[bytes, bytes]:
         return response_ends(api_version, throttle_time_ms, tags)
-
-    def plain_answer(self, request: PartitionedRequest, selection: Places) -> None:
-        """Return None: in every answer the session and preferred replicas must be blanked."""
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
         """The preamble of one piece: its share of max_bytes, and no wait.

@@ -17,7 +17,6 @@ from kproxy_codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
     Place,
-    Places,
     Tag,
     blank_epochs,
     expect_end,
@@ -109,9 +108,6 @@ class ListOffsetsApi:
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
         """Return None: the request's own preamble is kept."""
         return None
-
-    def plain_answer(self, request: PartitionedRequest, selection: Places) -> None:
-        """Return None: in every answer leader epochs must be blanked."""
 
     def admit(self, request: PartitionedRequest) -> None:
         """Remove leader epochs from the request, and a replica id: only consumers ask through the proxy.

@@ -8,7 +8,6 @@ from slices of it: bytes that this codec does not know, such as tagged fields, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from struct import Struct
 from typing import Protocol
 
@@ -30,10 +29,6 @@ MAX_PARTITIONS = 4096
 """A request for more partitions, or more topics, is not served: each gets an error."""
 MAX_READ_PARTITIONS = 8 * MAX_PARTITIONS
 """A message with more of them is not even parsed."""
-# An answer of more topics is not put into another order: the compiled plain path compares each with all.
-MAX_SORTED_TOPICS = 256
-# Behind length and correlation_id.
-_RESPONSE_BODY_OFFSET = LENGTH_BYTES + 4
 TOPIC_ID_BYTES = 16
 
 Place = tuple[int, int]
@@ -154,96 +149,6 @@ class PartitionedResponse:
         self.other_tags: list[Tag] = []
 
 
-TopicTexts = tuple[bytes, Sequence[bytes]]
-"""A topic of an expected answer: the bytes before its entries, and those before the gap of each entry."""
-_NONE: TopicTexts = b"", ()
-_NONE_RECEIVED: tuple[dict[bytes, bytes], bytes] = {}, b""
-
-
-class PlainAnswer:
-    """An expected answer, known except for some bytes of each entry, to be compared with the received one.
-
-    A broker of Apache Kafka answers in the order of its hash tables. A received answer whose topics and entries are in
-    another order than expected is put into that order, in place.
-    """
-
-    __slots__ = ("_body", "_entries", "_size", "_texts", "_topic_end_bytes", "_topics", "gaps")
-
-    def __init__(
-        self, texts: Sequence[bytes], gap: int, *, before: int, after: int, topics: Sequence[TopicTexts], topic_end: int
-    ) -> None:
-        """`texts` are the expected bytes behind the correlation_id.
-
-        There are `gap` unknown bytes after each but the last. An entry is a gap with the given numbers of bytes
-        `before` and `after` it. `gaps` are the positions of the gaps in the frame. `topics` are the same bytes by
-        topic, each without the `topic_end` bytes behind its entries.
-        """
-        lengths = tuple(map(len, texts))
-        self._texts = tuple(texts)
-        self._body, self.gaps = _texts_and_gaps(lengths, gap)
-        self._size = _RESPONSE_BODY_OFFSET + self._body.size
-        self._entries = [(start - before, start + gap + after) for start in self.gaps]
-        self._topics = topics
-        self._topic_end_bytes = topic_end
-
-    def is_met(self, frame: memoryview) -> bool:
-        """Whether this is the received answer; afterwards it is in order."""
-        return len(frame) == self._size and (self._is_in_order(frame) or (len(self.gaps) > 1 and self._sort(frame)))
-
-    def _is_in_order(self, frame: Buffer) -> bool:
-        return self._body.unpack_from(frame, _RESPONSE_BODY_OFFSET) == self._texts
-
-    def _sort(self, frame: memoryview) -> bool:
-        """Put an answer into order; False, and nothing is changed, if it is not the expected one in another order."""
-        if len(self._topics) > MAX_SORTED_TOPICS:
-            return False
-        entry_start, entry_end = self._entries[0]
-        entry_bytes = entry_end - entry_start
-        offset = first = entry_start - len(self._topics[0][0])
-        # By the first bytes of each topic: its entries by theirs, and the bytes behind the entries.
-        received: dict[bytes, tuple[dict[bytes, bytes], bytes]] = {}
-        for _ in self._topics:
-            head, starts = next(
-                (each for each in self._topics if frame[offset : offset + len(each[0])] == each[0]), _NONE
-            )
-            offset += len(head)
-            entries = {}
-            for _ in starts:
-                entry = bytes(frame[offset : offset + entry_bytes])
-                entries[entry[: len(starts[0])]] = entry
-                offset += entry_bytes
-            received[head] = entries, bytes(frame[offset : offset + self._topic_end_bytes])
-            offset += self._topic_end_bytes
-        ordered = bytearray(frame[:first])
-        for head, starts in self._topics:
-            entries, end = received.get(head, _NONE_RECEIVED)
-            if not all(map(entries.__contains__, starts)):
-                return False
-            ordered += b"".join((head, *map(entries.__getitem__, starts), end))
-        ordered += frame[offset:]
-        if len(ordered) != self._size or not self._is_in_order(ordered):
-            return False
-        frame[:] = ordered
-        return True
-
-    def results(self, frame: memoryview) -> list[bytes] | None:
-        """The entries of the received answer; None if it is not the expected one."""
-        if not self.is_met(frame):
-            return None
-        return [bytes(frame[start:end]) for start, end in self._entries]
-
-
-@lru_cache(maxsize=128)
-def _texts_and_gaps(lengths: tuple[int, ...], gap: int) -> tuple[Struct, list[int]]:
-    """The struct of texts of these lengths with gaps between them, and the positions of the gaps in the frame."""
-    gaps = []
-    end = _RESPONSE_BODY_OFFSET
-    for length in lengths[:-1]:
-        gaps.append(end + length)
-        end += length + gap
-    return Struct(">" + f"{gap}x".join(f"{length}s" for length in lengths)), gaps
-
-
 class PartitionedApi(Protocol):
     """An API whose requests kproxy.routing splits, forwards and merges by partition."""
 
@@ -257,14 +162,6 @@ class PartitionedApi(Protocol):
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
         """Parse an answer; blank leader hints in the entries in place (KIP-951). Raises CodecError."""
-        ...
-
-    def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer | None:
-        """The answer with success for exactly these entries, in this order.
-
-        None for an API whose answers must be parsed. It is valid for every request of the same version for the same
-        partitions.
-        """
         ...
 
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import NamedTuple
 
 from kproxy_codec.api_keys import FLEXIBLE_FROM, PRODUCE, is_flexible
 from kproxy_codec.errors import Truncated, UnsupportedVersion
@@ -23,8 +22,6 @@ from kproxy_codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
     Place,
-    Places,
-    PlainAnswer,
     Tag,
     TopicSpan,
     blank_current_leader,
@@ -181,27 +178,6 @@ _NODE_ENDPOINTS_TAG = 0
 _MAX_MESSAGE_CHARACTERS = MAX_STRING_BYTES // 4
 
 
-class _Plain(NamedTuple):
-    """The constant parts of a successful answer in one version."""
-
-    tags: bytes  # an empty section of tagged fields
-    offsets_bytes: int  # of an entry: those between error_code and `end_of_entry`
-    end_of_entry: bytes
-
-
-def _plain(version: int) -> _Plain:
-    flexible = is_flexible(PRODUCE, version)
-    return _Plain(
-        tags=encode_tagged_fields([]) if flexible else b"",
-        offsets_bytes=_INT64_BYTES * (3 if version >= 5 else 2),
-        end_of_entry=_PLAIN_END if flexible else _PLAIN_END_V8 if version == 8 else b"",
-    )
-
-
-_PLAIN = {version: _plain(version) for version in range(MIN_VERSION, MAX_VERSION + 1)}
-_NO_THROTTLING = INT32.pack(0)
-
-
 def _read_entries(frame: memoryview, offset: int, limit: int, api_version: int, topic: TopicSpan, count: int) -> int:
     """Read the results of one topic into `topic`; return the offset behind them."""
     fixed_bytes = _ENTRY.size + (_INT64_BYTES if api_version >= 5 else 0)
@@ -280,29 +256,6 @@ class ProduceApi:
             offset = response_tags(response, offset, _NODE_ENDPOINTS_TAG)
         expect_end(frame, offset)
         return response
-
-    def plain_answer(self, request: PartitionedRequest, selection: Places) -> PlainAnswer:
-        """Return an answer of success only: no error, tagged field or throttling, and no named broker."""
-        plain = _PLAIN[request.header.api_version]
-        texts: list[bytes] = []
-        topics = []
-        text = plain.tags + encode_count(len(selection), compact=request.flexible)
-        for topic_place, ordinals in selection:
-            topic = request.topics[topic_place]
-            head = bytes(request.frame[topic.head_start : topic.head_end])
-            head += encode_count(len(ordinals), compact=request.flexible)
-            starts = [_INDEX_AND_ERROR_CODE.pack(topic.partitions[ordinal], 0) for ordinal in ordinals]
-            topics.append((head, starts))
-            text += head
-            for start in starts:
-                texts.append(text + start)
-                text = plain.end_of_entry
-            text += plain.tags
-        texts.append(text + _NO_THROTTLING + plain.tags)
-        before, after = _INDEX_AND_ERROR_CODE.size, len(plain.end_of_entry)
-        return PlainAnswer(
-            texts, plain.offsets_bytes, before=before, after=after, topics=topics, topic_end=len(plain.tags)
-        )
 
     def error_entry(self, api_version: int, partition_index: int, error_code: int) -> bytes:
         """Encode base_offset, log_append_time_ms and log_start_offset as -1: the proxy assigns no offset."""

@@ -1,7 +1,8 @@
 """The compiled plain path, where it is built.
 
-`compiled` is the extension, None without it: kproxy.proxy.plain_path does the same in Python, and is its reference.
-KPROXY_PLAIN: `auto` (the default) uses the extension where it is built, `off` never, `require` fails without it.
+`compiled` is the extension, None without it: then every request goes through the core (kproxy.routing.fanout), which is
+the reference. KPROXY_PLAIN: `auto` (the default) uses the extension where it is built, `off` never, `require` fails
+without it.
 """
 
 from __future__ import annotations

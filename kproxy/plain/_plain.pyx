@@ -2,25 +2,24 @@
 # cython: allow_none_for_extension_args=False
 """Forward produce requests whose routes are all proven, compiled, with the loops around it that read and write.
 
-Each class has a twin in Python, its reference, which runs where this is not built:
+Where this is not built, every request goes through the core (kproxy.routing.fanout), which is the reference. What both
+need has a twin in Python:
 
   frames.pxi    kproxy_codec.framing, kproxy_codec.correlation
   outbox.pxi    kproxy.proxy.outbox
   answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
   chunks.pxi    the open chunk of kproxy.trail.acknowledgements
-  path.pxi      kproxy.proxy.plain_path
   meters.pxi    the account of kproxy.security.quotas
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
   spans.pxi     a class and a function of kproxy.trail.spans
 
-`CompiledPath` gets every whole frame of a client first. A request that passes the gate below is indexed, sent by the
-routes of its partitions, answered and noted here; everything else is left to the Python path from the same frame, with
-nothing changed. A request that was sent here and does not succeed enters the core like one of the Python plain path:
-its pieces and slot have the attributes that `PlainPath.leave` reads.
+`CompiledPath` (path.pxi) gets every whole frame of a client first. A request that passes the gate below is indexed, sent
+by the routes of its partitions, answered and noted here; everything else is left to the core from the same frame, with
+nothing changed. A request that was sent here and does not succeed enters the core: kproxy.proxy.plain_path hands it over.
 
-The gate: a produce request that wire.h indexes, of an offered version, with acks 1 or all, no partition twice, and a
-deadline ahead. The core is quiet, has handled the topology's version and has no read of many partitions open. No topic
-has a writer group. Every partition's route is proven.
+The gate: a produce request that wire.h indexes, of an offered version, with acks 1 or all or acks=0 that is confirmed,
+no partition twice, a deadline ahead, and room for its partitions. The core is quiet and has handled the topology's
+version. The client may write to the topics, and none of them has a writer group. Every partition's route is proven.
 
 States of a slot
   open      some of its parts are unanswered
@@ -66,6 +65,7 @@ cdef extern from "wire.h" nogil:
         KP_MAX_SORTED_INDEX
         KP_MAX_VERSION
         KP_CORRELATION_ID_OFFSET
+        KP_ACKS_BEFORE_TOPICS
         KP_TOPIC_IDS_FROM
         KP_FLEXIBLE_FROM
         KP_ANSWER_CORRELATION_ID_OFFSET
@@ -79,13 +79,14 @@ cdef extern from "wire.h" nogil:
         uint32_t start, end, records, topic
         int32_t partition_index, last_offset_delta, base_sequence
     ctypedef struct kp_request:
-        uint32_t size, topics_start, topics_end, topic_count, entry_count
+        uint32_t size, topics_start, topics_end, topic_count, entry_count, id_start, id_end
         int32_t correlation_id, timeout_ms
         int16_t version, acks
         int is_transactional
     int16_t kp_int16(const uint8_t *p)
     int32_t kp_int32(const uint8_t *p)
     int64_t kp_int64(const uint8_t *p)
+    void kp_put_int16(uint8_t *p, int16_t value)
     void kp_put_int32(uint8_t *p, int32_t value)
     uint8_t *kp_put_count(uint8_t *p, uint32_t count, int flexible)
     int kp_scan(const uint8_t *frame, uint32_t size, kp_request *request, kp_topic *topics, kp_entry *entries)

@@ -106,12 +106,10 @@ cdef class Slot:
 
     cdef readonly AnswerOrder order
     cdef readonly int64_t sequence
-    cdef public int64_t weight, frame_bytes, routed_at
-    cdef public double began, deadline
+    cdef public int64_t weight, frame_bytes
+    cdef public double began
     cdef public list buffers
     cdef public object is_allowed
-    cdef object request_, exchange_
-    cdef public bint is_silent
     cdef object answer_view
     cdef Py_ssize_t answer_start, answer_end
 
@@ -119,30 +117,6 @@ cdef class Slot:
         self.order, self.sequence = order, sequence
         self.weight = self.frame_bytes = weight
         self.began = began
-
-    @property
-    def request(self):
-        return self.request_
-
-    @request.setter
-    def request(self, request):
-        self.request_ = request
-
-    @property
-    def acks(self):
-        return self.request_.acks
-
-    @property
-    def timeout_ms(self):
-        return self.request_.timeout_ms
-
-    @property
-    def exchange(self):
-        return self.exchange_
-
-    @exchange.setter
-    def exchange(self, exchange):
-        self.exchange_ = exchange
 
     def fill(self, list buffers, is_allowed=None):
         if buffers:
@@ -155,9 +129,6 @@ cdef class Slot:
         """Like `fill`, with [start, end) of `view`."""
         self.answer_view, self.answer_start, self.answer_end = view, start, end
         return self.order.write_ready()
-
-    def take_out(self):
-        self.request_.take_out()
 
 
 cdef class AnswerOrder:

@@ -43,7 +43,7 @@ cdef bint is_success(
     const uint8_t *frame, const kp_request *request, const kp_topic *topics, const kp_entry *entries,
     const uint32_t *chosen, uint32_t count, uint8_t *answer, uint32_t size,
 ) except -1:
-    """Whether an answer is a success for exactly these entries (PlainAnswer.is_met). Put it into their order."""
+    """Whether an answer has a success for exactly these entries, and nothing unusual. Put it into their order."""
     cdef uint8_t *spare
     cdef bint is_sorted
     if kp_is_success(frame, request, topics, entries, chosen, count, answer, size, _results):
@@ -60,17 +60,6 @@ cdef bint is_success(
     return is_sorted
 
 
-cdef class OpenRequests:
-    """See kproxy.proxy.plain_path.OpenRequests."""
-
-    cdef public int64_t open_count, open_partitions, newest
-
-    cdef inline void close(self, uint32_t partitions):
-        self.open_count -= 1
-        if partitions > 1 and self.open_partitions:
-            self.open_partitions -= partitions
-
-
 @cython.final
 cdef class _Route:
     """The proven route of a partition: where it is sent, and where its acknowledgements are noted (None: nowhere)."""
@@ -84,9 +73,13 @@ cdef class _Route:
 
 @cython.final
 cdef class CompiledSlot(Slot):
-    """The place of one answer, and the record of the request (kproxy.proxy.answer_order.Slot)."""
+    """The place of one answer, and the record of the request (kproxy.proxy.plain_path.PlainSlot)."""
 
     cdef CompiledPath path
+    cdef readonly double deadline
+    cdef readonly int64_t routed_at
+    cdef readonly bint is_silent
+    cdef object parsed
     # The request is [start, start + head.size) of `view`.
     cdef object view
     cdef Py_ssize_t start
@@ -147,9 +140,9 @@ cdef class CompiledSlot(Slot):
     @property
     def request(self):
         """The request as the Python codec reads it, with its client's own correlation_id."""
-        if self.request_ is None:
-            self.request_ = self.path.parse(self.path.shell, self.frame(), self.head.correlation_id)
-        return self.request_
+        if self.parsed is None:
+            self.parsed = self.path.parse(self.path.shell, self.frame(), self.head.correlation_id)
+        return self.parsed
 
     @property
     def acks(self):
@@ -177,9 +170,9 @@ cdef class CompiledSlot(Slot):
 
     def take_out(self):
         """Copy the request out of a much larger receive buffer."""
-        if self.request_ is not None:
-            self.request_.take_out()
-            self.view, self.start = self.request_.frame, 0
+        if self.parsed is not None:
+            self.parsed.take_out()
+            self.view, self.start = self.parsed.frame, 0
             return
         buffer = self.view.obj
         if isinstance(buffer, bytearray) and self.head.size < len(buffer) // 2:
@@ -261,7 +254,7 @@ cdef class CompiledSlot(Slot):
 @cython.final
 @cython.freelist(256)
 cdef class CompiledPiece:
-    """The ticket of one part of a request, and its plan (kproxy.proxy.plain_path.PlannedPart)."""
+    """The ticket of one part of a request (kproxy.proxy.plain_path.PlainPiece)."""
 
     cdef readonly CompiledSlot slot
     cdef readonly AnswerReader upstream
@@ -273,10 +266,6 @@ cdef class CompiledPiece:
 
     expects_answer = True
     may_wait_until = _MINUS_INFINITY
-
-    @property
-    def planned(self):
-        return self
 
     @property
     def part(self):
@@ -324,9 +313,13 @@ cdef class CompiledPiece:
             <uint32_t>size,
         ):
             return False
-        slot.note(self.first, self.count, received)
+        if not slot.is_silent:
+            slot.note(self.first, self.count, received)
         if self.is_whole:
-            self.path.plain.close(slot.head.entry_count)
+            self.path.close(slot.head.entry_count)
+            if slot.is_silent:
+                slot.order.unload(slot)
+                return True
             kp_put_int32(received + KP_ANSWER_CORRELATION_ID_OFFSET, slot.head.correlation_id)
             slot.fill_span(view, start, start + size)
             return True
@@ -339,8 +332,8 @@ cdef class CompiledPiece:
         if not slot.open_parts:
             # Its pieces refer to it: without them its request's buffer is free at once, not at the next collection.
             slot.done = None
-            self.path.plain.close(slot.head.entry_count)
-            slot.fill([slot.answer])
+            self.path.close(slot.head.entry_count)
+            slot.fill([] if slot.is_silent else [slot.answer])
         return True
 
 
@@ -348,21 +341,26 @@ cdef class CompiledPath:
     """The compiled plain path of one client connection.
 
     `shell` is its kproxy.proxy.fanout.FanoutShell, `answers` its AnswerOrder. `parse` and `make_exchange` turn a
-    request sent here into the objects that the core takes.
+    request sent here into the objects that the core takes. See kproxy.proxy.plain_path.CompiledPath.
     """
 
-    cdef object routes, context, counters, topology, acks, upstreams
+    cdef object routes, counters, topology, acks, upstreams
     # What the gate for all requests looks at (kproxy.proxy.fanout.FanoutShell.gate).
     cdef object core, exchanges, numbered
     cdef dict lanes, refused
-    cdef OpenRequests plain
+    cdef public int64_t open_count, open_partitions
     cdef AnswerOrder answers
     cdef ProduceCounts tally
     cdef HeldBytes budget
     cdef Clock clock
     cdef object shell, parse, make_exchange
-    # Whether a route to a topic may be kept; None: to every one.
-    cdef object may_write
+    # A kproxy.proxy.access.ClientAccess: a route is kept, and a transactional id taken, only if the client may write to
+    # it; None: to all. No route is kept to a topic in `gated`: it has a writer group.
+    cdef object access, gated
+    # The last transactional id that the client may write to.
+    cdef bytes transactional_id
+    # Whether brokers are asked to confirm acks=0.
+    cdef bint confirms_silent
     # Tests use it to refuse requests that could be taken.
     cdef public object may_take
     cdef double deadline_cap_ms
@@ -376,24 +374,34 @@ cdef class CompiledPath:
     # The last ranges looked at, and the versions of Produce in them.
     cdef object ranges
     cdef int64_t lowest, highest
-    # Whether the gate for all requests is known, and whether it is open (`look`).
+    # Whether the gate for all requests is known, and whether it is open (`look`); then the core's open partitions.
     cdef bint has_looked, is_open
+    cdef int64_t core_partitions
 
     def __init__(self, shell, answers, context, parse, make_exchange):
-        self.answers, self.context, self.counters = answers, context, context.counters
-        self.core, self.plain, self.acks = shell.core, shell.plain, shell.acks
+        self.answers, self.counters = answers, context.counters
+        self.core, self.acks = shell.core, shell.acks
         self.lanes, self.refused, self.exchanges, self.numbered = shell.gate
         self.routes, self.upstreams = shell.core.routes, shell.upstreams
-        self.may_write = shell.may_write
+        self.access, self.confirms_silent = shell.access, context.confirm_acks0
+        self.gated = () if context.own is None else context.own.gated
         self.topology, self.tally, self.budget = context.topology, context.tally, context.budget
         self.clock = clock_of(context.clock)
         self.shell, self.parse, self.make_exchange = shell, parse, make_exchange
         self.deadline_cap_ms = context.limits.deadline_cap_ms
         self.forget()
 
+    def forget_routes(self):
+        self.forget()
+
+    cdef inline void close(self, uint32_t partitions):
+        self.open_count -= 1
+        if partitions > 1 and self.open_partitions:
+            self.open_partitions -= partitions
+
     cdef int forget(self) except -1:
         self.by_name, self.by_id, self.last_topic, self.last_routes, self.places = {}, {}, None, None, 0
-        self.generation = self.routes.generation
+        self.generation, self.transactional_id = self.routes.generation, None
         return 0
 
     # Routes
@@ -426,9 +434,9 @@ cdef class CompiledPath:
         if partition_index >= MOST_PLACES:
             return None
         name = self.topology.name_of(topic) if is_id else topic
-        if name is None:
+        if name is None or name in self.gated:
             return None
-        if self.may_write is not None and not self.may_write(name):
+        if self.access is not None and not self.access.may_write(name):
             return None
         connection = self.routes.proven_on(name, partition_index)
         if connection is None:
@@ -452,7 +460,7 @@ cdef class CompiledPath:
     # Requests
 
     def take(self, frame, double first_byte_at, ranges):
-        """Send a request, a memoryview, if it is plain; False leaves it, unchanged, to the Python path."""
+        """Send a request, a memoryview, if it is plain; False leaves it, unchanged, to the core."""
         self.has_looked = False
         return self.take_span(frame, data_of(frame), 0, len(frame), self.clock.now(), first_byte_at, ranges)
 
@@ -460,11 +468,10 @@ cdef class CompiledPath:
         """Check the gate for all requests; only events that Python handles change it."""
         self.has_looked, self.is_open = True, False
         # The core takes plain requests, and all follow the topology: without calls, this is looked at for each read.
-        if not self.lanes and not self.refused and <int64_t>self.exchanges.partitions == 0:
+        if not self.lanes and not self.refused:
+            self.core_partitions = self.exchanges.partitions
             version = self.topology.version
-            if version == self.core.version and version == self.numbered.version:
-                own = self.context.own
-                self.is_open = own is None or not own.gated
+            self.is_open = version == self.core.version and version == self.numbered.version
         if self.routes.generation != self.generation:
             self.forget()
         return self.is_open
@@ -482,6 +489,20 @@ cdef class CompiledPath:
         cdef double seconds = 0.9 * cap_ms / 1000
         return seconds if seconds > 1.0 else 1.0
 
+    cdef bint may_transact(self, const uint8_t *data, const kp_request *head) except -1:
+        cdef uint32_t size = head.id_end - head.id_start
+        cdef const char *transactional_id = <const char *>data + head.id_start
+        if (
+            self.transactional_id is None
+            or PyBytes_GET_SIZE(self.transactional_id) != size
+            or memcmp(PyBytes_AS_STRING(self.transactional_id), transactional_id, size) != 0
+        ):
+            found = PyBytes_FromStringAndSize(transactional_id, size)
+            if not self.access.may_transact(found):
+                return False
+            self.transactional_id = found
+        return True
+
     cdef bint take_span(
         self, view, uint8_t *chunk, Py_ssize_t start, Py_ssize_t size, double now, double first_byte_at, ranges
     ) except -1:
@@ -489,23 +510,28 @@ cdef class CompiledPath:
         cdef const uint8_t *data = chunk + start
         cdef kp_request head
         cdef double deadline
+        cdef int64_t taken
         cdef uint32_t parts = 0
         if size < 8 or kp_int16(data + 4) != PRODUCE_KEY or size > 0x7FFFFFFF:
             return False
         if not (self.is_open if self.has_looked else self.look()):
             return False
-        if not kp_scan(data, <uint32_t>size, &head, _topics, _entries) or not (head.acks == -1 or head.acks == 1):
+        if not kp_scan(data, <uint32_t>size, &head, _topics, _entries):
             return False
-        if head.is_transactional and self.may_write is not None:
+        if not (head.acks == -1 or head.acks == 1 or (head.acks == 0 and self.confirms_silent)):
+            return False
+        if head.is_transactional and self.access is not None and not self.may_transact(data, &head):
             return False
         if ranges is not self.ranges:
             self.look_at(ranges)
         if not self.lowest <= head.version <= self.highest:
             return False
-        deadline = first_byte_at + self.seconds_to_answer(head.timeout_ms)
+        # A client that waits for no answer has no timer.
+        deadline = (first_byte_at if head.acks else now) + self.seconds_to_answer(head.timeout_ms)
         if deadline <= now:
             return False
-        if self.plain.open_partitions and self.plain.open_partitions + head.entry_count > KP_MAX_PARTITIONS:
+        taken = self.open_partitions + self.core_partitions
+        if taken and taken + head.entry_count > KP_MAX_PARTITIONS:
             return False
         kept = self.find_all(&head, data, view, start, &parts)
         if kept is None or (self.may_take is not None and not self.may_take()):
@@ -589,14 +615,20 @@ cdef class CompiledPath:
         slot.weight = slot.frame_bytes = head.size
         slot.order = answers
         answers.sequence += 1
-        slot.sequence = self.plain.newest = answers.sequence
-        answers.slots.append(slot)
+        slot.sequence = answers.sequence
+        if head.acks:
+            answers.slots.append(slot)
+        else:
+            # The client gets no answer; the broker is asked for one.
+            answers.silent += 1
+            slot.is_silent, slot.head.acks = True, 1
+            kp_put_int16(slot.bytes() + head.topics_start - KP_ACKS_BEFORE_TOPICS, 1)
         answers.in_flight_bytes += slot.weight
         self.budget.held += slot.frame_bytes
         self.tally.produced(head.version)
-        self.plain.open_count += 1
+        self.open_count += 1
         if count > 1:
-            self.plain.open_partitions += count
+            self.open_partitions += count
         if parts == 1:
             for at in range(count):
                 slot.chosen[at] = at

@@ -23,6 +23,7 @@ enum {
     KP_TOPIC_IDS_FROM = 13,
     KP_TOPIC_ID_BYTES = 16,
     KP_CORRELATION_ID_OFFSET = 8,
+    KP_ACKS_BEFORE_TOPICS = 6,   /* acks, and timeout_ms behind it */
     KP_ANSWER_CORRELATION_ID_OFFSET = 4,
     KP_MAX_SORTED_TOPICS = 256,  /* of an answer that is put in order, as in kproxy_codec.partitioned */
     KP_MAX_SORTED_INDEX = 65536  /* its partition indexes are below */
@@ -49,6 +50,7 @@ typedef struct {
     int32_t correlation_id, timeout_ms;
     int16_t version, acks;
     int is_transactional;
+    uint32_t id_start, id_end;            /* the transactional_id */
 } kp_request;
 
 static inline int16_t kp_int16(const uint8_t *p) { return (int16_t)((uint16_t)p[0] << 8 | p[1]); }
@@ -57,6 +59,9 @@ static inline int32_t kp_int32(const uint8_t *p) {
 }
 static inline int64_t kp_int64(const uint8_t *p) {
     return (int64_t)((uint64_t)(uint32_t)kp_int32(p) << 32 | (uint32_t)kp_int32(p + 4));
+}
+static inline void kp_put_int16(uint8_t *p, int16_t value) {
+    p[0] = (uint8_t)((uint16_t)value >> 8); p[1] = (uint8_t)value;
 }
 static inline void kp_put_int32(uint8_t *p, int32_t value) {
     uint32_t v = (uint32_t)value;
@@ -135,6 +140,7 @@ static inline int kp_scan(const uint8_t *frame, uint32_t size, kp_request *reque
         if (offset >= size || frame[offset++] != 0) return 0;
         if (!kp_uvarint(frame, size, &offset, &length)) return 0;
         request->is_transactional = length > 0;
+        request->id_start = offset;
         if (length) {
             if (length - 1 > size - offset) return 0;
             offset += length - 1;
@@ -145,18 +151,20 @@ static inline int kp_scan(const uint8_t *frame, uint32_t size, kp_request *reque
         offset += 2;
         if (transactional_id < -1) return 0;
         request->is_transactional = transactional_id >= 0;
+        request->id_start = offset;
         if (transactional_id > 0) {
             if ((uint32_t)transactional_id > size - offset) return 0;
             offset += (uint32_t)(uint16_t)transactional_id;
         }
     }
-    if (size - offset < 6) return 0;
+    request->id_end = offset;
+    if (size - offset < KP_ACKS_BEFORE_TOPICS) return 0;
     request->version = (int16_t)version;
     request->correlation_id = kp_int32(frame + KP_CORRELATION_ID_OFFSET);
     request->acks = kp_int16(frame + offset);
     request->timeout_ms = kp_int32(frame + offset + 2);
     request->size = size;
-    request->topics_start = offset += 6;
+    request->topics_start = offset += KP_ACKS_BEFORE_TOPICS;
     if (!kp_count(frame, size, &offset, flexible, &request->topic_count)) return 0;
     for (uint32_t place = 0; place < request->topic_count; place++) {
         kp_topic *topic = topics + place;

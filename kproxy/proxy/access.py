@@ -178,6 +178,10 @@ class ClientAccess:
         """Whether a route of the compiled path may lead to a topic; otherwise its requests are checked one by one."""
         return self.current().allows(Operation.WRITE, Resource.TOPIC, text(topic))
 
+    def may_transact(self, transactional_id: bytes) -> bool:
+        """Whether the compiled path may take requests with this transactional id; the others are checked one by one."""
+        return self.current().allows(Operation.WRITE, Resource.TRANSACTIONAL_ID, text(transactional_id))
+
     # Requests with partitions
 
     def refused(self, operation: Operation, request: PartitionedRequest) -> Mapping[Entry, int]:

@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Protocol
 from kproxy.plain import compiled
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.outbox import PacedOutbox
-from kproxy.routing.merge import Exchange
-from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.primitives import Buffer
 
 
@@ -37,31 +35,17 @@ class Slot:
     `sequence` is the request's own number on its connection. `weight` is its share of the connection's bytes in flight,
     `frame_bytes` the request's share of the budget. `is_allowed` is called in the answer's turn, for an answer that may
     be forbidden by then.
-
-    Only for a request on the plain path (kproxy.proxy.plain_path) it is also the record: `deadline` in seconds of the
-    proxy's clock, `routed_at` the topology's version, `exchange` the results if the request is sent in parts.
     """
 
     __slots__ = (
         "began",
         "buffers",
-        "deadline",
-        "exchange",
         "frame_bytes",
         "is_allowed",
-        "is_silent",
         "order",
-        "request",
-        "routed_at",
         "sequence",
         "weight",
     )
-
-    request: PartitionedRequest
-    deadline: float
-    routed_at: int
-    is_silent: bool
-    exchange: Exchange | None
 
     def __init__(self, order: AnswerOrder, sequence: int, weight: int, began: float) -> None:
         self.order = order
@@ -73,14 +57,6 @@ class Slot:
         self.buffers: list[Buffer] | None = None
         self.is_allowed: Callable[[], bool] | None = None
 
-    @property
-    def acks(self) -> int:
-        return self.request.acks
-
-    @property
-    def timeout_ms(self) -> int:
-        return self.request.timeout_ms
-
     def fill(self, buffers: list[Buffer], is_allowed: Callable[[], bool] | None = None) -> None:
         """Set the whole answer, its length prefix first; empty for a request without an answer that is done."""
         if buffers:
@@ -89,10 +65,6 @@ class Slot:
             self.order.flush()
         else:
             self.order.unload(self)
-
-    def take_out(self) -> None:
-        """Copy a request on the plain path out of its receive buffer."""
-        self.request.take_out()
 
 
 class Client(Protocol):

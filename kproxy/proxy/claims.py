@@ -184,6 +184,10 @@ class ClientClaims:
         own, connection = self._own, self.connection
         return own is not None and connection is not None and connection.group is not None and not own.is_live()
 
+    def gates(self, request: PartitionedRequest) -> bool:
+        """Whether a topic of the request has a writer group."""
+        return self._own is not None and any(topic.name in self._own.gated for topic in request.topics)
+
     def lapse(self) -> None:
         """End the client's connection, because its claims have lapsed."""
         if self.connection is not None:

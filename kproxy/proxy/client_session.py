@@ -157,8 +157,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self._gone: asyncio.Future[None] | None = None
         # The client's permissions; None: all. Connections from within the process are not checked.
         self._access = context.access.client() if context.access is not None and admission is not None else None
-        may_write = self._access.may_write if self._access is not None else None
-        self._fanout = FanoutShell(context, self, self._share, to_brokers, may_write)
+        self._fanout = FanoutShell(context, self, self._share, to_brokers, self._access)
         self._connections = self._fanout.connections
         self._requests = PartitionedRequests(context, self._fanout, self._access)
         self._compiled = plain_path(context, self._fanout, self._answers)
@@ -423,7 +422,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         """
         if self._waits or self._waiting.watches:
             self._waiting.look(self._upstreams, now)
-            self._fanout.take_out()
+            self._fanout.take_out(self._answers.sequence)
             self._fanout.expire(now)
         if self._arriving_bytes and self._reading and not self.closed and not is_late:
             self._judge_arrival(now)
@@ -454,10 +453,8 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         return self._fanout.claims.has_claims or self._control.is_claiming
 
     def _forget_routes(self) -> None:
-        """Forget the routes of the compiled path: its client may write to other topics now."""
-        replaced, self._compiled = self._compiled, plain_path(self._context, self._fanout, self._answers)
-        if self._plain is replaced:
-            self._plain = self._compiled
+        if self._compiled is not None:
+            self._compiled.forget_routes()
 
     def _judge_arrival(self, now: float) -> None:
         arrived = self._reader.pending_bytes

@@ -32,7 +32,7 @@ from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.context import ProxyContext
 from kproxy.routing.actions import Close, Loss, Send, Withdraw
-from kproxy.routing.merge import Exchange
+from kproxy.routing.merge import Exchange, is_success
 from kproxy.routing.split import Selection
 from kproxy.routing.topology import Address
 from kproxy.security.broker_auth import BrokerAuth
@@ -216,10 +216,7 @@ class PieceTicket:
 
     def is_plain(self, frame: memoryview) -> bool:
         """Whether an answer concerns no other request: it is full success for the piece, or answers a read."""
-        if not self.exchange.is_ordered:
-            return True
-        plain = self.exchange.api.plain_answer(self.exchange.request, self.exchange.selection(self.part))
-        return plain is not None and plain.is_met(frame)
+        return not self.exchange.is_ordered or is_success(self.exchange, self.part, frame)
 
     def answered(self, frame: memoryview) -> None:
         self._connections.shell.answered(self, frame)

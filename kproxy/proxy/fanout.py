@@ -6,7 +6,8 @@ event that may concern them. kproxy.proxy.partitioned_requests checks requests a
 
 Invariants
 1. If the topology has changed, that is the next event.
-2. Claims are checked to be live when something is written and again when a dial completes: no past event guarantees it.
+2. Claims are checked to be live when something is written to a topic with a writer group, and again when a dial
+   completes: no past event guarantees it.
    The fences of a batch, which the core names with it, are bound before it where its connection has not bound them.
 """
 
@@ -19,13 +20,14 @@ from math import inf
 from typing import Any, Final, Protocol
 
 from kproxy.claims.inflight_writes import LastWrites
+from kproxy.proxy.access import ClientAccess
 from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
 from kproxy.proxy.claims import ClientClaims, Respond
 from kproxy.proxy.connections import NumberedConnections, PieceTicket
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.plain_path import PlainPath, PlainPiece
+from kproxy.proxy.plain_path import PlainPiece, PlainRequests
 from kproxy.proxy.sources import OwnerLookups
 from kproxy.routing import actions
 from kproxy.routing.actions import Action
@@ -78,12 +80,12 @@ class FanoutShell:
         "_taken_out_to",
         "_timer",
         "_topology",
+        "access",
         "acks",
         "claims",
         "connections",
         "core",
         "lookups",
-        "may_write",
         "plain",
     )
 
@@ -93,10 +95,10 @@ class FanoutShell:
         client: Client,
         share: ClientMemory,
         to_brokers: BrokerAuth | None = None,
-        may_write: Callable[[bytes], bool] | None = None,
+        access: ClientAccess | None = None,
     ) -> None:
-        # For the compiled plain path: whether a route to a topic may be kept; None: to every one.
-        self.may_write = may_write
+        # The client's permissions, for the compiled plain path; None: all.
+        self.access = access
         self._context = context
         self._topology = context.topology
         self._client = client
@@ -106,7 +108,7 @@ class FanoutShell:
         self.lookups = OwnerLookups(context)
         self.claims = ClientClaims(context, self.connections, client, self.lookups)
         self.core = Fanout(self.claims)
-        self.plain = PlainPath(self.core, self, context)
+        self.plain = PlainRequests(self.upstreams)
         # The core's requests by sequence: where the answer goes.
         self._responds: dict[int, Respond] = {}
         # Few at a time; an empty deque takes 760 bytes.
@@ -175,9 +177,7 @@ class FanoutShell:
             self._responds[record.exchange.sequence] = parts[0].slot.fill
         numbers = iter(self.core.adopt([record for record, _ in leaving]))
         tickets: dict[Ticket, PieceTicket] = {
-            part: PieceTicket(
-                self.connections, part.planned.upstream, next(numbers), record.exchange, part.planned.part
-            )
+            part: PieceTicket(self.connections, part.upstream, next(numbers), record.exchange, part.part)
             for record, parts in leaving
             for part in parts
         }
@@ -275,12 +275,13 @@ class FanoutShell:
         # Use the time that was checked above: requests due a moment later would have to enter first.
         self._bring(lambda _, jitter: self.core.tick(oldest, now, jitter))
 
-    def take_out(self) -> None:
+    def take_out(self, newest: int) -> None:
         """Copy requests out of receive buffers, so that these can be reused.
 
-        These are the requests that have waited since the last call. It is called from time to time.
+        These are the requests that have waited since the last call. It is called from time to time; `newest` is the
+        sequence of the client's newest request.
         """
-        since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, self.plain.newest
+        since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, newest
         self.core.take_out(since, self._taken_out_to)
         for piece in self.plain.pieces():
             if since < piece.slot.sequence <= self._taken_out_to:
@@ -294,7 +295,7 @@ class FanoutShell:
         if upstream.is_open:
             self.core.opened(action.connection)
         if action.exchange.api.api_key == PRODUCE and not upstream.closed:
-            if self.claims.have_lapsed():
+            if self.claims.have_lapsed() and self.claims.gates(action.exchange.request):
                 self.core.unsent(action.piece)
                 self.claims.lapse()
                 return

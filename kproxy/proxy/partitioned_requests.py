@@ -1,7 +1,7 @@
 """Check the Produce, Fetch and ListOffsets requests of one client connection, and begin them.
 
-A request that names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST. A request that may be sent
-takes the plain path (kproxy.proxy.plain_path) if all its routes are proven; otherwise the core gets it
+These are the requests that the compiled plain path (kproxy.plain) leaves: all of them where it is not built. A request
+that names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST. The core gets the others
 (kproxy.proxy.fanout).
 
 Invariant: open requests have at most MAX_OPEN_PARTITIONS partitions together, or as many as a single request has. So an
@@ -37,7 +37,7 @@ from kproxy.proxy.apis import NOT_SERVED, Ranges
 from kproxy.proxy.claims import Respond, refused_writes
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import FanoutShell
-from kproxy.proxy.request_reader import Taker
+from kproxy.proxy.plain_path import CompiledPath
 from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.split import NOTHING_REFUSED, Entry
@@ -96,7 +96,7 @@ class PartitionedRequests:
 
     def produce(self, frame: memoryview, header: RequestHeader, now: float, slot: Slot) -> int | None:
         """Serve a produce request."""
-        context, core = self._context, self._core
+        context = self._context
         request = parse_produce(frame, header)
         acks = request.acks
         if acks not in _ACKS or request.is_too_large or request.repeats_a_partition():
@@ -109,14 +109,10 @@ class PartitionedRequests:
         if request.by_id:
             self._fanout.name_topics(request)
         refused = self._refused_writes(request)
-        if acks == 0 and (context.confirm_acks0 or self._is_gated(request)):
+        # The next claimant of a topic must know when the last of this is written.
+        if acks == 0 and (context.confirm_acks0 or self._claims.gates(request)):
             set_acks(request, 1)
-        self._follow(slot)
-        if request.acks != 0 and not refused and core.is_quiet and (acks == 0 or deadline > self._clock()):
-            if core.awaits:
-                core.arrived(Exchange(PRODUCE_API, request, slot.sequence, deadline))
-            if self._plain.send(slot, request, deadline, self._topology.version, is_silent=acks == 0):
-                return None if acks == 0 else 0
+        self._follow()
         exchange = Exchange(PRODUCE_API, request, slot.sequence, deadline)
         exchange.is_silent = acks == 0
         self._fanout.submit(exchange, slot.fill, refused)
@@ -148,11 +144,6 @@ class PartitionedRequests:
             refused = {**refused, **self._access.refused_writes(request)} or NOTHING_REFUSED
         return refused
 
-    def _is_gated(self, request: PartitionedRequest) -> bool:
-        """Whether a topic has a writer group: its next claimant must know when the last of this is written."""
-        own = self._context.own
-        return own is not None and any(topic.name in own.gated for topic in request.topics)
-
     def fetch(self, frame: memoryview, header: RequestHeader, now: float, slot: Slot) -> int | None:
         """Serve a fetch request."""
         request = FETCH_API.parse_request(frame, header)
@@ -176,7 +167,7 @@ class PartitionedRequests:
         wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
         exchange = Exchange(FETCH_API, request, slot.sequence, now + wait_s + READ_GRACE_S)
         exchange.look_until = now + wait_s
-        self._follow(slot)
+        self._follow()
         self._fanout.submit(exchange, respond, refused)
         return min(max(request.max_bytes, 0), self._context.limits.max_answer_bytes)
 
@@ -187,19 +178,17 @@ class PartitionedRequests:
             return self._refuse(LIST_OFFSETS_API, request, slot, INVALID_REQUEST)
         self._check_room(request)
         LIST_OFFSETS_API.admit(request)
-        self._follow(slot)
+        self._follow()
         refused: Mapping[Entry, int] = NOTHING_REFUSED
         if self._access is not None:
             refused = self._access.refused(Operation.DESCRIBE, request)
         self._fanout.submit(Exchange(LIST_OFFSETS_API, request, slot.sequence, now + READ_GRACE_S), slot.fill, refused)
         return 0
 
-    def _follow(self, slot: Slot) -> None:
-        """Follow the topology before the request of `slot` begins."""
-        fanout = self._fanout
-        fanout.plain.newest = slot.sequence
-        if not fanout.follows:
-            fanout.follow()
+    def _follow(self) -> None:
+        """Follow the topology before a request begins."""
+        if not self._fanout.follows:
+            self._fanout.follow()
 
     def _refuse(self, api: PartitionedApi, request: PartitionedRequest, slot: Slot, error_code: int) -> int:
         """Answer each partition with the same error."""
@@ -223,12 +212,11 @@ class PartitionedRequests:
         return not taken or taken + partitions <= MAX_OPEN_PARTITIONS
 
 
-def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder) -> Taker | None:
-    """The compiled plain path of a client; None where it is not built or switched off."""
-    if compiled is None:
-        return None
-    path: Taker = compiled.CompiledPath(fanout, answers, context, _parse, _exchange)
-    return path
+def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder) -> CompiledPath | None:
+    """Give a client's core its compiled plain path, and return it; None where it is not built or switched off."""
+    if compiled is not None:
+        fanout.plain.path = compiled.CompiledPath(fanout, answers, context, _parse, _exchange)
+    return fanout.plain.path
 
 
 def _parse(fanout: FanoutShell, frame: memoryview, correlation_id: int) -> PartitionedRequest:

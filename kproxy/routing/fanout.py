@@ -5,8 +5,8 @@ in as method calls, and actions go out as values (kproxy.routing.actions). An ev
 and a `jitter` in [0, 1). The caller carries out all actions of an event, in order, before it brings the next one. If
 the topology has changed, that is the next event.
 
-The shell (kproxy.proxy.fanout) sends a request by a `plan` while all its routes are proven, and answers success (the
-plain path). It enters by `adopt` before events other than `submitted`, `left`, `woken`, reads' answers and success.
+Where it is built, the compiled plain path (kproxy.plain) sends requests whose routes are all proven, and takes their
+successes. They enter by `adopt` before events other than `submitted`, `left`, `woken`, reads' answers and success.
 
 The states are those of the core's parts: kproxy.routing.merge has those of an exchange, kproxy.routing.lanes of a lane,
 kproxy.routing.in_flight of a connection to a broker, kproxy.routing.client_end of the client. kproxy.routing.routes
@@ -122,27 +122,17 @@ class Fanout:
     # Queries of the shell and the plain path; none of them changes anything
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether requests whose routes are all proven may take the plain path."""
-        return not self.lanes.table
-
-    @property
-    def awaits(self) -> bool:
-        """Whether requests of the plain path must be reported to `arrived`."""
-        return bool(self._exchanges.refused_lanes)
-
-    @property
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges]:
-        """Whose state decides whether requests may take the plain path unreported and uncounted.
+        """Whose state decides whether requests may take the plain path.
 
-        The first two must be empty, the third must have no partitions. The objects stay the same: the compiled path
-        looks at them without a call.
+        The first two must be empty; the partitions of the third are open as well. The objects stay the same: the
+        compiled path looks at them without a call.
         """
         return self.lanes.table, self._exchanges.refused_lanes, self._exchanges
 
     @property
     def is_concerned(self) -> bool:
-        """Whether the topology's change concerns requests that were sent by a plan."""
+        """Whether the topology's change concerns requests on the plain path."""
         return self.routes.is_outdated(self._topology.moved_since(self.version))
 
     @property
@@ -169,10 +159,6 @@ class Fanout:
     def name_topics(self, request: PartitionedRequest) -> None:
         """Replace topic ids by names."""
         self._names.put(request)
-
-    def arrived(self, exchange: Exchange) -> None:
-        """Note a request from the client that takes the plain path."""
-        self._exchanges.arrived(exchange)
 
     def adopt(self, records: Sequence[Adopted]) -> list[int]:
         """Take over requests of the plain path, in order; return the numbers of their pieces."""
@@ -555,6 +541,10 @@ class Fanout:
         self.routes.forget_outdated(moved)
         if moved is None:
             self._rename()
+            for connection in self._in_flight.connections.values():
+                if self._topology.address(connection.broker) is None:
+                    # What comes next goes elsewhere, or waits.
+                    self.routes.forget_connection(connection.number)
         topics = {topic for topic, _ in moved} if moved is not None else None
         for piece in self._in_flight.ordered():
             exchange = piece.exchange
@@ -632,7 +622,8 @@ class Fanout:
             return
         exchange, connection = piece.exchange, piece.connection
         is_probing = exchange.is_ordered and self.lanes.is_probing(lane_key(exchange, entry), exchange.sequence)
-        if is_probing and connection.state is ConnectionState.OPEN:
+        is_there = connection.state is ConnectionState.OPEN and self._topology.address(connection.broker) is not None
+        if is_probing and is_there:
             self.routes.prove(*exchange.partition(entry), connection.number, piece.routed_at)
         self._outcomes.settle(exchange, (entry,), appended=True)
 

@@ -38,7 +38,7 @@ from kproxy.routing.split import Entry, Selection, entries_of, route, split_whol
 from kproxy.routing.topology import NO_OWNER, Topology
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.error_codes import NONE
-from kproxy_codec.errors import InvalidField
+from kproxy_codec.errors import CodecError, InvalidField
 from kproxy_codec.partitioned import (
     PartitionedApi,
     PartitionedRequest,
@@ -352,6 +352,16 @@ def match_results(exchange: Exchange, selection: Selection, response: Partitione
     if found:
         raise InvalidField(f"the answer has partitions that were not asked for: {sorted(found)[:3]}")
     return matched
+
+
+def is_success(exchange: Exchange, part: Selection | None, frame: memoryview) -> bool:
+    """Whether an answer has a result without an error for each entry of a part, and no other."""
+    try:
+        response = exchange.api.parse_response(frame, exchange.request.header.api_version)
+        matched = match_results(exchange, exchange.selection(part), response)
+    except CodecError:
+        return False
+    return not any(error_code for _, error_code, *_ in matched)
 
 
 def answers_in_order(request: PartitionedRequest, response: PartitionedResponse) -> bool:

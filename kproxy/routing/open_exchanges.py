@@ -70,7 +70,7 @@ class OpenExchanges:
         self.newest = exchange.sequence
         self._open(exchange)
         if self._refused.lanes and exchange.is_ordered:
-            self.arrived(exchange)
+            self._note_arrival(exchange)
 
     def adopt(self, exchanges: Iterable[Exchange]) -> None:
         """Add requests that may be older than others that are here."""
@@ -97,11 +97,10 @@ class OpenExchanges:
 
     @property
     def refused_lanes(self) -> Mapping[Hashable, Any]:
-        """Not empty while new requests must be reported to `arrived`: a refused batch may come again."""
+        """Not empty while all new requests must come here: a refused batch may come again."""
         return self._refused.lanes
 
-    def arrived(self, exchange: Exchange) -> None:
-        """Note a request from the client."""
+    def _note_arrival(self, exchange: Exchange) -> None:
         for entry in exchange.open_entries():
             key = lane_key(exchange, entry)
             if key in self._refused.lanes and (place := place_of(exchange, entry)) is not None:

@@ -7,20 +7,19 @@ it has no state of the producer.
 
 Invariants
 1. A partition has at most one proven route.
-2. A route that is proven under one ownership of the partition is forgotten at the next one, at the end of the
-   connection (`forget_connection`), and when its broker refuses (`refuted`).
-3. `generation` grows with every change that may make an earlier plan wrong: a partition is proven on another
-   connection, or a route is forgotten. No plan is used after such a change (kproxy.proxy.plain_path).
+2. A route that is proven under one ownership of the partition is forgotten at the next one, when its broker leaves or
+   the connection ends (`forget_connection`), and when its broker refuses (`refuted`).
+3. `generation` grows with every change that may make a kept route wrong: a partition is proven on another connection,
+   or a route is forgotten. The compiled plain path (kproxy/plain/path.pxi) keeps no route after such a change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from kproxy.routing.split import Selection, add_entry
 from kproxy.routing.topology import Topology
-from kproxy_codec.partitioned import PartitionedRequest, TopicSpan
+from kproxy_codec.partitioned import TopicSpan
 
 
 class Route(NamedTuple):
@@ -28,16 +27,6 @@ class Route(NamedTuple):
 
     connection: int
     version: int
-
-
-class Part(NamedTuple):
-    """The part of a request that goes over one connection."""
-
-    connection: int
-    selection: Selection
-
-
-Plan: TypeAlias = Sequence[Part]
 
 
 class Routes:
@@ -50,20 +39,6 @@ class Routes:
         # By topic and partition index.
         self._proven: dict[bytes, dict[int, Route]] = {}
         self.generation = 0
-
-    def plan(self, request: PartitionedRequest) -> Plan:
-        """The parts of a request that may be pipelined, by connection; empty if some partition's route is new."""
-        selections: dict[int, Selection] = {}
-        for topic_place, topic in enumerate(request.topics):
-            proven = self._proven.get(topic.name)
-            if proven is None:
-                return ()
-            for ordinal, partition_index in enumerate(topic.partitions):
-                route = proven.get(partition_index)
-                if route is None:
-                    return ()
-                add_entry(selections.setdefault(route.connection, []), topic_place, ordinal)
-        return [Part(*each) for each in selections.items()]
 
     def new_among(self, topic: TopicSpan, ordinals: Iterable[int], connection: int) -> list[int]:
         """The ordinals of those partitions of a topic that may not be pipelined on a connection."""
@@ -117,7 +92,7 @@ class Routes:
                 self._forget(topic, partition_index)
 
     def forget_connection(self, connection: int) -> None:
-        """Forget the routes of a connection that has ended."""
+        """Forget the routes of a connection that has ended, or whose broker has left."""
         gone = [
             (topic, partition_index)
             for topic, proven in self._proven.items()

@@ -1,8 +1,8 @@
 """Note acknowledged batches for the audit trail, on the path of a request.
 
-For each batch, `NotedEntry.note` reads the base offset from the broker's answer and three fields of the batch's header
-from the request, each in place. A batch that continues its producer's last one changes a few numbers of `Acked`, the
-batches of one client connection that one owner of a partition acknowledged. Every other batch takes `Acked.add`.
+For each batch, `ConnectionAcks.note` reads the base offset from the broker's answer and some fields of the batch's
+header from the request, each in place. A batch that continues its producer's last one changes a few numbers of `Acked`,
+the batches of one client connection that one owner of a partition acknowledged.
 
 States of `Acked`
   idle   nothing has come since the last look
@@ -21,8 +21,8 @@ Invariants
 5. `volume` is the sum of the batches' sizes and of ONE_BATCH for each: one sum costs less than two.
 6. Offsets are at most MOST_OFFSET; a broker's answer with a higher one is counted as unread.
 
-The open chunk is an `OpenChunk`, which the compiled plain path (kproxy.plain) has in C, and begins and continues by
-itself.
+The open chunk is an `OpenChunk`, which the compiled plain path (kproxy.plain) has in C. It begins and continues chunks
+by itself; every other batch takes `Acked.add`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kproxy.plain import compiled
 from kproxy.routing.merge import Exchange
-from kproxy.routing.split import Entry, Selection
+from kproxy.routing.split import Entry
 from kproxy.routing.topology import Topology
 from kproxy.trail.overlaps import Origin, PartitionKey
 from kproxy.trail.spans import MAX_SPANS, Chunk, OpenRow, record_count, spans_of
 from kproxy_codec.framing import client_id
-from kproxy_codec.partitioned import PartitionedRequest, PlainAnswer
+from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.primitives import INT64, Buffer
 from kproxy_codec.produce import records_span
 from kproxy_codec.record_batch import HEADER_BYTES, MAGIC, NO_PRODUCER_ID, NO_SEQUENCE, add_sequence
@@ -243,99 +243,7 @@ MAX_CLIENT_ID_BYTES = 255
 _NOW = 1 << 63
 # In a partition's result, after its index and error code.
 _BASE_OFFSET = 6
-# The shortest entry with a record in it.
-_LEAST = 4 + 4 + HEADER_BYTES
-# The longest entry of a partition that encodes the length of its records in one, two or three bytes: with its index,
-# 4 bytes, and no tagged field, 1 byte.
-_ONE = 4 + 1 + (1 << 7) - 2 + 1
-_TWO = 4 + 2 + (1 << 14) - 2 + 1
-_THREE = 4 + 3 + (1 << 21) - 2 + 1
-# last_offset_delta, producer_id and producer_epoch together, base_sequence
-_head = Struct(">23xi16x10si").unpack_from
 _base = INT64.unpack_from
-
-
-class Connection(Protocol):
-    """A connection to a broker."""
-
-    owner: int
-
-
-class Noted(Protocol):
-    """Notes the answers to one part of a plan (kproxy.routing.routes)."""
-
-    def note(self, asked: Asked, answer: memoryview) -> None:
-        """Note that this plain answer acknowledged all of the part."""
-        ...
-
-
-class NotedEntry:
-    """One entry of a part."""
-
-    __slots__ = ("_acked", "_ordinal", "_place", "_topic_place")
-
-    def __init__(self, acked: Acked, topic_place: int, ordinal: int, place: int) -> None:
-        """`topic_place` and `ordinal` locate the entry in the request, `place` its base_offset in the answer."""
-        self._acked = acked
-        self._topic_place = topic_place
-        self._ordinal = ordinal
-        self._place = place
-
-    def note(self, asked: Asked, answer: memoryview) -> None:
-        request = asked.request
-        frame = request.frame
-        topic = request.topics[self._topic_place]
-        start = topic.starts[self._ordinal]
-        size = topic.ends[self._ordinal] - start
-        flexible = request.flexible
-        # Nearly all entries are like this.
-        if flexible and _ONE < size <= _TWO:
-            start += 6
-            size -= 7
-        elif size < _LEAST:
-            return
-        elif not flexible:
-            start += 8
-            size -= 8
-        elif _TWO < size <= _THREE:
-            start += 7
-            size -= 8
-        else:
-            # The rest may be tagged fields, so the entry may be too short for a header.
-            start, end = records_span(request, topic, self._ordinal)
-            size = end - start
-            if size < HEADER_BYTES:
-                return
-        delta, producer, sequence = _head(frame, start)
-        (base_offset,) = _base(answer, self._place)
-        acked = self._acked
-        if sequence == acked.next_sequence and producer == acked.producer:
-            count = delta + 1
-            if base_offset != acked.next_offset:
-                if not 0 <= base_offset <= MOST_OFFSET or acked.is_full():
-                    acked.add(asked, frame, start, base_offset, size)
-                    return
-                acked.add_span()
-                acked.first_offset = base_offset
-            acked.next_offset = base_offset + count
-            if acked.counts_sequences:
-                acked.next_sequence = sequence + count
-            acked.volume += size + ONE_BATCH
-        else:
-            acked.add(asked, frame, start, base_offset, size)
-
-
-class NotedEntries:
-    """A part of several entries."""
-
-    __slots__ = ("_entries",)
-
-    def __init__(self, entries: Sequence[NotedEntry]) -> None:
-        self._entries = tuple(entries)
-
-    def note(self, asked: Asked, answer: memoryview) -> None:
-        for entry in self._entries:
-            entry.note(asked, answer)
 
 
 class ConnectionAcks:
@@ -351,26 +259,6 @@ class ConnectionAcks:
         self._topology = topology
         self._connection = connection
         self._acked: dict[tuple[bytes, int], Acked] = {}
-
-    def part(
-        self, connection: Connection, request: PartitionedRequest, selection: Selection, plain: PlainAnswer | None
-    ) -> Noted | None:
-        """Make a `Noted` for this part of every request of this form; None if there is nothing to note."""
-        if plain is None:
-            return None
-        entries = []
-        following = iter(plain.gaps)
-        for topic_place, ordinals in selection:
-            topic = request.topics[topic_place]
-            for ordinal in ordinals:
-                place = next(following)
-                partition = topic.partitions[ordinal]
-                acked = self._find(request.frame, topic.name, partition, connection.owner, _NOW)
-                if acked is not None:
-                    entries.append(NotedEntry(acked, topic_place, ordinal, place))
-        if len(entries) == 1:
-            return entries[0]
-        return NotedEntries(entries) if entries else None
 
     def note(self, exchange: Exchange, entry: Entry, owner: int, routed_at: int, result: Buffer) -> None:
         """Note one acknowledged entry.

@@ -1,4 +1,4 @@
-"""The compiled plain path behaves as the Python one in every simulated world.
+"""The compiled plain path behaves as the core in every simulated world.
 
 The bytes that brokers and clients get, the trail's rows and the counters are the same, and so is every rule. Seeds are
 new in each run; KPROXY_WORLDS_SEED repeats one.
@@ -51,7 +51,7 @@ def gated_path(seed: int, *client: Any) -> Any:
 
 
 def digests_in_python(seed: int, worlds: int, *, claims: bool = False) -> list[str]:
-    """The worlds' digests in a process that runs nothing compiled."""
+    """The worlds' digests in a process that runs nothing compiled: all requests go through the core."""
     command = [sys.executable, "-m", "tests.simulation.digests", str(seed), str(worlds), *(["claims"] * claims)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env={**os.environ, "KPROXY_PLAIN": "off"}

@@ -5,6 +5,7 @@ KPROXY_SEED repeats a run of the mutations.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import secrets
@@ -15,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kproxy.plain import compiled
+from kproxy.routing.merge import Exchange, is_success, match_results
+from kproxy.routing.split import Entry
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import parse_request_header
-from kproxy_codec.partitioned import PartitionedRequest, Splitter, set_response_correlation_id
+from kproxy_codec.partitioned import PartitionedRequest, Splitter, encode_topics, set_response_correlation_id
 from kproxy_codec.produce import MAX_VERSION, MIN_VERSION, PRODUCE_API, parse_produce, records_span
 from tests.support.rules import examples
 from tests.support.wire.messages import (
@@ -132,21 +135,58 @@ def test_part_is_encoded_as_by_codec(version: int, selection: Selection) -> None
     assert plain.part(frame, selection, 77) == b"".join(Splitter(parsed(frame), None).part(selection, 77))
 
 
-def success_to(version: int, selection: Selection) -> memoryview:
-    """The answer that the codec takes for a success of everything selected."""
-    request = parsed(usual(version))
-    results = [
-        PRODUCE_API.error_entry(version, request.topics[place].partitions[ordinal], 0)
+@functools.lru_cache
+def asked_by(version: int) -> Exchange:
+    """The usual request."""
+    return Exchange(PRODUCE_API, parsed(usual(version)), 1, 0.0)
+
+
+def entries_to(version: int, selection: Selection) -> dict[Entry, bytes]:
+    """A success for each selected entry."""
+    topics = asked_by(version).request.topics
+    return {
+        (place, ordinal): PRODUCE_API.error_entry(version, topics[place].partitions[ordinal], 0)
         for place, ordinals in selection
         for ordinal in ordinals
+    }
+
+
+def answer_of(version: int, selection: Selection, entries: dict[Entry, bytes]) -> memoryview:
+    """The answer with these entries, in the order of the selection."""
+    request = asked_by(version).request
+    topics = [
+        (request.topics[place].wire, [entries[place, ordinal] for ordinal in ordinals], len(ordinals))
+        for place, ordinals in selection
     ]
-    # The gaps of the expected answer are what the entries have between error_code and their end.
+    head, tail = PRODUCE_API.response_ends(version, 0, [])
+    # The correlation_id, and the tagged fields of the header.
+    first = bytes(4) + (b"\x00" if request.flexible else b"")
+    encoded = encode_topics(topics, flexible=request.flexible, by_id=request.by_id)
+    return frame_of(first + head, b"".join(encoded), tail)
+
+
+def in_order(version: int, selection: Selection, frame: memoryview) -> memoryview | None:
+    """An answer in the order of the selection; None if it is not one of success, or has something unusual."""
+    exchange = asked_by(version)
+    if not is_success(exchange, selection, frame):
+        return None
+    response = PRODUCE_API.parse_response(frame, version)
+    results = match_results(exchange, selection, response)
+    entries = {entry: bytes(frame[topic.starts[at] : topic.ends[at]]) for entry, _, topic, at in results}
+    # Behind the offsets.
     end_bytes = 3 if version >= 9 else 6 if version == 8 else 0
-    body = bytearray()
-    for text, result in zip(PRODUCE_API.plain_answer(request, selection)._texts, [*results, b""], strict=True):
-        body += text + result[6 : len(result) - end_bytes]
-    # The correlation_id.
-    return frame_of(bytes(4), bytes(body))
+    for entry, usual_one in entries_to(version, selection).items():
+        found = entries[entry]
+        if len(found) != len(usual_one) or found[len(found) - end_bytes :] != usual_one[len(found) - end_bytes :]:
+            return None
+    ordered = answer_of(version, selection, entries)
+    is_usual = len(ordered) == len(frame) and not (response.throttle_time_ms or response.names_brokers)
+    return ordered if is_usual and not response.other_tags else None
+
+
+def places_in(version: int, selection: Selection, answer: memoryview) -> list[int]:
+    """Where the entries of an answer begin."""
+    return [start for topic in PRODUCE_API.parse_response(answer, version).topics for start in topic.starts]
 
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
@@ -155,10 +195,8 @@ def test_answers_are_judged_as_in_python(version: int, selection: Selection) -> 
     print(f"KPROXY_SEED={SEED}")
     draw = random.Random(SEED)
     asked = usual(version)
-    expected = PRODUCE_API.plain_answer(parsed(asked), selection)
-    whole = success_to(version, selection)
-    assert expected.is_met(whole)
-    assert plain.results(asked, selection, whole) == [start - 6 for start in expected.gaps]
+    whole = answer_of(version, selection, entries_to(version, selection))
+    assert plain.results(asked, selection, whole) == places_in(version, selection, whole)
     met = 0
     for _ in range(500):
         frame = bytearray(whole)
@@ -166,10 +204,11 @@ def test_answers_are_judged_as_in_python(version: int, selection: Selection) -> 
             frame[draw.randrange(4, len(frame))] = draw.randrange(256)
         if not draw.randrange(4):
             frame = frame[: draw.randrange(8, len(frame))]
-        view = memoryview(frame)
-        set_response_correlation_id(view, 1)
-        found = plain.results(asked, selection, view)
-        assert (found is not None) is expected.is_met(view)
+        set_response_correlation_id(memoryview(frame), 0)
+        expected = in_order(version, selection, memoryview(bytearray(frame)))
+        found = plain.results(asked, selection, memoryview(frame))
+        assert (found is not None) is (expected is not None)
+        assert found is None or frame == expected
         met += found is not None
     assert met
 
@@ -182,20 +221,30 @@ def test_answers_in_other_order_are_sorted_equally(version: int) -> None:
     sorted_ = 0
     for _ in range(300):
         selection = draw.choice(SELECTIONS)
-        expected = PRODUCE_API.plain_answer(parsed(asked), selection)
-        frame = bytearray(success_to(version, selection))
+        frame = bytearray(answer_of(version, selection, entries_to(version, selection)))
         # Whole entries change places; some of them are of other topics, and then the answer is none.
-        starts = [start - 6 for start in expected.gaps]
-        size = expected._entries[0][1] - expected._entries[0][0]
+        starts = places_in(version, selection, memoryview(bytearray(frame)))
+        size = len(PRODUCE_API.error_entry(version, 0, 0))
         others = draw.sample(starts, len(starts))
         entries = [bytes(frame[start : start + size]) for start in others]
         for start, entry in zip(starts, entries, strict=True):
             frame[start : start + size] = entry
         if not draw.randrange(3):
             frame[draw.randrange(8, len(frame))] = draw.randrange(256)
-        in_python, in_c = memoryview(bytearray(frame)), memoryview(bytearray(frame))
-        found = plain.results(asked, selection, in_c)
-        assert (found is not None) is expected.is_met(in_python)
-        assert in_c == in_python
-        sorted_ += found is not None and in_c != frame
+        expected = in_order(version, selection, memoryview(bytearray(frame)))
+        received = memoryview(bytearray(frame))
+        found = plain.results(asked, selection, received)
+        assert (found is not None) is (expected is not None)
+        assert received == (frame if expected is None else expected)
+        sorted_ += found is not None and received != frame
     assert sorted_
+
+
+def test_topics_in_other_order_are_sorted() -> None:
+    for version in VERSIONS:
+        entries = entries_to(version, ALL)
+        received = answer_of(version, [ALL[2], ALL[0], ALL[1]], entries)
+        expected = answer_of(version, ALL, entries)
+        found = plain.results(usual(version), ALL, received)
+        assert received == expected
+        assert found == places_in(version, ALL, expected)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kproxy.plain import compiled
 from kproxy.proxy import client_session
 from kproxy.proxy.client_session import ClientSession
 from kproxy_codec import api_keys
@@ -340,12 +341,12 @@ async def test_client_sending_during_stop_gets_its_answer(s: Scene) -> None:
 
 @scene(HOLDS)
 async def test_requests_of_departed_client_cost_nothing(s: Scene) -> None:
-    """There may be 1,000 of them: the core does not take them over, and none is sent again."""
+    """There may be 1,000 of them: the core takes none over from the plain path, and none is sent again."""
     await s.prove()
     s.send(*(produce_frame(records=batch(n)) for n in range(1, 101)))
     for _ in range(100):
         await s.next()
-    assert s.proxy.context.tally.plain_requests >= 99
+    assert compiled is None or s.proxy.context.tally.plain_requests >= 99
     s.client.abort()
     await s.until_sessions()
     assert s.proxy.context.counters["plain.left"] == 0

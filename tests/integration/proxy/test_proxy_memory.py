@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from kproxy.plain import compiled
-from kproxy.proxy.plain_path import PlainPiece
+from kproxy.proxy.connections import PieceTicket
 from kproxy_codec.framing import CHUNK_BYTES
 from tests.support.clients.raw_client import batch, produce_frame
 from tests.support.processes.running_proxy import RunningProxy
@@ -31,7 +31,7 @@ def kept(proxy: RunningProxy) -> list[int]:
         exchange.request for session in proxy.listener._sessions for exchange in session._fanout.core._exchanges
     ]
     waiting = [
-        (ticket.slot if isinstance(ticket, PlainPiece) else ticket.exchange).request  # type: ignore[attr-defined]
+        (ticket.exchange if isinstance(ticket, PieceTicket) else ticket.slot).request  # type: ignore[attr-defined]
         for session in proxy.listener._sessions
         for upstream in session._connections.by_broker.values()
         for ticket in upstream.unanswered()

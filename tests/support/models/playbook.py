@@ -36,7 +36,7 @@ from kproxy.routing.split import Entry, split_whole
 from kproxy.routing.topology import NO_OWNER, Address
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
 from kproxy_codec.partitioned import PartitionedRequest
-from tests.support.models.playbook_plain import PlainRequests, is_plain
+from tests.support.models.playbook_plain import PlainRequests, is_plain, proven_parts
 from tests.support.models.playbook_rules import Rules
 from tests.support.models.playbook_view import View, topology_of
 from tests.support.models.playbook_words import (
@@ -318,7 +318,7 @@ class Playbook:
 
     def proven(self, partitions: str) -> bool:
         """Whether the routes of all of these are proven."""
-        return bool(self.core.routes.plan(produce_request(partitions)))
+        return bool(proven_parts(self.core.routes, produce_request(partitions)))
 
     # One event
 

@@ -5,19 +5,28 @@ from __future__ import annotations
 from kproxy.routing.actions import Adopted
 from kproxy.routing.fanout import Fanout
 from kproxy.routing.in_flight import Piece
-from kproxy.routing.merge import Exchange
-from kproxy.routing.split import Selection
+from kproxy.routing.merge import Exchange, is_success, match_results
+from kproxy.routing.routes import Routes
+from kproxy.routing.split import Selection, add_entry, entries_of, split_whole
+from kproxy_codec.partitioned import PartitionedRequest
 from tests.support.models.playbook_words import answer_frame, selection_text
 
 
 def is_plain(piece: Piece, frame: memoryview) -> bool:
     """Whether an answer to one of the core's pieces concerns no other request."""
-    exchange = piece.exchange
-    if not exchange.is_ordered:
-        return True
-    plain = exchange.api.plain_answer(exchange.request, piece.selection)
-    # A copy, because it is put in order: the core must not need that.
-    return plain is not None and plain.is_met(memoryview(bytearray(frame)))
+    return not piece.exchange.is_ordered or is_success(piece.exchange, piece.part, memoryview(bytearray(frame)))
+
+
+def proven_parts(routes: Routes, request: PartitionedRequest) -> dict[int, Selection]:
+    """The parts of a request by connection; empty if some partition's route is new."""
+    parts: dict[int, Selection] = {}
+    for place, ordinal in entries_of(split_whole(request.topics)):
+        topic = request.topics[place]
+        connection = routes.proven_on(topic.name, topic.partitions[ordinal])
+        if connection is None:
+            return {}
+        add_entry(parts.setdefault(connection, []), place, ordinal)
+    return parts
 
 
 class _Plain:
@@ -43,25 +52,30 @@ class PlainRequests:
         return any(plain.exchange.deadline <= now for plain in self._table.values())
 
     def send(self, exchange: Exchange, routed_at: int) -> list[str]:
-        plan = self._core.routes.plan(exchange.request)
-        assert plan, "a route is new"
-        assert self._core.is_quiet, "a lane is there"
-        if self._core.awaits:
-            self._core.arrived(exchange)
-        parts = {part.connection: part.selection if len(plan) > 1 else None for part in plan}
-        self._table[exchange.sequence] = _Plain(exchange, routed_at, parts)
+        parts = proven_parts(self._core.routes, exchange.request)
+        assert parts, "a route is new"
+        lanes, refused, _ = self._core.gate
+        assert not lanes, "a lane is there"
+        assert not refused, "a refused batch may come again"
+        is_split = len(parts) > 1
+        self._table[exchange.sequence] = _Plain(
+            exchange, routed_at, {connection: part if is_split else None for connection, part in parts.items()}
+        )
         sequence = exchange.sequence
-        return [f"plain c{part.connection}: {sequence} {selection_text(exchange, part.selection)}" for part in plan]
+        return [
+            f"plain c{connection}: {sequence} {selection_text(exchange, part)}" for connection, part in parts.items()
+        ]
 
     def answer(self, sequence: int, connection: int, text: str) -> Exchange:
         """A success for one part of several; the others stay unanswered."""
         plain = self._table[sequence]
         exchange, selection = plain.exchange, plain.parts.pop(connection) or []
         assert plain.parts, "the last part ends the request, and the core never hears of it"
-        answer = exchange.api.plain_answer(exchange.request, selection)
-        results = answer.results(answer_frame(exchange.request, text)) if answer is not None else None
-        assert results is not None, "it is no plain success"
-        exchange.take_all(selection, results)
+        frame = answer_frame(exchange.request, text)
+        assert is_success(exchange, selection, frame), "it is no success"
+        response = exchange.api.parse_response(frame, exchange.request.header.api_version)
+        for entry, _, topic, ordinal in match_results(exchange, selection, response):
+            exchange.take(entry, frame[topic.starts[ordinal] : topic.ends[ordinal]])
         return exchange
 
     def enter(self) -> list[int]:

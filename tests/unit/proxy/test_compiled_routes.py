@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,15 @@ from kproxy.plain import FrameReader, compiled
 from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.answer_reader import AnswerReader
 from kproxy.proxy.memory_budget import Budget
-from kproxy.proxy.plain_path import OpenRequests
+from kproxy.routing.merge import Exchange
+from kproxy.routing.topology import Topology
+from kproxy.trail.acknowledgements import ConnectionAcks
+from kproxy.trail.trail import Trail
+from kproxy_codec.framing import parse_request_header
+from kproxy_codec.partitioned import MAX_PARTITIONS
+from kproxy_codec.produce import PRODUCE_API, parse_produce, result_entry
 from tests.support.clients.raw_client import batch, produce_frame
+from tests.support.models.playbook_words import answer_frame
 from tests.support.processes.dev import run_kproxy
 
 is_compiled = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
@@ -25,46 +32,80 @@ MOST_PLACES = 65_536
 
 
 class Upstream(AnswerReader):
-    """A connection that is being dialled, and counts what it is to send."""
+    """A connection that is being dialled, and keeps what it is to send."""
 
     owner = 1
-    sent = 0
 
     def __init__(self) -> None:
         super().__init__(FrameReader(1 << 20), None, lambda: 0.0)
+        self.tickets: list[Any] = []
+        self.frames: list[memoryview] = []
 
-    def send(self, *request: Any) -> None:
-        self.sent += 1
+    @property
+    def sent(self) -> int:
+        return len(self.tickets)
+
+    def send(self, ticket: Any, correlation_id: int, buffers: Sequence[memoryview]) -> None:
+        self.tickets.append(ticket)
+        self.frames.extend(buffers)
+
+
+class Access:
+    """Permissions for some topics and transactional ids; `asked` are the ids that were asked for."""
+
+    def __init__(self, *names: bytes) -> None:
+        self.names = names
+        self.asked: list[bytes] = []
+
+    def may_write(self, topic: bytes) -> bool:
+        return topic in self.names
+
+    def may_transact(self, transactional_id: bytes) -> bool:
+        self.asked.append(transactional_id)
+        return transactional_id in self.names
 
 
 class Client:
-    """A compiled path before a core whose proven routes are `proven`."""
+    """A compiled path before a core whose proven routes are `proven`; topics in `gated` have a writer group."""
 
-    def __init__(self, may_write: Callable[[bytes], bool] | None = None) -> None:
+    def __init__(
+        self,
+        access: Access | None = None,
+        *,
+        gated: Collection[bytes] = (),
+        confirms: bool = False,
+        core_partitions: int = 0,
+        acks: ConnectionAcks | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.proven: set[tuple[bytes, int]] = set()
         self.upstream = Upstream()
         self.routes = SimpleNamespace(generation=0, proven_on=lambda *each: 1 if each in self.proven else None)
         core = SimpleNamespace(routes=self.routes, version=1)
-        plain = OpenRequests()
-        shell = SimpleNamespace(core=core, plain=plain, acks=None, upstreams={1: self.upstream})
-        shell.gate = ({}, {}, SimpleNamespace(partitions=0), SimpleNamespace(version=1))
-        shell.may_write = may_write
+        shell = SimpleNamespace(core=core, acks=acks, upstreams={1: self.upstream})
+        shell.gate = ({}, {}, SimpleNamespace(partitions=core_partitions), SimpleNamespace(version=1))
+        shell.access = access
         context: Any = SimpleNamespace(
             topology=SimpleNamespace(version=1),
             tally=Tally(),
             budget=Budget(1 << 30),
-            clock=lambda: 0.0,
+            clock=clock,
             limits=SimpleNamespace(deadline_cap_ms=30_000),
-            own=None,
+            own=SimpleNamespace(gated=gated) if gated else None,
+            confirm_acks0=confirms,
             counters=Counter(),
         )
-        answers = AnswerOrder(context, None)  # type: ignore[arg-type]
+        self.answers = answers = AnswerOrder(context, None)  # type: ignore[arg-type]
+        self.budget = context.budget
         nothing = SimpleNamespace()
         assert compiled is not None
         self.path = compiled.CompiledPath(shell, answers, context, nothing, nothing)
 
     def take(self, topic: str, index: int, **fields: Any) -> bool:
-        frame = produce_frame({topic: [index]}, records=batch(), **fields)
+        return self.take_all({topic: [index]}, **fields)
+
+    def take_all(self, topics: Mapping[str, Sequence[int]], **fields: Any) -> bool:
+        frame = produce_frame(topics, **{"records": batch(), **fields})
         taken: bool = self.path.take(memoryview(bytearray(frame)), 0.0, RANGES)
         return taken
 
@@ -120,12 +161,96 @@ def test_kept_routes_are_bounded() -> None:
 
 @is_compiled
 def test_route_to_forbidden_topic_is_not_kept() -> None:
-    client = Client(lambda topic: topic == b"t")
+    client = Client(Access(b"t"))
     client.proven |= {(b"t", 0), (b"u", 0)}
     for _ in range(2):
         assert client.take("t", 0)
         assert not client.take("u", 0)
-        # The right to a transactional id is checked with every request.
-        assert not client.take("t", 0, transactional_id="x")
     assert client.path.kept == (1, 1)
     assert Client().take("t", 0) is False
+
+
+@is_compiled
+def test_writer_group_closes_only_its_topics_gate() -> None:
+    client = Client(gated={b"g"})
+    client.proven |= {(b"t", 0), (b"g", 0)}
+    for _ in range(2):
+        assert client.take("t", 0)
+        assert not client.take("g", 0)
+        assert not client.take_all({"t": [0], "g": [0]})
+    assert client.path.kept == (1, 1)
+
+
+@is_compiled
+def test_unconfirmed_silent_request_is_left() -> None:
+    client = Client()
+    client.proven.add((b"t", 0))
+    assert not client.take("t", 0, acks=0)
+    assert client.upstream.sent == 0
+
+
+@is_compiled
+def test_confirmed_silent_request_has_no_answer() -> None:
+    client = Client(confirms=True)
+    client.proven.add((b"t", 0))
+    assert client.take("t", 0, acks=0)
+    sent = client.upstream.frames[0]
+    request = parse_produce(sent, parse_request_header(sent))
+    assert request.acks == 1
+    assert (len(client.answers.slots), client.answers.silent) == (0, 1)
+    assert client.answers.in_flight_bytes == client.budget.held == len(sent)
+    client.upstream.tickets[0].answered(answer_frame(request, "t-0@17"))
+    assert (client.answers.silent, client.answers.in_flight_bytes, client.budget.held) == (0, 0, 0)
+
+
+@is_compiled
+def test_open_partitions_of_core_leave_less_room() -> None:
+    for open_partitions, has_room in ((0, True), (MAX_PARTITIONS - 2, True), (MAX_PARTITIONS - 1, False)):
+        client = Client(core_partitions=open_partitions)
+        client.proven |= {(b"t", 0), (b"t", 1)}
+        assert client.take_all({"t": [0, 1]}) is has_room
+
+
+@is_compiled
+@pytest.mark.parametrize("version", [7, 9])
+def test_transactional_id_needs_its_permission(version: int) -> None:
+    access = Access(b"t", b"mine")
+    client = Client(access)
+    client.proven.add((b"t", 0))
+    for _ in range(2):
+        assert client.take("t", 0, version=version, transactional_id="mine")
+        assert not client.take("t", 0, version=version, transactional_id="mind")
+        assert not client.take("t", 0, version=version, transactional_id="")
+    assert access.asked == [b"mine", b"mind", b"", b"mind", b""]
+    access.names = (b"t",)
+    client.path.forget_routes()
+    assert not client.take("t", 0, version=version, transactional_id="mine")
+    assert client.take("t", 0, version=version)
+
+
+NOTED = (
+    *("acks", "latency_s", "producer", "counts_sequences", "first_sequence", "next_sequence"),
+    *("first_offset", "next_offset", "spans", "volume", "unread", "is_idle"),
+)
+
+
+@is_compiled
+@pytest.mark.parametrize("version", [7, 9])
+def test_batches_are_noted_as_by_core(version: int) -> None:
+    now = [0.0]
+    trail = Trail("p", "i", clock=lambda: now[0], wall_ms=lambda: 0, deadline_cap_ms=30_000, interval_s=1.0)
+    compiled_notes, core_notes = (trail.connection(Topology()) for _ in range(2))
+    client = Client(acks=compiled_notes, clock=lambda: now[0])
+    client.proven.add((b"t", 0))
+    for number, (records, offset) in enumerate([(batch(0), 17), (batch(1), 18), (batch(2), 30), (batch(4), 31)]):
+        now[0] = number / 1000
+        assert client.take("t", 0, records=records, version=version, acks=1)
+        sent = client.upstream.frames[-1]
+        request = parse_produce(sent, parse_request_header(sent))
+        exchange = Exchange(PRODUCE_API, request, 1, 27.0)
+        result = result_entry(version, 0, 0, base_offset=offset, log_start_offset=-1)
+        core_notes.note(exchange, (0, 0), 1, 1, result)
+        client.upstream.tickets[-1].answered(answer_frame(request, f"t-0@{offset}"))
+        found = [each.open_chunk(sent, b"t", 0, 1) for each in (compiled_notes, core_notes)]
+        in_c, in_python = ([getattr(each, name) for name in NOTED] for each in found)
+        assert in_c == in_python

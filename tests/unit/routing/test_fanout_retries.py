@@ -615,19 +615,19 @@ def test_resend_with_acks_0_does_not_count() -> None:
     assert play.answers(4, "t-0=45") == ["answer 4: t-0=6"]
 
 
-def test_plain_path_resend_is_noticed() -> None:
+def test_resent_batch_misleads_no_longer() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
     play.submits(2, "t-0")
     play.answers(2, "t-0=56")
-    awaits = [play.core.awaits]
-    play.passes(3, "t-0", producer=(7, 0, 2))
-    assert [*awaits, play.core.awaits] == [True, False]
-    play.passes(4, "t-0", producer=(7, 0, 4))
-    (third, fourth) = play.adopts()
-    play.answers(third, "t-0")
-    assert play.answers(fourth, "t-0=45") == ["answer 4: t-0=45"]
+    _, refused, _ = play.core.gate
+    assert refused
+    play.submits(3, "t-0", producer=(7, 0, 2))
+    assert not refused
+    play.submits(4, "t-0", producer=(7, 0, 4))
+    play.answers(3, "t-0")
+    assert play.answers(4, "t-0=45") == ["answer 4: t-0=45"]
 
 
 def test_out_of_order_is_hidden_at_deadline() -> None:

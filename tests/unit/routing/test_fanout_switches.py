@@ -306,7 +306,7 @@ SWITCHES: dict[str, Switch] = {
     ),
     "refused 1: only what has not come again misleads": Switch(
         replaced(refused.Refused, "arrived", nothing),
-        test_fanout_retries.test_plain_path_resend_is_noticed,
+        test_fanout_retries.test_resent_batch_misleads_no_longer,
     ),
     "in_flight 1: one connection to a broker": Switch(
         replaced(InFlight, "connection_to", a_connection_for_each),
@@ -376,9 +376,9 @@ SWITCHES: dict[str, Switch] = {
         replaced(Routes, "forget_connection", nothing),
         test_fanout_lanes.test_a_route_is_new_again_on_another_connection,
     ),
-    "routes 3: plans are told to be wrong": Switch(
+    "routes 3: a forgotten route begins a generation": Switch(
         replaced(Routes, "_forget", forget_quietly),
-        partial(test_fanout_lanes.test_forgotten_route_invalidates_plans, "moves"),
+        partial(test_fanout_lanes.test_forgotten_route_begins_a_generation, "moves"),
     ),
     "merge 1: of two results the first counts": Switch(
         replaced(Exchange, "take", take_again),

@@ -106,6 +106,22 @@ def test_removed_broker_gets_nothing_and_is_awaited() -> None:
     assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b2/c2: 3 t-0"]
 
 
+def test_route_to_removed_broker_is_forgotten() -> None:
+    """A request of the plain path would go there, and one of the core would not."""
+    play = proven("t-0 t-1")
+    play.removes(1)
+    assert not play.proven("t-0")
+    assert play.proven("t-1")
+
+
+def test_removed_broker_proves_no_route() -> None:
+    play = Playbook()
+    play.submits(1, "t-0")
+    play.removes(1)
+    assert play.answers(1, "t-0") == ["answer 1: t-0@10"]
+    assert not play.proven("t-0")
+
+
 def test_removed_broker_without_successor_lets_requests_expire() -> None:
     play = proven()
     play.submits(2, "t-0", producer=None)
@@ -365,20 +381,18 @@ def test_resolved_id_makes_room_for_another() -> None:
 
 def with_a_lane(play: Playbook) -> None:
     play.submits(3, "t-2")
-    assert not play.core.is_quiet
 
 
 def with_a_batch_that_may_come_again(play: Playbook) -> None:
     play.submits(3, "t-0")
     play.answers(3, "t-0=56")
-    assert play.core.awaits
-    assert play.core.is_quiet
+    assert play.lanes == []
 
 
 def with_partitions_that_count(play: Playbook) -> None:
     play.fetches(3, "t-0 t-1")
     assert play.core.open_partitions == 2
-    assert play.core.is_quiet
+    assert play.lanes == []
 
 
 @pytest.mark.parametrize("change", [with_a_lane, with_a_batch_that_may_come_again, with_partitions_that_count])
@@ -496,16 +510,12 @@ def test_relevant_change_makes_plain_requests_enter_first() -> None:
 
 def test_state_of_the_plain_path_is_reported() -> None:
     play = Playbook()
+    lanes, _, _ = play.core.gate
     play.submits(1, "t-0")
-    quiet = [play.core.is_quiet]
+    quiet = [not lanes]
     play.answers(1, "t-0")
-    quiet.append(play.core.is_quiet)
+    quiet.append(not lanes)
     play.submits(2, "t-0")
     play.answers(2, "t-0=6")
-    quiet.append(play.core.is_quiet)
+    quiet.append(not lanes)
     assert quiet == [False, True, False]
-
-
-@pytest.mark.parametrize("asked", ["t-0 t-2", "t-2", "u-0"])
-def test_new_route_prevents_a_plan(asked: str) -> None:
-    assert not proven("t-0 t-1").proven(asked)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
 from kproxy.trail import trail as trail_module
-from kproxy.trail.acknowledgements import Acked, ConnectionAcks, NotedEntry
+from kproxy.trail.acknowledgements import Acked, ConnectionAcks
 from kproxy.trail.overlaps import Origin, Overlap
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page, encode_page
 from kproxy.trail.spans import MAX_SPANS, Chunk
@@ -50,7 +50,6 @@ class Place(NamedTuple):
 
     trail: Trail
     acked: Acked
-    part: NotedEntry
 
 
 def place(topology: Topology | None = None) -> Place:
@@ -58,7 +57,7 @@ def place(topology: Topology | None = None) -> Place:
         "p", "i", clock=lambda: 0.0, wall_ms=lambda: 0, deadline_cap_ms=1_000, interval_s=1.0, offer=lambda *page: None
     )
     acked = Acked(trail, b"t", None, 0, Origin(1, 1, 1, ""), "", "")
-    return Place(trail, acked, NotedEntry(acked, 0, 0, 0))
+    return Place(trail, acked)
 
 
 @functools.lru_cache
@@ -69,20 +68,21 @@ def _frame(topic: str, acks: int, size: int) -> bytes:
     return bytes(request_frame(PRODUCE, 9, request_body(PRODUCE, 9, request)))
 
 
-def note(part: NotedEntry, batch: Given, *, magic: int = 2, acks: int = -1, topic: str = "t") -> None:
+def note(acked: Acked, batch: Given, *, magic: int = 2, acks: int = -1, topic: str = "t") -> None:
     """As when a broker has answered a request that holds this batch alone."""
     frame = bytearray(_frame(topic, acks, batch.size))
     ids = batch.producer_id, batch.epoch, batch.sequence
-    _BATCH.pack_into(frame, frame.index(b"\xff" * batch.size), 0, 0, 0, magic, 0, 0, batch.count - 1, 0, 0, *ids, 0)
+    start = frame.index(b"\xff" * batch.size)
+    _BATCH.pack_into(frame, start, 0, 0, 0, magic, 0, 0, batch.count - 1, 0, 0, *ids, 0)
     view = memoryview(frame)
     exchange = Exchange(PRODUCE_API, parse_produce(view, head_of(view)), 1, DEADLINE)
-    part.note(exchange, memoryview(batch.base.to_bytes(8, "big", signed=True)))
+    acked.add(exchange, view, start, batch.base, batch.size)
 
 
 def folded(batches: Sequence[Given]) -> list[Chunk]:
     one = place()
     for each in batches:
-        note(one.part, each)
+        note(one.acked, each)
     assert one.acked.unread == 0
     return [*one.acked.take()]
 
@@ -132,26 +132,10 @@ def test_batches_are_put_together(name: str) -> None:
     assert sum(chunk.bytes for chunk in chunks) == sum(each.size for each in batches)
 
 
-@pytest.mark.parametrize("name", FOLDED)
-def test_batches_that_the_core_notes_are_put_together(name: str) -> None:
-    """Every batch takes `add`, as those of first and of retried requests do."""
-    batches, expected = FOLDED[name]
-    acked = place().acked
-    for each in batches:
-        records = bytearray(each.size)
-        _BATCH.pack_into(records, 0, 0, 0, 0, 2, 0, 0, each.count - 1, 0, 0, *each[2:5], 0)
-        view = request_frame(PRODUCE, 9, request_body(PRODUCE, 9, sample_request(PRODUCE, {"t": [0]})))
-        asked = Exchange(PRODUCE_API, parse_produce(view, head_of(view)), 1, DEADLINE)
-        acked.add(asked, memoryview(records), 0, each.base, each.size)
-    chunks = acked.take()
-    assert acked.unread == 0
-    assert [(chunk.first_sequence, chunk.spans.tolist()) for chunk in chunks] == expected
-
-
 @pytest.mark.parametrize(("magic", "count"), [(1, 1), (0, 1), (2, 0), (2, -5)])
 def test_invalid_batch_is_not_reported_or_counted(magic: int, count: int) -> None:
     one = place()
-    note(one.part, Given(3, count), magic=magic)
+    note(one.acked, Given(3, count), magic=magic)
     assert [*one.acked.take()] == []
     assert one.acked.unread == 1
 
@@ -161,7 +145,7 @@ def test_batch_without_offset_is_not_reported(first: list[Given]) -> None:
     """It is one that the broker had long ago."""
     one = place()
     for each in (*first, *idempotent((-1, 1), first_sequence=len(first))):
-        note(one.part, each)
+        note(one.acked, each)
     assert [chunk.spans.tolist() for chunk in one.acked.take()] == [[3, 1]] * len(first)
 
 
@@ -172,17 +156,19 @@ def test_entry_without_records_is_skipped() -> None:
     body = b"\x00" + bytes(2) + bytes(4) + b"\x02" + b"\x02t" + partitions + b"\x00" + b"\x00"
     frame = request_frame(PRODUCE, 9, body)
     exchange = Exchange(PRODUCE_API, parse_produce(frame, head_of(frame)), 1, DEADLINE)
-    one = place()
-    one.part.note(exchange, memoryview(bytes(8)))
-    assert [*one.acked.take()] == []
-    assert one.acked.unread == 0
+    site = Site()
+    site.connection.note(exchange, (0, 0), 3, 1 << 62, bytes(30))
+    acked = site.connection._find(frame, b"t", 0, 3, 1 << 62)
+    assert acked is not None
+    assert [*acked.take()] == []
+    assert acked.unread == 0
 
 
 def test_impossible_counts_are_not_reported() -> None:
     """A batch that goes on by its sequence, and says that it has less than no record."""
     one = place()
     for each in (*idempotent((3, 4)), Given(9, -3, 7, 0, 4), Given(20, 1, 7, 0, 1)):
-        note(one.part, each)
+        note(one.acked, each)
     chunks = one.acked.take()
     assert one.acked.unread > 0
     assert all(min(chunk.spans[1::2]) > 0 for chunk in chunks)
@@ -260,7 +246,7 @@ class Site:
         acked = self.connection._find(_request(topic).frame, topic.encode(), partition, 3, 1 << 62)
         if acked is not None:
             for each in batches:
-                note(NotedEntry(acked, 0, 0, 0), each, magic=magic, acks=acks, topic=topic)
+                note(acked, each, magic=magic, acks=acks, topic=topic)
 
     def look(self, after_s: float = LOOK_S) -> None:
         self.now += after_s
