@@ -1,8 +1,8 @@
 """Parse JSON documents to rows, and find fields that the schema lacks.
 
 A document is parsed twice: by the schema, and for the names of its fields. Spark ignores text after a document, so
-`{"a":1} {"a":2}` would be its first half. Each of the two parsers puts the text between different brackets, and text
-after the document cannot close both of them.
+`{"a":1} {"a":2}` would be its first half. The two times the text is between different brackets, and text after the
+document cannot close both of them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import ArrayType, DataType, MapType, StringType, StructField, StructType
 
-from kproxy.pipeline.ingest.java_classes import documents_in
 from kproxy.pipeline.ingest.transforms import CORRUPT, DOCUMENT, NEW, RECORD, TEXT
 
 _VALUES: Final = "_kproxy_values"
 _NAMES: Final = "_kproxy_names"
-_TEXTS: Final = "_kproxy_texts"
 _ONE: Final = "_kproxy_one"
 _NO_NAMES: Final = "array<string>"
+# What may be around a document.
+_SPACE: Final = " \t\r\n"
 
 
 def of_records(records: DataFrame, schema: StructType, *, verbatim: bool = False) -> DataFrame:
@@ -38,39 +38,31 @@ def opened(
     """Return the fields of `schema` from the documents in TEXT, CORRUPT and NEW, and the other columns of `rows`.
 
     `several`: TEXT may be an array of documents, each a row. `options` are those of Spark's JSON reader. `verbatim`:
-    keep each document's own text in DOCUMENT; it must be JSON by RFC 8259 (`java_classes.add_documents_function`).
+    TEXT is one document, which must be JSON by RFC 8259, and DOCUMENT is its text.
     """
     text = F.col(TEXT)
     listed = F.concat(F.lit("["), text, F.lit("]"))
     if several:
         listed = F.when(text.rlike(r"^\s*\["), text).otherwise(listed)
+    nested = F.concat(F.lit("["), listed, F.lit("]"))
     read = rows.withColumns(
         {
             _VALUES: _parse(F.concat(F.lit('{"rows":'), listed, F.lit("}")), _expected(schema), options),
-            _NAMES: _parse(F.concat(F.lit("["), listed, F.lit("]")), ArrayType(_shape(ArrayType(schema))), options),
-            _TEXTS: documents_in(text) if verbatim else F.lit(None).cast(_NO_NAMES),
+            _NAMES: _parse(nested, ArrayType(_shape(ArrayType(schema))), options),
         }
     )
     found, names = F.col(_VALUES).getField("rows"), F.get(_NAMES, 0)
-    none = F.lit(None).cast("string")
-    one = F.struct(
-        F.get(found, 0).alias("row"),
-        F.lit(None).cast(_shape(schema)).alias("names"),
-        text.alias("corrupt"),
-        none.alias("document"),
-    )
+    one = F.struct(F.get(found, 0).alias("row"), F.lit(None).cast(_shape(schema)).alias("names"), text.alias("corrupt"))
     each = F.transform(
         found,
         lambda row, number: F.struct(
-            row.alias("row"),
-            F.get(names, number).alias("names"),
-            none.alias("corrupt"),
-            F.get(_TEXTS, number).alias("document"),
+            row.alias("row"), F.get(names, number).alias("names"), F.lit(None).cast("string").alias("corrupt")
         ),
     )
     whole = _is_whole(schema, found, names, options, several=several)
     if verbatim:
-        whole = whole & F.coalesce(F.size(_TEXTS) == F.size(found), F.lit(False))
+        # It refuses a field that is there twice, at any depth, and what Spark reads beyond the RFC.
+        whole = whole & F.try_parse_json(nested).isNotNull()
     parts = F.when(whole, each).otherwise(F.array(one))
     exploded = read.withColumn(_ONE, F.explode(parts))
     row = F.col(_ONE).getField("row")
@@ -80,7 +72,7 @@ def opened(
         *rows.columns,
         F.col(_ONE).getField("corrupt").alias(CORRUPT),
         F.when(F.size(new) > 0, new).alias(NEW),
-        *([F.col(_ONE).getField("document").alias(DOCUMENT)] if verbatim else []),
+        *([F.btrim(text, F.lit(_SPACE)).alias(DOCUMENT)] if verbatim else []),
     )
 
 

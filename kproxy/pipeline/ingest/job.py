@@ -33,11 +33,11 @@ from kproxy.config import split_list
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import sources
 from kproxy.pipeline.ingest.checkpoint import Checkpoint, Found, Job, settle, source_in_words
-from kproxy.pipeline.ingest.java_classes import add_documents_function, add_timestamp_interceptor
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.progress import Display, Metrics, Tally, summary
 from kproxy.pipeline.ingest.sink import NEW_IN_FILE, REFUSED, BatchDone, BatchWriter, Stopped
 from kproxy.pipeline.ingest.sources import FilesLeft, records_behind
+from kproxy.pipeline.ingest.timestamps import add_timestamp_interceptor
 from kproxy.pipeline.preflight import check_reachable
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
@@ -80,8 +80,6 @@ def start(
     )
     if options.keeps_timestamps:
         add_timestamp_interceptor(ours)
-    if options.verbatim:
-        add_documents_function(ours)
     rows = sources.read(ours, options, schema)
     with as_spark_failure("The rows cannot be made into messages"):
         # Resolve the columns now, so that a missing one is an error before anything is written.
@@ -348,8 +346,7 @@ _WITH_NEW_FILES: Final = (
 _REFUSALS: Final = {
     "corrupt": "it cannot be parsed",
     "new column": "it has what the schema lacks ({names})",
-    "not finite": "a number of it is NaN or infinite, which JSON has no number for (--not-finite text writes its name)",
-    "no key": "its key is null",
+    "not finite": "a number of it is NaN or infinite, which JSON has no number for (--select can make it null or text)",
     "no topic": "its topic is null or no name of a topic",
     "too large": "its message is larger than --max-message-bytes",
 }

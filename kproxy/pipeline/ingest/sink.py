@@ -25,9 +25,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from pyspark.sql.types import ArrayType, DataType, MapType, StructType
 
 from kproxy.pipeline.ingest import documents, transforms
-from kproxy.pipeline.ingest.java_classes import INTERCEPTOR_CLASS
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.sources import taken
+from kproxy.pipeline.ingest.timestamps import INTERCEPTOR_CLASS
 from kproxy.pipeline.ingest.transforms import NEW, REASON, REASONS, ROW
 
 # The prefix of the error for a row that cannot be written; a Java stack trace surrounds it.
@@ -106,7 +106,7 @@ class BatchWriter:
         rows = batch
         if isinstance(self._options.source, KafkaSource) and self._schema is not None:
             rows = documents.of_records(batch, self._schema, verbatim=self._options.verbatim)
-        return transforms.encoded(transforms.placed(rows), self._options, batch=self._name(number))
+        return transforms.encoded(transforms.placed(rows), self._options, batch=f"{self._job_id}/{number}")
 
     def _check_files(self, session: SparkSession, number: int) -> None:
         """Check Parquet files themselves: their rows do not show which columns were ignored."""
@@ -126,32 +126,24 @@ class BatchWriter:
             counted = counted.where(_refuse(rows, REASONS))
         elif self._options.on_new_columns == "fail":
             counted = counted.where(_refuse(rows, ("new column",)))
-        messages = transforms.messages(
-            counted,
-            tasks=self._tasks,
-            options=self._options,
-        )
-        self._to_kafka(messages)
+        self._to_kafka(transforms.messages(counted, tasks=self._tasks, options=self._options))
         return _observed(observation) or _counted(rows)
 
     def _write_dead_letters(self, rows: DataFrame, number: int) -> None:
         where = self._options.dead_letters
         assert where is not None  # noqa: S101 - `_refuse` let none through
         if where.kind == "json":
-            letters = transforms.dead_letters(rows, batch=self._name(number))
+            letters = transforms.dead_letters(rows)
             # The directory has the micro-batch's number, so that a repeated one replaces its files.
             directory = f"{where.where.rstrip('/')}/job={self._job_id}/micro_batch={number}"
             letters.write.mode("overwrite").json(directory)
             return
         excerpt = min(transforms.RECORD_EXCERPT, self._options.max_message_bytes // 16)
-        letters = transforms.dead_letters(rows, batch=self._name(number), excerpt=excerpt)
+        letters = transforms.dead_letters(rows, excerpt=excerpt)
         self._to_kafka(transforms.as_messages(letters, where.where))
 
     def _to_kafka(self, messages: DataFrame) -> None:
         messages.write.format("kafka").mode("append").options(**sink_options(self._options)).save()
-
-    def _name(self, number: int) -> str:
-        return f"{self._job_id}/{number}"
 
 
 def _observed(observation: Observation) -> dict[str, int] | None:

@@ -7,7 +7,7 @@ import functools
 import json
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -20,10 +20,8 @@ from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSourc
 from kproxy.pipeline.ingest.transforms import (
     BLOCK,
     CORRUPT,
-    DOCUMENT,
     FILE,
     MODIFIED,
-    NEW,
     TEXT,
     json_of,
     quoted,
@@ -126,7 +124,7 @@ def read(session: SparkSession, options: IngestOptions, schema: StructType | Non
                 assert schema is not None  # noqa: S101 - given or inferred by the caller
                 return _files(session, source, schema, verbatim=options.verbatim)
             if isinstance(source, KafkaSource):
-                return _records(session, source, options.copy_headers)
+                return _records(session, source, options.copies_headers)
             return _numbers(session, source)
     except SparkFailed as error:
         if isinstance(source, FileSource) and "PATH_NOT_FOUND" in str(error):
@@ -167,31 +165,14 @@ def _documents(lines: DataFrame, schema: StructType, settings: Mapping[str, str]
     named = lines.select(*map(quoted, kept), text.alias(TEXT))
     by_directory = {name.lower(): name for name in kept if not name.startswith("_kproxy_")}
     inside = StructType([field for field in schema.fields if field.name.lower() not in by_directory])
-    rows = opened(named.where(F.col(TEXT).rlike(r"\S")), inside, settings, several=True, verbatim=verbatim)
-    columns, told = [], []
+    rows = opened(named.where(F.col(TEXT).rlike(r"\S")), inside, settings, several=not verbatim, verbatim=verbatim)
+    columns = []
     for field in schema.fields:
         there = by_directory.pop(field.name.lower(), None)
         found = F.col(quoted(field.name)) if there is None else F.col(quoted(there)).cast(field.dataType)
         columns.append(found.alias(field.name))
-        told += [] if there is None else [field.name]
     ours = [name for name in rows.columns if name.startswith("_kproxy_")]
-    told += by_directory.values()
-    together = rows.select(*columns, *map(quoted, by_directory.values()), *ours)
-    return _add_directory_fields(together, told) if verbatim and told else together
-
-
-def _add_directory_fields(rows: DataFrame, names: Sequence[str]) -> DataFrame:
-    """Add the columns `names` to DOCUMENT as fields; a document that already has one of them is corrupt."""
-    rest = F.regexp_replace(DOCUMENT, r"^\{\s*", "")
-    comma = F.when(rest.startswith("}"), F.lit("")).otherwise(F.lit(","))
-    fields = F.regexp_replace(json_of(names), r"\}$", "")
-    twice = F.arrays_overlap(NEW, F.array(*map(F.lit, names)))
-    return rows.withColumns(
-        {
-            CORRUPT: F.coalesce(CORRUPT, F.when(twice, F.col(DOCUMENT))),
-            DOCUMENT: F.concat(fields, comma, rest),
-        }
-    )
+    return rows.select(*columns, *map(quoted, by_directory.values()), *ours)
 
 
 def _reader_options(source: FileSource) -> dict[str, str]:

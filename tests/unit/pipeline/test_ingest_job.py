@@ -105,7 +105,7 @@ def test_remaining_files_are_reported_once_counted(monkeypatch: pytest.MonkeyPat
     ("error", "said"),
     [
         (
-            "[USER_RAISED_EXCEPTION] kproxy-refused-row|no key|file:/in/a.csv#0:7| SQLSTATE",
+            "[USER_RAISED_EXCEPTION] kproxy-refused-row|no topic|file:/in/a.csv#0:7| SQLSTATE",
             "file:/in/a.csv#0:7 cannot be",
         ),
         (
@@ -146,11 +146,11 @@ def test_summary_counts_rows_dead_letters_and_rest() -> None:
     tally = Tally()
     assert tally.line() == "first micro-batch"
     tally.done(BatchDone(0, 10, 10, {}, 1.0))
-    tally.done(BatchDone(1, 1_003, 1_000, {"corrupt": 2, "no key": 1}, 0.5))
+    tally.done(BatchDone(1, 1_003, 1_000, {"corrupt": 2, "no topic": 1}, 0.5))
     tally.left(Backlog(1, "files"), 2)
     assert tally.line() == "micro-batch 1 · 1,010 rows · 2,000 rows/s · 1 file left · 3 dead letters"
     assert summary(tally, OPTIONS) == (
-        "Wrote 1,010 rows to topic flights in 2 micro-batches.\n3 dead letters (2 corrupt, 1 no key) went to None."
+        "Wrote 1,010 rows to topic flights in 2 micro-batches.\n3 dead letters (2 corrupt, 1 no topic) went to None."
     )
 
 
