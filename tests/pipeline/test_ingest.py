@@ -189,6 +189,19 @@ def test_few_files_make_a_micro_batch(job: Job, tmp_path: Path) -> None:
     )
 
 
+def test_file_of_any_age_is_read_or_named(job: Job, tmp_path: Path) -> None:
+    source = FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT")
+    write_csv(tmp_path / "in", "new.csv", "1,a,1")
+    job.run(source=source)
+    write_csv(tmp_path / "in", "of old.csv", "2,a,1")
+    # A copy that keeps its time, as of `cp -p`.
+    os.utime(tmp_path / "in" / "of old.csv", (1_500_000_000, 1_500_000_000))
+    with pytest.raises(SparkFailed, match=r"^1 of the files .* not read, .*: file:/.*/in/of old\.csv: see whether"):
+        job.run(source=replace(source, options={"maxFileAge": "1d"}))
+    assert "Wrote 1 row to" in job.run(source=source)
+    assert sorted(value["id"] for value in values(job.written(at_least=2))) == [1, 2]
+
+
 def test_unwritable_rows_go_to_dead_letters_by_reason(job: Job, tmp_path: Path) -> None:
     dead = f"dead-{uuid.uuid4().hex[:8]}"
     write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,a,NaN", "x,b,3", f"4,{'long' * 500},4", "5,b,5,6")

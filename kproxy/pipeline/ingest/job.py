@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -236,6 +236,8 @@ def asking(session: SparkSession, bootstrap: str, flag: str, options: Mapping[st
 
 
 POLL_S: Final = 0.25
+# How many files an error names.
+SHOWN_FILES: Final = 5
 
 
 class Stop:
@@ -271,9 +273,14 @@ def run(session: SparkSession, options: IngestOptions, report: Report, metrics: 
     def stopping() -> bool:
         return stop.wanted
 
+    files = FilesLeft(session, options.source, options.checkpoint) if isinstance(options.source, FileSource) else None
+    # Later ones are for the next run.
+    before = files.there() if files is not None and options.processing_time is None else set()
     query = start(session, options, on_batch=on_batch, say=report.say, stopping=stopping)
     try:
-        failure = _watch(session, query, options, Display(report, tally), tally, metrics, stop)
+        failure = _watch(query, options, files, Display(report, tally), tally, metrics, stop)
+        if failure is None and files is not None and not stop.wanted:
+            failure = _about_unread(files.unread(before), options)
     finally:
         with as_spark_failure("The job did not stop"):
             query.stop()
@@ -284,17 +291,27 @@ def run(session: SparkSession, options: IngestOptions, report: Report, metrics: 
         report.say("Stopped before the end: start it again with the same --checkpoint to go on.")
 
 
+def _about_unread(paths: Sequence[str], options: IngestOptions) -> str | None:
+    if not paths:
+        return None
+    shown = f"as Spark passed over them: {', '.join(paths[:SHOWN_FILES])}"
+    more = "" if len(paths) <= SHOWN_FILES else f" and {len(paths) - SHOWN_FILES:,} more"
+    return (
+        f"{len(paths):,} of the files that {_source(options)} had at first were not read, {shown}{more}: see whether "
+        "a --source-option leaves them out (maxFileAge, latestFirst, fileNameOnly), or give them to a job of their own"
+    )
+
+
 def _watch(
-    session: SparkSession,
     query: StreamingQuery,
     options: IngestOptions,
+    files: FilesLeft | None,
     display: Display,
     tally: Tally,
     metrics: Metrics,
     stop: Stop,
 ) -> str | None:
     """Wait until the query has ended. Return the reason if it failed."""
-    files = FilesLeft(session, options.source, options.checkpoint) if isinstance(options.source, FileSource) else None
 
     def look(*, at_once: bool = False) -> None:
         batches, last, found = tally.batches, tally.last, None

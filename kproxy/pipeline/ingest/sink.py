@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import unquote
 
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
@@ -215,7 +216,7 @@ def _files_of(session: SparkSession, checkpoint: str, number: int) -> list[str]:
     before = _log_offset(session, checkpoint, number - 1) if number else -1
     log_offset = F.col("log_offset")
     files = taken(session, checkpoint).where((log_offset > before) & (log_offset <= end))
-    return sorted({str(row["path"]) for row in files.collect()})
+    return sorted({unquote(row["path"]) for row in files.collect()})
 
 
 def _log_offset(session: SparkSession, checkpoint: str, number: int) -> int:

@@ -6,11 +6,13 @@ import ast
 import functools
 import json
 import operator
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
+from urllib.parse import unquote
 
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import BinaryType, StringType, StructType
 
@@ -44,6 +46,10 @@ _READER_OPTIONS: Final = {
     "json": {},
     "parquet": {},
 }
+# By default Spark leaves out files a week older than the newest. This is longer than any file is old.
+_MAX_AGE: Final = "100000d"
+# Options that tell which files are the source's.
+_FILTERS: Final = ("pathglobfilter", "recursivefilelookup")
 # Rows that cannot be parsed go to the column CORRUPT. No option of the user's may turn them into nulls.
 _REQUIRED: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
 # Java reads this for bytes that are invalid in the encoding.
@@ -177,7 +183,7 @@ def _documents(lines: DataFrame, schema: StructType, settings: Mapping[str, str]
 
 def _reader_options(source: FileSource) -> dict[str, str]:
     """Return the options of Spark's reader in lower case; those of `source` override the defaults."""
-    settings = {**_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
+    settings = {"maxFileAge": _MAX_AGE, **_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
     return {name.lower(): value for name, value in settings.items()}
 
 
@@ -242,7 +248,10 @@ class Backlog(NamedTuple):
 
 
 class FilesLeft:
-    """Count the files that no micro-batch has begun to read; Spark is asked only now and then."""
+    """Tell which files no micro-batch has begun to read; Spark is asked for their number only now and then.
+
+    Like Spark's own source it keeps the names of all files.
+    """
 
     def __init__(
         self, session: SparkSession, source: FileSource, checkpoint: str, clock: Callable[[], float] = time.monotonic
@@ -260,7 +269,7 @@ class FilesLeft:
             return None
         try:
             with as_spark_failure("The files cannot be listed"):
-                found = Backlog(self._count(), "files")
+                found = Backlog(len(self.there() - self._begun()), "files")
         except SparkFailed:
             # Nothing was read yet, so Spark has no list; or files disappeared during the listing.
             found = None
@@ -268,32 +277,41 @@ class FilesLeft:
         self._not_before = ended + max(LEAST_PAUSE_S, PAUSE_FACTOR * (ended - began))
         return found
 
-    def _count(self) -> int:
-        names = {
-            name: value
-            for name, value in self._source.options.items()
-            if name in ("pathGlobFilter", "recursiveFileLookup")
-        }
-        there = self._session.read.format("binaryFile").options(**names).load(self._source.path)
-        paths = there.select(_same(F.col("path")).alias("path"))
-        begun = taken(self._session, self._checkpoint).select(_same(F.col("path")).alias("path")).distinct()
-        return int(paths.join(begun, "path", "left_anti").count())
+    def there(self) -> set[str]:
+        """Return the files that are there, none where the source's path is missing. Raise SparkFailed."""
+        names = {name: value for name, value in _reader_options(self._source).items() if name in _FILTERS}
+        try:
+            with as_spark_failure(f"The files in {self._source.path} cannot be listed"):
+                found = self._session.read.format("binaryFile").options(**names).load(self._source.path).inputFiles()
+        except SparkFailed as error:
+            if "PATH_NOT_FOUND" in str(error):
+                return set()
+            raise
+        return set(map(_path, found))
+
+    def unread(self, before: set[str]) -> list[str]:
+        """Return those of the files `before` that are still there and that no micro-batch has read."""
+        left = before & self.there()
+        with as_spark_failure("Spark's list of files cannot be read"):
+            return sorted(left - self._begun()) if left else []
+
+    def _begun(self) -> set[str]:
+        return {_path(row[0]) for row in taken(self._session, self._checkpoint).select("path").collect()}
 
 
 def taken(session: SparkSession, checkpoint: str) -> DataFrame:
-    """Return the files that Spark has begun: path, log_offset (where micro-batches begin and end).
+    """Return the files that Spark has begun: path, as a URI, and log_offset (where micro-batches begin and end).
 
     They are in Spark's log: each of its files has a version in the first line, then a line of JSON for each file.
     """
     lines = session.read.text(f"{checkpoint}/sources/0").where(F.col("value").startswith("{"))
-    path = F.url_decode(F.replace(F.get_json_object("value", "$.path"), F.lit("+"), F.lit("%2B")))
     log_offset = F.get_json_object("value", "$.batchId").cast("long")
-    return lines.select(path.alias("path"), log_offset.alias("log_offset"))
+    return lines.select(F.get_json_object("value", "$.path").alias("path"), log_offset.alias("log_offset"))
 
 
-def _same(path: Column) -> Column:
-    """Normalize a path: `file:/x` and `file:///x` are the same."""
-    return F.regexp_replace(path, "^([A-Za-z][A-Za-z0-9+.-]*):/+", "$1:/")
+def _path(uri: str) -> str:
+    """Return the path as it is shown: `file:/x` and `file:///x` are the same."""
+    return re.sub("^([A-Za-z][A-Za-z0-9+.-]*):/+", r"\1:/", unquote(uri))
 
 
 def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Backlog | None:

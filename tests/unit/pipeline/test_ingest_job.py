@@ -81,7 +81,8 @@ def test_records_behind_are_the_offsets_between(sources: list[dict[str, Any]], e
 
 def test_remaining_files_are_reported_once_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter((500, 400, 0))
-    monkeypatch.setattr(FilesLeft, "_count", lambda _: next(counts))
+    monkeypatch.setattr(FilesLeft, "there", lambda _: {f"{number}" for number in range(next(counts))})
+    monkeypatch.setattr(FilesLeft, "_begun", lambda _: set())
     source, now = FileSource("csv", "/in"), [100.0]
     files, tally = FilesLeft(cast(Any, None), source, "/ck", lambda: now[0]), Tally()
     tally.done(BatchDone(0, 1, 1, {}, 1.0))
