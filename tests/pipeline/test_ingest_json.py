@@ -72,6 +72,34 @@ def test_document_is_read_whole_or_reported(spark: Any, tmp_path: Path) -> None:
     assert corrupt == [line for line, rows in LINES if rows == ["corrupt"]]
 
 
+# As LINES: what Spark's own reader would round, cut off, or replace.
+STRICT: tuple[tuple[str, list[Any]], ...] = (
+    ('{"m":1.23,"d":"2026-01-02","deep":{"m":0.5}}', [{"m": 1.23, "d": "2026-01-02", "deep": {"m": 0.5}}]),
+    ('{"m":1.2300,"d":"2026-1-2"}', [{"m": 1.23, "d": "2026-01-02"}]),
+    ('{"m":123e-2}', [{"m": 1.23}]),
+    ('{"m":1.239}', ["corrupt"]),
+    ('{"m":9999.995}', ["corrupt"]),
+    ('{"m":12345}', ["corrupt"]),
+    ('{"deep":{"m":0.55}}', ["corrupt"]),
+    ('{"by":{"k":0.55}}', ["corrupt"]),
+    ('[{"m":1},{"m":1.001}]', ["corrupt"]),
+    ('{"d":"2026-01-01T23:59:59"}', ["corrupt"]),
+    ('{"d":"2026-01-04 junk"}', ["corrupt"]),
+    ('{"f":"1f"}', ["corrupt"]),
+    (r'{"raw":"\ud83d\ude00 \\ud83d"}', [{"raw": "\U0001f600 \\ud83d"}]),
+    (r'{"raw":"\ud83d"}', ["corrupt"]),
+    (r'{"raw":"\\\udE00x"}', ["corrupt"]),
+    (r'{"raw":"\ud83d\\\ude00"}', ["corrupt"]),
+)
+
+
+def test_value_is_exact_or_the_row_is_corrupt(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("".join(f"{line}\n" for line, _ in STRICT))
+    schema = "m DECIMAL(6,2), d DATE, f DOUBLE, deep STRUCT<m: DECIMAL(4,1)>, by MAP<STRING, DECIMAL(3,1)>, raw STRING"
+    rows = read_files(spark, FileSource("json", str(tmp_path), schema))
+    assert told(rows) == [row for _, rows in STRICT for row in rows]
+
+
 def as_records(spark: Any, values: list[str]) -> Any:
     """Rows of a Kafka source, of values in SQL."""
     table = ", ".join(f"({value}, 't', 0, {offset}L, timestamp_millis(0))" for offset, value in enumerate(values))
@@ -195,7 +223,8 @@ def test_unchanged_documents_have_keys_and_dead_letters(spark: Any) -> None:
     encoded = transforms.encoded(transforms.placed(opened), asked, batch="b")
     rows = sorted(encoded.collect(), key=lambda row: str(row[transforms.ROW]))
     assert [row[transforms.REASON] for row in rows] == [None, None, "corrupt", None, None, "corrupt"]
-    written = {row[transforms.KEY]: bytes(row[transforms.VALUE]) for row in rows if not row[transforms.REASON]}
-    assert written == {n and f"{n}".encode(): values[at].encode() for n, at in ((1, 0), (None, 1), (3, 3), (4, 4))}
+    written = [(row["id"], bytes(row[transforms.VALUE])) for row in rows if not row[transforms.REASON]]
+    assert written == [(number, values[at].encode()) for number, at in ((1, 0), (None, 1), (3, 3), (4, 4))]
+    assert [row[transforms.KEY] and bytes(row[transforms.KEY]) for row in rows[:2]] == [b"1", None]
     letters = {row["row"]: row["record"] for row in transforms.dead_letters(encoded).collect()}
     assert letters == {"t/0/2": values[2], "t/0/5": values[5]}

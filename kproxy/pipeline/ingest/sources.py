@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
-import operator
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -14,9 +12,10 @@ from urllib.parse import unquote
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
-from pyspark.sql.types import BinaryType, StringType, StructType
+from pyspark.sql.types import StructType
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.ingest import csv_values
 from kproxy.pipeline.ingest.documents import opened
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource, RateSource
 from kproxy.pipeline.ingest.transforms import (
@@ -25,7 +24,6 @@ from kproxy.pipeline.ingest.transforms import (
     FILE,
     MODIFIED,
     TEXT,
-    json_of,
     quoted,
 )
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
@@ -52,8 +50,6 @@ _MAX_AGE: Final = "100000d"
 _FILTERS: Final = ("pathglobfilter", "recursivefilelookup")
 # Rows that cannot be parsed go to the column CORRUPT. No option of the user's may turn them into nulls.
 _REQUIRED: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
-# Java reads this for bytes that are invalid in the encoding.
-_REPLACED: Final = "\ufffd"
 _BOM: Final = "\ufeff"
 _ALL: Final = (1 << 31) - 1
 
@@ -106,8 +102,8 @@ def infer_schema(session: SparkSession, source: FileSource) -> StructType:
             ) from error
         raise
     schema = StructType([field for field in found.fields if field.name != CORRUPT])
-    odd = [name for name in schema.names if _REPLACED in name or "\0" in name]
-    if source.format == "csv" and odd and not _names_encoding(source.options):
+    odd = [name for name in schema.names if csv_values.REPLACED in name or "\0" in name]
+    if source.format == "csv" and odd and not csv_values.names_encoding(source.options):
         raise StartupError(
             f"the header of a file in {source.path} is not UTF-8: name its encoding with --source-option "
             "encoding=NAME, for example ISO-8859-1 or UTF-16."
@@ -147,11 +143,10 @@ def _files(session: SparkSession, source: FileSource, schema: StructType, *, ver
         wholetext = settings.get("multiline", "false")
         lines = _placed(reader.format("text").option("wholetext", wholetext).load(source.path))
         return _documents(lines, schema, settings, verbatim=verbatim)
-    expected = StructType([*schema.fields])
-    if source.format == "csv":
-        expected.add(CORRUPT, StringType())
-    rows = _placed(reader.format(source.format).schema(expected).load(source.path))
-    return _mark_damaged(rows, schema, settings) if source.format == "csv" else rows
+    if source.format == "parquet":
+        return _placed(reader.format("parquet").schema(schema).load(source.path))
+    texts = reader.options(**{**csv_values.READER_OPTIONS, **settings}).schema(csv_values.texts_of(schema))
+    return csv_values.valued(_placed(texts.format("csv").load(source.path)), schema, settings)
 
 
 def _placed(rows: DataFrame) -> DataFrame:
@@ -185,36 +180,6 @@ def _reader_options(source: FileSource) -> dict[str, str]:
     """Return the options of Spark's reader in lower case; those of `source` override the defaults."""
     settings = {"maxFileAge": _MAX_AGE, **_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
     return {name.lower(): value for name, value in settings.items()}
-
-
-def _finds_line_ends(settings: Mapping[str, str]) -> bool:
-    """Whether Spark uses the first line end in a CSV file for all of its rows."""
-    return settings["multiline"].lower() == "true" and "linesep" not in settings
-
-
-def _names_encoding(options: Mapping[str, str]) -> bool:
-    return any(name.lower() in ("encoding", "charset") for name in options)
-
-
-def _mark_damaged(rows: DataFrame, schema: StructType, settings: Mapping[str, str]) -> DataFrame:
-    """Mark CSV rows as corrupt whose texts differ from the file.
-
-    Spark's reader does not report them. Bytes that are not UTF-8 are read as U+FFFD, if no encoding was named. A
-    carriage return at the end of the last value is part of a line end, in a file whose first line ends with a newline
-    alone and others with both.
-    """
-    tests = []
-    # Binary columns hold the bytes of a text. Values of other types cannot be parsed with either of these in them.
-    texts = [field.name for field in schema.fields if isinstance(field.dataType, (StringType, BinaryType))]
-    if not _names_encoding(settings):
-        tests += [F.col(quoted(name)).cast("string").contains(_REPLACED) for name in texts]
-    if _finds_line_ends(settings) and texts[-1:] == schema.names[-1:]:
-        tests.append(F.col(quoted(texts[-1])).cast("string").endswith("\r"))
-    if not tests:
-        return rows
-    # A null value passes each test.
-    damaged = functools.reduce(operator.or_, (F.coalesce(test, F.lit(False)) for test in tests))
-    return rows.withColumn(CORRUPT, F.coalesce(F.col(CORRUPT), F.when(damaged, json_of(schema.names))))
 
 
 def _records(session: SparkSession, source: KafkaSource, with_headers: bool) -> DataFrame:
