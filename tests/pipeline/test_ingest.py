@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import confluent_kafka
+import pyarrow
+import pyarrow.parquet
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 from rich.console import Console
@@ -294,6 +296,35 @@ def test_unknown_parquet_columns_end_the_job(job: Job, tmp_path: Path) -> None:
         job.run()
     job.run(on_new_columns="ignore")
     assert sorted(value["id"] for value in values(job.written(at_least=3))) == [1, 2, 3]
+
+
+def test_parquet_types_may_drift_within_the_schema(job: Job, tmp_path: Path) -> None:
+    for name, kind in (("a", pyarrow.int32()), ("b", pyarrow.int64())):
+        table = pyarrow.table({"id": pyarrow.array([1], kind), "k": [name]})
+        pyarrow.parquet.write_table(table, tmp_path / "in" / f"{name}.parquet")
+    source = FileSource("parquet", str(tmp_path / "in"), "id LONG, k STRING")
+    assert "Wrote 2 rows" in job.run(source=source)
+    with pytest.raises(SparkFailed, match=r"the file file:.*/a\.parquet has columns that the schema lacks \(k\)"):
+        job.run(source=replace(source, schema="id LONG"), checkpoint=f"{job.options.checkpoint}-narrow")
+
+
+def test_unreadable_parquet_types_are_named_or_left_out(job: Job, tmp_path: Path) -> None:
+    instant = 1_767_312_000_123_456_789
+    columns = {
+        "at": pyarrow.array([instant], pyarrow.timestamp("ns", "UTC")),
+        "time": pyarrow.array([1], pyarrow.time64("us")),
+        "uuid": pyarrow.array([b"0123456789abcdef"], pyarrow.uuid()),
+        "half": pyarrow.array([1.5], pyarrow.float16()),
+    }
+    pyarrow.parquet.write_table(pyarrow.table({"id": [7], **columns}), tmp_path / "in" / "a.parquet")
+    source = FileSource("parquet", str(tmp_path / "in"))
+    with pytest.raises(StartupError, match=r"has a column of a type that Spark does not read \(.+\): give a --schema"):
+        job.run(source=source)
+    given = replace(source, schema="id LONG, at LONG")
+    with pytest.raises(SparkFailed, match=r"has a column of a type that Spark does not read \(.+\): write the file"):
+        job.run(source=given)
+    job.run(source=given, on_new_columns="ignore")
+    assert values(job.written()) == [{"id": 7, "at": instant}]
 
 
 def test_counts_are_right_without_sparks_metrics(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

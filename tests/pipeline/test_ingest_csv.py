@@ -254,6 +254,19 @@ def test_header_in_unnamed_encoding_infers_no_schema(spark: Any, tmp_path: Path)
     assert found.names == ["id", "é", "n"]
 
 
+@pytest.mark.parametrize("header", ["s,s", "id,ID"])
+def test_header_with_a_name_twice_is_refused(spark: Any, tmp_path: Path, header: str) -> None:
+    (tmp_path / "a.csv").write_text(f"{header}\n1,2\n")
+    name = header.partition(",")[0]
+    with pytest.raises(StartupError, match=f"has the name {name} twice.*--schema with other names.*enforceSchema=true"):
+        sources.infer_schema(spark, FileSource("csv", str(tmp_path)))
+    with pytest.raises(StartupError, match=f"--schema has the name {name} twice"):
+        sources.parse_schema(header.replace(",", " INT, ") + " INT")
+    options = {"enforceSchema": "true"}
+    (row,) = read_files(spark, FileSource("csv", str(tmp_path), "a INT, b INT", options=options))
+    assert (row["a"], row["b"]) == (1, 2)
+
+
 def test_one_line_rows_are_split_on_request(spark: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1_000)
     (tmp_path / "a.csv").write_bytes(written(rows=[(n, 'say "hi"', "x") for n in range(100)]))

@@ -100,6 +100,15 @@ def test_value_is_exact_or_the_row_is_corrupt(spark: Any, tmp_path: Path) -> Non
     assert told(rows) == [row for _, rows in STRICT for row in rows]
 
 
+@pytest.mark.parametrize("text", ['{\n  "id": 1\n}\n', '[\n  {"id": 1},\n  {"id": 2}\n]\n'])
+def test_json_over_several_lines_infers_no_schema(spark: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(StartupError, match="has JSON over several lines: give --source-option multiLine=true"):
+        sources.infer_schema(spark, FileSource("json", str(tmp_path)))
+    found = sources.infer_schema(spark, FileSource("json", str(tmp_path), options={"multiLine": "true"}))
+    assert found.names == ["id"]
+
+
 def as_records(spark: Any, values: list[str]) -> Any:
     """Rows of a Kafka source, of values in SQL."""
     table = ", ".join(f"({value}, 't', 0, {offset}L, timestamp_millis(0))" for offset, value in enumerate(values))

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
@@ -36,7 +37,7 @@ from kproxy.pipeline.ingest.checkpoint import Checkpoint, Found, Job, settle, so
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.progress import Display, Metrics, Tally, summary
 from kproxy.pipeline.ingest.sink import NEW_IN_FILE, REFUSED, BatchDone, BatchWriter, Stopped
-from kproxy.pipeline.ingest.sources import FilesLeft, records_behind
+from kproxy.pipeline.ingest.sources import OVER_LINES, PARQUET_TYPE, PRETTY, FilesLeft, records_behind
 from kproxy.pipeline.ingest.timestamps import add_timestamp_interceptor
 from kproxy.pipeline.preflight import check_reachable
 from kproxy.pipeline.progress import Report
@@ -329,7 +330,7 @@ def _watch(
             with as_spark_failure("The job cannot be watched"):
                 look()
             display.update()
-    except PySparkException as error:
+    except (Py4JError, PySparkException) as error:
         if Stopped.SAID not in str(error):
             return why(error, options)
     look(at_once=True)
@@ -375,6 +376,8 @@ def why(error: BaseException, options: IngestOptions) -> str:
     refused = _REFUSED.search(text)
     if refused is not None:
         reason = _REFUSALS.get(refused[1], refused[1]).format(names=refused[3])
+        if refused[1] == "corrupt" and refused[3] in PRETTY:
+            return f"the file of the row {refused[2]} has {OVER_LINES}"
         if refused[1] == NEW_IN_FILE:
             return f"the file {refused[2]} has columns that the schema lacks ({refused[3]}): {_WITH_NEW_FILES}"
         if refused[1] == "new column" and options.on_new_columns == "fail":
@@ -410,6 +413,11 @@ def _source(options: IngestOptions) -> str:
 
 
 _KNOWN: Final = (
+    (
+        PARQUET_TYPE,
+        "a Parquet file in {source} has a column of a type that Spark does not read ({type}): write the file without "
+        "it; or give a --schema that lacks it, with --on-new-columns ignore",
+    ),
     (
         r"(?:CSV header does not conform|Number of column in CSV header)[^\t]*CSV file: (?P<file>.*)",
         "the header of {file} does not name the columns of the schema in their order: where all files to come are like "

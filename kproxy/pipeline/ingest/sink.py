@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
+from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
@@ -29,13 +30,15 @@ from kproxy.pipeline.ingest import documents, transforms
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.sources import taken
 from kproxy.pipeline.ingest.timestamps import INTERCEPTOR_CLASS
-from kproxy.pipeline.ingest.transforms import NEW, REASON, REASONS, ROW
+from kproxy.pipeline.ingest.transforms import CORRUPT, NEW, REASON, REASONS, ROW
 
 # The prefix of the error for a row that cannot be written; a Java stack trace surrounds it.
 REFUSED: Final = "kproxy-refused-row"
 NEW_IN_FILE: Final = "new column in a file"
 OBSERVED_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.005
+# How much of a text that is no JSON an error needs.
+_BEGINNING: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,10 @@ def sink_options(options: IngestOptions) -> dict[str, str]:
 
 def _refuse(rows: DataFrame, reasons: Sequence[str]) -> Column:
     """Return a column that is true for a row with none of these `reasons`, and ends the job for any other."""
-    named = F.array_join(F.col(NEW), ", ") if NEW in rows.columns else F.lit("")
+    named = F.lit("")
+    if NEW in rows.columns:
+        named = F.array_join(NEW, ", ")
+        named = F.when(F.col(REASON) == "corrupt", F.substring(F.btrim(CORRUPT), 1, _BEGINNING)).otherwise(named)
     told = (F.col(REASON), F.col(ROW), F.translate(F.coalesce(named, F.lit("")), "|", " "))
     said = F.concat(F.lit(REFUSED), *(F.concat(F.lit("|"), each) for each in told), F.lit("|"))
     refused = F.coalesce(F.col(REASON).isin(*reasons), F.lit(False))
@@ -192,8 +198,8 @@ def check_files(
 ) -> None:
     """Raise RefusedFile for the first file of the micro-batch `number` with a column that `schema` lacks.
 
-    It reads the files' footers; `options` are those of Spark's reader. Raise PySparkException for files that cannot be
-    read.
+    It reads the files' footers; `options` are those of Spark's reader. Raise Py4JError or PySparkException for files
+    that cannot be read: which of them depends on Spark's version.
     """
     paths = _files_of(session, checkpoint, number)
     # The paths are file names, not patterns.
@@ -201,7 +207,7 @@ def check_files(
     try:
         if not paths or not lacking(schema, reader.option("mergeSchema", "true").parquet(*paths).schema):
             return
-    except PySparkException as error:
+    except (Py4JError, PySparkException) as error:
         # A column whose type differs between files cannot be merged, but each file may still fit the schema.
         if "CANNOT_MERGE" not in str(error):
             raise

@@ -6,7 +6,8 @@ import ast
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
@@ -50,6 +51,11 @@ _MAX_AGE: Final = "100000d"
 _FILTERS: Final = ("pathglobfilter", "recursivefilelookup")
 # Rows that cannot be parsed go to the column CORRUPT. No option of the user's may turn them into nulls.
 _REQUIRED: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
+# The first line of JSON that is written over several, and what to do.
+PRETTY: Final = ("{", "[", "[{")
+OVER_LINES: Final = "JSON over several lines: give --source-option multiLine=true"
+# Spark's error for a column that it cannot read, such as TIME, UUID and FLOAT16.
+PARQUET_TYPE: Final = r"PARQUET_TYPE_ILLEGAL\] Illegal Parquet type: (?P<type>.+?)\.?(?: SQLSTATE|$)"
 _BOM: Final = "\ufeff"
 _ALL: Final = (1 << 31) - 1
 
@@ -62,6 +68,8 @@ def own_session(session: SparkSession) -> SparkSession:
         ours.conf.set("spark.sql.files.maxPartitionBytes", str(BLOCK_BYTES))
         ours.conf.set("spark.sql.files.openCostInBytes", str(BLOCK_BYTES))
         ours.conf.unset("spark.sql.files.maxPartitionNum")
+        # Spark has no type for timestamps with nanoseconds. As numbers they keep their digits.
+        ours.conf.set("spark.sql.legacy.parquet.nanosAsLong", "true")
         # Use the V2 Kafka sink, as streams do: with the V1 sink observations report nothing.
         ours.conf.set("spark.sql.sources.useV1SourceList", "avro,csv,json,orc,parquet,text")
     return ours
@@ -79,6 +87,9 @@ def parse_schema(text: str) -> StructType:
         ) from error
     if not isinstance(schema, StructType) or not schema.fields:
         raise StartupError("--schema has no columns: give DDL, as in 'id INT, name STRING', or Spark's JSON.")
+    twice = [name for name, count in Counter(map(str.lower, schema.names)).items() if count > 1]
+    if twice:
+        raise StartupError(f"--schema has the name {twice[0]} twice, and Spark does not tell ID from id: rename one.")
     taken = [name for name in schema.names if name.startswith("_kproxy_")]
     if taken:
         raise StartupError(f"--schema has a column {taken[0]}: names that begin with _kproxy_ are taken.")
@@ -86,12 +97,13 @@ def parse_schema(text: str) -> StructType:
 
 
 def infer_schema(session: SparkSession, source: FileSource) -> StructType:
-    """Infer the schema by reading all files that exist now. Raise StartupError if there are none."""
+    """Infer the schema by reading all files that exist now. Raise StartupError if none can be found."""
     options = {"inferSchema": "true", **_reader_options(source)}
     with_hint = f"give --schema, or put a file there that has the columns ({source.path})"
     try:
         with as_spark_failure("The schema could not be inferred"):
             found = session.read.format(source.format).options(**options).load(source.path).schema
+            first = _first_line(session, source, options)
     except SparkFailed as error:
         if any(known in str(error) for known in ("UNABLE_TO_INFER_SCHEMA", "PATH_NOT_FOUND")):
             raise StartupError(f"there are no files yet to infer a schema from: {with_hint}.") from error
@@ -100,17 +112,49 @@ def infer_schema(session: SparkSession, source: FileSource) -> StructType:
                 f"no schema can be inferred from fields that differ in case alone ({cause_in(str(error))}): give a "
                 "--schema with one of them (--on-new-columns add writes documents of JSON with all of them)."
             ) from error
+        if type_ := re.search(PARQUET_TYPE, str(error)):
+            raise StartupError(
+                f"a file in {source.path} has a column of a type that Spark does not read ({type_['type']}): give a "
+                "--schema that lacks it, with --on-new-columns ignore."
+            ) from error
         raise
     schema = StructType([field for field in found.fields if field.name != CORRUPT])
-    odd = [name for name in schema.names if csv_values.REPLACED in name or "\0" in name]
-    if source.format == "csv" and odd and not csv_values.names_encoding(source.options):
+    if source.format == "csv":
+        _check_header(source, schema, first)
+    if source.format == "json" and [text.strip() for text in first] in [[text] for text in PRETTY]:
+        raise StartupError(f"a file in {source.path} has {OVER_LINES}.")
+    if not schema.fields:
+        raise StartupError(f"no column can be found in the files that are there: {with_hint}.")
+    return schema
+
+
+def _first_line(session: SparkSession, source: FileSource, options: Mapping[str, str]) -> list[str]:
+    """Return the texts of the first row of a CSV file, or the first line of JSON; none where it does not help."""
+    reader = session.read.options(**{**options, "inferSchema": "false", "header": "false"})
+    if source.format == "csv" and options["header"].lower() == "true":
+        columns = reader.csv(source.path)
+        # Those of directories have other names.
+        row = columns.select(*(name for name in columns.columns if name.startswith("_c"))).first()
+    elif source.format == "json" and options.get("multiline", "false").lower() == "false":
+        row = reader.text(source.path).where(F.col("value").rlike(r"\S")).select("value").first()
+    else:
+        row = None
+    return [str(text) for text in row or () if text is not None]
+
+
+def _check_header(source: FileSource, schema: StructType, header: Sequence[str]) -> None:
+    odd = any(csv_values.REPLACED in name or "\0" in name for name in schema.names)
+    if odd and not csv_values.names_encoding(source.options):
         raise StartupError(
             f"the header of a file in {source.path} is not UTF-8: name its encoding with --source-option "
             "encoding=NAME, for example ISO-8859-1 or UTF-16."
         )
-    if not schema.fields:
-        raise StartupError(f"no column can be found in the files that are there: {with_hint}.")
-    return schema
+    twice = [name for name, count in Counter(name.lower() for name in header).items() if count > 1]
+    if twice:
+        raise StartupError(
+            f"the header of a file in {source.path} has the name {twice[0]} twice, and Spark does not tell ID from id: "
+            "give a --schema with other names, in the order of the columns, and --source-option enforceSchema=true."
+        )
 
 
 def read(session: SparkSession, options: IngestOptions, schema: StructType | None) -> DataFrame:

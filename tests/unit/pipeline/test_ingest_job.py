@@ -110,6 +110,15 @@ def test_remaining_files_are_reported_once_counted(monkeypatch: pytest.MonkeyPat
             "file:/in/a.csv#0:7 cannot be",
         ),
         (
+            "[USER_RAISED_EXCEPTION] kproxy-refused-row|corrupt|file:/in/a.json#0:0|[{| SQLSTATE",
+            "the file of the row file:/in/a.json#0:0 has JSON over several lines: give --source-option multiLine=true",
+        ),
+        (
+            "org.apache.spark.sql.AnalysisException: [PARQUET_TYPE_ILLEGAL] Illegal Parquet type: "
+            "FIXED_LEN_BYTE_ARRAY (UUID). SQLSTATE: 42846\n\tat",
+            "of a type that Spark does not read (FIXED_LEN_BYTE_ARRAY (UUID)): write the file without it; or",
+        ),
+        (
             "kproxy-refused-row|new column in a file|file:/in/a.parquet|deep.b, more| SQLSTATE",
             "the file file:/in/a.parquet has columns that the schema lacks (deep.b, more): give a --schema",
         ),
