@@ -13,6 +13,7 @@ from kproxy.cli import start_logging
 from kproxy.cli.options import Asked, bootstrap_option
 from kproxy.cli.pipeline import check_master, kafka_flags, kafka_options, session_options, spark_flags
 from kproxy.config import parse_address
+from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
     DEFAULT_FILES,
@@ -233,11 +234,8 @@ def _columns(text: str | None) -> tuple[str, ...]:
 def _read_schema(text: str | None) -> str | None:
     if text is None or not text.startswith("@"):
         return text
-    path = Path(text[1:])
+    content = read_file(Path(text[1:]), "--schema", MAX_SCHEMA_BYTES, "give a file of DDL or of Spark's JSON")
     try:
-        if path.stat().st_size > MAX_SCHEMA_BYTES:
-            raise StartupError(f"--schema {text} is larger than any schema: give a file of DDL or of Spark's JSON.")
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise StartupError(f"--schema {text} cannot be read ({why}): give a file of DDL or of Spark's JSON.") from error
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise StartupError(f"--schema {text} is not UTF-8 text: give a file of DDL or of Spark's JSON.") from error

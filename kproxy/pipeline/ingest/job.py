@@ -18,7 +18,6 @@ import contextlib
 import re
 import signal
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +32,7 @@ from pyspark.sql.types import StructType
 from kproxy.config import split_list
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import sources
-from kproxy.pipeline.ingest.checkpoint import Checkpoint, Found, Job, settle, source_in_words
+from kproxy.pipeline.ingest.checkpoint import Checkpoint, Job, settle, source_in_words
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.progress import Display, Metrics, Tally, summary
 from kproxy.pipeline.ingest.sink import NEW_IN_FILE, REFUSED, BatchDone, BatchWriter, Stopped
@@ -61,13 +60,13 @@ def start(
     options.check()
     ours = sources.own_session(session)
     checkpoint = Checkpoint(ours, options.checkpoint)
-    found, known = checkpoint.look()
+    known = checkpoint.job()
     # Before any topic is created: a different source or target shows without asking the clusters.
     asked = Job(uuid.uuid4().hex, source_in_words(ours, options), options.target)
-    settle(known, found, asked, options.checkpoint)
+    settle(known, asked, options.checkpoint)
     asked = _ask_clusters(ours, options, asked)
     asked = replace(asked, schema=_given_schema(options))
-    job = settle(known, found, asked, options.checkpoint)
+    job = settle(known, asked, options.checkpoint)
     if job.schema is None and isinstance(options.source, FileSource):
         job = replace(job, schema=sources.infer_schema(ours, options.source).json(), schema_inferred=True)
     schema = None if job.schema is None else sources.parse_schema(job.schema)
@@ -88,7 +87,7 @@ def start(
     if job != known:
         checkpoint.save(job)
     if schema is not None:
-        say(_about_schema(job, found, schema))
+        say(_about_schema(job, known, schema))
     with as_spark_failure("The job did not start"):
         stream = rows.writeStream.foreachBatch(writer).option("checkpointLocation", checkpoint.path)
         named = stream.queryName(f"kproxy ingest {job.job_id}")
@@ -140,18 +139,16 @@ def _given_schema(options: IngestOptions) -> str | None:
     return str(sources.parse_schema(source.schema).json())
 
 
-def _about_schema(job: Job, found: Found, schema: StructType) -> str:
+def _about_schema(job: Job, known: Job | None, schema: StructType) -> str:
     columns = ", ".join(f"{field.name} {field.dataType.simpleString().upper()}" for field in schema.fields)
     if not job.schema_inferred:
         return f"The schema that was given: {columns}"
-    if found is Found.OURS:
+    if known is not None:
         return f"The schema that was inferred when the job first started: {columns}"
     return f"The schema, inferred once from the files that are there now and kept with the checkpoint: {columns}"
 
 
 REQUEST_TIMEOUT_S: Final = 20
-LEADERS_TIMEOUT_S: Final = 30.0
-_POLL_S: Final = 0.1
 
 
 class Cluster:
@@ -173,11 +170,17 @@ class Cluster:
 
     def partitions(self, topic: str) -> int | None:
         """Return the number of partitions, None if there is no such topic. Raise SparkFailed if the query fails."""
-        with_leaders = self._leaders(topic)
-        return None if with_leaders is None else with_leaders[1]
+        asked = self._admin.describeTopics(self._jvm.java.util.Collections.singletonList(topic))
+        try:
+            found = self._await(asked.allTopicNames(), f"does not tell of the topic {topic}")
+        except SparkFailed as error:
+            if "UnknownTopicOrPartitionException" in str(error):
+                return None
+            raise
+        return len(found.get(topic).partitions())
 
     def create(self, topic: str, partitions: int) -> None:
-        """Create the topic with the cluster's default replication and wait for its leaders. Raise SparkFailed."""
+        """Create the topic with the cluster's default replication. Raise SparkFailed."""
         optional = self._jvm.java.util.Optional
         new = self._jvm.org.apache.kafka.clients.admin.NewTopic(topic, optional.of(partitions), optional.empty())
         made = self._admin.createTopics(self._jvm.java.util.Collections.singletonList(new))
@@ -187,23 +190,6 @@ class Cluster:
             # Another client has created it meanwhile, which is fine.
             if "TopicExistsException" not in str(error):
                 raise
-        deadline = time.monotonic() + LEADERS_TIMEOUT_S
-        while (found := self._leaders(topic)) is None or found[0] < found[1]:
-            if time.monotonic() > deadline:
-                raise SparkFailed(f"The topic {topic} was created and has no leaders yet: start the job again")
-            time.sleep(_POLL_S)
-
-    def _leaders(self, topic: str) -> tuple[int, int] | None:
-        """Return how many partitions have a leader, and how many there are; None if there is no such topic."""
-        asked = self._admin.describeTopics(self._jvm.java.util.Collections.singletonList(topic))
-        try:
-            found = self._await(asked.allTopicNames(), f"does not tell of the topic {topic}")
-        except SparkFailed as error:
-            if "UnknownTopicOrPartitionException" in str(error):
-                return None
-            raise
-        partitions = list(found.get(topic).partitions())
-        return sum(1 for each in partitions if each.leader() is not None), len(partitions)
 
     def _await(self, future: Any, what: str) -> Any:
         with as_spark_failure(f"{self._where} {what}"):

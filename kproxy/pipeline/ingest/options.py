@@ -180,23 +180,15 @@ class IngestOptions:
                 raise StartupError(f"--dead-letters topic:{self.topic} is the topic that is written to: give another.")
 
     def _check_documents(self) -> None:
-        if not self.verbatim:
-            return
         source = self.source
-        said = "--on-new-columns add writes JSON documents as they stand in the source"
-        if isinstance(source, KafkaSource) and source.schema is None:
+        has_documents = isinstance(source, KafkaSource) and source.schema is not None
+        if isinstance(source, FileSource):
+            has_documents = source.format == "json"
+        if self.verbatim and (not has_documents or self.value_columns or self.value_column is not None):
             raise StartupError(
-                f"{said}, whose fields --schema tells: give one, or --value-column value to copy whatever records hold."
+                "--on-new-columns add writes JSON documents as they are in the source: it goes with --from json:, or "
+                "with --from kafka: and a --schema, and without --value and --value-column."
             )
-        if isinstance(source, FileSource) and source.format != "json":
-            raise StartupError(
-                f"{said}, and {source.format} has none: give a --schema with the new columns, and leave it out."
-            )
-        if isinstance(source, RateSource):
-            raise StartupError(f"{said}, and --from rate has none: leave it out.")
-        for flag, given in {"--value": self.value_columns, "--value-column": self.value_column}.items():
-            if given:
-                raise StartupError(f"{said}: leave {flag} out, or take --on-new-columns ignore, which goes with it.")
 
     def _check_source(self) -> None:
         source = self.source

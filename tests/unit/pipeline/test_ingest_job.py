@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql.types import ArrayType, DataType, LongType, MapType, StringType, StructField, StructType
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.checkpoint import Found, Job, settle
+from kproxy.pipeline.ingest.checkpoint import Job, settle
 from kproxy.pipeline.ingest.job import Stop, stopped_by_signals, why
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
 from kproxy.pipeline.ingest.progress import Tally, summary
@@ -24,40 +24,38 @@ OPTIONS = IngestOptions(FileSource("csv", "/in"), "/ck", topic="flights")
 
 
 def test_a_free_checkpoint_becomes_the_jobs_own() -> None:
-    assert settle(None, Found.FREE, ASKED, "/ck") == ASKED
+    assert settle(None, ASKED, "/ck") == ASKED
 
 
 def test_restart_continues_job_with_inferred_schema() -> None:
-    assert settle(KNOWN, Found.OURS, ASKED, "/ck") == KNOWN
+    assert settle(KNOWN, ASKED, "/ck") == KNOWN
 
 
 def test_later_given_schema_replaces_the_inferred_one() -> None:
     given = replace(ASKED, schema='{"new": 1}')
-    assert settle(KNOWN, Found.OURS, given, "/ck") == replace(KNOWN, schema='{"new": 1}', schema_inferred=False)
+    assert settle(KNOWN, given, "/ck") == replace(KNOWN, schema='{"new": 1}', schema_inferred=False)
 
 
 def test_cluster_without_id_is_not_compared() -> None:
-    assert settle(KNOWN, Found.OURS, replace(ASKED, target_cluster=None), "/ck") == KNOWN
+    assert settle(KNOWN, replace(ASKED, target_cluster=None), "/ck") == KNOWN
 
 
 @pytest.mark.parametrize(
-    ("found", "known", "asked", "said"),
+    ("known", "asked", "said"),
     [
-        (Found.FOREIGN, None, ASKED, "--checkpoint /ck belongs to another Spark job"),
-        (Found.OURS, KNOWN, replace(ASKED, source="topic other"), "reads csv files in file:/in, not topic other"),
-        (Found.OURS, KNOWN, replace(ASKED, target="topic x"), "writes to topic flights, not topic x"),
-        (Found.OURS, KNOWN, replace(ASKED, target_cluster="cluster-2"), r"--bootstrap \(cluster-1, not cluster-2\)"),
+        (KNOWN, replace(ASKED, source="topic other"), "reads csv files in file:/in, not topic other"),
+        (KNOWN, replace(ASKED, target="topic x"), "writes to topic flights, not topic x"),
+        (KNOWN, replace(ASKED, target_cluster="cluster-2"), r"--bootstrap \(cluster-1, not cluster-2\)"),
         (
-            Found.OURS,
             replace(KNOWN, source_cluster="a"),
             replace(ASKED, source_cluster="b"),
             r"--from-bootstrap \(a, not b\)",
         ),
     ],
 )
-def test_checkpoint_of_another_job_is_refused(found: Found, known: Job | None, asked: Job, said: str) -> None:
+def test_checkpoint_of_another_job_is_refused(known: Job, asked: Job, said: str) -> None:
     with pytest.raises(StartupError, match=said):
-        settle(known, found, asked, "/ck")
+        settle(known, asked, "/ck")
 
 
 @pytest.mark.parametrize(
