@@ -13,6 +13,7 @@ from kproxy.cli import start_logging
 from kproxy.cli.options import Asked, bootstrap_option
 from kproxy.cli.pipeline import check_master, kafka_flags, kafka_options, session_options, spark_flags
 from kproxy.config import parse_address
+from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
     DEFAULT_FILES,
@@ -50,11 +51,12 @@ INTERRUPTED = 130
 )
 @bootstrap_option("The proxy to write to.")
 @click.option("--partitions", metavar="N", type=int, help="Create missing topics with this number of partitions.")
+@click.option(
+    "--select", metavar="SQL", multiple=True, help="A column of the rows, such as 'upper(a) AS a'. (repeatable) [all]"
+)
 @click.option("--key", metavar="COLUMN[,COLUMN...]", help="The key: a column as text, or several as JSON. [no key]")
-@click.option("--require-key", is_flag=True, help="Treat a row without a key as a dead letter.")
 @click.option("--value", metavar="COLUMN[,COLUMN...]", help="The columns of the value, as JSON. [all]")
 @click.option("--value-column", metavar="COLUMN", help="The column that is the value, unchanged.")
-@click.option("--drop-nulls", is_flag=True, help="Omit null fields from that JSON.")
 @click.option(
     "--on-new-columns",
     type=click.Choice(["fail", "dead-letter", "ignore", "add"]),
@@ -63,15 +65,8 @@ INTERRUPTED = 130
     help="Rows with fields that the schema lacks; add: values are JSON documents as they stand in the source.",
 )
 @click.option(
-    "--not-finite",
-    type=click.Choice(["dead-letter", "text"]),
-    default="dead-letter",
-    show_default=True,
-    help="How to write NaN and infinities, which JSON does not have.",
+    "--header", "headers", metavar="NAME=SQL", multiple=True, help="A header; *=ARRAY: all of an array. (repeatable)"
 )
-@click.option("--header", "headers", metavar="NAME=COLUMN", multiple=True, help="A header from a column. (repeatable)")
-@click.option("--constant-header", metavar="NAME=TEXT", multiple=True, help="A header with a fixed value. (repeatable)")
-@click.option("--copy-headers", is_flag=True, help="From kafka: keep the records' headers.")
 @click.option(
     "--keep-timestamps/--no-keep-timestamps",
     default=True,
@@ -79,8 +74,6 @@ INTERRUPTED = 130
     help="From kafka: keep the records' timestamps.",
 )
 @click.option("--keep-partitions", is_flag=True, help="From kafka: keep the records' partition numbers.")
-@click.option("--batch-header", metavar="NAME", help="Add a header with the micro-batch that wrote the record.")
-@click.option("--row-header", metavar="NAME", help="Add a header with the record's row in the source.")
 @click.option("--schema", metavar="DDL|@FILE", help="The columns. [inferred once; of a topic: Spark's]")
 @click.option("--source-option", metavar="K=V", multiple=True, help="A Spark reader option. (repeatable)")
 @click.option("--from-bootstrap", metavar="H:P[,H:P...]", help="From kafka: its cluster. [--bootstrap]")
@@ -140,14 +133,14 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     """Write files, a topic or a counter to a topic, through the proxy.
 
     A Structured Streaming job: started again with the same --checkpoint it goes on where it was. Nothing is lost then.
-    What the one micro-batch that was under way had written may be written again, if the job was killed: with
-    --batch-header and --row-header consumers can tell. Rows of one key keep their order.
+    What the one micro-batch that was under way had written may be written again, if the job was killed: by the headers
+    row=_kproxy_row and batch=_kproxy_batch consumers can tell. Rows of one key keep their order.
 
     \b
       kproxy pipeline ingest --from csv:flights/ --topic flights --partitions 12 --key tailnum --checkpoint ck/f
       kproxy pipeline ingest --from json:in/ --schema 'id LONG, name STRING' --topic a --trigger 10s --checkpoint ck/p
       kproxy pipeline ingest --from kafka:orders --from-bootstrap old:9092 --key key --value-column value \\
-          --copy-headers --topic orders --checkpoint ck/o
+          --header '*=headers' --topic orders --checkpoint ck/o
       spark-submit --master yarn $(kproxy pipeline path) ingest --from parquet:s3a://b/in/ --topic events \\
           --checkpoint s3a://b/ck
     """
@@ -191,7 +184,6 @@ def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
 def _options(
     *,
     headers: Sequence[str],
-    constant_header: Sequence[str],
     key: str | None,
     value: str | None,
     dead_letters: str | None,
@@ -228,7 +220,6 @@ def _options(
         key=_columns(key),
         value_columns=_columns(value),
         headers=tuple(parse_pair(text, "--header") for text in headers),
-        constant_headers=tuple(parse_pair(text, "--constant-header") for text in constant_header),
         dead_letters=None if dead_letters is None else parse_dead_letters(dead_letters),
         processing_time=parse_trigger(trigger or ("1s" if name == "rate" else "available-now")),
         kafka_options=kafka_options(kafka_option, command_config),
@@ -243,11 +234,8 @@ def _columns(text: str | None) -> tuple[str, ...]:
 def _read_schema(text: str | None) -> str | None:
     if text is None or not text.startswith("@"):
         return text
-    path = Path(text[1:])
+    content = read_file(Path(text[1:]), "--schema", MAX_SCHEMA_BYTES, "give a file of DDL or of Spark's JSON")
     try:
-        if path.stat().st_size > MAX_SCHEMA_BYTES:
-            raise StartupError(f"--schema {text} is larger than any schema: give a file of DDL or of Spark's JSON.")
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise StartupError(f"--schema {text} cannot be read ({why}): give a file of DDL or of Spark's JSON.") from error
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise StartupError(f"--schema {text} is not UTF-8 text: give a file of DDL or of Spark's JSON.") from error

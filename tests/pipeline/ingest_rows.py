@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from kproxy.pipeline.ingest import sources, transforms
-from kproxy.pipeline.ingest.java_classes import add_documents_function
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
 
 BATCH_TIMEOUT_S = 240
@@ -16,8 +15,6 @@ def read_files(spark: Any, source: FileSource, **options: Any) -> list[Any]:
     seen: list[Any] = []
     asked = IngestOptions(source, "ck", topic="t", **options)
     session = sources.own_session(spark)
-    if asked.verbatim:
-        add_documents_function(session)
     rows = sources.read(session, asked, sources.parse_schema(str(source.schema)))
 
     def take(batch: Any, _: int) -> None:

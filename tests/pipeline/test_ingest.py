@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import confluent_kafka
+import pyarrow
+import pyarrow.parquet
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 from rich.console import Console
@@ -112,7 +114,7 @@ def write_csv(directory: Path, name: str, *lines: str) -> None:
 
 
 def test_files_are_ingested_once_with_first_inferred_schema(job: Job, tmp_path: Path) -> None:
-    job.options = replace(job.options, key=("name",), row_header="row", batch_header="batch")
+    job.options = replace(job.options, key=("name",), headers=(("row", "_kproxy_row"), ("batch", "_kproxy_batch")))
     write_csv(tmp_path / "in", "one.csv", "1,a,10", "2,b,20", "3,a,30", "4,,40")
     said = job.run()
     assert "The schema, inferred once from the files that are there now" in said
@@ -161,7 +163,7 @@ def test_json_and_parquet_files_go_as_csv_does(
     table = job.spark.range(100).selectExpr("id", "named_struct('deep', cast(id as string)) as inner", "id % 7 as k")
     write(table.coalesce(2), str(tmp_path / "in" / "part"))
     source = FileSource(kind, str(tmp_path / "in" / "part"))
-    job.run(source=source, key=("k",), value_columns=("id", "inner"), constant_headers=(("kind", kind),))
+    job.run(source=source, key=("k",), value_columns=("id", "inner"), headers=(("kind", f"'{kind}'"),))
     records = job.written(at_least=100)
     expected = [{"id": number, "inner": {"deep": str(number)}} for number in range(100)]
     assert sorted(values(records), key=lambda value: value["id"]) == expected
@@ -189,27 +191,40 @@ def test_few_files_make_a_micro_batch(job: Job, tmp_path: Path) -> None:
     )
 
 
+def test_file_of_any_age_is_read_or_named(job: Job, tmp_path: Path) -> None:
+    source = FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT")
+    write_csv(tmp_path / "in", "new.csv", "1,a,1")
+    job.run(source=source)
+    write_csv(tmp_path / "in", "of old.csv", "2,a,1")
+    # A copy that keeps its time, as of `cp -p`.
+    os.utime(tmp_path / "in" / "of old.csv", (1_500_000_000, 1_500_000_000))
+    with pytest.raises(SparkFailed, match=r"^1 of the files .* not read, .*: file:/.*/in/of old\.csv: see whether"):
+        job.run(source=replace(source, options={"maxFileAge": "1d"}))
+    assert "Wrote 1 row to" in job.run(source=source)
+    assert sorted(value["id"] for value in values(job.written(at_least=2))) == [1, 2]
+
+
 def test_unwritable_rows_go_to_dead_letters_by_reason(job: Job, tmp_path: Path) -> None:
     dead = f"dead-{uuid.uuid4().hex[:8]}"
-    write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,,2", "x,b,3", f"4,{'long' * 500},4", "5,b,5,6")
+    write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,a,NaN", "x,b,3", f"4,{'long' * 500},4", "5,b,5,6")
     said = job.run(
-        source=FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT"),
+        source=FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n DOUBLE"),
+        select=("id", "upper(name) AS name", "n"),
         key=("name",),
-        require_key=True,
         max_message_bytes=1_000,
         dead_letters=DeadLetters("topic", dead),
     )
-    assert values(job.written()) == [{"id": 1, "name": "a", "n": 1}]
+    assert values(job.written()) == [{"id": 1, "name": "A", "n": 1.0}]
     letters = sorted(values(job.written(dead, 4)), key=lambda letter: str(letter["row"]))
-    assert [letter["reason"] for letter in letters] == ["no key", "corrupt", "too large", "corrupt"]
+    assert [letter["reason"] for letter in letters] == ["not finite", "corrupt", "too large", "corrupt"]
     assert [letter["record_cut"] for letter in letters] == [False, False, True, False]
-    assert json.loads(letters[0]["record"]) == {"id": 2, "name": None, "n": 2}
+    assert json.loads(letters[0]["record"]) == {"id": 2, "name": "a", "n": "NaN"}
     assert letters[1]["record"] == "x,b,3"
     assert letters[2]["bytes"] > 4_000
-    assert "4 dead letters (2 corrupt, 1 no key, 1 too large) went to topic:" in said
-    assert {reason: job.count("dead_letters", reason=reason) for reason in ("corrupt", "no key", "too large")} == {
+    assert "4 dead letters (2 corrupt, 1 not finite, 1 too large) went to topic:" in said
+    assert {reason: job.count("dead_letters", reason=reason) for reason in ("corrupt", "not finite", "too large")} == {
         "corrupt": 2,
-        "no key": 1,
+        "not finite": 1,
         "too large": 1,
     }
 
@@ -220,8 +235,7 @@ def test_repeated_micro_batch_replaces_its_dead_letters(job: Job, tmp_path: Path
         job.options,
         source=FileSource("csv", str(tmp_path / "in"), "id INT, name STRING, n INT"),
         key=("name",),
-        row_header="row",
-        batch_header="batch",
+        headers=(("row", "_kproxy_row"), ("batch", "_kproxy_batch")),
         dead_letters=DeadLetters("json", str(letters)),
     )
     write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,b,x", "3,c,3")
@@ -284,6 +298,35 @@ def test_unknown_parquet_columns_end_the_job(job: Job, tmp_path: Path) -> None:
     assert sorted(value["id"] for value in values(job.written(at_least=3))) == [1, 2, 3]
 
 
+def test_parquet_types_may_drift_within_the_schema(job: Job, tmp_path: Path) -> None:
+    for name, kind in (("a", pyarrow.int32()), ("b", pyarrow.int64())):
+        table = pyarrow.table({"id": pyarrow.array([1], kind), "k": [name]})
+        pyarrow.parquet.write_table(table, tmp_path / "in" / f"{name}.parquet")
+    source = FileSource("parquet", str(tmp_path / "in"), "id LONG, k STRING")
+    assert "Wrote 2 rows" in job.run(source=source)
+    with pytest.raises(SparkFailed, match=r"the file file:.*/a\.parquet has columns that the schema lacks \(k\)"):
+        job.run(source=replace(source, schema="id LONG"), checkpoint=f"{job.options.checkpoint}-narrow")
+
+
+def test_unreadable_parquet_types_are_named_or_left_out(job: Job, tmp_path: Path) -> None:
+    instant = 1_767_312_000_123_456_789
+    columns = {
+        "at": pyarrow.array([instant], pyarrow.timestamp("ns", "UTC")),
+        "time": pyarrow.array([1], pyarrow.time64("us")),
+        "uuid": pyarrow.array([b"0123456789abcdef"], pyarrow.uuid()),
+        "half": pyarrow.array([1.5], pyarrow.float16()),
+    }
+    pyarrow.parquet.write_table(pyarrow.table({"id": [7], **columns}), tmp_path / "in" / "a.parquet")
+    source = FileSource("parquet", str(tmp_path / "in"))
+    with pytest.raises(StartupError, match=r"has a column of a type that Spark does not read \(.+\): give a --schema"):
+        job.run(source=source)
+    given = replace(source, schema="id LONG, at LONG")
+    with pytest.raises(SparkFailed, match=r"has a column of a type that Spark does not read \(.+\): write the file"):
+        job.run(source=given)
+    job.run(source=given, on_new_columns="ignore")
+    assert values(job.written()) == [{"id": 7, "at": instant}]
+
+
 def test_counts_are_right_without_sparks_metrics(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy.pipeline.ingest.sink._observed", lambda _: None)
     write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,b,x", "3,c,3")
@@ -301,7 +344,8 @@ def test_topic_of_another_cluster_is_copied_verbatim(job: Job, other_kafka: Real
     assert producer.flush(30) == 0
 
     source = KafkaSource(other_kafka.bootstrap, topic, max_offsets=15)
-    changes = {"source": source, "key": ("key",), "value_column": "value", "copy_headers": True, "row_header": "from"}
+    headers = (("*", "headers"), ("from", "_kproxy_row"))
+    changes = {"source": source, "key": ("key",), "value_column": "value", "headers": headers}
     said = job.run(**changes)
     assert "Wrote 40 rows" in said
     assert "in 3 micro-batches" in said
@@ -409,7 +453,11 @@ def test_numbers_are_written_until_stop_and_continue(job: Job) -> None:
     [
         ({"key": ("nme",)}, r"there is no column nme: the source has id, name, n\."),
         ({"value_columns": ("id", "x")}, "there is no column x"),
-        ({"headers": (("h", "x"),)}, "there is no column x"),
+        (
+            {"headers": (("h", "x"),)},
+            r"--header h=x is no SQL for these rows \(\[UNRESOLVED.*has id, name, n",
+        ),
+        ({"select": ("id", "n +")}, r"--select is no SQL for these rows \(.*PARSE_SYNTAX_ERROR"),
         ({"topic": None, "topic_column": "x"}, "there is no column x"),
         (
             {"topic": "no-such-topic", "partitions": None},

@@ -11,7 +11,6 @@ import pytest
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import documents, sources, transforms
-from kproxy.pipeline.ingest.java_classes import add_documents_function
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from tests.pipeline.ingest_rows import read_files
 
@@ -73,19 +72,61 @@ def test_document_is_read_whole_or_reported(spark: Any, tmp_path: Path) -> None:
     assert corrupt == [line for line, rows in LINES if rows == ["corrupt"]]
 
 
+# As LINES: what Spark's own reader would round, cut off, or replace.
+STRICT: tuple[tuple[str, list[Any]], ...] = (
+    ('{"m":1.23,"d":"2026-01-02","deep":{"m":0.5}}', [{"m": 1.23, "d": "2026-01-02", "deep": {"m": 0.5}}]),
+    ('{"m":1.2300,"d":"2026-1-2"}', [{"m": 1.23, "d": "2026-01-02"}]),
+    ('{"m":123e-2}', [{"m": 1.23}]),
+    ('{"m":1.239}', ["corrupt"]),
+    ('{"m":9999.995}', ["corrupt"]),
+    ('{"m":12345}', ["corrupt"]),
+    ('{"deep":{"m":0.55}}', ["corrupt"]),
+    ('{"by":{"k":0.55}}', ["corrupt"]),
+    ('[{"m":1},{"m":1.001}]', ["corrupt"]),
+    ('{"d":"2026-01-01T23:59:59"}', ["corrupt"]),
+    ('{"d":"2026-01-04 junk"}', ["corrupt"]),
+    ('{"f":"1f"}', ["corrupt"]),
+    (r'{"raw":"\ud83d\ude00 \\ud83d"}', [{"raw": "\U0001f600 \\ud83d"}]),
+    (r'{"raw":"\ud83d"}', ["corrupt"]),
+    (r'{"raw":"\\\udE00x"}', ["corrupt"]),
+    (r'{"raw":"\ud83d\\\ude00"}', ["corrupt"]),
+)
+
+
+def test_value_is_exact_or_the_row_is_corrupt(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("".join(f"{line}\n" for line, _ in STRICT))
+    schema = "m DECIMAL(6,2), d DATE, f DOUBLE, deep STRUCT<m: DECIMAL(4,1)>, by MAP<STRING, DECIMAL(3,1)>, raw STRING"
+    rows = read_files(spark, FileSource("json", str(tmp_path), schema))
+    assert told(rows) == [row for _, rows in STRICT for row in rows]
+
+
+@pytest.mark.parametrize("text", ['{\n  "id": 1\n}\n', '[\n  {"id": 1},\n  {"id": 2}\n]\n'])
+def test_json_over_several_lines_infers_no_schema(spark: Any, tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(StartupError, match="has JSON over several lines: give --source-option multiLine=true"):
+        sources.infer_schema(spark, FileSource("json", str(tmp_path)))
+    found = sources.infer_schema(spark, FileSource("json", str(tmp_path), options={"multiLine": "true"}))
+    assert found.names == ["id"]
+
+
+def as_records(spark: Any, values: list[str]) -> Any:
+    """Rows of a Kafka source, of values in SQL."""
+    table = ", ".join(f"({value}, 't', 0, {offset}L, timestamp_millis(0))" for offset, value in enumerate(values))
+    return spark.sql(f"select * from values {table} as records(value, topic, partition, offset, timestamp)")
+
+
 def test_json_records_stand_alone_with_dead_letter_text(spark: Any) -> None:
     lines = ['{"id":1}', '[{"id":2}]', '{"id":3},{"id":4}', '{"id":5,"new":{"a":1}}', "", '{"id":6}{']
     # A byte that is no UTF-8 would be another character.
     broken = "unhex(concat(hex('{\"id\":7,\"raw\":\"'), 'ff', hex('\"}')))"
     values = [*(f"cast('{line}' as binary)" for line in lines), broken, "cast(null as binary)"]
-    table = ", ".join(f"({value}, 't', 0, {offset}L)" for offset, value in enumerate(values))
-    records = spark.sql(f"select * from values {table} as records(value, topic, partition, offset)")
+    records = as_records(spark, values)
     asked = IngestOptions(FileSource("json", "in"), "ck", topic="t")
     opened = documents.of_records(records, sources.parse_schema(SCHEMA))
     encoded = transforms.encoded(transforms.placed(opened), asked, batch="b")
     rows = sorted(encoded.collect(), key=lambda row: str(row[transforms.ROW]))
     assert told(rows) == [{"id": 1}, "corrupt", "corrupt", ["new"], "corrupt", "corrupt", "corrupt", "corrupt"]
-    letters = {row["row"]: row for row in transforms.dead_letters(encoded, batch="b").collect()}
+    letters = {row["row"]: row for row in transforms.dead_letters(encoded).collect()}
     assert letters["t/0/3"]["reason"] == "new column"
     assert letters["t/0/3"]["record"] == lines[3]
     assert letters["t/0/2"]["record"] == lines[2]
@@ -150,23 +191,29 @@ def added(spark: Any, source: FileSource, **options: Any) -> list[Any]:
 def test_documents_are_written_unchanged_with_new_fields(spark: Any, tmp_path: Path) -> None:
     documents_ = [document for _, document in EXACT]
     (tmp_path / "a.json").write_text("\ufeff" + "\r\n".join(f" {each} " for each in documents_), newline="")
-    (tmp_path / "b.json").write_text(f"[{' , '.join(documents_)}]\n[]\n")
     # None of these is what RFC 8259 has, or can be written as it stands: twice at places that the schema does not know.
-    refused = ("{'id':20}", '{"id":21,"new":NaN}', '{"id":22,"new":{"a":1,"a":2}}', '{"id":23} {"id":24}', "[[{}]]")
-    (tmp_path / "c.json").write_text("\n".join([*refused, '[{"id":25},null]', '{"id":"x"}', '{"id":26}']) + "\n")
+    refused = (
+        "{'id':20}",
+        '{"id":21,"new":NaN}',
+        '{"id":22,"new":{"a":1,"a":2}}',
+        '{"id":23} {"id":24}',
+        '[{"id":25}]',
+    )
+    (tmp_path / "b.json").write_text("\n".join([*refused, '{"id":"x"}', '{"id":26}']) + "\n")
     values = added(spark, FileSource("json", str(tmp_path), f"{SCHEMA}, f DOUBLE, n BYTE"))
-    assert values == [*documents_, *documents_, *["corrupt"] * 7, '{"id":26}']
-    for (name, document), value in zip(EXACT * 2, values[: 2 * len(EXACT)], strict=True):
+    assert values == [*documents_, *["corrupt"] * 6, '{"id":26}']
+    for (name, document), value in zip(EXACT, values[: len(EXACT)], strict=True):
         assert exactly(value) == exactly(document), name
 
 
-def test_directory_column_becomes_a_field_of_document(spark: Any, tmp_path: Path) -> None:
-    (tmp_path / "day=7" / "hour=a%22b").mkdir(parents=True)
-    lines = ['{"id":1,"new":1.50}', "{ }", '{"id":2,"DAY":1}', '{"id":3,"day":1}', '{"id":4,"day":7']
-    (tmp_path / "day=7" / "hour=a%22b" / "a.json").write_text("\n".join(lines))
-    values = added(spark, FileSource("json", str(tmp_path), "id LONG, day STRING"))
-    told_ = r'{"day":"7","hour":"a\"b"'
-    assert values == [told_ + ',"id":1,"new":1.50}', told_ + "}", told_ + ',"id":2,"DAY":1}', "corrupt", "corrupt"]
+def test_document_is_unchanged_below_directory_columns(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "day=7").mkdir()
+    (tmp_path / "day=7" / "a.json").write_text('{"id":1,"new":1.50}\n{ }\n')
+    rows = read_files(spark, FileSource("json", str(tmp_path), "id LONG"), on_new_columns="add", key=("day",))
+    assert [(bytes(row[transforms.KEY]), bytes(row[transforms.VALUE])) for row in rows] == [
+        (b"7", b'{"id":1,"new":1.50}'),
+        (b"7", b"{ }"),
+    ]
 
 
 def test_fields_differing_only_in_case_infer_no_schema(spark: Any, tmp_path: Path) -> None:
@@ -177,17 +224,16 @@ def test_fields_differing_only_in_case_infer_no_schema(spark: Any, tmp_path: Pat
 
 def test_unchanged_documents_have_keys_and_dead_letters(spark: Any) -> None:
     values = ['{"id":1,"x":1.50}', '{"x":1.50}', '[{"id":2}]', '{"f":"NaN","id":3}', '{"f":1e400,"id":4}', "x"]
-    table = ", ".join(f"(cast('{value}' as binary), 't', 0, {offset}L)" for offset, value in enumerate(values))
-    records = spark.sql(f"select * from values {table} as records(value, topic, partition, offset)")
+    records = as_records(spark, [f"cast('{value}' as binary)" for value in values])
     source = KafkaSource("127.0.0.1:1", "from", "id LONG, f DOUBLE")
-    asked = IngestOptions(source, "ck", topic="t", key=("id",), require_key=True, on_new_columns="add")
+    asked = IngestOptions(source, "ck", topic="t", key=("id",), on_new_columns="add")
     asked.check()
-    add_documents_function(spark)
     opened = documents.of_records(records, sources.parse_schema(str(source.schema)), verbatim=True)
     encoded = transforms.encoded(transforms.placed(opened), asked, batch="b")
     rows = sorted(encoded.collect(), key=lambda row: str(row[transforms.ROW]))
-    assert [row[transforms.REASON] for row in rows] == [None, "no key", "corrupt", None, None, "corrupt"]
-    written = {bytes(row[transforms.KEY]): bytes(row[transforms.VALUE]) for row in rows if not row[transforms.REASON]}
-    assert written == {f"{n}".encode(): values[at].encode() for n, at in ((1, 0), (3, 3), (4, 4))}
-    letters = {row["row"]: row["record"] for row in transforms.dead_letters(encoded, batch="b").collect()}
-    assert letters == {"t/0/1": values[1], "t/0/2": values[2], "t/0/5": values[5]}
+    assert [row[transforms.REASON] for row in rows] == [None, None, "corrupt", None, None, "corrupt"]
+    written = [(row["id"], bytes(row[transforms.VALUE])) for row in rows if not row[transforms.REASON]]
+    assert written == [(number, values[at].encode()) for number, at in ((1, 0), (None, 1), (3, 3), (4, 4))]
+    assert [row[transforms.KEY] and bytes(row[transforms.KEY]) for row in rows[:2]] == [b"1", None]
+    letters = {row["row"]: row["record"] for row in transforms.dead_letters(encoded).collect()}
+    assert letters == {"t/0/2": values[2], "t/0/5": values[5]}

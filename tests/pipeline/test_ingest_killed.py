@@ -56,7 +56,7 @@ def command(directory: Path, bootstrap: str) -> list[str | Path]:
     arguments = ["pipeline", "ingest", "--from", f"csv:{directory / 'in'}", "--schema", "n INT, k STRING"]
     arguments += ["--max-files-per-trigger", str(FILES_PER_BATCH), "--key", "k", "--topic", TOPIC]
     arguments += ["--bootstrap", bootstrap, "--checkpoint", str(directory / "checkpoint")]
-    arguments += ["--batch-header", "batch", "--row-header", "row", "--master", "local[2]"]
+    arguments += ["--header", "batch=_kproxy_batch", "--header", "row=_kproxy_row", "--master", "local[2]"]
     arguments += [each for option in SLOWLY for each in ("--kafka-option", option)]
     arguments += [each for setting in QUICK for each in ("--conf", setting)]
     return [*KPROXY, *arguments]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import documents, sources, transforms
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
+from kproxy.pipeline.ingest.timestamps import INTERCEPTOR_CLASS, JAR
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
@@ -73,7 +77,7 @@ def test_times_are_utc_microseconds_in_any_session_zone(spark: Any) -> None:
     }
 
 
-def test_non_json_number_is_dead_letter_or_text(spark: Any) -> None:
+def test_non_json_number_is_a_dead_letter(spark: Any) -> None:
     rows = spark.sql(
         "select *, map('k', array(f)) as m, struct(f as x) as s from values (1.5D, 1L), (double('NaN'), 2L),"
         " (double('Infinity'), 3L), (double('-Infinity'), 4L), (null, 5L) as t(f, value)"
@@ -91,17 +95,17 @@ def test_non_json_number_is_dead_letter_or_text(spark: Any) -> None:
     assert reasons(value_columns=without, headers=(("h", "m"),)) == bad
     # By itself it is text.
     assert reasons(value_columns=without, key=("f",), headers=(("h", "f"),)) == [None] * 5
-    written = encode(rows, value_columns=("f",), not_finite="text")
-    assert [row[transforms.REASON] for row in written] == [None] * 5
-    texts = [1.5, "NaN", "Infinity", "-Infinity", None]
-    assert [json.loads(row[transforms.VALUE])["f"] for row in written] == texts
+    written = encode(rows, select=("value", "if(abs(f) < double('inf'), f, null) AS f"))
+    assert [json.loads(row[transforms.VALUE])["f"] for row in written] == [1.5, None, None, None, None]
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"value_columns": ("name", "id")}, [b'{"name":"a","id":1}', b'{"name":null,"id":2}']),
-        ({"value_columns": ("name", "id"), "drop_nulls": True}, [b'{"name":"a","id":1}', b'{"id":2}']),
+        ({"select": ("id + 1 AS more", "name")}, [b'{"more":2,"name":"a"}', b'{"more":3,"name":null}']),
+        ({"select": ("id", "* EXCEPT (id, raw, at, tags, value)")}, [b'{"id":1,"name":"a"}', b'{"id":2,"name":null}']),
+        ({"select": ("to_json(struct(id, name)) AS v",), "value_column": "v"}, [b'{"id":1,"name":"a"}', b'{"id":2}']),
         ({"value_column": "raw"}, [b"\xff\x00", None]),
         ({"value_column": "name"}, [b"a", None]),
     ],
@@ -117,16 +121,19 @@ def test_default_value_is_all_input_columns(rows: Any) -> None:
     assert list(json.loads(first[transforms.VALUE])) == ["id", "name", "raw", "at", "tags", "value"]
 
 
-def test_headers_are_constants_columns_and_row_identity(rows: Any) -> None:
-    changes = {
-        "constant_headers": (("from", "here"),),
-        "headers": (("who", "name"),),
-        "batch_header": "batch",
-        "row_header": "row",
-    }
-    (_, second) = encode(rows, **changes)
-    told = {header["key"]: header["value"] and bytes(header["value"]) for header in second[transforms.HEADERS]}
-    assert told == {"from": b"here", "who": None, "batch": b"job/7", "row": b"11"}
+def test_headers_are_expressions_and_arrays_of_headers(rows: Any) -> None:
+    sql = {"from": "'here'", "who": "name", "at": "at", "tags": "tags", "raw": "raw"}
+    more = {"*": "array(struct('all', X'00'))", "batch": "_kproxy_batch", "row": "_kproxy_row"}
+    (first, second) = encode(rows, headers=tuple({**sql, **more}.items()))
+    told = [
+        {header["key"]: header["value"] and bytes(header["value"]) for header in row[transforms.HEADERS]}
+        for row in (first, second)
+    ]
+    same = {"from": b"here", "all": b"\0", "batch": b"job/7"}
+    at = b"1970-01-01 00:00:00Z"
+    assert told[0] == {**same, "who": b"a", "at": at, "tags": b'["x"]', "raw": b"\xff\0", "row": b"10"}
+    assert told[1] == {**same, "who": None, "at": None, "tags": None, "raw": None, "row": b"11"}
+    assert [header["key"] for header in first[transforms.HEADERS]] == [*sql, "all", "batch", "row"]
 
 
 @pytest.mark.parametrize("name", ["nme", "name.first", "_kproxy_row", "id`", ""])
@@ -147,14 +154,13 @@ def test_a_column_may_have_any_name(spark: Any) -> None:
     [
         ({}, [None, None]),
         ({"key": ("name",)}, [None, None]),
-        ({"key": ("name",), "require_key": True}, [None, "no key"]),
         ({"topic": None, "topic_column": "name"}, [None, "no topic"]),
         ({"topic": None, "topic_column": "at"}, ["no topic", "no topic"]),
         ({"value_column": "raw", "max_message_bytes": 98}, ["too large", None]),
         ({"value_column": "raw", "max_message_bytes": 99}, [None, None]),
         ({"value_column": "raw", "key": ("id",), "max_message_bytes": 99}, ["too large", None]),
-        ({"value_column": "raw", "constant_headers": (("k", "v"),), "max_message_bytes": 110}, ["too large", None]),
-        ({"value_column": "raw", "constant_headers": (("k", "v"),), "max_message_bytes": 111}, [None, None]),
+        ({"value_column": "raw", "headers": (("k", "'v'"),), "max_message_bytes": 110}, ["too large", None]),
+        ({"value_column": "raw", "headers": (("k", "'v'"),), "max_message_bytes": 111}, [None, None]),
     ],
 )
 def test_unwritable_row_gets_its_reason(rows: Any, changes: dict[str, Any], expected: list[str | None]) -> None:
@@ -162,13 +168,14 @@ def test_unwritable_row_gets_its_reason(rows: Any, changes: dict[str, Any], expe
 
 
 def test_dead_letter_keeps_whole_row_and_no_message(rows: Any) -> None:
-    options = replace(OPTIONS, key=("name",), require_key=True)
+    options = replace(OPTIONS, topic=None, topic_column="name", key=("name",), select=("name",))
     encoded = transforms.encoded(transforms.placed(rows), options, batch="job/7")
 
-    (letter,) = transforms.dead_letters(encoded, batch="job/7").collect()
-    assert (letter["reason"], letter["row"], letter["batch"], letter["record_cut"]) == ("no key", "11", "job/7", False)
-    assert json.loads(letter["record"])["id"] == 2
-    (cut,) = transforms.dead_letters(encoded, batch="job/7", excerpt=8).collect()
+    (letter,) = transforms.dead_letters(encoded).collect()
+    told = (letter["reason"], letter["row"], letter["batch"], letter["record_cut"])
+    assert told == ("no topic", "11", "job/7", False)
+    assert json.loads(letter["record"])["id"] == 2, "all of the source's columns, not those selected"
+    (cut,) = transforms.dead_letters(encoded, excerpt=8).collect()
     assert (cut["record"], cut["record_cut"]) == (letter["record"][:8], True)
     (message,) = transforms.messages(encoded, tasks=2, options=options).collect()
     assert bytes(message["key"]) == b"a"
@@ -177,8 +184,8 @@ def test_dead_letter_keeps_whole_row_and_no_message(rows: Any) -> None:
 def test_unparsable_json_is_kept_unchanged(spark: Any) -> None:
     values = ['{"id": 1}', '{"id": "x"}', "nonsense", "null", None]
     records = spark.createDataFrame(
-        [(value, "t", 0, offset) for offset, value in enumerate(values)],
-        "value string, topic string, partition int, offset long",
+        [(value, "t", 0, offset, None) for offset, value in enumerate(values)],
+        "value string, topic string, partition int, offset long, timestamp timestamp",
     )
     parsed = documents.of_records(records, sources.parse_schema("id int"))
     rows = encode(parsed)
@@ -257,3 +264,14 @@ def test_rows_of_a_key_keep_order(spark: Any) -> None:
 def test_schema_errors_are_reported(spark: Any) -> None:
     with pytest.raises(StartupError, match=r"--schema cannot be read \(\[\w+\] .+\): give DDL"):
         sources.parse_schema("id INT, name")
+
+
+def test_interceptor_in_jar_is_its_source_compiled(spark: Any) -> None:
+    package = resources.files("kproxy.pipeline.ingest")
+    compiler = spark._jvm.org.codehaus.janino.SimpleCompiler()
+    compiler.setParentClassLoader(spark._jvm.java.lang.Thread.currentThread().getContextClassLoader())
+    compiler.cook((package / "KeepTimestamps.java").read_text())
+    built = compiler.getBytecodes().get(INTERCEPTOR_CLASS)
+    with zipfile.ZipFile(io.BytesIO((package / JAR).read_bytes())) as jar:
+        (name,) = jar.namelist()
+        assert jar.read(name) == bytes(built)

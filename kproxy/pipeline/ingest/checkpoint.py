@@ -1,9 +1,7 @@
 """Keep a job's identity and schema beside Spark's own checkpoint.
 
-States of a checkpoint directory
-  FREE     missing or empty
-  OURS     has `kproxy-ingest.json`, written before Spark writes anything
-  FOREIGN  has Spark's files but not ours: it belongs to another program
+A checkpoint directory is free (missing or empty), has our file (`kproxy-ingest.json`, written before Spark writes
+anything), or belongs to another program: it has Spark's files alone.
 
 Invariants
 1. A job does not start if its source or target differs from the stored one: it would use another job's offsets and skip
@@ -16,7 +14,6 @@ from __future__ import annotations
 import json
 import uuid
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, Final
 
 from pyspark.sql import SparkSession
@@ -31,12 +28,6 @@ FILE_NAME: Final = "kproxy-ingest.json"
 _SPARKS: Final = ("metadata", "offsets")
 _VERSION: Final = 1
 _MAX_BYTES: Final = 16 << 20
-
-
-class Found(Enum):
-    FREE = "free"
-    OURS = "ours"
-    FOREIGN = "foreign"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +60,19 @@ class Checkpoint:
         self._path_type = jvm.org.apache.hadoop.fs.Path
         self._io = jvm.org.apache.commons.io.IOUtils
 
-    def look(self) -> tuple[Found, Job | None]:
-        """Return the state and the stored job.
+    def job(self) -> Job | None:
+        """Return the stored job, None if the directory is free.
 
-        Raise SparkFailed if the directory is not accessible, StartupError if our file is not readable.
+        Raise SparkFailed if it is not accessible, StartupError if it is another program's or our file not readable.
         """
         with as_spark_failure(f"The checkpoint {self._given} cannot be looked at"):
             if self._files.exists(self._at(FILE_NAME)):
-                return Found.OURS, self._load()
-            if any(self._files.exists(self._at(name)) for name in _SPARKS):
-                return Found.FOREIGN, None
-            return Found.FREE, None
+                return self._load()
+            if not any(self._files.exists(self._at(name)) for name in _SPARKS):
+                return None
+        raise StartupError(
+            f"--checkpoint {self._given} belongs to another Spark job: give a directory of this job's own."
+        )
 
     def save(self, job: Job) -> None:
         """Write a temporary file and rename it, so that it is whole even after a kill. Raise SparkFailed."""
@@ -137,13 +130,11 @@ def source_in_words(session: SparkSession, options: IngestOptions) -> str:
     return f"numbers, {source.rows_per_second} a second"
 
 
-def settle(known: Job | None, found: Found, asked: Job, path: str) -> Job:
+def settle(known: Job | None, asked: Job, path: str) -> Job:
     """Return the job to run: the `known` one, else the one `asked` for. Pure.
 
     Raise StartupError if the checkpoint belongs to another job. A schema in `asked` was given and is used.
     """
-    if found is Found.FOREIGN:
-        raise StartupError(f"--checkpoint {path} belongs to another Spark job: give a directory of this job's own.")
     if known is None:
         return asked
     for what, theirs, ours in (("reads", known.source, asked.source), ("writes to", known.target, asked.target)):

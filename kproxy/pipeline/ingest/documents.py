@@ -1,27 +1,36 @@
 """Parse JSON documents to rows, and find fields that the schema lacks.
 
 A document is parsed twice: by the schema, and for the names of its fields. Spark ignores text after a document, so
-`{"a":1} {"a":2}` would be its first half. Each of the two parsers puts the text between different brackets, and text
-after the document cannot close both of them.
+`{"a":1} {"a":2}` would be its first half. The two times the text is between different brackets, and text after the
+document cannot close both of them.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
-from pyspark.sql.types import ArrayType, DataType, MapType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, DataType, DecimalType, MapType, StringType, StructField, StructType
 
-from kproxy.pipeline.ingest.java_classes import documents_in
+from kproxy.pipeline.ingest.csv_values import widened
 from kproxy.pipeline.ingest.transforms import CORRUPT, DOCUMENT, NEW, RECORD, TEXT
 
 _VALUES: Final = "_kproxy_values"
 _NAMES: Final = "_kproxy_names"
-_TEXTS: Final = "_kproxy_texts"
+_ODD: Final = "_kproxy_odd"
 _ONE: Final = "_kproxy_one"
-_NO_NAMES: Final = "array<string>"
+# What is odd about an object that has a field twice. A field of this name is taken for it.
+_TWICE: Final = "\0twice"
+# Spark's own reading of dates cuts off what follows them.
+_DEFAULTS: Final = {"dateformat": "yyyy-M-d"}
+# What is no half of a pair in UTF-16, in the escapes of JSON.
+_WHOLE_ESCAPES: Final = r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+# What may be around a document.
+_SPACE: Final = " \t\r\n"
 
 
 def of_records(records: DataFrame, schema: StructType, *, verbatim: bool = False) -> DataFrame:
@@ -38,49 +47,45 @@ def opened(
     """Return the fields of `schema` from the documents in TEXT, CORRUPT and NEW, and the other columns of `rows`.
 
     `several`: TEXT may be an array of documents, each a row. `options` are those of Spark's JSON reader. `verbatim`:
-    keep each document's own text in DOCUMENT; it must be JSON by RFC 8259 (`java_classes.add_documents_function`).
+    TEXT is one document, which must be JSON by RFC 8259, and DOCUMENT is its text.
     """
     text = F.col(TEXT)
     listed = F.concat(F.lit("["), text, F.lit("]"))
     if several:
         listed = F.when(text.rlike(r"^\s*\["), text).otherwise(listed)
-    read = rows.withColumns(
-        {
-            _VALUES: _parse(F.concat(F.lit('{"rows":'), listed, F.lit("}")), _expected(schema), options),
-            _NAMES: _parse(F.concat(F.lit("["), listed, F.lit("]")), ArrayType(_shape(ArrayType(schema))), options),
-            _TEXTS: documents_in(text) if verbatim else F.lit(None).cast(_NO_NAMES),
-        }
-    )
-    found, names = F.col(_VALUES).getField("rows"), F.get(_NAMES, 0)
-    none = F.lit(None).cast("string")
-    one = F.struct(
-        F.get(found, 0).alias("row"),
-        F.lit(None).cast(_shape(schema)).alias("names"),
-        text.alias("corrupt"),
-        none.alias("document"),
-    )
+    nested = F.concat(F.lit("["), listed, F.lit("]"))
+    wide = _widened(schema)
+    values = _parse(F.concat(F.lit('{"rows":'), listed, F.lit("}")), _expected(wide), options)
+    names = _parse(nested, ArrayType(_shape(ArrayType(schema))), options)
+    odd = F.transform(F.get(_NAMES, 0), lambda one: _odd(schema, one, "", options))
+    read = rows.withColumns({_VALUES: values, _NAMES: names}).withColumn(_ODD, odd)
+    found = F.col(_VALUES).getField("rows")
+    one = F.struct(F.get(found, 0).alias("row"), _none().alias("odd"), text.alias("corrupt"))
     each = F.transform(
         found,
         lambda row, number: F.struct(
-            row.alias("row"),
-            F.get(names, number).alias("names"),
-            none.alias("corrupt"),
-            F.get(_TEXTS, number).alias("document"),
+            row.alias("row"), F.get(_ODD, number).alias("odd"), F.lit(None).cast("string").alias("corrupt")
         ),
     )
-    whole = _is_whole(schema, found, names, options, several=several)
+    whole = _is_whole(found, several=several)
+    if wide.simpleString() != schema.simpleString():
+        narrow = found.try_cast(ArrayType(schema)).cast(ArrayType(wide))
+        whole = whole & F.coalesce(F.to_json(narrow) == F.to_json(found), F.lit(False))
     if verbatim:
-        whole = whole & F.coalesce(F.size(_TEXTS) == F.size(found), F.lit(False))
-    parts = F.when(whole, each).otherwise(F.array(one))
-    exploded = read.withColumn(_ONE, F.explode(parts))
-    row = F.col(_ONE).getField("row")
-    new = F.array_distinct(_lacking(schema, F.col(_ONE).getField("names"), "", options))
+        # It refuses a field that is there twice, at any depth, and what Spark reads beyond the RFC.
+        whole = whole & F.try_parse_json(nested).isNotNull()
+    else:
+        # Spark replaces half of a pair.
+        halved = F.regexp_replace(text, _WHOLE_ESCAPES, " ").rlike(r"\\u[dD][89a-fA-F]")
+        whole = whole & ~(text.contains("\\u") & halved)
+    exploded = read.withColumn(_ONE, F.explode(F.when(whole, each).otherwise(F.array(one))))
+    row, new = F.col(_ONE).getField("row"), F.array_distinct(F.col(_ONE).getField("odd"))
     return exploded.select(
-        *(row.getField(field.name).alias(field.name) for field in schema.fields),
+        *(row.getField(field.name).try_cast(field.dataType).alias(field.name) for field in schema.fields),
         *rows.columns,
         F.col(_ONE).getField("corrupt").alias(CORRUPT),
         F.when(F.size(new) > 0, new).alias(NEW),
-        *([F.col(_ONE).getField("document").alias(DOCUMENT)] if verbatim else []),
+        *([F.btrim(text, F.lit(_SPACE)).alias(DOCUMENT)] if verbatim else []),
     )
 
 
@@ -88,29 +93,35 @@ def _expected(schema: StructType) -> StructType:
     return StructType([StructField("rows", ArrayType(schema)), StructField(CORRUPT, StringType())])
 
 
+def _widened(kind: DataType) -> Any:
+    """Return the type to read first, in which decimals keep digits that `kind` has no room for."""
+    if isinstance(kind, StructType):
+        return StructType([StructField(field.name, _widened(field.dataType)) for field in kind.fields])
+    if isinstance(kind, ArrayType):
+        return ArrayType(_widened(kind.elementType))
+    if isinstance(kind, MapType):
+        return MapType(kind.keyType, _widened(kind.valueType))
+    return widened(kind) if isinstance(kind, DecimalType) else kind
+
+
 def _parse(text: Column, kind: DataType, options: Mapping[str, str]) -> Column:
     required = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
     settings = {name: value for name, value in options.items() if name.lower() not in map(str.lower, required)}
-    return F.from_json(text, kind.simpleString() if isinstance(kind, MapType) else kind, {**settings, **required})
+    asked = {**_DEFAULTS, **settings, **required}
+    return F.from_json(text, kind.simpleString() if isinstance(kind, MapType) else kind, asked)
 
 
-def _is_whole(schema: StructType, found: Column, names: Column, options: Mapping[str, str], *, several: bool) -> Column:
+def _is_whole(found: Column, *, several: bool) -> Column:
     """Whether the whole text was parsed, and no field occurs twice."""
-    count = F.size(found) == F.size(names)
-    if not several:
-        count = count & (F.size(found) == 1)
     tests = (
         F.col(_VALUES).getField(CORRUPT).isNull(),
         F.is_valid_utf8(TEXT),
         F.size(_NAMES) == 1,
-        count,
+        F.size(found) == F.size(_ODD) if several else (F.size(found) == 1) & (F.size(_ODD) == 1),
         F.forall(found, lambda row: row.isNotNull()),
-        _unique(ArrayType(schema), names, options),
+        ~F.exists(_ODD, lambda odd: F.array_contains(odd, _TWICE)),
     )
-    whole = tests[0]
-    for test in tests[1:]:
-        whole = whole & test
-    return F.coalesce(whole, F.lit(False))
+    return F.coalesce(functools.reduce(operator.and_, tests), F.lit(False))
 
 
 def _shape(kind: DataType) -> DataType:
@@ -124,47 +135,32 @@ def _shape(kind: DataType) -> DataType:
     return StringType()
 
 
-def _has_fields(kind: DataType) -> bool:
-    if isinstance(kind, ArrayType):
-        return _has_fields(kind.elementType)
-    if isinstance(kind, MapType):
-        return _has_fields(kind.valueType)
-    return isinstance(kind, StructType)
-
-
 def _has_names(kind: DataType) -> bool:
     return _has_names(kind.elementType) if isinstance(kind, ArrayType) else isinstance(kind, (StructType, MapType))
 
 
-def _unique(kind: DataType, names: Column, options: Mapping[str, str]) -> Column:
-    """Whether no object in `names` (of the `_shape` of `kind`) has a name twice; never null."""
+def _odd(kind: DataType, names: Column, path: str, options: Mapping[str, str]) -> Column:
+    """Return the names in `names` (of the `_shape` of `kind`) that `kind` lacks, and _TWICE; never null."""
     if isinstance(kind, ArrayType):
         inner_kind = kind.elementType
-        return F.coalesce(F.forall(names, lambda one: _unique(inner_kind, one, options)), F.lit(True))
-    found = F.coalesce(F.size(F.array_distinct(F.map_keys(names))) == F.size(F.map_keys(names)), F.lit(True))
+        return _or_none(F.flatten(F.transform(names, lambda one: _odd(inner_kind, one, path, options))))
+    keys = F.map_keys(names)
+    parts = [F.when(F.size(F.array_distinct(keys)) < F.size(keys), F.array(F.lit(_TWICE)))]
     if isinstance(kind, MapType) and _has_names(kind.valueType):
-        return found & _unique(ArrayType(kind.valueType), F.map_values(names), options)
-    for field in kind.fields if isinstance(kind, StructType) else ():
-        if _has_names(field.dataType):
-            inner = _parse(names.getItem(field.name), _shape(field.dataType), options)
-            found = found & _unique(field.dataType, inner, options)
-    return found
-
-
-def _lacking(kind: DataType, names: Column, path: str, options: Mapping[str, str]) -> Column:
-    """Return the names in `names` (of the `_shape` of `kind`) that `kind` lacks; never null."""
+        parts.append(_odd(ArrayType(kind.valueType), F.map_values(names), path, options))
     if isinstance(kind, StructType):
-        known = F.array(*map(F.lit, kind.names)).cast(_NO_NAMES)
-        here = F.transform(F.array_except(F.map_keys(names), known), lambda name: F.concat(F.lit(path), name))
-        parts = [F.coalesce(here, F.array().cast(_NO_NAMES))]
+        known = F.array(*map(F.lit, kind.names)).cast("array<string>")
+        parts.append(F.transform(F.array_except(keys, known), lambda name: F.concat(F.lit(path), name)))
         for field in kind.fields:
-            if _has_fields(field.dataType):
+            if _has_names(field.dataType):
                 inner = _parse(names.getItem(field.name), _shape(field.dataType), options)
-                parts.append(_lacking(field.dataType, inner, f"{path}{field.name}.", options))
-        return F.concat(*parts)
-    if isinstance(kind, MapType):
-        return _lacking(ArrayType(kind.valueType), F.map_values(names), path, options)
-    assert isinstance(kind, ArrayType)  # noqa: S101 - nothing else `_has_fields`
-    inner_kind = kind.elementType
-    found = F.flatten(F.transform(names, lambda one: _lacking(inner_kind, one, path, options)))
-    return F.coalesce(found, F.array().cast(_NO_NAMES))
+                parts.append(_odd(field.dataType, inner, f"{path}{field.name}.", options))
+    return F.concat(*map(_or_none, parts))
+
+
+def _none() -> Column:
+    return F.array().cast("array<string>")
+
+
+def _or_none(names: Column) -> Column:
+    return F.coalesce(names, _none())

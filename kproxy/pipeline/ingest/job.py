@@ -18,12 +18,12 @@ import contextlib
 import re
 import signal
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
@@ -32,12 +32,12 @@ from pyspark.sql.types import StructType
 from kproxy.config import split_list
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import sources
-from kproxy.pipeline.ingest.checkpoint import Checkpoint, Found, Job, settle, source_in_words
-from kproxy.pipeline.ingest.java_classes import add_documents_function, add_timestamp_interceptor
+from kproxy.pipeline.ingest.checkpoint import Checkpoint, Job, settle, source_in_words
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.progress import Display, Metrics, Tally, summary
 from kproxy.pipeline.ingest.sink import NEW_IN_FILE, REFUSED, BatchDone, BatchWriter, Stopped
-from kproxy.pipeline.ingest.sources import FilesLeft, records_behind
+from kproxy.pipeline.ingest.sources import OVER_LINES, PARQUET_TYPE, PRETTY, FilesLeft, records_behind
+from kproxy.pipeline.ingest.timestamps import add_timestamp_interceptor
 from kproxy.pipeline.preflight import check_reachable
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
@@ -60,13 +60,13 @@ def start(
     options.check()
     ours = sources.own_session(session)
     checkpoint = Checkpoint(ours, options.checkpoint)
-    found, known = checkpoint.look()
+    known = checkpoint.job()
     # Before any topic is created: a different source or target shows without asking the clusters.
     asked = Job(uuid.uuid4().hex, source_in_words(ours, options), options.target)
-    settle(known, found, asked, options.checkpoint)
+    settle(known, asked, options.checkpoint)
     asked = _ask_clusters(ours, options, asked)
     asked = replace(asked, schema=_given_schema(options))
-    job = settle(known, found, asked, options.checkpoint)
+    job = settle(known, asked, options.checkpoint)
     if job.schema is None and isinstance(options.source, FileSource):
         job = replace(job, schema=sources.infer_schema(ours, options.source).json(), schema_inferred=True)
     schema = None if job.schema is None else sources.parse_schema(job.schema)
@@ -80,8 +80,6 @@ def start(
     )
     if options.keeps_timestamps:
         add_timestamp_interceptor(ours)
-    if options.verbatim:
-        add_documents_function(ours)
     rows = sources.read(ours, options, schema)
     with as_spark_failure("The rows cannot be made into messages"):
         # Resolve the columns now, so that a missing one is an error before anything is written.
@@ -89,7 +87,7 @@ def start(
     if job != known:
         checkpoint.save(job)
     if schema is not None:
-        say(_about_schema(job, found, schema))
+        say(_about_schema(job, known, schema))
     with as_spark_failure("The job did not start"):
         stream = rows.writeStream.foreachBatch(writer).option("checkpointLocation", checkpoint.path)
         named = stream.queryName(f"kproxy ingest {job.job_id}")
@@ -141,18 +139,16 @@ def _given_schema(options: IngestOptions) -> str | None:
     return str(sources.parse_schema(source.schema).json())
 
 
-def _about_schema(job: Job, found: Found, schema: StructType) -> str:
+def _about_schema(job: Job, known: Job | None, schema: StructType) -> str:
     columns = ", ".join(f"{field.name} {field.dataType.simpleString().upper()}" for field in schema.fields)
     if not job.schema_inferred:
         return f"The schema that was given: {columns}"
-    if found is Found.OURS:
+    if known is not None:
         return f"The schema that was inferred when the job first started: {columns}"
     return f"The schema, inferred once from the files that are there now and kept with the checkpoint: {columns}"
 
 
 REQUEST_TIMEOUT_S: Final = 20
-LEADERS_TIMEOUT_S: Final = 30.0
-_POLL_S: Final = 0.1
 
 
 class Cluster:
@@ -174,11 +170,17 @@ class Cluster:
 
     def partitions(self, topic: str) -> int | None:
         """Return the number of partitions, None if there is no such topic. Raise SparkFailed if the query fails."""
-        with_leaders = self._leaders(topic)
-        return None if with_leaders is None else with_leaders[1]
+        asked = self._admin.describeTopics(self._jvm.java.util.Collections.singletonList(topic))
+        try:
+            found = self._await(asked.allTopicNames(), f"does not tell of the topic {topic}")
+        except SparkFailed as error:
+            if "UnknownTopicOrPartitionException" in str(error):
+                return None
+            raise
+        return len(found.get(topic).partitions())
 
     def create(self, topic: str, partitions: int) -> None:
-        """Create the topic with the cluster's default replication and wait for its leaders. Raise SparkFailed."""
+        """Create the topic with the cluster's default replication. Raise SparkFailed."""
         optional = self._jvm.java.util.Optional
         new = self._jvm.org.apache.kafka.clients.admin.NewTopic(topic, optional.of(partitions), optional.empty())
         made = self._admin.createTopics(self._jvm.java.util.Collections.singletonList(new))
@@ -188,23 +190,6 @@ class Cluster:
             # Another client has created it meanwhile, which is fine.
             if "TopicExistsException" not in str(error):
                 raise
-        deadline = time.monotonic() + LEADERS_TIMEOUT_S
-        while (found := self._leaders(topic)) is None or found[0] < found[1]:
-            if time.monotonic() > deadline:
-                raise SparkFailed(f"The topic {topic} was created and has no leaders yet: start the job again")
-            time.sleep(_POLL_S)
-
-    def _leaders(self, topic: str) -> tuple[int, int] | None:
-        """Return how many partitions have a leader, and how many there are; None if there is no such topic."""
-        asked = self._admin.describeTopics(self._jvm.java.util.Collections.singletonList(topic))
-        try:
-            found = self._await(asked.allTopicNames(), f"does not tell of the topic {topic}")
-        except SparkFailed as error:
-            if "UnknownTopicOrPartitionException" in str(error):
-                return None
-            raise
-        partitions = list(found.get(topic).partitions())
-        return sum(1 for each in partitions if each.leader() is not None), len(partitions)
 
     def _await(self, future: Any, what: str) -> Any:
         with as_spark_failure(f"{self._where} {what}"):
@@ -238,6 +223,8 @@ def asking(session: SparkSession, bootstrap: str, flag: str, options: Mapping[st
 
 
 POLL_S: Final = 0.25
+# How many files an error names.
+SHOWN_FILES: Final = 5
 
 
 class Stop:
@@ -273,9 +260,14 @@ def run(session: SparkSession, options: IngestOptions, report: Report, metrics: 
     def stopping() -> bool:
         return stop.wanted
 
+    files = FilesLeft(session, options.source, options.checkpoint) if isinstance(options.source, FileSource) else None
+    # Later ones are for the next run.
+    before = files.there() if files is not None and options.processing_time is None else set()
     query = start(session, options, on_batch=on_batch, say=report.say, stopping=stopping)
     try:
-        failure = _watch(session, query, options, Display(report, tally), tally, metrics, stop)
+        failure = _watch(query, options, files, Display(report, tally), tally, metrics, stop)
+        if failure is None and files is not None and not stop.wanted:
+            failure = _about_unread(files.unread(before), options)
     finally:
         with as_spark_failure("The job did not stop"):
             query.stop()
@@ -286,17 +278,27 @@ def run(session: SparkSession, options: IngestOptions, report: Report, metrics: 
         report.say("Stopped before the end: start it again with the same --checkpoint to go on.")
 
 
+def _about_unread(paths: Sequence[str], options: IngestOptions) -> str | None:
+    if not paths:
+        return None
+    shown = f"as Spark passed over them: {', '.join(paths[:SHOWN_FILES])}"
+    more = "" if len(paths) <= SHOWN_FILES else f" and {len(paths) - SHOWN_FILES:,} more"
+    return (
+        f"{len(paths):,} of the files that {_source(options)} had at first were not read, {shown}{more}: see whether "
+        "a --source-option leaves them out (maxFileAge, latestFirst, fileNameOnly), or give them to a job of their own"
+    )
+
+
 def _watch(
-    session: SparkSession,
     query: StreamingQuery,
     options: IngestOptions,
+    files: FilesLeft | None,
     display: Display,
     tally: Tally,
     metrics: Metrics,
     stop: Stop,
 ) -> str | None:
     """Wait until the query has ended. Return the reason if it failed."""
-    files = FilesLeft(session, options.source, options.checkpoint) if isinstance(options.source, FileSource) else None
 
     def look(*, at_once: bool = False) -> None:
         batches, last, found = tally.batches, tally.last, None
@@ -314,7 +316,7 @@ def _watch(
             with as_spark_failure("The job cannot be watched"):
                 look()
             display.update()
-    except PySparkException as error:
+    except (Py4JError, PySparkException) as error:
         if Stopped.SAID not in str(error):
             return why(error, options)
     look(at_once=True)
@@ -348,8 +350,7 @@ _WITH_NEW_FILES: Final = (
 _REFUSALS: Final = {
     "corrupt": "it cannot be parsed",
     "new column": "it has what the schema lacks ({names})",
-    "not finite": "a number of it is NaN or infinite, which JSON has no number for (--not-finite text writes its name)",
-    "no key": "its key is null",
+    "not finite": "a number of it is NaN or infinite, which JSON has no number for (--select can make it null or text)",
     "no topic": "its topic is null or no name of a topic",
     "too large": "its message is larger than --max-message-bytes",
 }
@@ -361,6 +362,8 @@ def why(error: BaseException, options: IngestOptions) -> str:
     refused = _REFUSED.search(text)
     if refused is not None:
         reason = _REFUSALS.get(refused[1], refused[1]).format(names=refused[3])
+        if refused[1] == "corrupt" and refused[3] in PRETTY:
+            return f"the file of the row {refused[2]} has {OVER_LINES}"
         if refused[1] == NEW_IN_FILE:
             return f"the file {refused[2]} has columns that the schema lacks ({refused[3]}): {_WITH_NEW_FILES}"
         if refused[1] == "new column" and options.on_new_columns == "fail":
@@ -396,6 +399,11 @@ def _source(options: IngestOptions) -> str:
 
 
 _KNOWN: Final = (
+    (
+        PARQUET_TYPE,
+        "a Parquet file in {source} has a column of a type that Spark does not read ({type}): write the file without "
+        "it; or give a --schema that lacks it, with --on-new-columns ignore",
+    ),
     (
         r"(?:CSV header does not conform|Number of column in CSV header)[^\t]*CSV file: (?P<file>.*)",
         "the header of {file} does not name the columns of the schema in their order: where all files to come are like "

@@ -19,6 +19,8 @@ DEFAULT_ROWS_PER_SECOND: Final = 100
 DEFAULT_MESSAGE_BYTES: Final = 1 << 20
 # Spark counts a micro-batch's rows in 32 bits in places, and a task cannot hold a larger record.
 MAX_MESSAGE_BYTES: Final = 1 << 30
+# The name of a header that stands for all headers of an array, such as those of a record.
+ALL_HEADERS: Final = "*"
 # The longest header name and the longest topic name; Kafka's own limit is the latter.
 MAX_NAME: Final = 249
 
@@ -83,18 +85,14 @@ class IngestOptions:
     source, checkpoint: the source of rows; the directory of the job's progress.
     bootstrap:          `HOST:PORT`, or several: the proxy.
     topic, topic_column: one of the two. `partitions` creates a missing topic.
+    select:             SQL expressions that replace the source's columns; empty: these as they are.
     key:                no column: no key; one: its text (bytes if binary); several: JSON of them.
-    require_key:        a row without a key is a dead letter.
     value_columns:      the value is JSON of these; empty: of all. `value_column`: the value is this column unchanged.
-    drop_nulls:         leave null fields out of that JSON.
     on_new_columns:     for a row with fields that the schema lacks: end the job, make it a dead letter, leave them out,
                         or add them: the value is the JSON document as it is in the source.
-    not_finite:         for NaN and infinities, which JSON lacks: a dead letter, or their names as text.
     keep_timestamps:    of a Kafka source: keep the records' timestamps.
     keep_partitions:    of a Kafka source: keep the records' partitions.
-    headers:            (name, column): the column's text. constant_headers: (name, text).
-    copy_headers:       a Kafka source's headers come first.
-    batch_header:       name of a header with `job/micro-batch`; row_header: of one with the row's place in the source.
+    headers:            (name, SQL expression): its text; the name ALL_HEADERS: all headers of an array.
     processing_time:    the interval of micro-batches ("10 seconds"), until stopped; None: read what exists, then end.
     dead_letters:       None: a row that cannot be written ends the job.
     max_message_bytes:  the largest record, with key, headers and Kafka's overhead.
@@ -108,20 +106,14 @@ class IngestOptions:
     topic_column: str | None = None
     bootstrap: str = DEFAULT_LISTEN
     partitions: int | None = None
+    select: tuple[str, ...] = ()
     key: tuple[str, ...] = ()
-    require_key: bool = False
     value_columns: tuple[str, ...] = ()
     value_column: str | None = None
-    drop_nulls: bool = False
     on_new_columns: Literal["fail", "dead-letter", "ignore", "add"] = "dead-letter"
-    not_finite: Literal["dead-letter", "text"] = "dead-letter"
     keep_timestamps: bool = True
     keep_partitions: bool = False
     headers: tuple[tuple[str, str], ...] = ()
-    constant_headers: tuple[tuple[str, str], ...] = ()
-    copy_headers: bool = False
-    batch_header: str | None = None
-    row_header: str | None = None
     processing_time: str | None = None
     dead_letters: DeadLetters | None = None
     max_message_bytes: int = DEFAULT_MESSAGE_BYTES
@@ -143,6 +135,10 @@ class IngestOptions:
         return self.on_new_columns == "add"
 
     @property
+    def copies_headers(self) -> bool:
+        return any(name == ALL_HEADERS for name, _ in self.headers)
+
+    @property
     def target(self) -> str:
         """The target in words."""
         return f"topic {self.topic}" if self.topic is not None else f"the topics named by column {self.topic_column}"
@@ -160,8 +156,6 @@ class IngestOptions:
             )
         if self.value_columns and self.value_column is not None:
             raise StartupError("--value is JSON of columns and --value-column one column as it is: give one of them.")
-        if self.require_key and not self.key:
-            raise StartupError("--require-key goes with --key: name the column or columns that the key is made of.")
         _within("--max-message-bytes", self.max_message_bytes, 1_000, MAX_MESSAGE_BYTES)
         if self.kafka_options.get("acks", "all") not in ("all", "-1"):
             raise StartupError(
@@ -186,29 +180,18 @@ class IngestOptions:
                 raise StartupError(f"--dead-letters topic:{self.topic} is the topic that is written to: give another.")
 
     def _check_documents(self) -> None:
-        if not self.verbatim:
-            return
         source = self.source
-        said = "--on-new-columns add writes JSON documents as they stand in the source"
-        if isinstance(source, KafkaSource) and source.schema is None:
+        has_documents = isinstance(source, KafkaSource) and source.schema is not None
+        if isinstance(source, FileSource):
+            has_documents = source.format == "json"
+        if self.verbatim and (not has_documents or self.value_columns or self.value_column is not None):
             raise StartupError(
-                f"{said}, whose fields --schema tells: give one, or --value-column value to copy whatever records hold."
+                "--on-new-columns add writes JSON documents as they are in the source: it goes with --from json:, or "
+                "with --from kafka: and a --schema, and without --value and --value-column."
             )
-        if isinstance(source, FileSource) and source.format != "json":
-            raise StartupError(
-                f"{said}, and {source.format} has none: give a --schema with the new columns, and leave it out."
-            )
-        if isinstance(source, RateSource):
-            raise StartupError(f"{said}, and --from rate has none: leave it out.")
-        flags = {"--value": self.value_columns, "--value-column": self.value_column, "--drop-nulls": self.drop_nulls}
-        for flag, given in flags.items():
-            if given:
-                raise StartupError(f"{said}: leave {flag} out, or take --on-new-columns ignore, which goes with it.")
 
     def _check_source(self) -> None:
         source = self.source
-        if self.copy_headers and not isinstance(source, KafkaSource):
-            raise StartupError("--copy-headers goes with --from kafka:TOPIC: nothing else has headers to copy.")
         if self.keep_partitions and not (isinstance(source, KafkaSource) and self.topic is not None):
             raise StartupError(
                 "--keep-partitions goes with --from kafka:TOPIC and --topic: name both, or leave it out."

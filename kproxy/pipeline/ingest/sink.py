@@ -18,23 +18,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import unquote
 
+from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import ArrayType, DataType, MapType, StructType
 
 from kproxy.pipeline.ingest import documents, transforms
-from kproxy.pipeline.ingest.java_classes import INTERCEPTOR_CLASS
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
 from kproxy.pipeline.ingest.sources import taken
-from kproxy.pipeline.ingest.transforms import NEW, REASON, REASONS, ROW
+from kproxy.pipeline.ingest.timestamps import INTERCEPTOR_CLASS
+from kproxy.pipeline.ingest.transforms import CORRUPT, NEW, REASON, REASONS, ROW
 
 # The prefix of the error for a row that cannot be written; a Java stack trace surrounds it.
 REFUSED: Final = "kproxy-refused-row"
 NEW_IN_FILE: Final = "new column in a file"
 OBSERVED_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.005
+# How much of a text that is no JSON an error needs.
+_BEGINNING: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ class BatchWriter:
         rows = batch
         if isinstance(self._options.source, KafkaSource) and self._schema is not None:
             rows = documents.of_records(batch, self._schema, verbatim=self._options.verbatim)
-        return transforms.encoded(transforms.placed(rows), self._options, batch=self._name(number))
+        return transforms.encoded(transforms.placed(rows), self._options, batch=f"{self._job_id}/{number}")
 
     def _check_files(self, session: SparkSession, number: int) -> None:
         """Check Parquet files themselves: their rows do not show which columns were ignored."""
@@ -126,32 +130,24 @@ class BatchWriter:
             counted = counted.where(_refuse(rows, REASONS))
         elif self._options.on_new_columns == "fail":
             counted = counted.where(_refuse(rows, ("new column",)))
-        messages = transforms.messages(
-            counted,
-            tasks=self._tasks,
-            options=self._options,
-        )
-        self._to_kafka(messages)
+        self._to_kafka(transforms.messages(counted, tasks=self._tasks, options=self._options))
         return _observed(observation) or _counted(rows)
 
     def _write_dead_letters(self, rows: DataFrame, number: int) -> None:
         where = self._options.dead_letters
         assert where is not None  # noqa: S101 - `_refuse` let none through
         if where.kind == "json":
-            letters = transforms.dead_letters(rows, batch=self._name(number))
+            letters = transforms.dead_letters(rows)
             # The directory has the micro-batch's number, so that a repeated one replaces its files.
             directory = f"{where.where.rstrip('/')}/job={self._job_id}/micro_batch={number}"
             letters.write.mode("overwrite").json(directory)
             return
         excerpt = min(transforms.RECORD_EXCERPT, self._options.max_message_bytes // 16)
-        letters = transforms.dead_letters(rows, batch=self._name(number), excerpt=excerpt)
+        letters = transforms.dead_letters(rows, excerpt=excerpt)
         self._to_kafka(transforms.as_messages(letters, where.where))
 
     def _to_kafka(self, messages: DataFrame) -> None:
         messages.write.format("kafka").mode("append").options(**sink_options(self._options)).save()
-
-    def _name(self, number: int) -> str:
-        return f"{self._job_id}/{number}"
 
 
 def _observed(observation: Observation) -> dict[str, int] | None:
@@ -187,7 +183,10 @@ def sink_options(options: IngestOptions) -> dict[str, str]:
 
 def _refuse(rows: DataFrame, reasons: Sequence[str]) -> Column:
     """Return a column that is true for a row with none of these `reasons`, and ends the job for any other."""
-    named = F.array_join(F.col(NEW), ", ") if NEW in rows.columns else F.lit("")
+    named = F.lit("")
+    if NEW in rows.columns:
+        named = F.array_join(NEW, ", ")
+        named = F.when(F.col(REASON) == "corrupt", F.substring(F.btrim(CORRUPT), 1, _BEGINNING)).otherwise(named)
     told = (F.col(REASON), F.col(ROW), F.translate(F.coalesce(named, F.lit("")), "|", " "))
     said = F.concat(F.lit(REFUSED), *(F.concat(F.lit("|"), each) for each in told), F.lit("|"))
     refused = F.coalesce(F.col(REASON).isin(*reasons), F.lit(False))
@@ -199,8 +198,8 @@ def check_files(
 ) -> None:
     """Raise RefusedFile for the first file of the micro-batch `number` with a column that `schema` lacks.
 
-    It reads the files' footers; `options` are those of Spark's reader. Raise PySparkException for files that cannot be
-    read.
+    It reads the files' footers; `options` are those of Spark's reader. Raise Py4JError or PySparkException for files
+    that cannot be read: which of them depends on Spark's version.
     """
     paths = _files_of(session, checkpoint, number)
     # The paths are file names, not patterns.
@@ -208,7 +207,7 @@ def check_files(
     try:
         if not paths or not lacking(schema, reader.option("mergeSchema", "true").parquet(*paths).schema):
             return
-    except PySparkException as error:
+    except (Py4JError, PySparkException) as error:
         # A column whose type differs between files cannot be merged, but each file may still fit the schema.
         if "CANNOT_MERGE" not in str(error):
             raise
@@ -223,7 +222,7 @@ def _files_of(session: SparkSession, checkpoint: str, number: int) -> list[str]:
     before = _log_offset(session, checkpoint, number - 1) if number else -1
     log_offset = F.col("log_offset")
     files = taken(session, checkpoint).where((log_offset > before) & (log_offset <= end))
-    return sorted({str(row["path"]) for row in files.collect()})
+    return sorted({unquote(row["path"]) for row in files.collect()})
 
 
 def _log_offset(session: SparkSession, checkpoint: str, number: int) -> int:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
-import operator
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
+from urllib.parse import unquote
 
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
-from pyspark.sql.types import BinaryType, StringType, StructType
+from pyspark.sql.types import StructType
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.ingest import csv_values
 from kproxy.pipeline.ingest.documents import opened
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource, RateSource
 from kproxy.pipeline.ingest.transforms import (
     BLOCK,
     CORRUPT,
-    DOCUMENT,
     FILE,
     MODIFIED,
-    NEW,
     TEXT,
-    json_of,
     quoted,
 )
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
@@ -46,10 +45,17 @@ _READER_OPTIONS: Final = {
     "json": {},
     "parquet": {},
 }
+# By default Spark leaves out files a week older than the newest. This is longer than any file is old.
+_MAX_AGE: Final = "100000d"
+# Options that tell which files are the source's.
+_FILTERS: Final = ("pathglobfilter", "recursivefilelookup")
 # Rows that cannot be parsed go to the column CORRUPT. No option of the user's may turn them into nulls.
 _REQUIRED: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
-# Java reads this for bytes that are invalid in the encoding.
-_REPLACED: Final = "\ufffd"
+# The first line of JSON that is written over several, and what to do.
+PRETTY: Final = ("{", "[", "[{")
+OVER_LINES: Final = "JSON over several lines: give --source-option multiLine=true"
+# Spark's error for a column that it cannot read, such as TIME, UUID and FLOAT16.
+PARQUET_TYPE: Final = r"PARQUET_TYPE_ILLEGAL\] Illegal Parquet type: (?P<type>.+?)\.?(?: SQLSTATE|$)"
 _BOM: Final = "\ufeff"
 _ALL: Final = (1 << 31) - 1
 
@@ -62,6 +68,8 @@ def own_session(session: SparkSession) -> SparkSession:
         ours.conf.set("spark.sql.files.maxPartitionBytes", str(BLOCK_BYTES))
         ours.conf.set("spark.sql.files.openCostInBytes", str(BLOCK_BYTES))
         ours.conf.unset("spark.sql.files.maxPartitionNum")
+        # Spark has no type for timestamps with nanoseconds. As numbers they keep their digits.
+        ours.conf.set("spark.sql.legacy.parquet.nanosAsLong", "true")
         # Use the V2 Kafka sink, as streams do: with the V1 sink observations report nothing.
         ours.conf.set("spark.sql.sources.useV1SourceList", "avro,csv,json,orc,parquet,text")
     return ours
@@ -79,6 +87,9 @@ def parse_schema(text: str) -> StructType:
         ) from error
     if not isinstance(schema, StructType) or not schema.fields:
         raise StartupError("--schema has no columns: give DDL, as in 'id INT, name STRING', or Spark's JSON.")
+    twice = [name for name, count in Counter(map(str.lower, schema.names)).items() if count > 1]
+    if twice:
+        raise StartupError(f"--schema has the name {twice[0]} twice, and Spark does not tell ID from id: rename one.")
     taken = [name for name in schema.names if name.startswith("_kproxy_")]
     if taken:
         raise StartupError(f"--schema has a column {taken[0]}: names that begin with _kproxy_ are taken.")
@@ -86,12 +97,13 @@ def parse_schema(text: str) -> StructType:
 
 
 def infer_schema(session: SparkSession, source: FileSource) -> StructType:
-    """Infer the schema by reading all files that exist now. Raise StartupError if there are none."""
+    """Infer the schema by reading all files that exist now. Raise StartupError if none can be found."""
     options = {"inferSchema": "true", **_reader_options(source)}
     with_hint = f"give --schema, or put a file there that has the columns ({source.path})"
     try:
         with as_spark_failure("The schema could not be inferred"):
             found = session.read.format(source.format).options(**options).load(source.path).schema
+            first = _first_line(session, source, options)
     except SparkFailed as error:
         if any(known in str(error) for known in ("UNABLE_TO_INFER_SCHEMA", "PATH_NOT_FOUND")):
             raise StartupError(f"there are no files yet to infer a schema from: {with_hint}.") from error
@@ -100,17 +112,49 @@ def infer_schema(session: SparkSession, source: FileSource) -> StructType:
                 f"no schema can be inferred from fields that differ in case alone ({cause_in(str(error))}): give a "
                 "--schema with one of them (--on-new-columns add writes documents of JSON with all of them)."
             ) from error
+        if type_ := re.search(PARQUET_TYPE, str(error)):
+            raise StartupError(
+                f"a file in {source.path} has a column of a type that Spark does not read ({type_['type']}): give a "
+                "--schema that lacks it, with --on-new-columns ignore."
+            ) from error
         raise
     schema = StructType([field for field in found.fields if field.name != CORRUPT])
-    odd = [name for name in schema.names if _REPLACED in name or "\0" in name]
-    if source.format == "csv" and odd and not _names_encoding(source.options):
+    if source.format == "csv":
+        _check_header(source, schema, first)
+    if source.format == "json" and [text.strip() for text in first] in [[text] for text in PRETTY]:
+        raise StartupError(f"a file in {source.path} has {OVER_LINES}.")
+    if not schema.fields:
+        raise StartupError(f"no column can be found in the files that are there: {with_hint}.")
+    return schema
+
+
+def _first_line(session: SparkSession, source: FileSource, options: Mapping[str, str]) -> list[str]:
+    """Return the texts of the first row of a CSV file, or the first line of JSON; none where it does not help."""
+    reader = session.read.options(**{**options, "inferSchema": "false", "header": "false"})
+    if source.format == "csv" and options["header"].lower() == "true":
+        columns = reader.csv(source.path)
+        # Those of directories have other names.
+        row = columns.select(*(name for name in columns.columns if name.startswith("_c"))).first()
+    elif source.format == "json" and options.get("multiline", "false").lower() == "false":
+        row = reader.text(source.path).where(F.col("value").rlike(r"\S")).select("value").first()
+    else:
+        row = None
+    return [str(text) for text in row or () if text is not None]
+
+
+def _check_header(source: FileSource, schema: StructType, header: Sequence[str]) -> None:
+    odd = any(csv_values.REPLACED in name or "\0" in name for name in schema.names)
+    if odd and not csv_values.names_encoding(source.options):
         raise StartupError(
             f"the header of a file in {source.path} is not UTF-8: name its encoding with --source-option "
             "encoding=NAME, for example ISO-8859-1 or UTF-16."
         )
-    if not schema.fields:
-        raise StartupError(f"no column can be found in the files that are there: {with_hint}.")
-    return schema
+    twice = [name for name, count in Counter(name.lower() for name in header).items() if count > 1]
+    if twice:
+        raise StartupError(
+            f"the header of a file in {source.path} has the name {twice[0]} twice, and Spark does not tell ID from id: "
+            "give a --schema with other names, in the order of the columns, and --source-option enforceSchema=true."
+        )
 
 
 def read(session: SparkSession, options: IngestOptions, schema: StructType | None) -> DataFrame:
@@ -126,7 +170,7 @@ def read(session: SparkSession, options: IngestOptions, schema: StructType | Non
                 assert schema is not None  # noqa: S101 - given or inferred by the caller
                 return _files(session, source, schema, verbatim=options.verbatim)
             if isinstance(source, KafkaSource):
-                return _records(session, source, options.copy_headers)
+                return _records(session, source, options.copies_headers)
             return _numbers(session, source)
     except SparkFailed as error:
         if isinstance(source, FileSource) and "PATH_NOT_FOUND" in str(error):
@@ -143,11 +187,10 @@ def _files(session: SparkSession, source: FileSource, schema: StructType, *, ver
         wholetext = settings.get("multiline", "false")
         lines = _placed(reader.format("text").option("wholetext", wholetext).load(source.path))
         return _documents(lines, schema, settings, verbatim=verbatim)
-    expected = StructType([*schema.fields])
-    if source.format == "csv":
-        expected.add(CORRUPT, StringType())
-    rows = _placed(reader.format(source.format).schema(expected).load(source.path))
-    return _mark_damaged(rows, schema, settings) if source.format == "csv" else rows
+    if source.format == "parquet":
+        return _placed(reader.format("parquet").schema(schema).load(source.path))
+    texts = reader.options(**{**csv_values.READER_OPTIONS, **settings}).schema(csv_values.texts_of(schema))
+    return csv_values.valued(_placed(texts.format("csv").load(source.path)), schema, settings)
 
 
 def _placed(rows: DataFrame) -> DataFrame:
@@ -167,67 +210,20 @@ def _documents(lines: DataFrame, schema: StructType, settings: Mapping[str, str]
     named = lines.select(*map(quoted, kept), text.alias(TEXT))
     by_directory = {name.lower(): name for name in kept if not name.startswith("_kproxy_")}
     inside = StructType([field for field in schema.fields if field.name.lower() not in by_directory])
-    rows = opened(named.where(F.col(TEXT).rlike(r"\S")), inside, settings, several=True, verbatim=verbatim)
-    columns, told = [], []
+    rows = opened(named.where(F.col(TEXT).rlike(r"\S")), inside, settings, several=not verbatim, verbatim=verbatim)
+    columns = []
     for field in schema.fields:
         there = by_directory.pop(field.name.lower(), None)
         found = F.col(quoted(field.name)) if there is None else F.col(quoted(there)).cast(field.dataType)
         columns.append(found.alias(field.name))
-        told += [] if there is None else [field.name]
     ours = [name for name in rows.columns if name.startswith("_kproxy_")]
-    told += by_directory.values()
-    together = rows.select(*columns, *map(quoted, by_directory.values()), *ours)
-    return _add_directory_fields(together, told) if verbatim and told else together
-
-
-def _add_directory_fields(rows: DataFrame, names: Sequence[str]) -> DataFrame:
-    """Add the columns `names` to DOCUMENT as fields; a document that already has one of them is corrupt."""
-    rest = F.regexp_replace(DOCUMENT, r"^\{\s*", "")
-    comma = F.when(rest.startswith("}"), F.lit("")).otherwise(F.lit(","))
-    fields = F.regexp_replace(json_of(names), r"\}$", "")
-    twice = F.arrays_overlap(NEW, F.array(*map(F.lit, names)))
-    return rows.withColumns(
-        {
-            CORRUPT: F.coalesce(CORRUPT, F.when(twice, F.col(DOCUMENT))),
-            DOCUMENT: F.concat(fields, comma, rest),
-        }
-    )
+    return rows.select(*columns, *map(quoted, by_directory.values()), *ours)
 
 
 def _reader_options(source: FileSource) -> dict[str, str]:
     """Return the options of Spark's reader in lower case; those of `source` override the defaults."""
-    settings = {**_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
+    settings = {"maxFileAge": _MAX_AGE, **_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
     return {name.lower(): value for name, value in settings.items()}
-
-
-def _finds_line_ends(settings: Mapping[str, str]) -> bool:
-    """Whether Spark uses the first line end in a CSV file for all of its rows."""
-    return settings["multiline"].lower() == "true" and "linesep" not in settings
-
-
-def _names_encoding(options: Mapping[str, str]) -> bool:
-    return any(name.lower() in ("encoding", "charset") for name in options)
-
-
-def _mark_damaged(rows: DataFrame, schema: StructType, settings: Mapping[str, str]) -> DataFrame:
-    """Mark CSV rows as corrupt whose texts differ from the file.
-
-    Spark's reader does not report them. Bytes that are not UTF-8 are read as U+FFFD, if no encoding was named. A
-    carriage return at the end of the last value is part of a line end, in a file whose first line ends with a newline
-    alone and others with both.
-    """
-    tests = []
-    # Binary columns hold the bytes of a text. Values of other types cannot be parsed with either of these in them.
-    texts = [field.name for field in schema.fields if isinstance(field.dataType, (StringType, BinaryType))]
-    if not _names_encoding(settings):
-        tests += [F.col(quoted(name)).cast("string").contains(_REPLACED) for name in texts]
-    if _finds_line_ends(settings) and texts[-1:] == schema.names[-1:]:
-        tests.append(F.col(quoted(texts[-1])).cast("string").endswith("\r"))
-    if not tests:
-        return rows
-    # A null value passes each test.
-    damaged = functools.reduce(operator.or_, (F.coalesce(test, F.lit(False)) for test in tests))
-    return rows.withColumn(CORRUPT, F.coalesce(F.col(CORRUPT), F.when(damaged, json_of(schema.names))))
 
 
 def _records(session: SparkSession, source: KafkaSource, with_headers: bool) -> DataFrame:
@@ -261,7 +257,10 @@ class Backlog(NamedTuple):
 
 
 class FilesLeft:
-    """Count the files that no micro-batch has begun to read; Spark is asked only now and then."""
+    """Tell which files no micro-batch has begun to read; Spark is asked for their number only now and then.
+
+    Like Spark's own source it keeps the names of all files.
+    """
 
     def __init__(
         self, session: SparkSession, source: FileSource, checkpoint: str, clock: Callable[[], float] = time.monotonic
@@ -279,7 +278,7 @@ class FilesLeft:
             return None
         try:
             with as_spark_failure("The files cannot be listed"):
-                found = Backlog(self._count(), "files")
+                found = Backlog(len(self.there() - self._begun()), "files")
         except SparkFailed:
             # Nothing was read yet, so Spark has no list; or files disappeared during the listing.
             found = None
@@ -287,32 +286,41 @@ class FilesLeft:
         self._not_before = ended + max(LEAST_PAUSE_S, PAUSE_FACTOR * (ended - began))
         return found
 
-    def _count(self) -> int:
-        names = {
-            name: value
-            for name, value in self._source.options.items()
-            if name in ("pathGlobFilter", "recursiveFileLookup")
-        }
-        there = self._session.read.format("binaryFile").options(**names).load(self._source.path)
-        paths = there.select(_same(F.col("path")).alias("path"))
-        begun = taken(self._session, self._checkpoint).select(_same(F.col("path")).alias("path")).distinct()
-        return int(paths.join(begun, "path", "left_anti").count())
+    def there(self) -> set[str]:
+        """Return the files that are there, none where the source's path is missing. Raise SparkFailed."""
+        names = {name: value for name, value in _reader_options(self._source).items() if name in _FILTERS}
+        try:
+            with as_spark_failure(f"The files in {self._source.path} cannot be listed"):
+                found = self._session.read.format("binaryFile").options(**names).load(self._source.path).inputFiles()
+        except SparkFailed as error:
+            if "PATH_NOT_FOUND" in str(error):
+                return set()
+            raise
+        return set(map(_path, found))
+
+    def unread(self, before: set[str]) -> list[str]:
+        """Return those of the files `before` that are still there and that no micro-batch has read."""
+        left = before & self.there()
+        with as_spark_failure("Spark's list of files cannot be read"):
+            return sorted(left - self._begun()) if left else []
+
+    def _begun(self) -> set[str]:
+        return {_path(row[0]) for row in taken(self._session, self._checkpoint).select("path").collect()}
 
 
 def taken(session: SparkSession, checkpoint: str) -> DataFrame:
-    """Return the files that Spark has begun: path, log_offset (where micro-batches begin and end).
+    """Return the files that Spark has begun: path, as a URI, and log_offset (where micro-batches begin and end).
 
     They are in Spark's log: each of its files has a version in the first line, then a line of JSON for each file.
     """
     lines = session.read.text(f"{checkpoint}/sources/0").where(F.col("value").startswith("{"))
-    path = F.url_decode(F.replace(F.get_json_object("value", "$.path"), F.lit("+"), F.lit("%2B")))
     log_offset = F.get_json_object("value", "$.batchId").cast("long")
-    return lines.select(path.alias("path"), log_offset.alias("log_offset"))
+    return lines.select(F.get_json_object("value", "$.path").alias("path"), log_offset.alias("log_offset"))
 
 
-def _same(path: Column) -> Column:
-    """Normalize a path: `file:/x` and `file:///x` are the same."""
-    return F.regexp_replace(path, "^([A-Za-z][A-Za-z0-9+.-]*):/+", "$1:/")
+def _path(uri: str) -> str:
+    """Return the path as it is shown: `file:/x` and `file:///x` are the same."""
+    return re.sub("^([A-Za-z][A-Za-z0-9+.-]*):/+", r"\1:/", unquote(uri))
 
 
 def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Backlog | None:

@@ -15,12 +15,14 @@ key have no order; if the job has no key, rows stay in the tasks that read them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import (
@@ -35,8 +37,9 @@ from pyspark.sql.types import (
 )
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.java_classes import TIMESTAMP_HEADER
-from kproxy.pipeline.ingest.options import MAX_NAME, IngestOptions
+from kproxy.pipeline.ingest.options import ALL_HEADERS, MAX_NAME, IngestOptions
+from kproxy.pipeline.ingest.timestamps import TIMESTAMP_HEADER
+from kproxy.pipeline.spark import cause_in
 
 # The source's text that a reader could not parse; only for CSV and JSON.
 CORRUPT: Final = "_kproxy_corrupt"
@@ -49,11 +52,15 @@ DOCUMENT: Final = "_kproxy_document"
 FILE: Final = "_kproxy_file"
 MODIFIED: Final = "_kproxy_modified"
 BLOCK: Final = "_kproxy_block"
-# A row's name, the same at every reading, and the sort key within a message key.
+# A row's name, the same at every reading, and the name of its micro-batch: for expressions of the user's too.
 ROW: Final = "_kproxy_row"
+BATCH: Final = "_kproxy_batch"
+# The sort key within a message key. Of a Kafka record it has topic, partition, offset and timestamp.
 ORDER: Final = "_kproxy_order"
 # Spark's own columns of a Kafka record whose value was parsed.
 RECORD: Final = "kafka"
+# The source's columns as JSON, where others were selected.
+WHOLE: Final = "_kproxy_whole"
 # The message.
 KEY: Final = "_kproxy_key"
 VALUE: Final = "_kproxy_value"
@@ -62,7 +69,7 @@ TOPIC: Final = "_kproxy_topic"
 # Why the row is a dead letter; null if it is none.
 REASON: Final = "_kproxy_reason"
 
-REASONS: Final = ("corrupt", "new column", "not finite", "no key", "no topic", "too large")
+REASONS: Final = ("corrupt", "new column", "not finite", "no topic", "too large")
 # kafka-clients' upper estimates, or more: a batch's header, a record's, and each length.
 RECORD_OVERHEAD: Final = 61 + 21 + 15
 HEADER_OVERHEAD: Final = 10
@@ -92,47 +99,60 @@ def placed(rows: DataFrame) -> DataFrame:
         counted = rows.withColumn(ORDER, F.monotonically_increasing_id().bitwiseAND(F.lit(_NUMBER_BITS)))
         name = F.concat(F.col(FILE), F.lit("#"), F.col(BLOCK), F.lit(":"), F.col(ORDER))
         return counted.withColumn(ROW, name).withColumn(ORDER, F.struct(MODIFIED, FILE, BLOCK, ORDER))
+    place = ("topic", "partition", "offset", "timestamp")
     record = F.col(RECORD) if RECORD in rows.columns else None
-    if record is None and {"topic", "partition", "offset"} <= set(rows.columns):
-        record = F.struct("topic", "partition", "offset")
+    if record is None and {*place} <= {*rows.columns}:
+        record = F.struct(*place)
     if record is not None:
-        topic, partition, offset = (record.getField(each) for each in ("topic", "partition", "offset"))
-        name = F.concat_ws("/", topic, partition, offset)
-        return rows.withColumn(ROW, name).withColumn(ORDER, F.struct(topic, partition, offset))
+        found = [record.getField(each) for each in place]
+        return rows.withColumn(ROW, F.concat_ws("/", *found[:3])).withColumn(ORDER, F.struct(*found))
     return rows.withColumn(ROW, F.col("value").cast("string")).withColumn(ORDER, F.struct("value"))
 
 
 def encoded(rows: DataFrame, options: IngestOptions, *, batch: str) -> DataFrame:
     """Add the message (KEY, VALUE, HEADERS, TOPIC) to `placed` rows, and REASON, null if it can be written.
 
-    `batch` is the value of the batch header. Raise StartupError for a column that does not exist.
+    `batch` is the micro-batch's name. Raise StartupError for a column that does not exist and for SQL that is wrong.
     """
-    key = _key(rows, options.key)
-    headers = _headers(rows, options, batch)
-    columns = {
-        KEY: F.lit(None).cast("binary") if key is None else key,
-        VALUE: _value(rows, options),
-        TOPIC: F.lit(options.topic) if options.topic_column is None else text_of(rows, options.topic_column),
-        HEADERS: F.lit(None).cast(_HEADER_TYPE) if headers is None else headers,
-    }
-    with_message = rows.withColumns(columns)
-    return with_message.withColumn(REASON, _reason(with_message, options))
+    chosen = _selected(rows.withColumn(BATCH, F.lit(batch)), options.select)
+    parts = _Parts(chosen, options)
+    with_message = chosen.withColumns({KEY: parts.key, VALUE: parts.value, TOPIC: parts.topic, HEADERS: parts.headers})
+    return with_message.withColumn(REASON, _reason(with_message, options, parts.not_finite))
+
+
+def _selected(rows: DataFrame, select: Sequence[str]) -> DataFrame:
+    """Replace the source's columns by those of `select`, SQL expressions; empty: keep them."""
+    if not select:
+        return rows
+    kept = rows.withColumn(WHOLE, json_of(columns_of(rows)))
+    with _sql_of("--select", kept):
+        # `*` has all columns, ours too.
+        there = kept.selectExpr(*select).columns
+        return kept.selectExpr(*select, *(name for name in kept.columns if _is_ours(name) and name not in there))
+
+
+@contextlib.contextmanager
+def _sql_of(flag: str, rows: DataFrame) -> Iterator[None]:
+    try:
+        yield
+    except PySparkException as error:
+        raise StartupError(
+            f"{flag} is no SQL for these rows ({cause_in(str(error))}): the source has {_listed(rows)}."
+        ) from error
 
 
 def messages(rows: DataFrame, *, tasks: int, options: IngestOptions) -> DataFrame:
     """Return the writable `encoded` rows in the form of Kafka's sink; a key's rows in ORDER, in one of `tasks`."""
     good = rows.where(F.col(REASON).isNull())
     wanted = {"key": F.col(KEY), "value": F.col(VALUE), "topic": F.col(TOPIC)}
-    headers = []
-    if has_headers(options):
-        headers.append(F.coalesce(F.col(HEADERS), F.array().cast(_HEADER_TYPE)))
+    headers = [F.col(HEADERS)] if options.headers else []
     if options.keeps_timestamps:
-        told = F.encode(F.unix_millis(_of_record(rows, "timestamp")).cast("string"), "utf-8")
+        told = F.encode(F.unix_millis(F.col(ORDER)["timestamp"]).cast("string"), "utf-8")
         headers.append(F.array(F.struct(F.lit(TIMESTAMP_HEADER).alias("key"), told.alias("value"))).cast(_HEADER_TYPE))
     if headers:
         wanted["headers"] = F.concat(*headers)
     if options.keep_partitions:
-        wanted["partition"] = _of_record(rows, "partition")
+        wanted["partition"] = F.col(ORDER)["partition"]
     columns = [column.alias(name) for name, column in wanted.items()]
     if not options.key:
         # A task reads a partition of the source, in its order.
@@ -140,11 +160,11 @@ def messages(rows: DataFrame, *, tasks: int, options: IngestOptions) -> DataFram
     # Spread rows without a key over all tasks, rather than sending them all to one.
     place = [F.coalesce(F.col(KEY), F.encode(ROW, "utf-8"))]
     if options.keep_partitions:
-        place = [_of_record(rows, "topic"), _of_record(rows, "partition")]
+        place = [F.col(ORDER)["topic"], F.col(ORDER)["partition"]]
     return good.repartition(tasks, *place).sortWithinPartitions(ORDER).select(*columns)
 
 
-def dead_letters(rows: DataFrame, *, batch: str, excerpt: int | None = None) -> DataFrame:
+def dead_letters(rows: DataFrame, *, excerpt: int | None = None) -> DataFrame:
     """Return the `encoded` rows that cannot be written: reason, row, batch, key, bytes, record, record_cut.
 
     `record` is the source's text if it could not be parsed, else the columns as JSON (binary ones in base64), cut to
@@ -156,7 +176,7 @@ def dead_letters(rows: DataFrame, *, batch: str, excerpt: int | None = None) -> 
     return dead.select(
         F.col(REASON).alias("reason"),
         F.col(ROW).alias("row"),
-        F.lit(batch).alias("batch"),
+        F.col(BATCH).alias("batch"),
         F.substring(F.col(KEY).cast("string"), 1, 1_000).alias("key"),
         message_bytes().alias("bytes"),
         (record if excerpt is None else F.substring(record, 1, excerpt)).alias("record"),
@@ -177,27 +197,7 @@ def message_bytes() -> Column:
         F.lit(0),
         lambda sum_, each: sum_ + HEADER_OVERHEAD + F.octet_length(each["key"]) + _length(each["value"]),
     )
-    return F.lit(RECORD_OVERHEAD) + _length(F.col(KEY)) + _length(F.col(VALUE)) + F.coalesce(headers, F.lit(0))
-
-
-def _of_record(rows: DataFrame, name: str) -> Column:
-    """Return a column that Spark has for a Kafka source's record."""
-    return F.col(RECORD).getField(name) if RECORD in rows.columns else F.col(name)
-
-
-def column_of(rows: DataFrame, name: str) -> Column:
-    """Return the column, or the field `column.field`. Raise StartupError that lists the columns if missing."""
-    return _find(rows, name)[0]
-
-
-def text_of(rows: DataFrame, name: str) -> Column:
-    """Return a column as text: nested ones as JSON, timestamps in UTC, others cast to string."""
-    column, kind = _find(rows, name)
-    if isinstance(kind, _NESTED):
-        return F.to_json(column, _JSON)
-    if isinstance(kind, TimestampType):
-        return F.concat(F.to_utc_timestamp(column, F.current_timezone()).cast("string"), F.lit("Z"))
-    return column.cast("string")
+    return F.lit(RECORD_OVERHEAD) + _length(F.col(KEY)) + _length(F.col(VALUE)) + headers
 
 
 def json_of(names: Sequence[str]) -> Column:
@@ -206,19 +206,28 @@ def json_of(names: Sequence[str]) -> Column:
 
 
 def columns_of(rows: DataFrame) -> list[str]:
-    """Return the source's own columns."""
-    return [name for name in rows.columns if not name.startswith("_kproxy_")]
+    """Return the columns that are not ours."""
+    return [name for name in rows.columns if not _is_ours(name)]
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("_kproxy_")
+
+
+def _listed(rows: DataFrame) -> str:
+    return ", ".join(columns_of(rows)) or "none"
 
 
 def _find(rows: DataFrame, name: str) -> tuple[Column, DataType]:
-    fields = {field.name: field.dataType for field in rows.schema.fields if not field.name.startswith("_kproxy_")}
+    """Return the column, or the field `column.field`, and its type. Raise StartupError that lists the columns."""
+    fields = {field.name: field.dataType for field in rows.schema.fields if not _is_ours(field.name)}
     if name in fields:
         return F.col(quoted(name)), fields[name]
     parent, _, child = name.partition(".")
     kind = fields.get(parent)
     if isinstance(kind, StructType) and child in kind.names:
         return F.col(quoted(parent)).getField(child), kind[child].dataType
-    raise StartupError(f"there is no column {name}: the source has {', '.join(fields) or 'none'}.")
+    raise StartupError(f"there is no column {name}: the source has {_listed(rows)}.")
 
 
 def quoted(name: str) -> str:
@@ -226,68 +235,85 @@ def quoted(name: str) -> str:
     return "`" + re.sub("`", "``", name) + "`"
 
 
-def _bytes_of(rows: DataFrame, name: str) -> Column:
-    column, kind = _find(rows, name)
-    return column if isinstance(kind, BinaryType) else F.encode(text_of(rows, name), "utf-8")
+def _text(column: Column, kind: DataType) -> Column:
+    """Return a column as text: nested ones as JSON, timestamps in UTC, others cast to string."""
+    if isinstance(kind, _NESTED):
+        return F.to_json(column, _JSON)
+    if isinstance(kind, TimestampType):
+        return F.concat(F.to_utc_timestamp(column, F.current_timezone()).cast("string"), F.lit("Z"))
+    return column.cast("string")
 
 
-def _key(rows: DataFrame, names: Sequence[str]) -> Column | None:
-    if not names:
-        return None
-    if len(names) == 1:
-        return _bytes_of(rows, names[0])
-    # Null fields stay in it, so that equal values give equal keys; the key is null only if all are null.
-    columns = [column_of(rows, name) for name in names]
-    together = F.struct(*(column.alias(name) for column, name in zip(columns, names, strict=True)))
-    text = F.to_json(together, _WITH_NULLS)
-    any_there = functools.reduce(operator.or_, (column.isNotNull() for column in columns))
-    return F.when(any_there, F.encode(text, "utf-8"))
+def _bytes(column: Column, kind: DataType) -> Column:
+    return column if isinstance(kind, BinaryType) else F.encode(_text(column, kind), "utf-8")
 
 
-def _value(rows: DataFrame, options: IngestOptions) -> Column:
-    if options.value_column is not None:
-        return _bytes_of(rows, options.value_column)
-    if DOCUMENT in rows.columns:
-        return F.encode(DOCUMENT, "utf-8")
-    together = F.struct(*(column_of(rows, name).alias(name) for name in _value_columns(rows, options)))
-    json = F.to_json(together, {**_JSON, "ignoreNullFields": str(options.drop_nulls).lower()})
-    return F.encode(json, "utf-8")
+class _Parts:
+    """The parts of the message of `rows`, and `not_finite`: whether JSON in them would have a number that it lacks."""
+
+    def __init__(self, rows: DataFrame, options: IngestOptions) -> None:
+        self._rows = rows
+        self._json: list[tuple[Column, DataType]] = []
+        self.key = self._key(options.key)
+        self.value = self._value(options)
+        self.headers = self._headers(options.headers)
+        self.topic = F.lit(options.topic)
+        if options.topic_column is not None:
+            self.topic = _text(*_find(rows, options.topic_column))
+
+    @property
+    def not_finite(self) -> Column | None:
+        return _any(_no_number(column, kind) for column, kind in self._json)
+
+    def _alone(self, column: Column, kind: DataType) -> Column:
+        # By itself a number is text, which has names for NaN and the infinities.
+        if isinstance(kind, _NESTED):
+            self._json.append((column, kind))
+        return _bytes(column, kind)
+
+    def _together(self, names: Sequence[str]) -> tuple[list[Column], Column]:
+        found = [_find(self._rows, name) for name in names]
+        self._json += found
+        columns = [column for column, _ in found]
+        # Null fields stay in it, so that equal values give equal keys.
+        json = F.to_json(F.struct(*(each.alias(name) for each, name in zip(columns, names, strict=True))), _WITH_NULLS)
+        return columns, F.encode(json, "utf-8")
+
+    def _key(self, names: Sequence[str]) -> Column:
+        if not names:
+            return F.lit(None).cast("binary")
+        if len(names) == 1:
+            return self._alone(*_find(self._rows, names[0]))
+        columns, json = self._together(names)
+        return F.when(functools.reduce(operator.or_, (each.isNotNull() for each in columns)), json)
+
+    def _value(self, options: IngestOptions) -> Column:
+        if options.value_column is not None:
+            return self._alone(*_find(self._rows, options.value_column))
+        if DOCUMENT in self._rows.columns:
+            return F.encode(DOCUMENT, "utf-8")
+        # Kafka's columns of a record are not part of its value, unless named.
+        return self._together(options.value_columns or [name for name in columns_of(self._rows) if name != RECORD])[1]
+
+    def _headers(self, headers: Sequence[tuple[str, str]]) -> Column:
+        parts = []
+        for name, text in headers:
+            column = F.expr(text).cast(_HEADER_TYPE) if name == ALL_HEADERS else F.expr(text)
+            with _sql_of(f"--header {name}={text}", self._rows):
+                kind = self._rows.select(column.alias(name)).schema[0].dataType
+            if name == ALL_HEADERS:
+                parts.append(F.coalesce(column, F.array().cast(_HEADER_TYPE)))
+            else:
+                one = F.struct(F.lit(name).alias("key"), self._alone(column, kind).alias("value"))
+                parts.append(F.array(one).cast(_HEADER_TYPE))
+        return F.concat(*parts) if parts else F.array().cast(_HEADER_TYPE)
 
 
-def _value_columns(rows: DataFrame, options: IngestOptions) -> Sequence[str]:
-    # Kafka's columns of a record are not part of its value, unless named.
-    return options.value_columns or [name for name in columns_of(rows) if name != RECORD]
-
-
-def _headers(rows: DataFrame, options: IngestOptions, batch: str) -> Column | None:
-    if not has_headers(options):
-        return None
-    named: dict[str, Column] = {name: F.encode(F.lit(text), "utf-8") for name, text in options.constant_headers}
-    named |= {name: _bytes_of(rows, column) for name, column in options.headers}
-    if options.batch_header is not None:
-        named[options.batch_header] = F.encode(F.lit(batch), "utf-8")
-    if options.row_header is not None:
-        named[options.row_header] = F.encode(ROW, "utf-8")
-    ours = F.array(*(F.struct(F.lit(name).alias("key"), value.alias("value")) for name, value in named.items()))
-    ours = ours.cast(_HEADER_TYPE)
-    if not options.copy_headers:
-        return ours
-    copied = column_of(rows, f"{RECORD}.headers" if RECORD in rows.columns else "headers")
-    return F.concat(F.coalesce(copied.cast(_HEADER_TYPE), F.array().cast(_HEADER_TYPE)), ours)
-
-
-def has_headers(options: IngestOptions) -> bool:
-    """Whether messages have headers."""
-    mine = (options.headers, options.constant_headers, options.batch_header, options.row_header)
-    return options.copy_headers or any(mine)
-
-
-def _reason(rows: DataFrame, options: IngestOptions) -> Column:
+def _reason(rows: DataFrame, options: IngestOptions, not_finite: Column | None) -> Column:
     tests: Mapping[str, Column | None] = {
         "corrupt": F.col(CORRUPT).isNotNull() if CORRUPT in rows.columns else None,
         "new column": F.col(NEW).isNotNull() if NEW in rows.columns and not options.takes_new_columns else None,
-        "not finite": _not_finite(rows, options) if options.not_finite == "dead-letter" else None,
-        "no key": F.col(KEY).isNull() if options.require_key else None,
+        "not finite": not_finite,
         "no topic": None if options.topic_column is None else ~_is_topic(F.col(TOPIC)),
         "too large": message_bytes() > options.max_message_bytes,
     }
@@ -299,44 +325,23 @@ def _reason(rows: DataFrame, options: IngestOptions) -> Column:
     return reason
 
 
-def _not_finite(rows: DataFrame, options: IngestOptions) -> Column | None:
-    """Whether a column that becomes JSON has NaN or an infinity; None if no column can have one."""
-    named = [*options.key, *(column for _, column in options.headers)]
-    made = options.value_column is None and DOCUMENT not in rows.columns
-    whole = _value_columns(rows, options) if made else ()
-    if options.value_column is not None:
-        named.append(options.value_column)
-    # A single column is written as text, which has names for them. Keys of several columns and nested columns are JSON.
-    nested = [name for name in named if isinstance(_find(rows, name)[1], _NESTED)]
-    several = options.key if len(options.key) > 1 else ()
-    found = [_find(rows, name) for name in dict.fromkeys((*whole, *nested, *several))]
-    tests = [_has_no_number(column, kind) for column, kind in found if _has_fractions(kind)]
-    return functools.reduce(operator.or_, tests) if tests else None
+def _any(tests: Iterable[Column | None]) -> Column | None:
+    found = [test for test in tests if test is not None]
+    return functools.reduce(operator.or_, found) if found else None
 
 
-def _has_fractions(kind: DataType) -> bool:
+def _no_number(column: Column, kind: DataType) -> Column | None:
+    """Whether any number in it is NaN or infinite, never null; None if its type has no such numbers."""
+    if isinstance(kind, (FloatType, DoubleType)):
+        return F.coalesce(F.isnan(column) | (F.abs(column) == F.lit(float("inf"))), F.lit(False))
     if isinstance(kind, StructType):
-        return any(_has_fractions(field.dataType) for field in kind.fields)
-    if isinstance(kind, ArrayType):
-        return _has_fractions(kind.elementType)
+        return _any(_no_number(column.getField(field.name), field.dataType) for field in kind.fields)
     if isinstance(kind, MapType):
-        return _has_fractions(kind.valueType)
-    return isinstance(kind, (FloatType, DoubleType))
-
-
-def _has_no_number(column: Column, kind: DataType) -> Column:
-    """Whether any number in it is NaN or infinite; its type `_has_fractions`. Never null."""
-    if isinstance(kind, StructType):
-        fields = [field for field in kind.fields if _has_fractions(field.dataType)]
-        each = [_has_no_number(column.getField(field.name), field.dataType) for field in fields]
-        return functools.reduce(operator.or_, each)
-    if isinstance(kind, ArrayType):
+        return _no_number(F.map_values(column), ArrayType(kind.valueType))
+    if isinstance(kind, ArrayType) and _no_number(column, kind.elementType) is not None:
         inner = kind.elementType
-        return F.coalesce(F.exists(column, lambda one: _has_no_number(one, inner)), F.lit(False))
-    if isinstance(kind, MapType):
-        value = kind.valueType
-        return F.coalesce(F.exists(F.map_values(column), lambda one: _has_no_number(one, value)), F.lit(False))
-    return F.coalesce(F.isnan(column) | (F.abs(column) == F.lit(float("inf"))), F.lit(False))
+        return F.coalesce(F.exists(column, lambda one: _no_number(one, inner)), F.lit(False))
+    return None
 
 
 def _is_topic(name: Column) -> Column:
@@ -353,4 +358,4 @@ def _whole(rows: DataFrame) -> Column:
     if NEW in rows.columns:
         # The columns are the fields of the schema.
         texts.append(F.when(F.col(REASON) == "new column", F.col(TEXT)))
-    return F.coalesce(*texts, json_of(columns_of(rows)))
+    return F.coalesce(*texts, F.col(WHOLE) if WHOLE in rows.columns else json_of(columns_of(rows)))

@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql.types import ArrayType, DataType, LongType, MapType, StringType, StructField, StructType
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.checkpoint import Found, Job, settle
+from kproxy.pipeline.ingest.checkpoint import Job, settle
 from kproxy.pipeline.ingest.job import Stop, stopped_by_signals, why
 from kproxy.pipeline.ingest.options import FileSource, IngestOptions
 from kproxy.pipeline.ingest.progress import Tally, summary
@@ -24,40 +24,38 @@ OPTIONS = IngestOptions(FileSource("csv", "/in"), "/ck", topic="flights")
 
 
 def test_a_free_checkpoint_becomes_the_jobs_own() -> None:
-    assert settle(None, Found.FREE, ASKED, "/ck") == ASKED
+    assert settle(None, ASKED, "/ck") == ASKED
 
 
 def test_restart_continues_job_with_inferred_schema() -> None:
-    assert settle(KNOWN, Found.OURS, ASKED, "/ck") == KNOWN
+    assert settle(KNOWN, ASKED, "/ck") == KNOWN
 
 
 def test_later_given_schema_replaces_the_inferred_one() -> None:
     given = replace(ASKED, schema='{"new": 1}')
-    assert settle(KNOWN, Found.OURS, given, "/ck") == replace(KNOWN, schema='{"new": 1}', schema_inferred=False)
+    assert settle(KNOWN, given, "/ck") == replace(KNOWN, schema='{"new": 1}', schema_inferred=False)
 
 
 def test_cluster_without_id_is_not_compared() -> None:
-    assert settle(KNOWN, Found.OURS, replace(ASKED, target_cluster=None), "/ck") == KNOWN
+    assert settle(KNOWN, replace(ASKED, target_cluster=None), "/ck") == KNOWN
 
 
 @pytest.mark.parametrize(
-    ("found", "known", "asked", "said"),
+    ("known", "asked", "said"),
     [
-        (Found.FOREIGN, None, ASKED, "--checkpoint /ck belongs to another Spark job"),
-        (Found.OURS, KNOWN, replace(ASKED, source="topic other"), "reads csv files in file:/in, not topic other"),
-        (Found.OURS, KNOWN, replace(ASKED, target="topic x"), "writes to topic flights, not topic x"),
-        (Found.OURS, KNOWN, replace(ASKED, target_cluster="cluster-2"), r"--bootstrap \(cluster-1, not cluster-2\)"),
+        (KNOWN, replace(ASKED, source="topic other"), "reads csv files in file:/in, not topic other"),
+        (KNOWN, replace(ASKED, target="topic x"), "writes to topic flights, not topic x"),
+        (KNOWN, replace(ASKED, target_cluster="cluster-2"), r"--bootstrap \(cluster-1, not cluster-2\)"),
         (
-            Found.OURS,
             replace(KNOWN, source_cluster="a"),
             replace(ASKED, source_cluster="b"),
             r"--from-bootstrap \(a, not b\)",
         ),
     ],
 )
-def test_checkpoint_of_another_job_is_refused(found: Found, known: Job | None, asked: Job, said: str) -> None:
+def test_checkpoint_of_another_job_is_refused(known: Job, asked: Job, said: str) -> None:
     with pytest.raises(StartupError, match=said):
-        settle(known, found, asked, "/ck")
+        settle(known, asked, "/ck")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,8 @@ def test_records_behind_are_the_offsets_between(sources: list[dict[str, Any]], e
 
 def test_remaining_files_are_reported_once_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter((500, 400, 0))
-    monkeypatch.setattr(FilesLeft, "_count", lambda _: next(counts))
+    monkeypatch.setattr(FilesLeft, "there", lambda _: {f"{number}" for number in range(next(counts))})
+    monkeypatch.setattr(FilesLeft, "_begun", lambda _: set())
     source, now = FileSource("csv", "/in"), [100.0]
     files, tally = FilesLeft(cast(Any, None), source, "/ck", lambda: now[0]), Tally()
     tally.done(BatchDone(0, 1, 1, {}, 1.0))
@@ -105,8 +104,17 @@ def test_remaining_files_are_reported_once_counted(monkeypatch: pytest.MonkeyPat
     ("error", "said"),
     [
         (
-            "[USER_RAISED_EXCEPTION] kproxy-refused-row|no key|file:/in/a.csv#0:7| SQLSTATE",
+            "[USER_RAISED_EXCEPTION] kproxy-refused-row|no topic|file:/in/a.csv#0:7| SQLSTATE",
             "file:/in/a.csv#0:7 cannot be",
+        ),
+        (
+            "[USER_RAISED_EXCEPTION] kproxy-refused-row|corrupt|file:/in/a.json#0:0|[{| SQLSTATE",
+            "the file of the row file:/in/a.json#0:0 has JSON over several lines: give --source-option multiLine=true",
+        ),
+        (
+            "org.apache.spark.sql.AnalysisException: [PARQUET_TYPE_ILLEGAL] Illegal Parquet type: "
+            "FIXED_LEN_BYTE_ARRAY (UUID). SQLSTATE: 42846\n\tat",
+            "of a type that Spark does not read (FIXED_LEN_BYTE_ARRAY (UUID)): write the file without it; or",
         ),
         (
             "kproxy-refused-row|new column in a file|file:/in/a.parquet|deep.b, more| SQLSTATE",
@@ -146,11 +154,11 @@ def test_summary_counts_rows_dead_letters_and_rest() -> None:
     tally = Tally()
     assert tally.line() == "first micro-batch"
     tally.done(BatchDone(0, 10, 10, {}, 1.0))
-    tally.done(BatchDone(1, 1_003, 1_000, {"corrupt": 2, "no key": 1}, 0.5))
+    tally.done(BatchDone(1, 1_003, 1_000, {"corrupt": 2, "no topic": 1}, 0.5))
     tally.left(Backlog(1, "files"), 2)
     assert tally.line() == "micro-batch 1 · 1,010 rows · 2,000 rows/s · 1 file left · 3 dead letters"
     assert summary(tally, OPTIONS) == (
-        "Wrote 1,010 rows to topic flights in 2 micro-batches.\n3 dead letters (2 corrupt, 1 no key) went to None."
+        "Wrote 1,010 rows to topic flights in 2 micro-batches.\n3 dead letters (2 corrupt, 1 no topic) went to None."
     )
 
 
