@@ -24,8 +24,7 @@ from bench.table import judged
 from kproxy.pipeline.audit.run import judge
 from kproxy.pipeline.audit.schemas import LOST
 from kproxy.pipeline.audit.tables import AuditRules
-from kproxy.pipeline.java import find_java
-from kproxy.pipeline.spark import SparkDriver
+from kproxy.pipeline.session import SessionOptions, open_session
 
 RANGES = 10_000_000
 HEAP = "2g"
@@ -102,17 +101,13 @@ def _made(
 
 def audit(console: Console, directory: Path, ranges: int = RANGES) -> None:
     """Measure, and print the table. Raises StartupError if Java or Spark is missing."""
-    driver = SparkDriver(find_java(), directory / "spark", settings={"spark.driver.memory": HEAP})
-    try:
-        driver.start()
+    with open_session(SessionOptions("kproxy bench", master="local[2]", memory=HEAP, short=True)) as spark:
         found = {
-            name: _audit(driver.session, shape, directory / str(number))
+            name: _audit(spark.session, shape, directory / str(number))
             for number, (name, shape) in enumerate(_works(ranges).items())
         }
-        jvm = peak_resident_bytes(driver.pid) if driver.pid is not None else None
+        jvm = peak_resident_bytes(spark.process.pid) if spark.process is not None else None
         console.print(_table(found))
-    finally:
-        driver.stop()
     console.print(f"- Spark in local mode on {psutil.cpu_count()} cores, with a heap of {HEAP}.", highlight=False)
     console.print(f"- At their peaks: the JVM {_mib(jvm)}, Python {_mib(_own_peak_bytes())}.", highlight=False)
 

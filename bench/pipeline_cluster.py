@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from bench.processes import child, cpu_seconds, first_line
-from kproxy.pipeline.java import find_java
-from kproxy.pipeline.spark import SparkDriver
+from kproxy.pipeline.session import SessionOptions, open_session
 from tests.support.brokers.jars import kafka_classpath
 from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
 
@@ -38,20 +37,17 @@ class Cluster(NamedTuple):
 @contextlib.contextmanager
 def cluster(directory: Path) -> Iterator[Cluster]:
     """Raises StartupError if Java, Spark or one of Kafka's jars is missing."""
-    java = find_java()
     kafka_classpath()
     with contextlib.ExitStack() as stack:
         kafka = stack.enter_context(start_real_kafka(directory / "kafka", BROKERS))
         command = (sys.executable, "-m", "kproxy", "--log-level", "error", "serve", "--ownership", "kafka")
         proxy = stack.enter_context(child(*command, "--bootstrap", kafka.bootstrap, "--listen", "127.0.0.1:0"))
         address = first_line(proxy).partition("kafka=")[2].split()[0]
-        driver = SparkDriver(java, directory / "spark")
-        stack.callback(driver.stop)
-        driver.start()
-        if driver.pid is None:
-            raise SystemExit("Spark has ended")
-        pids = {"kproxy": [proxy.pid], "brokers": [each.pid for each in kafka.brokers], "Spark": [driver.pid]}
-        yield Cluster(driver.session, kafka, {VIA_PROXY: address, DIRECT: kafka.bootstrap}, pids)
+        spark = stack.enter_context(open_session(SessionOptions("kproxy bench", master="local[2]", short=True)))
+        if spark.process is None:
+            raise SystemExit("Another Spark runs in this process")
+        pids = {"kproxy": [proxy.pid], "brokers": [each.pid for each in kafka.brokers], "Spark": [spark.process.pid]}
+        yield Cluster(spark.session, kafka, {VIA_PROXY: address, DIRECT: kafka.bootstrap}, pids)
 
 
 class Topic:

@@ -99,9 +99,9 @@ def command(
       spark-submit --master yarn $(kproxy pipeline path) audit --bootstrap 127.0.0.1:9092 --output hdfs:///audits/today
     """
     start_logging(context, default="warning")
-    from kproxy.pipeline.spark import SparkFailed, require_pyspark
+    from kproxy.pipeline.spark import SparkFailed, pyspark_home
 
-    require_pyspark()
+    pyspark_home()
     from kproxy.pipeline.audit.log_client import LogReadFailed
     from kproxy.pipeline.audit.run import NO_VERDICT, AuditJob, run_audit_job
     from kproxy.pipeline.audit.trail import TOPIC, parse_trail

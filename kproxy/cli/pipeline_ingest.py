@@ -30,7 +30,7 @@ from kproxy.pipeline.ingest.options import (
     parse_trigger,
 )
 from kproxy.pipeline.preflight import check_reachable
-from kproxy.pipeline.spark import SparkFailed, require_pyspark
+from kproxy.pipeline.spark import SparkFailed, pyspark_home
 
 MAX_SCHEMA_BYTES = 1 << 20
 INTERRUPTED = 130
@@ -156,7 +156,7 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     bootstrap.addresses()
     options = _options(bootstrap=bootstrap.text, **given)
     options.check()
-    require_pyspark()
+    pyspark_home()
     check_reachable(options.bootstrap, bootstrap.source)
     if isinstance(options.source, KafkaSource):
         check_reachable(options.source.bootstrap, "--from-bootstrap")
@@ -180,7 +180,7 @@ def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
         if port:
             report.say(f"Metrics are at http://{Address(parse_address(str(listen), '--metrics').host, port)}/metrics")
         starting = report.stage("Spark", "starting")
-        with open_session(session, lambda jars: starting.say(f"first start: {jars} jars downloaded")) as opened:
+        with open_session(session) as opened:
             if stop.wanted:
                 return INTERRUPTED
             starting.finish(f"version {opened.session.version}")

@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,10 +46,11 @@ from kproxy.demo.secured import PLAIN, Secured, secure
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError
-from kproxy.pipeline.java import Java, find_java
+from kproxy.pipeline.java import find_java
 from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
-from kproxy.pipeline.spark import SparkDriver, SparkFailed, pyspark_home
+from kproxy.pipeline.session import OpenSession, SessionOptions, open_session
+from kproxy.pipeline.spark import SparkFailed, pyspark_home
 from kproxy.trail import topic_sink
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ if TYPE_CHECKING:
 
 
 PARTITIONS: Final = 12
+# The driver and its tasks share the machine with the cluster they write to.
+LOCAL_MASTER: Final = "local[2]"
 # Few, as Spark plans each micro-batch for about a second here; more than one, as order must hold across them.
 MICRO_BATCHES: Final = 5
 BROKERS: Final = 3
@@ -121,26 +124,22 @@ class Target(NamedTuple):
 def run_demo(
     options: DemoOptions,
     *,
-    driver: SparkDriver | None = None,
     report: Report | None = None,
     output: Console | None = None,
 ) -> int:
     """Run the demo.
 
     Return the exit status: 0 clean, 1 faults or failure, 130 and 143 when interrupted. Raise StartupError if it cannot
-    start. A given `driver` must be running and stays so. The tables go to `output`, by default stdout.
+    start. The tables go to `output`, by default stdout.
     """
-    archive, java = _check(options)
+    archive = _check(options)
     check_report(options.report)
     report = report or Report()
     work_dir = _make_work_dir(options.data_dir)
     keep = options.keep
-    own_driver: SparkDriver | None = None
     try:
-        if driver is None:
-            driver = own_driver = SparkDriver(java, work_dir / "spark", app_name="kproxy demo")
         with report:
-            outcome = _run_until_signal(_Run(options, archive, work_dir, driver, own_driver is not None, report))
+            outcome = _run_until_signal(_Run(options, archive, work_dir, report))
         if isinstance(outcome, int):
             report.say("Stopped before the end; nothing is left running.")
             return outcome
@@ -151,24 +150,21 @@ def run_demo(
         return outcome.exit_status
     except (SparkFailed, TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
         keep = True
-        died = None if driver is None else driver.ended_by_itself
-        report.say(f"The demo failed: {error}" if died is None else f"The demo failed: Spark's Java ended ({died})")
+        report.say(f"The demo failed: {error}")
         return 1
     except StartupError as error:
         # The error may refer to a log in there.
         keep = keep or str(work_dir) in str(error)
         raise
     finally:
-        if own_driver is not None:
-            own_driver.stop()
         if keep:
             report.say(f"Its data and logs are in {work_dir}")
         else:
             shutil.rmtree(work_dir, ignore_errors=True)
 
 
-def _check(options: DemoOptions) -> tuple[Path, Java]:
-    """Check the options before anything starts, and locate the data and a Java. Raise StartupError."""
+def _check(options: DemoOptions) -> Path:
+    """Check the options and that there is a Java before anything starts; locate the data. Raise StartupError."""
     if sys.platform == "win32":
         raise StartupError("kproxy demo runs on Linux and macOS: on Windows run it in WSL.")
     if options.rows is not None and not 1 <= options.rows <= flights.TOTAL_ROWS:
@@ -192,10 +188,10 @@ def _check(options: DemoOptions) -> tuple[Path, Java]:
         )
     pyspark_home(extra="demo")
     archive = flights.locate_archive()
-    java = find_java()
+    find_java()
     if options.bootstrap is not None:
         check_reachable(options.bootstrap, "--bootstrap", "start it (`kproxy dev`), or leave it out")
-    return archive, java
+    return archive
 
 
 def _make_work_dir(parent: Path | None) -> Path:
@@ -241,14 +237,13 @@ def _run_until_signal(run: _Run) -> DemoOutcome | int:
 class _Run:
     """One run, from STARTING to DONE. Spark's and other blocking calls run on its thread pool."""
 
-    def __init__(
-        self, options: DemoOptions, archive: Path, work_dir: Path, spark: SparkDriver, owns_spark: bool, report: Report
-    ) -> None:
+    def __init__(self, options: DemoOptions, archive: Path, work_dir: Path, report: Report) -> None:
         self._options = options
         self._archive = archive
         self._work_dir = work_dir
-        self._spark = spark
-        self._owns_spark = owns_spark
+        # Set by `_start_spark`; the stack holds it open.
+        self._spark = OpenSession(None)
+        self._session = ExitStack()
         self._report = report
         self._stopping = threading.Event()
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="demo")
@@ -264,26 +259,25 @@ class _Run:
             async with self._target() as target:
                 try:
                     outcome = await _while_cluster_runs(target.cluster, self._job(target, data, spark, began))
-                except BaseException:
-                    self._kill_spark()
+                except SparkFailed as error:
+                    # The session knows more of it.
+                    await self._call(partial(self._session.__exit__, type(error), error, error.__traceback__))
                     raise
-                if self._owns_spark:
-                    await self._call(self._spark.stop)
+                except BaseException:
+                    self._spark.kill()
+                    raise
+                await self._call(self._session.close)
                 return outcome
         finally:
             self._stopping.set()
-            if self._owns_spark:
-                # Ends the calls into Spark that threads still wait in; does nothing if Spark was stopped already.
-                self._kill_spark()
+            # Ends the calls into Spark that threads still wait in; does nothing if Spark was stopped already.
+            self._spark.kill()
             await asyncio.gather(spark, data, return_exceptions=True)
             self._pool.shutdown(wait=True)
+            self._session.close()
 
     def _call(self, blocking: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._pool, blocking)
-
-    def _kill_spark(self) -> None:
-        if self._owns_spark:
-            self._spark.kill()
 
     @asynccontextmanager
     async def _target(self) -> AsyncIterator[Target]:
@@ -307,12 +301,12 @@ class _Run:
             yield Target(cluster.kafka, [cluster.etcd], DEFAULT_PREFIX, cluster, secured)
 
     def _start_spark(self) -> None:
-        if not self._owns_spark:
-            return
         stage = self._report.stage("Spark", "starting")
-        self._spark.start(lambda jars: stage.say(f"first start: {jars} jars downloaded"))
+        options = SessionOptions("kproxy demo", master=LOCAL_MASTER, short=True, log_path=self._work_dir / "spark.log")
+        self._spark = self._session.enter_context(open_session(options))
         java = self._spark.java
-        stage.finish(f"version {self._spark.session.version} on Java {java.major} ({java.found_in})")
+        on = "" if java is None else f" on Java {java.major} ({java.found_in})"
+        stage.finish(f"version {self._spark.session.version}{on}")
 
     def _write_files(self) -> flights.Flights:
         stage = self._report.stage("data", "unpacking", total=self._rows)

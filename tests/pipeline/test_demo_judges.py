@@ -24,7 +24,6 @@ from kproxy.config import Address
 from kproxy.demo.run import DemoOptions, run_demo
 from kproxy.dev.cluster import DevCluster
 from kproxy.pipeline.progress import Report
-from kproxy.pipeline.spark import SparkDriver
 from tests.pipeline.tampering import Record, Tamper, TamperingRelay, double_one, drop_one, swap_two
 from tests.support.processes.dev import asyncios_own_loop
 from tests.support.processes.ports import free_port
@@ -57,7 +56,6 @@ class Course(NamedTuple):
     """From Spark through the relay, which may tamper, to a proxy before the cluster of `etcd`; all run `beside` us."""
 
     beside: LoopThread
-    spark: SparkDriver
     relay: TamperingRelay
     etcd: str
 
@@ -71,7 +69,7 @@ def beside() -> Iterator[LoopThread]:
 
 
 @pytest.fixture(scope="module")
-def course(tmp_path_factory: pytest.TempPathFactory, spark_driver: SparkDriver, beside: LoopThread) -> Iterator[Course]:
+def course(tmp_path_factory: pytest.TempPathFactory, spark: Any, beside: LoopThread) -> Iterator[Course]:
     with contextlib.ExitStack() as stack:
         cluster = DevCluster(tmp_path_factory.mktemp("cluster"))
         stack.callback(lambda: beside.run(cluster.stop()))
@@ -89,7 +87,7 @@ def course(tmp_path_factory: pytest.TempPathFactory, spark_driver: SparkDriver, 
         stack.callback(proxy.terminate)
         assert proxy.stdout is not None
         assert proxy.stdout.readline().startswith("ready ")
-        yield Course(beside, spark_driver, relay, cluster.etcd)
+        yield Course(beside, relay, cluster.etcd)
 
 
 # The next test has a fault on the wire judged by the same run of the demo, and more; tests/unit/demo has each fault.
@@ -117,7 +115,7 @@ def test_one_fault_on_the_wire_ends_with_1(
     shown = io.StringIO()
     report = Report(progress=Console(file=io.StringIO()))
 
-    status = run_demo(options, driver=course.spark, report=report, output=Console(file=shown, width=120))
+    status = run_demo(options, report=report, output=Console(file=shown, width=120))
 
     table = _rows_of(shown.getvalue())
     assert {name: int(table[name][0]) for name in FAULTS} == {name: wrong.get(name, 0) for name in FAULTS}
@@ -136,7 +134,7 @@ def test_one_fault_on_the_wire_ends_with_1(
 
 
 def test_fault_beside_an_owner_kill_is_found(
-    beside: LoopThread, spark_driver: SparkDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    beside: LoopThread, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It is swapped in the first micro-batch, before the kill: what is sent again after that is sent as it was.
     relay = TamperingRelay(keep_producers=True)
@@ -157,7 +155,7 @@ def test_fault_beside_an_owner_kill_is_found(
     report = Report(progress=Console(file=said))
     try:
         options = DemoOptions(rows=ROWS, kill_owner=True, data_dir=tmp_path, audit=False)
-        status = run_demo(options, driver=spark_driver, report=report, output=Console(file=shown, width=120))
+        status = run_demo(options, report=report, output=Console(file=shown, width=120))
     finally:
         beside.run(relay.stop())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,7 +15,6 @@ from kproxy.demo.secured import PLAIN, secure
 from kproxy.errors import StartupError
 from kproxy.pipeline.kafka_access import read_access
 from kproxy.pipeline.progress import Report
-from kproxy.pipeline.spark import SparkDriver
 from kproxy.security.users import read_users
 
 ROWS = 1_000
@@ -52,14 +52,14 @@ def test_a_cluster_of_others_has_its_own_security(tmp_path: Path) -> None:
 @pytest.mark.spark
 @pytest.mark.timeout(300)
 def test_secured_demo_ships_all_rows_and_audits_clean(
-    tmp_path: Path, spark_driver: SparkDriver, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each of them is a task of Spark, with connections of its own.
     monkeypatch.setattr("kproxy.demo.run.PARTITIONS", 3)
     said, shown = io.StringIO(), io.StringIO()
     options = DemoOptions(rows=ROWS, tls=True, sasl=True, data_dir=tmp_path, report=tmp_path / "report.html", keep=True)
     report = Report(progress=Console(file=said, width=200))
-    status = run_demo(options, driver=spark_driver, report=report, output=Console(file=shown, width=120))
+    status = run_demo(options, report=report, output=Console(file=shown, width=120))
     assert status == 0, said.getvalue() + shown.getvalue()
     assert "(SASL_SSL)" in said.getvalue()
     assert f"{ROWS:,}" in shown.getvalue()

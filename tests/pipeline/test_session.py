@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.java import find_java
-from kproxy.pipeline.session import SessionOptions, open_session
-from kproxy.pipeline.spark import LOCAL_MASTER, PACKAGE_ROOTS, pyspark_home, spark_environment
+from kproxy.pipeline.java import java_home
+from kproxy.pipeline.session import SessionOptions, environment_changes, open_session
+from kproxy.pipeline.spark import pyspark_home
 from tests.support.clients.java import require_java
 from tests.support.clients.spark import QUICK, SETTINGS
 
@@ -36,7 +36,7 @@ def main():
         numbers = session.sparkContext.parallelize(range(10), 2).mapPartitions(add).collect()
         name, zone = session.sparkContext.appName, session.conf.get("spark.sql.session.timeZone")
         total, pythons = sum(n for n, _ in numbers), {{python for _, python in numbers}}
-        print("RESULT", name, zone, total, pythons, spark.driver is None)
+        print("RESULT", name, zone, total, pythons, spark.process is None)
 
 if __name__ == "__main__":
     main()
@@ -46,7 +46,7 @@ if __name__ == "__main__":
 def test_existing_session_is_used_and_left(spark: Any) -> None:
     with open_session(SessionOptions("job", settings={"spark.sql.shuffle.partitions": "3"})) as opened:
         assert opened.session.sparkContext is spark.sparkContext
-        assert opened.driver is None
+        assert opened.process is None
         assert opened.session.conf.get("spark.sql.shuffle.partitions") == "3"
     spark.conf.set("spark.sql.shuffle.partitions", SETTINGS["spark.sql.shuffle.partitions"])
 
@@ -97,15 +97,10 @@ def test_master_under_spark_submit_is_refused(tmp_path: Path) -> None:
 
 
 def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([*PACKAGE_ROOTS, os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, **environment}
-    )
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 def _submit(directory: Path, script: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    require_java()
-    environment = spark_environment(os.environ, find_java(), pyspark_home(), LOCAL_MASTER)
+    changes = environment_changes(os.environ, "local[1]", java_home(require_java(), directory))
     submit = str(pyspark_home() / "bin" / "spark-submit")
-    environment |= {"PYSPARK_PYTHON": sys.executable, "SPARK_CONF_DIR": str(directory)}
-    return _run([submit, *arguments, script], **environment)
+    return _run([submit, *arguments, script], **{name: value or "" for name, value in changes.items()})

@@ -31,7 +31,7 @@ DURATIONS = Path(__file__).with_name("durations.toml")
 # Session fixtures by the lane that their modules share; the first that a module asks for decides. Each of the last
 # three starts five to eight processes, which takes a second of CPU for each.
 SHARED_LANES = {
-    "spark_driver": "spark",
+    "spark": "spark",
     "real_kafka": "kafka",
     "own_site": "own",
     "owned_topics": "own",
@@ -43,7 +43,7 @@ OWN_SPARK = "own_spark"
 ALONE = "alone"
 LEAST_RECORDED_S = 20.0
 # A process may start them again for another lane, so they share no etcd prefix with earlier ones.
-END_WITH_LANE = ("spark_driver", "real_kafka", "etcd_cluster", "owned_topics", "own_site", "dev_cluster")
+END_WITH_LANE = ("spark", "real_kafka", "etcd_cluster", "owned_topics", "own_site", "dev_cluster")
 # Spark uses much CPU; tests that depend on time must not run beside it.
 NICENESS = 5
 
@@ -90,7 +90,7 @@ def table_text(before: Durations, measured: Durations, existing: Iterable[str]) 
 def needed_lane(items: Iterable[pytest.Item]) -> str:
     """The lane that a module needs, by the fixtures and marks of its tests."""
     asked = {name for item in items for name in getattr(item, "fixturenames", ())}
-    if "spark_driver" not in asked and "real_kafka" not in asked and any(map(_has_spark_mark, items)):
+    if "spark" not in asked and "real_kafka" not in asked and any(map(_has_spark_mark, items)):
         return OWN_SPARK
     return next((lane for fixture, lane in SHARED_LANES.items() if fixture in asked), ALONE)
 
@@ -187,7 +187,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if _is_worker() and lanes().lane(item.nodeid) in (SHARED_LANES["spark_driver"], OWN_SPARK):
+    if _is_worker() and lanes().lane(item.nodeid) in (SHARED_LANES["spark"], OWN_SPARK):
         # Processes that it starts inherit this.
         os.nice(max(0, NICENESS - os.nice(0)))
 

@@ -109,7 +109,7 @@ def run_follow_job(
     display, stop = display or Report(), stop or Stop()
     with display:
         stage = display.stage("Spark", "starting")
-        with open_session(spark, lambda jars: stage.say(f"first start: {jars} jars downloaded")) as opened:
+        with open_session(spark) as opened:
             session = opened.session
             stage.finish(f"version {session.version}, {session.sparkContext.master}")
             stage = display.stage("audit", "waiting for the first rows")

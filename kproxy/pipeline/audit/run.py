@@ -346,7 +346,7 @@ def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | Non
     display = display or Report()
     with display:
         stage = display.stage("Spark", "starting")
-        with open_session(spark, lambda jars: stage.say(f"first start: {jars} jars downloaded")) as opened:
+        with open_session(spark) as opened:
             session = opened.session
             where = session.sparkContext.master
             stage.finish(f"version {session.version}, {where}")

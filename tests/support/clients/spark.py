@@ -6,13 +6,14 @@ import fcntl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import pytest
 
 from kproxy.pipeline.java import user_cache_dir
-from kproxy.pipeline.spark import SparkDriver
+from kproxy.pipeline.session import SessionOptions, open_session
+from kproxy.pipeline.spark import kafka_connector
 from tests.support.clients.java import require_java
 
 # Spark loads 16,000 classes from pyspark's jars: to verify their code costs 2 s of CPU a start.
@@ -52,11 +53,11 @@ with open_session(SessionOptions("jars", master="local[1]")):
 @contextmanager
 def _nobody_else_downloads() -> Iterator[bool]:
     """Whether the jars of Spark's Kafka connector are there: Ivy must not fetch them twice at the same time."""
-    cache = user_cache_dir()
+    cache, version = user_cache_dir(), kafka_connector().rpartition(":")[2]
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "ivy.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield any((cache / "ivy" / "jars").glob("*spark-sql-kafka*.jar"))
+        yield any((cache / "ivy" / "jars").glob(f"*spark-sql-kafka*-{version}.jar"))
 
 
 @pytest.fixture(scope="session")
@@ -70,26 +71,22 @@ def spark_jars() -> None:
 
 @pytest.fixture(autouse=True)
 def _jars_before_commands(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("spark") and "spark_driver" not in request.fixturenames:
+    if request.node.get_closest_marker("spark") and "spark" not in request.fixturenames:
         request.getfixturevalue("spark_jars")
 
 
 @pytest.fixture(scope="session")
-def spark_driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkDriver]:
-    """Spark for the whole run: a process can have one, and it takes half a dozen seconds to start."""
-    driver = SparkDriver(require_java(), tmp_path_factory.mktemp("spark"), settings=SETTINGS)
-    try:
+def spark() -> Iterator[Any]:
+    """The SparkSession that all tests share: a process can have one, and it takes half a dozen seconds to start.
+
+    A test stops the queries that it started and restores changed settings.
+    """
+    require_java()
+    options = SessionOptions("tests", master="local[2]", short=True, settings=SETTINGS)
+    with ExitStack() as stack:
         with _nobody_else_downloads():
-            driver.start()
-        yield driver
-    finally:
-        driver.stop()
-
-
-@pytest.fixture(scope="session")
-def spark(spark_driver: SparkDriver) -> Any:
-    """The SparkSession that all tests share: a test stops the queries that it started and restores changed settings."""
-    return spark_driver.session
+            opened = stack.enter_context(open_session(options))
+        yield opened.session
 
 
 def write_batches(

@@ -14,7 +14,7 @@ from importlib import util
 from pathlib import Path
 from typing import Final
 
-from kproxy.pipeline.java import Java
+from kproxy.pipeline.java import Java, java_home
 from kproxy.pipeline.spark import pyspark_home
 
 START_TIMEOUT_S: Final = 120.0
@@ -28,7 +28,7 @@ _OPTIONS: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 class SparkProcess:
     """One class of `org.apache.spark.deploy`; its output goes to a file."""
 
-    def __init__(self, java: Java, name: str, arguments: list[str], directory: Path, environ: dict[str, str]) -> None:
+    def __init__(self, name: str, arguments: list[str], directory: Path, environ: dict[str, str]) -> None:
         home = pyspark_home()
         self.log_path = directory / f"{name}.log"
         with self.log_path.open("wb") as log:
@@ -41,7 +41,6 @@ class SparkProcess:
                 env={
                     **environ,
                     "SPARK_HOME": str(home),
-                    "JAVA_HOME": str(java.home),
                     "SPARK_CONF_DIR": str(directory),
                     "SPARK_LOCAL_IP": "127.0.0.1",
                     "SPARK_DAEMON_MEMORY": "128m",
@@ -75,17 +74,18 @@ class SparkProcess:
 @contextmanager
 def spark_cluster(java: Java, directory: Path, python: Path | str = sys.executable) -> Iterator[str]:
     """The master's address, once the worker is registered. Executors' Python is `python`, without kproxy's packages."""
-    environ = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SPARK_", "PYSPARK_", "PYTHON"))
-    }
+    foreign = ("SPARK_", "PYSPARK_", "PYTHON", "JAVA_HOME")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    if (home := java_home(java, directory)) is not None:
+        environ["JAVA_HOME"] = str(home)
     environ["PYSPARK_PYTHON"] = str(python)
     started: list[SparkProcess] = []
     at = ["--host", "127.0.0.1", "--port", "0", "--webui-port", "0"]
     try:
-        started.append(SparkProcess(java, "master.Master", at, directory, environ))
+        started.append(SparkProcess("master.Master", at, directory, environ))
         address = started[0].said(_MASTER)[1]
         sizes = ["--cores", "2", "--memory", "1g", "--work-dir", str(directory / "work")]
-        started.append(SparkProcess(java, "worker.Worker", [*at, *sizes, address], directory, environ))
+        started.append(SparkProcess("worker.Worker", [*at, *sizes, address], directory, environ))
         started[1].said(_REGISTERED)
         yield address
     finally:

@@ -1,9 +1,8 @@
-"""What the demo refuses to start with, one sentence each; and which of the user's settings reach Spark."""
+"""What the demo refuses to start with, one sentence each."""
 
 from __future__ import annotations
 
 import gc
-import os
 import re
 import socket
 import sys
@@ -17,11 +16,7 @@ from kproxy.demo import run
 from kproxy.demo.run import DemoOptions, run_demo
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
-from kproxy.pipeline.java import Java
 from kproxy.pipeline.preflight import check_reachable, check_report
-from kproxy.pipeline.spark import PACKAGE_ROOTS, cause_in, no_master, pyspark_home, spark_environment
-
-JAVA = Java(Path("/jvm/17"), Path("/jvm/17/bin/java"), 17, "PATH")
 
 
 @pytest.mark.parametrize(
@@ -120,78 +115,3 @@ def test_unwritable_report_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "earlier.html").write_text("earlier")
     check_report(tmp_path / "earlier.html")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("earlier.html", "earlier")]
-
-
-def test_no_setting_of_another_spark_reaches_ours() -> None:
-    foreign = {
-        "SPARK_HOME": "/opt/spark",
-        "SPARK_CONF_DIR": "/opt/spark/conf",
-        "SPARK_REMOTE": "sc://far.example",
-        "SPARK_LOCAL_DIRS": "/mnt",
-        "PYSPARK_SUBMIT_ARGS": "--master yarn pyspark-shell",
-        "HADOOP_CONF_DIR": "/etc/hadoop",
-        "JAVA_HOME": "/jvm/25",
-    }
-
-    mine = {"HOME": "/home/me", "PATH": "/opt/bin", "PYTHONPATH": "/my/own"}
-    environment = spark_environment({**foreign, **mine}, JAVA, Path("/ours"))
-
-    assert environment == {
-        "HOME": "/home/me",
-        "PATH": f"/opt/bin{os.pathsep}{os.defpath}",
-        "PYTHONPATH": os.pathsep.join([*PACKAGE_ROOTS, "/my/own"]),
-        "SPARK_HOME": "/ours",
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "JAVA_HOME": "/jvm/17",
-    }
-
-
-def test_sparks_scripts_find_tools_with_empty_path() -> None:
-    assert spark_environment({"PATH": ""}, JAVA, Path("/ours"))["PATH"] == os.defpath
-    assert spark_environment({}, JAVA, Path("/ours"))["PATH"] == os.defpath
-
-
-def test_pyspark_is_found_where_it_is_installed() -> None:
-    pytest.importorskip("pyspark")
-    assert (pyspark_home() / "jars").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("one line", "one line"),
-        ("\n first \n second", "first"),
-        ("Outer\n\tat a.B\nCaused by: inner\n\tat c.D\nCaused by: innermost\n\t... 3 more", "innermost"),
-        ("", ""),
-        ("An error occurred while calling o622.parquet.\n: a.b.Failed: no room\n\tat a.B", "a.b.Failed: no room"),
-    ],
-)
-def test_innermost_java_cause_is_reported(text: str, cause: str) -> None:
-    assert cause_in(text) == cause
-
-
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        (
-            "SparkException: \nError from python worker:\n  ModuleNotFoundError: No module named 'pyarrow'",
-            "has no pyarrow",
-        ),
-        ('Cannot run program "python3": error=2, No such file or directory', "there is no python3 to run"),
-        ("[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.9 than that in driver: 3.11", "(3.9)"),
-    ],
-)
-def test_missing_worker_python_is_reported_with_remedy(said: str, told: str) -> None:
-    sentence = cause_in(f"An error occurred while calling o622.parquet.\n: {said}\nCaused by: java.io.EOFException")
-
-    assert told in sentence
-    assert sentence.endswith("with PYSPARK_PYTHON")
-
-
-def test_a_master_that_does_not_answer_is_named() -> None:
-    log = (
-        "26/11/22 ERROR StandaloneSchedulerBackend: Application has been killed. Reason: All masters are unresponsive!"
-    )
-
-    assert "--master spark://a:1:" in str(no_master(log, "spark://a:1"))
-    assert no_master("Java heap space", "spark://a:1") is None

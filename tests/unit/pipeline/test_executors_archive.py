@@ -22,10 +22,6 @@ def test_archive_has_packages_with_data_without_compiled_files(tmp_path: Path) -
     assert [name for name in names if name.endswith((".pyc", ".so", ".pyd"))] == []
 
 
-def test_the_same_packages_make_the_same_archive(tmp_path: Path) -> None:
-    assert package_archive(tmp_path / "a").read_bytes() == package_archive(tmp_path / "b").read_bytes()
-
-
 def test_archive_needs_no_installed_package(tmp_path: Path) -> None:
     """Reading a log, but for what Spark brings; the codecs of kafka-python find their schemas in the archive."""
     program = (

@@ -58,7 +58,7 @@ def test_pip_java_gets_default_truststore_only(
 ) -> None:
     path = tmp_path / "store"
 
-    options = trust_options(Java(tmp_path, tmp_path / "java", 21, found_in), path, environ)
+    options = trust_options(Java(tmp_path / "java", 21, found_in), path, environ)
 
     if given and not path.exists():
         pytest.skip("Python knows no certificate authorities on this machine")
