@@ -64,9 +64,12 @@ from kproxy.errors import StartupError
     show_default=True,
     help="Where to judge: in this process, on Spark, or here as long as it fits (a million batches).",
 )
-@click.option("--follow", is_flag=True, help="Audit new rows continuously, until interrupted. Needs --output.")
+@click.option("--follow", is_flag=True, help="Audit new rows continuously, until interrupted.")
 @click.option(
-    "--checkpoint", metavar="DIR", help="With --follow: the directory for its progress. [DIR of --output/checkpoint]"
+    "--state",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --follow: the file that lets a later start continue.",
 )
 @click.option(
     "--every", metavar="DURATION", default="5s", show_default=True, help="With --follow: the interval between rounds."
@@ -93,7 +96,7 @@ def command(
     compacted: str | None,
     output: str | None,
     follow: bool,
-    checkpoint: str | None,
+    state: Path | None,
     every: str,
     horizon: str,
     kafka_option: Sequence[str],
@@ -109,14 +112,14 @@ def command(
     \b
       kproxy pipeline audit --bootstrap 127.0.0.1:9092 --report audit.html
       kproxy pipeline audit --bootstrap 127.0.0.1:9092 --trail json:/var/log/kproxy --from 2h
-      kproxy pipeline audit --bootstrap 127.0.0.1:9092 --follow --output audit/
+      kproxy pipeline audit --bootstrap 127.0.0.1:9092 --follow --state audit.state
       spark-submit --master yarn $(kproxy pipeline path) audit --bootstrap 127.0.0.1:9092 --output hdfs:///audits/today
     """
     start_logging(context, default="warning")
     from kproxy.pipeline.audit.log_client import LogReadFailed
     from kproxy.pipeline.audit.run import NO_VERDICT, AuditJob, run_audit_job
     from kproxy.pipeline.audit.trail_place import TOPIC, parse_trail
-    from kproxy.pipeline.spark import SparkFailed, pyspark_home
+    from kproxy.pipeline.spark import SparkFailed
 
     spark_flags_given = {name: given.pop(name) for name in ("master", "memory", "conf")}
     bootstrap.addresses()
@@ -142,15 +145,10 @@ def command(
     try:
         if not follow:
             return run_audit_job(job, spark)
-        pyspark_home()
         from kproxy.pipeline.audit.follow import FollowOptions, run_follow_job
 
-        following = FollowOptions(
-            checkpoint=checkpoint or f"{(output or '').rstrip('/')}/checkpoint",
-            every_ms=parse_duration_ms(every, "--every"),
-            horizon_ms=parse_duration_ms(horizon, "--horizon"),
-        )
-        return run_follow_job(job, following, spark)
+        every_ms, horizon_ms = parse_duration_ms(every, "--every"), parse_duration_ms(horizon, "--horizon")
+        return run_follow_job(job, FollowOptions(state, every_ms, horizon_ms))
     except (SparkFailed, LogReadFailed) as error:
         click.echo(f"kproxy: {str(error).rstrip('.')}.", err=True)
         return NO_VERDICT

@@ -1,168 +1,349 @@
-"""`kproxy pipeline audit --follow`: audit a trail as it is written.
+"""`kproxy pipeline audit --follow`: judge what a trail adds, every few seconds, and report faults at once.
 
-Each micro-batch is audited as it comes, and faults are reported at once.
+A round reads the trail's new rows and the logs' new batches. It judges the new rows, together with the earlier ones
+whose offsets they may have assigned again, in this process (`in_process.py`), and reports each finding once. What the
+trails prove is judged anew in each round, so a proxy that falls silent is reported without any new row.
 
-States: RUNNING --no micro-batch for a while--> SILENT --a micro-batch--> RUNNING; --stop--> ENDED. A failure of Spark,
-or of the brokers for longer than the log source's patience, also ends it. Started again with its checkpoint, it
-continues from there.
+States: FOLLOWING --stop--> ENDED. A failure of the brokers for longer than their patience, or of the state file, also
+ends it. Started again with its state file, it continues where it was.
 
 Invariants
-1. A micro-batch's rows are on disk before logs are read, and logs are read up to their end at that time: every record
-   that the rows acknowledge must be there.
-2. The headers kept with a micro-batch begin at its first record's offset, so both can be dropped together.
-3. The input is bounded: the rows of the last `horizon_ms`, within which offsets assigned twice are found, and the
-   headers of the same part of the logs.
-4. A repeated micro-batch overwrites the results of the first attempt.
-5. Windows of time are written once, `SETTLE_MS` after their end. Later rows are in no window, but their records are
-   looked for in the logs.
-6. With a time to judge from, the trail is read from `horizon_ms` before it, by the timestamps of its pages. Brokers may
-   set these by another clock. If a trail's first row comes late, rows are reported missing.
-7. Proxies that fall silent cause no micro-batch. While none comes, and at the end, the known rows are judged again by
-   the current time. Rows that are known to be unread do not count as silence.
-
-The inputs are trail rows and batch headers. The rows are those of the kept micro-batches, the headers those of the logs
-for them. They are on disk, below the checkpoint: `rows/batch=N`, `log/batch=N`, `starts/batch=N` (the offsets from
-which the logs were read), and `work` during a judgement. Each reading goes to the end of its log and replaces what
-earlier readings have from its start on: the log may have been truncated since, or its topic created anew.
+1. A round's rows are read before the logs are: every record that the rows acknowledge must be there.
+2. Each reading of a log begins at the first offset that new rows acknowledge, or where the last one ended, whichever is
+   lower, and replaces what earlier ones have from there on: the log may have been truncated since, or made anew.
+3. Rows and batches are kept for `horizon_ms`, and at most MOST_KEPT of each: within these, offsets assigned twice and
+   repeated batches are found.
+4. The state file has the state of `horizon_ms` ago, and what was reported since. Rows that are read again are judged
+   again, and nothing is reported twice.
+5. Rows of a partition that cannot be read are judged again in the next round.
 """
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, Observation, Window
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
-from pyspark.sql.types import StructType
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.columns import LOST, UNPROVEN_KINDS
-from kproxy.pipeline.audit.follow_state import (
-    LISTED,
-    REPORTED_KINDS,
-    Alarm,
-    FollowState,
-    Kept,
-    Place,
-    StateFiles,
-    new_alerts,
-    trail_key,
-    trail_of,
-    unreported,
-)
+from kproxy.pipeline.audit.columns import UNPROVEN_KINDS, WRONG_KINDS
+from kproxy.pipeline.audit.in_process import audit_rows
 from kproxy.pipeline.audit.judge import Batch
-from kproxy.pipeline.audit.log_client import LogReadFailed, TopicPartition
-from kproxy.pipeline.audit.log_options import read_options
-from kproxy.pipeline.audit.log_source import log_options, read_log
-from kproxy.pipeline.audit.logs import TooLarge, bounds_now, ends_of, existing, read_headers
+from kproxy.pipeline.audit.log_client import TopicPartition
+from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, read_options, written
+from kproxy.pipeline.audit.logs import Unread, bounds_now, ends_behind, ends_of, existing, offsets_at, read_headers
+from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart, trail_part
 from kproxy.pipeline.audit.report_facts import FAULTY, UNPROVEN
-from kproxy.pipeline.audit.rules import AuditRules
-from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, check
-from kproxy.pipeline.audit.run_spark import audited_tables, bounds_frame, first_offsets
-from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, FINDINGS_SCHEMA, LOG_SCHEMA, TRAIL_SCHEMA
-from kproxy.pipeline.audit.tables import Tables
-from kproxy.pipeline.audit.trail import only_rows, rows_of
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, acknowledged_by_one, check, first_acknowledged
 from kproxy.pipeline.audit.trail_place import JSON, TOPIC
-from kproxy.pipeline.ingest.job import Stop, stopped_by_signals
-from kproxy.pipeline.kafka_access import spark_options
+from kproxy.pipeline.audit.trail_reader import parquet_rows, read_topic
+from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.pipeline.progress import Report
-from kproxy.pipeline.session import SessionOptions, open_session
-from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 
-PAGES_PER_BATCH: Final = 5_000
-FILES_PER_BATCH: Final = 100
-SETTLE_MS: Final = 30_000
-# Records acknowledged with acks=1 become readable a moment later: read the logs again before reporting a loss.
-SECOND_LOOK_S: Final = 3.0
-# Silence after which proxies are judged again, plus the time that a row takes: a live proxy writes marks more often.
-SILENCE_S: Final = 30.0
-# At the end; shorter than the silence after which a proxy is reported missing.
-SILENCE_AT_END_S: Final = 10.0
-_POLL_S: Final = 0.25
+MOST_KEPT: Final = 1_000_000
+# Findings of a kind that a round reports one by one, and that are remembered so that none is reported twice.
+ALERTS_PER_KIND: Final = 100
+REMEMBERED_AT_MOST: Final = 20_000
+# Without declared deletions, which the user named.
+_REPORTED: Final = (*WRONG_KINDS, *UNPROVEN_KINDS)
+_SNAPSHOTS: Final = 10
+
+Row = Mapping[str, Any]
+Alarm = Callable[[str, bool], None]
+"""Receives each finding as a sentence, and whether it is a failure or only unproven."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """Times in milliseconds. `state`: the file that lets a later start continue, None for none."""
+
+    state: Path | None = None
+    every_ms: int = 5_000
+    horizon_ms: int = 600_000
+
+
+class Snapshot(msgspec.Struct):
+    """Where the trail was read to, at `at_ms` by the proxies' clocks: offsets by partition, or files; and its parts."""
+
+    at_ms: int = 0
+    offsets: dict[int, int] = {}
+    files: list[str] = []
+    trails: list[tuple[str, str, TrailPart]] = []
+    acked: int = 0
+
+
+class FollowState(msgspec.Struct):
+    """The state file. `reported`: the findings that were reported, by what identifies them."""
+
+    begin: Snapshot = msgspec.field(default_factory=Snapshot)
+    reported: list[str] = []
+    failures: int = 0
+    unproven: int = 0
+
+    def alerts(self, findings: Sequence[Row]) -> list[Alert]:
+        """Return what is to be said of findings that are new, the worst first, and remember them."""
+        known = set(self.reported)
+        new = {key: row for row in findings if (key := _identity(row)) not in known and row["kind"] in _REPORTED}
+        said: list[Alert] = []
+        counts: Counter[str] = Counter()
+        listed = Counter(row["kind"] for row in findings)
+        for row in sorted(new.values(), key=lambda row: -(row["records"] or 0)):
+            kind = row["kind"]
+            counts[kind] += 1
+            if counts[kind] <= ALERTS_PER_KIND:
+                said.append(Alert(f"{_where(row)}{row['detail']}", kind not in UNPROVEN_KINDS))
+        for kind, count in counts.items():
+            # Those beyond the listed ones are of this round's rows alone, but for trails, which are judged as a whole.
+            beyond = max((row["of_kind"] or 0) - listed[kind] for row in findings if row["kind"] == kind)
+            total = count + (beyond if kind in WRONG_KINDS else 0)
+            if kind in UNPROVEN_KINDS:
+                self.unproven += total
+            else:
+                self.failures += total
+            if (more := total - min(count, ALERTS_PER_KIND)) > 0:
+                said.append(Alert(f"{kind}: {more:,} more, too many to tell one by one.", kind not in UNPROVEN_KINDS))
+        self.reported = [*self.reported, *new][-REMEMBERED_AT_MOST:]
+        return said
+
+
+class Alert(NamedTuple):
+    """A sentence; `fails`: it reports a failure, not only something unproven."""
+
+    sentence: str
+    fails: bool
+
+
+def _identity(row: Row) -> str:
+    names = ("kind", "topic", "partition", "first_offset", "last_offset", "proxy", "incarnation", "sequence")
+    return " ".join(str(row[name]) for name in names)
+
+
+def _where(row: Row) -> str:
+    if row["topic"] is None:
+        return ""
+    offsets = "" if row["first_offset"] is None else f" offsets {row['first_offset']} to {row['last_offset']}"
+    return f"{row['kind']}: {row['topic']}/{row['partition']}{offsets}: "
+
+
+class Follower:
+    """Judge one round after another. Raise LogReadFailed, or StartupError if a file cannot be read or written."""
+
+    def __init__(
+        self,
+        job: AuditJob,
+        options: FollowOptions,
+        alarm: Alarm,
+        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self._job = job
+        self._options = options
+        self._alarm = alarm
+        self._wall_ms = wall_ms
+        self.state = _read_state(options.state)
+        begin = self.state.begin
+        self._offsets, self._files, self.acked = dict(begin.offsets), set(begin.files), begin.acked
+        self._trails: dict[TrailName, TrailPart] = {(proxy, name): part for proxy, name, part in begin.trails}
+        self._snapshots = deque([begin])
+        self._rows: dict[TopicPartition, deque[TrailRow]] = defaultdict(deque)
+        self._batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
+        self._read_to: dict[TopicPartition, int] = {}
+        self._again: list[TrailRow] = []
+        self._newest_ms = 0
+
+    def round(self) -> None:
+        """Read what is new, judge it, report, and write the state file."""
+        # Set first: reading may take longer than a live proxy is silent.
+        read_at_ms = self._wall_ms()
+        rules = self._job.rules(read_at_ms, lookback_ms=self._options.horizon_ms)
+        new = self._new_rows()
+        # Rows dated in the future by a wrong clock must not move the horizon beyond all other rows.
+        newest_ms = max((row.last_acked_at or row.at for row in new), default=0)
+        self._newest_ms = max(self._newest_ms, min(newest_ms, read_at_ms))
+        self._note_trails(new)
+        ranges = [*self._again, *(row for row in new if self._is_judged(row))]
+        self.acked += sum(row.record_count or 0 for row in new if self._is_judged(row, lookback_ms=0))
+        log, bounds, unread = self._read_logs(ranges)
+        self._again = [row for row in ranges if _partition(row) in unread]
+        results = audit_rows(self._concerned(ranges), log, bounds, rules, unread, self._trails)
+        for each in self.state.alerts(results.findings):
+            self._alarm(each.sentence, each.fails)
+        self._forget()
+        self._save()
+
+    def _is_judged(self, row: TrailRow, lookback_ms: int = LOG_LOOKBACK_MS) -> bool:
+        job = self._job
+        is_late = job.from_ms is None or (row.last_acked_at or 0) >= job.from_ms - lookback_ms
+        return row.kind == "range" and is_late and (not job.topics or row.topic in job.topics)
+
+    def _new_rows(self) -> list[TrailRow]:
+        job = self._job
+        if job.trail.kind != TOPIC:
+            files = [each for each in sorted(Path(job.trail.name).glob("*.parquet")) if each.name not in self._files]
+            self._files.update(each.name for each in files)
+            return [row for file in files for row in parquet_rows(file)]
+        bootstrap, topics = job.trail_bootstrap or job.bootstrap, (job.trail.name,)
+        ends = ends_of(bootstrap, topics, job.kafka)
+        starts: Offsets = {TopicPartition(job.trail.name, index): at for index, at in self._offsets.items()}
+        if not starts and job.from_ms is not None:
+            starts = offsets_at(bootstrap, topics, max(0, job.from_ms - self._options.horizon_ms), ends, job.kafka)
+        options = read_options(written(bootstrap, topics, None, {}, job.kafka))
+        with options.client() as client:
+            rows = list(read_topic(client, starts, ends))
+        self._offsets = {which.partition: end for which, end in ends.items()}
+        return rows
+
+    def _note_trails(self, rows: Sequence[TrailRow]) -> None:
+        stamps: dict[TrailName, list[Stamp]] = defaultdict(list)
+        for row in rows:
+            known = self._trails.get((row.proxy, row.incarnation))
+            if known is None or row.sequence > known.last:
+                stamps[row.proxy, row.incarnation].append(row.stamp())
+        for name, each in stamps.items():
+            part = trail_part(each)
+            if name in self._trails:
+                self._trails[name].join(part)
+            else:
+                self._trails[name] = part
+
+    def _read_logs(self, ranges: Sequence[TrailRow]) -> tuple[Mapping[TopicPartition, list[Batch]], Any, Unread]:
+        """Read the logs of the partitions in `ranges`; topics deleted since have none."""
+        job, unread = self._job, Unread()
+        needed = first_acknowledged(ranges, 0)
+        topics = existing(job.bootstrap, {which.topic for which in needed}, job.kafka) if needed else ()
+        if not topics:
+            return {}, {}, unread
+        ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(job.bootstrap, topics, job.kafka, unread))
+        # Partitions without new rows begin at their end, so nothing of them is read.
+        starts = {which: min(needed.get(which, end), self._read_to.get(which, end), end) for which, end in ends.items()}
+        starts = {which: start if which in needed else ends[which] for which, start in starts.items()}
+        given = {"startOffsets": offsets_as_json(starts), "endOffsets": offsets_as_json(ends)}
+        read = read_headers(read_options(written(job.bootstrap, topics, None, given, job.kafka)), unread=unread)
+        for which in needed:
+            if which in ends:
+                before = [each for each in self._batches[which] if each.base_offset < starts[which]]
+                self._batches[which] = [*before, *read.get(which, ())]
+                self._read_to[which] = ends[which]
+        bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka, unread)
+        log = {which: self._batches[which] for which in needed}
+        return log, {which: each for which, each in bounds.items() if which in needed}, unread
+
+    def _concerned(self, ranges: Sequence[TrailRow]) -> Iterator[TrailRow]:
+        """Yield the new rows, and the earlier ones that may have their offsets; keep the new ones."""
+        low = first_acknowledged(ranges, 0)
+        for which, first in low.items():
+            for row in self._rows[which]:
+                spans = row.spans or ()
+                if max(at + count for at, count in zip(spans[::2], spans[1::2], strict=True)) > first:
+                    yield row
+        for row in ranges:
+            self._rows[_partition(row)].append(row)
+            yield row
+
+    def _forget(self) -> None:
+        """Drop what is older than the horizon, or too much to keep."""
+        until_ms = self._newest_ms - self._options.horizon_ms
+        too_many = max(0, sum(map(len, self._rows.values())) - MOST_KEPT)
+        for which, rows in list(self._rows.items()):
+            while rows and (too_many > 0 or (rows[0].last_acked_at or 0) < until_ms):
+                rows.popleft()
+                too_many -= 1
+            if rows:
+                first = min(first_acknowledged(rows, 0).values())
+                kept = [each for each in self._batches[which] if each.last_offset >= first]
+                self._batches[which] = kept[-MOST_KEPT:]
+            else:
+                del self._rows[which]
+                self._batches.pop(which, None)
+
+    def _save(self) -> None:
+        horizon_ms = self._options.horizon_ms
+        if self._newest_ms - self._snapshots[-1].at_ms >= horizon_ms // _SNAPSHOTS:
+            # Copied: the parts are joined to later on.
+            trails = msgspec.msgpack.decode(
+                msgspec.msgpack.encode([(*name, part) for name, part in self._trails.items()]),
+                type=list[tuple[str, str, TrailPart]],
+            )
+            files = sorted(self._files)
+            self._snapshots.append(Snapshot(self._newest_ms, dict(self._offsets), files, trails, self.acked))
+        while len(self._snapshots) > 1 and self._snapshots[1].at_ms <= self._newest_ms - horizon_ms:
+            self._snapshots.popleft()
+        self.state.begin = self._snapshots[0]
+        if self._options.state is None:
+            return
+        unfinished = self._options.state.with_name(f".{self._options.state.name}.unfinished")
+        try:
+            unfinished.write_bytes(msgspec.json.encode(self.state))
+            unfinished.replace(self._options.state)
+        except OSError as error:
+            raise StartupError(f"--state could not be written to {self._options.state} ({error.strerror}).") from error
+
+
+def _partition(row: TrailRow) -> TopicPartition:
+    return TopicPartition(row.topic or "", row.partition or 0)
+
+
+def _read_state(path: Path | None) -> FollowState:
+    if path is None or not path.exists():
+        return FollowState()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=FollowState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise StartupError(f"--state {path} cannot be read ({error}): name another file, or remove it.") from error
 
 
 def run_follow_job(
     job: AuditJob,
-    following: FollowOptions,
-    spark: SessionOptions,
+    options: FollowOptions,
     *,
     display: Report | None = None,
     output: Console | None = None,
-    stop: Stop | None = None,
+    stop: threading.Event | None = None,
 ) -> int:
-    """Follow the trail until interrupted; return the exit status. Raise StartupError or SparkFailed."""
-    if job.output is None:
-        raise StartupError("--follow writes results as they come: give --output DIR.")
-    if job.to_ms is not None or job.report is not None:
-        raise StartupError("--follow has no end: leave --to and --report out.")
+    """Follow the trail until interrupted; return the exit status. Raise StartupError or LogReadFailed."""
+    if job.to_ms is not None or job.report is not None or job.output is not None:
+        raise StartupError("--follow has no end and reports as it goes: leave --to, --report and --output out.")
     if job.trail.kind == JSON:
         raise StartupError("--follow needs files that are whole when they appear, or a topic: give another --trail.")
     check(job)
-    display, stop = display or Report(), stop or Stop()
+    display, stop = display or Report(), stop or threading.Event()
     with display:
-        stage = display.stage("Spark", "starting")
-        with open_session(spark) as opened:
-            session = opened.session
-            stage.finish(f"version {session.version}, {session.sparkContext.master}")
-            stage = display.stage("audit", "waiting for the first rows")
-            lines = _Lines(display, output or Console(highlight=False))
-            # Installed after Spark's start, which sets signal handlers of its own.
-            with stopped_by_signals(stop):
-                state = follow(
-                    session,
-                    pages_of(session, job, following),
-                    job,
-                    following,
-                    parse=_parser(job, following),
-                    bound=_bound(job),
-                    alarm=lines.alarm,
-                    on_state=lambda state: stage.say(_progress(state)),
-                    stop=stop,
-                )
-            stage.finish(_progress(state))
-    if state.failures:
+        stage = display.stage("audit", "waiting for the first rows")
+        lines = _Lines(display, output or Console(highlight=False))
+        follower = Follower(job, options, lines.alarm)
+        with stopped_by_signals(stop):
+            while True:
+                follower.round()
+                stage.say(_progress(follower))
+                if stop.wait(options.every_ms / 1000):
+                    break
+        stage.finish(_progress(follower))
+    if follower.state.failures:
         return FAULTY
-    return UNPROVEN if state.unproven and not job.allow_unproven else 0
+    return UNPROVEN if follower.state.unproven and not job.allow_unproven else 0
 
 
-def pages_of(session: Any, job: AuditJob, following: FollowOptions) -> DataFrame:
-    """Return the trail as a stream: the messages of a topic, or the rows of files."""
-    if job.trail.kind != TOPIC:
-        reader = session.readStream.schema(TRAIL_SCHEMA).option("pathGlobFilter", "*.parquet")
-        return reader.option("maxFilesPerTrigger", FILES_PER_BATCH).parquet(job.trail.name)
-    options = {
-        **spark_options(job.kafka),
-        "kafka.bootstrap.servers": job.trail_bootstrap or job.bootstrap,
-        "subscribe": job.trail.name,
-        "startingOffsets": "earliest",
-        "maxOffsetsPerTrigger": str(PAGES_PER_BATCH),
-        # Rows removed by retention are missing from the trail, which the audit reports.
-        "failOnDataLoss": "false",
-    }
-    if (read_from_ms := following.read_from_ms(job)) is not None:
-        options |= {"startingTimestamp": str(read_from_ms), "startingOffsetsByTimestampStrategy": "latest"}
-    return session.readStream.format("kafka").options(**options).load()
-
-
-def _bound(job: AuditJob) -> BatchBound:
-    if job.trail.kind == TOPIC:
-        return BatchBound(PAGES_PER_BATCH, F.count(F.lit(1)))
-    return BatchBound(FILES_PER_BATCH, F.approx_count_distinct(F.input_file_name()))
-
-
-def _parser(job: AuditJob, following: FollowOptions) -> Callable[[DataFrame], DataFrame]:
-    if job.trail.kind == TOPIC:
-        return rows_of
-    # A topic is read from that time on; files are read whole.
-    is_read = F.col("at") >= (following.read_from_ms(job) or 0)
-    return lambda rows: only_rows(rows.withColumn("shipped_at", F.lit(None).cast("long"))).where(is_read)
+@contextmanager
+def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM set `stop` while the block runs; no effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Lines:
@@ -178,387 +359,8 @@ class _Lines:
         self._console.print(Text.assemble(now, (word, style), f" {sentence}"), soft_wrap=True)
 
 
-def _progress(state: FollowState) -> str:
+def _progress(follower: Follower) -> str:
+    state = follower.state
     found = "nothing wrong" if not state.failures else f"{state.failures:,} alarms"
     unproven = f", {state.unproven:,} times unproven" if state.unproven else ""
-    return f"{state.acked:,} records acknowledged, {found}{unproven}"
-
-
-@dataclass(frozen=True, slots=True)
-class FollowOptions:
-    """Options for following a trail. `checkpoint`: a directory, kept between runs; times in milliseconds."""
-
-    checkpoint: str
-    every_ms: int = 5_000
-    horizon_ms: int = 600_000
-
-    def read_from_ms(self, job: AuditJob) -> int | None:
-        """Return the time from which the trail is read; None for all of it."""
-        return None if job.from_ms is None else max(0, job.from_ms - self.horizon_ms)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchBound:
-    """Spark's bound of a micro-batch: at most `most` messages or files, counted by the aggregate `counted`."""
-
-    most: int
-    counted: Column
-
-
-def follow(
-    session: Any,
-    pages: DataFrame,
-    job: AuditJob,
-    following: FollowOptions,
-    *,
-    parse: Callable[[DataFrame], DataFrame],
-    bound: BatchBound,
-    alarm: Alarm,
-    on_state: Callable[[FollowState], None],
-    stop: Stop,
-) -> FollowState:
-    """Audit the streaming `pages` until `stop`; return the final state.
-
-    Raise SparkFailed or LogReadFailed. `parse` turns a micro-batch of pages into the trail's rows; `bound` is Spark's
-    bound of a micro-batch. `alarm` is called for each finding and `on_state` after each micro-batch, both on any
-    thread.
-    """
-    assert job.output is not None  # noqa: S101 - the command has seen to it
-    follower = Follower(session, job, following, parse, bound, alarm, on_state)
-    with as_spark_failure("The audit ended"):
-        query = (
-            pages.writeStream.foreachBatch(follower.judge)
-            .option("checkpointLocation", f"{following.checkpoint}/spark")
-            .trigger(processingTime=f"{following.every_ms} milliseconds")
-            .start()
-        )
-        try:
-            while not query.awaitTermination(_POLL_S):
-                if stop.at_once or (stop.wanted and not query.status["isTriggerActive"]):
-                    break
-                follower.check_silence()
-        except PySparkException as error:
-            # An error of our Python code came back through Java in a long text; raise the original.
-            raise follower.error or error from error
-        finally:
-            query.stop()
-        if not stop.at_once:
-            follower.check_silence(is_end=True)
-    return follower.state
-
-
-class Follower:
-    """Judge one micro-batch after another, each on the thread of Spark's call."""
-
-    def __init__(
-        self,
-        session: Any,
-        job: AuditJob,
-        following: FollowOptions,
-        parse: Callable[[DataFrame], DataFrame],
-        bound: BatchBound,
-        alarm: Alarm,
-        on_state: Callable[[FollowState], None],
-        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-    ) -> None:
-        assert job.output is not None  # noqa: S101 - as above
-        self.error: SparkFailed | None = None
-        self._session = session
-        self._job = job
-        self._following = following
-        self._parse = parse
-        self._bound = bound
-        self._wall_ms = wall_ms
-        self._alarm = alarm
-        self._on_state = on_state
-        place = Place(session, following.checkpoint)
-        self._inputs = FollowInputs(session, job, place)
-        self._output = Place(session, job.output)
-        self._states = StateFiles(place)
-        # Earlier findings count at the end, even if no micro-batch comes.
-        self.state = self._states.newest()
-        self._read_at_ms = 0
-        # Micro-batches are judged on Spark's thread, silence on the caller's.
-        self._judging = threading.Lock()
-        # False while a micro-batch is judged and after that failed: the next attempt repeats it.
-        self._is_whole = True
-        self._looked = time.monotonic()
-        self._silence_s = self._patience_s = SILENCE_S + job.trail.shipping_ms / 1000
-
-    def judge(self, pages: DataFrame, batch: int) -> None:
-        """Judge a micro-batch, for foreachBatch. An error is kept in `error` and ends the query."""
-        with self._judging:
-            # Set first: judging may take longer than a live proxy is silent.
-            self._read_at_ms = self._wall_ms()
-            self._is_whole = False
-            try:
-                if self.state.batch != batch - 1:
-                    self.state = self._states.before(batch)
-                self._judge(pages, batch)
-            except (SparkFailed, LogReadFailed) as error:
-                self.error = SparkFailed(str(error))
-                raise
-            self._is_whole = True
-            self._looked, self._silence_s = time.monotonic(), self._patience_s
-
-    def check_silence(self, *, is_end: bool = False) -> None:
-        """Judge again if no micro-batch came for a while; the interval doubles while none comes."""
-        silence_s = min(self._silence_s, SILENCE_AT_END_S) if is_end else self._silence_s
-        if self._judging.locked() or time.monotonic() - self._looked < silence_s:
-            return
-        self.judge_again()
-        self._silence_s *= 2
-
-    def judge_again(self) -> None:
-        """Judge the known rows by the current time: proxies heard of then may be silent since."""
-        with self._judging:
-            self._looked = time.monotonic()
-            if not self._is_whole or not self.state.kept:
-                return
-            self._read_at_ms = self._wall_ms()
-            self._report(self._findings(self._tables()), UNPROVEN_KINDS, "append")
-            self._inputs.tidy()
-            self._states.save(self.state)
-            self._on_state(self.state)
-
-    def _judge(self, pages: DataFrame, batch: int) -> None:
-        state = self.state
-        with as_spark_failure("The trail could not be read"):
-            seen = Observation()
-            observed = pages.observe(seen, self._bound.counted.alias("pages"))
-            new = self._inputs.take(self._parse(observed), batch)
-            # Spark divides its bound among partitions and rounds, so a full micro-batch may have fewer.
-            state.is_behind = seen.get["pages"] >= self._bound.most * 0.9
-            self._note(new, batch)
-        tables = self._tables()
-        findings = self._findings(tables)
-        if any(finding["kind"] == LOST for finding in unreported(state, findings)):
-            time.sleep(SECOND_LOOK_S)
-            self._inputs.read_log(state, new, batch)
-            tables = self._tables()
-            findings = self._findings(tables)
-        self._report(findings, REPORTED_KINDS, "overwrite")
-        self._write(tables, batch)
-        self._inputs.tidy()
-        self._forget()
-        state.batch = batch
-        self._states.save(state)
-        self._on_state(state)
-
-    def _note(self, new: DataFrame, batch: int) -> None:
-        """Add the micro-batch to the state and read the logs that it needs."""
-        trails = (
-            new.dropDuplicates(["proxy", "incarnation", "sequence"])
-            .groupBy("proxy", "incarnation")
-            .agg(
-                F.max("sequence").alias("last"),
-                F.max(F.coalesce("last_acked_at", "at")).alias("until"),
-                F.coalesce(F.sum(F.when(judged(self._job), F.col("record_count"))), F.lit(0)).alias("records"),
-            )
-            .collect()
-        )
-        # Rows dated in the future by a wrong clock must not move the horizon beyond all other rows.
-        until_ms = min(max((row["until"] for row in trails), default=0), self._read_at_ms)
-        last = {trail_key(row["proxy"], row["incarnation"]): row["last"] for row in trails}
-        self.state.kept = [*self.state.kept, Kept(batch, until_ms, last)]
-        self.state.acked += sum(row["records"] for row in trails)
-        self._inputs.read_log(self.state, new, batch)
-
-    def _tables(self) -> Tables:
-        rules = AuditRules(
-            read_at_ms=self._read_at_ms,
-            topics=self._job.topics,
-            from_ms=self._job.from_ms,
-            read_from_ms=self._following.read_from_ms(self._job),
-            window_ms=self._job.window_ms,
-            shipping_ms=self._job.trail.shipping_ms,
-            max_findings=LISTED,
-            is_all=not self.state.is_behind,
-            deleted_topics=self._job.deleted_topics,
-        )
-        return self._inputs.audited(self.state, rules)
-
-    def _findings(self, tables: Tables) -> list[dict[str, Any]]:
-        """Return the listed findings; trail rows have the sequence numbers of their proxies."""
-        with as_spark_failure("The audit failed"):
-            rows = [row.asDict() for row in tables.findings.collect()]
-        for row in rows:
-            key = trail_key(row["proxy"] or "", row["incarnation"] or "")
-            if row["sequence"] is not None:
-                row["sequence"] += self.state.forgotten.get(key, 0)
-        return rows
-
-    def _report(self, findings: list[dict[str, Any]], kinds: Collection[str], mode: str) -> None:
-        state = self.state
-        new, alerts = new_alerts(state, findings, kinds)
-        for each in alerts:
-            self._alarm(each.sentence, each.fails)
-        if new:
-            place = self._output.below(f"findings/batch={state.kept[-1].batch}")
-            with as_spark_failure(f"The results could not be written to {self._output.path}"):
-                listed = self._session.createDataFrame(new, FINDINGS_SCHEMA)
-                listed.coalesce(1).write.mode(mode).parquet(place)
-
-    def _write(self, tables: Tables, batch: int) -> None:
-        state = self.state
-        with as_spark_failure(f"The results could not be written to {self._output.path}"):
-            settled_ms = max((kept.until_ms for kept in state.kept), default=0) - SETTLE_MS
-            settled_ms -= settled_ms % self._job.window_ms
-            if settled_ms > state.settled_ms:
-                start = F.unix_millis("window_start")
-                for name in ("windows", "throughput"):
-                    settled = getattr(tables, name).where((start >= state.settled_ms) & (start < settled_ms))
-                    settled.coalesce(1).write.mode("overwrite").parquet(self._output.below(f"{name}/batch={batch}"))
-                state.settled_ms = settled_ms
-
-    def _forget(self) -> None:
-        """Drop the micro-batches before the horizon, the oldest first."""
-        state = self.state
-        newest_ms = max((kept.until_ms for kept in state.kept), default=0)
-        until_ms = min(newest_ms - self._following.horizon_ms, state.settled_ms - self._job.window_ms)
-        while state.kept and state.kept[0].until_ms < until_ms:
-            forgotten, *state.kept = state.kept
-            for key, last in forgotten.last.items():
-                state.forget(key, last + 1)
-            self._inputs.forget(forgotten.batch)
-
-
-# What the judge needs of a batch.
-HEADER_SCHEMA: Final = StructType([LOG_SCHEMA[name] for name in ("topic", "partition", *Batch._fields)])
-# Logs are read in this process up to here: some seconds of work.
-MOST_BATCHES: Final = 20_000
-MOST_BYTES: Final = 256 << 20
-_STARTS = "topic string, partition int, read_from long"
-
-
-def judged(job: AuditJob, *, lookback_ms: int = 0) -> Column:
-    """Return whether a row acknowledges records to be judged, or some at most `lookback_ms` earlier."""
-    condition = F.col("kind") == "range"
-    if job.topics:
-        condition &= F.col("topic").isin(*job.topics)
-    if job.from_ms is not None:
-        condition &= F.col("last_acked_at") >= job.from_ms - lookback_ms
-    return condition
-
-
-class FollowInputs:
-    """The stored inputs. Not for concurrent use. Its methods raise SparkFailed or LogReadFailed."""
-
-    def __init__(self, session: Any, job: AuditJob, place: Place) -> None:
-        self._session = session
-        self._job = job
-        self._place = place
-        self._landings = 0
-
-    def take(self, rows: DataFrame, batch: int) -> DataFrame:
-        """Store a micro-batch's rows and return them as stored."""
-        place = self._place.below(f"rows/batch={batch}")
-        rows.write.mode("overwrite").parquet(place)
-        return self._session.read.parquet(place)
-
-    def read_log(self, state: FollowState, new: DataFrame, batch: int) -> None:
-        """Store the headers up to the logs' current ends.
-
-        Start at the first offset of the batch, or at the end of the last reading, whichever is lower.
-        """
-        ranges = self._needed(new)
-        needed = first_offsets(ranges)
-        # Topics deleted since have no log.
-        there = existing(self._job.bootstrap, {which.topic for which in needed}, self._job.kafka) if needed else ()
-        if not there:
-            self._place.delete(f"log/batch={batch}")
-            self._place.delete(f"starts/batch={batch}")
-            return
-        ends = ends_of(self._job.bootstrap, there, self._job.kafka)
-        # Partitions that the batch does not mention start at their end, so nothing of them is read.
-        starts = {which: _start(which, needed.get(which, end), end, state) for which, end in ends.items()}
-        kafka = self._job.kafka
-        log = self._headers(log_options(self._job.bootstrap, topics=there, starts=starts, ends=ends, kafka=kafka))
-        begun = [(*which, starts[which]) for which in needed if which in ends]
-        with as_spark_failure("The logs could not be read"):
-            frame = self._session.createDataFrame(begun, _STARTS).coalesce(1)
-            frame.write.mode("overwrite").parquet(self._place.below(f"starts/batch={batch}"))
-            log.write.mode("overwrite").parquet(self._place.below(f"log/batch={batch}"))
-        for which in needed:
-            if which in ends:
-                state.read_to.setdefault(which.topic, {})[str(which.partition)] = ends[which]
-
-    def _headers(self, options: Mapping[str, str]) -> DataFrame:
-        """Read short logs in this process: Spark takes seconds to start reading a source in Python."""
-        try:
-            read = read_headers(read_options(options), MOST_BATCHES, MOST_BYTES)
-        except TooLarge:
-            return read_log(self._session, options).select(*HEADER_SCHEMA.names)
-        rows = [(*which, *each) for which, batches in read.items() for each in batches]
-        return self._session.createDataFrame(rows, HEADER_SCHEMA)
-
-    def audited(self, state: FollowState, rules: AuditRules) -> Tables:
-        """Audit all kept micro-batches."""
-        batches = [kept.batch for kept in state.kept]
-        # Every kept micro-batch has rows.
-        rows = self._numbered(state, self._kept("rows", batches).drop("batch"))
-        log = self._land("log", self._newest_of_log(batches))
-        bounds = self._bounds(rows)
-        return audited_tables(self._session, rows, log, bounds, rules, self._land, rows.count() + log.count())
-
-    def tidy(self) -> None:
-        """Delete the intermediate tables."""
-        self._place.delete("work")
-
-    def forget(self, batch: int) -> None:
-        self._place.delete(f"rows/batch={batch}")
-        self._place.delete(f"log/batch={batch}")
-        self._place.delete(f"starts/batch={batch}")
-
-    def _newest_of_log(self, batches: list[int]) -> DataFrame:
-        """Return the headers; where a log was read twice, those of the later reading."""
-        there = [batch for batch in batches if self._place.has(self._place.below(f"log/batch={batch}"))]
-        if not there:
-            return self._session.createDataFrame([], HEADER_SCHEMA)
-        on = ["topic", "partition", "batch"]
-        later = Window.partitionBy("topic", "partition").orderBy("batch").rowsBetween(1, Window.unboundedFollowing)
-        again = self._kept("starts", there).select(*on, F.min("read_from").over(later).alias("read_again_from"))
-        log = self._kept("log", there).join(F.broadcast(again), on, "left")
-        log = log.where("read_again_from is null or base_offset < read_again_from")
-        # A record batch that spans the start of a later reading is in both.
-        header = F.max_by(F.struct(*HEADER_SCHEMA.names), "batch").alias("header")
-        return log.groupBy("topic", "partition", "base_offset").agg(header).select("header.*")
-
-    def _bounds(self, rows: DataFrame) -> DataFrame:
-        """Return the bounds of all existing topics in the rows; even an empty log has bounds."""
-        named = {row["topic"] for row in self._needed(rows).select("topic").distinct().collect()}
-        topics = existing(self._job.bootstrap, named, self._job.kafka) if named else ()
-        if not topics:
-            return self._session.createDataFrame([], BOUNDS_SCHEMA)
-        return bounds_frame(
-            self._session, bounds_now(self._job.bootstrap, topics, self._job.compacted, self._job.kafka)
-        )
-
-    def _needed(self, rows: DataFrame) -> DataFrame:
-        return rows.where(judged(self._job, lookback_ms=LOG_LOOKBACK_MS))
-
-    def _land(self, name: str, frame: DataFrame) -> DataFrame:
-        """Write a table to disk until the judgement ends, so that Spark's plans stay small."""
-        self._landings += 1
-        place = self._place.below(f"work/{self._landings}-{name}")
-        frame.write.mode("overwrite").parquet(place)
-        return self._session.read.schema(frame.schema).parquet(place)
-
-    def _kept(self, name: str, batches: list[int]) -> DataFrame:
-        places = [self._place.below(f"{name}/batch={batch}") for batch in batches]
-        return self._session.read.option("basePath", self._place.below(name)).parquet(*places)
-
-    def _numbered(self, state: FollowState, rows: DataFrame) -> DataFrame:
-        """Renumber the rows as if the dropped ones had never existed, so that they are not missing."""
-        if not state.forgotten:
-            return rows
-        forgotten = [(*trail_of(key), count) for key, count in state.forgotten.items()]
-        before = self._session.createDataFrame(forgotten, "proxy string, incarnation string, forgotten long")
-        joined = rows.join(F.broadcast(before), ["proxy", "incarnation"], "left")
-        sequence = F.col("sequence") - F.coalesce("forgotten", F.lit(0))
-        return joined.withColumn("sequence", sequence).drop("forgotten").where("sequence >= 0")
-
-
-def _start(which: TopicPartition, first: int, end: int, state: FollowState) -> int:
-    """Return where to start reading: no later than the last reading's end, so that nothing is skipped."""
-    return min(first, state.read_to.get(which.topic, {}).get(str(which.partition), first), end)
+    return f"{follower.acked:,} records acknowledged, {found}{unproven}"

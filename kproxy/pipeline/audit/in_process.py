@@ -25,7 +25,7 @@ from kproxy.pipeline.audit.judge import (
     repeats,
 )
 from kproxy.pipeline.audit.log_client import TopicPartition
-from kproxy.pipeline.audit.proof import Stamp, TrailName, Unproven, is_unproven, trail_part
+from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart, Unproven, is_unproven, trail_part
 from kproxy.pipeline.audit.report_gather import R
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.trail_rows import TrailRow
@@ -84,8 +84,12 @@ def audit_rows(
     bounds: Mapping[TopicPartition, Bounds],
     rules: AuditRules,
     unread: Mapping[TopicPartition, str] = MappingProxyType({}),
+    parts: Mapping[TrailName, TrailPart] | None = None,
 ) -> Results:
-    """Audit a whole trail. `rows` in any order; `unread`: partitions whose logs could not be read, and why."""
+    """Audit `rows`, in any order. `unread`: partitions whose logs could not be read, and why.
+
+    `parts`: the trails, if `rows` are not all of theirs.
+    """
     living = {topic: limits.topic_id for (topic, _), limits in bounds.items()}
     stamps: dict[TrailName, list[Stamp]] = defaultdict(list)
     # By partition and, for deleted topics, id; that of the existing topic is "".
@@ -97,7 +101,7 @@ def audit_rows(
         if rules.judges(row.topic, row.last_acked_at or 0):
             topic_id = row.topic_id if rules.is_gone(row.topic, row.topic_id, living) else ""
             ranges[TopicPartition(row.topic, row.partition)][topic_id].append(row.acknowledged())
-    judge, missing = rules.prove({name: trail_part(each) for name, each in stamps.items()})
+    judge, missing = rules.prove(parts or {name: trail_part(each) for name, each in stamps.items()})
     audit = _Audit(rules, judge, missing)
     for which in sorted(bounds.keys() | ranges.keys() | log.keys() | unread.keys()):
         batches = [] if which in unread else log.get(which, [])

@@ -109,13 +109,14 @@ class AuditJob:
         """The time from which the trail is read; None for all of it."""
         return None if self.from_ms is None else max(0, self.from_ms - TRAIL_LOOKBACK_MS)
 
-    def rules(self, read_at_ms: int) -> AuditRules:
+    def rules(self, read_at_ms: int, lookback_ms: int = TRAIL_LOOKBACK_MS) -> AuditRules:
+        """Return the rules of an audit that reads the trail at `read_at_ms`, from `lookback_ms` before `from_ms`."""
         return AuditRules(
             read_at_ms=read_at_ms,
             topics=self.topics,
             deleted_topics=self.deleted_topics,
             from_ms=self.from_ms,
-            read_from_ms=self.read_from_ms,
+            read_from_ms=None if self.from_ms is None else max(0, self.from_ms - lookback_ms),
             to_ms=self.to_ms,
             window_ms=self.window_ms,
             shipping_ms=self.trail.shipping_ms,

@@ -23,7 +23,7 @@ _EMPTY_ANSWERS: Final = 3
 
 def read_files(place: TrailPlace, from_ms: int | None = None) -> Iterator[TrailRow]:
     """Yield the rows closed from `from_ms` on. Raise StartupError if a file cannot be read."""
-    reader = _parquet_rows if place.kind == PARQUET else _json_rows
+    reader = parquet_rows if place.kind == PARQUET else _json_rows
     for file in sorted(Path(place.name).glob("*.parquet" if place.kind == PARQUET else "*.jsonl")):
         try:
             for row in reader(file):
@@ -39,7 +39,8 @@ def _json_rows(file: Path) -> Iterator[TrailRow]:
             yield from rows_in(line)
 
 
-def _parquet_rows(file: Path) -> Iterator[TrailRow]:
+def parquet_rows(file: Path) -> Iterator[TrailRow]:
+    """Yield the rows of one file. Raise StartupError if it is damaged."""
     try:
         import pyarrow
         import pyarrow.parquet
