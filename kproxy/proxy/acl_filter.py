@@ -421,7 +421,8 @@ class AclFilter:
         """Decide about each topic of an answer to Metadata or DescribeTopicPartitions."""
         is_metadata = self._header.api_key == keys.METADATA
         topics = self._request.topics
-        asks_for_all = topics is None or (not topics and (not is_metadata or self._header.api_version == 0))
+        # From version 1 of Metadata on an empty list asks for none, and the answer has none.
+        asks_for_all = not topics
         by_id = {each.topic_id.bytes for each in topics or () if _is_by_id(each)}
         creates = is_metadata and bool(getattr(self._request, "allow_auto_topic_creation", True))
         describes = self._access.each(Operation.DESCRIBE, Resource.TOPIC)

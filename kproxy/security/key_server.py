@@ -88,7 +88,7 @@ class KeyServer:
             await asyncio.sleep(RETRY_S)
             if is_fetched:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(self._refresh_s - RETRY_S, 0.0)):
+                    async with asyncio.timeout(self._refresh_s - RETRY_S):
                         await self._wanted.wait()
 
     async def _look(self) -> bool:

@@ -174,14 +174,12 @@ class SaslExchange:
     def _authenticate(self, header: RequestHeader, token: bytes) -> Outcome:
         if self.state is State.AUTHENTICATED:
             return Answer(illegal_state(header))
-        if self.state is not State.AUTHENTICATE:
-            return self._fail("SaslAuthenticate comes before SaslHandshake")
         return self._begin_step(header, token)
 
     def _begin_step(self, header: RequestHeader | None, token: bytes) -> Outcome:
         server = self._server
         if server is None:
-            return self._fail("no mechanism is agreed on")
+            return self._fail("SaslAuthenticate comes before SaslHandshake")
         self._header, self._is_waiting = header, True
         if self._carries:
             self.credential = Credential(self.mechanism, token)

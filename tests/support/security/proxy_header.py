@@ -25,13 +25,15 @@ def header(
     extensions: Sequence[bytes] = (),
     checksum: bool = False,
 ) -> bytes:
-    """A header for a TCP connection; `checksum` adds that extension at the end."""
+    """A header for a TCP connection; `checksum` puts that extension between the others."""
     addresses = [ipaddress.ip_address(host) for host, _ in (source, destination)]
     if family is None:
         family = 0x11 if addresses[0].version == 4 else 0x21
     rest = b"".join(each.packed for each in addresses) + struct.pack(">HH", source[1], destination[1])
-    rest += b"".join(extensions)
-    if checksum:
-        rest += extension(0x03, bytes(4))
+    half = len(extensions) // 2
+    rest += b"".join(extensions[:half])
+    at = len(SIGNATURE) + 4 + len(rest) + 3
+    rest += extension(0x03, bytes(4)) if checksum else b""
+    rest += b"".join(extensions[half:])
     whole = SIGNATURE + struct.pack(">BBH", command, family, len(rest)) + rest
-    return whole[:-4] + struct.pack(">I", crc32c.crc32c(whole)) if checksum else whole
+    return whole[:at] + struct.pack(">I", crc32c.crc32c(whole)) + whole[at + 4 :] if checksum else whole

@@ -192,6 +192,8 @@ async def test_topic_pages_contain_only_visible_topics() -> None:
     page, sent = await screened(seeing("b", "c", "z"), key, 0, topics=[], response_partition_limit=9, cursor=cursor)
     assert [each.name for each in sent.topics] == ["z"]
     assert (sent.cursor.topic_name, sent.cursor.partition_index) == ("z", 0)
+    # It is the last page.
+    assert page.amend is None
     page, sent = await screened(seeing("other"), key, 0, topics=[])
     assert page.answer is not None
     answer = decode_response(key, 0, page.answer)
@@ -251,6 +253,16 @@ async def test_metadata_of_denied_topics_still_names_brokers() -> None:
         found, sent = await screened(seeing("b"), keys.METADATA, version, topics=[{"name": "secret-1"}])
         assert (found.answer is None) == (version > 0)
         assert sent is None or sent.topics == []
+
+
+@pytest.mark.parametrize(
+    ("api_key", "version", "topics"),
+    [(keys.METADATA, 0, []), (keys.METADATA, 1, None), (keys.DESCRIBE_TOPIC_PARTITIONS, 0, [])],
+)
+async def test_all_topics_are_those_it_sees(api_key: int, version: int, topics: list[str] | None) -> None:
+    found, _ = await screened(seeing("b"), api_key, version, topics=topics)
+    assert found.verdict is not None
+    assert [found.verdict(name, bytes(16), 0) for name in (b"b", b"secret-1")] == [(0, True), None]
 
 
 @pytest.mark.parametrize("version", [3, 4, 6])

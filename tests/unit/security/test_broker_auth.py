@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from random import Random
 
@@ -22,6 +23,7 @@ from kproxy.security.sasl_client import Credential
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import build_response, encode_response
 from kproxy_codec.framing import frame_message, response_header
+from tests.support.waiting import PATIENCE_S
 
 OWN = BrokerSasl("PLAIN", "kproxy", "secret")
 
@@ -189,6 +191,21 @@ async def test_proxys_own_refusal_is_no_clients() -> None:
     with pytest.raises(AccessRefused, match="not you") as refused:
         await BrokerAuth(sasl=OWN).introduce(Broker(error_code=58, message="not you").exchange)
     assert not isinstance(refused.value, IdentityRefused)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"), [(b"", "it closed the connection"), (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it speaks HTTP")]
+)
+async def test_first_cause_of_an_end_is_told(answer: bytes, says: str) -> None:
+    async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        writer.write(answer)
+        writer.close()
+
+    access = BrokerAuth(sasl=OWN)
+    async with await asyncio.start_server(end, "127.0.0.1", 0) as server, asyncio.timeout(PATIENCE_S):
+        with pytest.raises(AccessRefused, match=says):
+            await access.connect(asyncio.Protocol(), *server.sockets[0].getsockname(), "broker.test")
 
 
 def test_access_knows_what_its_connections_have() -> None:

@@ -59,8 +59,11 @@ async def test_changes_tell_names_and_no_values(tmp_path: Path) -> None:
     async with SecurityEvents(file, Counter()) as events:
         events.tell_changes("users", {"a": "1", "b": "secret"}, {"b": "other", "c": "3"})
         events.tell_changes("users", {"a": "1"}, {"a": "1"})
-    (changed,) = named(file, "changed")
-    assert [changed[key] for key in ("added", "removed", "changed")] == [["c"], ["a"], ["b"]]
+        events.tell_changes("users", {}, {"a": "1"})
+        events.tell_changes("users", {"a": "1"}, {})
+        events.tell_changes("users", {"a": "1"}, {"a": "2"})
+    told = [[line[key] for key in ("added", "removed", "changed")] for line in named(file, "changed")]
+    assert told == [[["c"], ["a"], ["b"]], [["a"], [], []], [[], ["a"], []], [[], [], ["a"]]]
     assert "secret" not in file.read_text()
     assert "other" not in file.read_text()
 
@@ -105,6 +108,8 @@ async def test_stop_is_told_where_nothing_has_room(tmp_path: Path) -> None:
     file, counters = tmp_path / "events.jsonl", Counter[str]()
     async with SecurityEvents(file, counters, most_bytes=1_000) as events:
         await eventually(lambda: named(file, "started"))
+        # All room is free again.
+        await eventually(lambda: events._waiting_bytes == 0)
         events._waiting_bytes = 1_000
     assert [line["event"] for line in lines_of(file)] == ["started", "stopped"]
     assert not counters["security.events_lost"]

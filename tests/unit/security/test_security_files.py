@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from kproxy.config.access import AccessOptions
 from kproxy.config.principal_rules import PrincipalMapping, parse_rules
 from kproxy.config.quotas import QuotaOptions
-from kproxy.config.security import PLAIN, SaslOptions, Texts
+from kproxy.config.security import PLAIN, OauthOptions, SaslOptions, Texts
 from kproxy.errors import StartupError
 from kproxy.security.acls import Operation, Resource
 from kproxy.security.files import SecurityFiles
@@ -234,8 +234,23 @@ def test_a_key_is_chosen_by_its_id(tmp_path: Path) -> None:
     assert verifier.verify(client.token(1)).principal.name == "alice"
     with pytest.raises(InvalidToken):
         verifier.verify(client.token(1, headers={"kid": "key-0"}))
-    with pytest.raises(InvalidToken):
+    with pytest.raises(InvalidToken, match="no key of the set"):
         verifier.verify(client.token(2))
+
+
+def test_tokens_are_checked_as_configured(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text(client.jwks(0))
+    checks: dict[str, Any] = {"audience": Texts(["a", "b"]), "principal_claim": "name", "groups_claim": "teams"}
+    oauth = OauthOptions(jwks=str(keys), issuer=client.ISSUER, **checks)
+    sasl = SaslOptions(mechanisms=Texts(["OAUTHBEARER"]), oauth=oauth)
+    tokens = SecurityFiles(sasl, None, None, Reloads(), counters=Counter()).tokens
+    assert tokens is not None
+    verified = tokens.verify(client.token(aud="b", name="carol", teams=["x"]))
+    assert verified.principal == Principal("carol", frozenset({"x"}))
+    for wrong in ({"aud": "c"}, {"iss": "https://other.test/"}):
+        with pytest.raises(InvalidToken):
+            tokens.verify(client.token(**{"aud": "a", "name": "carol", **wrong}))
 
 
 def _unsigned(**header: Any) -> str:

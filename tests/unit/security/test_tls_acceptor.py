@@ -53,11 +53,12 @@ class Site:
             counters=self.counters,
             **{"max_half_open": 10, **options},
         )
-        self.port = 0
+        self.host, self.port = "", 0
+        self.is_full = False
 
     def make(self, source: Source | None) -> Session | None:
         self.sources.append(source)
-        return Session()
+        return Session() if not self.is_full else None
 
     def welcome(self, session: Session) -> None:
         self.welcomed += 1
@@ -66,7 +67,7 @@ class Site:
         """What a client gets for this until the connection ends, or as much as it has sent."""
         async with asyncio.timeout(60):
             name = "localhost" if context is not None else None
-            reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=context, server_hostname=name)
+            reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context, server_hostname=name)
             try:
                 writer.write(data)
                 return await reader.read(1 << 16)
@@ -84,10 +85,10 @@ class Site:
 async def begin() -> AsyncIterator[Begin]:
     sites: list[Site] = []
 
-    async def begun(tls: Loaded | None = None, **options: Any) -> Site:
+    async def begun(tls: Loaded | None = None, host: str = "127.0.0.1", **options: Any) -> Site:
         site = Site(tls, **options)
-        server = await bind(asyncio.Protocol, "127.0.0.1", 0)
-        site.port = bound_port(server)
+        server = await bind(asyncio.Protocol, host, 0)
+        site.host, site.port = host, bound_port(server)
         site.acceptor.open(server)
         sites.append(site)
         return site
@@ -109,8 +110,9 @@ def loaded(signer: Signer) -> Loaded:
     return load_for_acceptor(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key"))
 
 
-async def test_plain_client_is_let_in_and_not_counted(begin: Begin) -> None:
-    site = await begin()
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_plain_client_is_let_in_and_not_counted(begin: Begin, host: str) -> None:
+    site = await begin(host=host)
     assert await site.tell(b"ping") == b"ping"
     assert (site.sources, site.welcomed, site.counters) == ([None], 1, {})
 
@@ -226,6 +228,14 @@ async def test_client_beyond_the_limit_is_not_let_in(begin: Begin) -> None:
     with contextlib.suppress(ConnectionError):
         assert await site.tell(b"ping") == b""
     assert (site.welcomed, site.sources) == (0, [])
+
+
+async def test_client_without_session_is_cut_off(begin: Begin) -> None:
+    site = await begin()
+    site.is_full = True
+    with contextlib.suppress(ConnectionError):
+        assert await site.tell(b"") == b""
+    assert (site.welcomed, site.sources) == (0, [None])
 
 
 async def test_listener_in_use_is_named(begin: Begin) -> None:
