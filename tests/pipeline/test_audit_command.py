@@ -16,7 +16,7 @@ from kproxy.cli import main
 from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.demo.run import await_trails
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.run import LOCAL, SPARK, AuditJob, run_audit_job
+from kproxy.pipeline.audit.run import LOCAL, AuditJob, run_audit_job
 from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
@@ -68,13 +68,8 @@ def unended(dev_cluster: KproxyProcess, topic: str) -> AuditJob:
     return AuditJob(bootstrap=dev_cluster.kafka, trail=parse_trail(f"topic:{name}"), topics=(topic,))
 
 
-@pytest.mark.parametrize("engine", [LOCAL, pytest.param(SPARK, marks=pytest.mark.spark)])
-def test_unproven_trail_ends_with_status_3(
-    unended: AuditJob, engine: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if engine == SPARK:
-        request.getfixturevalue("spark")
-    assert audit_status(replace(unended, engine=engine)) == 3
+def test_unproven_trail_ends_with_status_3(unended: AuditJob, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit_status(unended) == 3
     said = capsys.readouterr().out
     assert said.startswith("Unproven"), said
     assert f"{RECORDS}" in said
@@ -113,9 +108,9 @@ def test_large_audit_goes_on_to_spark(unended: AuditJob, monkeypatch: pytest.Mon
         (["--master", "yarn"], r"On a cluster \(yarn\) the tables need a place .* give --output DIR"),
         (["--engine", "local", "--master", "local[1]"], "--engine local runs in this process"),
         (["--engine", "local", "--output", "s3://x"], "--engine local runs in this process"),
-        (["--follow"], "give --output DIR"),
-        (["--follow", "--output", "x", "--to", "1h"], "--follow has no end"),
-        (["--follow", "--output", "x", "--trail", "json:EMPTY"], "needs files that are whole when they appear"),
+        (["--follow", "--output", "x"], "--follow has no end and reports as it goes"),
+        (["--follow", "--to", "1h"], "--follow has no end"),
+        (["--follow", "--trail", "json:EMPTY"], "needs files that are whole when they appear"),
     ],
 )
 def test_unauditable_input_is_refused_before_spark_starts(
@@ -130,7 +125,6 @@ def test_unauditable_input_is_refused_before_spark_starts(
         raise AssertionError("Spark was asked for")
 
     monkeypatch.setattr("kproxy.pipeline.audit.run_spark.open_session", no_spark)
-    monkeypatch.setattr("kproxy.pipeline.audit.follow.open_session", no_spark)
     given = [each.replace("NOBODY", f"127.0.0.1:{free_port()}") for each in arguments]
     given = [each.replace("EMPTY", str(tmp_path)) for each in given]
     bootstrap = [] if "--bootstrap" in given else ["--bootstrap", dev_cluster.kafka]

@@ -5,24 +5,35 @@ Each run draws new histories; what fails names their seeds.
 
 from __future__ import annotations
 
+import io
 import json
 import secrets
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit import run_spark
 from kproxy.pipeline.audit.in_process import Results
 from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.run import SPARK, AuditJob, run_audit_job
 from kproxy.pipeline.audit.run_spark import acknowledged_by_one, fitted, judge
 from kproxy.pipeline.audit.tables import NAMES, Tables, audit_tables, read_results
+from kproxy.pipeline.audit.trail_place import TOPIC, TrailPlace
+from kproxy.pipeline.progress import Report
+from kproxy.pipeline.session import SessionOptions
+from kproxy.trail.rows import encode_page
 from tests.support.audit import cases
+from tests.support.audit.forged_trail import ForgedTrail
 from tests.support.audit.frames import bounds_frame, log_frame, trail_frame
 from tests.support.audit.histories import bounds_of, make
 from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, judged_here, shared_names
+from tests.support.clients.kafka_io import produce
+from tests.support.processes.dev import KproxyProcess
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -147,6 +158,22 @@ def test_results_written_here_are_read_by_spark(spark: Any, here: Results, tmp_p
     assert about == {"made": "now"}
     for name in NAMES:
         assert comparable(getattr(read, name).collect()) == comparable(getattr(here, name)), name
+
+
+def test_spark_reads_trails_and_logs_of_a_cluster(
+    spark: Any, dev_cluster: KproxyProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, trail = f"engines-{uuid.uuid4().hex[:10]}", ForgedTrail("f" * 16)
+    produce(dev_cluster.kafka, name, [b"value"] * 30)
+    produce(dev_cluster.kafka, f"trail-{name}", [encode_page([trail.begin(), trail.acked(name, 0, 33)])])
+    job = AuditJob(bootstrap=dev_cluster.kafka, trail=TrailPlace(TOPIC, f"trail-{name}"), engine=SPARK, json=True)
+    assert run_audit_job(job, SessionOptions("audit"), display=Report(progress=Console(file=io.StringIO()))) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["verdict"] == "Loss"
+    counts = {state: document["counts"][state] for state in ("acked", "present", "lost")}
+    assert counts == {"acked": 33, "present": 30, "lost": 3}
+    # The proxy has no end: it is not known what else it acknowledged.
+    assert document["findings_by_kind"].keys() == {"lost", "tail"}
 
 
 def test_single_replica_acknowledgements_are_reported_by_partition(spark: Any) -> None:

@@ -176,7 +176,7 @@ def read_headers(
                 for rows in headers_in(options, client, wanted):
                     batches += len(rows)
                     size += sum(row[8] for row in rows)
-                    if batches > (most_batches or batches) or size > (most_bytes or size):
+                    if _exceeds(batches, most_batches) or _exceeds(size, most_bytes):
                         raise TooLarge
                     read[wanted.which] += [Batch(*row[:6], row[9], row[11]) for row in rows]
             except LogReadFailed as error:
@@ -184,6 +184,10 @@ def read_headers(
                     raise
                 unread[wanted.which] = str(error)
     return read
+
+
+def _exceeds(amount: int, most: int | None) -> bool:
+    return most is not None and amount > most
 
 
 def _crc_check(option: str) -> CheckCrc | None:

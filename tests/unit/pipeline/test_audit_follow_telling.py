@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kproxy.pipeline.audit.columns import FINDING_KINDS, FINDINGS, GAP, LOST, UNPROVEN_KINDS
-from kproxy.pipeline.audit.follow_state import ALERTS_PER_KIND, LISTED, REMEMBERED_AT_MOST, FollowState, new_alerts
+from kproxy.pipeline.audit.columns import DELETED, FINDINGS, GAP, LOST
+from kproxy.pipeline.audit.follow import ALERTS_PER_KIND, FollowState
 
 
 def lost(first: int, records: int = 1, of_kind: int = 1) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def gap(sequence: int) -> dict[str, Any]:
 
 
 def told(state: FollowState, *findings: dict[str, Any]) -> list[str]:
-    return [each.sentence for each in new_alerts(state, findings, FINDING_KINDS)[1]]
+    return [each.sentence for each in state.alerts(findings)]
 
 
 def test_new_findings_are_reported_despite_many_earlier_ones() -> None:
@@ -27,9 +27,10 @@ def test_new_findings_are_reported_despite_many_earlier_ones() -> None:
     many = [lost(2 * n, of_kind=150) for n in range(150)]
     first = told(state, *many)
     assert len(first) == ALERTS_PER_KIND + 1
-    assert first[-1] == "lost: 50 more, too many to tell one by one: see the table findings."
+    assert first[-1] == "lost: 50 more, too many to tell one by one."
     assert state.failures == 150
-    assert told(state, *many, lost(5000, 500_000, of_kind=151)) == ["lost: t/0 offsets 5000 to 504999: Gone."]
+    assert told(state, *many) == []
+    assert told(state, lost(5000, 500_000)) == ["lost: t/0 offsets 5000 to 504999: Gone."]
     assert state.failures == 151
 
 
@@ -45,24 +46,15 @@ def test_grown_loss_is_reported_again() -> None:
     assert told(state, lost(5, 20)) == ["lost: t/0 offsets 5 to 24: Gone."]
 
 
-def test_unlisted_findings_are_counted_as_they_rise() -> None:
+def test_unlisted_findings_are_counted() -> None:
     state = FollowState()
-    listed = [lost(2 * n, of_kind=LISTED + 7) for n in range(LISTED)]
-    assert told(state, *listed)[-1].startswith(f"lost: {LISTED + 7 - ALERTS_PER_KIND:,} more")
-    assert told(state, *listed) == []
-    grown = [{**row, "of_kind": LISTED + 10} for row in listed]
-    assert told(state, *grown) == ["lost: 3 more, too many to tell one by one: see the table findings."]
-    assert state.failures == LISTED + 10
-
-
-def test_all_listed_findings_are_remembered() -> None:
-    assert len(FINDING_KINDS) * LISTED <= REMEMBERED_AT_MOST
+    assert told(state, *(lost(2 * n, of_kind=37) for n in range(30)))[-1].startswith("lost: 7 more")
+    assert state.failures == 37
 
 
 def test_unproven_records_are_counted_separately() -> None:
     state = FollowState()
-    new, said = new_alerts(state, [lost(1), gap(3)], UNPROVEN_KINDS)
-    assert [row["kind"] for row in new] == [GAP]
-    assert [tuple(each) for each in said] == [("Hole.", False)]
+    declared = {**lost(9), "kind": DELETED}
+    assert [tuple(each) for each in state.alerts([gap(3), declared])] == [("Hole.", False)]
     assert (state.failures, state.unproven) == (0, 1)
     assert told(state, lost(1), gap(3)) == ["lost: t/0 offsets 1 to 1: Gone."]
