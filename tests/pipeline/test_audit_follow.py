@@ -19,6 +19,7 @@ from rich.console import Console
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.follow import Follower, FollowOptions, run_follow_job
+from kproxy.pipeline.audit.log_client import LogClient, LogReadFailed
 from kproxy.pipeline.audit.logs import bounds_now, existing
 from kproxy.pipeline.audit.run import AuditJob
 from kproxy.pipeline.audit.trail_place import parse_trail
@@ -276,6 +277,32 @@ def test_audit_from_time_judges_missing_and_late_rows(since: Followed) -> None:
     (lost,) = [sentence for sentence in fed.feed(late) if "missing" not in sentence]
     assert "offsets 10 to 14" in lost
     assert fed.follower.acked == 15
+
+
+def test_unreadable_partition_is_judged_when_it_can_be_read(
+    dev_cluster: KproxyProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed(dev_cluster.kafka, tmp_path)
+    produce(followed.bootstrap, followed.topic, [b"value"] * 10)
+    fed = Fed(followed)
+    trail = ForgedTrail("9" * 16, began_ms=fed.now_ms)
+    fetch = LogClient.fetch
+
+    def refused(*_: object) -> object:
+        raise LogReadFailed("refused")
+
+    monkeypatch.setattr(
+        LogClient,
+        "fetch",
+        lambda self, which, *more: fetch(self, which, *more) if which.topic == followed.trail else refused(),
+    )
+    (unread,) = fed.feed(trail.begin(), trail.acked(followed.topic, 0, 13))
+    assert unread.startswith(f"unread: {followed.topic}/0: The log of")
+    assert fed.feed() == []
+    monkeypatch.setattr(LogClient, "fetch", fetch)
+    (lost,) = fed.feed()
+    assert "offsets 10 to 12" in lost
+    assert fed.feed(trail.mark()) == []
 
 
 def test_unusable_state_file_is_named(dev_cluster: KproxyProcess, tmp_path: Path) -> None:

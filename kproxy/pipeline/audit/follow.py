@@ -12,7 +12,7 @@ Invariants
 2. Each reading of a log begins at the first offset that new rows acknowledge, or where the last one ended, whichever is
    lower, and replaces what earlier ones have from there on: the log may have been truncated since, or made anew.
 3. Rows and batches are kept for `horizon_ms`, and at most MOST_KEPT of each: within these, offsets assigned twice and
-   repeated batches are found.
+   repeated batches are found. Trails are kept until that long after their end, and TRAILS_AT_MOST of them.
 4. The state file has the state of `horizon_ms` ago, and what was reported since. Rows that are read again are judged
    again, and nothing is reported twice.
 5. Rows of a partition that cannot be read are judged again in the next round.
@@ -51,6 +51,7 @@ from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.pipeline.progress import Report
 
 MOST_KEPT: Final = 1_000_000
+TRAILS_AT_MOST: Final = 10_000
 # Findings of a kind that a round reports one by one, and that are remembered so that none is reported twice.
 ALERTS_PER_KIND: Final = 100
 REMEMBERED_AT_MOST: Final = 20_000
@@ -174,7 +175,7 @@ class Follower:
         self.acked += sum(row.record_count or 0 for row in new if self._is_judged(row, lookback_ms=0))
         log, bounds, unread = self._read_logs(ranges)
         self._again = [row for row in ranges if _partition(row) in unread]
-        results = audit_rows(self._concerned(ranges), log, bounds, rules, unread, self._trails)
+        results = audit_rows(self._concerned(ranges, unread), log, bounds, rules, unread, self._trails)
         for each in self.state.alerts(results.findings):
             self._alarm(each.sentence, each.fails)
         self._forget()
@@ -237,8 +238,8 @@ class Follower:
         log = {which: self._batches[which] for which in needed}
         return log, {which: each for which, each in bounds.items() if which in needed}, unread
 
-    def _concerned(self, ranges: Sequence[TrailRow]) -> Iterator[TrailRow]:
-        """Yield the new rows, and the earlier ones that may have their offsets; keep the new ones."""
+    def _concerned(self, ranges: Sequence[TrailRow], unread: Unread) -> Iterator[TrailRow]:
+        """Yield the new rows, and the earlier ones that may have their offsets; keep the new ones that are judged."""
         low = first_acknowledged(ranges, 0)
         for which, first in low.items():
             for row in self._rows[which]:
@@ -246,7 +247,8 @@ class Follower:
                 if max(at + count for at, count in zip(spans[::2], spans[1::2], strict=True)) > first:
                     yield row
         for row in ranges:
-            self._rows[_partition(row)].append(row)
+            if _partition(row) not in unread:
+                self._rows[_partition(row)].append(row)
             yield row
 
     def _forget(self) -> None:
@@ -264,6 +266,11 @@ class Follower:
             else:
                 del self._rows[which]
                 self._batches.pop(which, None)
+        self._again = self._again[-MOST_KEPT:]
+        ended = [name for name, part in self._trails.items() if part.end is not None and part.last_at < until_ms]
+        oldest = sorted(self._trails, key=lambda name: self._trails[name].last_at)
+        for name in {*ended, *oldest[: max(0, len(oldest) - TRAILS_AT_MOST)]}:
+            del self._trails[name]
 
     def _save(self) -> None:
         horizon_ms = self._options.horizon_ms
