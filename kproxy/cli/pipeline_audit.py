@@ -62,7 +62,7 @@ from kproxy.errors import StartupError
     type=click.Choice(("auto", "local", "spark")),
     default="auto",
     show_default=True,
-    help="Where to judge: in this process, on Spark, or here as long as it fits (a million batches).",
+    help="Where to judge: in this process, on Spark, or here as long as it fits (300,000 batches).",
 )
 @click.option("--follow", is_flag=True, help="Audit new rows continuously, until interrupted.")
 @click.option(
