@@ -142,6 +142,10 @@ def command(
     )
     spark = session_options("kproxy audit", **spark_flags_given, kafka=place.kind == TOPIC)
     check_master(spark)
+    if follow and spark.master is not None:
+        raise StartupError("--follow runs in this process: leave --master out.")
+    if state is not None and not follow:
+        raise StartupError("--state is for --follow: an audit without it reads all anew.")
     try:
         if not follow:
             return run_audit_job(job, spark)

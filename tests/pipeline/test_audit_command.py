@@ -110,6 +110,11 @@ def test_large_audit_goes_on_to_spark(unended: AuditJob, monkeypatch: pytest.Mon
         (["--engine", "local", "--output", "s3://x"], "--engine local runs in this process"),
         (["--follow", "--output", "x"], "--follow has no end and reports as it goes"),
         (["--follow", "--to", "1h"], "--follow has no end"),
+        (["--follow", "--json"], "leave --to, --report, --output, --json and --metrics out"),
+        (["--follow", "--engine", "spark"], "--follow runs in this process"),
+        (["--follow", "--master", "local[1]"], "--follow runs in this process"),
+        (["--follow", "--trail", "parquet:s3://x"], "--follow runs in this process"),
+        (["--state", "x"], "--state is for --follow"),
         (["--follow", "--trail", "json:EMPTY"], "needs files that are whole when they appear"),
     ],
 )

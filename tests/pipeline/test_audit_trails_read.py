@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from kproxy.pipeline.audit.trail_place import parse_place
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 from kproxy.trail.parquet_sink import SCHEMA
 from tests.support.audit.frames import SHIPPED_SCHEMA, trail_frame
-from tests.support.audit.trails import Row, Trail
+from tests.support.audit.trails import BAD_LINES, Row, Trail, page
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -29,10 +28,6 @@ def long_trail(proxy: str, rows: int) -> Trail:
     return trail
 
 
-def page(rows: list[Row]) -> str:
-    return "\n".join(json.dumps({name: value for name, value in row.items() if value is not None}) for row in rows)
-
-
 def told(frame: Any) -> list[Row]:
     return sorted((row.asDict() for row in frame.collect()), key=lambda row: row["sequence"])
 
@@ -41,19 +36,9 @@ def whole(rows: list[Row]) -> list[Row]:
     return [{name: row.get(name) for name in SHIPPED_SCHEMA.names} for row in rows]
 
 
-BAD = [
-    '{"kind":"range","proxy":"p","incarnation":"p","sequence":900,"at":1,"topic":"t","spans":[1]}',
-    '{"kind":"range","proxy":"p","incarnation":"p","sequence":901,"at":1}',
-    '{"kind":"begin","proxy":"p","sequence":902,"at":1}',
-    '{"kind":"other","proxy":"p","incarnation":"p","sequence":903,"at":1}',
-    '{"kind":"mark","proxy":"p","incarn',
-    "",
-]
-
-
 def test_json_files_are_read_without_torn_rows(spark: Any, tmp_path: Path) -> None:
     trail = long_trail("p", 5)
-    (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD]))
+    (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD_LINES]))
     (tmp_path / "a.jsonl.tmp").write_text(page(long_trail("q", 5).rows))
     assert told(read_files(spark, parse_place(f"json:{tmp_path}"))) == whole(trail.rows)
 
@@ -101,7 +86,7 @@ def trail_frame_column(name: str) -> Any:
 
 def test_topic_pages_are_read_with_their_ship_time(spark: Any) -> None:
     trail = long_trail("p", 5)
-    messages = [(bytearray(page(trail.rows[:2]).encode()), 7.0), (bytearray("\n".join(BAD).encode()), 8.0)]
+    messages = [(bytearray(page(trail.rows[:2]).encode()), 7.0), (bytearray("\n".join(BAD_LINES).encode()), 8.0)]
     messages.append((bytearray(page(trail.rows[2:]).encode()), 9.5))
     frame = spark.createDataFrame(messages, "value binary, seconds double").selectExpr(
         "value", "timestamp_millis(cast(seconds * 1000 as long)) as timestamp"

@@ -44,9 +44,9 @@ from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, read_opt
 from kproxy.pipeline.audit.logs import Unread, bounds_now, ends_behind, ends_of, existing, offsets_at, read_headers
 from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart, trail_part
 from kproxy.pipeline.audit.report_facts import FAULTY, UNPROVEN
-from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, acknowledged_by_one, check, first_acknowledged
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, SPARK, AuditJob, acknowledged_by_one, check, first_acknowledged
 from kproxy.pipeline.audit.trail_place import JSON, TOPIC
-from kproxy.pipeline.audit.trail_reader import parquet_rows, read_topic
+from kproxy.pipeline.audit.trail_reader import file_rows, files_of, read_topic
 from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.pipeline.progress import Report
 
@@ -189,9 +189,11 @@ class Follower:
     def _new_rows(self) -> list[TrailRow]:
         job = self._job
         if job.trail.kind != TOPIC:
-            files = [each for each in sorted(Path(job.trail.name).glob("*.parquet")) if each.name not in self._files]
-            self._files.update(each.name for each in files)
-            return [row for file in files for row in parquet_rows(file)]
+            files = files_of(job.trail)
+            rows = [row for file in files if file.name not in self._files for row in file_rows(file)]
+            # Without those that have been removed since.
+            self._files = {file.name for file in files}
+            return rows
         bootstrap, topics = job.trail_bootstrap or job.bootstrap, (job.trail.name,)
         ends = ends_of(bootstrap, topics, job.kafka)
         starts: Offsets = {TopicPartition(job.trail.name, index): at for index, at in self._offsets.items()}
@@ -317,8 +319,14 @@ def run_follow_job(
     stop: threading.Event | None = None,
 ) -> int:
     """Follow the trail until interrupted; return the exit status. Raise StartupError or LogReadFailed."""
-    if job.to_ms is not None or job.report is not None or job.output is not None:
-        raise StartupError("--follow has no end and reports as it goes: leave --to, --report and --output out.")
+    if job.to_ms is not None or job.json or any(each is not None for each in (job.report, job.output, job.metrics)):
+        raise StartupError(
+            "--follow has no end and reports as it goes: leave --to, --report, --output, --json and --metrics out."
+        )
+    if job.engine == SPARK or "://" in job.trail.name:
+        raise StartupError(
+            "--follow runs in this process with files of this machine: leave --engine spark and :// out."
+        )
     if job.trail.kind == JSON:
         raise StartupError("--follow needs files that are whole when they appear, or a topic: give another --trail.")
     check(job)

@@ -95,13 +95,16 @@ def audit_rows(
     # By partition and, for deleted topics, id; that of the existing topic is "".
     ranges: dict[TopicPartition, dict[str | None, list[Range]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        stamps[row.proxy, row.incarnation].append(row.stamp())
+        if parts is None:
+            stamps[row.proxy, row.incarnation].append(row.stamp())
         if row.kind != "range" or row.topic is None or row.partition is None:
             continue
         if rules.judges(row.topic, row.last_acked_at or 0):
             topic_id = row.topic_id if rules.is_gone(row.topic, row.topic_id, living) else ""
             ranges[TopicPartition(row.topic, row.partition)][topic_id].append(row.acknowledged())
-    judge, missing = rules.prove(parts or {name: trail_part(each) for name, each in stamps.items()})
+    if parts is None:
+        parts = {name: trail_part(each) for name, each in stamps.items()}
+    judge, missing = rules.prove(parts)
     audit = _Audit(rules, judge, missing)
     for which in sorted(bounds.keys() | ranges.keys() | log.keys() | unread.keys()):
         batches = [] if which in unread else log.get(which, [])

@@ -135,6 +135,7 @@ class Amounts:
             bin_[1] = max(bin_[1], longest)
 
     def count(self, row: Range, *, is_late: bool) -> None:
+        """Count a row of the trail."""
         counts, records = self.counts, row.record_count
         counts["records"] += records
         counts["batches"] += row.batches
@@ -540,7 +541,6 @@ class _Sweep:
             self._count(claim, before)
             return
         whole = _without_resent(claims)
-        # By offset: how many claims begin (first) and end there.
         borders = sorted({claim.start for claim in whole} | {claim.end for claim in whole})
         active: dict[int, _Claim] = {}
         ending: list[tuple[int, int]] = []
@@ -622,17 +622,17 @@ class _Sweep:
 
     def _note(self, island: Island, claims: Iterable[_Claim]) -> None:
         islands, found, kind = self.part.islands, self.part.found, island.kind
-        before = next((each for each in reversed(islands) if each.kind == kind), None)
+        last = next((at for at in reversed(range(len(islands))) if islands[at].kind == kind), None)
         for claim in islice(claims, min(CLAIMS_EXAMINED, max(1, self._may_examine))):
             self._may_examine -= 1
             island.add(claim.row, island.start, island.end)
-        if before is not None and island.continues(before):
-            before.extend(island)
+        if last is not None and island.continues(islands[last]):
+            islands[last].extend(island)
             return
         found[kind] += 1
-        if before is not None and found[kind] > self._rules.max_findings + 1:
+        if last is not None and found[kind] > self._rules.max_findings + 1:
             # Only the last one is kept, which the next range may continue.
-            islands.remove(before)
+            del islands[last]
         islands.append(island)
 
     def find(self, probes: Iterable[tuple[int, Repeat]]) -> dict[int, tuple[int, int]]:

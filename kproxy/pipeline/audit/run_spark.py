@@ -20,7 +20,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.in_process import audit_rows
-from kproxy.pipeline.audit.judge import Batch, Bounds
+from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.log_source import log_options, read_log
 from kproxy.pipeline.audit.logs import (
@@ -139,13 +139,13 @@ def judge(
 ) -> tuple[int, Tables]:
     """Audit the inputs and write the tables to `output`. Return the number of input rows, and the tables."""
     amount = rows.count() + log.count()
-    tables = audited_tables(session, rows, log, bounds, rules, land, amount)
+    tables = _audited(session, rows, log, bounds, rules, land, amount)
     with fitted(session, amount):
         write_results(tables, output, about)
     return amount, read_results(session, output)[0]
 
 
-def audited_tables(
+def _audited(
     session: Any, rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land, amount: int
 ) -> Tables:
     """Audit `amount` rows and batches: few by the driver, as Spark would spend its time on plans and empty tasks."""
@@ -193,11 +193,8 @@ def _read_logs(
         starts = starts_at_or_before(first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS), ends)
     options = log_options(job.bootstrap, topics=topics, starts=starts, ends=ends, kafka=job.kafka)
     log = land("log", read_log(session, options))
-    return log, bounds_frame(session, bounds_now(job.bootstrap, topics, job.compacted, job.kafka))
-
-
-def bounds_frame(session: Any, bounds: Mapping[TopicPartition, Bounds]) -> DataFrame:
-    return session.createDataFrame([(*which, *each) for which, each in bounds.items()], BOUNDS_SCHEMA)
+    bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka)
+    return log, session.createDataFrame([(*which, *each) for which, each in bounds.items()], BOUNDS_SCHEMA)
 
 
 @contextmanager
@@ -242,10 +239,6 @@ _FIRST_OFFSET: Final = "array_min(filter(spans, (each, index) -> index % 2 = 0))
 
 def first_acknowledged(rows: DataFrame, since_ms: int) -> dict[TopicPartition, int]:
     """Return, by partition, the lowest offset that the trail has as acknowledged at `since_ms` or later."""
-    return first_offsets(rows.where((F.col("kind") == "range") & (F.col("last_acked_at") >= since_ms)))
-
-
-def first_offsets(ranges: DataFrame) -> dict[TopicPartition, int]:
-    """Return, by partition, the lowest offset in a trail's rows of kind `range`."""
+    ranges = rows.where((F.col("kind") == "range") & (F.col("last_acked_at") >= since_ms))
     firsts = ranges.groupBy("topic", "partition").agg(F.min(F.expr(_FIRST_OFFSET)).alias("first"))
     return {TopicPartition(row.topic, row.partition): row.first for row in firsts.collect()}

@@ -12,10 +12,11 @@ from typing import Final
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_client import EARLIEST, LogClient, LogReadFailed, TopicPartition
 from kproxy.pipeline.audit.log_options import Offsets
-from kproxy.pipeline.audit.trail_place import PARQUET, TrailPlace
+from kproxy.pipeline.audit.trail_place import JSON, PARQUET, TrailPlace
 from kproxy.pipeline.audit.trail_rows import TrailRow, only_rows, rows_in
 from kproxy_codec import error_codes
 
+_PATTERNS: Final = {JSON: "*.jsonl", PARQUET: "*.parquet"}
 _FETCH_BYTES: Final = 4 << 20
 # A broker answers an empty fetch after a short wait; compaction may have removed the last records before an end.
 _EMPTY_ANSWERS: Final = 3
@@ -23,14 +24,23 @@ _EMPTY_ANSWERS: Final = 3
 
 def read_files(place: TrailPlace, from_ms: int | None = None) -> Iterator[TrailRow]:
     """Yield the rows closed from `from_ms` on. Raise StartupError if a file cannot be read."""
-    reader = parquet_rows if place.kind == PARQUET else _json_rows
-    for file in sorted(Path(place.name).glob("*.parquet" if place.kind == PARQUET else "*.jsonl")):
-        try:
-            for row in reader(file):
-                if from_ms is None or row.at >= from_ms:
-                    yield row
-        except OSError as error:
-            raise StartupError(f"The trail could not be read: {file}: {error.strerror or error}.") from error
+    for file in files_of(place):
+        for row in file_rows(file):
+            if from_ms is None or row.at >= from_ms:
+                yield row
+
+
+def files_of(place: TrailPlace) -> list[Path]:
+    """Return the trail's files that are whole, sorted by time."""
+    return sorted(Path(place.name).glob(_PATTERNS[place.kind]))
+
+
+def file_rows(file: Path) -> Iterator[TrailRow]:
+    """Yield the rows of one file. Raise StartupError if it cannot be read."""
+    try:
+        yield from (_parquet_rows if file.suffix == ".parquet" else _json_rows)(file)
+    except OSError as error:
+        raise StartupError(f"The trail could not be read: {file}: {error.strerror or error}.") from error
 
 
 def _json_rows(file: Path) -> Iterator[TrailRow]:
@@ -39,8 +49,7 @@ def _json_rows(file: Path) -> Iterator[TrailRow]:
             yield from rows_in(line)
 
 
-def parquet_rows(file: Path) -> Iterator[TrailRow]:
-    """Yield the rows of one file. Raise StartupError if it is damaged."""
+def _parquet_rows(file: Path) -> Iterator[TrailRow]:
     try:
         import pyarrow
         import pyarrow.parquet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,17 @@ BEGAN_AT = 1_760_000_000_000
 INTERVAL_MS = 5_000
 
 Row = dict[str, Any]
+
+
+# Lines that are no rows.
+BAD_LINES = [
+    '{"kind":"range","proxy":"p","incarnation":"p","sequence":900,"at":1,"topic":"t","spans":[1]}',
+    '{"kind":"range","proxy":"p","incarnation":"p","sequence":901,"at":1}',
+    '{"kind":"begin","proxy":"p","sequence":902,"at":1}',
+    '{"kind":"other","proxy":"p","incarnation":"p","sequence":903,"at":1}',
+    '{"kind":"mark","proxy":"p","incarn',
+    "",
+]
 
 
 class Trail:
@@ -134,6 +146,10 @@ def bounds(
         "is_compacted": is_compacted,
         "topic_id": topic_id,
     }
+
+
+def page(rows: Iterable[Row]) -> str:
+    return "\n".join(json.dumps({name: value for name, value in row.items() if value is not None}) for row in rows)
 
 
 def trail_rows(rows: Iterable[Row]) -> list[TrailRow]:

@@ -14,14 +14,14 @@ import pytest
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit import columns
 from kproxy.pipeline.audit.in_process import audit_rows
-from kproxy.pipeline.audit.judge import Batch, Bounds
+from kproxy.pipeline.audit.judge import Batch, Bounds, JudgeRules, Range, judge_log
 from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.report_facts import SUMMED, Sums, Verdict
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_machine import as_json, write_metrics
 from kproxy.pipeline.audit.report_text import headline, summary
 from kproxy.pipeline.audit.rules import AuditRules
-from tests.support.audit.cases import CASES, inputs
+from tests.support.audit.cases import CASES, WINDOW_MS, inputs
 from tests.support.audit.trails import BEGAN_AT, Row, Trail, judged_here, trail_rows
 
 COUNTED = (
@@ -187,3 +187,16 @@ def test_programs_read_json_and_metrics(tmp_path: Path) -> None:
         assert checked.returncode == 0
     with pytest.raises(StartupError, match="--metrics could not be written to"):
         write_metrics(facts, 1, tmp_path / "no" / "audit.prom")
+
+
+@pytest.mark.timeout(60)
+def test_many_losses_take_time_in_proportion() -> None:
+    """Each second batch is missing: with a search among the listed losses for each, this takes minutes."""
+    losses = 300_000
+    row = Range("p", "a", 1, 1, None, 1, 1, -1, 1, -1, None, None, 2 * losses, 1, 1, 1, 1, [0, 2 * losses], None)
+    batches = [Batch(2 * k, 2 * k, 1, -1, -1, -1, False, True) for k in range(losses)]
+    rules = JudgeRules(window_ms=WINDOW_MS, promised_ms={}, late_after_ms=1, max_findings=1_000)
+    _, part, _ = judge_log([row], batches, Bounds(0, 2 * losses, False, None), rules)
+    assert part.found["lost"] == losses
+    starts = [island.start for island in part.islands]
+    assert starts == [*range(1, 2_001, 2), 2 * losses - 1]

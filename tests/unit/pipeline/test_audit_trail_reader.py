@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pyarrow
@@ -14,7 +13,7 @@ from kproxy.pipeline.audit.trail_place import parse_place
 from kproxy.pipeline.audit.trail_reader import read_files
 from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.trail.parquet_sink import SCHEMA
-from tests.support.audit.trails import Row, Trail, trail_rows
+from tests.support.audit.trails import BAD_LINES, Trail, page, trail_rows
 
 
 def some_trail(proxy: str = "p") -> Trail:
@@ -25,27 +24,13 @@ def some_trail(proxy: str = "p") -> Trail:
     return trail
 
 
-def page(rows: list[Row]) -> str:
-    return "\n".join(json.dumps({name: value for name, value in row.items() if value is not None}) for row in rows)
-
-
 def read(place: str, from_ms: int | None = None) -> list[TrailRow]:
     return list(read_files(parse_place(place), from_ms))
 
 
-BAD = [
-    '{"kind":"range","proxy":"p","incarnation":"p","sequence":900,"at":1,"topic":"t","spans":[1]}',
-    '{"kind":"range","proxy":"p","incarnation":"p","sequence":901,"at":1}',
-    '{"kind":"begin","proxy":"p","sequence":902,"at":1}',
-    '{"kind":"other","proxy":"p","incarnation":"p","sequence":903,"at":1}',
-    '{"kind":"mark","proxy":"p","incarn',
-    "",
-]
-
-
 def test_json_files_are_read_without_torn_rows(tmp_path: Path) -> None:
     trail = some_trail()
-    (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD]))
+    (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD_LINES]))
     (tmp_path / "a.jsonl.tmp").write_text(page(some_trail("q").rows))
     assert read(f"json:{tmp_path}") == trail_rows(trail.rows)
     late = trail_rows(trail.rows)[3:]
