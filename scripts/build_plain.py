@@ -7,6 +7,7 @@ from it. Without them kproxy forwards all requests in Python, and the last line 
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -76,7 +77,8 @@ def build(directory: Path) -> Path:
     # Not in place: a running process has the old one mapped.
     fresh = directory / f"{NAME}.new"
     command = [*compiler, "-O2", "-fPIC", "-fno-strict-overflow", *shared, f"-I{INCLUDE}", f"-I{PACKAGE}"]
-    command += shlex.split(os.environ.get("CFLAGS", ""))
+    digest: str = runpy.run_path(str(PACKAGE / "sources.py"))["sources_digest"](PACKAGE)
+    command += [f'-DKPROXY_PLAIN_SOURCES="{digest}"', *shlex.split(os.environ.get("CFLAGS", ""))]
     done = subprocess.run(
         [*command, str(write_c(directory)), "-o", str(fresh)], capture_output=True, text=True, check=False
     )

@@ -2,30 +2,33 @@
 
 `compiled` is the extension, None without it: then every request goes through the core (kproxy.routing.fanout), which is
 the reference. KPROXY_PLAIN: `auto` (the default) uses the extension where it is built, `off` never, `require` fails
-without it.
+without it. An extension that was built from other sources than those beside it is refused: with newer Python around it
+clients could wait for ever.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from kproxy.errors import StartupError
+from kproxy.plain.sources import sources_digest
 
 VARIABLE: Final = "KPROXY_PLAIN"
 MODES: Final = ("auto", "off", "require")
 
 
-def _load(mode: str) -> ModuleType | None:
-    """Raises StartupError if the mode is unknown, or requires an extension that is not built."""
+def load(mode: str) -> ModuleType | None:
+    """Raises StartupError: the mode is unknown, or what it requires is not built, or the extension is of other sources."""
     if mode not in MODES:
         raise StartupError(f"{VARIABLE}={mode} is not a mode of the plain path: give one of {', '.join(MODES)}.")
     if mode == "off":
         return None
     try:
-        return importlib.import_module("kproxy.plain._plain")
+        extension = importlib.import_module("kproxy.plain._plain")
     except ImportError as error:
         if mode == "require":
             raise StartupError(
@@ -33,9 +36,15 @@ def _load(mode: str) -> ModuleType | None:
                 f"reinstall kproxy where a C compiler and Python's headers are, or give {VARIABLE}=auto."
             ) from error
         return None
+    if getattr(extension, "SOURCES", None) != sources_digest(Path(__file__).parent):
+        raise StartupError(
+            f"The compiled plain path ({extension.__file__}) was built from other sources than this kproxy has: "
+            f"run make install in a checkout, else reinstall kproxy; {VARIABLE}=off goes without it."
+        )
+    return extension
 
 
-compiled: Final = _load(os.environ.get(VARIABLE, "auto"))
+compiled: Final = load(os.environ.get(VARIABLE, "auto"))
 if TYPE_CHECKING or compiled is None:
     from kproxy_codec.correlation import AwaitedAnswers
     from kproxy_codec.framing import FrameReader, ReceiveArena

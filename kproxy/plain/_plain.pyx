@@ -59,6 +59,14 @@ cdef extern from "Python.h":
     # Without a reference, as it is only fetched.
     void *PyList_GET_ITEM(object list, Py_ssize_t at)
 
+cdef extern from *:
+    """
+    #ifndef KPROXY_PLAIN_SOURCES
+    #define KPROXY_PLAIN_SOURCES ""
+    #endif
+    """
+    const char *KPROXY_PLAIN_SOURCES
+
 cdef extern from "wire.h" nogil:
     enum:
         KP_MAX_PARTITIONS
@@ -119,6 +127,9 @@ cdef class AnswerOrder
 cdef class CompiledPath
 cdef class CompiledSlot
 cdef class AnswerReader
+
+# The digest of the sources that this was built from (kproxy.plain.sources).
+SOURCES = KPROXY_PLAIN_SOURCES.decode()
 
 include "spans.pxi"
 include "frames.pxi"

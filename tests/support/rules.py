@@ -15,15 +15,19 @@
 7. Hypothesis sets no time limits: a busy machine is no fault of an example. Where a test does not say how many
    examples it takes, it has FEW_EXAMPLES, new ones in each run, and with KPROXY_TEST_ALL=1 a hundred; where it says
    so (`examples`), a third of these without KPROXY_TEST_ALL=1.
+8. A whole run starts only where FREE_BYTES are free for its files. Otherwise etcd, Kafka and brokers would fail one
+   after the other, each with a reason of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections import Counter
@@ -43,6 +47,7 @@ REQUIRE = "KPROXY_TEST_REQUIRE"
 LOOP = "KPROXY_TEST_LOOP"
 ALL = "KPROXY_TEST_ALL"
 FEW_EXAMPLES = 25
+FREE_BYTES = 6 << 30
 # A process may take a moment to end after the signal.
 LEFT_BEHIND_GRACE_S = 30.0
 
@@ -70,6 +75,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{REQUIRE} is all or nothing, not {os.environ[REQUIRE]!r}")
     if os.environ.get(ALL, "") not in ("", "1"):
         raise pytest.UsageError(f"{ALL} is 1 or nothing, not {os.environ[ALL]!r}")
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if config.args == config.getini("testpaths") and free < FREE_BYTES:
+        raise pytest.UsageError(
+            f"The tests take up to {FREE_BYTES >> 30} GiB in {tempfile.gettempdir()}, and {free / (1 << 30):.1f} GiB "
+            f"are free there: make room, or name another directory in TMPDIR."
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

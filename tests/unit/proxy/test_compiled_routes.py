@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kproxy import plain
+from kproxy.errors import StartupError
 from kproxy.observe.tally import Tally
 from kproxy.plain import FrameReader, compiled
 from kproxy.proxy.answer_order import AnswerOrder
@@ -117,6 +119,16 @@ def test_unknown_mode_is_refused(mode: str) -> None:
     assert ended.stderr == (
         f"kproxy: KPROXY_PLAIN={mode} is not a mode of the plain path: give one of auto, off, require.\n"
     )
+
+
+@is_compiled
+@pytest.mark.parametrize("mode", ["auto", "require"])
+def test_extension_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    assert plain.load(mode) is compiled
+    monkeypatch.setattr(compiled, "SOURCES", "0" * 64)
+    with pytest.raises(StartupError, match=r"built from other sources .* run make install"):
+        plain.load(mode)
+    assert plain.load("off") is None
 
 
 @is_compiled
