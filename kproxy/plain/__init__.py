@@ -22,7 +22,7 @@ MODES: Final = ("auto", "off", "require")
 
 
 def load(mode: str) -> ModuleType | None:
-    """Raises StartupError: the mode is unknown, or what it requires is not built, or the extension is of other sources."""
+    """Raises StartupError: an unknown mode, an extension that is required and not built, or one of other sources."""
     if mode not in MODES:
         raise StartupError(f"{VARIABLE}={mode} is not a mode of the plain path: give one of {', '.join(MODES)}.")
     if mode == "off":
