@@ -30,6 +30,14 @@ from kproxy.errors import StartupError
     help="The place of the proxies' trails: topic, topic:NAME, json:DIR or parquet:DIR.",
 )
 @click.option("--trail-bootstrap", metavar="H:P[,H:P...]", help="The cluster with the trail's topic. [--bootstrap]")
+@click.option(
+    "--trail-key",
+    "trail_keys",
+    metavar="FILE",
+    multiple=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Read only rows that are signed with the key in this file (audit.key_file). May be repeated. [all rows]",
+)
 @click.option("--topics", metavar="NAME[,NAME...]", help="Only these topics. [all topics in the trail]")
 @click.option(
     "--deleted-topic",
@@ -89,6 +97,7 @@ def command(
     /,
     bootstrap: Asked,
     trail: str,
+    trail_keys: Sequence[Path],
     topics: str | None,
     from_time: str | None,
     to_time: str | None,
@@ -127,7 +136,7 @@ def command(
     from_ms = None if from_time is None else parse_time_ms(from_time, "--from", now_ms)
     if from_ms is not None and from_ms > now_ms:
         raise StartupError(f"--from {from_time} is in the future (times are in UTC): give an earlier time.")
-    place = parse_trail(trail)
+    place = parse_trail(trail, trail_keys)
     job = AuditJob(
         bootstrap=bootstrap.text,
         trail=place,

@@ -6,7 +6,7 @@ Every error is a StartupError that names the value's source.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,6 +23,7 @@ from kproxy.config.parsing import (
     given_keys,
     is_topic_name,
     of_section,
+    read_file,
 )
 from kproxy.config.static_table import Owners
 from kproxy.config.tls import AuditTls
@@ -30,6 +31,8 @@ from kproxy.errors import StartupError
 from kproxy.installed import install_command
 
 DEFAULT_TOPIC = "__kproxy_audit"
+MIN_KEY_BYTES = 16
+_MOST_KEY_BYTES = 4096
 SinkKind = Literal["none", "topic", "json", "parquet"]
 
 
@@ -40,6 +43,7 @@ class AuditSection(msgspec.Struct, kw_only=True):
     bootstrap: Texts | None = None
     interval_s: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
     max_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 30)] = 16 << 20
+    key_file: Path | None = None
     tls: AuditTls = msgspec.field(default_factory=AuditTls)
     sasl: AuditSasl = msgspec.field(default_factory=AuditSasl)
 
@@ -52,7 +56,7 @@ class AuditOptions:
     never in a trail. `directory` is set for files only. `bootstrap` empty: ship through this proxy itself; otherwise
     `tls` and `sasl` are the access to that cluster, as `broker_tls` and `broker_sasl` of ProxyConfig. An
     acknowledgement is in a row that is closed within `interval_s` seconds. At most `max_bytes` are kept while the sink
-    takes nothing.
+    takes nothing. `key` signs the rows.
     """
 
     sink: SinkKind = "none"
@@ -61,6 +65,7 @@ class AuditOptions:
     bootstrap: tuple[Address, ...] = ()
     interval_s: float = 5.0
     max_bytes: int = 16 << 20
+    key: bytes | None = field(default=None, repr=False)
     tls: AuditTls | None = None
     sasl: AuditSasl | None = None
 
@@ -81,6 +86,17 @@ def _audit_access(
         # kafka-python, which ships the trail, does not escape them (RFC 5802, section 5.1).
         raise StartupError(f"{of_sasl['username']}: a user with ',' or '=' cannot ship the trail: name another one.")
     return tls, sasl
+
+
+def read_trail_key(file: Path, source: str) -> bytes:
+    """Read the key that signs trails. Raises StartupError."""
+    key = read_file(file, source, _MOST_KEY_BYTES, "that is no key").strip()
+    if len(key) < MIN_KEY_BYTES:
+        raise StartupError(
+            f"{source}: the key in {file} has {len(key)} bytes, and needs {MIN_KEY_BYTES}: write a random one into it, "
+            f"as `openssl rand -hex 32` prints."
+        )
+    return key
 
 
 def audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptions:
@@ -110,6 +126,13 @@ def audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptio
             f"{source}: Parquet files need pyarrow, which is not installed: run `{install_command('parquet')}`, or "
             f"write json:{place}."
         )
+    key = None
+    if given.key_file is not None:
+        if kind not in ("topic", "json"):
+            raise StartupError(
+                f"{sources['audit.key_file']}: it signs trails in a topic or in JSON files; audit.sink is {given.sink}."
+            )
+        key = read_trail_key(given.key_file, sources["audit.key_file"])
     return AuditOptions(
         sink=msgspec.convert(kind, SinkKind),
         topic=topic,
@@ -117,6 +140,7 @@ def audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptio
         bootstrap=bootstrap,
         interval_s=given.interval_s,
         max_bytes=given.max_bytes,
+        key=key,
         tls=tls,
         sasl=sasl,
     )

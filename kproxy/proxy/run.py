@@ -502,6 +502,7 @@ class Audit:
             deadline_cap_ms=config.limits.deadline_cap_ms,
             interval_s=options.interval_s,
             offer=self._shipper.offer if self._shipper is not None else None,
+            key=options.key,
             left_out={options.topic.encode()},
             on_overlap=self._count,
         )

@@ -33,6 +33,7 @@ from kproxy.routing.topology import Topology
 from kproxy.trail.acknowledgements import Acked, Asked, ConnectionAcks
 from kproxy.trail.overlaps import Overlap, OverlapDetector
 from kproxy.trail.rows import Begin, End, Mark, Row, encode_range, encode_row, encode_stamp
+from kproxy.trail.signature import signed
 from kproxy.trail.spans import Chunk, OpenRow
 
 log = structlog.get_logger(__name__)
@@ -67,7 +68,7 @@ class _Stamp(TypedDict):
 class Trail:
     """The trail of one process.
 
-    `offer` None: nothing is shipped, but offsets are still judged.
+    `offer` None: nothing is shipped, but offsets are still judged. Rows are signed with `key`, if there is one.
 
     `proxy` and `incarnation` are as in the rows. `clock` is in seconds, `wall_ms` in milliseconds since the epoch.
     `left_out` are topics that are not noted. `on_overlap` is called with each overlap.
@@ -83,6 +84,7 @@ class Trail:
         deadline_cap_ms: int,
         interval_s: float,
         offer: OfferPage | None = None,
+        key: bytes | None = None,
         left_out: Collection[bytes] = frozenset(),
         on_overlap: Callable[[Overlap], None] = lambda overlap: None,
     ) -> None:
@@ -95,6 +97,7 @@ class Trail:
         self._deadline_cap_ms = deadline_cap_ms
         self._interval_s = interval_s
         self._offer = offer
+        self._key = key
         self._on_overlap = on_overlap
         self._overlaps = OverlapDetector()
         self._connections = 0
@@ -299,6 +302,8 @@ class Trail:
         self._put(encode_row(row))
 
     def _put(self, line: bytes) -> None:
+        if self._key is not None:
+            line = signed(line, self._key)
         if self._page_bytes + len(line) + 1 > MAX_PAGE_BYTES:
             self._offer_page()
         if not self._lines:

@@ -21,9 +21,10 @@ from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
 from kproxy.trail.rows import encode_page
+from tests.support.audit.audit_trails import trails_in_topic
 from tests.support.audit.forged_trail import ForgedTrail, now_ms
 from tests.support.clients.kafka_io import produce
-from tests.support.processes.dev import KproxyProcess, run_kproxy
+from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
@@ -79,6 +80,33 @@ def test_allowed_unproven_trail_ends_with_status_0(unended: AuditJob) -> None:
     assert audit_status(replace(unended, allow_unproven=True)) == 0
 
 
+def test_forged_rows_do_not_decide_a_signed_audit(
+    dev_cluster: KproxyProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    topic, trail = (f"{word}-{uuid.uuid4().hex[:10]}" for word in ("signed", "trail"))
+    key, config = tmp_path / "key", tmp_path / "kproxy.toml"
+    key.write_text("0123456789abcdef")
+    key.chmod(0o600)
+    config.write_text(f'[audit]\nsink = "topic:{trail}"\nkey_file = "{key}"\n')
+    listen = ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--etcd", dev_cluster.etcd, "--alone"]
+    with serving(["serve", "--config", config, *listen], tmp_path / "stderr") as proxy:
+        produce(proxy.kafka, topic, [b"value"] * RECORDS)
+        assert proxy.stop() == 0
+    (rows,) = trails_in_topic(dev_cluster.kafka, trail).values()
+    # A record that nobody wrote, in the name of the proxy, and of one that there is not.
+    forged = ForgedTrail(rows[0].incarnation, rows[0].proxy, sequence=rows[-1].sequence + 1)
+    produce(dev_cluster.kafka, trail, [encode_page([forged.acked(topic, RECORDS, 1)])])
+    produce(dev_cluster.kafka, trail, [encode_page([ForgedTrail("f" * 16, "nobody:1").acked(topic, RECORDS + 1, 1)])])
+
+    whole = AuditJob(bootstrap=dev_cluster.kafka, trail=parse_trail(f"topic:{trail}"), topics=(topic,))
+    assert audit_status(whole) == 1
+    assert capsys.readouterr().out.startswith("Loss. ")
+    assert audit_status(replace(whole, trail=parse_trail(f"topic:{trail}", [key]))) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Clean, duplicates not known. ")
+    assert "Trail rows left out, not signed with the key: 2." in out
+
+
 def test_large_audit_goes_on_to_spark(unended: AuditJob, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_spark(*_: object) -> None:
         raise StartupError("on Spark")
@@ -102,6 +130,11 @@ def test_large_audit_goes_on_to_spark(unended: AuditJob, monkeypatch: pytest.Mon
         (["--topics", "nix,nada"], "There is no topic nada"),
         (["--from", "1h", "--to", "2h"], "--from is not before --to"),
         (["--from", "2999-01-01"], "--from 2999-01-01 is in the future"),
+        (
+            ["--trail", "parquet:/tmp", "--trail-key", "/dev/null"],
+            "--trail-key: a trail in Parquet files is not signed",
+        ),
+        (["--trail-key", "/dev/null"], "--trail-key: the key in /dev/null has 0 bytes"),
         (["--window", "10"], "--window 10 is no duration"),
         (["--report", "/nonexistent/report.html"], "cannot be written to /nonexistent/report.html .No such file"),
         (["--conf", "x=y"], "is not a Spark setting"),

@@ -11,9 +11,10 @@ import pytest
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.trail import read_files, rows_of
-from kproxy.pipeline.audit.trail_place import parse_place
+from kproxy.pipeline.audit.trail_place import JSON, TrailPlace, parse_place
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 from kproxy.trail.parquet_sink import SCHEMA
+from kproxy.trail.signature import signed
 from tests.support.audit.frames import SHIPPED_SCHEMA, trail_frame
 from tests.support.audit.trails import BAD_LINES, Row, Trail, page
 
@@ -41,6 +42,19 @@ def test_json_files_are_read_without_torn_rows(spark: Any, tmp_path: Path) -> No
     (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD_LINES]))
     (tmp_path / "a.jsonl.tmp").write_text(page(long_trail("q", 5).rows))
     assert told(read_files(spark, parse_place(f"json:{tmp_path}"))) == whole(trail.rows)
+
+
+def test_rows_without_a_signature_are_left_out(spark: Any, tmp_path: Path) -> None:
+    trail, key = long_trail("p", 5), b"k" * 16
+    lines = [line.encode() for line in page(trail.rows).split("\n")]
+    text = b"\n".join([*(signed(line, key) for line in lines[:3]), lines[3], signed(lines[4], b"o" * 16)])
+    (tmp_path / "a.jsonl").write_bytes(text)
+    place = TrailPlace(JSON, str(tmp_path), (b"other" * 4, key))
+    assert told(read_files(spark, place)) == whole(trail.rows[:3])
+    messages = spark.createDataFrame([(bytearray(text),)], "value binary").selectExpr(
+        "value", "current_timestamp() as timestamp"
+    )
+    assert [row["sequence"] for row in told(rows_of(messages, place.keys))] == [0, 1, 2]
 
 
 def test_parquet_files_are_read_at_any_integer_width(spark: Any, tmp_path: Path) -> None:

@@ -187,10 +187,10 @@ class Follower:
         return row.kind == "range" and is_late and (not job.topics or row.topic in job.topics)
 
     def _new_rows(self) -> list[TrailRow]:
-        job = self._job
+        job, signatures = self._job, self._job.trail.signatures()
         if job.trail.kind != TOPIC:
             files = files_of(job.trail)
-            rows = [row for file in files if file.name not in self._files for row in file_rows(file)]
+            rows = [row for file in files if file.name not in self._files for row in file_rows(file, signatures)]
             # Without those that have been removed since.
             self._files = {file.name for file in files}
             return rows
@@ -201,7 +201,7 @@ class Follower:
             starts = offsets_at(bootstrap, topics, max(0, job.from_ms - self._options.horizon_ms), ends, job.kafka)
         options = read_options(written(bootstrap, topics, None, {}, job.kafka))
         with options.client() as client:
-            rows = list(read_topic(client, starts, ends))
+            rows = list(read_topic(client, starts, ends, signatures))
         self._offsets = {which.partition: end for which, end in ends.items()}
         return rows
 

@@ -16,6 +16,7 @@ FAULTY: Final = 1
 UNPROVEN: Final = 3
 # The label in `Facts.about` of the time when the trail was read; the report covers nothing later.
 TRAIL_READ: Final = "trail read"
+UNSIGNED: Final = "trail rows left out, not signed with the key"
 
 
 class State(enum.Enum):

@@ -30,7 +30,17 @@ from kproxy.pipeline.audit.columns import (
     UNREAD,
     WRONG_KINDS,
 )
-from kproxy.pipeline.audit.report_facts import COUNTS, TRAIL_READ, Facts, Finding, Partition, State, Sums, Verdict
+from kproxy.pipeline.audit.report_facts import (
+    COUNTS,
+    TRAIL_READ,
+    UNSIGNED,
+    Facts,
+    Finding,
+    Partition,
+    State,
+    Sums,
+    Verdict,
+)
 
 _EPOCH = datetime(1970, 1, 1)
 # Singular and plural.
@@ -308,6 +318,8 @@ def show_table(facts: Facts, console: Console) -> None:
     if TRAIL_READ in facts.about:
         read_at = f"The trail was read at {facts.about[TRAIL_READ]}; later rows are not included."
         console.print(read_at, style="dim", soft_wrap=True)
+    if facts.about.get(UNSIGNED, "0") != "0":
+        console.print(f"{UNSIGNED.capitalize()}: {facts.about[UNSIGNED]}.", style="yellow", soft_wrap=True)
 
 
 def _partitions(facts: Facts, console: Console) -> Table:

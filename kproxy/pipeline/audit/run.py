@@ -39,7 +39,7 @@ from kproxy.pipeline.audit.logs import (
     read_headers,
     starts_at_or_before,
 )
-from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
+from kproxy.pipeline.audit.report_facts import TRAIL_READ, UNSIGNED, Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_machine import as_json, write_metrics
@@ -52,6 +52,7 @@ from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaOptions
 from kproxy.pipeline.preflight import check_report
 from kproxy.pipeline.progress import Report, Stage
 from kproxy.pipeline.session import is_submitted
+from kproxy.trail.signature import Signatures
 
 if TYPE_CHECKING:
     from kproxy.pipeline.session import SessionOptions
@@ -214,7 +215,8 @@ def audit_here(job: AuditJob, stage: Stage | None = None, *, is_bounded: bool = 
     # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
     read_at_ms = int(time.time() * 1000)
     rows: list[TrailRow] = []
-    for row in _read_trail(job):
+    signatures = job.trail.signatures()
+    for row in _read_trail(job, signatures):
         rows.append(row)
         if is_bounded and len(rows) > MOST_ROWS:
             raise TooLarge
@@ -237,17 +239,19 @@ def audit_here(job: AuditJob, stage: Stage | None = None, *, is_bounded: bool = 
         bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka, unread)
     results = audit_rows(rows, log, bounds, job.rules(read_at_ms), unread)
     words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
+    if signatures is not None:
+        words[UNSIGNED] = f"{signatures.refused:,}"
     return Audited(results, words, len(rows) + sum(map(len, log.values())))
 
 
-def _read_trail(job: AuditJob) -> Iterator[TrailRow]:
+def _read_trail(job: AuditJob, signatures: Signatures | None) -> Iterator[TrailRow]:
     if job.trail.kind != TOPIC:
-        yield from read_files(job.trail, job.read_from_ms)
+        yield from read_files(job.trail, job.read_from_ms, signatures)
         return
     bootstrap, starts, ends = trail_offsets(job)
     options = read_options(written(bootstrap, (job.trail.name,), None, {}, job.kafka))
     with options.client() as client:
-        yield from read_topic(client, starts, ends)
+        yield from read_topic(client, starts, ends, signatures)
 
 
 def trail_offsets(job: AuditJob) -> tuple[str, Offsets, Offsets]:

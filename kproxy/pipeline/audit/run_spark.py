@@ -171,7 +171,9 @@ def _read_trail(session: Any, job: AuditJob) -> DataFrame:
     if job.trail.kind != TOPIC:
         return read_files(session, job.trail, from_ms=job.read_from_ms)
     bootstrap, starts, ends = trail_offsets(job)
-    return read_topic(session, job.trail.name, bootstrap=bootstrap, starts=starts, ends=ends, kafka=job.kafka)
+    return read_topic(
+        session, job.trail.name, bootstrap=bootstrap, starts=starts, ends=ends, kafka=job.kafka, keys=job.trail.keys
+    )
 
 
 def _topics_of(rows: DataFrame, job: AuditJob) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from kproxy.pipeline.audit.judge import (
 )
 from kproxy.pipeline.audit.proof import Stamp, Unproven, is_unproven, trail_part
 from kproxy.pipeline.audit.report_gather import Reduced
+from kproxy.trail.signature import Signatures
 
 TRAIL_PARTS: Final = "proxy string, incarnation string, first long, part binary"
 REPEATS: Final = (
@@ -53,6 +54,21 @@ def _table(schema: str, rows: list[tuple[Any, ...]]) -> Any:
     fields = arrow_schema(dict(each.split(" ") for each in schema.split(", ")))
     columns = list(zip(*rows, strict=True)) or [()] * len(fields)
     return pa.table([pa.array(column, each.type) for column, each in zip(columns, fields, strict=True)], fields)
+
+
+@dataclass(frozen=True, slots=True)
+class SignedLines:
+    """Keep the lines that are signed with one of `keys`."""
+
+    keys: tuple[bytes, ...]
+
+    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+        import pyarrow as pa
+
+        accept = Signatures(self.keys).accept
+        for batch in batches:
+            lines = batch.column("line").to_pylist()
+            yield batch.filter(pa.array([line is not None and accept(line.encode()) for line in lines], pa.bool_()))
 
 
 def part_of_trail(key: tuple[Any, ...], table: Any) -> Any:

@@ -6,7 +6,7 @@ missing, which the audit reports as a gap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pyspark.errors import AnalysisException
@@ -16,6 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
+from kproxy.pipeline.audit.spark_tasks import SignedLines
 from kproxy.pipeline.audit.trail_place import JSON, TrailPlace
 from kproxy.pipeline.audit.trail_rows import KINDS, LAST_MS, MOST_BYTES, MOST_IN_SPANS, MOST_OFFSETS, MOST_RECORDS
 from kproxy.pipeline.kafka_access import NO_OPTIONS, spark_options
@@ -37,17 +38,19 @@ def read_files(session: Any, place: TrailPlace, *, from_ms: int | None = None) -
     """
     try:
         if place.kind == JSON:
-            read = session.read.schema(TRAIL_SCHEMA).option("pathGlobFilter", "*.jsonl").json(place.name)
+            texts = session.read.option("pathGlobFilter", "*.jsonl").text(place.name)
+            lines = texts.select(F.lit(None).cast("long").alias("shipped_at"), F.col("value").alias("line"))
+            rows = _rows_in(lines, place.keys)
         else:
             files = session.read.option("pathGlobFilter", "*.parquet")
             # Fails if there are no files. Its schema is unused: other files may have more columns, or wider numbers.
             files.parquet(place.name)
             read = files.schema(TRAIL_SCHEMA).parquet(place.name)
+            rows = only_rows(read.withColumn("shipped_at", F.lit(None).cast("long")))
     except AnalysisException as error:
         raise StartupError(
             f"There is no audit trail in {place.name}: is it the directory of `--audit-sink`?"
         ) from error
-    rows = only_rows(read.withColumn("shipped_at", F.lit(None).cast("long")))
     return rows if from_ms is None else rows.where(F.col("at") >= from_ms)
 
 
@@ -59,6 +62,7 @@ def read_topic(
     starts: Offsets,
     ends: Offsets,
     kafka: Mapping[str, str] = NO_OPTIONS,
+    keys: Sequence[bytes] = (),
 ) -> DataFrame:
     """Return TRAIL_SCHEMA and `shipped_at`, from `starts`, the topic's beginning if empty, up to `ends`."""
     options = {
@@ -70,15 +74,22 @@ def read_topic(
         # Rows removed by retention during the read are missing from the trail, which the audit reports.
         "failOnDataLoss": "false",
     }
-    return rows_of(session.read.format("kafka").options(**options).load())
+    return rows_of(session.read.format("kafka").options(**options).load(), keys)
 
 
-def rows_of(messages: DataFrame) -> DataFrame:
+def rows_of(messages: DataFrame, keys: Sequence[bytes] = ()) -> DataFrame:
     """Return the rows in pages: the `value` of Kafka's messages, whose `timestamp` is when each was shipped."""
     lines = messages.select(
         F.unix_millis("timestamp").alias("shipped_at"),
         F.explode(F.split(F.col("value").cast("string"), "\n")).alias("line"),
     )
+    return _rows_in(lines, keys)
+
+
+def _rows_in(lines: DataFrame, keys: Sequence[bytes]) -> DataFrame:
+    """Return the rows in lines, with `keys` only the signed ones."""
+    if keys:
+        lines = lines.mapInArrow(SignedLines(tuple(keys)), lines.schema)
     return only_rows(
         lines.select(F.from_json("line", TRAIL_SCHEMA).alias("row"), "shipped_at").select("row.*", "shipped_at")
     )

@@ -14,6 +14,7 @@ from kproxy.pipeline.audit.log_client import EARLIEST, LogClient, LogReadFailed,
 from kproxy.pipeline.audit.log_options import Offsets
 from kproxy.pipeline.audit.trail_place import JSON, PARQUET, TrailPlace
 from kproxy.pipeline.audit.trail_rows import TrailRow, only_rows, rows_in
+from kproxy.trail.signature import Signatures
 from kproxy_codec import error_codes
 
 _PATTERNS: Final = {JSON: "*.jsonl", PARQUET: "*.parquet"}
@@ -22,10 +23,12 @@ _FETCH_BYTES: Final = 4 << 20
 _EMPTY_ANSWERS: Final = 3
 
 
-def read_files(place: TrailPlace, from_ms: int | None = None) -> Iterator[TrailRow]:
+def read_files(
+    place: TrailPlace, from_ms: int | None = None, signatures: Signatures | None = None
+) -> Iterator[TrailRow]:
     """Yield the rows closed from `from_ms` on. Raise StartupError if a file cannot be read."""
     for file in files_of(place):
-        for row in file_rows(file):
+        for row in file_rows(file, signatures):
             if from_ms is None or row.at >= from_ms:
                 yield row
 
@@ -35,18 +38,18 @@ def files_of(place: TrailPlace) -> list[Path]:
     return sorted(Path(place.name).glob(_PATTERNS[place.kind]))
 
 
-def file_rows(file: Path) -> Iterator[TrailRow]:
+def file_rows(file: Path, signatures: Signatures | None = None) -> Iterator[TrailRow]:
     """Yield the rows of one file. Raise StartupError if it cannot be read."""
     try:
-        yield from (_parquet_rows if file.suffix == ".parquet" else _json_rows)(file)
+        yield from _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file, signatures)
     except OSError as error:
         raise StartupError(f"The trail could not be read: {file}: {error.strerror or error}.") from error
 
 
-def _json_rows(file: Path) -> Iterator[TrailRow]:
+def _json_rows(file: Path, signatures: Signatures | None) -> Iterator[TrailRow]:
     with file.open("rb") as lines:
         for line in lines:
-            yield from rows_in(line)
+            yield from rows_in(line, None, signatures)
 
 
 def _parquet_rows(file: Path) -> Iterator[TrailRow]:
@@ -72,16 +75,20 @@ def _parquet_rows(file: Path) -> Iterator[TrailRow]:
         raise StartupError(f"The trail could not be read: {file}: {error}.") from error
 
 
-def read_topic(client: LogClient, starts: Offsets, ends: Offsets) -> Iterator[TrailRow]:
+def read_topic(
+    client: LogClient, starts: Offsets, ends: Offsets, signatures: Signatures | None = None
+) -> Iterator[TrailRow]:
     """Yield the rows in a topic's partitions from `starts`, a log's beginning by default, to `ends`.
 
     Rows that retention has removed are missing from the trail, which the audit reports. Raise LogReadFailed.
     """
     for which, end in ends.items():
-        yield from _partition_rows(client, which, starts.get(which, 0), end)
+        yield from _partition_rows(client, which, starts.get(which, 0), end, signatures)
 
 
-def _partition_rows(client: LogClient, which: TopicPartition, position: int, end: int) -> Iterator[TrailRow]:
+def _partition_rows(
+    client: LogClient, which: TopicPartition, position: int, end: int, signatures: Signatures | None
+) -> Iterator[TrailRow]:
     from kafka.record.memory_records import MemoryRecords
 
     patience = client.patience()
@@ -103,7 +110,7 @@ def _partition_rows(client: LogClient, which: TopicPartition, position: int, end
         while (batch := records.next_batch()) is not None:
             for record in batch:
                 if position <= record.offset < end:
-                    yield from rows_in(record.value or b"", record.timestamp)
+                    yield from rows_in(record.value or b"", record.timestamp, signatures)
             position = max(position, batch.next_offset)
         empty_answers = empty_answers + 1 if position == before else 0
         patience.succeeded()

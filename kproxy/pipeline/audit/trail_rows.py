@@ -14,6 +14,7 @@ import msgspec
 
 from kproxy.pipeline.audit.judge import Range
 from kproxy.pipeline.audit.proof import Stamp
+from kproxy.trail.signature import Signatures
 
 KINDS: Final = ("begin", "range", "mark", "end")
 # Limits far above real values, and far below those whose sums overflow.
@@ -70,9 +71,11 @@ class TrailRow(msgspec.Struct):
 _DECODER: Final = msgspec.json.Decoder(TrailRow)
 
 
-def rows_in(page: bytes, shipped_at: int | None = None) -> Iterator[TrailRow]:
-    """Yield the rows in lines of JSON, without those that no proxy writes."""
+def rows_in(page: bytes, shipped_at: int | None = None, signatures: Signatures | None = None) -> Iterator[TrailRow]:
+    """Yield the rows in lines of JSON, without those that no proxy writes, or that are not signed."""
     for line in page.split(b"\n"):
+        if signatures is not None and line and not signatures.accept(line):
+            continue
         try:
             row = _DECODER.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):

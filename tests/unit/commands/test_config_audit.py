@@ -49,6 +49,20 @@ def test_flags_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
     assert options == AuditOptions("topic", "environ", None, (Address("c", 3),), 0.5, 1 << 20)
 
 
+KEY_FILE = '[audit]\nsink = "{sink}"\nkey_file = "{file}"\n'
+
+
+def test_key_of_the_trail_is_read_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("0123456789abcdef\n")
+    assert load(KEY_FILE.format(sink="json:d", file=file), tmp_path).key == b"0123456789abcdef"
+    with pytest.raises(StartupError, match=r"audit.key_file .*in a topic or in JSON files; audit.sink is none"):
+        load(KEY_FILE.format(sink="none", file=file), tmp_path)
+    file.write_text("0123456789abcde\n")
+    with pytest.raises(StartupError, match=r"audit.key_file .*has 15 bytes, and needs 16: .*openssl rand -hex 32"):
+        load(KEY_FILE.format(sink="topic", file=file), tmp_path)
+
+
 WRONG = {
     "no kind": ('[audit]\nsink = "kafka"\n', "'kafka' is nowhere for an audit trail to go: write none, topic"),
     "no directory": ('[audit]\nsink = "json:"\n', "'json:' is nowhere"),

@@ -13,6 +13,7 @@ from kproxy.pipeline.audit.trail_place import parse_place
 from kproxy.pipeline.audit.trail_reader import read_files
 from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.trail.parquet_sink import SCHEMA
+from kproxy.trail.signature import Signatures, signed
 from tests.support.audit.trails import BAD_LINES, Trail, page, trail_rows
 
 
@@ -35,6 +36,16 @@ def test_json_files_are_read_without_torn_rows(tmp_path: Path) -> None:
     assert read(f"json:{tmp_path}") == trail_rows(trail.rows)
     late = trail_rows(trail.rows)[3:]
     assert read(f"json:{tmp_path}", from_ms=late[0].at) == late
+
+
+def test_rows_without_a_signature_are_left_out(tmp_path: Path) -> None:
+    trail, key = some_trail(), b"k" * 16
+    lines = [line.encode() for line in page(trail.rows).split("\n")]
+    signed_lines = [signed(line, key) for line in lines]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*signed_lines[:3], lines[3], signed(lines[4], b"o" * 16), b""]))
+    signatures = Signatures([b"other" * 4, key])
+    assert list(read_files(parse_place(f"json:{tmp_path}"), None, signatures)) == trail_rows(trail.rows)[:3]
+    assert signatures.refused == 2
 
 
 def test_parquet_files_of_several_releases_are_read(tmp_path: Path) -> None:
