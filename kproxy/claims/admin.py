@@ -17,7 +17,7 @@ import msgspec
 
 from kproxy.claims.keys import OwnKeys
 from kproxy.claims.rules import in_force
-from kproxy.claims.table import Member, OwnTable, TableRow
+from kproxy.claims.table import OwnTable, TableRow
 from kproxy.config import Address
 from kproxy.etcd import EtcdClient, EtcdError, delete_op, get_op, mod_revision_is
 from kproxy.etcd.messages import Pages, Snapshot
@@ -125,11 +125,7 @@ def claim_row(row: TableRow, addresses: Mapping[str, str]) -> ClaimRow:
 
 def addresses_of(table: OwnTable) -> dict[str, str]:
     """Return the advertised address of each member, by its name."""
-    return {name: address_of(member) for name, member in table.members.items()}
-
-
-def address_of(member: Member) -> str:
-    return str(Address(member.host, member.port))
+    return {name: str(Address(member.host, member.port)) for name, member in table.members.items()}
 
 
 def _rows(table: OwnTable, group: str | None, after: tuple[str, str] | None) -> Iterator[TableRow]:

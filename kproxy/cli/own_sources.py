@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
@@ -19,8 +17,6 @@ from kproxy_codec.own import WHOLE_GROUP
 
 if TYPE_CHECKING:
     from kproxy.claims.keys import OwnKeys
-    from kproxy.claims.table import Member, TableRow
-    from kproxy.etcd import Snapshot, WatchEvent
 
 Kind = Literal["is owned", "claimed", "raised", "reset", "taken over", "freed"]
 
@@ -76,12 +72,14 @@ def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> li
 
 # Reads of claims that change between two of their pages.
 CONSISTENT_READS = 5
-# Addresses of processes that are gone, kept to name the owner of a lost claim.
-MAX_KNOWN_ADDRESSES = 10_000
 
 Told = ClaimsPage | Change | Unanswered
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Asked = TypeVar("_Asked")
+
+
+def _news(before: ClaimsPage | None, page: ClaimsPage) -> Sequence[Told]:
+    return [page] if before is None else changes_between(before.claims, page.claims)
 
 
 class Claims(Protocol):
@@ -121,11 +119,8 @@ class AdminClaims:
             except NoAnswer as problem:
                 yield Unanswered(str(problem))
             else:
-                if before is None:
-                    yield page
-                else:
-                    for change in changes_between(before.claims, page.claims):
-                        yield change
+                for each in _news(before, page):
+                    yield each
                 before = page
             await asyncio.sleep(WATCH_INTERVAL_S)
 
@@ -187,94 +182,27 @@ class EtcdClaims:
             return await free(client, self._keys, order)
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
+        """Compare the watched table with what it was: changes within WATCH_INTERVAL_S are seen as one."""
+        from kproxy.claims.admin import whole_page
+        from kproxy.claims.table import OwnTable
         from kproxy.etcd import PrefixMirror
 
+        before: ClaimsPage | None = None
         async with etcd_client(self._place) as client:
-            watched = _Watched(self._keys, group)
-            mirror = PrefixMirror(client, [self._keys.all], watched)
+            table = OwnTable(self._keys)
+            mirror = PrefixMirror(client, [self._keys.all], table)
             running = asyncio.create_task(mirror.run())
             try:
                 while not running.done():
                     if mirror.last_error is not None:
                         yield Unanswered(str(mirror.last_error))
-                    while watched.told:
-                        yield watched.told.popleft()
-                    watched.news.clear()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(WATCH_INTERVAL_S):
-                            await watched.news.wait()
+                    elif table.synced and (before is None or table.revision != before.revision):
+                        page = whole_page(table, group)
+                        for each in _news(before, page):
+                            yield each
+                        before = page
+                    await asyncio.wait((running,), timeout=WATCH_INTERVAL_S)
                 running.result()
             finally:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
-
-
-class _Watched:
-    """Collects the mirror's changes in `told`, at most those of one iteration of the event loop."""
-
-    def __init__(self, keys: OwnKeys, group: str | None) -> None:
-        from kproxy.claims.table import OwnTable
-
-        self.told: deque[ClaimsPage | Change] = deque()
-        self.news = asyncio.Event()
-        self._table = OwnTable(keys, listener=self)
-        self._is_loaded = False
-        self._group = group
-        self._addresses: dict[str, str] = {}
-
-    def on_restored(self) -> None:
-        self._is_loaded = False
-        self._table.on_restored()
-
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        from kproxy.claims.admin import addresses_of, whole_page
-
-        self._table.on_snapshot(snapshot)
-        if not self._is_loaded:
-            self._is_loaded = True
-            self._addresses = addresses_of(self._table)
-            self.told.append(whole_page(self._table, self._group))
-        self.news.set()
-
-    def on_events(self, events: list[WatchEvent], revision: int) -> None:
-        self._table.on_events(events, revision)
-        self.news.set()
-
-    # Calls of the table
-
-    def claim_put(self, row: TableRow, before: TableRow | None) -> None:
-        if self._is_told(row):
-            whole = self._row_or_none(self._table.whole(row.group))
-            self.told.append(change_by_put(self._row(row), self._row_or_none(before), whole))
-
-    def claim_gone(self, row: TableRow, revision: int) -> None:
-        if self._is_told(row):
-            whole = self._row_or_none(self._table.whole(row.group))
-            self.told.append(change_by_end(self._row(row), whole))
-
-    def member_put(self, name: str, member: Member) -> None:
-        from kproxy.claims.admin import address_of, addresses_of
-
-        if len(self._addresses) >= MAX_KNOWN_ADDRESSES:
-            self._addresses = addresses_of(self._table)
-        self._addresses[name] = address_of(member)
-
-    def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
-        """Keep the address: a process's entry goes before its claims."""
-
-    def batch_told(self) -> None:
-        """Do nothing: each change has been told."""
-
-    def restored(self) -> None:
-        """Do nothing: a snapshot follows."""
-
-    def _is_told(self, row: TableRow) -> bool:
-        return self._is_loaded and self._group in (None, row.group)
-
-    def _row(self, row: TableRow) -> ClaimRow:
-        from kproxy.claims.admin import claim_row
-
-        return claim_row(row, self._addresses)
-
-    def _row_or_none(self, row: TableRow | None) -> ClaimRow | None:
-        return None if row is None else self._row(row)
