@@ -304,6 +304,9 @@ async def running_cluster(directory: Path, arguments: Sequence[str] = ()) -> Asy
         yield cluster
     finally:
         cluster.kill()
+        # Each member's log is 128 MB.
+        for member in cluster.members:
+            shutil.rmtree(member.data, ignore_errors=True)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
