@@ -6,7 +6,8 @@ and a `jitter` in [0, 1). The caller carries out all actions of an event, in ord
 the topology has changed, that is the next event.
 
 Where it is built, the compiled plain path (kproxy.plain) sends requests whose routes are all proven, and takes their
-successes. They enter by `adopt` before events other than `submitted`, `left`, `woken`, reads' answers and success.
+successes. They enter by `adopt` before an event that may concern them: an answer that is no success, a deadline that is
+due, a lost connection, a changed topology that concerns the core, the end of what the client sends.
 
 The states are those of the core's parts: kproxy.routing.merge has those of an exchange, kproxy.routing.lanes of a lane,
 kproxy.routing.in_flight of a connection to a broker, kproxy.routing.client_end of the client. kproxy.routing.routes

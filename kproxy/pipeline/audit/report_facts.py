@@ -138,7 +138,7 @@ class Sums:
         unit="batches",
         warning=True,
     )
-    late: int = _count("Rows that reached the trail later than the proxy promises. They count like all others.")
+    late: int = _count("Records whose rows reached the trail late. They count like all others.")
     batches: int = 0
     bytes: int = 0
     ownership_changes: int = 0
