@@ -130,7 +130,7 @@ def test_wheel_requires_no_job_or_development_packages(environment: Environment)
     ("arguments", "extra"),
     [
         (("dev", "--listen", LOOPBACK, "--admin", LOOPBACK), "dev"),
-        (("pipeline", "audit"), "spark"),
+        (("pipeline", "audit", "--engine", "spark"), "spark"),
         (("demo",), "demo"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",

@@ -52,6 +52,7 @@ from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaOptions
 from kproxy.pipeline.preflight import check_report
 from kproxy.pipeline.progress import Report, Stage
 from kproxy.pipeline.session import is_submitted
+from kproxy.pipeline.spark import pyspark_home
 from kproxy.trail.signature import Signatures
 
 if TYPE_CHECKING:
@@ -179,8 +180,6 @@ def audit(job: AuditJob, spark: SessionOptions | None, display: Report) -> Facts
             stage.finish(f"{facts.sums.acked:,} acknowledged records")
             return facts
     assert spark is not None  # noqa: S101 - as above
-    from kproxy.pipeline.spark import pyspark_home
-
     pyspark_home()
     from kproxy.pipeline.audit.run_spark import audit_on_spark
 
@@ -298,6 +297,8 @@ def check(job: AuditJob) -> None:
     if job.from_ms is not None and job.to_ms is not None and job.from_ms >= job.to_ms:
         raise StartupError("--from is not before --to: nothing lies between them.")
     check_report(job.report)
+    if job.engine == SPARK:
+        pyspark_home()
     there = tuple(topic for topic in job.topics if topic not in job.deleted_topics)
     check_places(job.bootstrap, job.trail, job.trail_bootstrap or job.bootstrap, there, job.kafka)
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey, StateValue, TopicValue, decode_value, encode_value
 from kproxy.etcd import EtcdClient, put_op
+from tests.support.waiting import eventually
 
 # In replica lists: a broker that never lives.
 DEAD: Final = 99
@@ -28,8 +29,15 @@ async def put_topic(
 
     The others are live, or `log_ids` has the ids of their data directories. `leader_epoch`: 0 as if led before.
     """
-    live = [decode_value(kv.value, BrokerValue) for kv in (await client.get_prefix(keys.brokers)).kvs]
-    known = {each.node_id: each.log_id for each in live} | dict(log_ids or {})
+    known = dict(log_ids or {})
+
+    async def are_known() -> bool:
+        # A busy machine may have let the lease of a broker end, which registers again.
+        live = [decode_value(kv.value, BrokerValue) for kv in (await client.get_prefix(keys.brokers)).kvs]
+        known.update({each.node_id: each.log_id for each in live if each.node_id not in (log_ids or {})})
+        return all(each in known or each == DEAD for placed in replicas for each in placed)
+
+    await eventually(are_known, lambda: f"{topic}: {replicas}, known are {sorted(known)}")
     value = TopicValue(uuid.uuid4(), replicas, dict(configs or {}))
     states = []
     for index, placed in enumerate(replicas):
