@@ -52,7 +52,7 @@ def test_flags_win_over_the_environment_over_the_file(tmp_path: Path) -> None:
 KEY_FILE = '[audit]\nsink = "{sink}"\nkey_file = "{file}"\n'
 
 
-def test_key_of_the_trail_is_read_from_its_file(tmp_path: Path) -> None:
+def test_trail_key_is_read_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("0123456789abcdef\n")
     assert load(KEY_FILE.format(sink="json:d", file=file), tmp_path).key == b"0123456789abcdef"
