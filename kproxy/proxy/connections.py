@@ -30,6 +30,7 @@ from typing import Protocol
 from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.broker_connection import Upstream
+from kproxy.proxy.broker_watch import BrokerWatch
 from kproxy.proxy.context import ProxyContext
 from kproxy.routing.actions import Close, Loss, Send, Withdraw
 from kproxy.routing.merge import Exchange, is_success
@@ -83,20 +84,17 @@ class Connections:
             _give_up_unless_at(address, upstream)
             if not upstream.closed:
                 return upstream
-        upstream = self.by_broker[broker] = self._dial(broker, address)
+        upstream = self.by_broker[broker] = self._dial(self._context.brokers.at(broker, address))
         return upstream
 
-    def _dial(self, broker: int, address: Address) -> Upstream:
+    def _dial(self, broker: BrokerWatch) -> Upstream:
         return Upstream(
             broker,
-            address,
-            dialler=self._context.dialler,
             arena=self._context.arena,
             clock=self._context.clock,
             max_answer_bytes=self._context.limits.max_answer_bytes,
             connect_timeout_s=self._context.limits.connect_timeout_s + self._access.extra_s,
             access=self._access,
-            dials=not self._context.health.refuses(address),
             keeper=self,
             share=self._share,
         )

@@ -346,7 +346,7 @@ class ControlPlane:
                 coordinated = coordination_key(key, header.api_version, body)
                 if coordinated:
                     return await self._coordination.answer(frame, header, coordinated)
-            if key in self._context.versions.offered.native:
+            if key in self._context.brokers.offered.native:
                 return _framed(header, await self._answer_natively(header, body))
         return await self._answer_by_broker(frame, header, verdict)
 
@@ -367,7 +367,7 @@ class ControlPlane:
                 raise Unanswerable(f"no broker answered {keys.name_of(key)}: {error}") from error
             return _framed(header, await self._virtual.leaderless_metadata(header, body))
         if key == keys.INIT_PRODUCER_ID and self._context.producer_ids and _lacks_producer_id(header, answer):
-            self._context.versions.disprove(keys.INIT_PRODUCER_ID)
+            self._context.brokers.disprove(keys.INIT_PRODUCER_ID)
             return _framed(header, await self._answer_natively(header, body))
         return answer
 
@@ -465,11 +465,8 @@ class ControlPlane:
 
         This connection and the other connections report trouble.
         """
-        health, brokers = self._context.health, self._context.topology.brokers
-        likely = untried - self._doubted.keys()
-        if not health.all_well:
-            likely = {broker for broker in likely if broker in brokers and health.is_well(brokers[broker])}
-        return likely or untried - self._doubted.keys() or untried
+        undoubted = untried - self._doubted.keys()
+        return set(filter(self._context.brokers.is_well, undoubted)) or undoubted or untried
 
     async def _ask(self, upstream: Upstream, frame: memoryview) -> memoryview:
         correlation_id = upstream.next_correlation_id()
@@ -487,7 +484,7 @@ class ControlPlane:
 
     async def _find_coordinator(self, key_type: int, key: str) -> None:
         """Ask who coordinates a key; the answer is remembered, where there is one."""
-        highest = self._context.versions.offered.ranges.get(keys.FIND_COORDINATOR, (0, 0))[1]
+        highest = self._context.brokers.offered.ranges.get(keys.FIND_COORDINATOR, (0, 0))[1]
         version = min(highest, BATCHED_FROM - 1)
         key_types = {"key_type": key_type} if version >= KEY_TYPES_FROM else {}
         head = request_header(keys.FIND_COORDINATOR, version, 0, b"kproxy")
@@ -509,7 +506,7 @@ class ControlPlane:
         if (error_code := check_api_versions_request(header, body)) != NONE:
             self._context.tally.error(keys.API_VERSIONS, error_code)
             return build_response(keys.API_VERSIONS, header.api_version, error_code=error_code)
-        offered = await self._context.versions.current()
+        offered = await self._context.brokers.current()
         self._client.offered(offered.ranges)
         return offered_response(header.api_version, offered)
 

@@ -151,8 +151,7 @@ class SimulatedProxy:
     def close(self) -> None:
         """Every client has gone."""
         self._is_over = True
-        self._loop.create_task(self.context.versions.close())
-        self._loop.create_task(self.context.health.close())
+        self._loop.create_task(self.context.brokers.close())
         if self.own is not None:
             self._loop.create_task(self._stop_owning(self.own))
 

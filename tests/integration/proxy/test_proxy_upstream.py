@@ -11,7 +11,7 @@ import pytest
 
 from kproxy.plain import ReceiveArena
 from kproxy.proxy.broker_connection import Upstream
-from kproxy.proxy.dialling import Dialler
+from kproxy.proxy.dialling import BrokerDials, Dialler
 from kproxy.routing.topology import Address
 from tests.support.brokers.scripted_upstream import HOST
 from tests.support.clients.raw_client import produce_frame
@@ -96,9 +96,7 @@ class Recorder:
 def _dialled(listener: socket.socket, keeper: Recorder | None = None) -> Upstream:
     """A connection that dials the listener."""
     return Upstream(
-        1,
-        Address(*listener.getsockname()[:2]),
-        dialler=Dialler(),
+        BrokerDials(1, Address(*listener.getsockname()[:2]), Dialler()),
         arena=ReceiveArena(),
         clock=time.monotonic,
         max_answer_bytes=1 << 20,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.proxy import api_versions as module
+from kproxy.proxy import broker_watch
 from kproxy.proxy.apis import SERVED
 from kproxy_codec import api_keys as keys
 from kproxy_codec.produce import TOPIC_IDS_FROM
@@ -55,7 +55,7 @@ async def offered_produce(client: RawClient) -> int:
 
 
 def current_produce(proxy: RunningProxy) -> int:
-    return proxy.context.versions.offered.ranges[keys.PRODUCE][1]
+    return proxy.context.brokers.offered.ranges[keys.PRODUCE][1]
 
 
 async def is_served(client: RawClient, version: int) -> bool:
@@ -211,13 +211,13 @@ async def test_upgraded_broker_is_asked_again() -> None:
 @both_loops
 @in_one_go
 async def test_broker_departure_and_failed_attempts_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNREACHABLE_FOR_S", 0.3)
+    monkeypatch.setattr(broker_watch, "UNREACHABLE_FOR_S", 0.3)
     upstream = ScriptedUpstream(1, serves(NEWEST))
     async with running_proxy(upstream, follows_versions=True) as proxy:
         told: list[float] = []
-        proxy.context.versions.on_lost = lambda: told.append(proxy.context.clock())
+        proxy.context.brokers.on_lost = lambda: told.append(proxy.context.clock())
         await eventually(lambda: upstream.log)
-        await eventually(lambda: proxy.context.versions.offered.ranges)
+        await eventually(lambda: proxy.context.brokers.offered.ranges)
         assert told == [], "it is there"
         # No client is connected: nobody else would notice.
         await upstream.stop()
@@ -239,7 +239,7 @@ async def test_a_broker_with_another_address_is_asked_there() -> None:
 @both_loops
 @in_one_go
 async def test_unreachable_broker_counts_with_last_known_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(broker_watch, "ASK_TIMEOUT_S", 0.2)
     old = ScriptedUpstream(2, serves(OLD))
     async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), old, follows_versions=True) as proxy:
         await eventually(lambda: current_produce(proxy) == OLD)
@@ -254,7 +254,7 @@ async def test_unreachable_broker_counts_with_last_known_versions(monkeypatch: p
 @both_loops
 @in_one_go
 async def test_never_answering_broker_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(broker_watch, "ASK_TIMEOUT_S", 0.2)
     hung = ScriptedUpstream(2)
     async with running_proxy(ScriptedUpstream(1, serves(OLD)), hung) as proxy:
         assert await offered_produce(await proxy.client()) == OLD
@@ -457,7 +457,7 @@ async def test_replica_lists_offsets_as_a_consumer(version: int) -> None:
 async def test_upstream_has_fences_if_all_brokers_have(
     brokers: list[range | None], fenced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(broker_watch, "ASK_TIMEOUT_S", 0.3)
     async with running_proxy() as proxy:
         upstreams = [
             ScriptedUpstream(number, holds if fences is None else serves(NEWEST, fences=fences))
@@ -465,15 +465,15 @@ async def test_upstream_has_fences_if_all_brokers_have(
         ]
         for upstream in upstreams:
             await join(proxy, upstream)
-        versions = proxy.context.versions
-        assert not versions.fenced
-        assert [versions.has_fences(upstream.node_id) for upstream in upstreams] == [None] * len(brokers)
-        await versions.current()
-        assert versions.fenced is fenced
-        assert [versions.has_fences(upstream.node_id) for upstream in upstreams] == [
+        known = proxy.context.brokers
+        assert not known.fenced
+        assert [known.has_fences(upstream.node_id) for upstream in upstreams] == [None] * len(brokers)
+        await known.current()
+        assert known.fenced is fenced
+        assert [known.has_fences(upstream.node_id) for upstream in upstreams] == [
             None if fences is None else 0 in fences for fences in brokers
         ]
         for upstream in upstreams:
             proxy.topology.remove_broker(upstream.node_id)
-            assert versions.has_fences(upstream.node_id) is None
+            assert known.has_fences(upstream.node_id) is None
             await upstream.stop()
