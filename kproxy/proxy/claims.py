@@ -93,7 +93,7 @@ class Respond(Protocol):
     def __call__(self, answer: list[Buffer], is_allowed: Callable[[], bool] | None = None, /) -> None: ...
 
 
-class Client(Protocol):
+class SeverableClient(Protocol):
     """The client connection that claims."""
 
     def sever(self, reason: str) -> None:
@@ -119,7 +119,9 @@ class ClientClaims:
         "topology",
     )
 
-    def __init__(self, context: ProxyContext, connections: Connections, client: Client, lookups: OwnerLookups) -> None:
+    def __init__(
+        self, context: ProxyContext, connections: Connections, client: SeverableClient, lookups: OwnerLookups
+    ) -> None:
         self._context = context
         self._lookups = lookups
         self.topology: Topology = context.topology

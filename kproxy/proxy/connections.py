@@ -43,7 +43,7 @@ class NoAddress(Exception):
     """The topology has no address of a broker."""
 
 
-class Client(Protocol):
+class PressedClient(Protocol):
     """The client connection that they serve."""
 
     def broker_presses(self, slow: bool) -> None:
@@ -63,7 +63,7 @@ class Connections:
     def __init__(
         self,
         context: ProxyContext,
-        client: Client | None = None,
+        client: PressedClient | None = None,
         share: ClientMemory | None = None,
         *,
         access: BrokerAuth | None = None,
@@ -238,7 +238,7 @@ class NumberedConnections(Connections):
     __slots__ = ("_doubted", "_is_closed", "_losses", "shell", "upstreams", "version")
 
     def __init__(
-        self, context: ProxyContext, client: Client, shell: Shell, share: ClientMemory, access: BrokerAuth | None
+        self, context: ProxyContext, client: PressedClient, shell: Shell, share: ClientMemory, access: BrokerAuth | None
     ) -> None:
         super().__init__(context, client, share, access=access)
         self.shell = shell

@@ -39,9 +39,9 @@ from kproxy.proxy.api_versions import check_api_versions_request, offered_respon
 from kproxy.proxy.apis import KEY_TYPES, NOT_SERVED, SERVED, Ranges
 from kproxy.proxy.broker_configs import BrokerConfigs
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
-from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims
+from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims, SeverableClient
 from kproxy.proxy.client_identity import NotJudged
-from kproxy.proxy.connections import Connections
+from kproxy.proxy.connections import Connections, PressedClient
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.dialling import reason_of
@@ -94,7 +94,7 @@ class Unanswerable(Exception):
     """There is no answer to give; the connection is closed instead."""
 
 
-class Client(Protocol):
+class ControlClient(PressedClient, SeverableClient, Protocol):
     """The connection that the requests came on."""
 
     peer: str
@@ -107,16 +107,8 @@ class Client(Protocol):
         """Close it without waiting for answers."""
         ...
 
-    def sever(self, reason: str) -> None:
-        """Close it, because another client has its claims now."""
-        ...
-
     def adjust_reading(self) -> None:
         """Begin or stop reading, after a change of what may be read."""
-        ...
-
-    def broker_presses(self, slow: bool) -> None:
-        """A broker connection takes no more for now, or does again."""
         ...
 
     def offered(self, ranges: Ranges) -> None:
@@ -146,7 +138,7 @@ class ControlRequests:
     def __init__(
         self,
         context: ProxyContext,
-        client: Client,
+        client: ControlClient,
         claims: ClientClaims,
         gate: Gate | None,
         access: ClientAccess | None,
@@ -278,7 +270,7 @@ class ControlPlane:
     def __init__(
         self,
         context: ProxyContext,
-        client: Client,
+        client: ControlClient,
         fleet: Fleet,
         access: ClientAccess | None = None,
         to_brokers: BrokerAuth | None = None,
