@@ -46,7 +46,7 @@ from typing import NamedTuple, Protocol, cast
 
 import structlog
 
-from kproxy.plain import FrameReader, ReceiveArena
+from kproxy.plain import FrameReader
 from kproxy.proxy.answer_memory import LARGE_BYTES, AnswerBuffer, ClientMemory
 from kproxy.proxy.answer_reader import AnswerReader, Ticket
 from kproxy.proxy.dialling import BrokerDials, reason_of
@@ -103,8 +103,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     """A connection to `broker`.
 
     `is_paced`: a broker that hangs is not dialled, and one that is down is dialled in its turn. `keeper` gets the
-    connection's events; None: it is alone. Large answers wait for room in `share`, if given. `clock` is in seconds.
-    `access` None: the proxy's own.
+    connection's events; None: it is alone. Large answers wait for room in `share`, if given. `access` None: the
+    proxy's own.
     """
 
     __slots__ = (
@@ -140,8 +140,6 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self,
         broker: BrokerDials,
         *,
-        arena: ReceiveArena,
-        clock: Callable[[], float],
         max_answer_bytes: int,
         connect_timeout_s: float,
         is_paced: bool = True,
@@ -150,7 +148,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         access: BrokerAuth | None = None,
     ) -> None:
         most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
-        super().__init__(FrameReader(max_answer_bytes, arena, most_shared=most_shared), share, clock)
+        reader = FrameReader(max_answer_bytes, broker.dialler.arena, most_shared=most_shared)
+        super().__init__(reader, share, broker.dialler.clock)
         self.owner = broker.owner
         self.address = broker.address
         # Given by kproxy.proxy.connections; 0: none.

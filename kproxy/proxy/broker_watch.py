@@ -55,7 +55,6 @@ import structlog
 from kproxy.config import Limits
 from kproxy.observe.metrics import BrokerVitals
 from kproxy.observe.tally import Tally
-from kproxy.plain import ReceiveArena
 from kproxy.proxy.api_versions import (
     ASKED_VERSIONS,
     FENCES,
@@ -247,8 +246,6 @@ class BrokerWatch(BrokerDials):
             self._connection = Upstream(
                 self,
                 is_paced=False,
-                arena=self._brokers.arena,
-                clock=self._brokers.clock,
                 max_answer_bytes=self._brokers.limits.max_control_request_bytes,
                 # The patience of the question ends first: a dial that hangs counts as silence.
                 connect_timeout_s=self.breaker.patience_s + 1,
@@ -301,22 +298,19 @@ class BrokerWatch(BrokerDials):
 
 
 class Brokers:
-    """The brokers of `topology`. `offer` works out what clients are offered; `clock` is in seconds."""
+    """The brokers of `topology`. `offer` works out what clients are offered."""
 
     def __init__(
         self,
         topology: Topology,
         limits: Limits,
-        clock: Callable[[], float],
-        arena: ReceiveArena,
         tally: Tally,
         dialler: Dialler,
         offer: Callable[[Sequence[BrokerApis]], OfferedApis],
     ) -> None:
         self.topology = topology
         self.limits = limits
-        self.clock = clock
-        self.arena = arena
+        self.clock = dialler.clock
         self.tally = tally
         self.dialler = dialler
         self._offer = offer
@@ -393,7 +387,7 @@ class Brokers:
 
     def is_hung(self, address: Address | None) -> bool:
         """Whether the broker there hangs."""
-        return any(watch.address == address and watch.is_hung for watch in self.asking)
+        return bool(self.asking) and any(watch.address == address and watch.is_hung for watch in self.asking)
 
     def is_well(self, owner: int) -> bool:
         """Whether a broker of the topology is not known to be in trouble."""

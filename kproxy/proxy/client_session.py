@@ -145,7 +145,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self._identity: ClientIdentity | None = None
         if admission is not None and admission.carries:
             self._identity = ClientIdentity(
-                context.dialler.access,
+                context.broker_auth,
                 lambda: self._control.authenticate(),
                 lambda: self._upstreams,
                 self._identity_refused,

@@ -69,7 +69,7 @@ class Connections:
         access: BrokerAuth | None = None,
     ) -> None:
         self._context = context
-        self._access = access or context.dialler.access
+        self._access = access or context.broker_auth
         self._client = client
         self._share = share
         self.by_broker: dict[int, Upstream] = {}
@@ -90,8 +90,6 @@ class Connections:
     def _dial(self, broker: BrokerWatch) -> Upstream:
         return Upstream(
             broker,
-            arena=self._context.arena,
-            clock=self._context.clock,
             max_answer_bytes=self._context.limits.max_answer_bytes,
             connect_timeout_s=self._context.limits.connect_timeout_s + self._access.extra_s,
             access=self._access,

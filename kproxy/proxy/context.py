@@ -26,6 +26,7 @@ from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, BrokerSemantics
 from kproxy.routing.topology import Topology
 from kproxy.runtime.tasks import Turns
+from kproxy.security.broker_auth import BrokerAuth
 from kproxy.security.quotas import Quotas
 from kproxy.trail.trail import Trail
 from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
@@ -58,7 +59,8 @@ class ProxyContext:
     limits: Limits
     clock: Callable[[], float]
     random: Random
-    dialler: Dialler = field(default_factory=Dialler)
+    # How brokers are accessed; by default in plain text.
+    broker_auth: BrokerAuth = field(default_factory=BrokerAuth)
     arena: ReceiveArena = field(default_factory=ReceiveArena)
     counters: Counter[str] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
@@ -83,6 +85,7 @@ class ProxyContext:
     portions: Portions = field(default_factory=Portions)
     # Bodies of answers to Metadata requests for all topics; None if no broker has answered.
     all_topics: Shared[Buffer | None] = field(default_factory=Shared)
+    dialler: Dialler = field(init=False)
     brokers: Brokers = field(init=False)
     # For what many connections do at once: they end, or their broker does, or the topology changes.
     turns: Turns = field(init=False)
@@ -97,11 +100,10 @@ class ProxyContext:
         }
         can_answer = {key: APIS[key].versions for key, has_means in own_means.items() if has_means}
         can_answer |= self.sasl_apis
+        self.dialler = Dialler(self.clock, self.broker_auth, self.arena)
         self.brokers = Brokers(
             self.topology,
             self.limits,
-            self.clock,
-            self.arena,
             self.tally,
             self.dialler,
             partial(offer, caps=self.version_caps, can_answer=can_answer),

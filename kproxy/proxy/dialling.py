@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final
 
 import structlog
 
+from kproxy.plain import ReceiveArena
 from kproxy.routing.broker_health import Redial
 from kproxy.routing.topology import Address
 from kproxy.runtime.resolver import Resolver
@@ -49,11 +49,12 @@ class KnownDown(ConnectionError):
 
 
 class Dialler:
-    """What all dials of a process share; `clock` in seconds. Brokers are accessed by `access`."""
+    """What all connections of a process to brokers share; `clock` in seconds. Brokers are accessed by `access`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, access: BrokerAuth | None = None) -> None:
+    def __init__(self, clock: Callable[[], float], access: BrokerAuth, arena: ReceiveArena) -> None:
         self.clock = clock
-        self.access = access or BrokerAuth()
+        self.access = access
+        self.arena = arena
         self.resolver = Resolver(clock)
 
 

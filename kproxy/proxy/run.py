@@ -43,7 +43,6 @@ from kproxy.proxy.admission import Admission, OpenConnections
 from kproxy.proxy.apis import NO_RANGES
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.process_host import AdminSite, OwnHost, OwnPages, ProcessHost
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
@@ -371,7 +370,7 @@ class _Proxy:
             random=self._random,
             counters=self._counters,
             tally=self._tally,
-            dialler=Dialler(access=self._access),
+            broker_auth=self._access,
             confirm_acks0=self._config.confirm_acks0,
         )
         context.brokers.on_lost = opened.broker_lost
