@@ -64,7 +64,7 @@ class Waiter(Protocol):
         ...
 
 
-class Client(Protocol):
+class HeldBackClient(Protocol):
     """The client connection of a share."""
 
     def hold_back(self, holds: bool) -> None:
@@ -248,7 +248,7 @@ class ClientMemory:
         "sources",
     )
 
-    def __init__(self, room: AnswerMemory, client: Client) -> None:
+    def __init__(self, room: AnswerMemory, client: HeldBackClient) -> None:
         self.room = room
         self._client = client
         # Bytes with room, by whether this client was proven then; and other bytes that it does not take.

@@ -67,7 +67,7 @@ class Slot:
             self.order.unload(self)
 
 
-class Client(Protocol):
+class ResumedClient(Protocol):
     """The client connection whose answers they are."""
 
     def go_on(self) -> None:
@@ -99,7 +99,7 @@ class AnswerOrder:
         "slots",
     )
 
-    def __init__(self, context: ProxyContext, client: Client) -> None:
+    def __init__(self, context: ProxyContext, client: ResumedClient) -> None:
         self._clock = context.clock
         self._tally = context.tally
         self._budget = context.budget

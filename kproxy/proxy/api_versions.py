@@ -1,8 +1,8 @@
 """Work out which API versions to offer to clients.
 
 An API is offered in the versions that the proxy (kproxy.proxy.apis) and all upstream brokers serve: `offer`. Brokers
-are asked with ApiVersions (KIP-35): `BrokerVersions`. A request outside of the offered versions closes the connection,
-as in Kafka; only ApiVersions has an error for that (KIP-511).
+are asked with ApiVersions (KIP-35): `ask_versions`; kproxy.proxy.broker_watch says when. A request outside of the
+offered versions closes the connection, as in Kafka; only ApiVersions has an error for that (KIP-511).
 
 The proxy answers some APIs itself where brokers leave them to it (`Api.ends_here`). It then offers its own versions,
 whatever brokers serve.
@@ -10,77 +10,34 @@ whatever brokers serve.
 Features (KIP-584) are the brokers' common ones, except for transaction.version. From its level 2 on a client leaves out
 AddPartitionsToTxn and uses newer versions of its other requests instead (KIP-890). So level 2 is offered only with
 those versions: a client that is offered level 2 and may not send them aborts its transactions.
-
-States of a broker of the topology
-  unknown    it has never reported what it serves
-  known      it has reported it at its present address, and the connection of that report is open
-  outdated   its last answer still counts, but the broker may be another version by now: it has left and come back,
-             changed its address, or closed that connection (as a broker does that is restarted)
-
-Transitions
-  unknown, outdated -> known      it answers; asked by `current`, and by `look` at once and then with a pause
-  known -> outdated               its connection ends, or its address changes
-  any -> any                      a broker that leaves keeps its last answer, in case it comes back
-
-Invariants
-1. `offered` is `offer` of the last answers of the brokers in the topology, as of the latest answer, `look` or
-   `current`. `on_change` is called once for each change of its ranges, after the change. Changes are logged once all
-   brokers known at first have been asked, and from then on as they happen.
-2. An unknown broker does not count. It cannot be told from one that serves everything, and a broker that never starts
-   must not stop the others. Once it answers, APIs that it does not serve are withdrawn, as when a broker joins.
-3. One task at a time asks a broker, whoever waits for the answer; `close` ends all tasks. A broker that hangs is not
-   asked.
-4. A broker that could not be asked is doubted (kproxy.routing.topology) until it answers.
-5. At most MAX_REMEMBERED brokers that are not in the topology are remembered.
-6. Nothing relies on the fences (the Own API's) of an unknown broker: it may have none. Nor on its producer state: a
-   batch that it may have appended is not sent to it a second time.
-7. `on_lost` is called for each broker of the topology that becomes outdated, and for each failed attempt to reach one:
-   no other open connection may notice that it is gone.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from math import inf
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import structlog
-
-from kproxy.config import Limits
-from kproxy.plain import ReceiveArena
 from kproxy.proxy.apis import APIS, NO_RANGES, NOT_SERVED, Range, Ranges, proxy_ranges
-from kproxy.proxy.broker_connection import Lost, Upstream, ask
-from kproxy.proxy.broker_health import BrokerHealth
-from kproxy.proxy.dialling import Turn
-from kproxy.routing.topology import Address, Topology
+from kproxy.proxy.broker_connection import Upstream, ask
 from kproxy_codec import api_keys as keys
 from kproxy_codec import foreign
 from kproxy_codec.api_keys import is_flexible
 from kproxy_codec.control import Message, build_request, build_response, decode_response, encode_request
 from kproxy_codec.error_codes import INVALID_REQUEST, NONE, UNSUPPORTED_VERSION
-from kproxy_codec.errors import CodecError, InvalidField, UnsupportedVersion
+from kproxy_codec.errors import InvalidField, UnsupportedVersion
 from kproxy_codec.framing import RequestHeader, request_header, response_body_offset
 from kproxy_codec.own import BIND_FENCES_VERSION
 from kproxy_codec.partitioned import with_length
 from kproxy_codec.walk import Walk
 
-log = structlog.get_logger(__name__)
-
-ASK_TIMEOUT_S = 2.0
-# The pause after a broker did not answer: one that hangs must not hold up every new client.
-SILENT_FOR_S = 10.0
-UNREACHABLE_FOR_S = 2.0
-MAX_REMEMBERED: Final = 1000
 # Version 4 names all features. Older brokers answer it in version 0 with an error (KIP-511), or close the connection.
-_ASKED_VERSIONS: Final = (4, 0)
-_CLIENT_ID: Final = b"kproxy-versions"
+ASKED_VERSIONS: Final = (4, 0)
 _SOFTWARE_PATTERN: Final = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9\-.]*[a-zA-Z0-9])?")
 _SOFTWARE: Final = {"client_software_name": "kproxy", "client_software_version": "1"}
-_PRODUCER_IDS: Final[Ranges] = {keys.INIT_PRODUCER_ID: (0, 0)}
-_FENCES: Final[Ranges] = {keys.BIND_FENCES: (BIND_FENCES_VERSION, BIND_FENCES_VERSION)}
+PRODUCER_IDS: Final[Ranges] = {keys.INIT_PRODUCER_ID: (0, 0)}
+FENCES: Final[Ranges] = {keys.BIND_FENCES: (BIND_FENCES_VERSION, BIND_FENCES_VERSION)}
 
 # Offered where the proxy has the means for them, whatever brokers serve.
 _ONLY_OURS: Final = frozenset({keys.OWN, keys.SASL_HANDSHAKE, keys.SASL_AUTHENTICATE})
@@ -286,244 +243,13 @@ def offered_response(api_version: int, offered: OfferedApis) -> Message:
 # Answers of brokers
 
 
-class BrokerVersions:
-    """Ask the brokers of `topology` what they serve, and follow changes.
-
-    `caps` and `can_answer` are those of `offer`; `clock` is in seconds.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        limits: Limits,
-        clock: Callable[[], float],
-        arena: ReceiveArena,
-        health: BrokerHealth,
-        caps: Mapping[int, int] = NO_CAPS,
-        can_answer: Mapping[int, Range] = NO_RANGES,
-    ) -> None:
-        self._topology = topology
-        self._limits = limits
-        self._clock = clock
-        self._arena = arena
-        self._health = health
-        self._caps = caps
-        self._can_answer = can_answer
-        # APIs that brokers say they serve and do not.
-        self._disproved: set[int] = set()
-        self._said: dict[int, BrokerApis] = {}
-        self._connections: dict[int, Upstream] = {}
-        # The address at which each known broker was asked.
-        self._known: dict[int, Address] = {}
-        self._asking: dict[int, asyncio.Task[None]] = {}
-        self._not_before: dict[tuple[int, Address], float] = {}
-        self._seen_version = -1
-        # The topology's version, and `know_batches_again` for it.
-        self._know_again: tuple[int, bool] | None = None
-        self._closed = False
-        self.offered = offer([], caps, can_answer)
-        # As logged last; nothing is logged before the first round of asking is over.
-        self._logged = self.offered
-        self._asked_once = False
-        self.on_change: Callable[[Ranges], None] = lambda ranges: None
-        self.on_lost: Callable[[], None] = lambda: None
-
-    async def current(self) -> OfferedApis:
-        """Ask every broker that is due, and return what is offered then.
-
-        This takes ASK_TIMEOUT_S at most.
-        """
-        asking = self._ask_where_due()
-        if asking:
-            await asyncio.wait(asking)
-        self._update()
-        return self.offered
-
-    def has_fences(self, broker: int) -> bool | None:
-        """Return whether a broker keeps fences (serves BindFences).
-
-        None for an unknown broker, and for one that is not in the topology.
-        """
-        serves = self._said.get(broker) if broker in self._topology.brokers else None
-        return None if serves is None else covers(serves.ranges, _FENCES)
-
-    @property
-    def know_batches_again(self) -> bool:
-        """Whether all brokers that answer keep producer state.
-
-        Brokers that assign producer ids keep it.
-        """
-        version = self._topology.version
-        if self._know_again is None or self._know_again[0] != version:
-            said = [self._said.get(broker) for broker in self._topology.takers]
-            knows = bool(said) and all(serves is not None and covers(serves.ranges, _PRODUCER_IDS) for serves in said)
-            self._know_again = (version, knows and keys.INIT_PRODUCER_ID not in self._disproved)
-        return self._know_again[1]
-
-    @property
-    def fenced(self) -> bool:
-        """Whether all known brokers keep fences, and there are any.
-
-        Call `current` first: this property asks no broker. An unknown broker does not count: it is asked when it is to
-        keep a fence for a partition that it leads.
-        """
-        said = [known for broker in self._topology.brokers if (known := self.has_fences(broker)) is not None]
-        return bool(said) and all(said)
-
-    def may_have_fences(self, broker: int) -> bool:
-        """Return whether to send fences to a broker.
-
-        An unknown broker is taken to keep fences where any other does.
-        """
-        known = self.has_fences(broker)
-        return any(map(self.has_fences, self._topology.brokers)) if known is None else known
-
-    def look(self) -> None:
-        """Follow the topology, and ask brokers that are due; call it regularly."""
-        if self._topology.version != self._seen_version:
-            self._seen_version = self._topology.version
-            self._update()
-        self._ask_where_due()
-
-    def _ask_where_due(self) -> list[asyncio.Task[None]]:
-        """Ask brokers that are unknown or outdated; return the tasks."""
-        if self._closed:
-            return []
-        now = self._clock()
-        for broker, address in self._topology.brokers.items():
-            if self._is_known(broker, address) or broker in self._asking or self._health.is_open(address):
-                continue
-            if now >= self._not_before.get((broker, address), -inf):
-                if broker in self._known or (broker, address) in self._not_before:
-                    self.on_lost()
-                self._asking[broker] = asyncio.get_running_loop().create_task(self._learn(broker, address))
-        return [task for broker, task in self._asking.items() if broker in self._topology.brokers]
-
-    def _is_known(self, broker: int, address: Address) -> bool:
-        connection = self._connections.get(broker)
-        return self._known.get(broker) == address and connection is not None and not connection.closed
-
-    async def _learn(self, broker: int, address: Address) -> None:
-        try:
-            serves = await self._ask_each_version(broker, address)
-            if self._topology.address(broker) == address:
-                self._topology.doubt(broker, doubted=serves is None)
-            if serves is not None:
-                self._said.pop(broker, None)
-                self._said[broker] = serves
-                self._known[broker] = address
-                self._not_before.pop((broker, address), None)
-                self._forget_departed()
-                self._update()
-        except Exception:  # the boundary: a failure with one broker must not reach those who wait for all
-            log.exception("broker API versions not read", broker=broker)
-            self._pause(broker, address, SILENT_FOR_S)
-        finally:
-            del self._asking[broker]
-            if not self._asked_once and not self._asking and not self._closed:
-                self._asked_once = True
-                self._log_changes()
-
-    async def _ask_each_version(self, broker: int, address: Address) -> BrokerApis | None:
-        for version in _ASKED_VERSIONS:
-            connection = await self._connection(broker, address)
-            try:
-                async with asyncio.timeout(ASK_TIMEOUT_S):
-                    with self._health.wondering(broker, address):
-                        return await _ask_versions(connection, version)
-            except TimeoutError:
-                connection.give_up("it does not say what it serves")
-                self._pause(broker, address, SILENT_FOR_S)
-                return None
-            except Lost as lost:
-                if not lost.written:
-                    break
-            except CodecError as error:
-                if version == _ASKED_VERSIONS[-1]:
-                    connection.distrust(str(error))
-        self._pause(broker, address, UNREACHABLE_FOR_S)
-        return None
-
-    async def _connection(self, broker: int, address: Address) -> Upstream:
-        """Return an open connection to a broker at this address."""
-        connection = self._connections.get(broker)
-        if connection is not None and not connection.closed and connection.address == address:
-            return connection
-        if connection is not None:
-            await connection.close()
-        connection = self._connections[broker] = Upstream(
-            broker,
-            address,
-            dialler=self._health.dialler,
-            turn=Turn.NEXT,
-            arena=self._arena,
-            clock=self._clock,
-            max_answer_bytes=self._limits.max_control_request_bytes,
-            connect_timeout_s=self._limits.connect_timeout_s,
-        )
-        return connection
-
-    def _pause(self, broker: int, address: Address, seconds: float) -> None:
-        self._not_before[broker, address] = self._clock() + seconds
-
-    def _forget_departed(self) -> None:
-        here = self._topology.brokers
-        departed = [broker for broker in self._said if broker not in here]
-        for broker in departed[: max(0, len(departed) - MAX_REMEMBERED)]:
-            del self._said[broker]
-            self._known.pop(broker, None)
-        for place in [place for place in self._not_before if here.get(place[0]) != place[1]]:
-            del self._not_before[place]
-
-    def _update(self) -> None:
-        """Work out what is offered, and report a change."""
-        for broker in [each for each in self._connections if each not in self._topology.brokers]:
-            if not self._connections[broker].closed:
-                self._connections[broker].give_up("its broker has left")
-            self._known.pop(broker, None)
-        self._know_again = None
-        said = [self._said[broker] for broker in self._topology.brokers if broker in self._said]
-        if self._disproved:
-            said = [serves.without(self._disproved) for serves in said]
-        offered = offer(said, self._caps, self._can_answer)
-        before, self.offered = self.offered, offered
-        if offered.ranges != before.ranges:
-            self.on_change(offered.ranges)
-        self._log_changes()
-
-    def _log_changes(self) -> None:
-        """Log changes, once all brokers have been asked for the first time."""
-        if not self._asked_once:
-            return
-        before, self._logged = self._logged, self.offered
-        if self._logged.native != before.native:
-            log.info("APIs of the proxy changed", apis=sorted(map(keys.name_of, self._logged.native)))
-        if self._logged.ranges != before.ranges:
-            brokers = sum(broker in self._said for broker in self._topology.brokers)
-            log.info("APIs offered to clients changed", brokers=brokers, **_changes(before.ranges, self._logged.ranges))
-
-    def disprove(self, api_key: int) -> None:
-        """Count an API as not served by brokers, whatever they say."""
-        self._disproved.add(api_key)
-        self._update()
-
-    async def close(self) -> None:
-        """Stop asking, and close the connections."""
-        self._closed = True
-        tasks = list(self._asking.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
-
-
-async def _ask_versions(connection: Upstream, version: int) -> BrokerApis:
+async def ask_versions(connection: Upstream, version: int, client_id: bytes) -> BrokerApis:
     """Ask a broker in one version of ApiVersions.
 
     Raises Lost, and CodecError for a malformed answer or an error code.
     """
     correlation_id = connection.next_correlation_id()
-    head = request_header(keys.API_VERSIONS, version, correlation_id, _CLIENT_ID)
+    head = request_header(keys.API_VERSIONS, version, correlation_id, client_id)
     fields = _SOFTWARE if version >= _SOFTWARE_FROM else {}
     body = encode_request(build_request(keys.API_VERSIONS, version, **fields))
     answer = await ask(connection, correlation_id, with_length([head, body]))
@@ -547,7 +273,7 @@ def _broker_apis(message: Message, version: int) -> BrokerApis:
     )
 
 
-def _changes(before: Ranges, after: Ranges) -> dict[str, str]:
+def changes(before: Ranges, after: Ranges) -> dict[str, str]:
     """Describe a change for the log.
 
     `withdrawn` are APIs by name, `versions` the ranges of those that are new or changed.

@@ -46,12 +46,11 @@ from typing import NamedTuple, Protocol, cast
 
 import structlog
 
-from kproxy.plain import FrameReader, ReceiveArena
+from kproxy.plain import FrameReader
 from kproxy.proxy.answer_memory import LARGE_BYTES, AnswerBuffer, ClientMemory
 from kproxy.proxy.answer_reader import AnswerReader, Ticket
-from kproxy.proxy.dialling import Dialler, Turn, reason_of
+from kproxy.proxy.dialling import BrokerDials, reason_of
 from kproxy.proxy.outbox import Outbox, flushes_of
-from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
 from kproxy.runtime.tasks import cancel
 from kproxy.security.broker_auth import CLIENT_ID, BrokerAuth, Session
@@ -101,10 +100,11 @@ class ConnectionOwner(Protocol):
 
 
 class Upstream(AnswerReader, asyncio.BufferedProtocol):
-    """A connection to the broker `owner` at `address`, dialled by `dialler` in its `turn`.
+    """A connection to `broker`.
 
-    With `dials` false, requests are lost unwritten. `keeper` gets its events; None: it is alone. Large answers wait for
-    room in `share`, if given. `clock` is in seconds. `access` None: that of the dialler.
+    `is_paced`: a broker that hangs is not dialled, and one that is down is dialled in its turn. `keeper` gets the
+    connection's events; None: it is alone. Large answers wait for room in `share`, if given. `access` None: the
+    proxy's own.
     """
 
     __slots__ = (
@@ -138,24 +138,20 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        owner: int,
-        address: Address,
+        broker: BrokerDials,
         *,
-        dialler: Dialler,
-        arena: ReceiveArena,
-        clock: Callable[[], float],
         max_answer_bytes: int,
         connect_timeout_s: float,
-        turn: Turn = Turn.PACED,
-        dials: bool = True,
+        is_paced: bool = True,
         keeper: ConnectionOwner | None = None,
         share: ClientMemory | None = None,
         access: BrokerAuth | None = None,
     ) -> None:
         most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
-        super().__init__(FrameReader(max_answer_bytes, arena, most_shared=most_shared), share, clock)
-        self.owner = owner
-        self.address = address
+        reader = FrameReader(max_answer_bytes, broker.dialler.arena, most_shared=most_shared)
+        super().__init__(reader, share, broker.dialler.clock)
+        self.owner = broker.owner
+        self.address = broker.address
         # Given by kproxy.proxy.connections; 0: none.
         self.number = 0
         # Fences bound on this connection (kproxy.proxy.claims), by topic and partition index.
@@ -167,7 +163,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         # Lists: an empty deque takes 760 bytes.
         self._queue: list[tuple[Ticket, int, Sequence[Buffer]]] = []
         self._queued_bytes = 0
-        self._access = access or dialler.access
+        self._access = access or broker.dialler.access
         # The session of SASL, and the reason why there is none.
         self._session: Session | None = None
         self._failure: Exception | None = None
@@ -190,7 +186,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._renewal: asyncio.TimerHandle | asyncio.Task[None] | None = None
         # None: it is over.
         self._dial: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(
-            self._connect(dialler, turn, connect_timeout_s) if dials else self._refuse()
+            self._connect(broker, connect_timeout_s, is_paced=is_paced)
         )
 
     # Sending
@@ -277,20 +273,15 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._press(self._queued_bytes > MAX_QUEUED_BYTES)
         return withdrawn
 
-    async def _connect(self, dialler: Dialler, turn: Turn, timeout_s: float) -> None:
+    async def _connect(self, broker: BrokerDials, timeout_s: float, *, is_paced: bool) -> None:
+        self._patience = asyncio.timeout(timeout_s)
         try:
-            with dialler.attempt(self.owner, self.address, turn, self._access) as attempt:
-                async with asyncio.timeout(timeout_s) as self._patience:
-                    await attempt.connect(self)
+            await broker.dial(self, self._patience, self._access, is_paced=is_paced)
         except (OSError, UnicodeError) as error:
-            # The dialler has noted it; TimeoutError is an OSError. Its traceback would keep the attempt's objects.
+            # It has been noted; TimeoutError is an OSError. Its traceback would keep the dial's objects.
             self._failure = error.with_traceback(None)
             self._end()
         self._dial = self._patience = None
-
-    async def _refuse(self) -> None:
-        self._end()
-        self._dial = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._keeper is not None:

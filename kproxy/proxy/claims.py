@@ -93,7 +93,7 @@ class Respond(Protocol):
     def __call__(self, answer: list[Buffer], is_allowed: Callable[[], bool] | None = None, /) -> None: ...
 
 
-class Client(Protocol):
+class SeverableClient(Protocol):
     """The client connection that claims."""
 
     def sever(self, reason: str) -> None:
@@ -119,7 +119,9 @@ class ClientClaims:
         "topology",
     )
 
-    def __init__(self, context: ProxyContext, connections: Connections, client: Client, lookups: OwnerLookups) -> None:
+    def __init__(
+        self, context: ProxyContext, connections: Connections, client: SeverableClient, lookups: OwnerLookups
+    ) -> None:
         self._context = context
         self._lookups = lookups
         self.topology: Topology = context.topology
@@ -148,7 +150,7 @@ class ClientClaims:
 
     @property
     def fenced(self) -> bool:
-        return self._context.versions.fenced
+        return self._context.brokers.fenced
 
     @property
     def has_claims(self) -> bool:
@@ -162,8 +164,7 @@ class ClientClaims:
         return self._lookups.is_under_way(topic, partition_index)
 
     def is_hung(self, address: Address | None) -> bool:
-        health = self._context.health
-        return health.watching and health.is_open(address)
+        return self._context.brokers.is_hung(address)
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:
         """Return the fence for writes to a gated partition; 0: it may not be written."""
@@ -213,7 +214,7 @@ class ClientClaims:
         return with_length([response_header(header.api_key, header.api_version, header.correlation_id), body])
 
     async def _bind(self, bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
-        await self._context.versions.current()
+        await self._context.brokers.current()
         if self._own is None or not self._own.brokers.have_fences():
             return {}
         return await self.binder.bind(bindings, deadline)
@@ -342,7 +343,7 @@ class FenceBinder:
 
     def before(self, upstream: Upstream, fences: Iterable[Fenced]) -> None:
         """Bind the fences of a batch that is about to be sent on `upstream` (invariant 1)."""
-        if not self._context.versions.may_have_fences(upstream.owner):
+        if not self._context.brokers.may_have_fences(upstream.owner):
             return
         bindings = []
         for partition, fence in fences:
@@ -434,7 +435,7 @@ class ProxyBrokers:
         self._wake = asyncio.Event()
 
     def have_fences(self) -> bool:
-        return self._context.versions.fenced
+        return self._context.brokers.fenced
 
     def partition_indexes(self, topic: str) -> Collection[int]:
         return self._context.topology.partition_indexes(topic.encode())

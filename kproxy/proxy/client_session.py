@@ -45,7 +45,6 @@ from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.api_versions import check_served, covers
 from kproxy.proxy.apis import NOT_SERVED, Ranges
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
-from kproxy.proxy.broker_health import Waiting
 from kproxy.proxy.client_identity import ClientIdentity
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
@@ -56,6 +55,7 @@ from kproxy.proxy.metering import Meter, ThrottledSlot
 from kproxy.proxy.outbox import PacedOutbox, flushes_of
 from kproxy.proxy.paced_reader import PacedReader
 from kproxy.proxy.partitioned_requests import NoRoom, PartitionedRequests, plain_path
+from kproxy.proxy.waiting_requests import Waiting
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
@@ -145,7 +145,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self._identity: ClientIdentity | None = None
         if admission is not None and admission.carries:
             self._identity = ClientIdentity(
-                context.dialler.access,
+                context.broker_auth,
                 lambda: self._control.authenticate(),
                 lambda: self._upstreams,
                 self._identity_refused,
@@ -178,9 +178,9 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             self._access,
             partial(ControlPlane, context, self, self._origin.fleet, self._access, to_brokers),
         )
-        self._waiting = Waiting(context.health)
+        self._waiting = Waiting(context.brokers)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
-        self._ranges = context.versions.offered.ranges
+        self._ranges = context.brokers.offered.ranges
         self._negotiated = False
         self._lingers = False
 
@@ -506,7 +506,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         log.warning("client connection severed", client=self.peer, reason=reason)
         self._end()
         self._fanout.part(severed=True)
-        if self._context.versions.fenced:
+        if self._context.brokers.fenced:
             self._connections.drop_all()
 
     def abandon(self) -> None:

@@ -30,6 +30,7 @@ from typing import Protocol
 from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.broker_connection import Upstream
+from kproxy.proxy.broker_watch import BrokerWatch
 from kproxy.proxy.context import ProxyContext
 from kproxy.routing.actions import Close, Loss, Send, Withdraw
 from kproxy.routing.merge import Exchange, is_success
@@ -42,7 +43,7 @@ class NoAddress(Exception):
     """The topology has no address of a broker."""
 
 
-class Client(Protocol):
+class PressedClient(Protocol):
     """The client connection that they serve."""
 
     def broker_presses(self, slow: bool) -> None:
@@ -62,13 +63,13 @@ class Connections:
     def __init__(
         self,
         context: ProxyContext,
-        client: Client | None = None,
+        client: PressedClient | None = None,
         share: ClientMemory | None = None,
         *,
         access: BrokerAuth | None = None,
     ) -> None:
         self._context = context
-        self._access = access or context.dialler.access
+        self._access = access or context.broker_auth
         self._client = client
         self._share = share
         self.by_broker: dict[int, Upstream] = {}
@@ -83,20 +84,15 @@ class Connections:
             _give_up_unless_at(address, upstream)
             if not upstream.closed:
                 return upstream
-        upstream = self.by_broker[broker] = self._dial(broker, address)
+        upstream = self.by_broker[broker] = self._dial(self._context.brokers.at(broker, address))
         return upstream
 
-    def _dial(self, broker: int, address: Address) -> Upstream:
+    def _dial(self, broker: BrokerWatch) -> Upstream:
         return Upstream(
             broker,
-            address,
-            dialler=self._context.dialler,
-            arena=self._context.arena,
-            clock=self._context.clock,
             max_answer_bytes=self._context.limits.max_answer_bytes,
             connect_timeout_s=self._context.limits.connect_timeout_s + self._access.extra_s,
             access=self._access,
-            dials=not self._context.health.refuses(address),
             keeper=self,
             share=self._share,
         )
@@ -240,7 +236,7 @@ class NumberedConnections(Connections):
     __slots__ = ("_doubted", "_is_closed", "_losses", "shell", "upstreams", "version")
 
     def __init__(
-        self, context: ProxyContext, client: Client, shell: Shell, share: ClientMemory, access: BrokerAuth | None
+        self, context: ProxyContext, client: PressedClient, shell: Shell, share: ClientMemory, access: BrokerAuth | None
     ) -> None:
         super().__init__(context, client, share, access=access)
         self.shell = shell

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Protocol
 
@@ -14,9 +15,9 @@ from kproxy.observe.tally import Tally
 from kproxy.plain import ReceiveArena
 from kproxy.proxy.access import AccessControl
 from kproxy.proxy.answer_memory import AnswerMemory
-from kproxy.proxy.api_versions import NO_CAPS, BrokerVersions
+from kproxy.proxy.api_versions import NO_CAPS, offer
 from kproxy.proxy.apis import APIS, NO_RANGES, Range
-from kproxy.proxy.broker_health import BrokerHealth
+from kproxy.proxy.broker_watch import Brokers
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.long_answers import Portions, Shared
@@ -25,6 +26,7 @@ from kproxy.routing.fleet import Fleet
 from kproxy.routing.retry import LEASED, BrokerSemantics
 from kproxy.routing.topology import Topology
 from kproxy.runtime.tasks import Turns
+from kproxy.security.broker_auth import BrokerAuth
 from kproxy.security.quotas import Quotas
 from kproxy.trail.trail import Trail
 from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
@@ -57,7 +59,8 @@ class ProxyContext:
     limits: Limits
     clock: Callable[[], float]
     random: Random
-    dialler: Dialler = field(default_factory=Dialler)
+    # How brokers are accessed; by default in plain text.
+    broker_auth: BrokerAuth = field(default_factory=BrokerAuth)
     arena: ReceiveArena = field(default_factory=ReceiveArena)
     counters: Counter[str] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
@@ -82,8 +85,8 @@ class ProxyContext:
     portions: Portions = field(default_factory=Portions)
     # Bodies of answers to Metadata requests for all topics; None if no broker has answered.
     all_topics: Shared[Buffer | None] = field(default_factory=Shared)
-    versions: BrokerVersions = field(init=False)
-    health: BrokerHealth = field(init=False)
+    dialler: Dialler = field(init=False)
+    brokers: Brokers = field(init=False)
     # For what many connections do at once: they end, or their broker does, or the topology changes.
     turns: Turns = field(init=False)
     budget: Budget = field(init=False)
@@ -97,9 +100,13 @@ class ProxyContext:
         }
         can_answer = {key: APIS[key].versions for key, has_means in own_means.items() if has_means}
         can_answer |= self.sasl_apis
-        self.health = BrokerHealth(self.topology, self.limits, self.clock, self.arena, self.tally, self.dialler)
-        self.versions = BrokerVersions(
-            self.topology, self.limits, self.clock, self.arena, self.health, self.version_caps, can_answer
+        self.dialler = Dialler(self.clock, self.broker_auth, self.arena)
+        self.brokers = Brokers(
+            self.topology,
+            self.limits,
+            self.tally,
+            self.dialler,
+            partial(offer, caps=self.version_caps, can_answer=can_answer),
         )
         self.turns = Turns(self.clock)
         self.budget = Budget(self.limits.max_in_flight_bytes_total)
@@ -111,4 +118,4 @@ class ProxyContext:
 
         Other brokers ignore the ids, which come from this proxy.
         """
-        return self.semantics.knows_batches_again and self.versions.know_batches_again
+        return self.semantics.knows_batches_again and self.brokers.know_batches_again

@@ -39,9 +39,9 @@ from kproxy.proxy.api_versions import check_api_versions_request, offered_respon
 from kproxy.proxy.apis import KEY_TYPES, NOT_SERVED, SERVED, Ranges
 from kproxy.proxy.broker_configs import BrokerConfigs
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
-from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims
+from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims, SeverableClient
 from kproxy.proxy.client_identity import NotJudged
-from kproxy.proxy.connections import Connections
+from kproxy.proxy.connections import Connections, PressedClient
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.dialling import reason_of
@@ -94,7 +94,7 @@ class Unanswerable(Exception):
     """There is no answer to give; the connection is closed instead."""
 
 
-class Client(Protocol):
+class ControlClient(PressedClient, SeverableClient, Protocol):
     """The connection that the requests came on."""
 
     peer: str
@@ -107,16 +107,8 @@ class Client(Protocol):
         """Close it without waiting for answers."""
         ...
 
-    def sever(self, reason: str) -> None:
-        """Close it, because another client has its claims now."""
-        ...
-
     def adjust_reading(self) -> None:
         """Begin or stop reading, after a change of what may be read."""
-        ...
-
-    def broker_presses(self, slow: bool) -> None:
-        """A broker connection takes no more for now, or does again."""
         ...
 
     def offered(self, ranges: Ranges) -> None:
@@ -146,7 +138,7 @@ class ControlRequests:
     def __init__(
         self,
         context: ProxyContext,
-        client: Client,
+        client: ControlClient,
         claims: ClientClaims,
         gate: Gate | None,
         access: ClientAccess | None,
@@ -278,7 +270,7 @@ class ControlPlane:
     def __init__(
         self,
         context: ProxyContext,
-        client: Client,
+        client: ControlClient,
         fleet: Fleet,
         access: ClientAccess | None = None,
         to_brokers: BrokerAuth | None = None,
@@ -346,7 +338,7 @@ class ControlPlane:
                 coordinated = coordination_key(key, header.api_version, body)
                 if coordinated:
                     return await self._coordination.answer(frame, header, coordinated)
-            if key in self._context.versions.offered.native:
+            if key in self._context.brokers.offered.native:
                 return _framed(header, await self._answer_natively(header, body))
         return await self._answer_by_broker(frame, header, verdict)
 
@@ -367,7 +359,7 @@ class ControlPlane:
                 raise Unanswerable(f"no broker answered {keys.name_of(key)}: {error}") from error
             return _framed(header, await self._virtual.leaderless_metadata(header, body))
         if key == keys.INIT_PRODUCER_ID and self._context.producer_ids and _lacks_producer_id(header, answer):
-            self._context.versions.disprove(keys.INIT_PRODUCER_ID)
+            self._context.brokers.disprove(keys.INIT_PRODUCER_ID)
             return _framed(header, await self._answer_natively(header, body))
         return answer
 
@@ -465,11 +457,8 @@ class ControlPlane:
 
         This connection and the other connections report trouble.
         """
-        health, brokers = self._context.health, self._context.topology.brokers
-        likely = untried - self._doubted.keys()
-        if not health.all_well:
-            likely = {broker for broker in likely if broker in brokers and health.is_well(brokers[broker])}
-        return likely or untried - self._doubted.keys() or untried
+        undoubted = untried - self._doubted.keys()
+        return set(filter(self._context.brokers.is_well, undoubted)) or undoubted or untried
 
     async def _ask(self, upstream: Upstream, frame: memoryview) -> memoryview:
         correlation_id = upstream.next_correlation_id()
@@ -487,7 +476,7 @@ class ControlPlane:
 
     async def _find_coordinator(self, key_type: int, key: str) -> None:
         """Ask who coordinates a key; the answer is remembered, where there is one."""
-        highest = self._context.versions.offered.ranges.get(keys.FIND_COORDINATOR, (0, 0))[1]
+        highest = self._context.brokers.offered.ranges.get(keys.FIND_COORDINATOR, (0, 0))[1]
         version = min(highest, BATCHED_FROM - 1)
         key_types = {"key_type": key_type} if version >= KEY_TYPES_FROM else {}
         head = request_header(keys.FIND_COORDINATOR, version, 0, b"kproxy")
@@ -509,7 +498,7 @@ class ControlPlane:
         if (error_code := check_api_versions_request(header, body)) != NONE:
             self._context.tally.error(keys.API_VERSIONS, error_code)
             return build_response(keys.API_VERSIONS, header.api_version, error_code=error_code)
-        offered = await self._context.versions.current()
+        offered = await self._context.brokers.current()
         self._client.offered(offered.ranges)
         return offered_response(header.api_version, offered)
 

@@ -192,7 +192,7 @@ class CoordinatorRequests:
         else:
             key = coordination_key(header.api_key, header.api_version, body)
             key_type = KEY_TYPES[APIS[header.api_key].handling] if key else GROUP
-        if key_type != TRANSACTION or keys.END_TXN in self._context.versions.offered.ranges:
+        if key_type != TRANSACTION or keys.END_TXN in self._context.brokers.offered.ranges:
             return None
         self._context.counters["transactions.refused"] += 1
         log.warning("transactional producer refused", reason=NO_TRANSACTIONS)

@@ -24,8 +24,8 @@ from kproxy.proxy.access import ClientAccess
 from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
-from kproxy.proxy.claims import ClientClaims, Respond
-from kproxy.proxy.connections import NumberedConnections, PieceTicket
+from kproxy.proxy.claims import ClientClaims, Respond, SeverableClient
+from kproxy.proxy.connections import NumberedConnections, PieceTicket, PressedClient
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.plain_path import PlainPiece, PlainRequests
 from kproxy.proxy.sources import OwnerLookups
@@ -44,16 +44,8 @@ from kproxy_codec.partitioned import PartitionedRequest
 SENDS_S: Final = 0.5
 
 
-class Client(Protocol):
+class FanoutClient(PressedClient, SeverableClient, Protocol):
     """The client connection that the requests came on."""
-
-    def broker_presses(self, slow: bool) -> None:
-        """A broker connection takes no more for now, or does again."""
-        ...
-
-    def sever(self, reason: str) -> None:
-        """Close it, because another client has its claims now."""
-        ...
 
     def undeliverable(self, topic: bytes, error_code: int) -> None:
         """An acks=0 part is lost."""
@@ -92,7 +84,7 @@ class FanoutShell:
     def __init__(
         self,
         context: ProxyContext,
-        client: Client,
+        client: FanoutClient,
         share: ClientMemory,
         to_brokers: BrokerAuth | None = None,
         access: ClientAccess | None = None,

@@ -41,10 +41,8 @@ from kproxy.proxy import descriptors
 from kproxy.proxy.access import AccessControl
 from kproxy.proxy.admission import Admission, OpenConnections
 from kproxy.proxy.apis import NO_RANGES
-from kproxy.proxy.broker_health import ReadinessProbe, readiness
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.dialling import Dialler
 from kproxy.proxy.process_host import AdminSite, OwnHost, OwnPages, ProcessHost
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
@@ -106,7 +104,6 @@ class _Proxy:
         self._site: AdminSite | None = None
         self._audit_access = self._open_audit_access()
         self._access = self._open_access()
-        self._dialler = Dialler(access=self._access)
 
     async def serve(self) -> None:
         """Serve until cancelled; then drain."""
@@ -127,7 +124,7 @@ class _Proxy:
                 stack.push_async_callback(cancel, sharing)
             audit = self._audit = self._open_audit(port)
             site = self._site = self._open_site()
-            pages = self._pages(stack)
+            pages = self._pages()
             stack.push_async_callback(self._host.close)
             await self._host.open(pages, site)
             opened = self._opened = await stack.enter_async_context(
@@ -373,24 +370,16 @@ class _Proxy:
             random=self._random,
             counters=self._counters,
             tally=self._tally,
-            dialler=self._dialler,
+            broker_auth=self._access,
             confirm_acks0=self._config.confirm_acks0,
         )
-        context.versions.on_lost = opened.broker_lost
+        context.brokers.on_lost = opened.broker_lost
         return context
 
-    def _pages(self, stack: contextlib.AsyncExitStack) -> OwnPages:
-        brokers = ReadinessProbe(
-            lambda: self._topology.brokers,
-            dialler=self._dialler,
-            timeout_s=self._config.limits.connect_timeout_s + self._access.extra_s,
-            clock=time.monotonic,
-            random=self._random,
-        )
-        stack.push_async_callback(brokers.close)
+    def _pages(self) -> OwnPages:
         return OwnPages(
             table=self._view,
-            readiness=lambda: readiness(self._listener.not_ready, self._view(), brokers),
+            readiness=lambda: self._listener.readiness(self._view()),
             tally=self._tally,
             counters=self._counters,
             vitals=self._vitals,

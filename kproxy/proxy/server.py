@@ -11,6 +11,15 @@ States
 Transitions: starting --serve()--> serving --leave()--> leaving --drain()--> draining --the last client, or the time-->
 drained --stop()--> stopped; `drain` may come without `leave`, and `stop` drains first.
 
+`/readyz`:
+
+| finding | answer |
+| --- | --- |
+| starting, leaving or draining | not ready |
+| no broker is known, or none of them answers | not ready: every request would fail; another proxy may reach a broker |
+| the table is stale | ready, degraded: the last known table stays in use |
+| some brokers do not answer | ready: their partitions fail wherever a client goes |
+
 Invariants
 1. Every session is in `_sessions` until its `close` has been awaited; nothing is left running when `stop` returns.
 2. At most `max_connections` clients are admitted by all listeners together, and none while descriptors run short
@@ -37,7 +46,9 @@ import structlog
 from kproxy.config import Limits
 from kproxy.config.listeners import ListenerConfig
 from kproxy.config.tls import Loaded
+from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import Vitals
+from kproxy.observe.table import TableView
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.client_session import ClientOrigin, ClientSession
@@ -98,6 +109,17 @@ class Listener:
             return f"starting: {self.waits_for or 'the routing table is not loaded yet'}"
         return None
 
+    async def readiness(self, view: TableView) -> Readiness:
+        """Apply the table at the top of this module; `view` is the routing table."""
+        problem = self.not_ready
+        if problem is None and self._context is not None:
+            problem = await self._context.brokers.problem()
+        if problem is not None:
+            return Readiness(ready=False, text=problem)
+        if view.stale:
+            return Readiness(ready=True, text="ready, degraded: the table is stale, the last known owners are used")
+        return Readiness(ready=True, text="ready")
+
     async def vitals(self) -> Vitals:
         """The current values for the metrics. Clients have their turns while the sessions are looked at.
 
@@ -116,7 +138,7 @@ class Listener:
                     requests[broker] += count
                     oldest_s[broker] = max(oldest_s[broker], age_s)
         own = context.own if context is not None else None
-        brokers = context.health.brokers() if context is not None else {}
+        brokers = context.brokers.vitals() if context is not None else {}
         return Vitals(
             client_connections=self._client_count,
             upstream_connections=upstream_connections,
@@ -211,8 +233,8 @@ class Listener:
         self._descriptors = Descriptors(open_file_limit(), context.clock)
         self._loop = asyncio.get_running_loop()
         self._follows_versions = follows_versions
-        context.versions.on_change = self._follow_ranges
-        context.health.on_open = self._give_up_broker
+        context.brokers.on_change = self._follow_ranges
+        context.brokers.on_open = self._give_up_broker
         for server in self._servers:
             await accept_from(server)
         for acceptor, server in self._acceptors:
@@ -395,13 +417,14 @@ class Listener:
         while True:
             due = context.clock() + DEADLINE_TICK_S
             await asyncio.sleep(DEADLINE_TICK_S)
-            if self._follows_versions:
-                try:
-                    context.versions.look()
-                except Exception:  # the boundary: deadlines are watched whatever happens here
-                    log.exception("broker API versions not followed")
+            try:
+                if self._follows_versions:
+                    context.brokers.look()
+                else:
+                    context.brokers.follow()
+            except Exception:  # the boundary: deadlines are watched whatever happens here
+                log.exception("broker API versions not followed")
             now = context.clock()
-            context.health.follow()
             context.answer_memory.wake()
             context.tally.delayed(max(0.0, now - due))
             async for session in self._in_portions(context):
@@ -454,8 +477,7 @@ class Listener:
         await self._abandon(self._sessions)
         await asyncio.gather(*self._closing)
         if self._context is not None:
-            await self._context.versions.close()
-            await self._context.health.close()
+            await self._context.brokers.close()
 
 
 class _Refusal(asyncio.Protocol):

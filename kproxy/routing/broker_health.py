@@ -1,7 +1,8 @@
 """Decide whether a broker hangs, and when to dial one that is down again.
 
-The breaker of a broker opens when the broker hangs. Probes decide that: small requests on a connection of their own. A
-broker that is slow for a good reason (a shrinking ISR, a long poll, a throttled client) answers probes.
+The breaker of a broker opens when the broker hangs. Probes decide that: small requests on the proxy's own connection
+(kproxy.proxy.broker_watch). A broker that is slow for a good reason (a shrinking ISR, a long poll, a throttled client)
+answers probes.
 
 States of a breaker
   closed   pieces are sent to the broker

@@ -16,7 +16,6 @@ from kproxy.claims.service import OwnService
 from kproxy.config import Limits
 from kproxy.proxy.claims import attach
 from kproxy.proxy.context import OwnershipSource, ProxyContext
-from kproxy.proxy.dialling import Dialler
 from kproxy.routing.fleet import Fleet, Proxy
 from kproxy.routing.topology import Topology
 from kproxy.runtime.tasks import cancel
@@ -77,7 +76,6 @@ class SimulatedProxy:
             limits,
             clock,
             TimeRandom(dice, clock),
-            dialler=Dialler(clock),
             counters=counters,
             semantics=setting.semantics,
             confirm_acks0=setting.confirm_acks0,
@@ -151,8 +149,7 @@ class SimulatedProxy:
     def close(self) -> None:
         """Every client has gone."""
         self._is_over = True
-        self._loop.create_task(self.context.versions.close())
-        self._loop.create_task(self.context.health.close())
+        self._loop.create_task(self.context.brokers.close())
         if self.own is not None:
             self._loop.create_task(self._stop_owning(self.own))
 

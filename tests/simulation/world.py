@@ -146,8 +146,8 @@ class World:
         loop = self.loop
         _Logger.errors.clear()
         for proxy in self.proxies:
-            proxy.context.versions.on_change = functools.partial(self._follow_ranges, proxy)
-            proxy.context.health.on_open = functools.partial(self._give_up_broker, proxy)
+            proxy.context.brokers.on_change = functools.partial(self._follow_ranges, proxy)
+            proxy.context.brokers.on_open = functools.partial(self._give_up_broker, proxy)
             proxy.begin()
         loop.call_soon(self._tick)
         for trouble in self.setting.claims.troubles if self.setting.claims else ():
@@ -229,7 +229,7 @@ class World:
         now = self.loop.now
         self.loop.call_later(TICK_S, self._tick)
         for proxy in self.proxies:
-            proxy.context.versions.look()
+            proxy.context.brokers.look()
             proxy.context.answer_memory.wake()
         self.etcd.expire_leases()
         for session in list(self._sessions):

@@ -34,9 +34,10 @@ class Conduct(Enum):
     HOLDS = "keeps each request until the test takes and answers it"
     DOWN = "refuses dials until it `rises`, then holds"
     DEAF = "lets dials hang until it `rises`, then holds"
+    HANGS = "holds, and answers no probes until it wakes"
 
 
-HOLDS, DOWN, DEAF = Conduct
+HOLDS, DOWN, DEAF, HANGS = Conduct
 ANSWERS = answers_everything
 T0, T1 = ("t", 0), ("t", 1)
 # kproxy.routing.retry: a request that was not written.
@@ -162,6 +163,7 @@ async def staged(
         for number, (node_id, script) in enumerate(zip(ids, scripts, strict=False), 1):
             broker = ScriptedUpstream(node_id, None if isinstance(script, Conduct) else script)
             scene.brokers.append(broker)
+            broker.answers_probes = script is not HANGS
             if script is DEAF:
                 scene.deaf[number] = stack.enter_context(DeafListener())
                 stack.push_async_callback(broker.stop)

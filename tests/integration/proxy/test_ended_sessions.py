@@ -191,7 +191,7 @@ class Stress:
                 proxy.listener._follow_ranges(
                     {
                         key: (low, high - (key == PRODUCE) * dice.randrange(2))
-                        for key, (low, high) in proxy.context.versions.offered.ranges.items()
+                        for key, (low, high) in proxy.context.brokers.offered.ranges.items()
                     }
                 )
             elif lot == 3:

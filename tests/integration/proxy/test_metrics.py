@@ -18,7 +18,7 @@ from kproxy.observe.metrics import ProxyCollector
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import MAX_BROKERS, MAX_DROP_TOPICS, OTHER_BROKERS, Tally
 from kproxy.proxy import server
-from kproxy.proxy.broker_health import MAX_GONE
+from kproxy.proxy.broker_watch import MAX_GONE
 from kproxy.routing.topology import Address
 from kproxy_codec.api_keys import API_VERSIONS, METADATA
 from tests.support.brokers.scripted_upstream import Script, broker_process
@@ -368,11 +368,11 @@ async def test_down_brokers_are_shown_until_they_return(s: Scene) -> None:
 async def test_broker_that_left_shows_zero_for_ten_minutes(s: Scene) -> None:
     """Kafka and etcd drop a dead broker within seconds."""
     series = "kproxy_broker_up", (("broker", "2"),)
-    health = s.proxy.context.health
+    brokers = s.proxy.context.brokers
     # No page is asked for before it has left.
-    await eventually(lambda: 2 in health._here)
+    await eventually(lambda: 2 in [watch.owner for watch in brokers._here])
     s.proxy.topology.remove_broker(2)
-    await eventually(lambda: 2 in health._gone)
+    await eventually(lambda: 2 in [watch.owner for watch in brokers._gone])
     for after_s in (0.0, 599.0):
         s.now = 100.0 + after_s
         assert Scrape(s.proxy).samples[series] == 0
@@ -390,7 +390,7 @@ async def test_broker_that_left_shows_zero_for_ten_minutes(s: Scene) -> None:
 async def test_brokers_that_left_are_bounded(s: Scene) -> None:
     for broker in range(MAX_GONE + 30):
         s.proxy.topology.set_broker(broker, Address("127.0.0.1", 1))
-        s.proxy.context.health.follow()
+        s.proxy.context.brokers.follow()
         s.proxy.topology.remove_broker(broker)
     shown = [labels["broker"] for labels in Scrape(s.proxy).labels("kproxy_broker_up")]
     # The first are forgotten.

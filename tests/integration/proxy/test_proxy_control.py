@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from kproxy.proxy import api_versions
+from kproxy.proxy import broker_watch
 from kproxy.proxy.apis import SERVED
 from kproxy.routing.fleet import Proxy
 from kproxy_codec import api_keys
@@ -208,7 +208,7 @@ async def test_common_versions_of_proxy_and_brokers_are_offered(s: Scene) -> Non
 
 @scene(HOLDS, WIDE, clients=2, one_go=True)
 async def test_broker_without_versions_does_not_delay_clients(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_versions, "ASK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(broker_watch, "ASK_TIMEOUT_S", 1.0)
     await offered(s.client)
     began = time.monotonic()
     assert PRODUCE in await offered(s.clients[1])

@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 
 TIMED_OUT = 7
 # On a busy machine any dial and any answer may take a second. Brokers here have nothing to say to a probe.
-PATIENT = {"connect_timeout_s": 60.0}
+PATIENT = {"connect_timeout_s": 60.0, "probe_timeout_s": 60.0}
 NOT_SUSPICIOUS_S = 60.0
 WELL = 1_000
 WELL_PARTITION = 999_999
@@ -34,7 +34,7 @@ KIND_NAMES = [f"acks {acks}, {'idempotent' if producer_id >= 0 else 'plain'}" fo
 
 @pytest.fixture(autouse=True)
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy.proxy.broker_health.SUSPICIOUS_S", NOT_SUSPICIOUS_S)
+    monkeypatch.setattr("kproxy.proxy.waiting_requests.SUSPICIOUS_S", NOT_SUSPICIOUS_S)
 
 
 def request_to(partition: int, number: int, acks: int, producer_id: int, *, split: bool) -> bytes:
@@ -60,7 +60,7 @@ async def brokers_that_cut(proxy: RunningProxy, cuts: list[Cut]) -> AsyncIterato
             broker.start()
             proxy.topology.set_broker(place, broker.address)
             proxy.own(place, partitions=[place])
-        await proxy.context.versions.current()
+        await proxy.context.brokers.current()
         yield brokers
     finally:
         for broker in brokers:

@@ -11,8 +11,9 @@ import pytest
 
 from kproxy.plain import ReceiveArena
 from kproxy.proxy.broker_connection import Upstream
-from kproxy.proxy.dialling import Dialler
+from kproxy.proxy.dialling import BrokerDials, Dialler
 from kproxy.routing.topology import Address
+from kproxy.security.broker_auth import BrokerAuth
 from tests.support.brokers.scripted_upstream import HOST
 from tests.support.clients.raw_client import produce_frame
 from tests.support.processes.running_proxy import both_loops, in_one_go
@@ -96,11 +97,7 @@ class Recorder:
 def _dialled(listener: socket.socket, keeper: Recorder | None = None) -> Upstream:
     """A connection that dials the listener."""
     return Upstream(
-        1,
-        Address(*listener.getsockname()[:2]),
-        dialler=Dialler(),
-        arena=ReceiveArena(),
-        clock=time.monotonic,
+        BrokerDials(1, Address(*listener.getsockname()[:2]), Dialler(time.monotonic, BrokerAuth(), ReceiveArena())),
         max_answer_bytes=1 << 20,
         connect_timeout_s=5.0,
         keeper=keeper,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.proxy import api_versions as module
+from kproxy.proxy import broker_watch
 from kproxy.proxy.apis import SERVED
 from kproxy_codec import api_keys as keys
 from kproxy_codec.produce import TOPIC_IDS_FROM
@@ -16,6 +18,7 @@ from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, ans
 from tests.support.clients.raw_client import RawClient, control_frame, fetch_frame, list_offsets_frame, produce_frame
 from tests.support.processes.running_proxy import RunningProxy, both_loops, in_one_go
 from tests.support.processes.running_proxy import running_among_strangers as running_proxy
+from tests.support.scene import HOLDS, Scene, scene, staged
 from tests.support.waiting import eventually
 
 NEWEST = SERVED[keys.PRODUCE].max_version
@@ -55,7 +58,7 @@ async def offered_produce(client: RawClient) -> int:
 
 
 def current_produce(proxy: RunningProxy) -> int:
-    return proxy.context.versions.offered.ranges[keys.PRODUCE][1]
+    return proxy.context.brokers.offered.ranges[keys.PRODUCE][1]
 
 
 async def is_served(client: RawClient, version: int) -> bool:
@@ -74,191 +77,152 @@ async def join(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
     proxy.topology.set_broker(upstream.node_id, upstream.address)
 
 
+@asynccontextmanager
+async def joined(s: Scene, produce: int, node_id: int = 2) -> AsyncIterator[ScriptedUpstream]:
+    """One more broker, which serves Produce up to this version; it is known when this begins."""
+    upstream = ScriptedUpstream(node_id, serves(produce))
+    await join(s.proxy, upstream)
+    try:
+        await eventually(lambda: current_produce(s.proxy) == produce)
+        yield upstream
+    finally:
+        await upstream.stop()
+
+
+unknown = functools.partial(scene, introduced=False, follows_versions=True, one_go=True)
+"""A scene whose brokers are asked by the proxy itself."""
+
+
 # A broker joins that serves less
 
 
-@both_loops
-@in_one_go
-async def test_old_broker_joining_closes_client_after_answers() -> None:
-    new, old = ScriptedUpstream(1, serves(NEWEST, answers=holds)), ScriptedUpstream(2, serves(OLD))
-    async with running_proxy(new, follows_versions=True) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        assert await offered_produce(client) == NEWEST
-        client.send(produce_frame(version=NEWEST, correlation_id=5))
-        await eventually(lambda: new.log[-1].header.api_key == keys.PRODUCE)
-        await join(proxy, old)
-        await eventually(lambda: current_produce(proxy) == OLD)
-        assert await client.is_silent()
-        new.log[-1].answer()
-        assert (await client.answer(keys.PRODUCE, NEWEST)).correlation_id == 5
-        assert await client.is_closed()
-        assert await offered_produce(await proxy.client()) == OLD
-        await old.stop()
+@unknown(serves(NEWEST, answers=holds))
+async def test_old_broker_joining_closes_client_after_answers(s: Scene) -> None:
+    assert await offered_produce(s.client) == NEWEST
+    s.send(produce_frame(version=NEWEST, correlation_id=5))
+    await eventually(lambda: s.broker.log[-1].header.api_key == keys.PRODUCE)
+    async with joined(s, OLD):
+        assert await s.client.is_silent()
+        s.broker.log[-1].answer()
+        assert (await s.answer(keys.PRODUCE, NEWEST)).correlation_id == 5
+        assert await s.client.is_closed()
+        assert await offered_produce(await s.proxy.client()) == OLD
 
 
-@both_loops
-@in_one_go
-async def test_late_request_does_not_cost_last_answers() -> None:
+@unknown(serves(NEWEST, answers=holds))
+async def test_late_request_does_not_cost_last_answers(s: Scene) -> None:
     """Closing upon bytes that nobody has read resets a connection; the client closes first."""
-    new, old = ScriptedUpstream(1, serves(NEWEST, answers=holds)), ScriptedUpstream(2, serves(OLD))
-    async with running_proxy(new, follows_versions=True) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        await api_versions(client)
-        client.send(produce_frame(version=NEWEST, correlation_id=5))
-        await eventually(lambda: new.log[-1].header.api_key == keys.PRODUCE)
-        await join(proxy, old)
-        await eventually(lambda: current_produce(proxy) == OLD)
-        for number in range(100):
-            client.send(produce_frame(version=NEWEST, correlation_id=100 + number))
-        await client.sent()
-        new.log[-1].answer()
-        assert (await client.answer(keys.PRODUCE, NEWEST)).correlation_id == 5
+    await api_versions(s.client)
+    s.send(produce_frame(version=NEWEST, correlation_id=5))
+    await eventually(lambda: s.broker.log[-1].header.api_key == keys.PRODUCE)
+    async with joined(s, OLD):
+        s.send(*(produce_frame(version=NEWEST, correlation_id=100 + number) for number in range(100)))
+        await s.client.sent()
+        s.broker.log[-1].answer()
+        assert (await s.answer(keys.PRODUCE, NEWEST)).correlation_id == 5
         # A reset would raise here.
-        assert await client._reader.read() == b""
-        assert sum(each.header.api_key == keys.PRODUCE for each in new.log) == 1
-        client.close()
-        await eventually(lambda: not proxy.listener._sessions)
-        await old.stop()
+        assert await s.client._reader.read() == b""
+        assert sum(each.header.api_key == keys.PRODUCE for each in s.broker.log) == 1
+        s.client.close()
+        await s.until_sessions()
 
 
-@both_loops
-@in_one_go
-async def test_old_broker_joining_closes_idle_client() -> None:
-    old = ScriptedUpstream(2, serves(OLD))
-    async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
-        client = await proxy.client()
-        await api_versions(client)
-        await join(proxy, old)
-        assert await client.is_closed()
-        assert proxy.counters["clients.refused"] == 0
-        await old.stop()
+@unknown(serves(NEWEST))
+async def test_old_broker_joining_closes_idle_client(s: Scene) -> None:
+    await api_versions(s.client)
+    async with joined(s, OLD):
+        assert await s.client.is_closed()
+        assert s.proxy.counters["clients.refused"] == 0
 
 
-@both_loops
-@in_one_go
-async def test_client_without_api_versions_gets_current_limits() -> None:
+@unknown(serves(NEWEST))
+async def test_client_without_api_versions_gets_current_limits(s: Scene) -> None:
     """kafka-python 2.0.2 with a pinned version sends no ApiVersions at all."""
-    old = ScriptedUpstream(2, serves(OLD))
-    async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        # By name: one connection calls a topic one thing.
-        assert await is_served(client, TOPIC_IDS_FROM - 1)
-        await join(proxy, old)
-        await eventually(lambda: current_produce(proxy) == OLD)
-        assert await is_served(client, OLD)
+    # By name: one connection calls a topic one thing.
+    assert await is_served(s.client, TOPIC_IDS_FROM - 1)
+    async with joined(s, OLD):
+        assert await is_served(s.client, OLD)
         with capture_logs() as logs:
-            client.send(produce_frame(version=NEWEST))
-            assert await client.is_closed()
+            s.send(produce_frame(version=NEWEST))
+            assert await s.client.is_closed()
         assert [each["reason"] for each in logs if each["event"] == "client connection closed"] == [
             f"PRODUCE v{NEWEST}: versions 0 to {OLD} are offered"
         ]
-        proxy.topology.remove_broker(2)
-        await eventually(lambda: current_produce(proxy) == NEWEST)
-        assert await is_served(await proxy.client(), NEWEST)
-        await old.stop()
+        s.proxy.topology.remove_broker(2)
+        await eventually(lambda: current_produce(s.proxy) == NEWEST)
+        assert await is_served(await s.proxy.client(), NEWEST)
 
 
-@both_loops
-@in_one_go
-async def test_client_with_lower_versions_stays_limited() -> None:
-    upstreams = ScriptedUpstream(1, serves(NEWEST)), ScriptedUpstream(2, serves(OLD))
-    async with running_proxy(*upstreams, follows_versions=True) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        assert await offered_produce(client) == OLD
-        proxy.topology.remove_broker(2)
-        await eventually(lambda: current_produce(proxy) == NEWEST)
-        assert await is_served(client, OLD)
-        assert not await is_served(client, NEWEST)
-        # Asked again it is told of more.
-        other = await proxy.client()
-        assert await offered_produce(other) == NEWEST
-        assert await is_served(other, NEWEST)
+@unknown(serves(NEWEST), serves(OLD), owners=[1])
+async def test_client_with_lower_versions_stays_limited(s: Scene) -> None:
+    assert await offered_produce(s.client) == OLD
+    s.proxy.topology.remove_broker(2)
+    await eventually(lambda: current_produce(s.proxy) == NEWEST)
+    assert await is_served(s.client, OLD)
+    assert not await is_served(s.client, NEWEST)
+    # Asked again it is told of more.
+    other = await s.proxy.client()
+    assert await offered_produce(other) == NEWEST
+    assert await is_served(other, NEWEST)
 
 
-@both_loops
-@in_one_go
-async def test_equally_capable_broker_closes_no_client() -> None:
-    second = ScriptedUpstream(2, serves(NEWEST))
-    async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        await api_versions(client)
-        await join(proxy, second)
+@unknown(serves(NEWEST))
+async def test_equally_capable_broker_closes_no_client(s: Scene) -> None:
+    await api_versions(s.client)
+    async with joined(s, NEWEST) as second:
         await eventually(lambda: second.log)
-        assert await is_served(client, NEWEST)
-        await second.stop()
+        assert await is_served(s.client, NEWEST)
 
 
 # Learning, and learning again
 
 
-@both_loops
-@in_one_go
-async def test_upgraded_broker_is_asked_again() -> None:
-    upstream = ScriptedUpstream(1, serves(OLD))
-    async with running_proxy(upstream, follows_versions=True) as proxy:
-        await eventually(lambda: current_produce(proxy) == OLD)
-        upstream.script = serves(NEWEST)
-        for connection in upstream.connections:
-            connection.abort()
-        await eventually(lambda: current_produce(proxy) == NEWEST)
+@unknown(serves(OLD))
+async def test_upgraded_broker_is_asked_again(s: Scene) -> None:
+    await eventually(lambda: current_produce(s.proxy) == OLD)
+    s.broker.script = serves(NEWEST)
+    for connection in s.broker.connections:
+        connection.abort()
+    await eventually(lambda: current_produce(s.proxy) == NEWEST)
 
 
-@both_loops
-@in_one_go
-async def test_broker_departure_and_failed_attempts_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNREACHABLE_FOR_S", 0.3)
-    upstream = ScriptedUpstream(1, serves(NEWEST))
-    async with running_proxy(upstream, follows_versions=True) as proxy:
-        told: list[float] = []
-        proxy.context.versions.on_lost = lambda: told.append(proxy.context.clock())
-        await eventually(lambda: upstream.log)
-        await eventually(lambda: proxy.context.versions.offered.ranges)
-        assert told == [], "it is there"
-        # No client is connected: nobody else would notice.
-        await upstream.stop()
-        await eventually(lambda: len(told) >= 3)
-        assert told[-1] - told[1] >= 0.28, "not at every look"
+@unknown(serves(NEWEST), clients=0)
+async def test_broker_departure_and_failed_attempts_are_logged(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_watch, "UNREACHABLE_FOR_S", 0.3)
+    told: list[float] = []
+    s.proxy.context.brokers.on_lost = lambda: told.append(s.proxy.context.clock())
+    await eventually(lambda: s.broker.log)
+    await eventually(lambda: s.proxy.context.brokers.offered.ranges)
+    assert told == [], "it is there"
+    # No client is connected: nobody else would notice.
+    await s.broker.stop()
+    await eventually(lambda: len(told) >= 3)
+    assert told[-1] - told[1] >= 0.28, "not at every look"
 
 
-@both_loops
-@in_one_go
-async def test_a_broker_with_another_address_is_asked_there() -> None:
-    first, second = ScriptedUpstream(1, serves(NEWEST)), ScriptedUpstream(1, serves(OLD))
-    async with running_proxy(first, follows_versions=True) as proxy:
-        await eventually(lambda: first.log)
-        await join(proxy, second)
-        await eventually(lambda: current_produce(proxy) == OLD)
-        await second.stop()
+@unknown(serves(NEWEST))
+async def test_a_broker_with_another_address_is_asked_there(s: Scene) -> None:
+    await eventually(lambda: s.broker.log)
+    async with joined(s, OLD, node_id=1):
+        pass
 
 
-@both_loops
-@in_one_go
-async def test_unreachable_broker_counts_with_last_known_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
-    old = ScriptedUpstream(2, serves(OLD))
-    async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), old, follows_versions=True) as proxy:
-        await eventually(lambda: current_produce(proxy) == OLD)
-        proxy.topology.remove_broker(2)
-        await eventually(lambda: current_produce(proxy) == NEWEST)
-        await old.stop()
-        proxy.topology.set_broker(2, old.address)
-        await eventually(lambda: current_produce(proxy) == OLD)
-        assert await offered_produce(await proxy.client()) == OLD
+@unknown(serves(NEWEST), serves(OLD))
+async def test_unreachable_broker_counts_with_last_known_versions(s: Scene) -> None:
+    await eventually(lambda: current_produce(s.proxy) == OLD)
+    s.proxy.topology.remove_broker(2)
+    await eventually(lambda: current_produce(s.proxy) == NEWEST)
+    await s.brokers[1].stop()
+    s.proxy.topology.set_broker(2, s.brokers[1].address)
+    await eventually(lambda: current_produce(s.proxy) == OLD)
+    assert await offered_produce(s.client) == OLD
 
 
-@both_loops
-@in_one_go
-async def test_never_answering_broker_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.2)
-    hung = ScriptedUpstream(2)
-    async with running_proxy(ScriptedUpstream(1, serves(OLD)), hung) as proxy:
-        assert await offered_produce(await proxy.client()) == OLD
-        assert len(hung.log) == 1
+@unknown(serves(OLD), HOLDS, follows_versions=False)
+async def test_never_answering_broker_does_not_count(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker_watch, "ASK_TIMEOUT_S", 0.2)
+    assert await offered_produce(s.client) == OLD
+    assert len(s.brokers[1].log) == 1
 
 
 def says_35(asked: Asked) -> None:
@@ -277,10 +241,9 @@ async def test_old_broker_is_asked_for_api_versions_0(refuses: Script) -> None:
     def script(asked: Asked) -> None:
         (refuses if asked.header.api_version > 0 else known)(asked)
 
-    upstream = ScriptedUpstream(1, script)
-    async with running_proxy(upstream) as proxy:
-        assert await offered_produce(await proxy.client()) == OLD
-        assert [each.header.api_version for each in upstream.log] == [4, 0]
+    async with staged(script, introduced=False) as s:
+        assert await offered_produce(s.client) == OLD
+        assert [each.header.api_version for each in s.broker.log] == [4, 0]
 
 
 # What is then sent
@@ -289,17 +252,13 @@ async def test_old_broker_is_asked_for_api_versions_0(refuses: Script) -> None:
 @pytest.mark.parametrize(
     ("key", "version"), [(keys.PRODUCE, OLD + 1), (keys.METADATA, 14), (keys.DELETE_RECORDS, 0), (keys.FETCH, 99)]
 )
-@both_loops
-@in_one_go
-async def test_unoffered_request_closes_the_connection(key: int, version: int) -> None:
-    upstream = ScriptedUpstream(1, serves(OLD))
-    async with running_proxy(upstream) as proxy:
-        client = await proxy.client()
-        await api_versions(client)
-        client.send(produce_frame(version=version) if key == keys.PRODUCE else head_only(key, version))
-        assert await client.is_closed()
-        assert proxy.counters["clients.refused"] == 1
-        assert len(upstream.log) == 1
+@unknown(serves(OLD), follows_versions=False)
+async def test_unoffered_request_closes_the_connection(s: Scene, key: int, version: int) -> None:
+    await api_versions(s.client)
+    s.send(produce_frame(version=version) if key == keys.PRODUCE else head_only(key, version))
+    assert await s.client.is_closed()
+    assert s.proxy.counters["clients.refused"] == 1
+    assert len(s.broker.log) == 1
 
 
 def head_only(key: int, version: int) -> bytes:
@@ -324,21 +283,19 @@ FEATURES: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("version", range(5))
-@both_loops
-@in_one_go
-async def test_features_match_the_offered_versions(version: int) -> None:
-    async with running_proxy(ScriptedUpstream(1, serves(11, **FEATURES))) as proxy:
-        message = await api_versions(await proxy.client(), version)
-        supported = {each.name: (each.min_version, each.max_version) for each in message.supported_features}
-        finalized = {each.name: (each.min_version_level, each.max_version_level) for each in message.finalized_features}
-        if version < 3:
-            assert (supported, finalized) == ({}, {})
-            return
-        # Support from level 0 on can be said from version 4 on.
-        lowest = {"transaction.version": (0, 1)} if version >= 4 else {}
-        assert supported == {**lowest, "metadata.version": (7, 27)}
-        assert finalized == {"transaction.version": (1, 1), "metadata.version": (27, 27)}
-        assert message.finalized_features_epoch == 81
+@unknown(serves(11, **FEATURES), follows_versions=False)
+async def test_features_match_the_offered_versions(s: Scene, version: int) -> None:
+    message = await api_versions(s.client, version)
+    supported = {each.name: (each.min_version, each.max_version) for each in message.supported_features}
+    finalized = {each.name: (each.min_version_level, each.max_version_level) for each in message.finalized_features}
+    if version < 3:
+        assert (supported, finalized) == ({}, {})
+        return
+    # Support from level 0 on can be said from version 4 on.
+    lowest = {"transaction.version": (0, 1)} if version >= 4 else {}
+    assert supported == {**lowest, "metadata.version": (7, 27)}
+    assert finalized == {"transaction.version": (1, 1), "metadata.version": (27, 27)}
+    assert message.finalized_features_epoch == 81
 
 
 # What brokers say among themselves
@@ -382,56 +339,44 @@ def serves_all(asked: Asked) -> None:
 
 @pytest.mark.parametrize("negotiates", [True, False], ids=["asked", "never asked"])
 @pytest.mark.parametrize(("name", "version"), [*((name, 0) for name in INTERNAL), ("AddPartitionsToTxn of brokers", 4)])
-@both_loops
-@in_one_go
-async def test_inter_broker_requests_are_refused(name: str, version: int, negotiates: bool) -> None:
+@unknown(serves_all, follows_versions=False)
+async def test_inter_broker_requests_are_refused(s: Scene, name: str, version: int, negotiates: bool) -> None:
     """It would use the proxy's rights at the brokers."""
     key = INTERNAL.get(name, keys.ADD_PARTITIONS_TO_TXN)
-    upstream = ScriptedUpstream(1, serves_all)
-    async with running_proxy(upstream) as proxy:
-        client = await proxy.client()
-        if negotiates:
-            offered = {each.api_key: each.max_version for each in (await api_versions(client)).api_keys}
-            assert offered.get(key, -1) < version
-        client.send(head_only(key, version))
-        assert await client.is_closed()
-        assert [each.header.api_key for each in upstream.log] == [keys.API_VERSIONS] * negotiates
+    if negotiates:
+        offered = {each.api_key: each.max_version for each in (await api_versions(s.client)).api_keys}
+        assert offered.get(key, -1) < version
+    s.send(head_only(key, version))
+    assert await s.client.is_closed()
+    assert [each.header.api_key for each in s.broker.log] == [keys.API_VERSIONS] * negotiates
 
 
 @pytest.mark.parametrize("version", range(SERVED[keys.FETCH].min_version, SERVED[keys.FETCH].max_version + 1))
-@both_loops
-@in_one_go
-async def test_fetch_as_replica_is_refused(version: int) -> None:
+@unknown(HOLDS, follows_versions=False)
+async def test_fetch_as_replica_is_refused(s: Scene, version: int) -> None:
     """A follower's Fetch moves the high watermark, and its reads go beyond it."""
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        for replica_id in (0, 1, 2**31 - 1):
-            client = await proxy.client()
-            client.send(fetch_frame(version=version, replica_id=replica_id))
-            assert await client.is_closed()
-        assert upstream.log == []
-        client = await proxy.client()
-        client.send(fetch_frame(version=version, replica_id=-1))
-        asked = await upstream.next()
-        asked.answer()
-        assert (await client.answer(keys.FETCH, version)).codes == {("t", 0): 0}
+    for replica_id in (0, 1, 2**31 - 1):
+        client = await s.proxy.client()
+        client.send(fetch_frame(version=version, replica_id=replica_id))
+        assert await client.is_closed()
+    assert s.broker.log == []
+    client = await s.proxy.client()
+    client.send(fetch_frame(version=version, replica_id=-1))
+    asked = await s.next()
+    asked.answer()
+    assert (await client.answer(keys.FETCH, version)).codes == {("t", 0): 0}
 
 
 @pytest.mark.parametrize("version", range(1, SERVED[keys.LIST_OFFSETS].max_version + 1))
-@both_loops
-async def test_replica_lists_offsets_as_a_consumer(version: int) -> None:
+@unknown(HOLDS, follows_versions=False)
+async def test_replica_lists_offsets_as_a_consumer(s: Scene, version: int) -> None:
     """As at Kafka, except that a broker would tell it of offsets beyond the high watermark."""
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream) as proxy:
-        proxy.own(1)
-        client = await proxy.client()
-        for replica_id in (-1, 0, 2**31 - 1):
-            client.send(list_offsets_frame(version=version, replica_id=replica_id))
-            asked = await upstream.next()
-            assert asked.fields["replica_id"] == -1
-            asked.answer()
-            assert (await client.answer(keys.LIST_OFFSETS, version)).codes == {("t", 0): 0}
+    for replica_id in (-1, 0, 2**31 - 1):
+        s.send(list_offsets_frame(version=version, replica_id=replica_id))
+        asked = await s.next()
+        assert asked.fields["replica_id"] == -1
+        asked.answer()
+        assert (await s.answer(keys.LIST_OFFSETS, version)).codes == {("t", 0): 0}
 
 
 # Fences
@@ -457,7 +402,7 @@ async def test_replica_lists_offsets_as_a_consumer(version: int) -> None:
 async def test_upstream_has_fences_if_all_brokers_have(
     brokers: list[range | None], fenced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(broker_watch, "ASK_TIMEOUT_S", 0.3)
     async with running_proxy() as proxy:
         upstreams = [
             ScriptedUpstream(number, holds if fences is None else serves(NEWEST, fences=fences))
@@ -465,15 +410,15 @@ async def test_upstream_has_fences_if_all_brokers_have(
         ]
         for upstream in upstreams:
             await join(proxy, upstream)
-        versions = proxy.context.versions
-        assert not versions.fenced
-        assert [versions.has_fences(upstream.node_id) for upstream in upstreams] == [None] * len(brokers)
-        await versions.current()
-        assert versions.fenced is fenced
-        assert [versions.has_fences(upstream.node_id) for upstream in upstreams] == [
+        known = proxy.context.brokers
+        assert not known.fenced
+        assert [known.has_fences(upstream.node_id) for upstream in upstreams] == [None] * len(brokers)
+        await known.current()
+        assert known.fenced is fenced
+        assert [known.has_fences(upstream.node_id) for upstream in upstreams] == [
             None if fences is None else 0 in fences for fences in brokers
         ]
         for upstream in upstreams:
             proxy.topology.remove_broker(upstream.node_id)
-            assert versions.has_fences(upstream.node_id) is None
+            assert known.has_fences(upstream.node_id) is None
             await upstream.stop()

@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from kproxy.observe.table import TableView
-from kproxy.proxy.broker_health import AT_ONCE, FRESH_S, ReadinessProbe, readiness
-from kproxy.proxy.dialling import Dialler
+from kproxy.proxy.broker_watch import FRESH_S
 from kproxy.routing.topology import Address, Topology
-from kproxy_codec.api_keys import API_VERSIONS
-from tests.support.brokers.scripted_upstream import Asked, DeafListener, Script, ScriptedUpstream
+from tests.support.brokers.scripted_upstream import Asked, DeafListener, Script, ScriptedUpstream, introduction
 from tests.support.processes.running_proxy import both_loops, in_one_go
+from tests.support.processes.running_proxy import running_among_strangers as running_proxy
 from tests.support.processes.served import beside, page, static_proxy
 from tests.support.waiting import eventually
 
+LIMITS = {"probe_timeout_s": 0.3}
+
 
 def says_what_it_serves(asked: Asked) -> None:
-    assert (asked.header.api_key, asked.header.api_version) == (API_VERSIONS, 0)
-    asked.answer_message(error_code=0, api_keys=[])
-
-
-@asynccontextmanager
-async def probe(
-    *scripts: Script | None, more: Sequence[Address] = (), timeout_s: float = 0.5
-) -> AsyncIterator[tuple[ReadinessProbe, list[ScriptedUpstream]]]:
-    """What asks a broker for each script, and `more`."""
-    brokers = [await ScriptedUpstream(number, script).start() for number, script in enumerate(scripts, 1)]
-    known = dict(enumerate([*more, *(broker.address for broker in brokers)]))
-    clock, random = time.monotonic, Random(1)
-    asked = ReadinessProbe(lambda: known, dialler=Dialler(), timeout_s=timeout_s, clock=clock, random=random)
-    try:
-        yield asked, brokers
-    finally:
-        await asked.close()
-        for broker in brokers:
-            await broker.stop()
+    asked.connection.write(introduction(asked.header))
 
 
 async def test_proxy_is_unready_until_a_broker_returns(tmp_path: Path) -> None:
@@ -78,34 +57,38 @@ def speaks_http(asked: Asked) -> None:
 @both_loops
 @in_one_go
 async def test_silent_or_foreign_server_does_not_make_ready(script: Script | None) -> None:
-    more = [Address("no such host.invalid", 9092)] if script else []
-    async with probe(script, more=more) as (asked, _):
-        problem = await asked.problem()
-        assert problem is not None if script else problem == "no broker answers: 1 asked"
+    async with running_proxy(ScriptedUpstream(1, script), limits=LIMITS) as proxy:
+        if script:
+            proxy.topology.set_broker(2, Address("no such host.invalid", 9092))
+        assert await proxy.context.brokers.problem() == f"no broker answers: {2 if script else 1} asked"
 
 
 @both_loops
 @in_one_go
 async def test_answering_broker_is_found_among_hung_ones() -> None:
     with DeafListener() as deaf:
-        async with probe(says_what_it_serves, more=[deaf.address] * (2 * AT_ONCE), timeout_s=0.2) as (asked, _):
-            assert await asked.problem() is None
+        async with running_proxy(ScriptedUpstream(40, says_what_it_serves), limits=LIMITS) as proxy:
+            for number in range(32):
+                proxy.topology.set_broker(number, deaf.address)
+            assert await proxy.context.brokers.problem() is None
 
 
 @both_loops
 @in_one_go
 async def test_concurrent_readiness_checks_share_one_request() -> None:
-    async with probe(says_what_it_serves) as (asked, (sound,)):
-        assert await asyncio.gather(*(asked.problem() for _ in range(50))) == [None] * 50
-        assert await asked.problem() is None
-        assert len(sound.log) == 1
+    broker = ScriptedUpstream(1, says_what_it_serves)
+    async with running_proxy(broker) as proxy:
+        brokers = proxy.context.brokers
+        assert await asyncio.gather(*(brokers.problem() for _ in range(50))) == [None] * 50
+        assert await brokers.problem() is None
+        assert len(broker.log) == 1
 
 
 @both_loops
 @in_one_go
 async def test_leaving_waiter_does_not_affect_others() -> None:
-    async with probe(None) as (asked, _):
-        waiting = [asyncio.create_task(asked.problem()) for _ in range(2)]
+    async with running_proxy(ScriptedUpstream(1), limits=LIMITS) as proxy:
+        waiting = [asyncio.create_task(proxy.context.brokers.problem()) for _ in range(2)]
         await asyncio.sleep(0.05)
         waiting[0].cancel()
         assert await waiting[1] is not None
@@ -114,13 +97,14 @@ async def test_leaving_waiter_does_not_affect_others() -> None:
 async def test_readiness_text_matches_each_finding() -> None:
     fresh, stale = TableView(Topology(), 0.0, False), TableView(Topology(), 90.0, True)
     degraded = "ready, degraded: the table is stale, the last known owners are used"
-    async with probe(says_what_it_serves) as (good, _), probe() as (none, _):
-        for not_ready, view, asked, ready, text in (
-            (None, fresh, good, True, "ready"),
-            (None, stale, good, True, degraded),
-            (None, fresh, none, False, "no broker is known"),
-            (None, stale, none, False, "no broker is known"),
-            ("draining", fresh, good, False, "draining"),
+    async with running_proxy(ScriptedUpstream(1, says_what_it_serves)) as good, running_proxy() as none:
+        for proxy, view, ready, text in (
+            (good, fresh, True, "ready"),
+            (good, stale, True, degraded),
+            (none, fresh, False, "no broker is known"),
+            (none, stale, False, "no broker is known"),
         ):
-            said = await readiness(not_ready, view, asked)
+            said = await proxy.listener.readiness(view)
             assert (said.ready, said.text) == (ready, text)
+        good.listener.leave()
+        assert not (await good.listener.readiness(fresh)).ready

@@ -110,7 +110,7 @@ async def test_broker_refusal_reaches_client_verbatim() -> None:
             assert await client.is_closed()
         assert broker.requests == []
         # Nobody else notices: the broker is not taken to be down.
-        assert proxy.context.dialler.all_up
+        assert all(map(proxy.context.brokers.is_well, proxy.topology.brokers))
         assert await produced(await admitted(proxy, "alice")) == {T0: NONE}
 
 
@@ -257,7 +257,7 @@ async def test_revoked_client_is_told_on_reconnect() -> None:
         answer = await sasl.present(await proxy.client(), sasl.plain("alice", "alice-secret"))
         assert answer.error_message == REFUSAL
         assert await produced(other, partitions=(0, 1)) == {T0: NONE, T1: NONE}
-        assert proxy.context.dialler.all_up
+        assert all(map(proxy.context.brokers.is_well, proxy.topology.brokers))
 
 
 def hangs(asked: Asked) -> bool:
@@ -302,7 +302,7 @@ async def test_broker_without_verdict_affects_no_other_client(
         assert await client.is_closed(patience_s=4.0)
         assert proxy.counters["sasl.failed.PLAIN"] == 1
         assert proxy.counters["sasl.timed_out.PLAIN"] == 0
-        assert proxy.context.dialler.all_up
+        assert all(map(proxy.context.brokers.is_well, proxy.topology.brokers))
         broker.misbehaves = lambda asked: False
         assert await produced(await admitted(proxy, "bob")) == {T0: NONE}
         assert ("secret" in "".join(capsys.readouterr())) is False
@@ -325,7 +325,7 @@ async def test_returned_broker_serves_all_clients_at_once(monkeypatch: pytest.Mo
         await back.stop()
         alice, bob = await admitted(proxy, "alice"), await admitted(proxy, "bob")
         assert (await produced(bob))[T0] != NONE
-        assert proxy.context.dialler.is_down(back.address)
+        assert not proxy.context.brokers.is_well(back.node_id)
         back.misbehaves = hold_alice
         await back.start(port)
 

@@ -287,7 +287,7 @@ class ScriptedUpstream:
             self.connections.remove(asked.connection)
         self.probes.append(asked)
         if self.answers_probes:
-            asked.answer_message(api_keys=[])
+            asked.connection.write(introduction(asked.header))
 
     def _introduce(self, asked: Asked) -> None:
         """Answer that it serves all that the proxy does, like a broker that assigns producer ids."""
@@ -300,7 +300,7 @@ class ScriptedUpstream:
         """Answer the latest probe, and all later ones."""
         self.answers_probes = True
         if self.probes[-1].connection.is_open:
-            self.probes[-1].answer_message(api_keys=[])
+            self.probes[-1].connection.write(introduction(self.probes[-1].header))
 
     async def next(self) -> Asked:
         """The next request that arrives."""

@@ -314,6 +314,6 @@ async def introduce(proxy: RunningProxy, upstreams: Sequence[ScriptedUpstream]) 
     """Make the proxy learn which versions these upstreams serve."""
     for upstream in upstreams:
         upstream.introduces_itself = True
-    await proxy.context.versions.current()
+    await proxy.context.brokers.current()
     for upstream in upstreams:
         upstream.introduces_itself = False
