@@ -82,17 +82,28 @@ def stages_of(package: str, *, integration: bool = False) -> dict[str, list[list
     folders = FOLDERS.get(package, (package,))
     units = {str(file.relative_to(REPOSITORY)): imports_of(file) for file in _tests("unit/*", "property")}
     mine = [path for path in units if path.split("/")[2] in folders]
+    # What a property test imports by way of its model.
+    models = {
+        path: {name for each in names for file in _support(each) for name in imports_of(file)}
+        for path, names in units.items()
+        if path.startswith("tests/property/")
+    }
     slow = [str(file.relative_to(REPOSITORY)) for each in folders for file in _tests(f"integration/{each}", each)]
     stages = {}
     for path in modules_of(package):
         near = sorted((test for test in units if dotted(path) in units[test]), key=lambda test: len(units[test]))
-        rest = [test for test in mine if test not in near]
+        rest = [test for test in units if test not in near and (test in mine or dotted(path) in models.get(test, ()))]
         stages[path] = [stage for stage in (near, rest, slow if integration else []) if stage]
     return stages
 
 
 def _tests(*folders: str) -> list[Path]:
     return [file for folder in folders for file in sorted(REPOSITORY.glob(f"tests/{folder}/test_*.py"))]
+
+
+def _support(name: str) -> list[Path]:
+    file = REPOSITORY / f"{name.replace('.', '/')}.py"
+    return [file] if name.startswith("tests.support.") and file.exists() else []
 
 
 def dotted(path: str) -> str:

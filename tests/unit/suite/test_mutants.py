@@ -112,6 +112,8 @@ def test_tests_that_import_a_module_come_first() -> None:
     assert "tests/unit/ownership/test_lease_table_at_scale.py" in near
     assert "tests/unit/etcd/test_etcd_generate.py" in rest
     assert "tests/integration/etcd/test_etcd_client.py" in slow
+    _, rest = stages_of("broker")["kproxy/broker/lease_txn.py"]
+    assert "tests/property/test_replication_model.py" in rest, "by way of its model"
 
 
 @pytest.fixture
