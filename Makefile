@@ -66,7 +66,7 @@ fuzz: install  ## put FRAMES=50000000 sound and broken frames through the compil
 	@$(BIN)/python -m scripts.fuzz $(FRAMES) $(if $(filter file,$(origin SEED)),,$(SEED))
 
 # The default SEED is for the targets above; here there is a new one in each run.
-mutants: install  ## put MUTANTS=60 small faults into routing, or SET=security, one at a time, and see which the tests notice; SEED=7 draws the same again
+mutants: install  ## put MUTANTS=60 small faults into each package of SET="routing trail", one at a time, and see which the tests notice; SEED=7 draws the same again
 	@$(BIN)/python -m scripts.mutants --mutants $(MUTANTS) $(if $(SET),--set $(SET)) $(if $(filter file,$(origin SEED)),,--seed $(SEED)) $(ARGS)
 
 check: install  ## lint, types, dependency direction, budgets of lines, generated files; runs no tests

@@ -1,22 +1,25 @@
-"""Put small faults into modules, one at a time, and see which of them tests notice: `make mutants MUTANTS=60 SEED=7`.
-
-The modules and the tests are those of a set: `SET=security`, by default routing.
+"""Put small faults into a package, one at a time, and see which of them its tests notice: `make mutants SET=trail`.
 
 A seed draws the faults (scripts/mutation.py); without one a new seed is drawn and printed. `--patch` also runs faults
-that are unified diffs; a survivor is printed as such a diff.
+that are unified diffs; a survivor is printed as such a diff. A module's tests come in stages: those that import it,
+then the other unit tests of its package, and with `--integration` the slow ones. The first stage that fails decides.
 
 Each fault is tried in a copy of the tree: the checkout is only read. A fault is killed if the tests fail or exceed
-their time limit, and survives if they pass. Exit status: 0 if at least PASS_SHARE of all faults and every patch are
-killed, 1 otherwise, 2 if nothing could be judged.
+their time limit, and survives if they pass. `--record` writes all tests that kill each fault. Exit status: 0 if at
+least PASS_SHARE of the faults of each package and every patch are killed, 1 otherwise, 2 if nothing could be judged.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
 import contextlib
+import functools
+import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -24,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -32,101 +36,86 @@ from typing import Final, NamedTuple
 from scripts.mutation import Mutant, diff, draw
 
 REPOSITORY: Final = Path(__file__).parents[1]
-MODULES: Final = tuple(
-    f"kproxy/routing/{name}.py"
-    for name in (
-        "client_end",
-        "fanout",
-        "identity",
-        "in_flight",
-        "lanes",
-        "merge",
-        "open_exchanges",
-        "outcomes",
-        "refused",
-        "retry",
-        "routes",
-        "split",
-    )
-)
-FOLDER: Final = "tests/unit/routing"
-TESTS: Final = (
-    *(f"{FOLDER}/test_{name}.py" for name in ("identity", "lanes", "routes", "retry", "refused", "topology")),
-    *(f"{FOLDER}/test_fanout_{name}.py" for name in ("answers", "clients", "ends", "lanes", "retries", "topology")),
-)
-
-
-def _tests(folder: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
-
-
-_GATE: Final = _tests("unit/proxy", "admission_gate")
-_SASL: Final = (*_tests("unit/security", "sasl"), *_GATE, *_tests("property", "sasl_machine"))
-_ACL_FILTER: Final = _tests("unit/proxy", "acl_filter_refusals", "acl_filter")
-_ADMISSION: Final = _tests("integration/proxy", "admission")
-_CARRIED: Final = _tests("integration/security", "carried_identity")
-_ACCEPTOR: Final = _tests("integration/security", "tls_listener", "half_open", "several_listeners", "proxy_header")
-_IN_ETCD: Final = _tests("integration/security", "access_in_etcd")
-_BY_URL: Final = _tests("integration/security", "tokens_by_url")
-# The tests of each module: the fast ones, and those that are run where these notice nothing.
-SECURITY: Final[Mapping[str, Sequence[Sequence[str]]]] = {
-    "kproxy/proxy/access.py": (_ACL_FILTER, _ADMISSION),
-    "kproxy/proxy/admission.py": (_GATE, _ADMISSION),
-    "kproxy/proxy/acl_filter.py": (_ACL_FILTER, _ADMISSION),
-    "kproxy/security/acls.py": ((*_tests("unit/security", "acls"), *_ACL_FILTER), _IN_ETCD),
-    "kproxy/security/broker_auth.py": (_tests("unit/security", "broker_auth"), _CARRIED),
-    "kproxy/security/tls_acceptor.py": (
-        _tests("unit/security", "tls_acceptor", "handshake_pace", "listeners"),
-        _ACCEPTOR,
-    ),
-    "kproxy/security/events.py": (
-        _tests("unit/security", "security_events"),
-        _tests("integration/security", "security_stream"),
-    ),
-    "kproxy/security/files.py": (_tests("unit/security", "security_files", "key_server"), _IN_ETCD),
-    "kproxy/security/in_etcd.py": (_tests("unit/security", "in_etcd"), _IN_ETCD),
-    "kproxy/security/key_server.py": (_tests("unit/security", "key_server"), _BY_URL),
-    "kproxy/security/mechanisms.py": (_SASL, _ADMISSION),
-    "kproxy/security/principals.py": (
-        _tests("unit/security", "principals", "security_files"),
-        _tests("integration/security", "listener_identity"),
-    ),
-    "kproxy/security/proxy_protocol.py": (
-        (*_tests("property", "proxy_protocol"), *_tests("unit/security", "tls_acceptor")),
-        _tests("integration/security", "proxy_header"),
-    ),
-    "kproxy/security/quotas.py": (
-        (*_tests("unit/security", "quotas"), *_tests("property", "quota_shares_model")),
-        _tests("integration/proxy", "quotas_enforced"),
-    ),
-    "kproxy/security/reloading.py": (_tests("unit/security", "reloading"), _ACCEPTOR),
-    "kproxy/security/sasl.py": (_SASL, (*_ADMISSION, *_CARRIED)),
-    "kproxy/security/sasl_client.py": (_tests("unit/security", "sasl_client", "broker_auth"), _CARRIED),
-    "kproxy/security/tls_errors.py": (_tests("unit/security", "tls_errors", "listeners"), _ACCEPTOR),
-    "kproxy/security/tokens.py": (_tests("unit/security", "sasl", "security_files", "key_server"), _BY_URL),
-    "kproxy/security/users.py": (
-        _tests("unit/security", "security_files", "sasl"),
-        (*_tests("unit/commands", "config_sasl"), *_IN_ETCD),
-    ),
+# The folders of tests below tests/unit and tests/integration, where they have another name than the package.
+FOLDERS: Final = {
+    **dict.fromkeys(("cli", "dev", "kproxy", "observe", "runtime"), ("commands",)),
+    "config": ("commands", "security"),
+    "demo": ("demo", "pipeline"),
+    "fleet": ("routing", "fleet"),
+    "ownership": ("ownership", "kafka"),
+    "plain": ("proxy",),
+    "workers": ("proxy", "commands"),
 }
-# Of each set: the tests of each module, in stages; a fault that one stage notices is not tried with the next.
-SETS: Final[Mapping[str, Mapping[str, Sequence[Sequence[str]]]]] = {
-    "routing": dict.fromkeys(MODULES, (TESTS,)),
-    "security": SECURITY,
-}
+SETS: Final = ("codec", "kproxy", *sorted(file.parent.name for file in (REPOSITORY / "kproxy").glob("*/__init__.py")))
 MUTANTS: Final = 60
-PASS_SHARE: Final = 0.9
+PASS_SHARE: Final = 0.85
 # The time limit of the tests without a fault.
 BASELINE_TIMEOUT_S: Final = 1800.0
-# The time limit for one mutant, as a multiple of the time that the tests take without a fault: TIMEOUT_FACTOR while
-# that is at most MAX_TIMEOUT_S, else LONG_TIMEOUT_FACTOR; at least MIN_TIMEOUT_S.
-MAX_TIMEOUT_S: Final = 120.0
+# The time limit for one mutant: a multiple of the time that the tests take without a fault, and at least this.
+TIMEOUT_FACTOR: Final = 5.0
 MIN_TIMEOUT_S: Final = 30.0
-TIMEOUT_FACTOR: Final = 10.0
-LONG_TIMEOUT_FACTOR: Final = 3.0
 # An endless loop may allocate all memory. The limit is on data: etcd and Java reserve more address space than they use.
 MAX_MEMORY_KIB: Final = 4 << 20
 NOT_COPIED: Final = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "dist", "build")
+
+
+# A line of pytest's summary.
+_FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+def modules_of(package: str) -> list[str]:
+    """The package's files that have a statement of their own."""
+    folder = REPOSITORY / (package if package in ("codec", "kproxy") else f"kproxy/{package}")
+    found = folder.glob("*.py") if package == "kproxy" else folder.rglob("*.py")
+    return sorted(str(file.relative_to(REPOSITORY)) for file in found if file.stat().st_size)
+
+
+def stages_of(package: str, *, integration: bool = False) -> dict[str, list[list[str]]]:
+    """The tests of each module: those that import it and little else first."""
+    folders = FOLDERS.get(package, (package,))
+    units = {str(file.relative_to(REPOSITORY)): imports_of(file) for file in _tests("unit/*", "property")}
+    mine = [path for path in units if path.split("/")[2] in folders]
+    support = sorted(REPOSITORY.glob("tests/support/models/*.py"))
+    # What a property test imports by way of its model.
+    models = {
+        path: {
+            name for file in support if dotted(str(file.relative_to(REPOSITORY))) in names for name in imports_of(file)
+        }
+        for path, names in units.items()
+        if path.startswith("tests/property/")
+    }
+    slow = [str(file.relative_to(REPOSITORY)) for each in folders for file in _tests(f"integration/{each}", each)]
+    stages = {}
+    for path in modules_of(package):
+        near = sorted((test for test in units if dotted(path) in units[test]), key=lambda test: len(units[test]))
+        rest = [test for test in units if test not in near and (test in mine or dotted(path) in models.get(test, ()))]
+        stages[path] = [stage for stage in (near, rest, slow if integration else []) if stage]
+    return stages
+
+
+def _tests(*folders: str) -> list[Path]:
+    return [file for folder in folders for file in sorted(REPOSITORY.glob(f"tests/{folder}/test_*.py"))]
+
+
+def dotted(path: str) -> str:
+    """The name that a module is imported by."""
+    return path.removeprefix("codec/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@functools.cache
+def imports_of(file: Path) -> frozenset[str]:
+    """What a file imports, by dotted names; a package's name for a thing counts as the module that defines it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            home = REPOSITORY / node.module.replace(".", "/") / "__init__.py"
+            names = {alias.name for alias in node.names}
+            found |= {node.module, *(f"{node.module}.{name}" for name in names)}
+            if home.exists() and home != file:
+                found |= {each.rpartition(".")[0] for each in imports_of(home) if each.rpartition(".")[2] in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return frozenset(found)
 
 
 class Fault(NamedTuple):
@@ -140,10 +129,11 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`killed_by` is empty for a survivor."""
+    """`killed_by` is empty for a survivor; `tests` are those that failed, if pytest ran them."""
 
     fault: Fault
     killed_by: str
+    tests: Sequence[str] = ()
 
 
 def drawn_fault(mutant: Mutant, source: bytes) -> Fault:
@@ -190,11 +180,6 @@ def _forget_bytecode(path: Path) -> None:
         compiled.unlink()
 
 
-def limit_of(baseline_s: float) -> float:
-    """The time limit for one mutant, in seconds, where the tests take that long without a fault."""
-    return max(MIN_TIMEOUT_S, min(MAX_TIMEOUT_S, TIMEOUT_FACTOR * baseline_s), LONG_TIMEOUT_FACTOR * baseline_s)
-
-
 class Runner:
     """Runs the tests in copies of a tree, one copy for each job.
 
@@ -220,11 +205,11 @@ class Runner:
         """Run the tests without a fault; their time sets the limit for mutants. Raises ValueError if they fail."""
         tree = self._copy("unchanged")
         began = time.monotonic()
-        killed_by = await self._run(tree, self._command)
+        killed_by, _ = await self._run(tree, self._command)
         if killed_by:
             output = (tree.parent / "unchanged.out").read_text()
             raise ValueError(f"without a fault: {killed_by}\n{output[-4000:]}")
-        self.timeout_s = limit_of(time.monotonic() - began)
+        self.timeout_s = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * (time.monotonic() - began))
 
     async def run(self, faults: Sequence[Fault], report: Callable[[Outcome], None]) -> list[Outcome]:
         """The outcome of every fault, in order; `report` gets each when it is known."""
@@ -235,7 +220,7 @@ class Runner:
             for place, fault in waiting:
                 fault.put(tree)
                 try:
-                    outcomes[place] = Outcome(fault, await self._judge(tree, fault))
+                    outcomes[place] = await self._judge(tree, fault)
                 finally:
                     for path in fault.paths:
                         self._restore(tree, path)
@@ -261,18 +246,20 @@ class Runner:
         else:
             (tree / path).unlink(missing_ok=True)
 
-    async def _judge(self, tree: Path, fault: Fault) -> str:
-        killed_by = ""
+    async def _judge(self, tree: Path, fault: Fault) -> Outcome:
         for path in fault.paths:
             for command in self._stages.get(path, [self._command]):
-                killed_by = killed_by or await self._run(tree, command)
-        return killed_by
+                killed_by, tests = await self._run(tree, command)
+                if killed_by:
+                    return Outcome(fault, killed_by, tests)
+        return Outcome(fault, "")
 
-    async def _run(self, tree: Path, command: Sequence[str]) -> str:
-        """How the tests failed; empty if they passed."""
+    async def _run(self, tree: Path, command: Sequence[str]) -> tuple[str, Sequence[str]]:
+        """How the tests failed, empty if they passed, and which."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "codec")])}
         bounded = ("sh", "-c", f'ulimit -d {MAX_MEMORY_KIB}; exec "$@"', "sh", *command)
-        with (tree.parent / f"{tree.name}.out").open("wb") as output:
+        said = tree.parent / f"{tree.name}.out"
+        with said.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *bounded, cwd=tree, env=environment, stdout=output, stderr=output, start_new_session=True
             )
@@ -280,17 +267,19 @@ class Runner:
                 async with asyncio.timeout(self.timeout_s):
                     status = await process.wait()
             except TimeoutError:
-                return f"time-out after {self.timeout_s:.0f} s"
+                return f"time-out after {self.timeout_s:.0f} s", ()
             finally:
                 # All processes that the tests started are in their session.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-        return f"tests failed with status {status}" if status else ""
+        if not status:
+            return "", ()
+        return f"tests failed with status {status}", _FAILED.findall(said.read_text(errors="replace"))
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Survivors with their diffs, and the number killed: for each file, and for all."""
+    """Survivors with their diffs, the number killed for each file and for all, and the files of tests that killed."""
     survivors = [each.fault for each in outcomes if not each.killed_by]
     timed_out = sum(each.killed_by.startswith("time-out") for each in outcomes)
     killed = len(outcomes) - len(survivors)
@@ -298,6 +287,10 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     for path in sorted({path for each in outcomes for path in each.fault.paths}):
         judged = [each for each in outcomes if path in each.fault.paths]
         parts.append(f"{path}: {sum(bool(each.killed_by) for each in judged)} of {len(judged)} killed\n")
+    killers = [{test.partition("::")[0] for test in each.tests} for each in outcomes]
+    alone = Counter(file for files in killers for file in files if len(files) == 1)
+    for file, count in Counter(file for files in killers for file in files).most_common():
+        parts.append(f"{file} failed {count} times, {alone[file]} alone\n")
     parts.append(
         f"{killed} of {len(outcomes)} killed ({killed / len(outcomes):.0%}), {timed_out} of them by time-out; "
         f"{len(survivors)} survived\n"
@@ -317,24 +310,56 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
+def _report(outcome: Outcome, record: Path | None) -> None:
+    _say(f"{outcome.killed_by or 'SURVIVED'}: {outcome.fault.name} {' '.join(outcome.tests[:1])}\n")
+    if record is not None:
+        line = {"diff": outcome.fault.diff, "killed_by": outcome.killed_by, "tests": list(outcome.tests)}
+        with record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 async def judge(
-    faults: Sequence[Fault], command: Sequence[str], jobs: int, stages: Mapping[str, Sequence[Sequence[str]]]
+    faults: Sequence[Fault],
+    command: Sequence[str],
+    stages: Mapping[str, Sequence[Sequence[str]]],
+    jobs: int,
+    record: Path | None,
 ) -> list[Outcome]:
     """Every fault's outcome, and a line for each as it comes. Raises ValueError if the tests fail without a fault."""
     with tempfile.TemporaryDirectory(prefix="kproxy-mutants-") as directory:
         runner = Runner(REPOSITORY, Path(directory), command, jobs, stages)
         await runner.check()
-        return await runner.run(
-            faults, lambda outcome: _say(f"{outcome.killed_by or 'SURVIVED'}: {outcome.fault.name}\n")
-        )
+        return await runner.run(faults, lambda outcome: _report(outcome, record))
+
+
+def run_set(name: str, arguments: argparse.Namespace, seed: int) -> list[Outcome]:
+    """Judge one package. Raises ValueError if its tests fail without a fault, and if there is nothing to run."""
+    of_modules = stages_of(name, integration=arguments.integration)
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest += ["--tb=no"] if arguments.record else ["-x"]
+    every = dict.fromkeys(test for stages in of_modules.values() for tests in stages for test in tests)
+    command = shlex.split(arguments.command) if arguments.command else [*pytest, *(arguments.tests or every)]
+    stages = {path: [[*pytest, *tests] for tests in of_path] for path, of_path in of_modules.items()}
+    if arguments.command or arguments.tests:
+        stages = {}
+    sources = {path: (REPOSITORY / path).read_bytes() for path in arguments.modules or of_modules}
+    drawn = draw(sources, arguments.mutants, seed)
+    _say(f"SET={name} SEED={seed}: {len(drawn)} mutants of {len(sources)} modules, {len(arguments.patch)} patches\n")
+    faults = [patch_fault(patch, REPOSITORY) for patch in arguments.patch]
+    faults += [drawn_fault(mutant, sources[mutant.path]) for mutant in drawn]
+    if not faults:
+        raise ValueError("there is nothing to run")
+    return asyncio.run(judge(faults, command, stages, arguments.jobs, arguments.record))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.mutants", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--mutants", type=int, default=MUTANTS, metavar="N", help="how many are drawn; 0 for patches alone")
+    add("--mutants", type=int, default=MUTANTS, metavar="N", help="how many of each set; 0 for patches alone")
     add("--seed", type=int, help="of the draw; a new one where none is given")
-    add("--set", choices=SETS, default="routing", help="of modules, and of the tests that pytest runs")
+    add("--set", nargs="+", choices=SETS, default=["routing"], help="packages of kproxy, and the codec")
+    add("--integration", action="store_true", help="run the integration tests of the package too")
+    add("--record", type=Path, metavar="FILE", help="add a line of JSON for each fault, with all tests that kill it")
     add("--modules", nargs="+", metavar="FILE", help="others, from the repository's root")
     add("--tests", nargs="+", metavar="FILE", help="others, all at once")
     add("--command", help="what runs in a copy of the tree in place of pytest, and fails where it notices a fault")
@@ -346,27 +371,18 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = _parser().parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
-    chosen = SETS[arguments.set]
-    every = dict.fromkeys(test for stages in chosen.values() for tests in stages for test in tests)
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command = shlex.split(arguments.command) if arguments.command else [*pytest, *(arguments.tests or every)]
-    stages = {path: [[*pytest, *tests] for tests in of_path] for path, of_path in chosen.items()}
-    if arguments.command or arguments.tests:
-        stages = {}
-    sources = {path: (REPOSITORY / path).read_bytes() for path in arguments.modules or chosen}
-    drawn = draw(sources, arguments.mutants, seed)
-    _say(f"SEED={seed}: {len(drawn)} mutants of {len(sources)} modules, {len(arguments.patch)} patches\n")
+    outcomes: dict[str, list[Outcome]] = {}
     try:
-        faults = [patch_fault(patch, REPOSITORY) for patch in arguments.patch]
-        faults += [drawn_fault(mutant, sources[mutant.path]) for mutant in drawn]
-        if not faults:
-            raise ValueError("there is nothing to run")
-        outcomes = asyncio.run(judge(faults, command, arguments.jobs, stages))
+        for name in arguments.set:
+            outcomes[name] = run_set(name, arguments, seed)
+            _say(f"\n{summary(outcomes[name])}")
     except ValueError as error:
         sys.stderr.write(f"mutants: {error}\n")
         return 2
-    _say("\n" + summary(outcomes) + f"SEED={seed}\n")
-    return 0 if passes(outcomes) else 1
+    for name, judged in outcomes.items():
+        _say(f"{name:10} {len(judged):4} drawn {sum(bool(each.killed_by) for each in judged):4} killed\n")
+    _say(f"SEED={seed}\n")
+    return 0 if all(map(passes, outcomes.values())) else 1
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from kproxy_codec.error_codes import NONE, NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, REQUEST_TIMED_OUT
 from tests.support.claims.own_model import Claimed, Fenced, Granted, Recorded, Written, judge
 from tests.support.clients.attempts import Stored
-from tests.support.models.linearizability import NEVER
+from tests.support.models.linearizability import NEVER, Operation, Undecided, check
 
 
 def claim(called: float, returned: float, who: str, generation: int, told: Granted | Fenced | None) -> Claimed:
@@ -109,3 +109,17 @@ def test_log_has_each_acknowledged_record_once(name: str) -> None:
     judge(GOOD, log_of(GOOD))
     with pytest.raises(AssertionError, match=reason):
         judge(GOOD, change(log_of(GOOD)))
+
+
+class Collected:
+    """Every order of its operations is possible, and each selection of them is a state."""
+
+    initial: frozenset[int] = frozenset()
+
+    def step(self, state: frozenset[int], operation: Operation) -> Iterable[frozenset[int]]:
+        return [state | {operation.input}]
+
+
+def test_too_many_orders_give_no_verdict() -> None:
+    with pytest.raises(Undecided):
+        check([Operation("a", 0, 100, value) for value in range(16)], Collected(), max_orders=1000)

@@ -13,11 +13,11 @@ class Site:
     def __init__(self) -> None:
         self.now = 1000.0
         self.said: list[tuple[str, str, int]] = []
-        self._due: list[tuple[float, Callable[[], None]]] = []
+        self.due: list[tuple[float, Callable[[], None]]] = []
         self.bound = LogBound(
             lambda level, event, count: self.said.append((level, event, count)),
             clock=lambda: self.now,
-            later=lambda seconds, call: self._due.append((self.now + seconds, call)),
+            later=lambda seconds, call: self.due.append((self.now + seconds, call)),
         )
 
     def logged(self, event: str, count: int, level: str = "warning") -> int:
@@ -25,8 +25,8 @@ class Site:
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        due = [call for at, call in self._due if at <= self.now]
-        self._due = [each for each in self._due if each[0] > self.now]
+        due = [call for at, call in self.due if at <= self.now]
+        self.due = [each for each in self.due if each[0] > self.now]
         for call in due:
             call()
 
@@ -36,6 +36,8 @@ def test_suppressed_lines_are_counted_at_minutes_end() -> None:
     assert site.logged("a", MOST_A_MINUTE) == MOST_A_MINUTE
     site.pass_time(10)
     assert site.logged("a", 7) == 0
+    # Not looked at before the minute is over.
+    assert [at for at, _ in site.due] == [1000.0 + MINUTE_S]
     site.pass_time(MINUTE_S - 11)
     assert site.said == []
     site.pass_time(1)
@@ -50,8 +52,10 @@ def test_kinds_and_levels_are_counted_apart() -> None:
     assert site.logged("b", 10) == 10
     assert site.logged("a", 10, "error") == 10
     site.pass_time(30)
+    site.logged("c", MOST_A_MINUTE + 1)
     site.logged("b", MOST_A_MINUTE)
     site.pass_time(30)
+    assert [at for at, _ in site.due] == [1090.0], "at the end of c's minute"
     assert [said[1:] for said in site.said] == [("a", 5), ("b", 10)]
 
 

@@ -9,21 +9,22 @@ from pathlib import Path
 import pytest
 
 from scripts.mutants import (
-    MODULES,
     REPOSITORY,
     SETS,
     Fault,
     Outcome,
     Runner,
     drawn_fault,
+    modules_of,
     passes,
     patch_fault,
+    stages_of,
     summary,
 )
 from scripts.mutation import Mutant, draw, mutants_of
 from tests.support.rules import examples
 
-SOURCES = {path: (REPOSITORY / path).read_bytes() for path in MODULES}
+SOURCES = {path: (REPOSITORY / path).read_bytes() for path in modules_of("routing")}
 
 # What is changed by each line of a function, by operator and the text that comes in its place.
 CHANGES = {
@@ -99,9 +100,20 @@ def test_same_seed_draws_the_same_mutants() -> None:
     assert draw(SOURCES, 10, 7) == drawn[:10]
 
 
-def test_set_has_every_module_of_security() -> None:
-    modules = {f"kproxy/security/{path.name}" for path in (REPOSITORY / "kproxy/security").glob("*.py")}
-    assert modules - set(SETS["security"]) == {"kproxy/security/__init__.py"}
+def test_sets_have_each_module_once() -> None:
+    files = {*(REPOSITORY / "kproxy").rglob("*.py"), *(REPOSITORY / "codec").rglob("*.py")}
+    modules = [path for name in SETS for path in modules_of(name)]
+    assert sorted(modules) == sorted(str(file.relative_to(REPOSITORY)) for file in files if file.stat().st_size)
+
+
+def test_tests_that_import_a_module_come_first() -> None:
+    near, rest, slow = stages_of("etcd", integration=True)["kproxy/etcd/client.py"]
+    # By the name that the package gives the client.
+    assert "tests/unit/ownership/test_lease_table_at_scale.py" in near
+    assert "tests/unit/etcd/test_etcd_generate.py" in rest
+    assert "tests/integration/etcd/test_etcd_client.py" in slow
+    _, rest = stages_of("broker")["kproxy/broker/lease_txn.py"]
+    assert "tests/property/test_replication_model.py" in rest, "by way of its model"
 
 
 @pytest.fixture

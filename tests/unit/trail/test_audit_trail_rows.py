@@ -229,7 +229,7 @@ class Site:
             wall_ms=lambda: round((self.now + self.wall) * 1000),
             deadline_cap_ms=120_000,
             interval_s=2.0,
-            offer=lambda *page: self.pages.append(page),
+            offer=self.offer,
             left_out=[b"left-out"],
             on_overlap=self.overlaps.append,
         )
@@ -239,6 +239,10 @@ class Site:
         self.connection.peer = "client:1"
         if begun:
             self.trail.begin()
+
+    def offer(self, page: bytes, first: int, last: int) -> None:
+        assert page.count(b"\n") == last - first, "a page has a row for each sequence number"
+        self.pages.append((page, first, last))
 
     def acknowledge(
         self, *batches: Given, topic: str = "t", partition: int = 0, magic: int = 2, acks: int = -1
@@ -424,6 +428,10 @@ async def test_failed_look_leaves_a_gap_only(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(site.trail, "_mark", mark)
         raise ArithmeticError
 
+    # The look that fails has closed a row before.
+    site.acknowledge(Given(9))
+    site.look()
+    site.now += 3.0
     monkeypatch.setattr(site.trail, "_mark", failing)
     looking = asyncio.create_task(site.trail.keep_looking())
     while site.trail._mark is not mark:
@@ -432,7 +440,7 @@ async def test_failed_look_leaves_a_gap_only(monkeypatch: pytest.MonkeyPatch) ->
     await asyncio.sleep(0.01)
     looking.cancel()
     site.trail.end()
-    assert site.sequences == [0, 2, 3]
+    assert site.sequences == [0, 1, 3, 4]
 
 
 async def test_look_yields_and_survives_cancellation(
