@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ CLIENT_ID = b"kproxy"
 PLAIN_ACCESS = BrokerAuth()
 # The time before the next broker is asked as well, in seconds.
 HEAD_START_S = 0.25
+ANY_VERSION = 0x7FFF
+# Up to this version Metadata, Produce and Fetch have topic names.
+WITHOUT_TOPIC_IDS = 12
 _READ_BYTES = 64 << 10
 
 
@@ -65,15 +69,27 @@ class KafkaConnection:
 
     @classmethod
     async def open(
-        cls, address: Address, timeout_s: float, client_id: bytes = CLIENT_ID, access: BrokerAuth = PLAIN_ACCESS
+        cls,
+        address: Address,
+        timeout_s: float,
+        client_id: bytes = CLIENT_ID,
+        access: BrokerAuth = PLAIN_ACCESS,
+        inside: socket.socket | None = None,
     ) -> KafkaConnection:
-        """Dial, authenticate, and ask for the broker's API versions. Raises BrokerUnreachable."""
+        """Dial, authenticate, and ask for the broker's API versions. Raises BrokerUnreachable.
+
+        `inside`: a Unix socket that leads there already.
+        """
         context, name = access.context(), access.server_name(address.host)
+
+        def connect(host: str, port: int) -> Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+            if inside is not None:
+                return asyncio.open_unix_connection(sock=inside)
+            return asyncio.open_connection(host, port, ssl=context, server_hostname=name)
+
         try:
             async with asyncio.timeout(timeout_s):
-                reader, writer = await dial(
-                    lambda host, port: asyncio.open_connection(host, port, ssl=context, server_hostname=name), *address
-                )
+                reader, writer = await (dial(connect, *address) if inside is None else connect(*address))
         except (OSError, TimeoutError) as error:
             why = _why(access.explain(error, address.host) if isinstance(error, OSError) else error)
             raise BrokerUnreachable(f"{address} cannot be reached ({why})") from error

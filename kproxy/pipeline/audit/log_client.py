@@ -283,23 +283,6 @@ _CLEANUP_POLICY: Final = "cleanup.policy"
 _LIST_OFFSETS_VERSION: Final = 9
 _DESCRIBE_CONFIGS_VERSION: Final = 4
 
-# After these errors the leader is looked up again and the request repeated.
-PASSING: Final = frozenset(
-    {
-        error_codes.UNKNOWN_TOPIC_OR_PARTITION,
-        error_codes.LEADER_NOT_AVAILABLE,
-        error_codes.NOT_LEADER_OR_FOLLOWER,
-        error_codes.REQUEST_TIMED_OUT,
-        error_codes.BROKER_NOT_AVAILABLE,
-        error_codes.REPLICA_NOT_AVAILABLE,
-        error_codes.NETWORK_EXCEPTION,
-        error_codes.KAFKA_STORAGE_ERROR,
-        error_codes.FENCED_LEADER_EPOCH,
-        error_codes.UNKNOWN_LEADER_EPOCH,
-        error_codes.OFFSET_NOT_AVAILABLE,
-        error_codes.UNKNOWN_SERVER_ERROR,
-    }
-)
 _NO_SUCH_TOPIC: Final = frozenset({error_codes.UNKNOWN_TOPIC_OR_PARTITION, error_codes.INVALID_TOPIC_EXCEPTION})
 
 
@@ -421,7 +404,7 @@ class LogClient:
             if not pending:
                 return known
             for topic in pending:
-                if missing[topic] not in PASSING | _NO_SUCH_TOPIC:
+                if missing[topic] not in error_codes.PASSING | _NO_SUCH_TOPIC:
                     raise LogReadFailed(f"Topic {topic} cannot be read: {error_codes.name_of(missing[topic])}.")
             patience.pause(f"Metadata of {', '.join(pending)} is not to be had")
 
@@ -488,7 +471,7 @@ class LogClient:
                     continue
                 self.forget_leader(which)
                 reasons[which] = error_codes.name_of(result.error_code)
-                if result.error_code in PASSING:
+                if result.error_code in error_codes.PASSING:
                     continue
                 if unread is None:
                     raise LogReadFailed(f"The offsets of {which} cannot be read: {reasons[which]}.")
@@ -522,7 +505,7 @@ class LogClient:
                 return {each.resource_name for each in answer.results if any(map(_says_compact, each.configs))}
             which, code = refused[0].resource_name, refused[0].error_code
             reason = f"Whether topic {which} is compacted cannot be read: {error_codes.name_of(code)}"
-            if code not in PASSING:
+            if code not in error_codes.PASSING:
                 raise LogReadFailed(f"{reason}; name the compacted topics with --compacted.")
             patience.pause(reason)
 
@@ -535,7 +518,7 @@ class LogClient:
             try:
                 leader = next(iter(self._by_leader([which], patience)))
                 fetched = self._connection(leader).fetch(which.topic, which.partition, offset, max_bytes)
-                if fetched.error_code not in PASSING:
+                if fetched.error_code not in error_codes.PASSING:
                     return fetched
                 self.forget_leader(which)
                 reason = f"{leader} says {error_codes.name_of(fetched.error_code)}"
