@@ -41,6 +41,10 @@ from kproxy_codec.walk import Walk
 Message: TypeAlias = Any
 """A kafka-python message: attributes are the fields, nested structures are objects of the same kind."""
 
+MOST_SCRAM_BYTES = 1_024
+"""The longest message of SCRAM, of either side: its library prepares names in a time that grows with the square of
+their length, and on the event loop."""
+
 _ENDS_EARLY = (IndexError, struct.error, OverflowError)
 _FAILURES = (*_ENDS_EARLY, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
 # librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics. Kafka's broker accepts

@@ -78,16 +78,6 @@ class AwaitedAnswers(Generic[Waiter]):
         for frame in self.frames.buffer_updated(nbytes):
             yield self.match(frame), frame
 
-    def receive_data(self, data: bytes) -> Iterator[tuple[Waiter, memoryview]]:
-        """Like `receive`, for bytes that are elsewhere: they are copied."""
-        rest = memoryview(data)
-        while rest:
-            buffer = self.frames.get_buffer()
-            nbytes = min(len(buffer), len(rest))
-            buffer[:nbytes] = rest[:nbytes]
-            rest = rest[nbytes:]
-            yield from self.receive(nbytes)
-
     def replace(self, waiters: Mapping[Waiter, Waiter]) -> None:
         """Replace waiters that are keys of `waiters`; in place, as answers may be being received."""
         replaced = [(correlation_id, waiters.get(waiter, waiter)) for correlation_id, waiter in self._waiting]

@@ -69,6 +69,31 @@ INCONSISTENT_TOPIC_ID: Final = 103
 MISMATCHED_ENDPOINT_TYPE: Final = 114
 UNSUPPORTED_ENDPOINT_TYPE: Final = 115
 
+# After these the same request may succeed later, or at the partition's new leader.
+PASSING: Final = frozenset(
+    {
+        UNKNOWN_SERVER_ERROR,
+        UNKNOWN_TOPIC_OR_PARTITION,
+        LEADER_NOT_AVAILABLE,
+        NOT_LEADER_OR_FOLLOWER,
+        REQUEST_TIMED_OUT,
+        BROKER_NOT_AVAILABLE,
+        REPLICA_NOT_AVAILABLE,
+        NETWORK_EXCEPTION,
+        COORDINATOR_LOAD_IN_PROGRESS,
+        COORDINATOR_NOT_AVAILABLE,
+        NOT_COORDINATOR,
+        NOT_ENOUGH_REPLICAS,
+        NOT_ENOUGH_REPLICAS_AFTER_APPEND,
+        NOT_CONTROLLER,
+        KAFKA_STORAGE_ERROR,
+        FENCED_LEADER_EPOCH,
+        UNKNOWN_LEADER_EPOCH,
+        OFFSET_NOT_AVAILABLE,
+        THROTTLING_QUOTA_EXCEEDED,
+    }
+)
+
 _NAMES: dict[int, str] = {value: name for name, value in globals().items() if name.isupper() and isinstance(value, int)}
 
 

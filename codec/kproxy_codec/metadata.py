@@ -45,6 +45,8 @@ LEAST_BROKER_BYTES = 10
 LEAST_TOPIC_BYTES = 5
 LEAST_PARTITION_BYTES = 12
 NO_EPOCH = -1
+# Partitions to read, or apply, at once: two or three milliseconds.
+PORTION = 1_000
 
 
 class BrokerAddress(NamedTuple):

@@ -29,7 +29,13 @@ from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdDenied, EtcdError, EtcdStatus
 from kproxy.etcd.endpoints import parse_endpoints
 from kproxy.observe.table import NO_LEADER, ReplicaRow
-from kproxy.ownership.kafka_client import PLAIN_ACCESS, BrokerUnreachable, KafkaConnection
+from kproxy.ownership.kafka_client import (
+    ANY_VERSION,
+    PLAIN_ACCESS,
+    WITHOUT_TOPIC_IDS,
+    BrokerUnreachable,
+    KafkaConnection,
+)
 from kproxy.ownership.replication import read_replication
 from kproxy.security.broker_auth import BrokerAuth
 from kproxy_codec import api_keys as keys
@@ -59,9 +65,6 @@ TIMEOUT_MS = 2_000
 MAX_NAMED = 64
 CLIENT_ID = b"kproxy-doctor"
 PROBE_KEY = b"kproxy-doctor"
-HIGHEST = 1 << 15
-# Up to this version Metadata, Produce and Fetch have topic names.
-WITHOUT_TOPIC_IDS = 12
 _NOT_YET = (codes.UNKNOWN_TOPIC_OR_PARTITION, codes.LEADER_NOT_AVAILABLE)
 _REFUSED_FOR_NOW = (*_NOT_YET, codes.NOT_LEADER_OR_FOLLOWER, codes.NOT_ENOUGH_REPLICAS)
 _WAYS_OUT = {
@@ -266,7 +269,7 @@ async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAuth) 
     """Connect and ask for metadata. Raises BrokerUnreachable."""
     connection = await KafkaConnection.open(address, STEP_S, CLIENT_ID, access)
     stack.push_async_callback(connection.close)
-    answer = await connection.ask(keys.METADATA, HIGHEST, topics=[], allow_auto_topic_creation=False)
+    answer = await connection.ask(keys.METADATA, ANY_VERSION, topics=[], allow_auto_topic_creation=False)
     brokers = {each.node_id: Address(each.host, each.port) for each in answer.brokers}
     return _Told(address, connection, brokers, getattr(answer, "cluster_id", None))
 

@@ -15,8 +15,6 @@ from kproxy.config.parsing import Secret, given_keys, read_file
 from kproxy.errors import StartupError
 
 MAX_SECRET_BYTES: Final = 64 << 10
-# RFC 7677, and Kafka's clients: with fewer the proof of a password is guessed quickly.
-LEAST_SCRAM_ITERATIONS: Final = 4_096
 Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
 
 

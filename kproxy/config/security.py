@@ -23,9 +23,6 @@ PLAIN: Final = "PLAIN"
 SCRAM_256: Final = "SCRAM-SHA-256"
 SCRAM_512: Final = "SCRAM-SHA-512"
 OAUTHBEARER: Final = "OAUTHBEARER"
-# The longest message of SCRAM, of either side: its library prepares names in a time that grows with the square of their
-# length, and on the event loop.
-MOST_SCRAM_BYTES: Final = 1_024
 MECHANISMS: Final = (PLAIN, SCRAM_256, SCRAM_512, OAUTHBEARER)
 # Anybody who can read the connection can use the credentials that the client sends.
 NEED_TLS: Final = frozenset({PLAIN, OAUTHBEARER})

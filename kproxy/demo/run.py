@@ -52,7 +52,6 @@ from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import OpenSession, SessionOptions, open_session
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
-from kproxy.trail import topic_sink
 
 if TYPE_CHECKING:
     from kproxy.demo.stream import Written
@@ -459,10 +458,10 @@ def create_topic(bootstrap: str, topic: str, partitions: int, client: Mapping[st
 
     `client` has options of kafka-python.
     """
+    # kafka-python also logs the errors that it raises.
+    logging.getLogger("kafka").setLevel(logging.CRITICAL)
     try:
-        # A client with its own connections leaves none behind if it fails, but takes none of these options of TLS.
-        make: Any = KafkaAdminClient if client else partial(topic_sink.connected, KafkaAdminClient)
-        admin = make(
+        admin = KafkaAdminClient(
             bootstrap_servers=bootstrap,
             client_id="kproxy-demo",
             bootstrap_timeout_ms=REQUEST_TIMEOUT_MS,
@@ -470,7 +469,8 @@ def create_topic(bootstrap: str, topic: str, partitions: int, client: Mapping[st
             **client,
         )
         try:
-            topic_sink.create_topic(admin, topic, partitions)
+            settings = {"num_partitions": partitions, "replication_factor": -1}
+            admin.create_topics({topic: settings}, wait_for_metadata=True)
         finally:
             admin.close()
     except KafkaError as error:

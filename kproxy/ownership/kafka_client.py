@@ -1,35 +1,44 @@
-"""One connection to a Kafka broker for small requests, one after another."""
+"""One connection to a Kafka broker for small requests, one after another.
+
+All of kproxy that is a client of brokers itself uses it: the proxy for owners and the trail's topic, the commands, and
+the audit, also on Spark's executors. These have only the standard library, kproxy_codec, kafka-python and scramp.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
+import socket
+import ssl
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from kproxy.ownership.kafka_leaders import PORTION
 from kproxy.routing.topology import Address
+from kproxy.runtime.request_protocol import RequestProtocol
 from kproxy.runtime.resolver import dial
 from kproxy.security.broker_auth import AccessRefused, BrokerAuth, Session
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import Message, build_request, decode_response, encode_request, version_range
-from kproxy_codec.correlation import AwaitedAnswers
-from kproxy_codec.errors import CodecError, FrameTooLarge, UnsupportedVersion
-from kproxy_codec.foreign import answered_in
-from kproxy_codec.framing import FrameReader, frame_message, request_header, response_body_offset
-from kproxy_codec.metadata import HIGHEST_VERSION, MetadataReader
+from kproxy_codec.errors import CodecError, UnsupportedVersion
+from kproxy_codec.framing import response_body_offset
+from kproxy_codec.metadata import HIGHEST_VERSION, PORTION, MetadataReader
 
 MAX_ANSWER_BYTES = 64 << 20
 CLIENT_ID = b"kproxy"
 PLAIN_ACCESS = BrokerAuth()
 # The time before the next broker is asked as well, in seconds.
 HEAD_START_S = 0.25
-_READ_BYTES = 64 << 10
+ANY_VERSION = 0x7FFF
+# Up to this version Metadata, Produce and Fetch have topic names.
+WITHOUT_TOPIC_IDS = 12
 
 
 class BrokerUnreachable(Exception):
     """No answer from a broker; the text says which and why."""
+
+
+class BrokerRefused(BrokerUnreachable):
+    """Another attempt cannot succeed: TLS or SASL fails, or there is no version in common."""
 
 
 class BrokerGone(BrokerUnreachable):
@@ -45,44 +54,60 @@ class KafkaConnection:
     def __init__(
         self,
         address: Address,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        transport: asyncio.BaseTransport,
+        protocol: RequestProtocol,
         timeout_s: float,
-        client_id: bytes = CLIENT_ID,
-        access: BrokerAuth = PLAIN_ACCESS,
+        access: BrokerAuth,
     ):
         self._access = access
         # When the session is to be renewed, in the event loop's time.
         self._renew_at: float | None = None
         self._authenticate_version = 0
         self.address = address
-        self._client_id = client_id
-        self._reader = reader
-        self._writer = writer
+        self._transport = transport
+        self._protocol = protocol
         self._timeout_s = timeout_s
-        self._awaited: AwaitedAnswers[None] = AwaitedAnswers(FrameReader(MAX_ANSWER_BYTES), most=1)
         self._versions: dict[int, tuple[int, int]] = {keys.API_VERSIONS: (0, 0)}
 
     @classmethod
     async def open(
-        cls, address: Address, timeout_s: float, client_id: bytes = CLIENT_ID, access: BrokerAuth = PLAIN_ACCESS
+        cls,
+        address: Address,
+        timeout_s: float,
+        client_id: bytes = CLIENT_ID,
+        access: BrokerAuth = PLAIN_ACCESS,
+        inside: socket.socket | None = None,
     ) -> KafkaConnection:
-        """Dial, authenticate, and ask for the broker's API versions. Raises BrokerUnreachable."""
+        """Dial, authenticate, and ask for the broker's API versions. Raises BrokerUnreachable.
+
+        `inside`: a Unix socket that leads there already.
+        """
         context, name = access.context(), access.server_name(address.host)
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> RequestProtocol:
+            return RequestProtocol(client_id, MAX_ANSWER_BYTES, lambda error: access.explain(error, address.host))
+
+        def connect(host: str, port: int) -> Awaitable[tuple[asyncio.BaseTransport, RequestProtocol]]:
+            return loop.create_connection(protocol, host, port, ssl=context, server_hostname=name)
+
         try:
             async with asyncio.timeout(timeout_s):
-                reader, writer = await dial(
-                    lambda host, port: asyncio.open_connection(host, port, ssl=context, server_hostname=name), *address
-                )
+                if inside is None:
+                    transport, made = await dial(connect, *address)
+                else:
+                    transport, made = await loop.create_unix_connection(protocol, sock=inside)
         except (OSError, TimeoutError) as error:
             why = _why(access.explain(error, address.host) if isinstance(error, OSError) else error)
-            raise BrokerUnreachable(f"{address} cannot be reached ({why})") from error
-        connection = cls(address, reader, writer, timeout_s, client_id, access)
+            is_final = isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError)
+            kind = BrokerRefused if is_final else BrokerUnreachable
+            raise kind(f"{address} cannot be reached ({why})") from error
+        connection = cls(address, transport, made, timeout_s, access)
         try:
             await connection._introduce()
             answer = await connection.ask(keys.API_VERSIONS, 0)
         except BaseException:  # the task may be cancelled: another broker has answered first
-            writer.transport.abort()
+            connection.abort()
             raise
         connection._versions = {api.api_key: (api.min_version, api.max_version) for api in answer.api_keys}
         return connection
@@ -133,66 +158,56 @@ class KafkaConnection:
         try:
             session = await authenticating
         except AccessRefused as error:
-            raise BrokerUnreachable(f"{self.address} gives no access ({error})") from error
+            raise BrokerRefused(f"{self.address} gives no access ({error})") from error
         self._authenticate_version = session.authenticate_version
         now = asyncio.get_running_loop().time()
         self._renew_at = None if session.renew_after_s is None else now + session.renew_after_s
 
     async def exchange_frame(
-        self, api_key: int, version: int, body: bytes, *, timeout_s: float | None = None
+        self,
+        api_key: int,
+        version: int,
+        body: bytes,
+        *,
+        timeout_s: float | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> memoryview:
         """Send an encoded body; return the whole answer. Raises BrokerUnreachable."""
         if self._renew_at is not None and asyncio.get_running_loop().time() >= self._renew_at:
             await self._authenticate(self._access.authenticate(self._exchange_frame, self._authenticate_version))
-        return await self._exchange_frame(api_key, version, body, timeout_s=timeout_s)
+        return await self._exchange_frame(api_key, version, body, timeout_s, max_answer_bytes)
 
     async def _exchange_frame(
-        self, api_key: int, version: int, body: bytes, *, timeout_s: float | None = None
+        self,
+        api_key: int,
+        version: int,
+        body: bytes,
+        timeout_s: float | None = None,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> memoryview:
         try:
-            correlation_id = self._awaited.next_id()
-            header = request_header(api_key, version, correlation_id, self._client_id)
-            self._awaited.sent(correlation_id, None)
             async with asyncio.timeout(timeout_s or self._timeout_s):
-                self._writer.write(frame_message(header, body))
-                await self._writer.drain()
-                return await self._answer()
-        except (OSError, EOFError, TimeoutError, CodecError) as error:
+                return await self._protocol.exchange(api_key, version, body, max_answer_bytes)
+        except (OSError, TimeoutError, CodecError) as error:
             raise self.unreachable(api_key, error) from error
 
     async def has_ended_within(self, seconds: float) -> bool:
-        """Wait while no request is in flight.
-
-        Return whether the broker has closed the connection.
-        """
+        """Return whether the broker has closed the connection, or does so within `seconds`."""
         try:
             async with asyncio.timeout(seconds):
-                await self._reader.read(1)
+                await self._protocol.ended.wait()
         except TimeoutError:
             return False
-        except OSError:
-            return True
         return True
 
     def unreachable(self, api_key: int, error: BaseException) -> BrokerUnreachable:
         """Make the error for a missing or invalid answer."""
-        if isinstance(error, OSError):
-            error = self._access.explain(error, self.address.host)
         # TimeoutError is an OSError.
-        is_gone = isinstance(error, (OSError, EOFError)) and not isinstance(error, TimeoutError)
+        is_gone = isinstance(error, OSError) and not isinstance(error, TimeoutError)
         kind = BrokerGone if is_gone else BrokerUnreachable
+        if isinstance(error, UnsupportedVersion):
+            kind = BrokerRefused
         return kind(f"{self.address} did not answer {keys.name_of(api_key)} ({_why(error)})")
-
-    async def _answer(self) -> memoryview:
-        while received := await self._reader.read(_READ_BYTES):
-            try:
-                if answers := [*self._awaited.receive_data(received)]:
-                    return answers[0][1]
-            except FrameTooLarge as error:
-                spoken = answered_in(error.first_bytes)
-                hint = ": set broker_tls" if spoken is not None and spoken.startswith("TLS") else ""
-                raise CodecError(f"it speaks {spoken}{hint}") if spoken else error from error
-        raise EOFError("the connection was closed")
 
     def version(self, api_key: int, at_most: int) -> int:
         """The version that `ask` uses.
@@ -211,12 +226,11 @@ class KafkaConnection:
 
     def abort(self) -> None:
         """Close at once, without TLS's farewell, which a broker that hangs would not answer."""
-        self._writer.transport.abort()
+        self._protocol.abort()
 
     async def close(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        self._transport.close()
+        await self._protocol.ended.wait()
 
 
 async def open_any(
@@ -234,7 +248,7 @@ async def open_any(
     """
     untried = list(dict.fromkeys(addresses))
     trying: set[asyncio.Task[KafkaConnection]] = set()
-    failures: list[str] = []
+    failures: list[BrokerUnreachable] = []
     winner: KafkaConnection | None = None
     try:
         while winner is None and (untried or trying):
@@ -248,11 +262,13 @@ async def open_any(
                     winner = task.result()
                     break
                 except BrokerUnreachable as error:
-                    failures.append(str(error))
+                    failures.append(error)
     finally:
         await _abandon(trying)
     if winner is None:
-        raise BrokerUnreachable("; ".join(failures) or "there is no broker to ask")
+        is_final = failures and all(isinstance(each, BrokerRefused) for each in failures)
+        kind = BrokerRefused if is_final else BrokerUnreachable
+        raise kind("; ".join(map(str, failures)) or "there is no broker to ask")
     return winner
 
 

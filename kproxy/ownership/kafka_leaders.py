@@ -30,12 +30,10 @@ from kproxy_codec.error_codes import (
     UNKNOWN_TOPIC_ID,
     UNKNOWN_TOPIC_OR_PARTITION,
 )
-from kproxy_codec.metadata import NO_EPOCH, MetadataReader, TopicLeaders
+from kproxy_codec.metadata import NO_EPOCH, PORTION, MetadataReader, TopicLeaders
 
 log = structlog.get_logger(__name__)
 
-# Partitions applied at once: two or three milliseconds.
-PORTION = 1_000
 _NO_SUCH_TOPIC = (UNKNOWN_TOPIC_OR_PARTITION, UNKNOWN_TOPIC_ID, INVALID_TOPIC_EXCEPTION)
 
 

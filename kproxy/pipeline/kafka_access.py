@@ -1,8 +1,8 @@
 """Connect to a secured cluster: TLS and SASL by the options that Kafka's own clients have.
 
 Spark's Kafka source and sink take such options as they are. The audit also asks brokers itself, from the driver and
-from Spark's executors (kproxy.pipeline.audit.log_client), so it reads the same options here. Executors have only the
-standard library and what is sent to them: no kproxy.config.
+from Spark's executors (kproxy.pipeline.audit.log_client), so it reads the same options here, for the same connections
+as the proxy's. Executors have only the standard library and what is sent to them: no kproxy.config.
 
 Java's key stores (JKS, PKCS12) are not read: Kafka's clients take PEM as well (KIP-651), and so does this.
 """
@@ -13,9 +13,11 @@ import re
 import ssl
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from kproxy.security.broker_auth import AccessRefused, BrokerAuth, is_of_tls
+from kproxy.security.tls_errors import DialWords, broker_failure
 
 MAX_CONFIG_BYTES: Final = 1 << 20
 _PROTOCOLS: Final = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
@@ -23,6 +25,14 @@ _MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 _PEM: Final = "PEM"
 # In sasl.jaas.config: username="..." with backslashes before quotes and backslashes.
 _JAAS: Final = re.compile(r"""\b(username|password)\s*=\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s;]+)""")
+
+_WORDS: Final = DialWords(
+    whose="the client's",
+    ca="ssl.truststore.location",
+    pair="ssl.keystore.location",
+    other_name="correct the address that it advertises, or set ssl.endpoint.identification.algorithm to nothing",
+    no_tls="name its TLS port, or another security.protocol",
+)
 
 
 class WrongKafkaOption(Exception):
@@ -66,13 +76,37 @@ class Credentials(NamedTuple):
     def __repr__(self) -> str:
         return f"Credentials({self.mechanism})"
 
+    @property
+    def prefix(self) -> str:
+        return "sasl."
 
-@dataclass(frozen=True, slots=True)
-class KafkaAccess:
-    """How to connect to brokers; `context` None: in plain text, `credentials` None: without SASL."""
+    def read_secret(self) -> str:
+        return self.password
 
-    context: ssl.SSLContext | None = None
-    credentials: Credentials | None = field(default=None, repr=False)
+
+class KafkaAccess(BrokerAuth):
+    """How to connect to brokers; `tls` None: in plain text, `credentials` None: without SASL."""
+
+    def __init__(self, tls: ssl.SSLContext | None, credentials: Credentials | None, *, has_ca: bool = False) -> None:
+        super().__init__(sasl=credentials)
+        self.credentials = credentials
+        self._context = tls
+        self._has_ca = has_ca
+
+    @property
+    def is_plain(self) -> bool:
+        return self._context is None and self.credentials is None
+
+    def context(self) -> ssl.SSLContext | None:
+        return self._context
+
+    def server_name(self, host: str) -> str | None:
+        return None if self._context is None else host
+
+    def explain(self, error: OSError, host: str) -> OSError:
+        if self._context is None or not is_of_tls(error):
+            return error
+        return AccessRefused(broker_failure(error, name=host, has_ca=self._has_ca, has_cert=False, words=_WORDS).text)
 
 
 def read_access(options: Mapping[str, str]) -> KafkaAccess:
@@ -85,8 +119,9 @@ def read_access(options: Mapping[str, str]) -> KafkaAccess:
             if name.startswith(("ssl.", "sasl.")):
                 raise WrongKafkaOption(f"{name} needs security.protocol: give one of {', '.join(_PROTOCOLS[1:])}.")
     return KafkaAccess(
-        context=_context(options) if protocol.endswith("SSL") else None,
-        credentials=_credentials(options) if protocol.startswith("SASL") else None,
+        _context(options) if protocol.endswith("SSL") else None,
+        _credentials(options) if protocol.startswith("SASL") else None,
+        has_ca=any(name.startswith("ssl.truststore") for name in options),
     )
 
 

@@ -7,9 +7,9 @@ There are three ways, and a job cannot tell them apart:
    environment, and the file that takes its output.
 
 Executors in other processes get an archive of this package and of what it needs there (`package_archive`), for
-`spark.submit.pyFiles` or `--py-files`. `kproxy`, `kproxy_codec` and kafka-python are pure Python and run from a zip.
-Compiled libraries are not in it: pyarrow, which Spark itself needs for data sources in Python, and crc32c, without
-which the CRCs of batches are not checked.
+`spark.submit.pyFiles` or `--py-files`. `kproxy`, `kproxy_codec`, kafka-python and scramp are pure Python and run from
+a zip. Compiled libraries are not in it: pyarrow, which Spark itself needs for data sources in Python, and crc32c,
+without which the CRCs of batches are not checked.
 
 Invariants of a JVM of ours
 1. Nothing of it is left after the job. If this process is killed, the JVM sees its standard input close and ends by
@@ -32,6 +32,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import util
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any, Final
 
@@ -357,6 +358,9 @@ def package_archive(directory: Path) -> Path:
                 for file in root.rglob("*"):
                     if file.is_file() and file.suffix not in _LEFT_OUT:
                         archive.write(file, file.relative_to(root.parent))
+            # scramp looks for its own version.
+            metadata = Distribution.from_name("scramp").read_text("METADATA")
+            archive.writestr("scramp.dist-info/METADATA", metadata or "")
         return unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -357,15 +357,6 @@ cdef class AwaitedAnswers:
         for frame in self.frames.buffer_updated(nbytes):
             yield self.match(frame), frame
 
-    def receive_data(self, data):
-        rest = memoryview(data)
-        while rest:
-            buffer = self.frames.get_buffer()
-            nbytes = min(len(buffer), len(rest))
-            buffer[:nbytes] = rest[:nbytes]
-            rest = rest[nbytes:]
-            yield from self.receive(nbytes)
-
     def replace(self, waiters):
         cdef Py_ssize_t at, place
         for at in range(self.count):

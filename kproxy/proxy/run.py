@@ -461,9 +461,9 @@ class Audit:
     """The audit trail of this process while it serves, under the name `proxy`.
 
     `keep` begins the trail before the first client is served and ends it when the last one is gone. `ship` is called
-    once the proxy serves, as the trail may pass through the proxy itself, which `dial` connects to from any thread. The
-    rest is shipped at the end. `access` is that to the brokers of another cluster, if it is shipped there. An offset
-    that is assigned twice is logged and counted. Raises StartupError for a sink that cannot be used.
+    once the proxy serves, as the trail may pass through the proxy itself, which `dial` connects to. The rest is shipped
+    at the end. `access` is that to the brokers of another cluster, if it is shipped there. An offset that is assigned
+    twice is logged and counted. Raises StartupError for a sink that cannot be used.
     """
 
     def __init__(

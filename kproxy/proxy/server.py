@@ -82,7 +82,6 @@ class Listener:
         self.waits_for = ""
         self._context: ProxyContext | None = None
         self._descriptors: Descriptors | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._sessions: set[ClientSession] = set()
         self._inside: set[ClientSession] = set()
         self._adopting: set[asyncio.Task[None]] = set()
@@ -231,7 +230,6 @@ class Listener:
         self._fleets = fleets
         self._admissions = admissions
         self._descriptors = Descriptors(open_file_limit(), context.clock)
-        self._loop = asyncio.get_running_loop()
         self._follows_versions = follows_versions
         context.brokers.on_change = self._follow_ranges
         context.brokers.on_open = self._give_up_broker
@@ -249,29 +247,18 @@ class Listener:
         return self._ticker
 
     def connect_inside(self) -> socket.socket:
-        """Connect this process to itself, from any thread.
+        """Connect this process to itself.
 
         The connection is served until `stop`. Raises OSError if nothing is served.
         """
-        if self._loop is None or self._stopped:
+        if self._context is None or self._stopped:
             raise ConnectionRefusedError("it is not serving")
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        try:
-            self._loop.call_soon_threadsafe(self._adopt, theirs)
-        except RuntimeError as error:  # the event loop has been closed meanwhile
-            ours.close()
-            theirs.close()
-            raise ConnectionRefusedError("it has stopped") from error
-        return ours
-
-    def _adopt(self, end: socket.socket) -> None:
-        if self._stopped:
-            end.close()
-            return
-        task = asyncio.get_running_loop().create_task(self._serve_inside(end))
+        task = asyncio.get_running_loop().create_task(self._serve_inside(theirs))
         self._adopting.add(task)
         task.add_done_callback(self._adopting.discard)
+        return ours
 
     async def _serve_inside(self, end: socket.socket) -> None:
         try:

@@ -19,20 +19,21 @@ import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import Final, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self, cast
 
-from kproxy.config.broker_sasl import BrokerSasl
-from kproxy.config.tls import BrokerTls, Loaded, load_broker_tls
 from kproxy.errors import StartupError
-from kproxy.security.reloading import Reloading
-from kproxy.security.sasl_client import MAX_AUTH_BYTES, Credential, SaslClient, SaslRefused, mechanism
+from kproxy.runtime.request_protocol import ConnectionEnded, RequestProtocol
+from kproxy.security.sasl_client import Credential, SaslClient, SaslRefused, mechanism
 from kproxy.security.tls_errors import DialWords, broker_failure
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import decode_response
-from kproxy_codec.correlation import AwaitedAnswers
-from kproxy_codec.errors import CodecError, FrameTooLarge
-from kproxy_codec.foreign import answered_in
-from kproxy_codec.framing import FrameReader, frame_message, request_header, response_body_offset
+from kproxy_codec.errors import CodecError
+from kproxy_codec.framing import response_body_offset
+
+# Spark's executors have no library that configuration needs.
+if TYPE_CHECKING:
+    from kproxy.config.tls import BrokerTls, Loaded
+    from kproxy.security.reloading import Reloading
 
 CLIENT_ID: Final = b"kproxy"
 # Time for TLS and SASL besides that for the dial, in seconds: some round trips, and the broker's own work.
@@ -100,6 +101,23 @@ class Renewable(Protocol):
         ...
 
 
+class OwnIdentity(Protocol):
+    """The user, with a password or a token. Errors name the settings with `prefix`."""
+
+    @property
+    def prefix(self) -> str: ...
+
+    @property
+    def mechanism(self) -> str | None: ...
+
+    @property
+    def username(self) -> str | None: ...
+
+    def read_secret(self) -> str:
+        """The present password or token. Raises StartupError."""
+        ...
+
+
 class BrokerAuth:
     """TLS by `options`, with files as in `tls`, and SASL; plain connections without either.
 
@@ -110,7 +128,7 @@ class BrokerAuth:
         self,
         options: BrokerTls | None = None,
         tls: Reloading[Loaded] | None = None,
-        sasl: BrokerSasl | None = None,
+        sasl: OwnIdentity | None = None,
         *,
         identity: Identity | None = None,
         random: Random | None = None,
@@ -122,8 +140,11 @@ class BrokerAuth:
         self._random = random or Random()  # noqa: S311 -- spreads renewals, guards nothing
 
     @classmethod
-    def once(cls, options: BrokerTls | None, sasl: BrokerSasl | None) -> Self:
+    def once(cls, options: BrokerTls | None, sasl: OwnIdentity | None) -> Self:
         """Make one with the files as they are now, for a command that ends soon. Raises StartupError."""
+        from kproxy.config.tls import load_broker_tls
+        from kproxy.security.reloading import Reloading
+
         tls = None
         if options is not None:
             tls = Reloading("TLS", (), lambda: load_broker_tls(options), counters=Counter())
@@ -132,11 +153,6 @@ class BrokerAuth:
     def carrying(self, identity: Identity) -> BrokerAuth:
         """Return the same access with a client's identity."""
         return BrokerAuth(self._options, self._tls, identity=identity, random=self._random)
-
-    @property
-    def sasl(self) -> BrokerSasl | None:
-        """The proxy's own identity; None without SASL."""
-        return self._sasl
 
     @property
     def is_plain(self) -> bool:
@@ -174,7 +190,7 @@ class BrokerAuth:
 
     def explain(self, error: OSError, host: str) -> OSError:
         """Return the error of a dial; an error of TLS is explained."""
-        if self._options is None or not (isinstance(error, (ssl.SSLError, ConnectionError)) and _is_of_tls(error)):
+        if self._options is None or not is_of_tls(error):
             return error
         failure = broker_failure(
             error,
@@ -201,7 +217,7 @@ class BrokerAuth:
         if self.is_plain:
             plain, _ = await loop.create_connection(lambda: protocol, address, port)
             return plain
-        introduction = _Introduction(self, host)
+        introduction = RequestProtocol(CLIENT_ID, _MAX_ANSWER_BYTES, lambda error: self.explain(error, host))
         try:
             made, _ = await loop.create_connection(
                 lambda: introduction,
@@ -216,8 +232,12 @@ class BrokerAuth:
         try:
             session = await self.introduce(introduction.exchange, on_reached)
             introduction.check()
-        except BaseException:
+        except BaseException as error:
             transport.abort()
+            if isinstance(error, CodecError):
+                raise AccessRefused(f"its answer is malformed: {error}") from error
+            if isinstance(error, ConnectionEnded):
+                raise AccessRefused(str(error)) from error
             raise
         # Receiving is paused: event loops choose how to receive for a protocol when they begin.
         transport.pause_reading()
@@ -256,7 +276,8 @@ class BrokerAuth:
             return Session()
         try:
             secret = await asyncio.to_thread(self._sasl.read_secret)
-            client = SaslClient(mechanism(str(self._sasl.mechanism), self._sasl.username or "", secret), version)
+            own = mechanism(str(self._sasl.mechanism), self._sasl.username or "", secret)
+            client = SaslClient(own, version, f"{self._sasl.prefix}mechanism")
             lifetime_s = await _converse(client, exchange)
         except (SaslRefused, StartupError) as error:
             raise AccessRefused(str(error)) from error
@@ -314,72 +335,6 @@ def _words(prefix: str) -> DialWords:
     )
 
 
-def _is_of_tls(error: OSError) -> bool:
+def is_of_tls(error: OSError) -> bool:
     """Whether the error came after the connection was made."""
     return isinstance(error, (ssl.SSLError, ConnectionResetError, ConnectionAbortedError))
-
-
-class _Introduction(asyncio.BufferedProtocol):
-    """A connection that the broker has not accepted yet: one request at a time."""
-
-    def __init__(self, access: BrokerAuth, host: str) -> None:
-        self._access = access
-        self._host = host
-        self._transport: asyncio.Transport | None = None
-        self._reader = FrameReader(max(_MAX_ANSWER_BYTES, MAX_AUTH_BYTES))
-        self._awaited: AwaitedAnswers[asyncio.Future[memoryview]] = AwaitedAnswers(self._reader, most=1)
-        self._waiting: asyncio.Future[memoryview] | None = None
-        self._lost: OSError | None = None
-
-    async def exchange(self, api_key: int, api_version: int, body: bytes) -> memoryview:
-        """Raises AccessRefused, OSError."""
-        self.check()
-        if self._transport is None:
-            raise RuntimeError("it is not connected")
-        waiting = self._waiting = asyncio.get_running_loop().create_future()
-        correlation_id = self._awaited.next_id()
-        self._awaited.sent(correlation_id, waiting)
-        self._transport.write(frame_message(request_header(api_key, api_version, correlation_id, CLIENT_ID), body))
-        answer: memoryview = await waiting
-        return answer
-
-    def check(self) -> None:
-        """Raises OSError if the connection has ended."""
-        if self._lost is not None:
-            raise self._lost
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.get_buffer(sizehint)
-
-    def buffer_updated(self, nbytes: int) -> None:
-        try:
-            for frame in self._reader.buffer_updated(nbytes):
-                waiting = self._awaited.match(frame)
-                if not waiting.done():
-                    waiting.set_result(frame)
-        except CodecError as error:
-            spoken = answered_in(error.first_bytes) if isinstance(error, FrameTooLarge) else None
-            hint = "; set broker_tls" if spoken is not None and spoken.startswith("TLS") else ""
-            self._fail(AccessRefused(f"it speaks {spoken}{hint}" if spoken else f"its answer is malformed: {error}"))
-
-    def eof_received(self) -> bool:
-        return False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if isinstance(exc, OSError):
-            self._fail(self._access.explain(exc, self._host))
-        else:
-            self._fail(AccessRefused("it closed the connection before it had accepted the proxy"))
-
-    def _fail(self, error: OSError) -> None:
-        if self._lost is None:
-            self._lost = error
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(self._lost)
-            # It may have been given up.
-            self._waiting.exception()
-        if self._transport is not None:
-            self._transport.abort()

@@ -18,10 +18,11 @@ from typing import Final, NamedTuple, Protocol
 
 from scramp import ScramException, ScramMechanism
 
-from kproxy.config.security import MOST_SCRAM_BYTES, OAUTHBEARER, PLAIN
+from kproxy.config.security import OAUTHBEARER, PLAIN
 from kproxy.security.principals import Principal
 from kproxy.security.tokens import InvalidToken, TokenVerifier, name_in
 from kproxy.security.users import SCRAM_MECHANISMS, Users
+from kproxy_codec.control import MOST_SCRAM_BYTES
 
 
 class Refused(Exception):

@@ -31,16 +31,15 @@ from typing import Final, NamedTuple, Protocol
 
 from scramp import ScramClient, ScramException
 
-from kproxy.config.broker_sasl import LEAST_SCRAM_ITERATIONS
-from kproxy.config.security import MOST_SCRAM_BYTES
 from kproxy_codec import api_keys as keys
-from kproxy_codec.control import build_request, decode_response, encode_request
+from kproxy_codec.control import MOST_SCRAM_BYTES, build_request, decode_response, encode_request
 from kproxy_codec.error_codes import NONE, SASL_AUTHENTICATION_FAILED, UNSUPPORTED_SASL_MECHANISM, name_of
 from kproxy_codec.errors import CodecError
 
+# RFC 7677, and Kafka's clients: with fewer the proof of a password is guessed quickly.
+LEAST_SCRAM_ITERATIONS: Final = 4_096
 # Kafka's own upper bound for credentials that it makes (ScramMechanism.maxIterations); others may go beyond.
 MAX_ITERATIONS: Final = 100_000
-MAX_AUTH_BYTES: Final = 64 << 10
 _ITERATIONS: Final = re.compile(r"(?:^|,)i=([0-9]{1,10})(?:,|$)")
 _MAX_TEXT: Final = 300
 # A year.
@@ -281,7 +280,7 @@ class SaslClient:
             offers = ", ".join(map(str, answer.mechanisms))[:_MAX_TEXT] or "none"
             raise SaslRefused(f"it does not offer {self._mechanism.name} but {offers}: set {self._option}")
         if answer.error_code == _ILLEGAL_SASL_STATE:
-            raise SaslRefused(f"it offers no SASL there: name its SASL port, or drop {self._option.partition('.')[0]}")
+            raise SaslRefused(f"it offers no SASL there: name its SASL port, or drop {self._option.rpartition('.')[0]}")
         if answer.error_code != NONE:
             raise SaslRefused(f"it refuses SaslHandshake with {name_of(answer.error_code)}")
 

@@ -90,15 +90,14 @@ def make_sink(
 ) -> Sink | None:
     """The configured sink; None if nothing is shipped. Raises StartupError.
 
-    `dial` connects to this proxy itself, from any thread; `access` is that to another cluster, None: plain text. Each
-    sink imports its libraries only if it is the one.
+    `dial` connects to this proxy itself; `access` is that to another cluster, None: plain text. Each sink imports its
+    libraries only if it is the one.
     """
     if options.sink == "topic":
         from kproxy.trail.topic_sink import TopicSink
 
         if options.bootstrap:
-            brokers = [str(each) for each in options.bootstrap]
-            return TopicSink(options.topic, incarnation, bootstrap=brokers, access=access)
+            return TopicSink(options.topic, incarnation, bootstrap=options.bootstrap, access=access)
         return TopicSink(options.topic, incarnation, dial=dial)
     if options.directory is None:
         return None

@@ -72,7 +72,7 @@ def test_logs_are_read(site: Site, mechanism: str) -> None:
 
 
 def test_wrong_password_is_reported_at_once_and_hidden(site: Site) -> None:
-    with pytest.raises(LogReadFailed, match=r"does not let alice in: .*SASL_AUTHENTICATION_FAILED") as raised:
+    with pytest.raises(LogReadFailed, match=r"gives no access .*SASL_AUTHENTICATION_FAILED") as raised:
         bounds_now(site.bootstrap, [site.topic], kafka=site.options(password="wrong-secret"))
     assert "wrong-secret" not in str(raised.value)
 
@@ -80,7 +80,7 @@ def test_wrong_password_is_reported_at_once_and_hidden(site: Site) -> None:
 def test_untrusted_certificate_is_reported_at_once(site: Site, tmp_path: Path) -> None:
     other = Signer(tmp_path / "other")
     options = site.options(**{"ssl.truststore.location": str(other.ca)})
-    with pytest.raises(LogReadFailed, match=r"a certificate that is not accepted .* see ssl\.truststore\.location"):
+    with pytest.raises(LogReadFailed, match=r"not signed by the authorities in ssl\.truststore\.location"):
         bounds_now(site.bootstrap, [site.topic], kafka=options)
 
 

@@ -28,7 +28,7 @@ def test_generated_security_files_match(tmp_path: Path, tls: bool, sasl: bool, p
     made = secure(tmp_path / "security", tls=tls, sasl=sasl)
     assert made.protocol == made.python["security_protocol"] == protocol
     access = read_access(made.kafka)
-    assert (access.context is not None, access.credentials is not None) == (tls, sasl)
+    assert (access.context() is not None, access.credentials is not None) == (tls, sasl)
     if tls:
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.load_cert_chain(tmp_path / "security" / "server.pem", tmp_path / "security" / "server.key")

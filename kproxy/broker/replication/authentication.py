@@ -27,9 +27,9 @@ from scramp import ScramClient, ScramException, ScramMechanism
 
 from kproxy.broker.cluster import get_or_put
 from kproxy.broker.keys import Keys, ReplicaKey
-from kproxy.config.security import MOST_SCRAM_BYTES
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient
+from kproxy_codec.control import MOST_SCRAM_BYTES
 
 MECHANISM = "SCRAM-SHA-256"
 # A listener could demand so many rounds of hashing that its follower does nothing else; our own demand 4,096.

@@ -1,7 +1,7 @@
-"""Query a cluster for leaders, the bounds of logs, and their batches, over one blocking connection to each broker.
+"""Query a cluster for leaders, the bounds of logs, and their batches, over one connection to each broker.
 
-Spark's executors use it, so it needs only the standard library, `kproxy_codec` and kafka-python, which executors get as
-pure Python.
+Its calls block. The connections are kproxy.ownership.kafka_client's, on an event loop in a thread of their own: the
+caller's thread may run another one, as a notebook's does. Spark's executors use it.
 
 States of a partition: KNOWN (its leader is remembered) <-> UNKNOWN. A leader is forgotten when a request to it fails or
 it answers that it is not the leader; the next request then asks for Metadata first.
@@ -9,45 +9,35 @@ it answers that it is not the leader; the next request then asks for Metadata fi
 Invariants
 1. Every wait is bounded: a call fails when nothing has succeeded for `patience_s` (`Patience`).
 2. Errors that a retry cannot fix are raised at once.
-3. One connection per broker, and no more brokers than the cluster has; `close` leaves none open.
+3. One connection per broker, and no more brokers than the cluster has; `close` leaves none open, and no thread.
 """
 
 from __future__ import annotations
 
-import socket
-import ssl
+import asyncio
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
-from kproxy.pipeline.kafka_access import NO_OPTIONS, Credentials, KafkaAccess, WrongKafkaOption, read_access
+from kproxy.ownership.kafka_client import BrokerRefused, BrokerUnreachable, KafkaConnection, open_any
+from kproxy.pipeline.kafka_access import NO_OPTIONS, WrongKafkaOption, read_access
 from kproxy.routing.topology import Address
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes
-from kproxy_codec.control import Message, build_request, decode_response, encode_request, version_range
-from kproxy_codec.correlation import AwaitedAnswers
-from kproxy_codec.errors import CodecError, FrameTooLarge
-from kproxy_codec.fetch import FINAL_EPOCH, MIN_VERSION, NO_SESSION, PartitionFetched
+from kproxy_codec.control import Message, build_request, encode_request
+from kproxy_codec.errors import CodecError
+from kproxy_codec.fetch import FINAL_EPOCH, PartitionFetched
 from kproxy_codec.fetch_answer import MAX_VERSION, read_fetch_answer
 from kproxy_codec.foreign import ANSWER_TO_HTTP, answered_in
-from kproxy_codec.framing import FrameReader, frame_message, request_header, response_body_offset
-from kproxy_codec.metadata import HIGHEST_VERSION, MetadataReader, TopicLeaders
+from kproxy_codec.metadata import TopicLeaders
 
-if TYPE_CHECKING:
-    from kproxy.security.sasl_client import Request
+T = TypeVar("T")
 
 CLIENT_ID: Final = b"kproxy-audit"
-PLAIN_TEXT: Final = KafkaAccess()
 # Brokers send the first batch whole, however large: the most that an answer may exceed the requested bytes.
 LARGEST_BATCH_BYTES: Final = 128 << 20
-# Large enough for the Metadata answer of a large cluster.
-MAX_CONTROL_BYTES: Final = 128 << 20
-# Longer answers are received into one buffer that is reused: fresh memory costs more than their reading.
-_SHARED_BYTES: Final = 64 << 10
-_READ_UNCOMMITTED: Final = 0
 # Brokers need not wait long for new records: a reader at the end of a log asks again.
 _MAX_WAIT_MS: Final = 100
 # If a port's first answer takes longer, check for HTTP: etcd, for one, waits for more bytes of a Kafka request.
@@ -59,215 +49,41 @@ class LogReadFailed(Exception):
     """A log cannot be read; the sentence names topic, partition and offset if they are known."""
 
 
-class BrokerFailed(Exception):
-    """A broker did not answer, or not readably; another attempt may succeed. The text names broker and reason."""
+async def _other_protocol(address: Address) -> str | None:
+    """Return which protocol other than Kafka's is spoken at an address, if an HTTP request shows it."""
+    try:
+        async with asyncio.timeout(_SUSPECT_AFTER_S):
+            reader, writer = await asyncio.open_connection(*address)
+            try:
+                writer.write(_HTTP_QUESTION)
+                answer = await reader.read(len(ANSWER_TO_HTTP))
+            finally:
+                writer.transport.abort()
+    except (OSError, TimeoutError):
+        return None
+    # This answer comes from a kproxy listener, which is only slow.
+    return None if ANSWER_TO_HTTP.startswith(answer) else answered_in(answer)
 
 
-class LogConnection:
-    """Send requests to one broker, one at a time. `timeout_s` bounds connecting and each answer, in seconds.
+async def _fetch(
+    connection: KafkaConnection, topic: str, partition: int, offset: int, max_bytes: int
+) -> PartitionFetched:
+    """Return the batches from the one that contains `offset`, at most `max_bytes` or one batch.
 
-    An answer's bytes are valid until the next request, as the buffer is reused.
+    Reading stops at the high watermark; open transactions do not stop it. Raise BrokerUnreachable.
     """
-
-    def __init__(
-        self,
-        address: Address,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        access: KafkaAccess = PLAIN_TEXT,
-    ) -> None:
-        """Connect, ask for the broker's API versions, and authenticate.
-
-        Raise BrokerFailed, or LogReadFailed if it is not a broker or refuses the credentials.
-        """
-        self.address = address
-        self._is_plain_text = access.context is None
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._frames = FrameReader(MAX_CONTROL_BYTES, most_shared=_SHARED_BYTES)
-        self._awaited: AwaitedAnswers[None] = AwaitedAnswers(self._frames, most=1)
-        self._has_answered = False
-        self._buffer = bytearray()
-        self._offered: Mapping[int, tuple[int, int]] = MappingProxyType({keys.API_VERSIONS: (0, 0)})
-        try:
-            self._socket = socket.create_connection(address, timeout_s)
-        except OSError as error:
-            raise BrokerFailed(f"{address} cannot be reached ({_why(error)})") from error
-        try:
-            self._begin(access)
-        except BaseException:
-            self.close()
-            raise
-
-    def _begin(self, access: KafkaAccess) -> None:
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._secure(access.context)
-        try:
-            answer = self.ask(keys.API_VERSIONS, 0)
-        except BrokerFailed:
-            self.close()
-            self._expect_no_http()
-            raise
-        self._has_answered = True
-        self._offered = {api.api_key: (api.min_version, api.max_version) for api in answer.api_keys}
-        if access.credentials is not None:
-            self._authenticate(access.credentials)
-
-    def _secure(self, context: ssl.SSLContext | None) -> None:
-        if context is None:
-            return
-        try:
-            self._socket = context.wrap_socket(self._socket, server_hostname=self.address.host)
-        except ssl.SSLCertVerificationError as error:
-            raise LogReadFailed(
-                f"{self.address} shows a certificate that is not accepted ({error.verify_message}): "
-                f"see ssl.truststore.location."
-            ) from error
-        except (OSError, EOFError) as error:
-            raise BrokerFailed(f"{self.address} does not finish the handshake of TLS ({_why(error)})") from error
-
-    def _authenticate(self, credentials: Credentials) -> None:
-        # Imported here: nobody else needs SCRAM.
-        from kproxy.security.sasl_client import SaslClient, SaslRefused, mechanism
-
-        versions = self._offered.get(keys.SASL_AUTHENTICATE)
-        if versions is None:
-            raise LogReadFailed(f"{self.address} has no SASL: drop sasl.mechanism, or name another port.")
-        client = SaslClient(mechanism(*credentials), versions[1], "sasl.mechanism")
-        try:
-            asked: Request | None = client.begin()
-            while asked is not None:
-                answer = self._exchange(asked.api_key, asked.api_version, MAX_CONTROL_BYTES, asked.body)
-                asked = client.receive(answer[response_body_offset(answer, asked.api_key, asked.api_version) :])
-        except SaslRefused as error:
-            raise LogReadFailed(f"{self.address} does not let {credentials.username} in: {error}.") from error
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def serves(self, api_key: int) -> bool:
-        return api_key in self._offered
-
-    def ask(self, api_key: int, at_most: int, **fields: Any) -> Message:
-        """Return the answer, in the highest version up to `at_most` that both sides know. Raise BrokerFailed."""
-        version, frame = self.exchange(api_key, at_most, **fields)
-        try:
-            return decode_response(api_key, version, frame[response_body_offset(frame, api_key, version) :])
-        except CodecError as error:
-            raise self._failed(api_key, error) from error
-
-    def exchange(self, api_key: int, at_most: int, **fields: Any) -> tuple[int, memoryview]:
-        """Do the same as `ask`, but return the version and the undecoded answer."""
-        version = self._version(api_key, version_range(api_key), at_most)
-        body = encode_request(build_request(api_key, version, **fields))
-        return version, self._exchange(api_key, version, MAX_CONTROL_BYTES, body)
-
-    def fetch(self, topic: str, partition: int, offset: int, max_bytes: int) -> PartitionFetched:
-        """Return the batches from the one that contains `offset`, at most `max_bytes` or one batch. Raise BrokerFailed.
-
-        Reading stops at the high watermark; open transactions do not stop it.
-        """
-        version = self._version(keys.FETCH, (MIN_VERSION, MAX_VERSION), MAX_VERSION)
-        asked = {"partition": partition, "fetch_offset": offset, "partition_max_bytes": max_bytes}
-        unknown = {"current_leader_epoch": -1, "last_fetched_epoch": -1, "log_start_offset": -1}
-        fields = {
-            "replica_id": -1,
-            "max_wait_ms": _MAX_WAIT_MS,
-            "min_bytes": 1,
-            "max_bytes": max_bytes,
-            "isolation_level": _READ_UNCOMMITTED,
-            "session_id": NO_SESSION,
-            "session_epoch": FINAL_EPOCH,
-            "topics": [{"topic": topic, "partitions": [{**asked, **unknown}]}],
-            "forgotten_topics_data": [],
-            "rack_id": "",
-        }
-        body = encode_request(build_request(keys.FETCH, version, **fields))
-        frame = self._exchange(keys.FETCH, version, max_bytes + LARGEST_BATCH_BYTES, body)
-        try:
-            return read_fetch_answer(frame, version, topic)
-        except CodecError as error:
-            raise self._failed(keys.FETCH, error) from error
-
-    def _version(self, api_key: int, ours: tuple[int, int], at_most: int) -> int:
-        theirs = self._offered.get(api_key)
-        if theirs is None or max(theirs[0], ours[0]) > min(theirs[1], ours[1], at_most):
-            raise LogReadFailed(
-                f"{self.address} serves no version of {keys.name_of(api_key)} that is known here: "
-                f"give the address of a kproxy or of a Kafka cluster of version 2 or later."
-            )
-        return min(theirs[1], ours[1], at_most)
-
-    def _exchange(self, api_key: int, version: int, most_bytes: int, body: bytes) -> memoryview:
-        try:
-            correlation_id = self._awaited.next_id()
-            header = request_header(api_key, version, correlation_id, CLIENT_ID)
-            self._awaited.sent(correlation_id, None)
-            self._frames.admit(most_bytes)
-            deadline = self._clock() + self._timeout_s
-            self._socket.settimeout(self._timeout_s)
-            self._socket.sendall(frame_message(header, body))
-            if self._is_plain_text and not self._has_answered and not self._begins_to_answer():
-                self._expect_no_http()
-            return self._receive(deadline)
-        except (OSError, EOFError, CodecError) as error:
-            if isinstance(error, FrameTooLarge):
-                self._expect_kafka(error.first_bytes)
-            raise self._failed(api_key, error) from error
-
-    def _begins_to_answer(self) -> bool:
-        self._socket.settimeout(min(_SUSPECT_AFTER_S, self._timeout_s))
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except TimeoutError:
-            return False
-        return True
-
-    def _expect_no_http(self) -> None:
-        """Send an HTTP request on another connection. Raise LogReadFailed if HTTP is answered; else do nothing."""
-        if not self._is_plain_text:
-            return
-        try:
-            with socket.create_connection(self.address, _SUSPECT_AFTER_S) as asked:
-                asked.sendall(_HTTP_QUESTION)
-                answer = asked.recv(len(ANSWER_TO_HTTP))
-        except OSError:
-            return
-        # This answer comes from a kproxy listener, which is only slow.
-        if not ANSWER_TO_HTTP.startswith(answer):
-            self._expect_kafka(answer)
-
-    def _expect_kafka(self, beginning: bytes) -> None:
-        if protocol := answered_in(beginning):
-            raise LogReadFailed(
-                f"{self.address} speaks {protocol}: give the address of a Kafka listener; for TLS, security.protocol."
-            )
-
-    def _receive(self, deadline: float) -> memoryview:
-        while True:
-            left_s = deadline - self._clock()
-            if left_s <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left_s)
-            received = self._socket.recv_into(self._frames.get_buffer())
-            if not received:
-                raise EOFError("the connection was closed")
-            if answers := [*self._awaited.receive(received)]:
-                return answers[0][1]
-            if self._frames.announced > _SHARED_BYTES and not self._frames.has_own:
-                if self._frames.announced > len(self._buffer):
-                    # Views of the old buffer may still be in use, so it is not resized.
-                    self._buffer = bytearray(self._frames.announced)
-                self._frames.move_to(self._buffer)
-
-    def _failed(self, api_key: int, error: BaseException) -> BrokerFailed:
-        return BrokerFailed(f"{self.address} did not answer {keys.name_of(api_key)} ({_why(error)})")
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    asked = {"partition": partition, "fetch_offset": offset, "partition_max_bytes": max_bytes}
+    topics = [{"topic": topic, "partitions": [asked]}]
+    fields = {"replica_id": -1, "max_wait_ms": _MAX_WAIT_MS, "min_bytes": 1, "max_bytes": max_bytes, "topics": topics}
+    try:
+        version = connection.version(keys.FETCH, MAX_VERSION)
+        body = encode_request(build_request(keys.FETCH, version, session_epoch=FINAL_EPOCH, **fields))
+        frame = await connection.exchange_frame(
+            keys.FETCH, version, body, max_answer_bytes=max_bytes + LARGEST_BATCH_BYTES
+        )
+        return read_fetch_answer(frame, version, topic)
+    except CodecError as error:
+        raise connection.unreachable(keys.FETCH, error) from error
 
 
 EARLIEST: Final = -2
@@ -283,23 +99,6 @@ _CLEANUP_POLICY: Final = "cleanup.policy"
 _LIST_OFFSETS_VERSION: Final = 9
 _DESCRIBE_CONFIGS_VERSION: Final = 4
 
-# After these errors the leader is looked up again and the request repeated.
-PASSING: Final = frozenset(
-    {
-        error_codes.UNKNOWN_TOPIC_OR_PARTITION,
-        error_codes.LEADER_NOT_AVAILABLE,
-        error_codes.NOT_LEADER_OR_FOLLOWER,
-        error_codes.REQUEST_TIMED_OUT,
-        error_codes.BROKER_NOT_AVAILABLE,
-        error_codes.REPLICA_NOT_AVAILABLE,
-        error_codes.NETWORK_EXCEPTION,
-        error_codes.KAFKA_STORAGE_ERROR,
-        error_codes.FENCED_LEADER_EPOCH,
-        error_codes.UNKNOWN_LEADER_EPOCH,
-        error_codes.OFFSET_NOT_AVAILABLE,
-        error_codes.UNKNOWN_SERVER_ERROR,
-    }
-)
 _NO_SUCH_TOPIC: Final = frozenset({error_codes.UNKNOWN_TOPIC_OR_PARTITION, error_codes.INVALID_TOPIC_EXCEPTION})
 
 
@@ -358,7 +157,9 @@ class LogClient:
         self._patience_s = patience_s
         self._clock = clock
         self._sleep = sleep
-        self._connections: dict[Address, LogConnection] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._connections: dict[Address, KafkaConnection] = {}
         self.topic_ids: dict[str, str | None] = {}
         self._brokers: dict[int, Address] = {}
         self._leaders: dict[TopicPartition, Address] = {}
@@ -370,9 +171,76 @@ class LogClient:
         self.close()
 
     def close(self) -> None:
+        if self._loop is None or self._thread is None:
+            return
+        self._run(self._disconnect())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._loop = self._thread = None
+
+    async def _disconnect(self) -> None:
         for connection in self._connections.values():
-            connection.close()
+            connection.abort()
         self._connections.clear()
+        # The loop closes their sockets.
+        await asyncio.sleep(0)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the event loop of the connections. Raise BrokerUnreachable, LogReadFailed."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="kproxy log client", daemon=True)
+            self._thread.start()
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result()
+        except BrokerRefused as error:
+            raise LogReadFailed(f"{error}.") from error
+        except BaseException:
+            # The caller may be interrupted.
+            running.cancel()
+            raise
+
+    def _ask(self, broker: Address | None, ask: Callable[[KafkaConnection], Awaitable[T]]) -> T:
+        """Ask that broker, None: any, preferably by an open connection. Raise BrokerUnreachable, LogReadFailed.
+
+        A broker that fails is forgotten with what it leads, until Metadata names it again.
+        """
+        return self._run(self._asked(broker, ask))
+
+    async def _asked(self, broker: Address | None, ask: Callable[[KafkaConnection], Awaitable[T]]) -> T:
+        asked = broker or next(iter(self._connections), None)
+        try:
+            connection = None if asked is None else self._connections.get(asked)
+            if connection is None:
+                connection = await self._open([asked] if asked else [*self._bootstrap, *self._brokers.values()])
+                asked = connection.address
+                self._connections[asked] = connection
+            return await ask(connection)
+        except BrokerUnreachable:
+            self._leaders = {which: leader for which, leader in self._leaders.items() if leader != asked}
+            if asked is not None and (failed := self._connections.pop(asked, None)) is not None:
+                failed.abort()
+            raise
+
+    async def _open(self, addresses: Sequence[Address]) -> KafkaConnection:
+        """Connect to one of them. Raise LogReadFailed if another protocol than Kafka's is spoken at one."""
+        opening = asyncio.ensure_future(open_any(addresses, self._timeout_s, CLIENT_ID, self._access))
+        try:
+            await asyncio.wait({opening}, timeout=_SUSPECT_AFTER_S)
+            if self._access.is_plain and (not opening.done() or opening.exception() is not None):
+                for address, protocol in zip(
+                    addresses, await asyncio.gather(*map(_other_protocol, addresses)), strict=True
+                ):
+                    if protocol is not None:
+                        raise LogReadFailed(
+                            f"{address} speaks {protocol}: give the address of a Kafka listener; "
+                            f"for TLS, security.protocol."
+                        )
+            return await opening
+        finally:
+            opening.cancel()
 
     def patience(self) -> Patience:
         return Patience(self._patience_s, self._clock, self._sleep)
@@ -421,7 +289,7 @@ class LogClient:
             if not pending:
                 return known
             for topic in pending:
-                if missing[topic] not in PASSING | _NO_SUCH_TOPIC:
+                if missing[topic] not in error_codes.PASSING | _NO_SUCH_TOPIC:
                     raise LogReadFailed(f"Topic {topic} cannot be read: {error_codes.name_of(missing[topic])}.")
             patience.pause(f"Metadata of {', '.join(pending)} is not to be had")
 
@@ -471,12 +339,10 @@ class LogClient:
             wanted = {"partition_index": partition, "current_leader_epoch": -1, "timestamp": timestamp}
             by_topic[topic].append(wanted)
         topics = [{"name": topic, "partitions": wanted} for topic, wanted in by_topic.items()]
+        fields = {"replica_id": -1, "isolation_level": 0, "topics": topics}
         try:
-            answer = self._connection(leader).ask(
-                keys.LIST_OFFSETS, _LIST_OFFSETS_VERSION, replica_id=-1, isolation_level=0, topics=topics
-            )
-        except BrokerFailed as error:
-            self._forget(leader)
+            answer: Message = self._ask(leader, lambda it: it.ask(keys.LIST_OFFSETS, _LIST_OFFSETS_VERSION, **fields))
+        except BrokerUnreachable as error:
             reasons.update(dict.fromkeys(asked, str(error)))
             return {}
         offsets = {}
@@ -488,7 +354,7 @@ class LogClient:
                     continue
                 self.forget_leader(which)
                 reasons[which] = error_codes.name_of(result.error_code)
-                if result.error_code in PASSING:
+                if result.error_code in error_codes.PASSING:
                     continue
                 if unread is None:
                     raise LogReadFailed(f"The offsets of {which} cannot be read: {reasons[which]}.")
@@ -510,19 +376,18 @@ class LogClient:
         patience = self.patience()
         while True:
             try:
-                with self._any_connection() as connection:
-                    if not connection.serves(keys.DESCRIBE_CONFIGS):
-                        return set()
-                    answer = connection.ask(keys.DESCRIBE_CONFIGS, _DESCRIBE_CONFIGS_VERSION, resources=resources)
-            except BrokerFailed as error:
+                answer = self._ask(None, lambda it: _configs(it, resources))
+            except BrokerUnreachable as error:
                 patience.pause(f"Which topics are compacted is not to be had ({error})")
                 continue
+            if answer is None:
+                return set()
             refused = [each for each in answer.results if each.error_code != error_codes.NONE]
             if not refused:
                 return {each.resource_name for each in answer.results if any(map(_says_compact, each.configs))}
             which, code = refused[0].resource_name, refused[0].error_code
             reason = f"Whether topic {which} is compacted cannot be read: {error_codes.name_of(code)}"
-            if code not in PASSING:
+            if code not in error_codes.PASSING:
                 raise LogReadFailed(f"{reason}; name the compacted topics with --compacted.")
             patience.pause(reason)
 
@@ -534,13 +399,12 @@ class LogClient:
         while True:
             try:
                 leader = next(iter(self._by_leader([which], patience)))
-                fetched = self._connection(leader).fetch(which.topic, which.partition, offset, max_bytes)
-                if fetched.error_code not in PASSING:
+                fetched = self._ask(leader, lambda it: _fetch(it, *which, offset, max_bytes))
+                if fetched.error_code not in error_codes.PASSING:
                     return fetched
                 self.forget_leader(which)
                 reason = f"{leader} says {error_codes.name_of(fetched.error_code)}"
-            except BrokerFailed as error:
-                self._forget(leader)
+            except BrokerUnreachable as error:
                 reason = str(error)
             patience.pause(f"Batches of {which} from offset {offset} on are not to be had ({reason})")
 
@@ -574,54 +438,20 @@ class LogClient:
         wanted = None if topics is None else [{"name": topic} for topic in sorted(topics)]
         while True:
             try:
-                with self._any_connection() as connection:
-                    version, frame = connection.exchange(
-                        keys.METADATA, HIGHEST_VERSION, topics=wanted, allow_auto_topic_creation=False
-                    )
-                reader = MetadataReader(frame[response_body_offset(frame, keys.METADATA, version) :], version)
-                while not reader.read_some(1 << 20):
-                    pass
-            except (BrokerFailed, CodecError) as error:
+                reader = self._ask(None, lambda it: it.metadata(wanted))
+            except BrokerUnreachable as error:
                 patience.pause(str(error))
                 continue
             self._brokers = {node_id: Address(host, port) for node_id, host, port in reader.brokers}
             self.topic_ids |= {_name(each): each.topic_id.hex() if each.topic_id else None for each in reader.topics}
             return reader.topics
 
-    @contextmanager
-    def _any_connection(self) -> Iterator[LogConnection]:
-        """Yield a connection to any broker, preferably an open one.
 
-        If all fail, raise BrokerFailed that names them. If the request in the block fails, the next call uses another
-        broker.
-        """
-        failures = []
-        for address in dict.fromkeys([*self._connections, *self._bootstrap, *self._brokers.values()]):
-            try:
-                connection = self._connection(address)
-                break
-            except BrokerFailed as error:
-                failures.append(str(error))
-        else:
-            raise BrokerFailed("; ".join(failures))
-        try:
-            yield connection
-        except BrokerFailed:
-            self._forget(address)
-            raise
-
-    def _connection(self, address: Address) -> LogConnection:
-        connection = self._connections.get(address)
-        if connection is None:
-            connection = self._connections[address] = LogConnection(address, self._timeout_s, self._clock, self._access)
-        return connection
-
-    def _forget(self, address: Address) -> None:
-        """Close a failed broker's connection and forget what it leads, until Metadata names it again."""
-        connection = self._connections.pop(address, None)
-        if connection is not None:
-            connection.close()
-        self._leaders = {which: leader for which, leader in self._leaders.items() if leader != address}
+async def _configs(connection: KafkaConnection, resources: Sequence[Mapping[str, Any]]) -> Message | None:
+    """Return the answer to DescribeConfigs; None if the broker does not serve it. Raise BrokerUnreachable."""
+    if connection.offered(keys.DESCRIBE_CONFIGS) is None:
+        return None
+    return await connection.ask(keys.DESCRIBE_CONFIGS, _DESCRIBE_CONFIGS_VERSION, resources=resources)
 
 
 def _name(topic: TopicLeaders) -> str:

@@ -17,6 +17,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Final
 
 from kproxy.pipeline.audit.log_client import EARLIEST, LARGEST_BATCH_BYTES, LATEST, LogClient, LogReadFailed, Patience
@@ -72,6 +73,15 @@ class RangeReader:
 
     def rows(self) -> Iterator[list[Row]]:
         """Yield chunks of at most ROWS_PER_CHUNK rows. Raise LogReadFailed."""
+        for _, batches in self.answers():
+            while rows := [_row(batch, crc_ok) for batch, crc_ok in islice(batches, ROWS_PER_CHUNK)]:
+                yield rows
+
+    def answers(self) -> Iterator[tuple[Buffer, Iterator[tuple[RecordBatch, bool | None]]]]:
+        """Yield the records of one answer after another, each with its new batches, which the caller has to exhaust.
+
+        Raise LogReadFailed.
+        """
         patience = self._client.patience()
         empty_answers = 0
         while not self._done:
@@ -82,7 +92,7 @@ class RangeReader:
                 raise self._failed(error_codes.name_of(fetched.error_code))
             elif fetched.records:
                 before = self._position
-                yield from self._chunks(fetched.records)
+                yield fetched.records, self._taken(fetched.records)
                 if self._position <= before and not self._done:
                     self._step_over(len(fetched.records))
                 self._done = self._done or self._position >= self._wanted.end
@@ -94,10 +104,9 @@ class RangeReader:
             else:
                 self._await_the_end(fetched.high_watermark, patience)
 
-    def _chunks(self, records: Buffer) -> Iterator[list[Row]]:
-        """Yield the rows of one answer and move the position."""
+    def _taken(self, records: Buffer) -> Iterator[tuple[RecordBatch, bool | None]]:
+        """Yield the range's batches of one answer with their `crc_ok`, and move the position."""
         check_crc, takes_from = self._check_crc, 0 if self._wanted.is_first else self._wanted.start
-        rows: list[Row] = []
         for batch in self._batches(records):
             crc_ok = None if check_crc is None else check_crc(records, batch)
             if crc_ok is False:
@@ -107,12 +116,7 @@ class RangeReader:
             else:
                 self._position = max(self._position, batch.last_offset + 1)
             if batch.base_offset >= takes_from:
-                rows.append(_row(batch, crc_ok))
-                if len(rows) == ROWS_PER_CHUNK:
-                    yield rows
-                    rows = []
-        if rows:
-            yield rows
+                yield batch, crc_ok
 
     def _batches(self, records: Buffer) -> Iterator[RecordBatch]:
         """Yield the new batches of an answer, up to the range's end or a truncated batch."""

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Final
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.log_client import EARLIEST, LogClient, LogReadFailed, TopicPartition
-from kproxy.pipeline.audit.log_options import Offsets
+from kproxy.pipeline.audit.log_client import LogClient
+from kproxy.pipeline.audit.log_options import DEFAULT_MAX_BYTES, LogRange, Offsets
+from kproxy.pipeline.audit.log_reader import RangeReader
 from kproxy.pipeline.audit.trail_place import JSON, PARQUET, TrailPlace
 from kproxy.pipeline.audit.trail_rows import TrailRow, only_rows, rows_in
 from kproxy.trail.signature import Signatures
-from kproxy_codec import error_codes
 
 _PATTERNS: Final = {JSON: "*.jsonl", PARQUET: "*.parquet"}
-_FETCH_BYTES: Final = 4 << 20
-# A broker answers an empty fetch after a short wait; compaction may have removed the last records before an end.
-_EMPTY_ANSWERS: Final = 3
 
 
 def read_files(
@@ -82,35 +79,14 @@ def read_topic(
 
     Rows that retention has removed are missing from the trail, which the audit reports. Raise LogReadFailed.
     """
-    for which, end in ends.items():
-        yield from _partition_rows(client, which, starts.get(which, 0), end, signatures)
-
-
-def _partition_rows(
-    client: LogClient, which: TopicPartition, position: int, end: int, signatures: Signatures | None
-) -> Iterator[TrailRow]:
     from kafka.record.memory_records import MemoryRecords
 
-    patience = client.patience()
-    max_bytes = _FETCH_BYTES
-    empty_answers = 0
-    while position < end and empty_answers < _EMPTY_ANSWERS:
-        fetched = client.fetch(which, position, max_bytes, patience)
-        if fetched.error_code == error_codes.OFFSET_OUT_OF_RANGE:
-            earliest = client.list_offsets([which], EARLIEST)[which]
-            if earliest <= position:
-                patience.pause(f"The log of {which} was to be read up to offset {end} and is shorter now")
-            position = max(position, earliest)
+    for which, end in ends.items():
+        wanted = LogRange(which, starts.get(which, 0), end, is_first=True)
+        if wanted.start >= end:
             continue
-        if fetched.error_code != error_codes.NONE:
-            name = error_codes.name_of(fetched.error_code)
-            raise LogReadFailed(f"{which} cannot be read at offset {position}: {name}.")
-        before = position
-        records = MemoryRecords(bytes(fetched.records or b""))
-        while (batch := records.next_batch()) is not None:
-            for record in batch:
-                if position <= record.offset < end:
-                    yield from rows_in(record.value or b"", record.timestamp, signatures)
-            position = max(position, batch.next_offset)
-        empty_answers = empty_answers + 1 if position == before else 0
-        patience.succeeded()
+        for records, batches in RangeReader(client, wanted, DEFAULT_MAX_BYTES, None).answers():
+            for batch, _ in batches:
+                for record in MemoryRecords(bytes(records[batch.position : batch.end])).next_batch() or ():
+                    if wanted.start <= record.offset < end:
+                        yield from rows_in(record.value or b"", record.timestamp, signatures)

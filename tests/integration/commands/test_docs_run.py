@@ -140,7 +140,7 @@ def test_values_of_the_chart_are_taken(block: Block, files: Path, tmp_path: Path
 @pytest.mark.parametrize("block", of_kind("properties"), ids=lambda block: block.name)
 def test_options_of_jobs_are_taken(block: Block, files: Path) -> None:
     access = read_access(read_properties(block.text.replace(PLACE, f"{files}/"), "the page"))
-    assert (access.context is not None, access.credentials is not None) == (True, True)
+    assert (access.context() is not None, access.credentials is not None) == (True, True)
 
 
 @pytest.mark.parametrize("text", sorted(set(INLINE.findall(" ".join(TEXT.split())))))

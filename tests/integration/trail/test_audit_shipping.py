@@ -287,8 +287,7 @@ def test_unusable_sink_is_reported_before_any_wait(tmp_path: Path) -> None:
 async def test_internal_connection_is_no_client_and_outlives_clients() -> None:
     async with staged(Offsets(), limits={"max_connections": 1}) as s:
         assert await code(s.client, 0) == 0
-        # As a sink does it, on a thread of its own.
-        inside = await over(await asyncio.to_thread(s.proxy.listener.connect_inside))
+        inside = await over(s.proxy.listener.connect_inside())
         assert await code(inside, 1) == 0
         assert s.proxy.vitals.client_connections == 1
         await s.proxy.listener.drain()

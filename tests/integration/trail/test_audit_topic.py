@@ -14,11 +14,18 @@ import msgspec
 import psutil
 import pytest
 
+from kproxy.address import Address
+from kproxy.config.parsing import parse_address
 from kproxy.dev.cluster import DevCluster
+from kproxy.trail import topic_sink
 from kproxy.trail.rows import Row, encode_page
 from kproxy.trail.sink import SinkFailed
 from kproxy.trail.topic_sink import TopicSink
+from kproxy_codec import api_keys as keys
+from kproxy_codec import error_codes as codes
+from kproxy_codec.record_batch import parse_batch
 from tests.support.audit.audit_trails import INCARNATION, is_whole, paged, rows_in, some_rows, the_end, trails_in_topic
+from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, introduction
 from tests.support.clients.kafka_io import produce
 from tests.support.processes.dev import KproxyProcess, asyncios_own_loop, serving
 from tests.support.processes.served import counted
@@ -39,12 +46,12 @@ def trail_topic() -> str:
 async def test_pages_are_messages_of_one_partition_in_order(dev_cluster: KproxyProcess, trail_topic: str) -> None:
     rows: list[Row] = [*some_rows(60), the_end(60)]
     pages = paged(rows, 4)
-    sink = TopicSink(trail_topic, INCARNATION, bootstrap=[dev_cluster.kafka])
+    sink = TopicSink(trail_topic, INCARNATION, bootstrap=[parse_address(dev_cluster.kafka, "")])
     await sink.write(pages[:1])
     await sink.write(pages[1:])
     await sink.close()
     # Somebody else's, to a topic that is there.
-    other = TopicSink(trail_topic, "0" * 16, bootstrap=[dev_cluster.kafka])
+    other = TopicSink(trail_topic, "0" * 16, bootstrap=[parse_address(dev_cluster.kafka, "")])
     await other.write([encode_page([msgspec.structs.replace(row, incarnation="0" * 16) for row in some_rows(3)])])
     await other.close()
     found = await asyncio.to_thread(trails_in_topic, dev_cluster.kafka, trail_topic)
@@ -53,16 +60,103 @@ async def test_pages_are_messages_of_one_partition_in_order(dev_cluster: KproxyP
     assert rows_in(pages) == rows
 
 
+class TrailBroker:
+    """The one broker, with the trail's topic. `outcomes` of its Produce requests: error codes, None: it closes."""
+
+    def __init__(self, *outcomes: int | None) -> None:
+        self.outcomes = list(outcomes)
+        self.batches: list[bytes] = []
+        self.producers = 0
+        self.upstream = ScriptedUpstream(1, self.take)
+
+    def take(self, asked: Asked) -> None:
+        match asked.header.api_key:
+            case keys.API_VERSIONS:
+                asked.connection.write(introduction(asked.header))
+            case keys.METADATA:
+                host, port = self.upstream.address
+                partitions = [
+                    {"partition_index": index, "leader_id": 1, "replica_nodes": [], "isr_nodes": []}
+                    for index in range(3)
+                ]
+                asked.answer_message(
+                    brokers=[{"node_id": 1, "host": host, "port": port}],
+                    controller_id=1,
+                    topics=[{"name": "trail", "partitions": partitions}],
+                )
+            case keys.CREATE_TOPICS:
+                asked.answer_message(topics=[{"name": "trail", "error_code": codes.TOPIC_ALREADY_EXISTS}])
+            case keys.INIT_PRODUCER_ID:
+                self.producers += 1
+                asked.answer_message(error_code=0, producer_id=self.producers, producer_epoch=0)
+            case keys.PRODUCE:
+                ((place, batch),) = asked.records.items()
+                self.batches.append(batch)
+                code = self.outcomes.pop(0)
+                if code is None:
+                    asked.connection.close()
+                else:
+                    asked.answer(results={place: code})
+
+
+async def test_unconfirmed_batch_is_sent_again_unchanged() -> None:
+    refused = [codes.NOT_LEADER_OR_FOLLOWER, codes.NOT_ENOUGH_REPLICAS, None, codes.REQUEST_TIMED_OUT]
+    broker = TrailBroker(*refused, codes.DUPLICATE_SEQUENCE_NUMBER, codes.NONE)
+    await broker.upstream.start()
+    sink = TopicSink("trail", INCARNATION, bootstrap=[broker.upstream.address])
+    await sink.write([b"one", b"two"])
+    await sink.write([b"three"])
+    await sink.close()
+    await broker.upstream.stop()
+    *first, last = broker.batches
+    assert len(first) == 5
+    assert set(first) == {first[0]}
+    shown = [(batch.producer_id, batch.base_sequence, batch.record_count) for batch in map(parse_batch, broker.batches)]
+    assert shown == [(1, 0, 2)] * 5 + [(1, 2, 1)]
+    assert b"three" in last
+
+
+async def test_too_large_batch_is_sent_in_parts() -> None:
+    """Whatever the refused batch has taken of the sequence numbers is free again."""
+    broker = TrailBroker(codes.MESSAGE_TOO_LARGE, codes.NONE, codes.RECORD_LIST_TOO_LARGE, codes.NONE, codes.NONE)
+    await broker.upstream.start()
+    sink = TopicSink("trail", INCARNATION, bootstrap=[broker.upstream.address])
+    before = sink.preference.bytes
+    await sink.write([b"one", b"two", b"three"])
+    assert sink.preference.bytes == before // 4
+    broker.outcomes = [codes.MESSAGE_TOO_LARGE]
+    with pytest.raises(SinkFailed, match="MESSAGE_TOO_LARGE"):
+        await sink.write([b"one page"])
+    await sink.close()
+    await broker.upstream.stop()
+    shown = [(batch.base_sequence, batch.record_count) for batch in map(parse_batch, broker.batches)]
+    assert shown == [(0, 3), (0, 1), (1, 2), (1, 1), (2, 1), (3, 1)]
+
+
+async def test_sink_begins_anew_after_final_refusal() -> None:
+    broker = TrailBroker(codes.OUT_OF_ORDER_SEQUENCE_NUMBER, codes.NONE)
+    await broker.upstream.start()
+    sink = TopicSink("trail", INCARNATION, bootstrap=[broker.upstream.address])
+    with pytest.raises(SinkFailed, match=r"topic trail: .*OUT_OF_ORDER_SEQUENCE_NUMBER"):
+        await sink.write([b"page"])
+    await sink.write([b"page"])
+    await sink.close()
+    await broker.upstream.stop()
+    shown = [(batch.producer_id, batch.base_sequence) for batch in map(parse_batch, broker.batches)]
+    assert shown == [(1, 0), (2, 0)]
+
+
 @pytest.mark.parametrize("trouble", ["refuses", "hangs"])
-async def test_attempts_leave_nothing_behind(trail_topic: str, trouble: str) -> None:
+async def test_attempts_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, trail_topic: str, trouble: str) -> None:
     """A sink that is down for long is tried often: each attempt's sockets and threads are gone with it."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     if trouble == "refuses":
         server.close()
     process = psutil.Process()
-    sink = TopicSink(trail_topic, INCARNATION, bootstrap=[f"127.0.0.1:{port}"])
-    sink._client["bootstrap_timeout_ms"] = 300
+    monkeypatch.setattr(topic_sink, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(topic_sink, "OPEN_S", 0.3)
+    sink = TopicSink(trail_topic, INCARNATION, bootstrap=[Address("127.0.0.1", port)])
     # What is made once is not counted.
     with pytest.raises(SinkFailed):
         await sink.write([b"{}"])

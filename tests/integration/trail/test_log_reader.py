@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import uuid
 from collections.abc import Sequence
@@ -136,7 +137,9 @@ def test_a_connection_that_was_closed_is_opened_again(dev_cluster: KproxyProcess
     with client_of(dev_cluster.kafka) as client:
         assert client.list_offsets([which], LATEST) == {which: 80}
         for connection in client._connections.values():
-            connection._socket.shutdown(socket.SHUT_RDWR)
+            number = connection._transport.get_extra_info("socket").fileno()
+            with socket.socket(fileno=os.dup(number)) as same:
+                same.shutdown(socket.SHUT_RDWR)
         assert client.fetch(which, 0, 1 << 20, client.patience()).high_watermark == 80
 
 

@@ -28,7 +28,7 @@ SCRAM = {
 
 def test_default_access_is_plain_text() -> None:
     access = read_access({"client.id": "x", "security.protocol": "plaintext"})
-    assert access.context is None
+    assert access.context() is None
     assert access.credentials is None
 
 
@@ -49,12 +49,12 @@ def test_tls_uses_the_given_authorities_and_certificate(tmp_path: Path) -> None:
     store.write_bytes(client.key.read_bytes() + client.cert.read_bytes())
     trust = {"ssl.truststore.type": "PEM", "ssl.truststore.location": str(signer.ca)}
     key = {"ssl.keystore.type": "PEM", "ssl.keystore.location": str(store)}
-    context = read_access({"security.protocol": "SSL", **trust, **key}).context
+    context = read_access({"security.protocol": "SSL", **trust, **key}).context()
     assert context is not None
     assert context.verify_mode == ssl.CERT_REQUIRED
     assert context.check_hostname
     assert len(context.get_ca_certs()) == 1
-    lax = read_access({"security.protocol": "SSL", **trust, "ssl.endpoint.identification.algorithm": ""}).context
+    lax = read_access({"security.protocol": "SSL", **trust, "ssl.endpoint.identification.algorithm": ""}).context()
     assert lax is not None
     assert (lax.check_hostname, lax.verify_mode) == (False, ssl.CERT_REQUIRED)
     as_text = {
@@ -64,7 +64,7 @@ def test_tls_uses_the_given_authorities_and_certificate(tmp_path: Path) -> None:
         "ssl.keystore.key": client.key.read_text(),
         "ssl.keystore.certificate.chain": client.cert.read_text(),
     }
-    inline = read_access({"security.protocol": "SSL", **as_text}).context
+    inline = read_access({"security.protocol": "SSL", **as_text}).context()
     assert inline is not None
     assert len(inline.get_ca_certs()) == 1
 

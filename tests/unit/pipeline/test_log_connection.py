@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.log_client import BrokerFailed, LogConnection, LogReadFailed
+from kproxy.pipeline.audit.log_client import LogClient, LogReadFailed
 from kproxy.pipeline.audit.run import check_places
 from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.routing.topology import Address
@@ -92,10 +92,9 @@ def is_slow(handler: socketserver.StreamRequestHandler) -> None:
 
 @pytest.mark.parametrize("behaviour", [is_silent, is_slow])
 def test_possible_broker_is_waited_for(behaviour: Behaviour) -> None:
-    with listening(behaviour) as address, pytest.raises(BrokerFailed, match="no answer in time"):
-        LogConnection(address, timeout_s=1.5)
-
-
-def test_non_broker_is_a_permanent_failure() -> None:
-    with listening(answers_http) as address, pytest.raises(LogReadFailed, match=f"^{address} speaks HTTP"):
-        LogConnection(address, timeout_s=60.0)
+    with (
+        listening(behaviour) as address,
+        LogClient([address], timeout_s=1.5, patience_s=1) as client,
+        pytest.raises(LogReadFailed, match=r"no answer in time.*given up"),
+    ):
+        client.partitions(None)
